@@ -1,0 +1,117 @@
+"""One tree of errors, and one table from each error to what a client and an operator see.
+
+ClusterError
+├── SpecError               the operator wrote something wrong           (CLI: one line, exit code 2)
+├── DeployError             a replica, a port or a resource failed       (CLI: one line, exit code 2)
+├── RequestError            the client sent something wrong; retrying will not help
+│   ├── UnknownModel
+│   └── ContextLengthExceeded
+├── CapacityError           full right now; retry after `retry_after_s`
+├── DeadlineExceeded        the request's own deadline passed
+├── ReplicaLost             a worker died, hung up or is draining; another one may serve
+└── TransferError           KV blocks did not arrive; the handoff may be tried again
+    ├── LayoutMismatch      the two sides disagree about blocks; never retried
+    ├── HandoffExpired      the ticket is closed, fenced by a newer epoch, or past its ttl
+    ├── LinkClosed          the link failed or was aborted; a new link needs a new epoch
+    └── ChecksumMismatch    the bytes that landed are not the bytes that were sent
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class ClusterError(Exception):
+    """Base of everything that this project raises on purpose. `str(error)` is fit to show to a user."""
+
+
+class SpecError(ClusterError):
+    """A spec, a flag or a model source is wrong; the message names the path and the fix."""
+
+
+class DeployError(ClusterError):
+    """A deployment could not be carried out; the message names what failed and why."""
+
+
+class RequestError(ClusterError):
+    """A request that no replica could serve. `param` names the offending field, as the OpenAI API does."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class UnknownModel(RequestError):
+    """The model named in the request is not served here."""
+
+
+class ContextLengthExceeded(RequestError):
+    """The prompt, or the prompt plus the tokens asked for, does not fit the model's context or a replica's pool."""
+
+
+class CapacityError(ClusterError):
+    """No room at present. `retry_after_s` is our best estimate of when there will be."""
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineExceeded(ClusterError):
+    """The time that the client gave has passed."""
+
+
+class ReplicaLost(ClusterError):
+    """A replica cannot go on with this request: it died, it hung up, or it is draining."""
+
+
+class TransferError(ClusterError):
+    """KV blocks did not arrive whole and in time."""
+
+
+class LayoutMismatch(TransferError):
+    """Sender and receiver hold different models, block sizes or wire versions."""
+
+
+class HandoffExpired(TransferError):
+    """The handoff is no longer open under this epoch."""
+
+
+class LinkClosed(TransferError):
+    """The link between two ranks has failed. A group that has failed once is never used again."""
+
+
+class ChecksumMismatch(TransferError):
+    """What landed differs from what was sent."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one kind of error looks from outside: a gRPC status name, an HTTP status, and OpenAI's `type` and `code`."""
+
+    grpc: str
+    http: int
+    type: str
+    code: str
+
+
+# Most specific first; the first match wins.
+_OUTCOMES: tuple[tuple[type[ClusterError], Outcome], ...] = (
+    (UnknownModel, Outcome("NOT_FOUND", 404, "invalid_request_error", "model_not_found")),
+    (ContextLengthExceeded, Outcome("INVALID_ARGUMENT", 400, "invalid_request_error", "context_length_exceeded")),
+    (RequestError, Outcome("INVALID_ARGUMENT", 400, "invalid_request_error", "invalid_value")),
+    (CapacityError, Outcome("RESOURCE_EXHAUSTED", 429, "rate_limit_error", "overloaded")),
+    (DeadlineExceeded, Outcome("DEADLINE_EXCEEDED", 504, "timeout_error", "deadline_exceeded")),
+    (LayoutMismatch, Outcome("FAILED_PRECONDITION", 500, "server_error", "layout_mismatch")),
+    (TransferError, Outcome("UNAVAILABLE", 503, "server_error", "transfer_failed")),
+    (ReplicaLost, Outcome("UNAVAILABLE", 503, "server_error", "replica_lost")),
+    (ClusterError, Outcome("INTERNAL", 500, "server_error", "internal_error")),
+)
+
+
+def outcome_of(error: BaseException) -> Outcome:
+    """The row of the table for `error`; anything that is not ours is an internal error."""
+    for kind, outcome in _OUTCOMES:
+        if isinstance(error, kind):
+            return outcome
+    return _OUTCOMES[-1][1]

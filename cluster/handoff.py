@@ -1,0 +1,30 @@
+"""The handoff: the ticket by which a decode replica lets one prefill replica write into blocks that it has set aside."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Handoff:
+    """A passage for one sequence's KV from a prefill replica to a decode replica.
+
+    The ticket names no block of the decode side: the sender speaks of token positions, and each receiving rank looks
+    them up in the table that it opened itself. So a late, forged or repeated write can reach no other block.
+
+    `epoch` counts the attempts to fill this handoff: the router adds one when it gives the same handoff to another
+    prefill replica, and a receiving rank that has seen epoch n refuses everything below n.
+    """
+
+    id: str
+    epoch: int
+    replica: str  # the decode replica
+    ranks: tuple[str, ...]  # its ranks' transfer addresses "host:port", in rank order
+    layout: str  # fingerprint of its KV layout; see engine.kv_layout
+    num_tokens: int  # tokens whose KV the decode replica needs in all
+    first_token: int  # the first position whose KV it lacks; a multiple of the block size
+    ttl_s: float  # it waits this long for the commit
+
+    @property
+    def num_missing_tokens(self) -> int:
+        return self.num_tokens - self.first_token

@@ -1,0 +1,113 @@
+"""A request as the workers see it: token ids and numbers, nothing that needs a tokenizer."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+from enum import StrEnum
+from hashlib import blake2b
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"  # a stop token, an end-of-sequence token or a stop string
+    LENGTH = "length"  # max_tokens, or the model's context
+    CANCELLED = "cancelled"
+
+
+class Role(StrEnum):
+    """What a replica does."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How to choose the next token. Every field is resolved: no None stands for a default that others must guess.
+
+    The choice is a function of (logits, token history, seed, position) only, never of the batch or the replica.
+    """
+
+    max_tokens: int = 16  # counted from the client's prompt, also after a migration
+    min_tokens: int = 0  # no stop token is chosen before this many
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 is off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # prompt and output, as in transformers
+    presence_penalty: float = 0.0  # output only, as in the OpenAI API
+    frequency_penalty: float = 0.0
+    seed: int = 0  # choice i of n draws from choice_seed(seed, i)
+    stop_token_ids: tuple[int, ...] = ()  # end-of-sequence ids included, unless the client ignores them
+    num_logprobs: int | None = None  # None: none; 0: of the chosen token only; k: and of the k likeliest
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceRequest:
+    """One client request as it reaches a worker. It stands for one sequence per entry of `choices`."""
+
+    id: str
+    token_ids: tuple[int, ...]  # the prompt and, after a migration, the tokens generated so far
+    num_prompt_tokens: int  # how many of token_ids the client sent
+    sampling: Sampling = field(default_factory=Sampling)
+    choices: tuple[int, ...] = (0,)  # which of the client's n choices run here
+    stream: int = 0  # key of choice 0 of `choices` in the token frames; choice j has stream + j
+    salt: str = ""  # tenant salt of the prefix hashes
+    adapter: str = ""
+    priority: int = 0  # smaller first
+    deadline_s: float | None = None  # remaining, when the message was sent
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLogprob:
+    """Natural-log probabilities under the unmodified distribution (before temperature, penalties and truncation)."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), likeliest first
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledToken:
+    """One token of one choice, as it leaves a worker."""
+
+    token_id: int
+    logprob: TokenLogprob | None = None
+    finish_reason: FinishReason | None = None
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """The seed of choice `choice` of a request; choice 0 keeps the request's own."""
+    if choice == 0:
+        return seed
+    digest = blake2b(seed.to_bytes(8, "little") + choice.to_bytes(4, "little"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def random_seed() -> int:
+    """A seed for a request that came without one, drawn once so that a retry or a migration repeats its tokens."""
+    return secrets.randbits(63)
+
+
+def finish_reason(
+    token_id: int, *, num_generated: int, num_tokens: int, sampling: Sampling, max_context: int
+) -> FinishReason | None:
+    """Why a sequence ends with `token_id`, its num_generated-th token (counting it), or None if it goes on.
+
+    num_tokens counts the whole sequence, this token included. Prefill, decode and router share this rule, so that none
+    of them waits for a token that another will not send.
+    """
+    if token_id in sampling.stop_token_ids and num_generated > sampling.min_tokens:
+        return FinishReason.STOP
+    if num_generated >= sampling.max_tokens or num_tokens >= max_context:
+        return FinishReason.LENGTH
+    return None

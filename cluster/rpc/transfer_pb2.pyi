@@ -1,0 +1,171 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class SenderFrame(_message.Message):
+    __slots__ = ("hello", "segment", "commit", "abort")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    segment: Segment
+    commit: Commit
+    abort: Abort
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ...) -> None: ...
+
+class ReceiverFrame(_message.Message):
+    __slots__ = ("welcome", "landed", "refused")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    LANDED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    landed: Landed
+    refused: Refused
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., landed: _Optional[_Union[Landed, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("wire_version", "layout", "sender", "epoch", "backend", "wire_dtype", "sender_rank", "sender_ranks")
+    WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    SENDER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    WIRE_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SENDER_RANK_FIELD_NUMBER: _ClassVar[int]
+    SENDER_RANKS_FIELD_NUMBER: _ClassVar[int]
+    wire_version: int
+    layout: str
+    sender: str
+    epoch: int
+    backend: str
+    wire_dtype: str
+    sender_rank: int
+    sender_ranks: int
+    def __init__(self, wire_version: _Optional[int] = ..., layout: _Optional[str] = ..., sender: _Optional[str] = ..., epoch: _Optional[int] = ..., backend: _Optional[str] = ..., wire_dtype: _Optional[str] = ..., sender_rank: _Optional[int] = ..., sender_ranks: _Optional[int] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("store", "prefix")
+    STORE_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
+    store: str
+    prefix: str
+    def __init__(self, store: _Optional[str] = ..., prefix: _Optional[str] = ...) -> None: ...
+
+class Segment(_message.Message):
+    __slots__ = ("handoff", "epoch", "number", "first_layer", "num_layers", "first_token", "num_tokens", "num_bytes", "checksum")
+    HANDOFF_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    handoff: str
+    epoch: int
+    number: int
+    first_layer: int
+    num_layers: int
+    first_token: int
+    num_tokens: int
+    num_bytes: int
+    checksum: int
+    def __init__(self, handoff: _Optional[str] = ..., epoch: _Optional[int] = ..., number: _Optional[int] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_bytes: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
+
+class Commit(_message.Message):
+    __slots__ = ("handoff", "epoch", "num_segments", "checksum", "first_tokens")
+    HANDOFF_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    handoff: str
+    epoch: int
+    num_segments: int
+    checksum: int
+    first_tokens: _containers.RepeatedCompositeFieldContainer[FirstToken]
+    def __init__(self, handoff: _Optional[str] = ..., epoch: _Optional[int] = ..., num_segments: _Optional[int] = ..., checksum: _Optional[int] = ..., first_tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ...) -> None: ...
+
+class FirstToken(_message.Message):
+    __slots__ = ("token_id",)
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    token_id: int
+    def __init__(self, token_id: _Optional[int] = ...) -> None: ...
+
+class Abort(_message.Message):
+    __slots__ = ("handoff", "epoch")
+    HANDOFF_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    handoff: str
+    epoch: int
+    def __init__(self, handoff: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class Landed(_message.Message):
+    __slots__ = ("handoff", "epoch")
+    HANDOFF_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    handoff: str
+    epoch: int
+    def __init__(self, handoff: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class Refused(_message.Message):
+    __slots__ = ("handoff", "epoch", "reason")
+    HANDOFF_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    handoff: str
+    epoch: int
+    reason: str
+    def __init__(self, handoff: _Optional[str] = ..., epoch: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class OpenRequest(_message.Message):
+    __slots__ = ("handoff", "first_token", "num_tokens", "block_ids")
+    HANDOFF_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    handoff: str
+    first_token: int
+    num_tokens: int
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, handoff: _Optional[str] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class OpenReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CloseRequest(_message.Message):
+    __slots__ = ("handoff",)
+    HANDOFF_FIELD_NUMBER: _ClassVar[int]
+    handoff: str
+    def __init__(self, handoff: _Optional[str] = ...) -> None: ...
+
+class CloseReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReportRequest(_message.Message):
+    __slots__ = ("handoff", "epoch", "rank", "wire_bytes", "seconds", "error")
+    HANDOFF_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    WIRE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    handoff: str
+    epoch: int
+    rank: int
+    wire_bytes: int
+    seconds: float
+    error: str
+    def __init__(self, handoff: _Optional[str] = ..., epoch: _Optional[int] = ..., rank: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., error: _Optional[str] = ...) -> None: ...
+
+class ReportReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

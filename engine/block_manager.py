@@ -1,0 +1,185 @@
+"""Who owns which block of a rank's pool, and which blocks hold a prefix that may be used again."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+# The life of a block:
+#
+#     free ──allocate──> held ──free, no hash──> free
+#                        │ └──free, sealed──> cached ──allocate, by hash──> held
+#                        │                     └──evicted, least recently used first──> held by someone else
+#                        └──quarantine──> quarantined ──release──> free
+#
+# free + held + cached + quarantined == total, always.
+
+
+@dataclass
+class BlockEvents:
+    """What changed in the cache since the last look: hashes that can now be matched, and hashes that no longer can."""
+
+    stored: list[bytes] = field(default_factory=list)
+    removed: list[bytes] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.stored or self.removed)
+
+
+class BlockManager:
+    """The block tables of one replica. Owned by the step thread; its ranks' pools all follow it.
+
+    Blocks are counted by reference: sequences that share a prefix hold the same blocks. A full block whose content is
+    final can be sealed under its prefix hash; then it outlives its sequences until the space is needed.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free: deque[int] = deque(range(num_blocks))
+        self._refs: dict[int, int] = {}  # held blocks
+        self._cached: OrderedDict[int, None] = OrderedDict()  # sealed and held by nobody, least recently used first
+        self._quarantined: set[int] = set()
+        self._hash_of: dict[int, bytes] = {}  # sealed blocks, held or cached
+        self._block_of: dict[bytes, int] = {}
+        self._events = BlockEvents()
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` can hand out."""
+        return len(self._free) + len(self._cached)
+
+    def match(self, hashes: Sequence[bytes]) -> int:
+        """How many leading blocks of this prefix are here. Looks only."""
+        for depth, prefix_hash in enumerate(hashes):
+            if prefix_hash not in self._block_of:
+                return depth
+        return len(hashes)
+
+    def allocate(self, hashes: Sequence[bytes], num_blocks: int) -> tuple[list[int], int] | None:
+        """Take `num_blocks` blocks, of which the leading ones are those that `hashes` find in the cache.
+
+        Returns (block ids, how many of them were cached), or None, taking nothing, if there is no room.
+        """
+        num_matched = self.match(hashes[:num_blocks])
+        matched = [self._block_of[prefix_hash] for prefix_hash in hashes[:num_matched]]
+        num_new = num_blocks - num_matched
+        if num_new > self.num_available - sum(block in self._cached for block in matched):
+            return None
+        for block in matched:
+            self._hold(block)
+        return matched + self._take(num_new), num_matched
+
+    def extend(self, blocks: list[int], num_blocks: int) -> bool:
+        """Append blocks to a table until it has `num_blocks`; False, taking nothing, if there is no room."""
+        missing = num_blocks - len(blocks)
+        if missing > self.num_available:
+            return False
+        blocks += self._take(max(0, missing))
+        return True
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Take one more reference to each of these held blocks: a sequence forks."""
+        for block in blocks:
+            assert block in self._refs, f"block {block} is not held"
+            self._refs[block] += 1
+
+    def is_shared(self, block: int) -> bool:
+        return self._refs[block] > 1
+
+    def seal(self, block: int, prefix_hash: bytes) -> None:
+        """A held block is full and final: let others find it. A hash that is already known keeps its first block."""
+        assert block in self._refs, f"block {block} is not held"
+        if prefix_hash in self._block_of or block in self._hash_of:
+            return
+        self._hash_of[block] = prefix_hash
+        self._block_of[prefix_hash] = block
+        self._events.stored.append(prefix_hash)
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """Drop one reference to each block of a table.
+
+        The table's tail becomes evictable before its head, for a tail cannot be found without its head.
+        """
+        for block in reversed(blocks):
+            if self._drop(block):
+                if block in self._hash_of:
+                    self._cached[block] = None
+                else:
+                    self._free.append(block)
+
+    def quarantine(self, blocks: Iterable[int]) -> None:
+        """Drop one reference to each block, and keep those that nobody else holds from being used again until
+        `release`: a peer may still write to them."""
+        for block in blocks:
+            if self._drop(block):
+                self._forget(block)
+                self._quarantined.add(block)
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Nothing can write to these blocks any more. Those not in quarantine are passed over."""
+        for block in blocks:
+            if block in self._quarantined:
+                self._quarantined.remove(block)
+                self._free.append(block)
+
+    def clear_cache(self) -> None:
+        """Forget every cached prefix that no sequence holds."""
+        while self._cached:
+            self._free.append(self._evict())
+
+    def take_events(self) -> BlockEvents:
+        """What changed since the last call."""
+        events, self._events = self._events, BlockEvents()
+        return events
+
+    def sealed_hashes(self) -> list[bytes]:
+        """Every prefix hash that can be matched now."""
+        return list(self._block_of)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every block is in exactly one state and the hash tables mirror each other."""
+        states = [set(self._free), set(self._refs), set(self._cached), self._quarantined]
+        union = set().union(*states)
+        assert len(self._free) == len(set(self._free)), "a block is free twice"
+        assert sum(map(len, states)) == len(union) == self.num_blocks, (
+            f"blocks lost or double: {list(map(len, states))}"
+        )
+        assert all(count > 0 for count in self._refs.values()), "held without a reference"
+        assert {h: b for b, h in self._hash_of.items()} == self._block_of, "hash tables disagree"
+        assert set(self._cached) <= set(self._hash_of) <= set(self._cached) | set(self._refs), "sealed in a wrong state"
+
+    def _hold(self, block: int) -> None:
+        self._cached.pop(block, None)
+        self._refs[block] = self._refs.get(block, 0) + 1
+
+    def _drop(self, block: int) -> bool:
+        """Drop one reference; True if it was the last."""
+        self._refs[block] -= 1
+        if self._refs[block]:
+            return False
+        del self._refs[block]
+        return True
+
+    def _take(self, count: int) -> list[int]:
+        blocks = [self._free.popleft() if self._free else self._evict() for _ in range(count)]
+        self._refs.update(dict.fromkeys(blocks, 1))
+        return blocks
+
+    def _evict(self) -> int:
+        block, _ = self._cached.popitem(last=False)
+        self._forget(block)
+        return block
+
+    def _forget(self, block: int) -> None:
+        if prefix_hash := self._hash_of.pop(block, None):
+            del self._block_of[prefix_hash]
+            self._events.removed.append(prefix_hash)

@@ -1,0 +1,67 @@
+"""The shape of KV blocks: what one rank's pool holds, and what a sender and a receiver must agree on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import torch
+
+# B blocks, K kv heads of this rank, S block_size, D head_dim
+#
+#   per layer   codes  (B, 2, K, S, D)   2: keys, then values
+#               scales (B, 2, K, S)      fp8 pools only: one bf16 scale per (token, head), for keys and for values
+#
+# One (layer, block) is one contiguous run, and a range of heads of its keys or values is contiguous inside it.
+
+_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "fp8_e4m3": torch.float8_e4m3fn,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVLayout:
+    """The KV of one model on one rank of `tensor_parallel`.
+
+    `num_kv_heads` and `num_q_heads` are the whole model's. With more ranks than KV heads each head is held by
+    tensor_parallel / num_kv_heads neighbouring ranks.
+    """
+
+    model: str  # fingerprint of the weights
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: str  # of the pool: "bfloat16", "float16", "float32" or "fp8_e4m3"
+    tensor_parallel: int = 1
+
+    @property
+    def fingerprint(self) -> str:
+        """What both sides of a transfer must share; tensor parallelism may differ, so it is not part of it."""
+        facts = (self.model, self.num_layers, self.num_kv_heads, self.head_dim, self.block_size, self.dtype)
+        return blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return _DTYPES[self.dtype]
+
+    @property
+    def has_scales(self) -> bool:
+        return self.dtype == "fp8_e4m3"
+
+    @property
+    def heads_per_rank(self) -> int:
+        return max(1, self.num_kv_heads // self.tensor_parallel)
+
+    def head_range(self, rank: int) -> tuple[int, int]:
+        """The model's kv heads [start, end) that `rank` holds."""
+        start = rank * self.num_kv_heads // self.tensor_parallel
+        return start, start + self.heads_per_rank
+
+    def bytes_per_token(self) -> int:
+        """KV bytes of one token on one rank, all layers, scales included."""
+        per_head = self.head_dim * self.torch_dtype.itemsize + (torch.bfloat16.itemsize if self.has_scales else 0)
+        return self.num_layers * 2 * self.heads_per_rank * per_head
