@@ -1,4 +1,4 @@
-"""The handoff: the ticket by which a decode replica lets one prefill replica write into blocks that it has set aside."""
+"""The handoff: the ticket by which a decode replica lets a prefill replica write into blocks that it has set aside."""
 
 from __future__ import annotations
 

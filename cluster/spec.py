@@ -1,4 +1,4 @@
-"""What an operator writes: one YAML file, one validated tree. Unknown keys and impossible values are refused by path."""
+"""What an operator writes: one YAML file, one validated tree. Unknown keys and bad values are refused by path."""
 
 from __future__ import annotations
 

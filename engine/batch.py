@@ -67,12 +67,10 @@ class Batch:
         )
 
     def encode(self) -> NDArray[np.int64]:
-        """All of it as one int64 array, for the ranks that follow: (T, R, B, number of logits rows, then the arrays)."""
-        header = (len(self.token_ids), *self.block_tables.shape, len(self.logits_rows))
-        return np.concatenate(
-            [np.array(header), self.token_ids, self.positions, self.slots, self.query_lens, self.context_lens]
-            + [self.block_tables.ravel(), self.logits_rows]
-        )
+        """All of it as one int64 array for the ranks that follow: T, R, B, how many logits rows, then the arrays."""
+        header = np.array([len(self.token_ids), *self.block_tables.shape, len(self.logits_rows)])
+        flat = (self.token_ids, self.positions, self.slots, self.query_lens, self.context_lens)
+        return np.concatenate([header, *flat, self.block_tables.ravel(), self.logits_rows])
 
     @classmethod
     def decode(cls, data: NDArray[np.int64]) -> Batch:

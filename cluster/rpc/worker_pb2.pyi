@@ -148,6 +148,18 @@ class Finished(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class StopRequest(_message.Message):
+    __slots__ = ("router", "streams")
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
+    STREAMS_FIELD_NUMBER: _ClassVar[int]
+    router: str
+    streams: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, router: _Optional[str] = ..., streams: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class StopReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class FramesRequest(_message.Message):
     __slots__ = ("router",)
     ROUTER_FIELD_NUMBER: _ClassVar[int]

@@ -190,6 +190,11 @@ class DecodeWorkerStub(object):
                 request_serializer=cluster_dot_rpc_dot_worker__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=cluster_dot_rpc_dot_worker__pb2.GenerateEvent.FromString,
                 _registered_method=True)
+        self.Stop = channel.unary_unary(
+                '/cluster.worker.v1.DecodeWorker/Stop',
+                request_serializer=cluster_dot_rpc_dot_worker__pb2.StopRequest.SerializeToString,
+                response_deserializer=cluster_dot_rpc_dot_worker__pb2.StopReply.FromString,
+                _registered_method=True)
 
 
 class DecodeWorkerServicer(object):
@@ -203,6 +208,13 @@ class DecodeWorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Stop(self, request, context):
+        """Ends single choices of a request of several, before they end by themselves.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DecodeWorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -210,6 +222,11 @@ def add_DecodeWorkerServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=cluster_dot_rpc_dot_worker__pb2.GenerateRequest.FromString,
                     response_serializer=cluster_dot_rpc_dot_worker__pb2.GenerateEvent.SerializeToString,
+            ),
+            'Stop': grpc.unary_unary_rpc_method_handler(
+                    servicer.Stop,
+                    request_deserializer=cluster_dot_rpc_dot_worker__pb2.StopRequest.FromString,
+                    response_serializer=cluster_dot_rpc_dot_worker__pb2.StopReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -239,6 +256,33 @@ class DecodeWorker(object):
             '/cluster.worker.v1.DecodeWorker/Generate',
             cluster_dot_rpc_dot_worker__pb2.GenerateRequest.SerializeToString,
             cluster_dot_rpc_dot_worker__pb2.GenerateEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Stop(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cluster.worker.v1.DecodeWorker/Stop',
+            cluster_dot_rpc_dot_worker__pb2.StopRequest.SerializeToString,
+            cluster_dot_rpc_dot_worker__pb2.StopReply.FromString,
             options,
             channel_credentials,
             insecure,
