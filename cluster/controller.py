@@ -51,11 +51,11 @@ class Controller:
         self._pools = {role: Pool(role, changed=self._changed.set) for role in Role}
         self._loop = asyncio.create_task(self._reconcile_forever())
 
-    async def apply(self, spec: dict[str, Any], *, index_url: str, log_dir: str, parts: dict[str, str]) -> None:
+    async def apply(self, spec: dict[str, Any], *, index_url: str, log_dir: str, parts: Parts) -> None:
         """Make `spec` the desired state. What it says of pools holds for replicas that start from now on."""
         new = parse_spec(spec)
         if self._desired is None:
-            self._desired = Desired(spec=new, index_url=index_url, log_dir=log_dir, parts=Parts(**parts))
+            self._desired = Desired(spec=new, index_url=index_url, log_dir=log_dir, parts=parts)
         else:
             _check_same_model(self._desired.spec, new)
             self._desired = replace(self._desired, spec=new)
