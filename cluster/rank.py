@@ -20,6 +20,7 @@ class Binding(TypedDict):
     """Where a rank runs and listens."""
 
     pid: int
+    host: str  # the node's name, for people
     address: str  # "host:port" of its gRPC server, on its node's IP
     device: str  # "cpu", "cuda:0"
 

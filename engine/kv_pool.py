@@ -31,21 +31,30 @@ class KVPool:
             else []
         )
 
+    def locate(self, slots_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Block ids and offsets of slots."""
+        return slots_T // self.layout.block_size, slots_T % self.layout.block_size
+
     def write(self, layer: int, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
         """Store keys and values at `slots_T` (int64), quantising if the pool is fp8."""
         kv_T2KD = torch.stack((k_TKD, v_TKD), dim=1)
-        block_T, offset_T = slots_T // self.layout.block_size, slots_T % self.layout.block_size
+        blocks_T, offsets_T = self.locate(slots_T)
         if self.scales:
             kv_T2KD, scales_T2K = quantize_fp8(kv_T2KD)
-            self.scales[layer][block_T, :, :, offset_T] = scales_T2K
-        _bytes(self.codes[layer])[block_T, :, :, offset_T] = _bytes(kv_T2KD.to(self.layout.torch_dtype))
+            self.scales[layer][blocks_T, :, :, offsets_T] = scales_T2K
+        as_bytes(self.codes[layer])[blocks_T, :, :, offsets_T] = as_bytes(kv_T2KD.to(self.layout.torch_dtype))
 
     def read(self, layer: int, block_ids_B: Tensor, dtype: torch.dtype) -> Tensor:
         """Gather blocks as `dtype`: (2, K, B * S, D), in the order of block_ids_B."""
-        codes_B2KSD = self.codes[layer][block_ids_B] if not self.scales else _gather_fp8(self.codes[layer], block_ids_B)
+        kv_B2KSD = as_bytes(self.codes[layer])[block_ids_B].view(self.layout.torch_dtype)
         if self.scales:
-            codes_B2KSD = dequantize_fp8(codes_B2KSD, self.scales[layer][block_ids_B], dtype)
-        return codes_B2KSD.to(dtype).permute(1, 2, 0, 3, 4).flatten(2, 3)
+            kv_B2KSD = dequantize_fp8(kv_B2KSD, self.scales[layer][block_ids_B], dtype)
+        return kv_B2KSD.to(dtype).permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+    def synchronize(self) -> None:
+        """Wait on the host for what the calling thread has started on the device."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy one block, all layers: for a sequence that forks inside a block."""
@@ -55,10 +64,6 @@ class KVPool:
             scales[target].copy_(scales[source])
 
 
-def _bytes(x: Tensor) -> Tensor:
-    """fp8 tensors as bytes, since torch indexes few operations on float8; others as they are."""
+def as_bytes(x: Tensor) -> Tensor:
+    """fp8 tensors as bytes, because torch indexes hardly any float8; other tensors as they are."""
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
-
-
-def _gather_fp8(codes: Tensor, block_ids_B: Tensor) -> Tensor:
-    return _bytes(codes)[block_ids_B].view(torch.float8_e4m3fn)

@@ -33,7 +33,7 @@ class FakeRank:
         self._stopped = threading.Event()
 
     def bind(self) -> Binding:
-        return {"pid": os.getpid(), "address": f"127.0.0.1:{20_000 + self._rank}", "device": "cpu"}
+        return {"pid": os.getpid(), "host": "node", "address": f"127.0.0.1:{20_000 + self._rank}", "device": "cpu"}
 
     def load(self, addresses: list[str]) -> Loaded:
         print(f"loading with {len(addresses)} ranks", flush=True)
