@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import socket
 from typing import Any
 
@@ -42,7 +41,7 @@ def connect(address: str, name: str, *, env: dict[str, str] | None = None) -> No
 
 
 def start_controller(name: str) -> Any:
-    """Start the deployment's controller, which outlives this driver. Returns its handle, whose methods raise as it does."""
+    """Start the deployment's controller, which outlives this driver; returns its handle, for ask()."""
     make: Any = ray.remote(Controller)
     handle = make.options(
         name=ACTOR_NAME,
@@ -63,7 +62,7 @@ def find_controller(name: str) -> Any | None:
 
 
 def ask(actor: Any, method: str, *args: Any, within_s: float = _ASK_S, **kwargs: Any) -> Any:
-    """Call a method of an actor and wait. Raises ClusterError: the actor's own, or DeployError when it does not answer."""
+    """Call a method of an actor and wait. Raises the actor's own ClusterError, or DeployError for anything else."""
     try:
         return ray.get(getattr(actor, method).remote(*args, **kwargs), timeout=within_s)
     except RayTaskError as error:
@@ -74,11 +73,6 @@ def ask(actor: Any, method: str, *args: Any, within_s: float = _ASK_S, **kwargs:
         raise DeployError(f"{method}: no answer within {within_s:g} s") from None
     except RayActorError as error:
         raise DeployError(f"{method}: {' '.join(str(error).split())}") from error
-
-
-def set_environment(env: dict[str, str]) -> None:
-    """Ray reads its settings from the environment as it is imported by a process that connects."""
-    os.environ.update(env)
 
 
 def _probe(address: str) -> None:

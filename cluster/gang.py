@@ -66,7 +66,7 @@ class Gang:
             strategy="STRICT_PACK",
             name=_group_name(self._replica, self._desired.spec.name),
             lifetime="detached",
-            bundle_label_selector=[dict(self._pool.labels)] * size if self._pool.labels else [],
+            bundle_label_selector=[dict(self._pool.labels)] * size,
         )
         while not await asyncio.to_thread(self._group.wait, _PLACE_POLL_S):
             waiting(why_pending(self._pool, live_nodes()))

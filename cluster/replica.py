@@ -60,7 +60,6 @@ class Failure:
     node: str
     reason: str
     raised: bool  # the rank's own code raised, so that another try will hardly end otherwise
-    log: str = ""  # its last lines
 
     def describe(self) -> str:
         where = f" on {self.node}" if self.node else ""

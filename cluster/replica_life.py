@@ -103,9 +103,10 @@ class ReplicaLife:
 
     async def _serve(self) -> None:
         """Until it has drained, as asked. Raises ReplicaFailed when a rank ends before."""
+        self.serving_since = self._heard_at = time.monotonic()
+        await self._hear()
         if not self._leave.is_set():
             self._enter(ReplicaState.READY)
-        self.serving_since = self._heard_at = time.monotonic()
         watch = asyncio.create_task(self._gang.watch())
         stay = asyncio.create_task(self._stay_until_drained())
         try:
