@@ -1,4 +1,4 @@
-"""Carrying out a choice: reserve on decode, prefill, hand over, stream; and again elsewhere when something on the way fails."""
+"""Carrying out a choice: reserve on decode, prefill, hand over, stream; and again elsewhere when something fails."""
 
 from __future__ import annotations
 
