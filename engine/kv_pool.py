@@ -88,6 +88,7 @@ class KVPool:
 
 def as_bytes(x: Tensor) -> Tensor:
     """fp8 tensors as bytes, because torch indexes hardly any float8; other tensors as they are."""
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -99,4 +100,3 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
     return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
-    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x

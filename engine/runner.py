@@ -73,7 +73,8 @@ class ModelRunner:
 
         with torch.inference_mode():
             self._model = DenseDecoder(self.config, reader, layout, on_read=on_read)
-            self.pool = KVPool(layout, num_blocks=num_blocks, device=device)
+        # Outside inference mode, for others write to it who are not in it: blocks that arrive from a peer.
+        self.pool = KVPool(layout, num_blocks=num_blocks, device=device)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, on_layer: OnLayer | None = None) -> Tensor:
