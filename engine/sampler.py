@@ -115,8 +115,8 @@ def _draw(logits_NV: Tensor, rows: Seq[SamplingRow]) -> Tensor:
     if any(row.sampling.min_p > 0 for row in rows):
         threshold_N1 = column([math.log(row.sampling.min_p) if row.sampling.min_p > 0 else -math.inf for row in rows])
         scaled_NV = scaled_NV.masked_fill(scaled_NV < threshold_N1, -math.inf)
-    # In fp64, the running sum does not depend on how a device adds up.
-    cumulative_NV = scaled_NV.double().exp_().cumsum(dim=-1)
+    # In fp64 the running sum does not depend on how a device adds up.
+    cumulative_NV = scaled_NV.exp().cumsum(dim=-1, dtype=torch.float64)
     draws_N = torch.tensor([uniform(row.seed, len(row.tokens)) for row in rows], dtype=torch.float64, device=device)
     targets_N1 = draws_N.unsqueeze(-1) * cumulative_NV[:, -1:]
     return torch.searchsorted(cumulative_NV, targets_N1, right=True).squeeze(-1)
@@ -141,10 +141,10 @@ def _keep_top_p(scaled_NV: Tensor, top_p: Seq[float]) -> Tensor:
         return scaled_NV
     wanted_N1 = torch.tensor([top_p[i] for i in rows], dtype=torch.float64, device=scaled_NV.device).unsqueeze(-1)
     chosen_NV = scaled_NV[rows]
-    mass_N1 = chosen_NV.double().exp_().sum(dim=-1, keepdim=True) * wanted_N1
+    mass_N1 = chosen_NV.exp().sum(dim=-1, keepdim=True, dtype=torch.float64) * wanted_N1
     for num_greatest in (min(_FEW, chosen_NV.shape[-1]), chosen_NV.shape[-1]):
         greatest_NK = chosen_NV.topk(num_greatest, dim=-1).values
-        reached_NK = greatest_NK.double().exp_().cumsum(dim=-1)
+        reached_NK = greatest_NK.exp().cumsum(dim=-1, dtype=torch.float64)
         if bool((reached_NK[:, -1:] >= mass_N1).all()):
             break
     # The first token at which the sum reaches the mass is the last one kept.
