@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from engine.runner import ModelRunner
 from grpc import aio
 
 from cluster import model_source
@@ -24,6 +23,7 @@ from decode_worker.server import DecodeServicer, Serving
 from decode_worker.worker import Decoder
 from engine.block_manager import BlockManager
 from engine.load import device_for, load_runner, max_tokens_of, set_threads
+from engine.runner import ModelRunner
 from engine.sequence import Sequence
 from kvtransfer.incoming import Landing
 from kvtransfer.peers import Peers, join_gang

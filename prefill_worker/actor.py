@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from engine.runner import ModelRunner
 from grpc import aio
 
 from cluster import model_source
@@ -18,6 +17,7 @@ from cluster.request import Role, SequenceRequest
 from cluster.rpc import transfer_pb2, transfer_pb2_grpc, worker_pb2_grpc
 from engine.block_manager import BlockManager
 from engine.load import device_for, load_runner, max_tokens_of, set_threads
+from engine.runner import ModelRunner
 from engine.sequence import Sequence
 from kvtransfer.peers import Peers, join_gang
 from kvtransfer.rank_servicer import RankServicer
