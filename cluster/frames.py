@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping
+from typing import Any
+
+from grpc import aio
 
 from cluster.rpc import worker_pb2 as pb
+from cluster.rpc import worker_pb2_grpc as rpc
 
 HEARTBEAT_S = 1.0
 
@@ -53,6 +57,19 @@ class FrameHub:
         finally:
             if self._outboxes.get(router) is outbox:
                 del self._outboxes[router]
+
+
+class WorkerServicer(rpc.WorkerServicer):
+    """Serves a hub to routers; the same for both roles. A prefill replica's frames carry its status only."""
+
+    def __init__(self, hub: FrameHub) -> None:
+        self._hub = hub
+
+    async def Frames(
+        self, request: pb.FramesRequest, context: aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.Frame]:
+        async for frame in self._hub.frames(request.router):
+            yield frame
 
 
 class _Outbox:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -81,9 +81,7 @@ class ReplicaService:
 
     def run(self) -> None:
         """Return when the step loop has been stopped; raise what ended it otherwise."""
-        self._loop.join()
-        if self._loop.failure:
-            raise self._loop.failure
+        self._loop.run()
 
     def status(self) -> RankStatus:
         status = self._status
@@ -130,14 +128,6 @@ class ReplicaService:
             self._presence.publish(changes)
 
     async def _snapshot(self) -> list[bytes]:
-        return await self.ask(self._engine.sealed_hashes)
-
-    async def ask(self, question: Callable[[], Any]) -> Any:
-        """Ask the step thread something from the event loop."""
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-
-        def reply() -> None:
-            self._host.post(answer.set_result, question())
-
-        self.post(reply)
+        answer: asyncio.Future[list[bytes]] = asyncio.get_running_loop().create_future()
+        self.post(lambda: self._host.post(answer.set_result, self._engine.sealed_hashes()))
         return await answer

@@ -57,14 +57,19 @@ class BlockManager:
 
         Returns (block ids, how many of them were cached), or None, taking nothing, if there is no room.
         """
+        if self.num_needed(hashes, num_blocks) > self.num_available:
+            return None
         num_matched = self.match(hashes[:num_blocks])
         matched = [self._block_of[prefix_hash] for prefix_hash in hashes[:num_matched]]
-        num_new = num_blocks - num_matched
-        if num_new > self.num_available - sum(block in self._cached for block in matched):
-            return None
         for block in matched:
             self._hold(block)
-        return matched + self._take(num_new), num_matched
+        return matched + self._take(num_blocks - num_matched), num_matched
+
+    def num_needed(self, hashes: Sequence[bytes], num_blocks: int) -> int:
+        """How many of the available blocks `allocate` would take: all but those that a sequence already holds."""
+        num_matched = self.match(hashes[:num_blocks])
+        num_held = sum(self._block_of[prefix_hash] in self._refs for prefix_hash in hashes[:num_matched])
+        return num_blocks - num_held
 
     def extend(self, blocks: list[int], num_blocks: int) -> bool:
         """Append blocks to a table until it has `num_blocks`; False, taking nothing, if there is no room."""

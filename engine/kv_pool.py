@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
 
+from engine.batch import Ints
 from engine.kernels.fp8 import dequantize_fp8, quantize_fp8
 from engine.kv_layout import KVLayout
 
-# T tokens, B blocks, K kv heads of this rank, S block_size, D head_dim
+# T tokens, R rows (sequences), B blocks, L = B * S positions, K kv heads of this rank, S block_size, D head_dim
 
 
 class KVPool:
@@ -23,13 +27,10 @@ class KVPool:
         self.num_blocks = num_blocks
         self.device = device
         shape = (num_blocks, 2, layout.heads_per_rank, layout.block_size, layout.head_dim)
-        # Zeroed memory is mapped on first touch: a pool costs what its used blocks cost.
-        self.codes = [torch.zeros(shape, dtype=layout.torch_dtype, device=device) for _ in range(layout.num_layers)]
-        self.scales = (
-            [torch.zeros(shape[:-1], dtype=torch.bfloat16, device=device) for _ in range(layout.num_layers)]
-            if layout.has_scales
-            else []
-        )
+        self.codes = [_zeros(shape, layout.torch_dtype, device) for _ in range(layout.num_layers)]
+        self.scales = [
+            _zeros(shape[:-1], torch.bfloat16, device) for _ in range(layout.num_layers if layout.has_scales else 0)
+        ]
 
     def locate(self, slots_T: Tensor) -> tuple[Tensor, Tensor]:
         """Block ids and offsets of slots."""
@@ -56,6 +57,27 @@ class KVPool:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
+    def runs(self, tables_RB: Ints) -> Tensor:
+        """Where the blocks of R equally long tables lie, for `gather`; the same for every layer. (2, R, K, B) int64."""
+        num_heads = self.layout.heads_per_rank
+        kv_2111 = np.arange(2).reshape(2, 1, 1, 1)
+        head_K1 = np.arange(num_heads).reshape(num_heads, 1)
+        runs_2RKB = (tables_RB[:, None, :] * 2 + kv_2111) * num_heads + head_K1
+        return torch.from_numpy(runs_2RKB).to(self.device)
+
+    def gather(self, layer: int, runs_2RKB: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values of whole blocks as `dtype`, each (R, K, B * S, D)."""
+        shape_2RKLD = (*runs_2RKB.shape[:-1], runs_2RKB.shape[-1] * self.layout.block_size, self.layout.head_dim)
+        flat_N = runs_2RKB.flatten()
+        run_size = self.layout.block_size * self.layout.head_dim
+        codes = as_bytes(self.codes[layer]).view(-1, run_size).index_select(0, flat_N).view(shape_2RKLD)
+        if not self.scales:
+            k_RKLD, v_RKLD = codes.to(dtype)
+            return k_RKLD, v_RKLD
+        scales = self.scales[layer].view(-1, self.layout.block_size).index_select(0, flat_N).view(shape_2RKLD[:-1])
+        k_RKLD, v_RKLD = dequantize_fp8(codes.view(torch.float8_e4m3fn), scales, dtype)
+        return k_RKLD, v_RKLD
+
     def copy_block(self, source: int, target: int) -> None:
         """Copy one block, all layers: for a sequence that forks inside a block."""
         for codes in self.codes:
@@ -67,3 +89,14 @@ class KVPool:
 def as_bytes(x: Tensor) -> Tensor:
     """fp8 tensors as bytes, because torch indexes hardly any float8; other tensors as they are."""
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU, memory that is mapped when it is first touched: a pool costs what its used blocks cost.
+
+    torch.zeros touches all of it at once: a second per GiB, and resident from the start.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)

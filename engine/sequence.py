@@ -24,6 +24,7 @@ class Sequence:
         self.blocks: list[int] = []
         self.max_context = max_context
         self.block_size = block_size
+        self.model = model
         self._root = root_hash(model, adapter=request.adapter, salt=request.salt)
         self._hashes: list[bytes] = []  # of the full blocks of `tokens`, as far as they have been asked for
         self._num_sealed = 0
@@ -86,6 +87,28 @@ class Sequence:
             max_context=self.max_context,
         )
         return SampledToken(token_id=token_id, logprob=logprob, finish_reason=reason)
+
+    def fork(self, choice: int, blocks: BlockManager) -> tuple[Sequence, tuple[int, int] | None] | None:
+        """Another choice of the same request, which shares every full block with this one.
+
+        A partly filled last block needs a copy of its own: the second value is (source, target) of the copy to make.
+        None, taking nothing, if there is no block left for it.
+        """
+        twin = self.without_blocks(choice)
+        num_full = self.num_computed // self.block_size
+        own: list[int] = []
+        if not blocks.extend(own, len(self.blocks[num_full : self.num_blocks_for(self.num_computed)])):
+            return None
+        blocks.share(self.blocks[:num_full])
+        twin.blocks = self.blocks[:num_full] + own
+        twin.num_computed, twin._num_sealed, twin._hashes = self.num_computed, self._num_sealed, list(self._hashes)
+        return twin, (self.blocks[num_full], own[0]) if own else None
+
+    def without_blocks(self, choice: int) -> Sequence:
+        """Another choice of the same request, of which nothing is computed."""
+        return Sequence(
+            self.request, choice, model=self.model, block_size=self.block_size, max_context=self.max_context
+        )
 
     def release(self, blocks: BlockManager) -> None:
         """Give all blocks back. What was sealed stays in the cache until its space is needed."""

@@ -3,57 +3,57 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from grpc import aio
 
 from cluster.channel import abort_with
 from cluster.errors import ClusterError, ReplicaLost
-from cluster.frames import FrameHub
 from cluster.messages import handoff_from_proto, sequence_from_proto, tokens_to_proto
-from cluster.request import SampledToken
+from cluster.replica_service import ReplicaService
+from cluster.request import SampledToken, SequenceRequest
 from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
 from engine.sequence import Sequence
 from kvtransfer.sender import Shipment
-from prefill_worker.replica import PrefillReplica
 from prefill_worker.scheduler import Job
+from prefill_worker.worker import Prefiller
 
 _Context = aio.ServicerContext[Any, Any]
 
 
-class WorkerServicer(rpc.WorkerServicer):
-    """The token frames; a prefill replica's carry its status only."""
+@dataclass(frozen=True)
+class Serving:
+    """A replica that is up."""
 
-    def __init__(self, hub: FrameHub) -> None:
-        self._hub = hub
-
-    async def Frames(self, request: pb.FramesRequest, context: _Context) -> AsyncIterator[pb.Frame]:
-        async for frame in self._hub.frames(request.router):
-            yield frame
+    service: ReplicaService
+    prefiller: Prefiller
+    sequence_of: Callable[[SequenceRequest], Sequence]
 
 
 class PrefillServicer(rpc.PrefillWorkerServicer):
-    """One call per prompt. Serves once `replica` is there."""
+    """One call per prompt. Serves once `serving` is there."""
 
     def __init__(self) -> None:
-        self.replica: PrefillReplica | None = None
+        self.serving: Serving | None = None
 
     async def Prefill(self, request: pb.PrefillRequest, context: _Context) -> AsyncIterator[pb.PrefillEvent]:
-        if self.replica is None or self.replica.is_draining:
+        serving = self.serving
+        if serving is None or serving.service.is_draining:
             await abort_with(context, ReplicaLost("this replica takes no new work"))
         handoff = handoff_from_proto(request.handoff) if request.HasField("handoff") else None
-        job = Job(self.replica.sequence(sequence_from_proto(request.sequence)), handoff)
+        job = Job(serving.sequence_of(sequence_from_proto(request.sequence)), handoff)
         call = _Call(job)
-        self.replica.submit(job, call)
+        serving.service.post(lambda: serving.prefiller.submit(job, call))
         try:
             while (event := await call.events.get()) is not None:
                 if isinstance(event, ClusterError):
                     await abort_with(context, event)
                 yield event
         finally:
-            self.replica.cancel(job)
+            serving.service.post(lambda: serving.prefiller.cancel(job))
 
 
 class _Call:
@@ -70,12 +70,12 @@ class _Call:
 
     def ended(self, shipment: Shipment | None, error: ClusterError | None) -> None:
         if shipment:
-            self._put(pb.PrefillEvent(shipped=self._shipped(shipment, self._job.sequence)))
+            self._put(pb.PrefillEvent(shipped=self._shipped(shipment)))
         self._put(error)
 
-    def _shipped(self, shipment: Shipment, sequence: Sequence) -> pb.Shipped:
+    def _shipped(self, shipment: Shipment) -> pb.Shipped:
         assert self._job.handoff
-        blocks = sequence.num_blocks_for(self._job.handoff.num_missing_tokens)
+        blocks = self._job.sequence.num_blocks_for(self._job.handoff.num_missing_tokens)
         return pb.Shipped(blocks=blocks, wire_bytes=shipment.wire_bytes, seconds=shipment.seconds)
 
     def _put(self, event: pb.PrefillEvent | ClusterError | None) -> None:

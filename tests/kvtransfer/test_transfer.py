@@ -17,7 +17,7 @@ from cluster.rpc import transfer_pb2_grpc as rpc
 from engine.kv_layout import KVLayout
 from engine.kv_pool import KVPool
 from kvtransfer.incoming import Landing
-from kvtransfer.rank_server import RankServicer
+from kvtransfer.rank_servicer import RankServicer
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender, Shipment
 
@@ -80,7 +80,7 @@ async def _replica(
             )
         )
         server = aio.server(options=SERVER_OPTIONS)
-        rpc.add_RankServicer_to_server(RankServicer(receiver=side.receivers[-1], on_report=print), server)
+        rpc.add_RankServicer_to_server(_servicer(side.receivers[-1]), server)
         side.addresses.append(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
         await server.start()
         side.servers.append(server)
@@ -91,6 +91,12 @@ async def _replica(
             await sender.close()
         for server in side.servers:
             await server.stop(None)
+
+
+def _servicer(receiver: Receiver) -> RankServicer:
+    servicer = RankServicer()
+    servicer.receiver = receiver
+    return servicer
 
 
 def _fill(side: Side) -> torch.Tensor:
