@@ -16,8 +16,8 @@ _KEY = b"desired"
 class Parts:
     """What is started by import path, "module:name"."""
 
-    prefill: str = "prefill_worker.actor:PrefillWorker"
-    decode: str = "decode_worker.actor:DecodeWorker"
+    prefill: str = "prefill_worker.actor:make_rank"
+    decode: str = "decode_worker.actor:make_rank"
     router: str = "router.app:build"
 
     def rank(self, role: Role) -> str:

@@ -10,9 +10,13 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from cluster.controller import ACTOR_NAME, Controller
+from cluster import controller, embedded_index
+from cluster.controller import Controller
 from cluster.desired import namespace
+from cluster.embedded_index import EmbeddedIndex
 from cluster.errors import ClusterError, DeployError
+from cluster.ports import free_port
+from cluster.redis_server import RedisAddress
 
 _PROBE_S = 3.0
 _ASK_S = 60.0  # longer than a controller needs to come back after its death
@@ -43,22 +47,27 @@ def connect(address: str, name: str, *, env: dict[str, str] | None = None) -> No
 def start_controller(name: str) -> Any:
     """Start the deployment's controller, which outlives this driver; returns its handle, for ask()."""
     make: Any = ray.remote(Controller)
-    handle = make.options(
-        name=ACTOR_NAME,
-        namespace=namespace(name),
-        lifetime="detached",
-        max_restarts=-1,
-        max_task_retries=3,
-        num_cpus=0,
-    ).remote(name)
-    return handle
+    return make.options(**_detached(name, controller.ACTOR_NAME), max_task_retries=3).remote(name)
 
 
 def find_controller(name: str) -> Any | None:
     """The controller of a deployment; None when there is none in this Ray cluster."""
     with contextlib.suppress(ValueError):
-        return ray.get_actor(ACTOR_NAME, namespace=namespace(name))
+        return ray.get_actor(controller.ACTOR_NAME, namespace=namespace(name))
     return None
+
+
+def start_index(name: str, log_dir: str) -> str:
+    """Start the deployment's own Redis, and return its URL when it answers."""
+    address = RedisAddress(free_port())
+    make: Any = ray.remote(EmbeddedIndex)
+    ask(make.options(**_detached(name, embedded_index.ACTOR_NAME)).remote(address, log_dir), "ready")
+    return address.url
+
+
+def stop_index(name: str) -> None:
+    with contextlib.suppress(ValueError):
+        ray.kill(ray.get_actor(embedded_index.ACTOR_NAME, namespace=namespace(name)))
 
 
 def ask(actor: Any, method: str, *args: Any, within_s: float = _ASK_S, **kwargs: Any) -> Any:
@@ -73,6 +82,18 @@ def ask(actor: Any, method: str, *args: Any, within_s: float = _ASK_S, **kwargs:
         raise DeployError(f"{method}: no answer within {within_s:g} s") from None
     except RayActorError as error:
         raise DeployError(f"{method}: {' '.join(str(error).split())}") from error
+
+
+def _detached(name: str, actor: str) -> dict[str, Any]:
+    """Outlives this driver, comes back when it dies, and takes nobody's place. One that is there already is taken."""
+    return {
+        "name": actor,
+        "namespace": namespace(name),
+        "lifetime": "detached",
+        "get_if_exists": True,
+        "max_restarts": -1,
+        "num_cpus": 0,
+    }
 
 
 def _probe(address: str) -> None:

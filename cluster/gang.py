@@ -198,7 +198,7 @@ async def _raise_cause(tasks: Sequence[asyncio.Task[Any]]) -> None:
         return
     await asyncio.wait(tasks, timeout=_GRACE_S)
     errors = [error for task in tasks if task.done() and (error := task.exception())]
-    raise min(errors, key=lambda error: getattr(error, "raised", False))
+    raise min(errors, key=lambda error: getattr(error, "will_repeat", False))
 
 
 async def _failing_clearly(rank: int, call: Awaitable[Any]) -> Any:
@@ -210,7 +210,7 @@ async def _failing_clearly(rank: int, call: Awaitable[Any]) -> Any:
     except RayTaskError as error:
         text = " ".join(str(error.cause).split()) or "no message"
         reason = f"rank {rank}: {type(error.cause).__name__}: {text}"
-        raise ReplicaFailed(reason, rank=rank, raised=True) from error
+        raise ReplicaFailed(reason, rank=rank, will_repeat=True) from error
     except RayActorError as error:
         raise ReplicaFailed(f"the process of rank {rank} died: {_death(str(error))}", rank=rank) from error
     except RayError as error:

@@ -118,20 +118,20 @@ class Pool:
             await life.live()
             logger.info("%s has left", life.view.id)
         except ReplicaFailed as error:
-            self._note_failure(member, str(error), raised=error.raised)
+            self._note_failure(member, str(error), will_repeat=error.will_repeat)
         except Exception as error:  # an edge: whatever goes wrong with one replica must not end the controller
             logger.exception("%s: unexpected", life.view.id)
-            self._note_failure(member, f"{type(error).__name__}: {error}", raised=False)
+            self._note_failure(member, f"{type(error).__name__}: {error}", will_repeat=False)
         finally:
             if life.home:
                 self._past_homes[life.view.id] = life.home
             del self._members[life.view.id]
             self._changed()
 
-    def _note_failure(self, member: _Member, reason: str, *, raised: bool) -> None:
+    def _note_failure(self, member: _Member, reason: str, *, will_repeat: bool) -> None:
         view, now = member.life.view, time.monotonic()
         failure = Failure(
-            replica=view.id, role=self.role, state=view.state, node=view.node, reason=reason, raised=raised
+            replica=view.id, role=self.role, state=view.state, node=view.node, reason=reason, will_repeat=will_repeat
         )
         logger.error("%s", failure.describe())
         self._failures.append(failure)

@@ -1,4 +1,4 @@
-"""A real Redis-protocol server for the prefix index, on this machine's loopback, that dies with the process that owns it.
+"""A real Redis-protocol server for the prefix index, on this machine's loopback, that dies with its owner.
 
 Run as a module, it is what stands between the two: it asks the kernel to be killed with its parent, and then becomes
 the server.
@@ -38,7 +38,7 @@ class RedisAddress:
 
 
 class RedisServer:
-    """Owned by one thread: the server dies as soon as the thread that called start() ends, not only with its process."""
+    """Owned by one thread: the server dies as soon as the thread that called start() ends, not just its process."""
 
     def __init__(self, address: RedisAddress, *, log: Path) -> None:
         self._address = address

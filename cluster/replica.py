@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from cluster.errors import ClusterError
+from cluster.errors import ClusterError, DeployError
 from cluster.rank import Blocks
 from cluster.request import Role
 
@@ -59,7 +59,7 @@ class Failure:
     state: ReplicaState  # when it happened
     node: str
     reason: str
-    raised: bool  # the rank's own code raised, so that another try will hardly end otherwise
+    will_repeat: bool  # another try will hardly end otherwise
 
     def describe(self) -> str:
         where = f" on {self.node}" if self.node else ""
@@ -70,14 +70,22 @@ class Failure:
 class ReplicaFailed(ClusterError):
     """A replica cannot go on. `rank` is the one to blame, where one is known."""
 
-    def __init__(self, reason: str, *, rank: int = 0, raised: bool = False) -> None:
+    def __init__(self, reason: str, *, rank: int = 0, will_repeat: bool = False) -> None:
         super().__init__(reason)
         self.rank = rank
-        self.raised = raised
+        self.will_repeat = will_repeat
 
 
 class RankUnreachable(ReplicaFailed):
     """A rank cannot be reached at present; its process may well live."""
+
+
+class ReplicaDidNotStart(DeployError):
+    """A replica failed to start, and another try would hardly end otherwise. `log` holds the last that it wrote."""
+
+    def __init__(self, message: str, *, log: str) -> None:
+        super().__init__(message)
+        self.log = log
 
 
 def replica_id(role: Role, number: int) -> str:

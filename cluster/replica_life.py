@@ -82,7 +82,7 @@ class ReplicaLife:
         except TimeoutError:
             at = f", at {self.view.stage!r}" if self.view.stage else ""
             reason = f"not ready {self._timeouts.start_s:g} s after it was placed (timeouts.start_s){at}"
-            raise ReplicaFailed(reason) from None
+            raise ReplicaFailed(reason, will_repeat=True) from None
 
     async def _load(self, addresses: list[str]) -> None:
         progress = asyncio.create_task(self._follow_progress())

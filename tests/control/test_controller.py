@@ -143,7 +143,7 @@ def test_a_failing_start_is_explained(deploy: Deploy, fault: str, reason: str, l
     pools = deployment.until(lambda pools: pools["prefill"]["failures"])
     failure = pools["prefill"]["failures"][0]
     assert failure["reason"] == reason
-    assert failure["raised"] == (fault != "dies_in_load")
+    assert failure["will_repeat"] == (fault != "dies_in_load")
     assert failure["node"] and failure["replica"] == "prefill-0"
     assert log in deployment.call("logs", "prefill-0", lines=5)[0].text
     assert Failure(**{key: value for key, value in failure.items() if key != "text"}).describe() == failure["text"]

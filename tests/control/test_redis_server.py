@@ -61,7 +61,8 @@ def test_a_port_in_use_is_explained(address: RedisAddress, tmp_path: Path) -> No
 def test_it_dies_with_its_owner(address: RedisAddress, tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from cluster.redis_server import RedisAddress, RedisServer\n"
-        f"RedisServer(RedisAddress({address.port}, {address.password!r}), log=Path({str(tmp_path / 'log')!r})).start()\n"
+        f"address = RedisAddress({address.port}, {address.password!r})\n"
+        f"RedisServer(address, log=Path({str(tmp_path / 'log')!r})).start()\n"
         "print('up', flush=True); sys.stdin.read()"
     )
     owner = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
