@@ -106,7 +106,7 @@ class IndexWriter:
         self._replica = replica
 
     async def publish(self, *, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
-        """Make known what has changed. Removals count after additions."""
+        """Make known what has changed. No hash is in both."""
         async with self._redis.pipeline(transaction=False) as pipeline:
             if stored:
                 pipeline.sadd(self._blocks, *stored)

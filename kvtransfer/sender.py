@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cluster.errors import LinkClosed, TransferError
 from cluster.handoff import Handoff
+from cluster.rpc import transfer_pb2 as pb
 from engine.kv_pool import KVPool
 from kvtransfer.codec import Segment, codec_for
 from kvtransfer.outgoing_link import OutgoingLink, Outlet
@@ -33,6 +34,27 @@ class Shipment:
     wire_bytes: int  # payloads and announcements
     seconds: float  # from the first layer handed over to the last acknowledgement
     error: TransferError | None = None  # None: it has landed
+
+    def to_report(self, *, rank: int) -> pb.ReportRequest:
+        """What another rank than 0 tells its rank 0."""
+        return pb.ReportRequest(
+            handoff=self.handoff,
+            epoch=self.epoch,
+            rank=rank,
+            wire_bytes=self.wire_bytes,
+            seconds=self.seconds,
+            error=str(self.error) if self.error else "",
+        )
+
+    @classmethod
+    def from_report(cls, report: pb.ReportRequest) -> Shipment:
+        return cls(
+            handoff=report.handoff,
+            epoch=report.epoch,
+            wire_bytes=report.wire_bytes,
+            seconds=report.seconds,
+            error=TransferError(report.error) if report.error else None,
+        )
 
 
 class Sender:

@@ -153,3 +153,13 @@ class ReportRequest(_message.Message):
 class ReportReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class MeetRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class MeetReply(_message.Message):
+    __slots__ = ("store",)
+    STORE_FIELD_NUMBER: _ClassVar[int]
+    store: str
+    def __init__(self, store: _Optional[str] = ...) -> None: ...

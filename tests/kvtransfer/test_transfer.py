@@ -17,7 +17,6 @@ from cluster.rpc import transfer_pb2_grpc as rpc
 from engine.kv_layout import KVLayout
 from engine.kv_pool import KVPool
 from kvtransfer.incoming import Landing
-from kvtransfer.rank_server import RankServicer
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender, Shipment
 
@@ -80,7 +79,7 @@ async def _replica(
             )
         )
         server = aio.server(options=SERVER_OPTIONS)
-        rpc.add_RankServicer_to_server(RankServicer(receiver=side.receivers[-1], on_report=print), server)
+        rpc.add_RankServicer_to_server(_servicer(side.receivers[-1]), server)
         side.addresses.append(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
         await server.start()
         side.servers.append(server)

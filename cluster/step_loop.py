@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import queue
-import threading
 from collections.abc import Callable
 
-logger = logging.getLogger(__name__)
+from cluster.background import BackgroundThread
 
 Command = Callable[[], None]
 
@@ -16,21 +14,17 @@ class StepLoop:
     """Runs `step` again and again on one thread, and `post`ed commands between steps.
 
     All state of the engine belongs to this thread; others speak to it by `post` only. `step` does one step and says
-    whether there was anything to do; when there was not, the thread sleeps until a command comes, and calls `idle`
-    every `idle_s`. An exception in any of them ends the loop: `failure` holds it and `on_end` is called.
+    whether there was anything to do; when there was not, the thread sleeps until a command comes, and calls `idle` at
+    least every `idle_s`. An exception in any of them ends the loop, and `run` raises it.
     """
 
-    def __init__(
-        self, *, step: Callable[[], bool], idle: Callable[[], None], on_end: Callable[[], None], idle_s: float = 1.0
-    ) -> None:
-        self.failure: BaseException | None = None
+    def __init__(self, *, step: Callable[[], bool], idle: Callable[[], None], idle_s: float) -> None:
         self._step = step
         self._idle = idle
-        self._on_end = on_end
         self._idle_s = idle_s
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._is_stopping = False
-        self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
+        self._thread = BackgroundThread(self._work, name="step-loop")
 
     def start(self) -> None:
         self._thread.start()
@@ -38,6 +32,10 @@ class StepLoop:
     def post(self, command: Command) -> None:
         """Run `command` on the loop's thread, after the step under way. From any thread."""
         self._commands.put(command)
+
+    def run(self) -> None:
+        """Wait until the loop has ended; raise what ended it if it was not `stop`."""
+        self._thread.run()
 
     def stop(self, *, timeout_s: float) -> None:
         """End the loop after the step under way. From any other thread; a step that hangs is left behind."""
@@ -47,24 +45,18 @@ class StepLoop:
     def _stop(self) -> None:
         self._is_stopping = True
 
-    def _run(self) -> None:
-        try:
-            did_work = True
-            while not self._is_stopping:
-                self._run_commands(wait=not did_work)
-                did_work = not self._is_stopping and self._step()
-        except BaseException as error:  # the edge of this thread: whatever ended it must be known
-            logger.exception("the step loop ended")
-            self.failure = error
-        finally:
-            self._on_end()
+    def _work(self) -> None:
+        did_work = True
+        while not self._is_stopping:
+            self._run_commands(wait=not did_work)
+            did_work = not self._is_stopping and self._step()
 
     def _run_commands(self, *, wait: bool) -> None:
+        """Run what is posted; with `wait`, wait for the first of them up to idle_s."""
         try:
-            command = self._commands.get(timeout=self._idle_s) if wait else self._commands.get_nowait()
+            self._commands.get(timeout=self._idle_s if wait else 0)()
             while True:
-                command()
-                command = self._commands.get_nowait()
+                self._commands.get_nowait()()
         except queue.Empty:
             if wait:
                 self._idle()
