@@ -103,6 +103,7 @@ class Completion:
         limit_s: float,
     ) -> None:
         self.request = request
+        self.n = request.n
         self.prompt_ids = prompt_ids
         self._sampling = sampling
         self._dispatcher = service.dispatcher

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from conftest import MakeCompletions
 from fake_dispatcher import FakeDispatcher
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_service import MakeCompletions
 
 from cluster.errors import (
     CapacityError,
