@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,8 @@ from cluster.request import Sampling, random_seed
 from router.chat_template import Message
 from router.model_card import ModelCard
 
+MAX_REQUEST_BYTES = 10 * 1024 * 1024  # what either door reads of one request
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")  # it goes into logs and headers
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
@@ -77,6 +80,8 @@ class CompletionRequest:
 
 def check(request: CompletionRequest, model: ModelCard) -> None:
     """What can be known before the prompt is tokens. Raises UnknownModel or RequestError, which name the field."""
+    if not REQUEST_ID.fullmatch(request.id):
+        raise RequestError("request_id: must be 1 to 128 visible ASCII characters", param="request_id")
     if request.model not in ("", model.id):
         raise UnknownModel(f"model {request.model!r} is not served here; {model.id!r} is", param="model")
     for name, (lowest, highest, is_lowest_allowed) in _RANGES.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import uuid
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -16,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cluster.errors import RequestTooLarge, UnknownModel
 from cluster.metrics import CONTENT_TYPE
 from router.completion import Completion, Completions
+from router.completion_request import MAX_REQUEST_BYTES, REQUEST_ID
 from router.event_stream import EventStream, while_connected
 from router.model_card import ModelCard
 from router.openai_answer import Answer
@@ -26,16 +26,13 @@ from router.tokenizer import Tokenizer
 
 Body = TypeVar("Body", TextBody, ChatBody)
 
-MAX_BODY_BYTES = 10 * 1024 * 1024
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-
 
 def create_app(
     completions: Completions,
     *,
     health: Callable[[], bool],
     metrics: Callable[[], bytes],
-    max_body_bytes: int = MAX_BODY_BYTES,
+    max_body_bytes: int = MAX_REQUEST_BYTES,
 ) -> FastAPI:
     """The ASGI application. health: whether requests can be served now. metrics: Prometheus's text."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
@@ -117,7 +114,7 @@ class _RequestIds:
             await self._app(scope, receive, send)
             return
         asked = Headers(scope=scope).get("x-request-id", "")
-        request_id = asked if _REQUEST_ID.fullmatch(asked) else uuid.uuid4().hex
+        request_id = asked if REQUEST_ID.fullmatch(asked) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
 
         async def send_with_id(message: Message) -> None:

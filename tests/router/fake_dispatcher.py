@@ -24,7 +24,7 @@ class FakeDispatcher:
     script: Script = echo
     max_context: int = 256
     refuse: Exception | None = None  # on entering
-    hang_after: int | None = None  # tokens of all choices, then silence
+    hang_after: int | None = None  # tokens of all choices, then silence until `go_on`
     fail_after: tuple[int, Exception] | None = None  # tokens of all choices, then this error
     end_after: int | None = None  # tokens of all choices, then a premature end
     cancel_after: int | None = None  # tokens of a choice; the next one says that its replica cancelled it
@@ -32,6 +32,7 @@ class FakeDispatcher:
     stopped: list[tuple[str, int]] = field(default_factory=list)
     ended: list[tuple[str, type[BaseException] | None]] = field(default_factory=list)
     is_hanging: asyncio.Event = field(default_factory=asyncio.Event)
+    go_on: asyncio.Event = field(default_factory=asyncio.Event)
     has_ended: asyncio.Event = field(default_factory=asyncio.Event)  # none is under way; set when the last one ends
 
     def start(self, request: SequenceRequest) -> FakeGeneration:
@@ -71,7 +72,7 @@ class FakeGeneration:
             for choice in sorted(self._open):
                 if num_sent == fake.hang_after:
                     fake.is_hanging.set()
-                    await asyncio.get_running_loop().create_future()
+                    await fake.go_on.wait()
                 if num_sent == fake.end_after:
                     return
                 if fake.fail_after is not None and num_sent == fake.fail_after[0]:

@@ -17,7 +17,8 @@ from http_server import serve_http
 from starlette.types import Message
 from tiny_service import MakeCompletions
 
-from router.openai_api import MAX_BODY_BYTES, create_app
+from router.completion_request import MAX_REQUEST_BYTES
+from router.openai_api import create_app
 
 BODIES = [{"prompt": "abc", "stream": True}, {"prompt": "abc"}, {"prompt": ["abc", "def"], "stream": True}]
 IDS = ["stream", "whole", "many"]
@@ -168,9 +169,9 @@ async def test_fifty_megabytes(address: tuple[str, int], fake: FakeDispatcher, i
     assert time.monotonic() - started_s < 5
     assert answer.status_code == 413
     assert answer.json()["error"]["code"] == "request_too_large"
-    assert str(MAX_BODY_BYTES) in answer.json()["error"]["message"]
+    assert str(MAX_REQUEST_BYTES) in answer.json()["error"]["message"]
     # Client and server together: a few parts of a megabyte, and what was held until the limit was passed.
-    assert peak_bytes < 8_000_000 + (0 if is_announced else 2 * MAX_BODY_BYTES)
+    assert peak_bytes < 8_000_000 + (0 if is_announced else 2 * MAX_REQUEST_BYTES)
     assert not fake.started
 
 
@@ -202,7 +203,7 @@ async def test_a_client_that_asks_first_is_not_told_to_go_on(address: tuple[str,
 
 
 async def test_a_large_body_within_the_limit_is_taken(address: tuple[str, int]) -> None:
-    body = json.dumps({"prompt": "abc", "max_tokens": 1, "user": "x" * (MAX_BODY_BYTES - 100)})
+    body = json.dumps({"prompt": "abc", "max_tokens": 1, "user": "x" * (MAX_REQUEST_BYTES - 100)})
     async with httpx.AsyncClient(base_url="http://{}:{}".format(*address)) as client:
         answer = await client.post("/v1/completions", content=body)
     assert answer.json()["choices"][0]["text"] == "a"
