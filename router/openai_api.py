@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -9,6 +10,7 @@ from typing import TypeVar
 from fastapi import FastAPI, Request
 from pydantic import ValidationError
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -32,13 +34,18 @@ def create_app(
     *,
     health: Callable[[], bool],
     metrics: Callable[[], bytes],
-    max_body_bytes: int = MAX_REQUEST_BYTES,
+    proxy_sets_request_id: bool = False,
+    max_body_s: float = 60.0,
 ) -> FastAPI:
-    """The ASGI application. health: whether requests can be served now. metrics: Prometheus's text."""
+    """The ASGI application. health: whether requests can be served now. metrics: Prometheus's text.
+
+    proxy_sets_request_id: what stands in front puts X-Request-Id on answers, as Ray Serve's proxy does; we do not.
+    max_body_s: how long a client may take to send its request.
+    """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(_RequestIds)
+    app.add_middleware(_RequestIds, is_answered=not proxy_sets_request_id)
     handle_errors(app)
-    door = _Door(completions, max_body_bytes)
+    door = _Door(completions, max_body_s)
     app.add_api_route("/v1/models", door.models, methods=["GET"])
     app.add_api_route("/v1/models/{model_id:path}", door.model, methods=["GET"])
     app.add_api_route("/v1/completions", door.text, methods=["POST"])
@@ -58,9 +65,9 @@ def create_app(
 class _Door:
     """The endpoints. Every prompt of a body is checked and tokenised before any is dispatched."""
 
-    def __init__(self, completions: Completions, max_body_bytes: int) -> None:
+    def __init__(self, completions: Completions, max_body_s: float) -> None:
         self._completions = completions
-        self._max_body_bytes = max_body_bytes
+        self._max_body_s = max_body_s
 
     async def models(self) -> Response:
         return JSONResponse({"object": "list", "data": [_model(self._completions.model)]})
@@ -72,14 +79,14 @@ class _Door:
         return JSONResponse(_model(served))
 
     async def text(self, request: Request) -> Response:
-        body = _parse(TextBody, await _read(request, self._max_body_bytes))
+        body = _parse(TextBody, await _read(request, within_s=self._max_body_s))
         opened = await self._open(body, request)
         tokenizer = self._completions.tokenizer
         forms = [TextForm(tokenizer, echo=_prompt_text(one, tokenizer) if body.echo else "") for one in opened]
         return await self._answer(request, body, opened, forms)
 
     async def chat(self, request: Request) -> Response:
-        body = _parse(ChatBody, await _read(request, self._max_body_bytes))
+        body = _parse(ChatBody, await _read(request, within_s=self._max_body_s))
         opened = await self._open(body, request)
         return await self._answer(request, body, opened, [ChatForm(self._completions.tokenizer)])
 
@@ -106,8 +113,9 @@ class _Door:
 class _RequestIds:
     """ASGI middleware: a client's X-Request-Id, or one of ours, on the request and on its answer."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, is_answered: bool) -> None:
         self._app = app
+        self._is_answered = is_answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -118,24 +126,31 @@ class _RequestIds:
         scope.setdefault("state", {})["request_id"] = request_id
 
         async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
+            if message["type"] == "http.response.start" and self._is_answered:
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
         await self._app(scope, receive, send_with_id)
 
 
-async def _read(request: Request, max_bytes: int) -> bytes:
-    """The body, of which no more than max_bytes are ever held. Raises RequestTooLarge as soon as it is known."""
-    too_large = RequestTooLarge(f"the body is larger than {max_bytes} bytes")
+async def _read(request: Request, *, within_s: float) -> bytes:
+    """The body, of which no more than MAX_REQUEST_BYTES are ever held.
+
+    Raises RequestTooLarge as soon as that is known, and HTTPException 408 when the body does not arrive in time.
+    """
+    too_large = RequestTooLarge(f"the body is larger than {MAX_REQUEST_BYTES} bytes")
     announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced) > max_bytes:
+    if announced.isdecimal() and int(announced) > MAX_REQUEST_BYTES:
         raise too_large
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > max_bytes:
-            raise too_large
+    try:
+        async with asyncio.timeout(within_s):
+            async for part in request.stream():
+                body += part
+                if len(body) > MAX_REQUEST_BYTES:
+                    raise too_large
+    except TimeoutError:
+        raise HTTPException(408, headers={"connection": "close"}) from None
     return bytes(body)
 
 

@@ -86,6 +86,17 @@ async def test_a_client_that_leaves_while_it_sends(address: tuple[str, int], fak
     assert not fake.started
 
 
+async def test_a_client_that_never_finishes_its_body(completions: MakeCompletions, fake: FakeDispatcher) -> None:
+    app = create_app(completions(fake), health=lambda: True, metrics=lambda: b"", max_body_s=0.05)
+    async with serve_http(app) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        answer = await asyncio.wait_for(reader.read(), 5)
+        writer.close()
+    assert b" 408 " in answer and b'"code":"request_timeout"' in answer
+    assert not fake.started
+
+
 class AsgiServer:
     """Calls the application as a server does. What the client sends is given beforehand; then it is there, or gone."""
 
@@ -144,9 +155,20 @@ async def test_the_first_bytes_come_with_the_first_token(app: FastAPI, fake: Fak
     server = AsgiServer(app, BODIES[0])
     await within(5, fake.is_hanging)
     start, first = server.sent
+    assert b"x-request-id" in dict(start["headers"])
     assert (start["status"], json.loads(first["body"][6:])["choices"][0]["text"]) == (200, "a")
     server.gone.set()
     await server.task
+
+
+async def test_behind_a_proxy_that_answers_with_the_request_id(
+    completions: MakeCompletions, fake: FakeDispatcher
+) -> None:
+    service = completions(fake)
+    app = create_app(service, health=lambda: True, metrics=lambda: b"", proxy_sets_request_id=True)
+    server = AsgiServer(app, {"prompt": "abc", "max_tokens": 1})
+    await asyncio.wait_for(server.task, 5)
+    assert server.sent[0]["status"] == 200 and b"x-request-id" not in dict(server.sent[0]["headers"])
 
 
 # ---- too much
