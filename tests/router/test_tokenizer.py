@@ -21,6 +21,7 @@ TEXTS = [
     "tabs\tand\n\nlines",
     " lead",
     "<|im_start|>user\nhi<|im_end|>",
+    "an added <think> so on",
     "\x00",
 ]
 
