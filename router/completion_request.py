@@ -48,6 +48,12 @@ class Chat:
     messages: tuple[Message, ...]
     variables: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def num_chars(self) -> int:
+        """Of all that a template could print."""
+        told = sum(len(value) for message in self.messages for value in message.values() if isinstance(value, str))
+        return told + (len(repr(self.variables)) if self.variables else 0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionRequest:

@@ -91,7 +91,11 @@ class _Door:
         return await self._answer(request, body, opened, [ChatForm(self._completions.tokenizer)])
 
     async def _open(self, body: TextBody | ChatBody, request: Request) -> list[Completion]:
-        return [await self._completions.open(one) for one in body.requests(request.state.request_id)]
+        opened = []
+        for one in body.requests(request.state.request_id):
+            opened.append(await self._completions.open(one))
+            await asyncio.sleep(0)  # between a thousand prompts, others have their turn
+        return opened
 
     async def _answer(
         self, request: Request, body: TextBody | ChatBody, opened: list[Completion], forms: Sequence[Form]

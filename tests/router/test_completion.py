@@ -147,6 +147,13 @@ async def test_end_of_sequence(completions: MakeCompletions, byte_level: Tokeniz
     assert text_of(late) == "ab<|im_end|>cab"
 
 
+async def test_a_stop_string_at_the_very_limit(completions: MakeCompletions) -> None:
+    fake = FakeDispatcher()
+    events = await run(completions(fake), request("abc", stop=("c",), max_tokens=3))
+    assert text_of(events) == "ab" and events[-2] == Finished(0, FinishReason.STOP, "c")
+    assert fake.stopped == []  # the workers have ended it themselves
+
+
 async def test_stop_strings_wait_for_min_tokens(completions: MakeCompletions) -> None:
     events = await run(completions(FakeDispatcher()), request("ab", stop=("a",), min_tokens=2, max_tokens=8))
     assert text_of(events) == "ab"
@@ -248,9 +255,22 @@ async def test_what_does_not_fit_the_context(completions: MakeCompletions, field
     await completions(FakeDispatcher()).open(request((1,) * 200, max_tokens=56))
 
 
-async def test_a_long_prompt_does_not_block_the_loop(completions: MakeCompletions) -> None:
-    service = completions(FakeDispatcher(), max_context=1_000_000)
-    opening = asyncio.ensure_future(service.open(request("word " * 100_000)))
+WORDS = "word " * 100_000
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        WORDS,
+        Chat(messages=({"role": "user", "content": WORDS},)),
+        Chat(messages=({"role": "user", "content": "hi", "reasoning_content": WORDS},)),
+    ],
+    ids=["text", "chat", "reasoning"],
+)
+async def test_a_long_prompt_does_not_block_the_loop(completions: MakeCompletions, prompt: str | Chat) -> None:
+    everything = "{% for message in messages %}{{ message.content }}{{ message.reasoning_content }}{% endfor %}"
+    service = completions(FakeDispatcher(), max_context=1_000_000, chat_template=everything)
+    opening = asyncio.ensure_future(service.open(request(prompt)))
     turns = 0
     while not opening.done():
         await asyncio.sleep(0)

@@ -16,15 +16,24 @@ from router.tokenizer import Tokenizer
 class MakeCompletions:
     def __init__(self, model_dir: Path, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._template = ChatTemplate(find_chat_template(model_dir), special_tokens=tokenizer.special_tokens)
+        self._template = find_chat_template(model_dir)
 
-    def __call__(self, dispatcher: FakeDispatcher, *, max_context: int = 256, max_request_s: float = 60) -> Completions:
-        vocab_size = self._tokenizer.vocab_size
+    def __call__(
+        self,
+        dispatcher: FakeDispatcher,
+        *,
+        max_context: int = 256,
+        max_request_s: float = 60,
+        chat_template: str | None = None,
+    ) -> Completions:
+        """chat_template None: the one of the model directory."""
+        tokenizer = self._tokenizer
+        template = ChatTemplate(chat_template or self._template, special_tokens=tokenizer.special_tokens)
         return Completions(
             dispatcher=dispatcher,
-            tokenizer=self._tokenizer,
-            chat_template=self._template,
-            model=ModelCard(id="tiny", max_context=max_context, vocab_size=vocab_size, dtype="float32"),
+            tokenizer=tokenizer,
+            chat_template=template,
+            model=ModelCard(id="tiny", max_context=max_context, vocab_size=tokenizer.vocab_size, dtype="float32"),
             metrics=Metrics(),
             max_request_s=max_request_s,
         )
