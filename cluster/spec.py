@@ -69,6 +69,7 @@ class RouterSpec(_Section):
     host: str = "127.0.0.1"  # where both doors listen; 0.0.0.0 opens them to the network
     grpc_port: Port = 50051
     http_port: Port = 8000
+    max_local_prefill: Annotated[int, Field(ge=0)] = 16  # uncached prompt tokens that decode may compute itself
 
 
 class TimeoutSpec(_Section):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 # The life of a block:
 #
@@ -14,17 +13,6 @@ from dataclasses import dataclass, field
 #                        └──quarantine──> quarantined ──release──> free
 #
 # free + held + cached + quarantined == total, always.
-
-
-@dataclass
-class BlockEvents:
-    """What changed in the cache since the last look: hashes that can now be matched, and hashes that no longer can."""
-
-    stored: list[bytes] = field(default_factory=list)
-    removed: list[bytes] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.stored or self.removed)
 
 
 class BlockManager:
@@ -42,7 +30,7 @@ class BlockManager:
         self._quarantined: set[int] = set()
         self._hash_of: dict[int, bytes] = {}  # sealed blocks, held or cached
         self._block_of: dict[bytes, int] = {}
-        self._events = BlockEvents()
+        self._changes: dict[bytes, bool] = {}
 
     @property
     def num_free(self) -> int:
@@ -69,14 +57,19 @@ class BlockManager:
 
         Returns (block ids, how many of them were cached), or None, taking nothing, if there is no room.
         """
+        if self.num_needed(hashes, num_blocks) > self.num_available:
+            return None
         num_matched = self.match(hashes[:num_blocks])
         matched = [self._block_of[prefix_hash] for prefix_hash in hashes[:num_matched]]
-        num_new = num_blocks - num_matched
-        if num_new > self.num_available - sum(block in self._cached for block in matched):
-            return None
         for block in matched:
             self._hold(block)
-        return matched + self._take(num_new), num_matched
+        return matched + self._take(num_blocks - num_matched), num_matched
+
+    def num_needed(self, hashes: Sequence[bytes], num_blocks: int) -> int:
+        """How many of the available blocks `allocate` would take: all but those that a sequence already holds."""
+        num_matched = self.match(hashes[:num_blocks])
+        num_held = sum(self._block_of[prefix_hash] in self._refs for prefix_hash in hashes[:num_matched])
+        return num_blocks - num_held
 
     def extend(self, blocks: list[int], num_blocks: int) -> bool:
         """Append blocks to a table until it has `num_blocks`; False, taking nothing, if there is no room."""
@@ -102,7 +95,7 @@ class BlockManager:
             return
         self._hash_of[block] = prefix_hash
         self._block_of[prefix_hash] = block
-        self._events.stored.append(prefix_hash)
+        self._changes[prefix_hash] = True
 
     def free(self, blocks: Sequence[int]) -> None:
         """Drop one reference to each block of a table.
@@ -136,10 +129,10 @@ class BlockManager:
         while self._cached:
             self._free.append(self._evict())
 
-    def take_events(self) -> BlockEvents:
-        """What changed since the last call."""
-        events, self._events = self._events, BlockEvents()
-        return events
+    def take_changes(self) -> dict[bytes, bool]:
+        """Every hash whose block was stored or removed since the last call, and whether it can be matched now."""
+        changes, self._changes = self._changes, {}
+        return changes
 
     def sealed_hashes(self) -> list[bytes]:
         """Every prefix hash that can be matched now."""
@@ -182,4 +175,4 @@ class BlockManager:
     def _forget(self, block: int) -> None:
         if prefix_hash := self._hash_of.pop(block, None):
             del self._block_of[prefix_hash]
-            self._events.removed.append(prefix_hash)
+            self._changes[prefix_hash] = False

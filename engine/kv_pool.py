@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
 
+from engine.batch import Ints
 from engine.kernels.fp8 import dequantize_fp8, quantize_fp8
 from engine.kv_layout import KVLayout
 
-# T tokens, B blocks, K kv heads of this rank, S block_size, D head_dim
+# T tokens, R rows (sequences), B blocks, L = B * S positions, K kv heads of this rank, S block_size, D head_dim
 
 
 class KVPool:
@@ -23,29 +27,56 @@ class KVPool:
         self.num_blocks = num_blocks
         self.device = device
         shape = (num_blocks, 2, layout.heads_per_rank, layout.block_size, layout.head_dim)
-        # Zeroed memory is mapped on first touch: a pool costs what its used blocks cost.
-        self.codes = [torch.zeros(shape, dtype=layout.torch_dtype, device=device) for _ in range(layout.num_layers)]
-        self.scales = (
-            [torch.zeros(shape[:-1], dtype=torch.bfloat16, device=device) for _ in range(layout.num_layers)]
-            if layout.has_scales
-            else []
-        )
+        self.codes = [_zeros(shape, layout.torch_dtype, device) for _ in range(layout.num_layers)]
+        self.scales = [
+            _zeros(shape[:-1], torch.bfloat16, device) for _ in range(layout.num_layers if layout.has_scales else 0)
+        ]
+
+    def locate(self, slots_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Block ids and offsets of slots."""
+        return slots_T // self.layout.block_size, slots_T % self.layout.block_size
 
     def write(self, layer: int, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
         """Store keys and values at `slots_T` (int64), quantising if the pool is fp8."""
         kv_T2KD = torch.stack((k_TKD, v_TKD), dim=1)
-        block_T, offset_T = slots_T // self.layout.block_size, slots_T % self.layout.block_size
+        blocks_T, offsets_T = self.locate(slots_T)
         if self.scales:
             kv_T2KD, scales_T2K = quantize_fp8(kv_T2KD)
-            self.scales[layer][block_T, :, :, offset_T] = scales_T2K
-        _bytes(self.codes[layer])[block_T, :, :, offset_T] = _bytes(kv_T2KD.to(self.layout.torch_dtype))
+            self.scales[layer][blocks_T, :, :, offsets_T] = scales_T2K
+        as_bytes(self.codes[layer])[blocks_T, :, :, offsets_T] = as_bytes(kv_T2KD.to(self.layout.torch_dtype))
 
     def read(self, layer: int, block_ids_B: Tensor, dtype: torch.dtype) -> Tensor:
         """Gather blocks as `dtype`: (2, K, B * S, D), in the order of block_ids_B."""
-        codes_B2KSD = self.codes[layer][block_ids_B] if not self.scales else _gather_fp8(self.codes[layer], block_ids_B)
+        kv_B2KSD = as_bytes(self.codes[layer])[block_ids_B].view(self.layout.torch_dtype)
         if self.scales:
-            codes_B2KSD = dequantize_fp8(codes_B2KSD, self.scales[layer][block_ids_B], dtype)
-        return codes_B2KSD.to(dtype).permute(1, 2, 0, 3, 4).flatten(2, 3)
+            kv_B2KSD = dequantize_fp8(kv_B2KSD, self.scales[layer][block_ids_B], dtype)
+        return kv_B2KSD.to(dtype).permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+    def synchronize(self) -> None:
+        """Wait on the host for what the calling thread has started on the device."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def runs(self, tables_RB: Ints) -> Tensor:
+        """Where the blocks of R equally long tables lie, for `gather`; the same for every layer. (2, R, K, B) int64."""
+        num_heads = self.layout.heads_per_rank
+        kv_2111 = np.arange(2).reshape(2, 1, 1, 1)
+        head_K1 = np.arange(num_heads).reshape(num_heads, 1)
+        runs_2RKB = (tables_RB[:, None, :] * 2 + kv_2111) * num_heads + head_K1
+        return torch.from_numpy(runs_2RKB).to(self.device)
+
+    def gather(self, layer: int, runs_2RKB: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values of whole blocks as `dtype`, each (R, K, B * S, D)."""
+        shape_2RKLD = (*runs_2RKB.shape[:-1], runs_2RKB.shape[-1] * self.layout.block_size, self.layout.head_dim)
+        flat_N = runs_2RKB.flatten()
+        run_size = self.layout.block_size * self.layout.head_dim
+        codes = as_bytes(self.codes[layer]).view(-1, run_size).index_select(0, flat_N).view(shape_2RKLD)
+        if not self.scales:
+            k_RKLD, v_RKLD = codes.to(dtype)
+            return k_RKLD, v_RKLD
+        scales = self.scales[layer].view(-1, self.layout.block_size).index_select(0, flat_N).view(shape_2RKLD[:-1])
+        k_RKLD, v_RKLD = dequantize_fp8(codes.view(torch.float8_e4m3fn), scales, dtype)
+        return k_RKLD, v_RKLD
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy one block, all layers: for a sequence that forks inside a block."""
@@ -55,10 +86,17 @@ class KVPool:
             scales[target].copy_(scales[source])
 
 
-def _bytes(x: Tensor) -> Tensor:
-    """fp8 tensors as bytes, since torch indexes few operations on float8; others as they are."""
+def as_bytes(x: Tensor) -> Tensor:
+    """fp8 tensors as bytes, because torch indexes hardly any float8; other tensors as they are."""
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 
-def _gather_fp8(codes: Tensor, block_ids_B: Tensor) -> Tensor:
-    return _bytes(codes)[block_ids_B].view(torch.float8_e4m3fn)
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU, memory that is mapped when it is first touched: a pool costs what its used blocks cost.
+
+    torch.zeros touches all of it at once: a second per GiB, and resident from the start.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)

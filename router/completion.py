@@ -21,8 +21,8 @@ from cluster.request import FinishReason, Sampling, SequenceRequest
 from router.chat_template import ChatTemplate
 from router.choice_text import ChoiceText
 from router.completion_request import Chat, CompletionRequest, check, sampling_of
-from router.dispatch import ChoiceToken, Dispatcher, Generation, Route
 from router.events import Event, Summary, Usage
+from router.generation import ChoiceToken, Dispatcher, Generation, Route
 from router.model_card import ModelCard
 from router.token_clock import TokenClock
 from router.tokenizer import Tokenizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cluster.request import FinishReason, SampledToken
-from router.dispatch import Route
+from router.generation import Route
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any
 from cluster.errors import RequestError
 from cluster.rpc import inference_pb2 as pb
 from router.completion_request import Chat, CompletionRequest
-from router.dispatch import Route
 from router.events import Delta, Event, Finished, Summary
+from router.generation import Route
 from router.tokenizer import Tokenizer
 
 _SAMPLING = pb.SamplingParams.DESCRIPTOR.fields_by_name

@@ -7,16 +7,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class SenderFrame(_message.Message):
-    __slots__ = ("hello", "segment", "commit", "abort")
+    __slots__ = ("hello", "segment", "commit")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
-    ABORT_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     segment: Segment
     commit: Commit
-    abort: Abort
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ...) -> None: ...
 
 class ReceiverFrame(_message.Message):
     __slots__ = ("welcome", "landed", "refused")
@@ -89,22 +87,8 @@ class Commit(_message.Message):
     epoch: int
     num_segments: int
     checksum: int
-    first_tokens: _containers.RepeatedCompositeFieldContainer[FirstToken]
-    def __init__(self, handoff: _Optional[str] = ..., epoch: _Optional[int] = ..., num_segments: _Optional[int] = ..., checksum: _Optional[int] = ..., first_tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ...) -> None: ...
-
-class FirstToken(_message.Message):
-    __slots__ = ("token_id",)
-    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
-    token_id: int
-    def __init__(self, token_id: _Optional[int] = ...) -> None: ...
-
-class Abort(_message.Message):
-    __slots__ = ("handoff", "epoch")
-    HANDOFF_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    handoff: str
-    epoch: int
-    def __init__(self, handoff: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+    first_tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, handoff: _Optional[str] = ..., epoch: _Optional[int] = ..., num_segments: _Optional[int] = ..., checksum: _Optional[int] = ..., first_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Landed(_message.Message):
     __slots__ = ("handoff", "epoch")
@@ -169,3 +153,13 @@ class ReportRequest(_message.Message):
 class ReportReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class MeetRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class MeetReply(_message.Message):
+    __slots__ = ("store",)
+    STORE_FIELD_NUMBER: _ClassVar[int]
+    store: str
+    def __init__(self, store: _Optional[str] = ...) -> None: ...

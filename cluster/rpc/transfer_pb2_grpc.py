@@ -54,6 +54,11 @@ class RankStub(object):
                 request_serializer=cluster_dot_rpc_dot_transfer__pb2.ReportRequest.SerializeToString,
                 response_deserializer=cluster_dot_rpc_dot_transfer__pb2.ReportReply.FromString,
                 _registered_method=True)
+        self.Meet = channel.unary_unary(
+                '/cluster.transfer.v1.Rank/Meet',
+                request_serializer=cluster_dot_rpc_dot_transfer__pb2.MeetRequest.SerializeToString,
+                response_deserializer=cluster_dot_rpc_dot_transfer__pb2.MeetReply.FromString,
+                _registered_method=True)
 
 
 class RankServicer(object):
@@ -87,6 +92,13 @@ class RankServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Meet(self, request, context):
+        """The other ranks of a replica to its rank 0: where do we form our tensor-parallel group?
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RankServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -109,6 +121,11 @@ def add_RankServicer_to_server(servicer, server):
                     servicer.Report,
                     request_deserializer=cluster_dot_rpc_dot_transfer__pb2.ReportRequest.FromString,
                     response_serializer=cluster_dot_rpc_dot_transfer__pb2.ReportReply.SerializeToString,
+            ),
+            'Meet': grpc.unary_unary_rpc_method_handler(
+                    servicer.Meet,
+                    request_deserializer=cluster_dot_rpc_dot_transfer__pb2.MeetRequest.FromString,
+                    response_serializer=cluster_dot_rpc_dot_transfer__pb2.MeetReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -219,6 +236,33 @@ class Rank(object):
             '/cluster.transfer.v1.Rank/Report',
             cluster_dot_rpc_dot_transfer__pb2.ReportRequest.SerializeToString,
             cluster_dot_rpc_dot_transfer__pb2.ReportReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Meet(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cluster.transfer.v1.Rank/Meet',
+            cluster_dot_rpc_dot_transfer__pb2.MeetRequest.SerializeToString,
+            cluster_dot_rpc_dot_transfer__pb2.MeetReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from cluster.request import FinishReason, SampledToken, SequenceRequest, TokenLogprob, finish_reason
-from router.dispatch import ChoiceToken, Route
+from router.generation import ChoiceToken, Route
 
 Script = Callable[[SequenceRequest, int], Sequence[int]]
 

@@ -1,0 +1,78 @@
+"""The token frames of one worker: what its step loop produces, bundled per router."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Mapping
+from typing import Any
+
+from grpc import aio
+
+from cluster.rpc import worker_pb2 as pb
+from cluster.rpc import worker_pb2_grpc as rpc
+
+HEARTBEAT_S = 1.0
+
+
+class FrameHub:
+    """Hands each router its tokens, at most one frame per step, and the worker's status when it changes.
+
+    Lives on the event loop. A router that reads slowly gets fewer and larger frames; nothing is ever dropped while its
+    stream lives, and nothing is kept for a router without a stream.
+    """
+
+    def __init__(self) -> None:
+        self._outboxes: dict[str, _Outbox] = {}
+        self._status = pb.Status()
+
+    def publish(self, tokens: Mapping[str, Iterable[pb.StreamTokens]], status: pb.Status | None = None) -> None:
+        """Add tokens to each router's next frame; a new status goes to every router."""
+        if status is not None and status != self._status:
+            self._status = status
+            for outbox in self._outboxes.values():
+                outbox.frame.status.CopyFrom(status)
+                outbox.wake.set()
+        for router, streams in tokens.items():
+            if router in self._outboxes:
+                self._outboxes[router].frame.streams.extend(streams)
+                self._outboxes[router].wake.set()
+
+    async def frames(self, router: str) -> AsyncIterator[pb.Frame]:
+        """The body of the Frames call. A second stream of the same router takes the place of the first."""
+        outbox = self._outboxes[router] = _Outbox()
+        outbox.frame.status.CopyFrom(self._status)
+        outbox.wake.set()
+        number = 0
+        try:
+            while self._outboxes.get(router) is outbox:
+                try:
+                    await asyncio.wait_for(outbox.wake.wait(), HEARTBEAT_S)
+                except TimeoutError:
+                    pass  # an empty frame: we are alive
+                outbox.wake.clear()
+                frame, outbox.frame = outbox.frame, pb.Frame()
+                frame.number = number
+                number += 1
+                yield frame
+        finally:
+            if self._outboxes.get(router) is outbox:
+                del self._outboxes[router]
+
+
+class WorkerServicer(rpc.WorkerServicer):
+    """Serves a hub to routers; the same for both roles. A prefill replica's frames carry its status only."""
+
+    def __init__(self, hub: FrameHub) -> None:
+        self._hub = hub
+
+    async def Frames(
+        self, request: pb.FramesRequest, context: aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.Frame]:
+        async for frame in self._hub.frames(request.router):
+            yield frame
+
+
+class _Outbox:
+    def __init__(self) -> None:
+        self.frame = pb.Frame()  # the next one
+        self.wake = asyncio.Event()

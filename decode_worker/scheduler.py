@@ -1,0 +1,155 @@
+"""Which sequences take part in the next step: all that decode, and chunks of the prompts that are computed here."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from cluster.errors import CapacityError, ContextLengthExceeded
+from decode_worker.group import Choice, Group
+from engine.block_manager import BlockManager
+from engine.sequence import Sequence
+
+# The life of a choice:
+#
+#   remote   waiting (group) ──blocks──> reserved (group) ──landed──> decoding
+#   local    waiting (group) ──blocks──> prefilling ──────────────────> decoding
+#                                           ^   blocks                     │
+#                                           └── preempted <──no block left─┘
+
+
+class Scheduler:
+    """Continuous batching. Owned by the step thread.
+
+    Decoding sequences grow block by block. When none is left, the youngest is preempted: it gives its blocks back and
+    later computes its KV again (often from the cache, where its own blocks still lie). Those come before new requests.
+    """
+
+    def __init__(self, blocks: BlockManager, *, max_batch_tokens: int, max_running: int, max_waiting: int) -> None:
+        self.decoding: list[Choice] = []  # oldest first
+        self.num_preemptions = 0
+        self._blocks = blocks
+        self._max_batch_tokens = max_batch_tokens
+        self._max_running = max_running
+        self._max_waiting = max_waiting
+        self._waiting: deque[Group] = deque()
+        self._reserved: set[Group] = set()
+        self._prefilling: list[Choice] = []
+        self._preempted: deque[Choice] = deque()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting) + len(self._preempted)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.decoding) + len(self._prefilling) + sum(group.num_choices for group in self._reserved)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Tokens still to be computed here, but for one per decoding sequence."""
+        local = sum(group.root.num_missing for group in self._waiting if group.prefill_here)
+        return local + sum(choice.sequence.num_missing for choice in (*self._prefilling, *self._preempted))
+
+    def add(self, group: Group) -> None:
+        """Queue a request. Raises CapacityError when the queue is full, ContextLengthExceeded when it can never fit."""
+        root = group.root
+        if len(root.tokens) >= root.max_context:
+            raise ContextLengthExceeded(
+                f"{len(root.tokens)} tokens leave no room in {root.max_context}", param="prompt"
+            )
+        if len(self._waiting) >= self._max_waiting:
+            raise CapacityError(f"{len(self._waiting)} requests are waiting already")
+        place = len(self._waiting)
+        while place and self._waiting[place - 1].root.request.priority > root.request.priority:
+            place -= 1
+        self._waiting.insert(place, group)
+
+    def admit(self) -> list[Group]:
+        """Give blocks to the requests that come next, as far as there is room, and return them."""
+        admitted = []
+        while self._waiting and not self._preempted and self._has_room(self._waiting[0]):
+            group = self._waiting.popleft()
+            if not self._allocate(group.root, reuse_all=not group.prefill_here):
+                self._waiting.appendleft(group)
+                break
+            group.num_cached = group.root.num_computed
+            admitted.append(group)
+            if group.prefill_here:
+                self._prefilling.append(Choice(group, group.root, group.root.request.stream))
+            else:
+                self._reserved.add(group)
+        return admitted
+
+    def ready(self, group: Group) -> None:
+        """The KV of a request's prompt is whole: it is neither reserved nor prefilling any more."""
+        self._reserved.discard(group)
+        self._prefilling = [choice for choice in self._prefilling if choice.group is not group]
+
+    def start(self, choice: Choice) -> None:
+        """A choice has its next token. It decodes from now on; without blocks, it first computes its KV again."""
+        if not choice.sequence.blocks:
+            self._preempted.append(choice)
+        elif choice not in self.decoding:
+            self.decoding.append(choice)
+            self._prefilling = [other for other in self._prefilling if other is not choice]
+
+    def remove(self, group: Group) -> None:
+        """Take out a request, wherever it is; its blocks stay with the caller."""
+        if group in self._waiting:
+            self._waiting.remove(group)
+        self._reserved.discard(group)
+        for choice in [c for c in (*self._prefilling, *self._preempted, *self.decoding) if c.group is group]:
+            self.remove_choice(choice)
+
+    def remove_choice(self, choice: Choice) -> None:
+        for place in (self.decoding, self._prefilling, self._preempted):
+            if choice in place:
+                place.remove(choice)
+
+    def schedule(self) -> list[tuple[Choice, int]]:
+        """The next step: choices, and how many tokens of each."""
+        self._make_room()
+        chosen = [(choice, 1) for choice in self.decoding]
+        budget = self._max_batch_tokens - len(chosen)
+        while self._preempted and len(self.decoding) + len(self._prefilling) < self._max_running:
+            if not self._allocate(self._preempted[0].sequence, reuse_all=False):
+                break
+            self._prefilling.append(self._preempted.popleft())
+        for choice in self._prefilling:
+            if budget <= 0:
+                break
+            chosen.append((choice, min(budget, choice.sequence.num_missing)))
+            budget -= chosen[-1][1]
+        return chosen
+
+    def _make_room(self) -> None:
+        """See to it that every decoding sequence has a block for its next token, preempting the youngest if need be."""
+        kept: list[Choice] = []
+        queue = deque(self.decoding)
+        while queue:
+            sequence = queue[0].sequence
+            if self._blocks.extend(sequence.blocks, sequence.num_blocks_for(len(sequence.tokens))):
+                kept.append(queue.popleft())
+                continue
+            victim = queue.pop()
+            victim.sequence.release(self._blocks)
+            self._preempted.appendleft(victim)
+            self.num_preemptions += 1
+        self.decoding = kept
+
+    def _has_room(self, group: Group) -> bool:
+        """Whether one more request leaves each decoding sequence a block to grow into."""
+        needed = self._blocks.num_needed(group.root.hashes(), group.root.num_blocks_for(len(group.root.tokens) + 1))
+        fits = needed + len(self.decoding) <= self._blocks.num_available
+        is_first = not (self.decoding or self._prefilling or self._reserved)
+        return (fits or is_first) and self.num_running + group.num_choices <= max(self._max_running, group.num_choices)
+
+    def _allocate(self, sequence: Sequence, *, reuse_all: bool) -> bool:
+        """Give a sequence the blocks of all its tokens. Where it is computed here, at least its last token is."""
+        num_tokens = len(sequence.tokens)
+        num_reusable = (num_tokens if reuse_all else num_tokens - 1) // sequence.block_size
+        taken = self._blocks.allocate(sequence.hashes()[:num_reusable], sequence.num_blocks_for(num_tokens))
+        if taken is None:
+            return False
+        sequence.start_with(*taken)
+        return True

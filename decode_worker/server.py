@@ -1,0 +1,93 @@
+"""The gRPC face of a decode replica towards routers; the event loop's side of the step loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from grpc import aio
+
+from cluster.channel import abort_with
+from cluster.errors import ClusterError, ReplicaLost
+from cluster.handoff import Handoff
+from cluster.messages import handoff_to_proto, sequence_from_proto
+from cluster.replica_service import ReplicaService
+from cluster.request import SequenceRequest
+from cluster.rpc import transfer_pb2
+from cluster.rpc import worker_pb2 as pb
+from cluster.rpc import worker_pb2_grpc as rpc
+from decode_worker.group import Group
+from decode_worker.worker import Decoder
+from engine.sequence import Sequence
+from kvtransfer.peers import Peers
+
+_Context = aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A replica that is up."""
+
+    service: ReplicaService
+    decoder: Decoder
+    peers: Peers
+    sequence_of: Callable[[SequenceRequest], Sequence]
+
+
+class DecodeServicer(rpc.DecodeWorkerServicer):
+    """One call per request: the lease of its blocks. Serves once `serving` is there."""
+
+    def __init__(self) -> None:
+        self.serving: Serving | None = None
+
+    async def Generate(self, request: pb.GenerateRequest, context: _Context) -> AsyncIterator[pb.GenerateEvent]:
+        serving = self.serving
+        if serving is None or serving.service.is_draining:
+            await abort_with(context, ReplicaLost("this replica takes no new work"))
+        root = serving.sequence_of(sequence_from_proto(request.sequence))
+        group = Group(root, router=request.router, prefill_here=request.prefill_here)
+        call = _Call()
+        serving.service.post(lambda: serving.decoder.submit(group, call))
+        try:
+            while (event := await call.events.get()) is not None:
+                if isinstance(event, ClusterError):
+                    raise event
+                if isinstance(event, transfer_pb2.OpenRequest):
+                    await serving.peers.open(event)
+                else:
+                    yield event
+            yield pb.GenerateEvent(finished=pb.Finished())
+        except ClusterError as error:
+            await abort_with(context, error)
+        finally:
+            serving.service.post(lambda: serving.decoder.cancel(group))
+
+    async def Stop(self, request: pb.StopRequest, context: _Context) -> pb.StopReply:
+        if serving := self.serving:
+            serving.service.post(lambda: serving.decoder.stop_streams(request.router, list(request.streams)))
+        return pb.StopReply()
+
+
+class _Call:
+    """Brings what happens to a request from the step thread to the call that holds its lease."""
+
+    def __init__(self) -> None:
+        self.events: asyncio.Queue[pb.GenerateEvent | transfer_pb2.OpenRequest | ClusterError | None] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+
+    def reserved(self, handoff: Handoff | None, opening: transfer_pb2.OpenRequest | None, num_cached: int) -> None:
+        if opening:
+            self._put(opening)
+        ticket = handoff_to_proto(handoff) if handoff else None
+        self._put(pb.GenerateEvent(reserved=pb.Reserved(handoff=ticket, cached_tokens=num_cached)))
+
+    def started(self) -> None:
+        self._put(pb.GenerateEvent(started=pb.Started()))
+
+    def ended(self, error: ClusterError | None) -> None:
+        self._put(error)
+
+    def _put(self, event: pb.GenerateEvent | transfer_pb2.OpenRequest | ClusterError | None) -> None:
+        self._loop.call_soon_threadsafe(self.events.put_nowait, event)

@@ -1,0 +1,157 @@
+"""The dense decoder of the Llama and Qwen families: Llama 2 and 3, Mistral, SmolLM2, Qwen2, Qwen2.5, Qwen3.
+
+They differ in their configs only: biases, a norm on queries and keys, sliding windows, rotary scaling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cluster.model_config import ModelConfig
+from engine.attention import AttentionPlan, paged_attention
+from engine.batch import Batch
+from engine.kv_layout import KVLayout
+from engine.kv_pool import KVPool
+from engine.layers import Linear, RMSNorm, RowParallelLinear, gated_silu
+from engine.rotary import Rotary, rotate
+from engine.shards import ShardReader
+from engine.weights import Shape, check_tensors
+
+# T tokens of the step, R rows whose logits are wanted, E hidden_size, H query heads and K kv heads of this rank,
+# D head_dim, N = H + 2 K, V vocabulary
+
+OnLayer = Callable[[int], None]
+
+
+class DenseDecoder:
+    """One rank's share of a model, and the forward pass."""
+
+    def __init__(self, config: ModelConfig, reader: ShardReader, layout: KVLayout, *, on_read: OnLayer) -> None:
+        """Reads the weights; `on_read` is told each layer that is there. Raises SpecError if they do not fit."""
+        optional = frozenset({"lm_head.weight"} if config.tie_embeddings else ())
+        check_tensors(reader.checkpoint.shapes, expected_tensors(config), optional=optional)
+        self._config = config
+        self._parallel = reader.parallel
+        self._embedding = reader.embedding("model.embed_tokens", config.vocab_size)
+        self._layers = []
+        for index in range(config.num_layers):
+            self._layers.append(DecoderLayer.read(reader, config, layout, index))
+            on_read(index)
+        self._norm = reader.norm("model.norm", config.rms_norm_eps)
+        if config.tie_embeddings:
+            self._head = Linear(self._embedding.weight_VO)
+        else:
+            self._head = reader.linear({"lm_head": reader.parallel.span(config.vocab_size)})
+        self._rotary = Rotary(config, reader.device)
+
+    def __call__(self, batch: Batch, pool: KVPool, on_layer: OnLayer) -> Tensor:
+        """Compute a step. Its KV is in the pool afterwards; `on_layer` is told each layer whose KV is.
+
+        Returns the logits (R, V) in fp32, on every rank.
+        """
+        device, dtype = pool.device, self._embedding.weight_VO.dtype
+        windows = self._config.sliding_windows
+        plans = {window: AttentionPlan.of(batch, pool, window=window, dtype=dtype) for window in set(windows)}
+        slots_T = torch.from_numpy(batch.slots).to(device)
+        cos_T1F, sin_T1F = self._rotary(torch.from_numpy(batch.positions).to(device), dtype)
+        x_TE = self._embedding(torch.from_numpy(batch.token_ids).to(device))
+        for layer, window in zip(self._layers, windows, strict=True):
+            q_THD, k_TKD, v_TKD = layer.project(x_TE, cos_T1F, sin_T1F)
+            pool.write(layer.index, slots_T, k_TKD, v_TKD)
+            on_layer(layer.index)
+            x_TE = layer.finish(x_TE, paged_attention(q_THD, pool, layer.index, plans[window]))
+        wanted_RE = self._norm(x_TE[torch.from_numpy(batch.logits_rows).to(device)])
+        return self._parallel.all_gather(self._head(wanted_RE), self._config.vocab_size).float()
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """x + attention(norm(x)), then x + mlp(norm(x)); in two halves, between which the attention is computed."""
+
+    index: int
+    num_q_heads: int  # of this rank
+    num_kv_heads: int
+    head_dim: int
+    input_norm: RMSNorm
+    qkv: Linear  # rows: queries, keys, values
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
+    output: RowParallelLinear
+    mlp_norm: RMSNorm
+    gate_up: Linear  # rows: gate, up
+    down: RowParallelLinear
+
+    @classmethod
+    def read(cls, reader: ShardReader, config: ModelConfig, layout: KVLayout, index: int) -> DecoderLayer:
+        prefix, dim, eps = f"model.layers.{index}", config.head_dim, config.rms_norm_eps
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        q_first, q_end = reader.parallel.span(config.num_q_heads)
+        kv_first, kv_end = layout.head_range(reader.parallel.rank)
+        q_rows, kv_rows = (q_first * dim, q_end * dim), (kv_first * dim, kv_end * dim)
+        features = reader.parallel.span(config.intermediate_size)
+        return cls(
+            index=index,
+            num_q_heads=q_end - q_first,
+            num_kv_heads=kv_end - kv_first,
+            head_dim=dim,
+            input_norm=reader.norm(f"{prefix}.input_layernorm", eps),
+            qkv=reader.linear(
+                {f"{attention}.q_proj": q_rows, f"{attention}.k_proj": kv_rows, f"{attention}.v_proj": kv_rows},
+                has_bias=config.has_qkv_bias,
+            ),
+            q_norm=reader.norm(f"{attention}.q_norm", eps) if config.has_qk_norm else None,
+            k_norm=reader.norm(f"{attention}.k_norm", eps) if config.has_qk_norm else None,
+            output=reader.row_parallel(f"{attention}.o_proj", q_rows, has_bias=config.has_output_bias),
+            mlp_norm=reader.norm(f"{prefix}.post_attention_layernorm", eps),
+            gate_up=reader.linear(
+                {f"{mlp}.gate_proj": features, f"{mlp}.up_proj": features}, has_bias=config.has_mlp_bias
+            ),
+            down=reader.row_parallel(f"{mlp}.down_proj", features, has_bias=config.has_mlp_bias),
+        )
+
+    def project(self, x_TE: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries (T, H, D) and keys (T, K, D), and values (T, K, D)."""
+        num_q, num_kv = self.num_q_heads, self.num_kv_heads
+        heads_TND = self.qkv(self.input_norm(x_TE)).view(len(x_TE), num_q + 2 * num_kv, self.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_THD, k_TKD, v_TKD = heads_TND.split((num_q, num_kv, num_kv), dim=1)
+            q_THD, k_TKD = self.q_norm(q_THD), self.k_norm(k_TKD)
+            return rotate(q_THD, cos_T1F, sin_T1F), rotate(k_TKD, cos_T1F, sin_T1F), v_TKD
+        turning_TND, v_TKD = heads_TND.split((num_q + num_kv, num_kv), dim=1)
+        q_THD, k_TKD = rotate(turning_TND, cos_T1F, sin_T1F).split((num_q, num_kv), dim=1)
+        return q_THD, k_TKD, v_TKD
+
+    def finish(self, x_TE: Tensor, attended_THD: Tensor) -> Tensor:
+        x_TE = x_TE + self.output(attended_THD.flatten(1))
+        return x_TE + self.down(gated_silu(self.gate_up(self.mlp_norm(x_TE))))
+
+
+def expected_tensors(config: ModelConfig) -> Mapping[str, Shape]:
+    """The name and shape of every tensor of the checkpoint."""
+    hidden, mlp, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    q_size, kv_size = config.num_q_heads * dim, config.num_kv_heads * dim
+    matrices = {  # of one layer: shape, and whether there is a bias
+        "self_attn.q_proj": ((q_size, hidden), config.has_qkv_bias),
+        "self_attn.k_proj": ((kv_size, hidden), config.has_qkv_bias),
+        "self_attn.v_proj": ((kv_size, hidden), config.has_qkv_bias),
+        "self_attn.o_proj": ((hidden, q_size), config.has_output_bias),
+        "mlp.gate_proj": ((mlp, hidden), config.has_mlp_bias),
+        "mlp.up_proj": ((mlp, hidden), config.has_mlp_bias),
+        "mlp.down_proj": ((hidden, mlp), config.has_mlp_bias),
+    }
+    layer: dict[str, Shape] = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+    if config.has_qk_norm:
+        layer |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
+    for name, (shape, has_bias) in matrices.items():
+        layer[f"{name}.weight"] = shape
+        if has_bias:
+            layer[f"{name}.bias"] = shape[:1]
+    tensors = {f"model.layers.{i}.{name}": shape for i in range(config.num_layers) for name, shape in layer.items()}
+    tensors |= {"model.embed_tokens.weight": (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
+    if not config.tie_embeddings:
+        tensors["lm_head.weight"] = (config.vocab_size, hidden)
+    return tensors

@@ -1,0 +1,147 @@
+"""Tensor parallelism: the ranks of one replica, which each hold a share of every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work
+
+from cluster.errors import ReplicaLost
+
+Ints = NDArray[np.int64]
+
+_FRAME = 512  # int64 numbers in the first message of a broadcast: a decode step of a few dozen sequences fits in one
+
+
+class TensorParallel:
+    """This rank's place among `size` ranks, and what they do together. One rank does nothing, and needs no network.
+
+    Ranks call the same operations in the same order, each from one thread. A rank that died is noticed by the others
+    within `timeout_s` at the latest and raises ReplicaLost; the group is of no use after that.
+    Broadcasts carry control (what to compute next) and go over Gloo; sums and gathers go over NCCL on GPUs.
+    """
+
+    def __init__(self, *, rank: int = 0, size: int = 1) -> None:
+        self.rank = rank
+        self.size = size
+        self._control: Any = None
+        self._compute: Any = None
+
+    @classmethod
+    def join(
+        cls, store: Store, *, prefix: str, rank: int, size: int, host: str, device: torch.device, timeout_s: float
+    ) -> TensorParallel:
+        """Meet the other ranks over `store`; returns when all have come, or raises ReplicaLost.
+
+        `prefix` names this gang in the store. `host` is this rank's own address, for the others to connect to.
+        """
+        parallel = cls(rank=rank, size=size)
+        if size == 1:
+            return parallel
+        timeout = timedelta(seconds=timeout_s)
+        store.set_timeout(timeout)
+        try:
+            parallel._control = _gloo(PrefixStore(f"{prefix}/control", store), rank, size, host, timeout)
+            parallel._compute = parallel._control
+            if device.type == "cuda":
+                parallel._compute = _nccl(PrefixStore(f"{prefix}/compute", store), rank, size, timeout)
+        except RuntimeError as error:
+            raise ReplicaLost(f"rank {rank}: not all {size} ranks came together: {error}") from error
+        return parallel
+
+    @property
+    def is_leader(self) -> bool:
+        return self.rank == 0
+
+    def span(self, total: int) -> tuple[int, int]:
+        """This rank's share [start, end) of `total` things; shares differ by one at most."""
+        return total * self.rank // self.size, total * (self.rank + 1) // self.size
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum over the ranks, in place; every rank gets the same bits."""
+        if self.size > 1:
+            self._run(lambda: self._compute.allreduce([x]))
+        return x
+
+    def all_gather(self, x_RV: Tensor, total: int) -> Tensor:
+        """Put the ranks' spans of the last dimension together: (R, share) on each -> (R, total) on each."""
+        if self.size == 1:
+            return x_RV
+        # Shares may differ in width by one; collectives want equal ones.
+        width = -(-total // self.size)
+        padded = torch.nn.functional.pad(x_RV, (0, width - x_RV.shape[-1])).contiguous()
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        self._run(lambda: self._compute.allgather([parts], [padded]))
+        bounds = [total * rank // self.size for rank in range(self.size + 1)]
+        widths = [end - start for start, end in pairwise(bounds)]
+        return torch.cat([part[..., :share] for part, share in zip(parts, widths, strict=True)], dim=-1)
+
+    def broadcast(self, numbers: Ints | None = None) -> Ints:
+        """Hand rank 0's array (int64, flat) to every rank; the others pass None.
+
+        They wait for it up to the group's timeout, so an idle leader has to send something now and then.
+        """
+        if self.size == 1:
+            assert numbers is not None
+            return numbers
+        # One message: the length and as much as fits behind it; a second one only for what did not.
+        frame = torch.zeros(_FRAME, dtype=torch.int64)
+        if self.is_leader:
+            assert numbers is not None and numbers.dtype == np.int64 and numbers.ndim == 1
+            frame[0] = len(numbers)
+            head = torch.from_numpy(numbers[: _FRAME - 1])
+            frame[1 : 1 + len(head)] = head
+        self._run(lambda: self._control.broadcast(frame, 0))
+        length = int(frame[0])
+        if length < _FRAME:
+            return frame[1 : 1 + length].numpy()
+        rest = torch.empty(length - _FRAME + 1, dtype=torch.int64)
+        if self.is_leader:
+            rest.copy_(torch.from_numpy(numbers[_FRAME - 1 :]))
+        self._run(lambda: self._control.broadcast(rest, 0))
+        return torch.cat((frame[1:], rest)).numpy()
+
+    def broadcast_bytes(self, data: bytes | None = None) -> bytes:
+        """Hand rank 0's bytes to every rank; the others pass None."""
+        if data is None:
+            numbers = self.broadcast()
+        else:
+            padded = data + bytes(-len(data) % 8)
+            numbers = self.broadcast(np.concatenate([[len(data)], np.frombuffer(padded, dtype=np.int64)]))
+        return numbers[1:].tobytes()[: int(numbers[0])]
+
+    def _run(self, start: Callable[[], Work]) -> None:
+        try:
+            start().wait()
+        except RuntimeError as error:
+            raise ReplicaLost(f"rank {self.rank} of {self.size}: another rank is gone: {error}") from error
+
+
+def _gloo(store: Store, rank: int, size: int, host: str, timeout: timedelta) -> ProcessGroupGloo:
+    options = ProcessGroupGloo._Options()
+    options._timeout = timeout
+    options._threads = 1
+    options._devices = [_device(host)]
+    return ProcessGroupGloo(store, rank, size, options)
+
+
+def _nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    from torch.distributed import ProcessGroupNCCL  # only in builds of torch with CUDA
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return ProcessGroupNCCL(store, rank, size, options)
+
+
+@lru_cache(maxsize=4)
+def _device(host: str) -> Any:
+    """One Gloo device per address: it owns the thread that watches its sockets."""
+    return ProcessGroupGloo.create_device(hostname=host)

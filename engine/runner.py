@@ -1,0 +1,90 @@
+"""One rank's model and its KV pool: what a worker's step loop calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cluster import model_config
+from cluster.model_config import ModelConfig
+from engine.batch import Batch
+from engine.kv_layout import KVLayout
+from engine.kv_pool import KVPool
+from engine.model.dense import DenseDecoder, OnLayer
+from engine.parallel import TensorParallel
+from engine.shards import ShardReader
+from engine.weights import open_checkpoint
+
+GIB = 1 << 30
+
+
+def layout_for(
+    model_dir: Path, *, dtype: str, pool_dtype: str = "auto", block_size: int = 16, tensor_parallel: int = 1
+) -> KVLayout:
+    """The KV layout of a model. `dtype`: of the computation; `pool_dtype`: "auto" for the same, or "fp8_e4m3"."""
+    config = model_config.load(model_dir)
+    config.check_tensor_parallel(tensor_parallel)
+    return KVLayout(
+        model=model_config.fingerprint(model_dir),
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=block_size,
+        dtype=dtype if pool_dtype == "auto" else pool_dtype,
+        tensor_parallel=tensor_parallel,
+    )
+
+
+def num_blocks_for(layout: KVLayout, *, gib: float) -> int:
+    """How many blocks of one rank fit into this much memory."""
+    return int(gib * GIB) // (layout.block_size * layout.bytes_per_token())
+
+
+class ModelRunner:
+    """Computes batches. Owned by the step thread; every rank of a replica calls `forward` with the same batches."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        *,
+        layout: KVLayout,
+        num_blocks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        parallel: TensorParallel | None = None,
+        progress: Callable[[float], None] | None = None,
+    ) -> None:
+        """Loads this rank's weights, which takes a while: `progress` is told the fraction done. Raises SpecError."""
+        self.config: ModelConfig = model_config.load(model_dir)
+        self.layout = layout
+        self.dtype = dtype
+        self.device = device
+        self.parallel = parallel or TensorParallel()
+        assert layout.tensor_parallel == self.parallel.size
+        reader = ShardReader(open_checkpoint(model_dir), self.parallel, dtype, device)
+        num_layers = self.config.num_layers
+
+        def on_read(layer: int) -> None:
+            if progress is not None:
+                progress((layer + 1) / num_layers)
+
+        with torch.inference_mode():
+            self._model = DenseDecoder(self.config, reader, layout, on_read=on_read)
+        # Outside inference mode, for others write to it who are not in it: blocks that arrive from a peer.
+        self.pool = KVPool(layout, num_blocks=num_blocks, device=device)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, on_layer: OnLayer | None = None) -> Tensor:
+        """Compute one step. Returns the logits of the rows that want them, (rows, vocabulary) fp32, on every rank.
+
+        `on_layer(i)` is called as soon as layer i's keys and values of this batch are in the pool, before the layer's
+        attention is computed. On a GPU that means: enqueued on the current stream.
+        """
+        return self._model(batch, self.pool, on_layer or _ignore)
+
+
+def _ignore(layer: int) -> None:
+    pass

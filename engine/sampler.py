@@ -1,0 +1,173 @@
+"""Choosing the next token of each row of a step.
+
+The choice is a function of the row's logits, tokens, seed and position only: never of the batch, the device or the
+replica, so that a sequence that moves goes on as if it had stayed.
+
+    logits -> min_tokens, penalties -> temperature -> top-k -> top-p -> min-p -> draw      (transformers' order)
+
+A filter keeps every token whose logit reaches a threshold, so that equal tokens stay or go together. The draw is the
+inverse of the cumulative distribution, in the order of token ids, at a number in [0, 1) that is hashed from (seed,
+position).
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from cluster.request import Sampling, TokenLogprob, choice_seed
+from engine.sequence import Sequence
+
+# R rows, N those of them that draw at random, V vocabulary
+
+_FEW = 1024  # a nucleus usually lies within so many tokens, which are found much sooner than all are sorted
+_DRAW_BITS = 48  # a draw times a sum of probabilities stays below the sum, also after rounding to fp64
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingRow:
+    """How to choose the next token of one sequence."""
+
+    sampling: Sampling
+    seed: int  # of this choice; see cluster.request.choice_seed
+    tokens: Seq[int]  # all so far; the one to be chosen has position len(tokens)
+    num_prompt_tokens: int
+
+    @classmethod
+    def of(cls, sequence: Sequence, choice: int | None = None) -> SamplingRow:
+        """The row of a sequence; or of another choice of its request, which has the same tokens so far."""
+        sampling = sequence.request.sampling
+        return cls(
+            sampling=sampling,
+            seed=sequence.seed if choice is None else choice_seed(sampling.seed, choice),
+            tokens=sequence.tokens,
+            num_prompt_tokens=sequence.request.num_prompt_tokens,
+        )
+
+    @property
+    def output(self) -> Seq[int]:
+        return self.tokens[self.num_prompt_tokens :]
+
+
+@torch.inference_mode()
+def sample(logits_RV: Tensor, rows: Seq[SamplingRow]) -> list[tuple[int, TokenLogprob | None]]:
+    """Choose a token for each row. logits_RV: fp32, one row per entry of `rows`; left as it is.
+
+    Log-probabilities are those of the logits as given, before anything here changes them.
+    """
+    adjusted_RV = _adjust(logits_RV, rows)
+    chosen_R = adjusted_RV.argmax(dim=-1)
+    drawing = [i for i, row in enumerate(rows) if not row.sampling.is_greedy]
+    if drawing:
+        chosen_R[drawing] = _draw(adjusted_RV[drawing], [rows[i] for i in drawing])
+    return list(zip(chosen_R.tolist(), _logprobs(logits_RV, chosen_R, rows), strict=True))
+
+
+def uniform(seed: int, position: int) -> float:
+    """The number in [0, 1) by which the token at `position` is drawn: a hash, the same on every machine."""
+    digest = blake2b(struct.pack("<QQ", seed & (2**64 - 1), position), digest_size=8, person=b"token-draw").digest()
+    return (int.from_bytes(digest, "little") >> (64 - _DRAW_BITS)) / (1 << _DRAW_BITS)
+
+
+def _adjust(logits_RV: Tensor, rows: Seq[SamplingRow]) -> Tensor:
+    """Forbid stop tokens that come too early, and apply the penalties. A new tensor if anything changes."""
+    adjusted_RV = logits_RV
+    for i, row in enumerate(rows):
+        s = row.sampling
+        is_early = len(row.tokens) - row.num_prompt_tokens < s.min_tokens and s.stop_token_ids
+        has_output_penalty = bool(s.presence_penalty or s.frequency_penalty)
+        if not (is_early or s.repetition_penalty != 1.0 or has_output_penalty):
+            continue
+        if adjusted_RV is logits_RV:
+            adjusted_RV = logits_RV.clone()
+        logits_V = adjusted_RV[i]
+        if s.repetition_penalty != 1.0:
+            seen = torch.tensor(sorted(set(row.tokens)), device=logits_V.device)
+            values = logits_V[seen]
+            logits_V[seen] = torch.where(values > 0, values / s.repetition_penalty, values * s.repetition_penalty)
+        if has_output_penalty and row.output:
+            output = torch.tensor(row.output, device=logits_V.device)
+            seen, counts = output.unique(return_counts=True)
+            logits_V[seen] -= s.presence_penalty + s.frequency_penalty * counts
+        if is_early:
+            logits_V[list(s.stop_token_ids)] = -math.inf
+    return adjusted_RV
+
+
+def _draw(logits_NV: Tensor, rows: Seq[SamplingRow]) -> Tensor:
+    """-> (N,) int64."""
+    device = logits_NV.device
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(-1)
+
+    # The greatest logit becomes 0, so that the smallest temperature overflows to -inf at worst.
+    scaled_NV = logits_NV - logits_NV.amax(dim=-1, keepdim=True)
+    scaled_NV /= column([row.sampling.temperature for row in rows])
+    scaled_NV = _keep_top_k(scaled_NV, [row.sampling.top_k for row in rows])
+    scaled_NV = _keep_top_p(scaled_NV, [row.sampling.top_p for row in rows])
+    if any(row.sampling.min_p > 0 for row in rows):
+        threshold_N1 = column([math.log(row.sampling.min_p) if row.sampling.min_p > 0 else -math.inf for row in rows])
+        scaled_NV = scaled_NV.masked_fill(scaled_NV < threshold_N1, -math.inf)
+    # In fp64 the running sum does not depend on how a device adds up.
+    cumulative_NV = scaled_NV.exp().cumsum(dim=-1, dtype=torch.float64)
+    draws_N = torch.tensor([uniform(row.seed, len(row.tokens)) for row in rows], dtype=torch.float64, device=device)
+    targets_N1 = draws_N.unsqueeze(-1) * cumulative_NV[:, -1:]
+    return torch.searchsorted(cumulative_NV, targets_N1, right=True).squeeze(-1)
+
+
+def _keep_top_k(scaled_NV: Tensor, top_k: Seq[int]) -> Tensor:
+    """Keep the k greatest of each row, and those equal to the k-th."""
+    limits = [k if 0 < k < scaled_NV.shape[-1] else 0 for k in top_k]
+    if not any(limits):
+        return scaled_NV
+    greatest_NK = scaled_NV.topk(max(limits), dim=-1).values
+    index_N1 = torch.tensor([max(0, k - 1) for k in limits], device=scaled_NV.device).unsqueeze(-1)
+    is_off_N1 = torch.tensor([k == 0 for k in limits], device=scaled_NV.device).unsqueeze(-1)
+    threshold_N1 = greatest_NK.gather(-1, index_N1).masked_fill(is_off_N1, -math.inf)
+    return scaled_NV.masked_fill(scaled_NV < threshold_N1, -math.inf)
+
+
+def _keep_top_p(scaled_NV: Tensor, top_p: Seq[float]) -> Tensor:
+    """Keep the likeliest tokens whose probabilities reach p together, and those equal to the last of them."""
+    rows = [i for i, p in enumerate(top_p) if p < 1.0]
+    if not rows:
+        return scaled_NV
+    wanted_N1 = torch.tensor([top_p[i] for i in rows], dtype=torch.float64, device=scaled_NV.device).unsqueeze(-1)
+    chosen_NV = scaled_NV[rows]
+    mass_N1 = chosen_NV.exp().sum(dim=-1, keepdim=True, dtype=torch.float64) * wanted_N1
+    for num_greatest in (min(_FEW, chosen_NV.shape[-1]), chosen_NV.shape[-1]):
+        greatest_NK = chosen_NV.topk(num_greatest, dim=-1).values
+        reached_NK = greatest_NK.exp().cumsum(dim=-1, dtype=torch.float64)
+        if bool((reached_NK[:, -1:] >= mass_N1).all()):
+            break
+    # The first token at which the sum reaches the mass is the last one kept.
+    last_N1 = (reached_NK < mass_N1).sum(dim=-1, keepdim=True).clamp_max(greatest_NK.shape[-1] - 1)
+    kept_NV = chosen_NV.masked_fill(chosen_NV < greatest_NK.gather(-1, last_N1), -math.inf)
+    scaled_NV = scaled_NV.clone()
+    scaled_NV[rows] = kept_NV
+    return scaled_NV
+
+
+def _logprobs(logits_RV: Tensor, chosen_R: Tensor, rows: Seq[SamplingRow]) -> list[TokenLogprob | None]:
+    wanted = [i for i, row in enumerate(rows) if row.sampling.num_logprobs is not None]
+    found: list[TokenLogprob | None] = [None] * len(rows)
+    if not wanted:
+        return found
+    logits_NV = logits_RV[wanted]
+    norms_N1 = logits_NV.logsumexp(dim=-1, keepdim=True)
+    chosen = (logits_NV.gather(-1, chosen_R[wanted].unsqueeze(-1)) - norms_N1).squeeze(-1).tolist()
+    most = max(rows[i].sampling.num_logprobs or 0 for i in wanted)
+    top_NK = logits_NV.topk(min(most, logits_NV.shape[-1]), dim=-1)
+    ids, values = top_NK.indices.tolist(), (top_NK.values - norms_N1).tolist()
+    for n, i in enumerate(wanted):
+        count = rows[i].sampling.num_logprobs or 0
+        top = tuple(zip(ids[n][:count], values[n][:count], strict=True))
+        found[i] = TokenLogprob(logprob=chosen[n], top=top)
+    return found

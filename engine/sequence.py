@@ -1,0 +1,117 @@
+"""A request inside one engine: one choice, its tokens, its blocks, and how far it has come."""
+
+from __future__ import annotations
+
+from cluster.hashing import block_hashes, root_hash
+from cluster.request import SampledToken, SequenceRequest, TokenLogprob, choice_seed, finish_reason
+from engine.batch import Row
+from engine.block_manager import BlockManager
+
+
+class Sequence:
+    """One choice of a request. Owned by the step thread.
+
+    tokens[:num_computed] have their KV in the pool; the rest is still to be computed. A decoding sequence lacks the KV
+    of exactly its last token.
+    """
+
+    def __init__(self, request: SequenceRequest, choice: int, *, model: str, block_size: int, max_context: int) -> None:
+        self.request = request
+        self.choice = choice
+        self.seed = choice_seed(request.sampling.seed, choice)
+        self.tokens = list(request.token_ids)
+        self.num_computed = 0
+        self.blocks: list[int] = []
+        self.max_context = max_context
+        self.block_size = block_size
+        self.model = model
+        self._root = root_hash(model, adapter=request.adapter, salt=request.salt)
+        self._hashes: list[bytes] = []  # of the full blocks of `tokens`, as far as they have been asked for
+        self._num_sealed = 0
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.request.num_prompt_tokens
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens whose KV is still to be computed."""
+        return len(self.tokens) - self.num_computed
+
+    def hashes(self) -> list[bytes]:
+        """The prefix hashes of every full block of tokens."""
+        parent = self._hashes[-1] if self._hashes else self._root
+        self._hashes += block_hashes(parent, self.tokens, block_size=self.block_size, after=len(self._hashes))
+        return self._hashes
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def start_with(self, blocks: list[int], num_cached: int) -> None:
+        """Take a block table whose first `num_cached` blocks hold this sequence's prefix already."""
+        self.blocks = blocks
+        self._num_sealed = num_cached
+        self.num_computed = num_cached * self.block_size
+
+    def row(self, num_tokens: int) -> Row:
+        """The next `num_tokens` positions of this sequence as part of a batch."""
+        end = self.num_computed + num_tokens
+        return Row(
+            token_ids=self.tokens[self.num_computed : end],
+            start=self.num_computed,
+            blocks=self.blocks,
+            wants_logits=end == len(self.tokens),
+        )
+
+    def computed(self, num_tokens: int, blocks: BlockManager) -> None:
+        """The KV of the next `num_tokens` positions is in the pool: let others find the blocks that became full."""
+        self.num_computed += num_tokens
+        hashes = self.hashes()
+        while self._num_sealed < min(self.num_computed // self.block_size, len(hashes)):
+            blocks.seal(self.blocks[self._num_sealed], hashes[self._num_sealed])
+            self._num_sealed += 1
+
+    def append(self, token_id: int, logprob: TokenLogprob | None = None) -> SampledToken:
+        """Take the next token, and say whether it is the last."""
+        sampled = self.peek(token_id, logprob)
+        self.tokens.append(token_id)
+        return sampled
+
+    def peek(self, token_id: int, logprob: TokenLogprob | None = None) -> SampledToken:
+        """What `append` would say of this token."""
+        reason = finish_reason(
+            token_id,
+            num_generated=self.num_generated + 1,
+            num_tokens=len(self.tokens) + 1,
+            sampling=self.request.sampling,
+            max_context=self.max_context,
+        )
+        return SampledToken(token_id=token_id, logprob=logprob, finish_reason=reason)
+
+    def fork(self, choice: int, blocks: BlockManager) -> tuple[Sequence, tuple[int, int] | None] | None:
+        """Another choice of the same request, which shares every full block with this one.
+
+        A partly filled last block needs a copy of its own: the second value is (source, target) of the copy to make.
+        None, taking nothing, if there is no block left for it.
+        """
+        twin = self.without_blocks(choice)
+        num_full = self.num_computed // self.block_size
+        own: list[int] = []
+        if not blocks.extend(own, len(self.blocks[num_full : self.num_blocks_for(self.num_computed)])):
+            return None
+        blocks.share(self.blocks[:num_full])
+        twin.blocks = self.blocks[:num_full] + own
+        twin.num_computed, twin._num_sealed, twin._hashes = self.num_computed, self._num_sealed, list(self._hashes)
+        return twin, (self.blocks[num_full], own[0]) if own else None
+
+    def without_blocks(self, choice: int) -> Sequence:
+        """Another choice of the same request, of which nothing is computed."""
+        return Sequence(
+            self.request, choice, model=self.model, block_size=self.block_size, max_context=self.max_context
+        )
+
+    def release(self, blocks: BlockManager) -> None:
+        """Give all blocks back. What was sealed stays in the cache until its space is needed."""
+        blocks.free(self.blocks)
+        self.blocks = []
+        self.num_computed = self._num_sealed = 0

@@ -1,0 +1,50 @@
+"""Layers from a checkpoint: one rank's share of them, fused, on its device and in its dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.layers import Embedding, Linear, RMSNorm, RowParallelLinear
+from engine.parallel import TensorParallel
+from engine.weights import Checkpoint, Span
+
+
+@dataclass(frozen=True)
+class ShardReader:
+    """Reads what one rank needs. Names are Hugging Face's, without `.weight` and `.bias`."""
+
+    checkpoint: Checkpoint
+    parallel: TensorParallel
+    dtype: torch.dtype
+    device: torch.device
+
+    def norm(self, name: str, eps: float) -> RMSNorm:
+        return RMSNorm(self._place(self.checkpoint.read(f"{name}.weight")), eps)
+
+    def embedding(self, name: str, vocab_size: int) -> Embedding:
+        rows = self.parallel.span(vocab_size)
+        weight = self._place(self.checkpoint.read(f"{name}.weight", rows=rows))
+        return Embedding(weight, rows[0], self.parallel)
+
+    def linear(self, rows: Mapping[str, Span], *, has_bias: bool = False) -> Linear:
+        """One matrix of the given rows of several, in their order."""
+
+        def fused(suffix: str) -> Tensor:
+            parts = [self.checkpoint.read(f"{name}.{suffix}", rows=span) for name, span in rows.items()]
+            return self._place(parts[0] if len(parts) == 1 else torch.cat(parts))
+
+        return Linear(fused("weight"), fused("bias") if has_bias else None)
+
+    def row_parallel(self, name: str, columns: Span, *, has_bias: bool = False) -> RowParallelLinear:
+        """The columns that meet the features which this rank's part of the layer before computes."""
+        weight = self._place(self.checkpoint.read(f"{name}.weight", columns=columns))
+        # The ranks' outputs are summed, so that only one of them may add the bias.
+        bias = self._place(self.checkpoint.read(f"{name}.bias")) if has_bias and self.parallel.is_leader else None
+        return RowParallelLinear(weight, bias, self.parallel)
+
+    def _place(self, tensor: Tensor) -> Tensor:
+        return tensor.to(device=self.device, dtype=self.dtype).contiguous()

@@ -1,0 +1,160 @@
+"""What the bytes on the wire mean: a segment of KV, packed out of one pool and unpacked into another.
+
+A segment is a run of layers and a run of token positions of one sequence. Its payload, L layers of T tokens of K heads:
+
+    codes   L x (T, 2, K, D)   fp8, or the pool's own dtype when the wire is raw
+    scales  L x (T, 2, K)      bf16; fp8 codes only, and always with them
+
+2 stands for keys, then values. A pool that is already fp8 ships its codes as they are: nothing is quantised twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.kernels.fp8 import dequantize_fp8, quantize_fp8
+from engine.kv_layout import KVLayout
+from engine.kv_pool import KVPool, as_bytes
+
+WIRE_VERSION = 1
+# 1: payload as drawn above; checksum as below.
+
+FP8 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """A run of layers, a run of positions, and a run of the heads of one rank."""
+
+    first_layer: int
+    num_layers: int
+    first_token: int
+    num_tokens: int
+    first_head: int
+    num_heads: int
+
+    @property
+    def layers(self) -> range:
+        return range(self.first_layer, self.first_layer + self.num_layers)
+
+    @property
+    def heads(self) -> slice:
+        return slice(self.first_head, self.first_head + self.num_heads)
+
+
+class Codec(Protocol):
+    """A wire format between two pools of one layout."""
+
+    def num_bytes(self, segment: Segment) -> int:
+        """Size of the segment's payload."""
+        ...
+
+    def pack(self, pool: KVPool, segment: Segment, slots_T: Tensor, payload: Tensor) -> None:
+        """Fill `payload` (uint8, num_bytes) with the KV at `slots_T` (int64, one per token of the segment)."""
+        ...
+
+    def unpack(self, payload: Tensor, pool: KVPool, segment: Segment, slots_T: Tensor) -> None:
+        """Write the payload's KV at `slots_T` of the pool."""
+        ...
+
+
+def codec_for(layout: KVLayout, wire_dtype: str) -> Codec:
+    """The codec for pools of `layout` over a wire of `wire_dtype` ("fp8_e4m3" or "raw")."""
+    if wire_dtype == "fp8_e4m3" and not layout.has_scales:
+        return QuantizingCodec(layout)
+    return RawCodec(layout)
+
+
+class RawCodec:
+    """The pool's own bytes, bit for bit; with scales if the pool is fp8."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        self._layout = layout
+
+    def num_bytes(self, segment: Segment) -> int:
+        return _payload_bytes(segment, self._layout, self._layout.torch_dtype)
+
+    def pack(self, pool: KVPool, segment: Segment, slots_T: Tensor, payload: Tensor) -> None:
+        codes_LT2KD, scales_LT2K = _views(payload, segment, self._layout, self._layout.torch_dtype)
+        blocks_T, offsets_T = pool.locate(slots_T)
+        for i, layer in enumerate(segment.layers):
+            as_bytes(codes_LT2KD[i]).copy_(as_bytes(pool.codes[layer])[blocks_T, :, segment.heads, offsets_T])
+            if pool.scales:
+                scales_LT2K[i].copy_(pool.scales[layer][blocks_T, :, segment.heads, offsets_T])
+
+    def unpack(self, payload: Tensor, pool: KVPool, segment: Segment, slots_T: Tensor) -> None:
+        codes_LT2KD, scales_LT2K = _views(payload, segment, self._layout, self._layout.torch_dtype)
+        blocks_T, offsets_T = pool.locate(slots_T)
+        for i, layer in enumerate(segment.layers):
+            as_bytes(pool.codes[layer])[blocks_T, :, segment.heads, offsets_T] = as_bytes(codes_LT2KD[i])
+            if pool.scales:
+                pool.scales[layer][blocks_T, :, segment.heads, offsets_T] = scales_LT2K[i]
+
+
+class QuantizingCodec:
+    """bf16, fp16 or fp32 pools over an fp8 wire: about half the bytes of bf16, one bf16 scale per (token, head)."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        self._layout = layout
+
+    def num_bytes(self, segment: Segment) -> int:
+        return _payload_bytes(segment, self._layout, FP8)
+
+    def pack(self, pool: KVPool, segment: Segment, slots_T: Tensor, payload: Tensor) -> None:
+        codes_LT2KD, scales_LT2K = _views(payload, segment, self._layout, FP8)
+        blocks_T, offsets_T = pool.locate(slots_T)
+        for i, layer in enumerate(segment.layers):
+            codes, scales = quantize_fp8(pool.codes[layer][blocks_T, :, segment.heads, offsets_T])
+            codes_LT2KD[i].copy_(codes)
+            scales_LT2K[i].copy_(scales)
+
+    def unpack(self, payload: Tensor, pool: KVPool, segment: Segment, slots_T: Tensor) -> None:
+        codes_LT2KD, scales_LT2K = _views(payload, segment, self._layout, FP8)
+        blocks_T, offsets_T = pool.locate(slots_T)
+        for i, layer in enumerate(segment.layers):
+            kv_T2KD = dequantize_fp8(codes_LT2KD[i], scales_LT2K[i], self._layout.torch_dtype)
+            pool.codes[layer][blocks_T, :, segment.heads, offsets_T] = kv_T2KD
+
+
+def checksum(payload: Tensor) -> int:
+    """A 64-bit sum that changes with any one 8-byte word and with the order of words; runs on the payload's device.
+
+    sum over i of word[i] * (2 i + 1)  mod 2^64        the last word padded with zeros
+    """
+    num_whole = payload.numel() // 8 * 8
+    total = (payload[:num_whole].view(torch.int64) * _odd_numbers(num_whole // 8, payload.device)).sum()
+    tail = bytes(payload[num_whole:].cpu().numpy())
+    return (int(total) + int.from_bytes(tail, "little") * (num_whole // 4 + 1)) % 2**64
+
+
+def combine_checksums(checksums: list[int]) -> int:
+    """The checksum of a commit: of its segments' checksums in their order."""
+    return sum(value * (2 * i + 1) for i, value in enumerate(checksums)) % 2**64
+
+
+def _odd_numbers(count: int, device: torch.device) -> Tensor:
+    return _odd_numbers_at_least(1 << count.bit_length(), device)[:count]
+
+
+@lru_cache(maxsize=16)
+def _odd_numbers_at_least(count: int, device: torch.device) -> Tensor:
+    return torch.arange(count, dtype=torch.int64, device=device) * 2 + 1
+
+
+def _payload_bytes(segment: Segment, layout: KVLayout, dtype: torch.dtype) -> int:
+    rows = segment.num_layers * segment.num_tokens * 2 * segment.num_heads
+    return rows * (layout.head_dim * dtype.itemsize + (torch.bfloat16.itemsize if dtype == FP8 else 0))
+
+
+def _views(payload: Tensor, segment: Segment, layout: KVLayout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The payload as codes (L, T, 2, K, D) and scales (L, T, 2, K); scales are empty unless the codes are fp8."""
+    rows = (segment.num_layers, segment.num_tokens, 2, segment.num_heads)
+    num_code_bytes = segment.num_layers * segment.num_tokens * 2 * segment.num_heads * layout.head_dim * dtype.itemsize
+    codes = payload[:num_code_bytes].view(dtype).view(*rows, layout.head_dim)
+    scales = payload[num_code_bytes:].view(torch.bfloat16)
+    return codes, scales.view(rows) if dtype == FP8 else scales

@@ -1,0 +1,70 @@
+"""Links over Gloo: TCP between hosts without GPUs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroupGloo, Work
+
+from cluster.errors import LinkClosed
+from kvtransfer.link import LinkEnd
+
+_SENDER, _RECEIVER = 0, 1
+_TAG = 0
+
+
+class GlooLink:
+    """A process group of two, made directly on a store: no world, so that ranks may come and go.
+
+    What Gloo does when a peer dies (measured, torch 2.13): an idle receive fails in milliseconds; an operation under
+    way waits for its own timeout, and nothing wakes it. So every operation has a deadline of its own, and whoever knows
+    earlier that the peer is gone calls `close` and does not wait for the thread that is stuck in the operation.
+    """
+
+    backend = "gloo"
+    device = torch.device("cpu")
+
+    def __init__(self, end: LinkEnd) -> None:
+        self._peer = _RECEIVER if end.is_sender else _SENDER
+        self._closed = threading.Event()
+        options = ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=end.timeout_s)
+        options._threads = 1
+        options._devices = [_device(end.host)]
+        try:
+            rank = _SENDER if end.is_sender else _RECEIVER
+            self._group = ProcessGroupGloo(PrefixStore(end.prefix, end.store), rank, 2, options)
+        except RuntimeError as error:
+            raise LinkClosed(f"link {end.prefix}: the peer did not come: {error}") from error
+
+    def send(self, payload: Tensor, *, timeout_s: float) -> None:
+        self._run(lambda: self._group.send([payload], self._peer, _TAG), timeout_s)
+
+    def recv(self, payload: Tensor, *, timeout_s: float) -> None:
+        self._run(lambda: self._group.recv([payload], self._peer, _TAG), timeout_s)
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _run(self, start: Callable[[], Work], timeout_s: float) -> None:
+        if self._closed.is_set():
+            raise LinkClosed("the link is closed")
+        try:
+            start().wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            self._closed.set()
+            raise LinkClosed(f"gloo: {error}") from error
+        if self._closed.is_set():
+            raise LinkClosed("the link was closed meanwhile")
+
+
+@lru_cache(maxsize=4)
+def _device(host: str) -> Any:
+    """One Gloo device for all links of the process: it owns the thread that watches their sockets."""
+    return ProcessGroupGloo.create_device(hostname=host)

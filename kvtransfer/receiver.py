@@ -1,0 +1,186 @@
+"""The receiving end of a rank's links."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+from uuid import uuid4
+
+import torch
+from torch.distributed import TCPStore
+
+from cluster.errors import HandoffExpired, LayoutMismatch, TransferError
+from cluster.rpc import transfer_pb2 as pb
+from engine.kv_pool import KVPool
+from kvtransfer.codec import WIRE_VERSION, codec_for
+from kvtransfer.incoming import Incoming, Landing
+from kvtransfer.link import MEET_TIMEOUT_S, LinkEnd, backend_for, open_link, operation_timeout
+from kvtransfer.plan import HeadCopy, plan_heads
+
+logger = logging.getLogger(__name__)
+
+
+class Receiver:
+    """Accepts links and writes what they bring into the blocks that were opened for it.
+
+    `open` and `close` may be called from any thread. `on_landed` is called from link threads, once per handoff and
+    epoch.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        pool: KVPool,
+        wire_dtype: str,
+        host: str,
+        timeout_s: float,
+        on_landed: Callable[[Landing], None],
+    ) -> None:
+        self.rank = rank
+        self.pool = pool
+        self.wire_dtype = wire_dtype
+        self.codec = codec_for(pool.layout, wire_dtype)
+        self.host = host
+        self.timeout_s = timeout_s
+        self.on_landed = on_landed
+        self._store = TCPStore(
+            host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=MEET_TIMEOUT_S)
+        )
+        self._incoming: dict[str, Incoming] = {}
+
+    def open(self, request: pb.OpenRequest) -> None:
+        """Allow a handoff to fill the blocks named."""
+        self._incoming[request.handoff] = Incoming(request, pool=self.pool, codec=self.codec)
+
+    def close(self, handoff: str) -> None:
+        """End a handoff. When this returns, nothing of it is written any more."""
+        if incoming := self._incoming.pop(handoff, None):
+            incoming.close()
+
+    def find(self, handoff: str) -> Incoming:
+        try:
+            return self._incoming[handoff]
+        except KeyError:
+            raise HandoffExpired(f"handoff {handoff} is not open here") from None
+
+    async def connect(self, frames: AsyncIterator[pb.SenderFrame]) -> AsyncIterator[pb.ReceiverFrame]:
+        """One link's conversation: the body of the Connect call. Ends when the sender ends it or the link fails."""
+        hello = (await anext(frames)).hello
+        try:
+            copy, num_sources = self._admit(hello)
+        except LayoutMismatch as error:
+            yield pb.ReceiverFrame(refused=pb.Refused(reason=str(error)))
+            return
+        prefix = f"{hello.sender}>{self.rank}#{hello.epoch}/{uuid4().hex}"
+        link = _IncomingLink(self, hello, prefix=prefix, copy=copy, num_sources=num_sources)
+        yield pb.ReceiverFrame(welcome=pb.Welcome(store=f"{self.host}:{self._store.port}", prefix=prefix))
+        async for frame in link.converse(frames):
+            yield frame
+
+    def _admit(self, hello: pb.Hello) -> tuple[HeadCopy, int]:
+        """What this sender brings to this rank, and how many senders bring something."""
+        layout = self.pool.layout
+        ours = (WIRE_VERSION, layout.fingerprint, self.wire_dtype, backend_for(self.pool.device))
+        theirs = (hello.wire_version, hello.layout, hello.wire_dtype, hello.backend)
+        names = ("wire version", "KV layout", "wire dtype", "link backend")
+        for name, our, their in zip(names, ours, theirs, strict=True):
+            if our != their:
+                raise LayoutMismatch(f"{hello.sender} has {name} {their!r}, this rank has {our!r}")
+        copies = plan_heads(sender=replace(layout, tensor_parallel=hello.sender_ranks), receiver=layout)
+        mine = [copy for copy in copies if copy.receiver == self.rank]
+        if copy := next((copy for copy in mine if copy.sender == hello.sender_rank), None):
+            return copy, len(mine)
+        raise LayoutMismatch(f"rank {hello.sender_rank} of {hello.sender_ranks} has nothing for rank {self.rank}")
+
+    def link_end(self, prefix: str) -> LinkEnd:
+        return LinkEnd(
+            store=self._store,
+            prefix=prefix,
+            is_sender=False,
+            host=self.host,
+            device=self.pool.device,
+            timeout_s=MEET_TIMEOUT_S,
+        )
+
+
+class _IncomingLink:
+    """One link's thread: it receives each announced payload, in order, and answers."""
+
+    def __init__(self, receiver: Receiver, hello: pb.Hello, *, prefix: str, copy: HeadCopy, num_sources: int) -> None:
+        self._receiver = receiver
+        self._backend = hello.backend
+        self._prefix = prefix
+        self._copy = copy
+        self._num_sources = num_sources
+        self._announced: queue.SimpleQueue[pb.SenderFrame | None] = queue.SimpleQueue()
+        self._answers: asyncio.Queue[pb.ReceiverFrame | None] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+        self._refused: tuple[str, int] | None = None  # the last handoff refused: say so once, not per segment
+
+    async def converse(self, frames: AsyncIterator[pb.SenderFrame]) -> AsyncIterator[pb.ReceiverFrame]:
+        thread = threading.Thread(target=self._run, name=f"kv-recv-{self._prefix}", daemon=True)
+        thread.start()
+        listener = asyncio.create_task(self._listen(frames))
+        try:
+            while (answer := await self._answers.get()) is not None:
+                yield answer
+        finally:
+            listener.cancel()
+            self._announced.put(None)
+
+    async def _listen(self, frames: AsyncIterator[pb.SenderFrame]) -> None:
+        async for frame in frames:
+            self._announced.put(frame)
+        self._answers.put_nowait(None)
+
+    def _run(self) -> None:
+        try:
+            link = open_link(self._backend, self._receiver.link_end(self._prefix))
+            staging = torch.empty(0, dtype=torch.uint8, device=link.device)
+            while (frame := self._announced.get()) is not None:
+                kind = frame.WhichOneof("frame")
+                if kind == "segment":
+                    num_bytes = frame.segment.num_bytes
+                    if num_bytes > staging.numel():
+                        staging = torch.empty(num_bytes, dtype=torch.uint8, device=link.device)
+                    link.recv(staging[:num_bytes], timeout_s=operation_timeout(self._receiver.timeout_s, num_bytes))
+                    self._guard(frame.segment, self._write, staging[:num_bytes])
+                elif kind == "commit":
+                    self._guard(frame.commit, self._commit)
+            link.close()
+        except TransferError as error:
+            logger.warning("link failed prefix=%s: %s", self._prefix, error)
+        finally:
+            self._answer(None)
+
+    def _write(self, segment: pb.Segment, payload: torch.Tensor) -> None:
+        self._receiver.find(segment.handoff).write(segment, payload, copy=self._copy)
+
+    def _commit(self, commit: pb.Commit) -> None:
+        landing = self._receiver.find(commit.handoff).commit(commit, copy=self._copy, num_sources=self._num_sources)
+        self._answer(pb.ReceiverFrame(landed=pb.Landed(handoff=commit.handoff, epoch=commit.epoch)))
+        if landing:
+            self._receiver.on_landed(landing)
+
+    def _guard(self, frame: Any, action: Callable[..., None], *args: Any) -> None:
+        """A handoff that is refused does not end the link: others share it."""
+        try:
+            action(frame, *args)
+        except TransferError as error:
+            if self._refused != (frame.handoff, frame.epoch):
+                self._refused = (frame.handoff, frame.epoch)
+                refused = pb.Refused(handoff=frame.handoff, epoch=frame.epoch, reason=str(error))
+                self._answer(pb.ReceiverFrame(refused=refused))
+
+    def _answer(self, frame: pb.ReceiverFrame | None) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._answers.put_nowait, frame)
+        except RuntimeError:
+            pass  # the loop has ended, and with it the call

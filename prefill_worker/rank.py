@@ -1,0 +1,101 @@
+"""What every rank of a prefill replica does in a step: compute, and ship each layer as soon as it is there."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from engine.runner import ModelRunner
+from torch import Tensor
+
+from cluster.handoff import Handoff
+from engine.batch import Batch
+from engine.step_message import Orders, decode_step, encode_step
+from kvtransfer.sender import Passage, Sender
+
+# Orders of a prefill step, beside its batch:
+#   begin  handoffs whose first chunk is in this batch: the handoff, its sequence's blocks, how many tokens were cached
+#   rows   for each row of the batch, the handoff (id, epoch) that its KV belongs to, or null
+#   abort  handoffs (id, epoch) that are no longer wanted
+#   stop   true: the replica ends
+
+Key = tuple[str, int]
+
+
+def begin_order(handoff: Handoff, blocks: list[int], *, num_cached: int) -> dict[str, Any]:
+    return {"handoff": asdict(handoff), "blocks": blocks, "cached": num_cached}
+
+
+class PrefillRank:
+    """One rank's model and its passages. Belongs to the step thread on rank 0, to the following thread elsewhere."""
+
+    def __init__(self, runner: ModelRunner, sender: Sender) -> None:
+        self.runner = runner
+        self.sender = sender
+        self._passages: dict[Key, Passage] = {}
+
+    def lead(self, batch: Batch | None, orders: Orders) -> Tensor | None:
+        """On rank 0: do a step together with the other ranks. Logits of the rows that end their prompts."""
+        if self.runner.parallel.size > 1:
+            self.runner.parallel.broadcast_bytes(encode_step(batch, orders))
+        return self._execute(batch, orders)
+
+    def follow(self) -> None:
+        """On the other ranks: do what rank 0 says until it says stop."""
+        while True:
+            batch, orders = decode_step(self.runner.parallel.broadcast_bytes())
+            if orders.get("stop"):
+                return
+            self._execute(batch, orders)
+            for passage in self._ending(batch, orders):
+                passage.commit()
+
+    def commit(self, key: Key, first_tokens: list[int]) -> None:
+        """On rank 0: the prompt is computed and its first tokens are known."""
+        if passage := self._passages.pop(key, None):
+            passage.commit(first_tokens)
+
+    def _execute(self, batch: Batch | None, orders: Orders) -> Tensor | None:
+        for order in orders.get("begin", ()):
+            self._begin(order)
+        for id, epoch in orders.get("abort", ()):
+            if passage := self._passages.pop((id, epoch), None):
+                passage.abort()
+        if batch is None:
+            return None
+        shipping = [(passage, start, end) for passage, start, end in self._spans(batch, orders) if passage]
+
+        def on_layer(layer: int) -> None:
+            for passage, start, end in shipping:
+                passage.layer_ready(layer, start, end)
+
+        return self.runner.forward(batch, on_layer)
+
+    def _begin(self, order: dict[str, Any]) -> None:
+        fields = order["handoff"]
+        handoff = Handoff(**{**fields, "ranks": tuple(fields["ranks"])})
+        passage = self.sender.begin(handoff, order["blocks"])
+        if passage is None:
+            return
+        self._passages[handoff.id, handoff.epoch] = passage
+        passage.layer_ready(0, 0, order["cached"], num_layers=self.runner.layout.num_layers)
+
+    def _spans(self, batch: Batch, orders: Orders) -> list[tuple[Passage | None, int, int]]:
+        """Each row's passage, and the positions [start, end) that the row computes."""
+        keys = [tuple(key) if key else None for key in orders["rows"]]
+        ends = batch.context_lens.tolist()
+        starts = (batch.context_lens - batch.query_lens).tolist()
+        return [
+            (self._passages.get(key) if key else None, start, end)
+            for key, start, end in zip(keys, starts, ends, strict=True)
+        ]
+
+    def _ending(self, batch: Batch | None, orders: Orders) -> list[Passage]:
+        """The passages whose last position this batch computed; they are forgotten here."""
+        if batch is None:
+            return []
+        spans = self._spans(batch, orders)
+        ended = [passage for passage, _, end in spans if passage and end == passage.handoff.num_tokens]
+        for passage in ended:
+            del self._passages[passage.handoff.id, passage.handoff.epoch]
+        return ended

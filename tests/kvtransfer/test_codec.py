@@ -1,0 +1,82 @@
+"""What is packed out of one pool arrives in another; damage and disorder change the checksum."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.kv_layout import KVLayout
+from engine.kv_pool import KVPool
+from kvtransfer.codec import Segment, checksum, codec_for, combine_checksums
+
+_SEGMENT = Segment(first_layer=1, num_layers=2, first_token=3, num_tokens=21, first_head=1, num_heads=2)
+
+
+def _layout(dtype: str) -> KVLayout:
+    return KVLayout(model="m", num_layers=4, num_kv_heads=3, head_dim=64, block_size=16, dtype=dtype)
+
+
+def _filled_pool(layout: KVLayout, slots_T: torch.Tensor) -> KVPool:
+    pool = KVPool(layout, num_blocks=8, device=torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    for layer in range(layout.num_layers):
+        k, v = torch.randn(2, len(slots_T), 3, 64, generator=generator)
+        pool.write(layer, slots_T, k, v)
+    return pool
+
+
+def _carry(dtype: str, wire: str) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """KV (layers, 2, heads, tokens, 64) of the segment before and after, and the payload's size."""
+    layout = _layout(dtype)
+    from_slots, to_slots = torch.randperm(128)[:21], torch.randperm(128)[:21]
+    source, target = _filled_pool(layout, from_slots), KVPool(layout, num_blocks=8, device=torch.device("cpu"))
+    codec = codec_for(layout, wire)
+    payload = torch.full((codec.num_bytes(_SEGMENT),), 255, dtype=torch.uint8)
+    codec.pack(source, _SEGMENT, from_slots, payload)
+    codec.unpack(payload, target, _SEGMENT, to_slots)
+
+    def read(pool: KVPool, slots: torch.Tensor) -> torch.Tensor:
+        every_block = torch.arange(8)
+        return torch.stack([pool.read(layer, every_block, torch.float32)[:, 1:, slots] for layer in _SEGMENT.layers])
+
+    untouched = [target.codes[layer].float().abs().sum() for layer in (0, 3)]
+    assert not any(untouched), "a layer outside the segment was written"
+    return read(source, from_slots), read(target, to_slots), payload.numel()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "fp8_e4m3"])
+def test_a_raw_wire_carries_the_pool_bit_for_bit(dtype: str) -> None:
+    before, after, _ = _carry(dtype, "raw")
+    assert torch.equal(before, after)
+
+
+def test_an_fp8_pool_is_not_quantised_again_on_an_fp8_wire() -> None:
+    before, after, _ = _carry("fp8_e4m3", "fp8_e4m3")
+    assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_an_fp8_wire_keeps_each_row_within_its_step(dtype: str) -> None:
+    before, after, _ = _carry(dtype, "fp8_e4m3")
+    # e4m3 has 3 bits of mantissa: half a step is 1/16 of the value, and 2^-10 of the row's scale near zero.
+    bound = before.abs() / 16 + before.abs().amax(-1, keepdim=True) / 448 * 2**-9 + 1e-3
+    assert ((before - after).abs() <= bound).all()
+
+
+def test_fp8_with_its_scales_is_at_most_0_53_of_bf16() -> None:
+    assert _carry("bfloat16", "fp8_e4m3")[2] <= 0.53 * _carry("bfloat16", "raw")[2]
+
+
+@given(st.binary(min_size=1, max_size=100), st.data())
+def test_any_damaged_byte_changes_the_checksum(data: bytes, draw: st.DataObject) -> None:
+    payload = torch.tensor(list(data), dtype=torch.uint8)
+    position = draw.draw(st.integers(0, len(data) - 1))
+    damaged = payload.clone()
+    damaged[position] ^= draw.draw(st.integers(1, 255))
+    assert checksum(payload) != checksum(damaged)
+
+
+def test_the_order_of_words_and_of_segments_counts() -> None:
+    payload = torch.arange(16, dtype=torch.uint8)
+    assert checksum(payload) != checksum(payload.roll(8))
+    assert combine_checksums([1, 2]) != combine_checksums([2, 1])

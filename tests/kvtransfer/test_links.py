@@ -1,0 +1,126 @@
+"""The contract of Link, run by every backend that this machine has. Each side is a process of its own."""
+
+import multiprocessing as mp
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from cluster.errors import LinkClosed
+from kvtransfer.link import Link, LinkEnd, open_link
+
+BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.gpu)]
+_TIMEOUT_S = 1.0
+
+
+def _end(backend: str, store: TCPStore, *, is_sender: bool) -> LinkEnd:
+    device = torch.device("cuda", 0 if is_sender else 1) if backend == "nccl" else torch.device("cpu")
+    return LinkEnd(store=store, prefix="link/1", is_sender=is_sender, host="127.0.0.1", device=device, timeout_s=20.0)
+
+
+def _serve_peer(backend: str, port: int, orders: Connection) -> None:
+    """The other side: sends when told ("send", bytes) or receives when told ("recv", size), and says what it got."""
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
+    is_sender = orders.recv()
+    link = open_link(backend, _end(backend, store, is_sender=is_sender))
+    orders.send("ready")
+    while True:
+        order, value = orders.recv()
+        if order == "send":
+            link.send(torch.frombuffer(bytearray(value), dtype=torch.uint8).to(link.device), timeout_s=10)
+        else:
+            payload = torch.empty(value, dtype=torch.uint8, device=link.device)
+            link.recv(payload, timeout_s=10)
+            orders.send(bytes(payload.cpu().numpy()))
+
+
+class Peer:
+    """A link of ours and the process at its other end."""
+
+    def __init__(self, link: Link, process: mp.Process, orders: Connection) -> None:
+        self.link, self.process, self.orders = link, process, orders
+
+    def kill(self, with_signal: signal.Signals) -> None:
+        assert self.process.pid
+        os.kill(self.process.pid, with_signal)
+
+
+@contextmanager
+def _peer(backend: str, *, we_send: bool) -> Iterator[Peer]:
+    context = mp.get_context("spawn")
+    ours, theirs = context.Pipe()
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    process = context.Process(target=_serve_peer, args=(backend, store.port, theirs), daemon=True)
+    process.start()
+    ours.send(not we_send)
+    link = open_link(backend, _end(backend, store, is_sender=we_send))
+    assert ours.recv() == "ready"
+    try:
+        yield Peer(link, process, ours)
+    finally:
+        link.close()
+        process.kill()
+        process.join(10)
+
+
+def _payload(link: Link, size: int) -> torch.Tensor:
+    return torch.randint(0, 256, (size,), dtype=torch.uint8).to(link.device)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bytes_arrive_in_order_whatever_their_size(backend: str) -> None:
+    with _peer(backend, we_send=True) as peer:
+        for size in (1, 7, 1000, 65_536, 5_000_001):
+            payload = _payload(peer.link, size)
+            peer.orders.send(("recv", size))
+            peer.link.send(payload, timeout_s=10)
+            assert peer.orders.recv() == bytes(payload.cpu().numpy())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_killed_peer_fails_the_operation_by_its_deadline_and_the_link_for_good(backend: str) -> None:
+    with _peer(backend, we_send=True) as peer:
+        peer.kill(signal.SIGKILL)
+        peer.process.join(10)
+        started = time.monotonic()
+        with pytest.raises(LinkClosed):
+            for _ in range(8):  # the first may still fit into a buffer
+                peer.link.send(_payload(peer.link, 8 << 20), timeout_s=_TIMEOUT_S)
+        assert time.monotonic() - started < 8 * _TIMEOUT_S
+        with pytest.raises(LinkClosed):
+            peer.link.send(_payload(peer.link, 1), timeout_s=_TIMEOUT_S)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_frozen_peer_fails_a_receive_at_the_deadline(backend: str) -> None:
+    with _peer(backend, we_send=False) as peer:
+        peer.kill(signal.SIGSTOP)
+        started = time.monotonic()
+        with pytest.raises(LinkClosed):
+            peer.link.recv(torch.empty(1 << 20, dtype=torch.uint8, device=peer.link.device), timeout_s=_TIMEOUT_S)
+        assert time.monotonic() - started < 10 * _TIMEOUT_S
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_closed_link_refuses_and_closing_twice_is_fine(backend: str) -> None:
+    with _peer(backend, we_send=True) as peer:
+        peer.link.close()
+        peer.link.close()
+        with pytest.raises(LinkClosed):
+            peer.link.send(_payload(peer.link, 1), timeout_s=_TIMEOUT_S)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_peer_that_never_comes_is_reported_at_the_deadline(backend: str) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    device = torch.device("cuda") if backend == "nccl" else torch.device("cpu")
+    end = LinkEnd(store=store, prefix="x", is_sender=True, host="127.0.0.1", device=device, timeout_s=_TIMEOUT_S)
+    with pytest.raises(LinkClosed, match=r"did not come|nccl"):
+        open_link(backend, end)

@@ -1,0 +1,266 @@
+"""Sender to receiver over real gRPC and real links, in one process: what is shipped lands whole, or is refused."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from grpc import aio
+
+from cluster.channel import SERVER_OPTIONS
+from cluster.errors import HandoffExpired, LayoutMismatch, LinkClosed, TransferError
+from cluster.handoff import Handoff
+from cluster.rpc import transfer_pb2 as pb
+from cluster.rpc import transfer_pb2_grpc as rpc
+from engine.kv_layout import KVLayout
+from engine.kv_pool import KVPool
+from kvtransfer.incoming import Landing
+from kvtransfer.rank_servicer import RankServicer
+from kvtransfer.receiver import Receiver
+from kvtransfer.sender import Sender, Shipment
+
+_CPU = torch.device("cpu")
+_LAYOUT = KVLayout(model="m", num_layers=3, num_kv_heads=4, head_dim=16, block_size=8, dtype="float32")
+_NUM_TOKENS = 37
+_BLOCKS = [5, 2, 9, 0, 7]
+
+
+class Side:
+    """One replica's ranks on one side of a transfer."""
+
+    def __init__(self) -> None:
+        self.landings: asyncio.Queue[Landing] = asyncio.Queue()
+        self.shipments: asyncio.Queue[Shipment] = asyncio.Queue()
+        self.senders: list[Sender] = []
+        self.receivers: list[Receiver] = []
+        self.servers: list[aio.Server] = []
+        self.addresses: list[str] = []
+
+    def open(self, handoff: Handoff, blocks: list[int]) -> None:
+        first_block = handoff.first_token // _LAYOUT.block_size
+        request = pb.OpenRequest(
+            handoff=handoff.id,
+            first_token=handoff.first_token,
+            num_tokens=handoff.num_tokens,
+            block_ids=blocks[first_block:],
+        )
+        for receiver in self.receivers:
+            receiver.open(request)
+
+    async def landed(self) -> Landing:
+        return await asyncio.wait_for(self.landings.get(), 10)
+
+    async def shipped(self) -> Shipment:
+        return await asyncio.wait_for(self.shipments.get(), 10)
+
+
+def _layout(tp: int) -> KVLayout:
+    return replace(_LAYOUT, tensor_parallel=tp)
+
+
+@asynccontextmanager
+async def _replica(
+    tp: int, *, wire: str = "raw", layout: KVLayout = _LAYOUT, timeout_s: float = 10.0
+) -> AsyncIterator[Side]:
+    side, loop = Side(), asyncio.get_running_loop()
+    for rank in range(tp):
+        pool = KVPool(replace(layout, tensor_parallel=tp), num_blocks=12, device=_CPU)
+        shared = {"rank": rank, "pool": pool, "wire_dtype": wire, "host": "127.0.0.1", "timeout_s": timeout_s}
+        side.receivers.append(
+            Receiver(**shared, on_landed=lambda x: loop.call_soon_threadsafe(side.landings.put_nowait, x))
+        )
+        side.senders.append(
+            Sender(
+                **shared,
+                name=f"p/{rank}",
+                loop=loop,
+                on_shipped=lambda x: loop.call_soon_threadsafe(side.shipments.put_nowait, x),
+            )
+        )
+        server = aio.server(options=SERVER_OPTIONS)
+        rpc.add_RankServicer_to_server(_servicer(side.receivers[-1]), server)
+        side.addresses.append(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+        await server.start()
+        side.servers.append(server)
+    try:
+        yield side
+    finally:
+        for sender in side.senders:
+            await sender.close()
+        for server in side.servers:
+            await server.stop(None)
+
+
+def _servicer(receiver: Receiver) -> RankServicer:
+    servicer = RankServicer()
+    servicer.receiver = receiver
+    return servicer
+
+
+def _fill(side: Side) -> torch.Tensor:
+    """Random KV of every head at _BLOCKS: (layers, 2, heads, tokens, D)."""
+    kv = torch.randn(_LAYOUT.num_layers, 2, 4, _NUM_TOKENS, 16, generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(_NUM_TOKENS)
+    slots = torch.tensor(_BLOCKS)[positions // 8] * 8 + positions % 8
+    for sender in side.senders:
+        start, end = sender.pool.layout.head_range(sender.rank)
+        for layer in range(_LAYOUT.num_layers):
+            k, v = kv[layer, :, start:end].transpose(1, 2)
+            sender.pool.write(layer, slots, k, v)
+    return kv
+
+
+def _read(side: Side, blocks: list[int]) -> torch.Tensor:
+    """The same shape, as it lies in the receiving side's pools."""
+    kv = torch.empty(_LAYOUT.num_layers, 2, 4, _NUM_TOKENS, 16)
+    for receiver in side.receivers:
+        start, end = receiver.pool.layout.head_range(receiver.rank)
+        for layer in range(_LAYOUT.num_layers):
+            read = receiver.pool.read(layer, torch.tensor(blocks), torch.float32)
+            kv[layer, :, start:end] = read[:, :, :_NUM_TOKENS]
+    return kv
+
+
+def _handoff(side: Side, *, first_token: int = 0, epoch: int = 1, id: str = "h") -> Handoff:
+    return Handoff(
+        id=id,
+        epoch=epoch,
+        replica="d",
+        ranks=tuple(side.addresses),
+        layout=_LAYOUT.fingerprint,
+        num_tokens=_NUM_TOKENS,
+        first_token=first_token,
+        ttl_s=10,
+    )
+
+
+def _ship(side: Side, handoff: Handoff, *, chunks: tuple[int, ...] = (_NUM_TOKENS,), commit: bool = True) -> None:
+    """What the step loop does: chunk by chunk, layer by layer."""
+    for sender in side.senders:
+        passage = sender.begin(handoff, _BLOCKS)
+        if passage is None:
+            continue
+        start = 0
+        for end in chunks:
+            for layer in range(_LAYOUT.num_layers):
+                passage.layer_ready(layer, start, end)
+            start = end
+        if commit:
+            passage.commit([42, 43])
+
+
+@pytest.mark.parametrize("receiver_tp", [1, 2, 8])
+@pytest.mark.parametrize("sender_tp", [1, 2, 8])
+async def test_kv_lands_whole_for_any_pair_of_tensor_parallel_sizes(sender_tp: int, receiver_tp: int) -> None:
+    async with _replica(sender_tp) as p, _replica(receiver_tp) as d:
+        kv, handoff, blocks = _fill(p), _handoff(d), [3, 1, 8, 11, 6]
+        d.open(handoff, blocks)
+        _ship(p, handoff, chunks=(10, 30, 37))
+        landings = [await d.landed() for _ in d.receivers]
+        assert {landing.handoff for landing in landings} == {"h"}
+        assert sorted(landing.first_tokens for landing in landings)[-1] == (42, 43)
+        assert torch.equal(_read(d, blocks), kv)
+
+
+async def test_only_what_the_receiver_lacks_travels() -> None:
+    async with _replica(1) as p, _replica(1) as d:
+        kv = _fill(p)
+        d.open(_handoff(d, first_token=16), [3, 1, 8, 11, 6])
+        _ship(p, _handoff(d, first_token=16), chunks=(10, 30, 37))
+        await d.landed()
+        shipment = await p.shipped()
+        after = _read(d, [3, 1, 8, 11, 6])
+        assert torch.equal(after[..., 16:, :], kv[..., 16:, :])
+        assert not after[..., :16, :].any()
+        num_payload_bytes = (_NUM_TOKENS - 16) * 3 * 2 * 4 * 16 * 4
+        assert num_payload_bytes < shipment.wire_bytes < num_payload_bytes + 400
+        assert shipment.error is None
+
+
+async def test_a_receiver_that_has_everything_gets_only_the_commit() -> None:
+    async with _replica(1) as p, _replica(1) as d:
+        handoff = replace(_handoff(d), first_token=40, num_tokens=40)
+        d.open(handoff, [1, 2, 3, 4, 5])
+        _ship(p, handoff, chunks=(37, 40))
+        assert (await d.landed()).first_tokens == (42, 43)
+
+
+async def test_a_closed_handoff_is_refused_and_its_blocks_stay_as_they_are() -> None:
+    async with _replica(1) as p, _replica(1) as d:
+        _fill(p)
+        d.open(_handoff(d), [3, 1, 8, 11, 6])
+        d.receivers[0].close("h")
+        _ship(p, _handoff(d))
+        assert isinstance((await p.shipped()).error, HandoffExpired)
+        assert not _read(d, [3, 1, 8, 11, 6]).any()
+
+
+async def test_a_newer_epoch_fences_an_older_one() -> None:
+    async with _replica(1) as p, _replica(1) as d:
+        kv = _fill(p)
+        d.open(_handoff(d), [3, 1, 8, 11, 6])
+        _ship(p, _handoff(d, epoch=1), chunks=(10,), commit=False)
+        _ship(p, _handoff(d, epoch=2))
+        landing = await d.landed()
+        assert landing.epoch == 2
+        assert torch.equal(_read(d, [3, 1, 8, 11, 6]), kv)
+        _ship(p, _handoff(d, epoch=1))
+        assert {type((await p.shipped()).error) for _ in range(2)} == {type(None), HandoffExpired}
+
+
+async def test_handoffs_share_a_link_and_one_refusal_does_not_hurt_the_others() -> None:
+    async with _replica(1) as p, _replica(1) as d:
+        kv = _fill(p)
+        for i in range(8):
+            if i % 2:
+                d.open(_handoff(d, id=str(i)), [3, 1, 8, 11, 6])
+            _ship(p, _handoff(d, id=str(i)))
+        assert sorted([(await d.landed()).handoff for _ in range(4)]) == ["1", "3", "5", "7"]
+        errors = [(await p.shipped()).error for _ in range(8)]
+        assert sum(isinstance(error, HandoffExpired) for error in errors) == 4
+        assert torch.equal(_read(d, [3, 1, 8, 11, 6]), kv)
+
+
+async def test_another_layout_is_refused_at_once() -> None:
+    async with _replica(1) as p, _replica(1, layout=replace(_LAYOUT, block_size=16)) as d:
+        _fill(p)
+        _ship(p, _handoff(d))
+        error = (await p.shipped()).error
+        assert isinstance(error, LayoutMismatch) and "KV layout" in str(error)
+
+
+async def test_another_wire_dtype_is_refused_at_once() -> None:
+    async with _replica(1, wire="fp8_e4m3") as p, _replica(1) as d:
+        _fill(p)
+        _ship(p, _handoff(d))
+        assert "wire dtype" in str((await p.shipped()).error)
+
+
+async def test_a_receiver_that_is_not_there_fails_the_shipment_and_a_later_one_gets_through() -> None:
+    async with _replica(1) as p:
+        kv = _fill(p)
+        async with _replica(1) as gone:
+            dead = _handoff(gone)
+        _ship(p, dead)
+        assert isinstance((await p.shipped()).error, LinkClosed)
+        async with _replica(1) as d:
+            d.open(_handoff(d), [3, 1, 8, 11, 6])
+            _ship(p, _handoff(d))
+            assert (await p.shipped()).error is None
+            assert torch.equal(_read(d, [3, 1, 8, 11, 6]), kv)
+
+
+async def test_an_aborted_passage_ends_and_the_link_lives_on() -> None:
+    async with _replica(1) as p, _replica(1) as d:
+        kv = _fill(p)
+        d.open(_handoff(d), [3, 1, 8, 11, 6])
+        passage = p.senders[0].begin(_handoff(d), _BLOCKS)
+        assert passage
+        passage.layer_ready(0, 0, 20)
+        passage.abort()
+        assert isinstance((await p.shipped()).error, TransferError)
+        _ship(p, _handoff(d, epoch=2))
+        assert (await d.landed()).epoch == 2
+        assert torch.equal(_read(d, [3, 1, 8, 11, 6]), kv)
