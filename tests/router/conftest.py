@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
+from fake_dispatcher import FakeDispatcher
+from openai_door import OpenAIDoor, open_openai_door
 from tiny_service import MakeCompletions
 from tiny_tokenizers import make_byte_fallback, make_byte_level
 
@@ -32,3 +36,17 @@ def byte_fallback(byte_fallback_dir: Path) -> Tokenizer:
 @pytest.fixture(scope="session")
 def completions(byte_level_dir: Path, byte_level: Tokenizer) -> MakeCompletions:
     return MakeCompletions(byte_level_dir, byte_level)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def openai_server(completions: MakeCompletions) -> AsyncIterator[OpenAIDoor]:
+    async with open_openai_door(completions) as door:
+        yield door
+
+
+@pytest.fixture
+def door(openai_server: OpenAIDoor) -> OpenAIDoor:
+    """The one server of a module, with a dispatcher of the test's own. Such a module's tests share its event loop."""
+    openai_server.service.dispatcher = FakeDispatcher()
+    openai_server.is_healthy = True
+    return openai_server

@@ -4,59 +4,17 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
-import httpx
 import openai
 import pytest
-import pytest_asyncio
-from fake_dispatcher import FakeDispatcher
-from http_server import serve_http
-from tiny_service import MakeCompletions
+from openai_door import USER, OpenAIDoor
 
-from cluster.errors import CapacityError, LayoutMismatch, ReplicaLost
 from cluster.request import SequenceRequest, choice_seed
-from router.completion import Completions
-from router.openai_api import create_app
 from router.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@dataclass
-class Door:
-    service: Completions
-    http: httpx.AsyncClient
-    client: openai.AsyncOpenAI
-    is_healthy: bool = True
-
-    @property
-    def fake(self) -> FakeDispatcher:
-        assert isinstance(self.service.dispatcher, FakeDispatcher)
-        return self.service.dispatcher
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def server(completions: MakeCompletions) -> AsyncIterator[Door]:
-    service = completions(FakeDispatcher())
-    app = create_app(service, health=lambda: door.is_healthy, metrics=service.metrics.render)
-    async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
-        async with openai.AsyncOpenAI(base_url=f"http://{host}:{port}/v1", api_key="none", max_retries=0) as client:
-            door = Door(service, http, client)
-            yield door
-
-
-@pytest.fixture
-def door(server: Door) -> Door:
-    """The one server of this module, with a dispatcher of the test's own."""
-    server.service.dispatcher = FakeDispatcher()
-    server.is_healthy = True
-    return server
-
-
-USER = [{"role": "user", "content": "hi"}]
 
 
 def say(tokenizer: Tokenizer, text: str) -> Any:
@@ -64,10 +22,7 @@ def say(tokenizer: Tokenizer, text: str) -> Any:
     return lambda *_: ids
 
 
-# ---- answers
-
-
-async def test_models(door: Door) -> None:
+async def test_models(door: OpenAIDoor) -> None:
     models = await door.client.models.list()
     assert [model.id for model in models.data] == ["tiny"]
     assert (await door.client.models.retrieve("tiny")).id == "tiny"
@@ -75,7 +30,7 @@ async def test_models(door: Door) -> None:
         await door.client.models.retrieve("gpt-9")
 
 
-async def test_chat(door: Door, byte_level: Tokenizer) -> None:
+async def test_chat(door: OpenAIDoor, byte_level: Tokenizer) -> None:
     door.fake.script = say(byte_level, "Paris. 你好 🎉<|im_end|>")
     answer = await door.client.chat.completions.create(model="tiny", messages=USER)
     (choice,) = answer.choices
@@ -91,7 +46,7 @@ async def test_chat(door: Door, byte_level: Tokenizer) -> None:
     assert answer.usage.prompt_tokens_details.cached_tokens == 3
 
 
-async def test_chat_streamed(door: Door, byte_level: Tokenizer) -> None:
+async def test_chat_streamed(door: OpenAIDoor, byte_level: Tokenizer) -> None:
     door.fake.script = say(byte_level, "Paris. 你好 🎉<|im_end|>")
     stream = await door.client.chat.completions.create(
         model="tiny", messages=USER, stream=True, stream_options={"include_usage": True}
@@ -109,7 +64,7 @@ async def test_chat_streamed(door: Door, byte_level: Tokenizer) -> None:
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
 
 
-async def test_the_stream_on_the_wire(door: Door) -> None:
+async def test_the_stream_on_the_wire(door: OpenAIDoor) -> None:
     body = {"model": "tiny", "prompt": "abc", "max_tokens": 2, "stream": True}
     answer = await door.http.post("/v1/completions", json=body)
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -121,7 +76,7 @@ async def test_the_stream_on_the_wire(door: Door) -> None:
     assert parsed[-1]["choices"][0]["finish_reason"] == "length"
 
 
-async def test_a_whole_and_a_streamed_answer_are_the_same(door: Door) -> None:
+async def test_a_whole_and_a_streamed_answer_are_the_same(door: OpenAIDoor) -> None:
     fields: dict[str, Any] = {"model": "tiny", "prompt": "The capital 你好", "max_tokens": 20, "stop": ["c", "好T"]}
     whole = await door.client.completions.create(**fields)
     chunks = [chunk async for chunk in await door.client.completions.create(**fields, stream=True)]
@@ -131,7 +86,7 @@ async def test_a_whole_and_a_streamed_answer_are_the_same(door: Door) -> None:
 
 
 @pytest.mark.parametrize("as_ids", [False, True])
-async def test_many_prompts_times_n(door: Door, byte_level: Tokenizer, as_ids: bool) -> None:
+async def test_many_prompts_times_n(door: OpenAIDoor, byte_level: Tokenizer, as_ids: bool) -> None:
     texts = ["ab", "xyz"]
     prompt: Any = [byte_level.encode(text) for text in texts] if as_ids else texts
     fields: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": 3, "n": 2}
@@ -147,12 +102,12 @@ async def test_many_prompts_times_n(door: Door, byte_level: Tokenizer, as_ids: b
     assert len({sent.id for sent in door.fake.started}) == 4
 
 
-async def test_one_prompt_as_token_ids(door: Door, byte_level: Tokenizer) -> None:
+async def test_one_prompt_as_token_ids(door: OpenAIDoor, byte_level: Tokenizer) -> None:
     answer = await door.client.completions.create(model="tiny", prompt=byte_level.encode("ab"), max_tokens=4)
     assert answer.choices[0].text == "abab"
 
 
-async def test_echo(door: Door, byte_level: Tokenizer) -> None:
+async def test_echo(door: OpenAIDoor, byte_level: Tokenizer) -> None:
     fields: dict[str, Any] = {"model": "tiny", "max_tokens": 2, "echo": True}
     ids = byte_level.encode("<|im_start|>ab")
     for prompt in ("<|im_start|>ab", ids):
@@ -162,7 +117,7 @@ async def test_echo(door: Door, byte_level: Tokenizer) -> None:
         assert "".join([chunk.choices[0].text async for chunk in stream]) == "<|im_start|>aba"
 
 
-async def test_seeds(door: Door, byte_level: Tokenizer) -> None:
+async def test_seeds(door: OpenAIDoor, byte_level: Tokenizer) -> None:
     def draw(request: SequenceRequest, choice: int) -> Sequence[int]:
         return random.Random(choice_seed(request.sampling.seed, choice)).choices(range(100, 300), k=8)
 
@@ -178,7 +133,7 @@ async def test_seeds(door: Door, byte_level: Tokenizer) -> None:
     assert [first] == await texts(7) and first != second
 
 
-async def test_logprobs_of_a_chat(door: Door, byte_level: Tokenizer) -> None:
+async def test_logprobs_of_a_chat(door: OpenAIDoor, byte_level: Tokenizer) -> None:
     door.fake.script = say(byte_level, "a𝄞")
     fields: dict[str, Any] = {"model": "tiny", "messages": USER, "max_tokens": 5, "logprobs": True, "top_logprobs": 2}
     whole = await door.client.chat.completions.create(**fields)
@@ -197,7 +152,7 @@ async def test_logprobs_of_a_chat(door: Door, byte_level: Tokenizer) -> None:
     assert without.choices[0].logprobs is None
 
 
-async def test_logprobs_of_a_text(door: Door, byte_level: Tokenizer) -> None:
+async def test_logprobs_of_a_text(door: OpenAIDoor, byte_level: Tokenizer) -> None:
     door.fake.script = say(byte_level, "ab𝄞c")
     answer = await door.client.completions.create(model="tiny", prompt="x", max_tokens=7, logprobs=1)
     logprobs = answer.choices[0].logprobs
@@ -208,7 +163,7 @@ async def test_logprobs_of_a_text(door: Door, byte_level: Tokenizer) -> None:
     assert logprobs.top_logprobs is not None and logprobs.top_logprobs[0] == {"a": -0.5}
 
 
-async def test_extensions_reach_the_workers(door: Door) -> None:
+async def test_extensions_reach_the_workers(door: OpenAIDoor) -> None:
     extensions = {
         "top_k": 5,
         "min_p": 0.25,
@@ -245,7 +200,7 @@ async def test_extensions_reach_the_workers(door: Door) -> None:
     assert answer.choices[0].model_extra["token_ids"] == list(sent.token_ids[:4])
 
 
-async def test_token_ids_in_a_stream(door: Door, byte_level: Tokenizer) -> None:
+async def test_token_ids_in_a_stream(door: OpenAIDoor, byte_level: Tokenizer) -> None:
     body = {"prompt": "ab", "max_tokens": 3, "stream": True, "return_token_ids": True}
     answer = await door.http.post("/v1/completions", json=body)
     choices = [json.loads(event[6:])["choices"][0] for event in answer.text.split("\n\n")[:-2]]
@@ -253,7 +208,7 @@ async def test_token_ids_in_a_stream(door: Door, byte_level: Tokenizer) -> None:
     assert [ids for choice in choices for ids in choice.get("token_ids", [])] == byte_level.encode("aba")
 
 
-async def test_what_is_taken_and_ignored(door: Door, byte_level: Tokenizer) -> None:
+async def test_what_is_taken_and_ignored(door: OpenAIDoor, byte_level: Tokenizer) -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     body = {
         "messages": [
@@ -280,7 +235,7 @@ async def test_what_is_taken_and_ignored(door: Door, byte_level: Tokenizer) -> N
     assert "user\none\ntwo<|im_end|>\n<|im_start|>assistant\nthree<|im_end|>\n" in prompt
 
 
-async def test_request_ids(door: Door) -> None:
+async def test_request_ids(door: OpenAIDoor) -> None:
     body = {"prompt": "a", "max_tokens": 1}
     answer = await door.http.post("/v1/completions", json=body, headers={"X-Request-Id": "mine-1"})
     assert answer.headers["x-request-id"] == "mine-1" and answer.json()["id"] == "cmpl-mine-1"
@@ -290,7 +245,7 @@ async def test_request_ids(door: Door) -> None:
         assert len(given) == 32
 
 
-async def test_health_and_metrics(door: Door) -> None:
+async def test_health_and_metrics(door: OpenAIDoor) -> None:
     assert (await door.http.get("/health")).status_code == 200
     door.is_healthy = False
     assert (await door.http.get("/health")).status_code == 503
@@ -304,174 +259,3 @@ async def test_health_and_metrics(door: Door) -> None:
     before = await num_generated()
     await door.client.completions.create(model="tiny", prompt="a", max_tokens=3)
     assert await num_generated() == before + 3
-
-
-# ---- errors
-
-
-async def refused(door: Door, body: Any, *, path: str = "/v1/completions", status: int = 400) -> dict[str, Any]:
-    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    answer = await door.http.post(path, content=raw)
-    assert answer.status_code == status, answer.text
-    assert set(answer.json()) == {"error"}
-    error: dict[str, Any] = answer.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert not door.fake.started
-    return error
-
-
-WRONG: list[tuple[dict[str, Any], str, str]] = [
-    ({"temperature": -1}, "temperature", "from 0 to"),
-    ({"temperature": "hot"}, "temperature", "should be a valid number"),
-    ({"temperatur": 1}, "temperatur", "unknown field"),
-    ({"max_tokens": 1.5}, "max_tokens", "should be a valid integer"),
-    ({"max_tokens": 0}, "max_tokens", "from 1"),
-    ({"prompt": 5}, "prompt", "must be a string, a list"),
-    ({"prompt": []}, "prompt", "not empty"),
-    ({"prompt": [[1, "a"]]}, "prompt", "must be a string, a list"),
-    ({"prompt": [True]}, "prompt", "must be a string, a list"),
-    ({"prompt": ""}, "prompt", "must not be empty"),
-    ({"prompt": [1_000_000]}, "prompt", "is no token id"),
-    ({"prompt": ["a"] * 1025}, "prompt", "at most 1024"),
-    ({"stop": [1]}, "stop[0]", "should be a valid string"),
-    ({"stop": {}}, "stop", "must be a string or a list"),
-    ({"stop": ""}, "stop", "1 to 1024 characters"),
-    ({"stream_options": {"usage": True}}, "stream_options.usage", "unknown field"),
-    ({"logit_bias": {"1": 5}}, "logit_bias", "is not supported here"),
-    ({"suffix": "x"}, "suffix", "is not supported here"),
-    ({"best_of": 2}, "best_of", "must equal n"),
-    ({"echo": True, "logprobs": 1}, "echo", "not supported"),
-]
-
-
-@pytest.mark.parametrize(("fields", "param", "says"), WRONG, ids=lambda value: str(value)[:40])
-async def test_a_wrong_text_request(door: Door, fields: dict[str, Any], param: str, says: str) -> None:
-    error = await refused(door, {"prompt": "a", **fields})
-    assert error["param"] == param and says in error["message"] and param.split("[")[0] in error["message"]
-    assert error["type"] == "invalid_request_error" and error["code"] == "invalid_value"
-
-
-WRONG_CHAT: list[tuple[dict[str, Any], str, str]] = [
-    ({"messages": []}, "messages", "at least one"),
-    ({"messages": [{"role": "user"}]}, "messages[0].content", "required"),
-    ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content", "must be a string or a list"),
-    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "must be a string or a list"),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-        "messages[0].content[0].type",
-        "should be 'text'",
-    ),
-    ({"messages": [{"role": "user", "content": "a", "mood": 1}]}, "messages[0].mood", "unknown field"),
-    ({"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]}, "messages[0].tool_calls", "not supported"),
-    ({"tools": [{"type": "function"}]}, "tools", "is not supported here"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "is not supported here"),
-    ({"modalities": ["audio"]}, "modalities", "is not supported here"),
-    ({"top_logprobs": 2}, "top_logprobs", "set logprobs"),
-    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
-    ({"logprobs": 1}, "logprobs", "should be a valid boolean"),
-]
-
-
-@pytest.mark.parametrize(("fields", "param", "says"), WRONG_CHAT, ids=lambda value: str(value)[:40])
-async def test_a_wrong_chat(door: Door, fields: dict[str, Any], param: str, says: str) -> None:
-    error = await refused(door, {"messages": USER, **fields}, path="/v1/chat/completions")
-    assert error["param"] == param and says in error["message"]
-
-
-@pytest.mark.parametrize(
-    ("body", "says"),
-    [
-        (b"{", "not valid JSON"),
-        (b"", "not valid JSON"),
-        (b"[]", "should be an object"),
-        (b'{"prompt": "\xff"}', "not valid JSON"),
-        (b'{"prompt": "\\ud800"}', "not valid JSON"),
-        (b'{"prompt": ' + b"[" * 100_000, "not valid JSON"),
-        (b'{"prompt": "a", "temperature": NaN}', "finite"),
-        (b"{}", "prompt"),
-    ],
-    ids=["cut", "empty", "list", "utf8", "surrogate", "nested", "nan", "missing"],
-)
-async def test_a_body_that_is_no_request(door: Door, body: bytes, says: str) -> None:
-    assert says in (await refused(door, body))["message"]
-
-
-async def test_unknown_model(door: Door) -> None:
-    error = await refused(door, {"model": "gpt-9", "prompt": "a"}, status=404)
-    assert (error["code"], error["param"]) == ("model_not_found", "model")
-
-
-async def test_too_long_a_prompt(door: Door) -> None:
-    for prompt in ([1] * 300, "word " * 1_000_000):
-        assert (await refused(door, {"prompt": prompt}))["code"] == "context_length_exceeded"
-    messages = [{"role": "user", "content": "word " * 1000}]
-    error = await refused(door, {"messages": messages, "stream": True}, path="/v1/chat/completions")
-    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
-
-
-async def test_the_clients_exceptions(door: Door) -> None:
-    with pytest.raises(openai.BadRequestError, match="temperature: must be from 0") as caught:
-        await door.client.chat.completions.create(model="tiny", messages=USER, temperature=-1)
-    assert (caught.value.param, caught.value.code) == ("temperature", "invalid_value")
-    with pytest.raises(openai.BadRequestError, match="nonsense: unknown field"):
-        await door.client.chat.completions.create(model="tiny", messages=USER, extra_body={"nonsense": 1})
-    with pytest.raises(openai.NotFoundError):
-        await door.client.chat.completions.create(model="gpt-9", messages=USER, stream=True)
-
-
-async def test_unknown_routes(door: Door) -> None:
-    missing = await door.http.get("/v2/nothing")
-    assert missing.status_code == 404 and missing.json()["error"]["code"] == "not_found"
-    wrong = await door.http.get("/v1/completions")
-    assert wrong.status_code == 405 and wrong.headers["allow"] == "POST"
-    assert "GET /v1/completions" in wrong.json()["error"]["message"]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_full(door: Door, stream: bool) -> None:
-    door.fake.refuse = CapacityError("every decode replica is full", retry_after_s=2.2)
-    body = {"prompt": "a", "stream": stream}
-    answer = await door.http.post("/v1/completions", json=body)
-    assert (answer.status_code, answer.headers["retry-after"]) == (429, "3")
-    assert answer.json()["error"]["code"] == "overloaded"
-    with pytest.raises(openai.RateLimitError):
-        await door.client.completions.create(model="tiny", prompt="a", stream=stream)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("error", "status", "code"),
-    [
-        (ReplicaLost("decode-0 died"), 503, "replica_lost"),
-        (LayoutMismatch("block sizes differ"), 500, "layout_mismatch"),
-        (ZeroDivisionError("secret"), 500, "internal_error"),
-    ],
-    ids=["lost", "mismatch", "bug"],
-)
-async def test_failing_before_the_first_token(
-    door: Door, error: Exception, status: int, code: str, stream: bool
-) -> None:
-    door.fake.fail_after = (0, error)
-    answer = await door.http.post("/v1/completions", json={"prompt": "a", "stream": stream})
-    assert answer.status_code == status and answer.json()["error"]["code"] == code
-    assert "secret" not in answer.text
-
-
-async def test_failing_in_the_stream(door: Door) -> None:
-    door.fake.fail_after = (2, ReplicaLost("decode-0 died"))
-    answer = await door.http.post("/v1/completions", json={"prompt": "abc", "stream": True})
-    assert answer.status_code == 200
-    *texts, error, end = answer.text.split("\n\n")
-    assert [json.loads(text[6:])["choices"][0]["text"] for text in texts] == ["a", "b"]
-    assert json.loads(error[6:])["error"]["code"] == "replica_lost" and end == ""  # and no [DONE]
-    stream = await door.client.completions.create(model="tiny", prompt="abc", stream=True)
-    with pytest.raises(openai.APIError, match="decode-0 died"):
-        async for _ in stream:
-            pass
-
-
-async def test_one_of_many_prompts_fails(door: Door) -> None:
-    door.fake.fail_after = (2, ReplicaLost("decode-0 died"))
-    answer = await door.http.post("/v1/completions", json={"prompt": ["a", "b", "c"]})
-    assert answer.status_code == 503
-    assert len(door.fake.ended) == len(door.fake.started)
