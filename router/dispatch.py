@@ -13,10 +13,9 @@ import time
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
 
-from cluster.metrics import Metrics
-
 from cluster.errors import CapacityError, ClusterError, ContextLengthExceeded
 from cluster.hashing import block_hashes, root_hash
+from cluster.metrics import Metrics
 from cluster.request import Role, SampledToken, SequenceRequest
 from router.attempt import Attempt, Pair, may_retry
 from router.generation import ChoiceToken, Generation, Route
