@@ -117,7 +117,7 @@ def _byte_level(metadata: dict[str, Any]) -> Tokenizer:
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", ())]
     if not merges:
         raise SpecError("the GGUF has no merges (tokenizer.ggml.merges)")
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in _WHOLE_WORDS_FIRST))
+    tokenizer = _bpe(vocab=vocab, merges=merges, ignore_merges=pre in _WHOLE_WORDS_FIRST)
     if pre in _COMPOSED:
         tokenizer.normalizer = normalizers.NFC()
     splits = [pre_tokenizers.Split(Regex(words), behavior="isolated") for words in _WORDS[pre]]
@@ -127,18 +127,23 @@ def _byte_level(metadata: dict[str, Any]) -> Tokenizer:
     return tokenizer
 
 
+def _bpe(**settings: Any) -> Tokenizer:
+    try:
+        return Tokenizer(models.BPE(**settings))
+    except Exception as error:  # tokenizers raises nothing more precise
+        raise SpecError(f"the GGUF's vocabulary and merges do not fit together: {error}") from error
+
+
 def _sentence_piece(metadata: dict[str, Any]) -> Tokenizer:
     tokens, scores = _tokens(metadata), metadata.get("tokenizer.ggml.scores")
     if scores is None or len(scores) != len(tokens):
         raise SpecError("the GGUF has no score for each token (tokenizer.ggml.scores)")
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab={token: index for index, token in enumerate(tokens)},
-            merges=_merges_from_scores(tokens, scores),
-            unk_token=special_token(metadata, "unknown"),
-            fuse_unk=True,
-            byte_fallback=True,
-        )
+    tokenizer = _bpe(
+        vocab={token: index for index, token in enumerate(tokens)},
+        merges=_merges_from_scores(tokens, scores),
+        unk_token=special_token(metadata, "unknown"),
+        fuse_unk=True,
+        byte_fallback=True,
     )
     spaces, decoded = normalizers.Replace(" ", "▁"), [decoders.Replace("▁", " "), decoders.ByteFallback()]
     if metadata.get("tokenizer.ggml.add_space_prefix", True):

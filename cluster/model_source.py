@@ -41,8 +41,8 @@ _PACKAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(==[A-Za-z0-9.+!-]+)?")
 _REPOSITORY = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(/(?P<file>[^@]+\.gguf))?(@(?P<revision>[\w./-]+))?")
 _PART = re.compile(r"\d{5}-of-\d{5}\.gguf$")
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
-_HUB_FILES_NOT = ["consolidated*", "*/*"]  # the same weights in other formats
+_HUB_SETTINGS = ["*.json", "*.jinja"]
+_HUB_NOT = ["consolidated*", "*/*"]  # the same weights in other formats
 
 
 def resolve(source: str, *, progress: Progress | None = None) -> Path:
@@ -164,7 +164,10 @@ def _from_hub(name: str, say: Progress) -> Path:
     say(f"fetching {repo} from the Hugging Face hub")
     try:
         if file is None:
-            path = Path(fetch(allow_patterns=_HUB_FILES, ignore_patterns=_HUB_FILES_NOT))
+            path = Path(fetch(allow_patterns=_HUB_SETTINGS, ignore_patterns=_HUB_NOT))
+            if (path / "model.safetensors.index.json").exists():
+                model_config.load(path)  # refuses a model before its many weights are fetched
+            fetch(allow_patterns=["*.safetensors"], ignore_patterns=_HUB_NOT)
             if next(path.glob("*.safetensors"), None):
                 return path
             file = _choose_gguf(HfApi().list_repo_files(repo, revision=revision), name)

@@ -49,6 +49,7 @@ class DecodeBody:
         self._ranks = RankServicer()
         self._requests = DecodeServicer()
         self._following: BackgroundThread | None = None
+        self._peers: Peers | None = None
 
     def register(self, server: aio.Server) -> None:
         transfer_pb2_grpc.add_RankServicer_to_server(self._ranks, server)
@@ -70,6 +71,10 @@ class DecodeBody:
         assert running, "load() comes first"
         running.run()
 
+    async def close(self) -> None:
+        if self._peers:
+            await self._peers.disconnect()
+
     def _open(self, setup: Setup) -> tuple[Peers, ModelRunner]:
         """Meet the other ranks and load the weights."""
         pool, timeouts = setup.spec.decode, setup.spec.timeouts
@@ -77,7 +82,8 @@ class DecodeBody:
         model_dir = model_source.resolve(setup.spec.model.source)
         set_threads(pool.resources.cpus)
         setup.on_progress("meeting the other ranks", 0.05)
-        peers = Peers(setup.addresses, rank=setup.rank, timeout_s=timeouts.handoff_s)
+        connecting = Peers.connect(setup.addresses, rank=setup.rank, timeout_s=timeouts.handoff_s)
+        self._peers = peers = setup.host.call(connecting, timeout_s=timeouts.start_s)
         parallel = join_gang(
             peers,
             self._ranks,

@@ -88,7 +88,7 @@ def _adjust(logits_RV: Tensor, rows: Seq[SamplingRow]) -> Tensor:
             adjusted_RV = logits_RV.clone()
         logits_V = adjusted_RV[i]
         if s.repetition_penalty != 1.0:
-            seen = torch.tensor(sorted(set(row.tokens)), device=logits_V.device)
+            seen = torch.tensor(sorted(set(row.tokens)), dtype=torch.int64, device=logits_V.device)
             values = logits_V[seen]
             logits_V[seen] = torch.where(values > 0, values / s.repetition_penalty, values * s.repetition_penalty)
         if has_output_penalty and row.output:

@@ -8,9 +8,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from grpc import aio
@@ -24,6 +26,8 @@ from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
 from router.generation import Route
 from router.replicas import Replica
+
+logger = logging.getLogger(__name__)
 
 _SHIPPED_S = 1.0  # the account of a transfer may come a little later than the tokens that prove it
 _STOP_S = 1.0
@@ -76,9 +80,9 @@ class Attempt:
         self._prefilling: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        tasks = [asyncio.create_task(self._lease(self._decode) if self._decode else self._prefill_only())]
         if self._decode:
             self._subscribe(self._decode)
+        tasks = [self._spawn(self._lease(self._decode) if self._decode else self._prefill_only())]
         try:
             await self._ended.wait()
             if self._error:
@@ -127,7 +131,7 @@ class Attempt:
             self._route.prefill_replica = ""
             self._route.cached_tokens = reserved.cached_tokens
         else:
-            self._prefilling = asyncio.create_task(self._prefill_along(handoff_from_proto(reserved.handoff)))
+            self._prefilling = self._spawn(self._prefill_along(handoff_from_proto(reserved.handoff)))
 
     # The prompt, on P.
 
@@ -178,6 +182,18 @@ class Attempt:
             prefill.pending_tokens -= num_tokens
             call.cancel()
 
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A task whose failure ends the attempt, also one that nobody foresaw."""
+
+        def done(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()):
+                logger.error("attempt failed request=%s", self._request.id, exc_info=error)
+                self._fail(ClusterError(f"internal error: {error!r}"))
+
+        task = asyncio.create_task(work)
+        task.add_done_callback(done)
+        return task
+
     # Tokens.
 
     def _first_tokens(self, tokens: list[SampledToken]) -> None:
@@ -215,7 +231,7 @@ class Attempt:
 
     def _subscribe(self, decode: Replica) -> None:
         for i, choice in enumerate(self._request.choices):
-            decode.subscribe(self._request.stream + i, lambda tokens, choice=choice: self._from_decode(choice, tokens))
+            decode.subscribe(self._request.stream + i, partial(self._from_decode, choice))
 
     def _unsubscribe(self, decode: Replica) -> None:
         for i in range(len(self._request.choices)):

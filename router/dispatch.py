@@ -13,10 +13,9 @@ import time
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
 
-from cluster.metrics import Metrics
-
 from cluster.errors import CapacityError, ClusterError, ContextLengthExceeded
 from cluster.hashing import block_hashes, root_hash
+from cluster.metrics import Metrics
 from cluster.request import Role, SampledToken, SequenceRequest
 from router.attempt import Attempt, Pair, may_retry
 from router.generation import ChoiceToken, Generation, Route
@@ -26,6 +25,7 @@ from router.replicas import Replica, Replicas
 logger = logging.getLogger(__name__)
 
 _MAX_ATTEMPTS = 8  # per choice; the request's own deadline usually comes first
+_BACKOFF_S, _MAX_BACKOFF_S = 0.01, 1.0
 
 
 class Dispatch:
@@ -79,6 +79,12 @@ class Dispatch:
         found = self._options(request, prefills, [decode] if decode else [], avoid=avoid)
         best = next((option.prefill for option in found if option.prefill), None)
         return self._replicas.get(best) if best else None
+
+    def may_try_again(self, error: ClusterError, avoid: set[str]) -> bool:
+        """Whether another try may help. Where every decode replica is full, the client hears so at once."""
+        if isinstance(error, CapacityError):
+            return any(replica.id not in avoid for replica in self._replicas.usable(Role.DECODE))
+        return may_retry(error)
 
     def admitted(self, waited_s: float) -> None:
         self._metrics.queue_time.observe(waited_s)
@@ -152,19 +158,19 @@ class _Generation:
     async def _run(self) -> None:
         try:
             await self._serve(self._request.choices, avoid=set())
-            self._outbox.put_nowait(None)
         except* ClusterError as errors:
             self._outbox.put_nowait(_first(errors))
+        finally:
+            self._outbox.put_nowait(None)
 
     async def _serve(self, choices: tuple[int, ...], *, avoid: set[str]) -> None:
         """Bring these choices to their end; after a failure, those that have tokens go on one by one."""
-        while choices and self.route.attempts < _MAX_ATTEMPTS * len(self._request.choices):
+        for attempt in itertools.count(1):
             try:
                 return await self._attempt(choices, avoid=avoid)
             except ClusterError as error:
-                if not may_retry(error):
+                if attempt == _MAX_ATTEMPTS or not self._dispatch.may_try_again(error, avoid):
                     raise
-                last_error = error
                 logger.warning("request=%s goes on elsewhere: %s", self._request.id, error)
             choices = tuple(choice for choice in choices if choice in self._unfinished)
             if len(choices) > 1 and any(self._tokens[choice] for choice in choices):
@@ -172,8 +178,9 @@ class _Generation:
                     for choice in choices:
                         group.create_task(self._serve((choice,), avoid=set(avoid)))
                 return
-        if choices:
-            raise last_error
+            if not choices:
+                return
+            await asyncio.sleep(min(_MAX_BACKOFF_S, _BACKOFF_S * 2**attempt))
 
     async def _attempt(self, choices: tuple[int, ...], *, avoid: set[str]) -> None:
         """One try. Adds to `avoid` the replicas that it used, if it fails."""

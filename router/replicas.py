@@ -1,4 +1,4 @@
-"""The replicas as one router sees them: who is there, whether they live, what they last said, and their token streams."""
+"""The replicas as one router sees them: who is there, who lives, what they last said, and their token streams."""
 
 from __future__ import annotations
 
@@ -103,13 +103,14 @@ class Replica:
 
 
 class Replicas:
-    """Everyone who serves. Keeps up with membership and with the prefix index, for as long as Redis can be reached.
+    """Everyone who serves. Owns `redis`, and keeps up with membership and the prefix index as long as it is there.
 
     When it cannot, the replicas known stay: each one's own frames tell whether it lives.
     """
 
     def __init__(self, redis: Redis, *, name: str, router: str) -> None:
         self.index = PrefixIndex()
+        self._redis = redis
         self._membership = Membership(redis, name=name)
         self._reader = IndexReader(redis, self.index, name=name)
         self._router = router
@@ -117,6 +118,7 @@ class Replicas:
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._redis_was_there = True
+        self._is_closing = False
 
     def start(self) -> None:
         self._tasks = [
@@ -125,10 +127,12 @@ class Replicas:
         ]
 
     async def close(self) -> None:
+        self._is_closing = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(replica.close() for replica in self._replicas.values()))
+        await self._redis.aclose()
 
     def __iter__(self) -> Iterator[Replica]:
         return iter(self._replicas.values())
@@ -161,7 +165,7 @@ class Replicas:
         await self._reader.follow(list(self._replicas), wait_ms=_FOLLOW_MS)
 
     async def _forever(self, action: Callable[[], Awaitable[None]]) -> None:
-        while True:
+        while not self._is_closing:  # redis-py may swallow a cancellation
             try:
                 await action()
                 self._redis_was_there = True

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import MakeModel, MakeRunner, prompts, reference_logits, step
+from steps import prompts, step
+from tiny_models import MakeModel, MakeRunner, reference_logits
 from transformers import PreTrainedModel
 
 from cluster.errors import SpecError

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from steps import VOCAB_SIZE
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -18,12 +18,11 @@ from transformers import (
     Qwen3Config,
 )
 
-from engine.batch import Batch, Row
 from engine.runner import ModelRunner
 
 CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 TINY = {
-    "vocab_size": 131,
+    "vocab_size": VOCAB_SIZE,
     "hidden_size": 48,
     "intermediate_size": 80,
     "num_hidden_layers": 3,
@@ -53,21 +52,7 @@ def random_model(config: PreTrainedConfig) -> PreTrainedModel:
     return model
 
 
-def prompts(*lengths: int, vocab_size: int = TINY["vocab_size"]) -> list[list[int]]:
-    generator = np.random.default_rng(0)
-    return [generator.integers(0, vocab_size, length).tolist() for length in lengths]
-
-
 @torch.inference_mode()
 def reference_logits(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
     """transformers' logits at every position, (T, V)."""
     return model(torch.tensor([tokens])).logits[0].float()
-
-
-def step(runner: ModelRunner, sequences: list[list[int]], spans: list[tuple[int, int, int]]) -> torch.Tensor:
-    """One step over spans (sequence, start, end); sequence i owns blocks 12 i to 12 i + 11."""
-    rows = [
-        Row(token_ids=sequences[i][start:end], start=start, blocks=range(12 * i, 12 * i + 12), wants_logits=True)
-        for i, start, end in spans
-    ]
-    return runner.forward(Batch.of(rows, block_size=runner.layout.block_size))

@@ -1,0 +1,109 @@
+"""Small GGUF files, written as llama.cpp's converter writes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType
+from transformers import PreTrainedModel
+
+VOCABULARY = [*(chr(ord("!") + i) for i in range(94)), "ab"]  # single characters of the byte alphabet, and one merge
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def write_model(
+    path: Path,
+    model: PreTrainedModel,
+    *,
+    quantized: GGMLQuantizationType,
+    metadata: dict[str, Any] | None = None,
+    extra: dict[str, np.ndarray] | None = None,
+) -> None:
+    """Write a transformers model to a GGUF file, its matrices quantised, and round the model itself to what is there.
+
+    `metadata` and `extra` tensors are written besides.
+    """
+    config = model.config
+    architecture = {"mistral": "llama"}.get(config.model_type, config.model_type)
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    add_tokenizer(writer, config.vocab_size)
+    for key, value in (metadata or {}).items():
+        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    for name, parameter in model.named_parameters():
+        stored_name = gguf_name(name)
+        values = parameter.detach().numpy()
+        if architecture == "llama" and (count := heads.get(stored_name.split(".")[-2])):
+            values = interleave(values, count)
+        kind = quantized if values.ndim == 2 else GGMLQuantizationType.F32
+        stored = gguf.quants.quantize(values, kind)
+        writer.add_tensor(stored_name, stored, raw_dtype=kind)
+        rounded = gguf.quants.dequantize(stored, kind).reshape(values.shape)
+        if architecture == "llama" and (count := heads.get(stored_name.split(".")[-2])):
+            rounded = deinterleave(rounded, count)
+        parameter.data = torch.from_numpy(rounded.copy())
+    for name, tensor in (extra or {}).items():
+        writer.add_tensor(name, tensor)
+    finish(writer)
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, vocab_size: int) -> None:
+    tokens = (VOCABULARY + [f"[{i}]" for i in range(vocab_size)])[:vocab_size]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([*tokens[:-1], "<|end|>"])
+    writer.add_token_types([1] * (vocab_size - 1) + [3])
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(vocab_size - 1)
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def gguf_name(name: str) -> str:
+    stem, suffix = name.rsplit(".", 1)
+    if stem.startswith("model.layers."):
+        _, _, layer, role = stem.split(".", 3)
+        return f"blk.{layer}.{NAMES[role]}.{suffix}"
+    return f"{NAMES[stem]}.{suffix}"
+
+
+def interleave(rows: np.ndarray, num_heads: int) -> np.ndarray:
+    """As convert_hf_to_gguf.py's LlamaModel.permute: row i + D/2 of a head comes to stand behind row i."""
+    return rows.reshape(num_heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def deinterleave(rows: np.ndarray, num_heads: int) -> np.ndarray:
+    return rows.reshape(num_heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)

@@ -1,0 +1,186 @@
+"""Where keys and values go and how they come back: batches, pools, fp8, and attention over them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine import attention
+from engine.attention import AttentionPlan, paged_attention
+from engine.batch import Batch, Row
+from engine.kernels.fp8 import FP8_MAX, dequantize_fp8, quantize_fp8
+from engine.kv_layout import KVLayout
+from engine.kv_pool import KVPool
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 4
+NUM_BLOCKS = 300
+DTYPES = ["float32", "bfloat16", "float16", "fp8_e4m3"]
+
+
+def make_pool(dtype: str, *, num_blocks: int = 64, num_layers: int = 2, **changes: Any) -> KVPool:
+    facts: dict[str, Any] = {"num_kv_heads": 2, "head_dim": 16, "block_size": BLOCK_SIZE} | changes
+    return KVPool(KVLayout(model="m", num_layers=num_layers, dtype=dtype, **facts), num_blocks=num_blocks, device=CPU)
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+rows = st.lists(
+    st.tuples(st.integers(0, 30), st.integers(1, 12), st.booleans()), min_size=1, max_size=6
+)  # start, tokens, wants logits
+
+
+def to_rows(shapes: list[tuple[int, int, bool]]) -> list[Row]:
+    blocks = iter(np.random.default_rng(1).permutation(NUM_BLOCKS).tolist())
+    return [
+        Row(
+            token_ids=range(start, start + count),
+            start=start,
+            blocks=[next(blocks) for _ in range(-(-(start + count) // BLOCK_SIZE))],
+            wants_logits=wants,
+        )
+        for start, count, wants in shapes
+    ]
+
+
+@given(shapes=rows)
+def test_batch_says_where_every_token_goes(shapes: list[tuple[int, int, bool]]) -> None:
+    made = to_rows(shapes)
+    batch = Batch.of(made, block_size=BLOCK_SIZE)
+    flat = [(row, position) for row in made for position in range(row.start, row.end)]
+    assert batch.positions.tolist() == batch.token_ids.tolist() == [position for _, position in flat]
+    for slot, (row, position) in zip(batch.slots, flat, strict=True):
+        assert slot == row.blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+    wanted = [i for i, (row, position) in enumerate(flat) if row.wants_logits and position == row.end - 1]
+    assert batch.logits_rows.tolist() == wanted
+
+
+@given(shapes=rows)
+def test_batch_survives_encoding(shapes: list[tuple[int, int, bool]]) -> None:
+    batch = Batch.of(to_rows(shapes), block_size=BLOCK_SIZE)
+    copy = Batch.decode(batch.encode())
+    for name in Batch.__dataclass_fields__:
+        np.testing.assert_array_equal(getattr(copy, name), getattr(batch, name))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_written_is_read(dtype: str) -> None:
+    pool = make_pool(dtype)
+    slots = torch.from_numpy(np.random.default_rng(0).permutation(64 * BLOCK_SIZE)[:40])
+    k, v = random(40, 2, 16), random(40, 2, 16, seed=1)
+    pool.write(1, slots, k, v)
+    table = np.array([[3, 60, 7], [9, 9, 0]])
+    k_read, v_read = pool.gather(1, pool.runs(table), torch.float32)
+    tolerance = {"float32": 0.0, "bfloat16": 2**-8, "float16": 2**-10, "fp8_e4m3": 2**-3}[dtype]
+    where = {int(slot): i for i, slot in enumerate(slots)}
+    for row, column in np.ndindex(2, 3 * BLOCK_SIZE):
+        i = where.get(int(table[row, column // BLOCK_SIZE] * BLOCK_SIZE + column % BLOCK_SIZE))
+        for got, given_ in ((k_read, k), (v_read, v)):
+            expected = torch.zeros(2, 16) if i is None else given_[i]
+            torch.testing.assert_close(got[row, :, column], expected, atol=1e-3 if tolerance else 0, rtol=tolerance)
+    both = torch.stack([pool.read(1, torch.tensor(blocks), torch.float32) for blocks in table.tolist()], dim=1)
+    assert torch.equal(both, torch.stack((k_read, v_read)))
+    assert not pool.codes[0].view(torch.uint8).any()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3"])
+def test_a_copied_block_is_the_same(dtype: str) -> None:
+    pool = make_pool(dtype)
+    pool.write(0, torch.arange(8, 12), random(4, 2, 16), random(4, 2, 16, seed=1))
+    pool.copy_block(2, 33)
+    two, copy = pool.read(0, torch.tensor([2]), torch.float32), pool.read(0, torch.tensor([33]), torch.float32)
+    assert two.any() and torch.equal(two, copy)
+
+
+def test_heads_of_all_ranks() -> None:
+    def ranges(heads: int, size: int) -> list[tuple[int, int]]:
+        layout = make_pool("float32", num_kv_heads=heads, tensor_parallel=size).layout
+        return [layout.head_range(rank) for rank in range(size)]
+
+    assert ranges(8, 4) == [(0, 2), (2, 4), (4, 6), (6, 8)]
+    assert ranges(2, 4) == [(0, 1), (0, 1), (1, 2), (1, 2)]
+    assert ranges(3, 3) == [(0, 1), (1, 2), (2, 3)]
+
+
+@settings(deadline=None)
+@given(
+    scale=st.sampled_from([1e-30, 1e-3, 1.0, 300.0, 1e20]),
+    seed=st.integers(0, 1000),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_fp8_is_within_half_a_step(scale: float, seed: int, dtype: torch.dtype) -> None:
+    """e4m3 has three bits of mantissa: an error of 1/16 of the value, or half of its smallest step times the scale."""
+    x = (random(5, 64, seed=seed) * scale).to(dtype)
+    codes, scales = quantize_fp8(x)
+    assert codes.dtype == torch.float8_e4m3fn and scales.dtype == torch.bfloat16
+    assert (codes.float().abs() <= FP8_MAX).all() and (scales > 0).all()
+    error = (dequantize_fp8(codes, scales, torch.float32) - x.float()).abs()
+    assert (error <= x.float().abs() / 16 + scales.float().unsqueeze(-1) * 2**-10).all()
+    # The greatest value of a row uses the range: bf16 rounds the scale up by 1/128 at most.
+    assert (codes.float().abs().amax(dim=-1) >= FP8_MAX / 1.08).all()
+
+
+def test_fp8_of_special_rows() -> None:
+    x = torch.zeros(3, 8)
+    x[1, 3], x[2, 5] = torch.nan, torch.inf
+    codes, scales = quantize_fp8(x)
+    values = dequantize_fp8(codes, scales, torch.float32)
+    assert (values[0] == 0).all() and scales[0] > 0
+    assert values[1, 3].isnan() and values[2, 5].isnan()
+
+
+def naive_attention(q_THD: torch.Tensor, pool: KVPool, batch_rows: list[Row], window: int | None) -> torch.Tensor:
+    """One query and one head after the other."""
+    out, token = torch.empty_like(q_THD), 0
+    group = q_THD.shape[1] // pool.layout.heads_per_rank
+    for row in batch_rows:
+        k_KLD, v_KLD = pool.read(1, torch.tensor(list(row.blocks)), torch.float32)
+        for position in range(row.start, row.end):
+            first = 0 if window is None else max(0, position - window + 1)
+            for head in range(q_THD.shape[1]):
+                k, v = k_KLD[head // group, first : position + 1], v_KLD[head // group, first : position + 1]
+                scores = k @ q_THD[token, head].float() / k.shape[-1] ** 0.5
+                out[token, head] = scores.softmax(dim=0) @ v
+            token += 1
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 1, 5, 1000])
+def test_attention_over_any_mix_of_rows(dtype: str, window: int | None) -> None:
+    """Prompts, later chunks and single tokens, of very different lengths, in one batch."""
+    shapes = [(0, 1), (0, 9), (29, 1), (13, 6), (4, 1), (0, 4), (199, 1), (16, 4), (3, 1), (30, 1), (31, 1)]
+    batch_rows = to_rows([(start, count, True) for start, count in shapes])
+    pool = make_pool(dtype, num_blocks=NUM_BLOCKS)
+    # Every slot holds something, so that a look at a wrong place is noticed.
+    slots = torch.arange(NUM_BLOCKS * BLOCK_SIZE)
+    pool.write(1, slots, random(len(slots), 2, 16), random(len(slots), 2, 16, seed=1))
+    batch = Batch.of(batch_rows, block_size=BLOCK_SIZE)
+    q_THD = random(batch.num_tokens, 6, 16, seed=2)
+    plan = AttentionPlan.of(batch, pool, window=window, dtype=torch.float32)
+    got = paged_attention(q_THD, pool, 1, plan)
+    torch.testing.assert_close(got, naive_attention(q_THD, pool, batch_rows, window), atol=1e-5, rtol=1e-5)
+
+
+def test_single_tokens_are_gathered_with_little_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = [1, 1, 2, 3, 5, 8, 13, 400, 410, 6, 7]
+    batch_rows = to_rows([(length - 1, 1, True) for length in lengths])
+    pool = make_pool("float32", num_blocks=NUM_BLOCKS)
+    batch = Batch.of(batch_rows, block_size=BLOCK_SIZE)
+
+    def gathered_blocks() -> list[int]:
+        plan = AttentionPlan.of(batch, pool, window=None, dtype=torch.float32)
+        sizes = [group.runs_2RKB.shape for group in plan.singles]
+        return [rows * blocks for _, rows, _, blocks in sizes]
+
+    needed = sum(-(-length // BLOCK_SIZE) for length in lengths)
+    assert len(gathered_blocks()) <= 3 and sum(gathered_blocks()) <= 2 * needed
+    monkeypatch.setattr(attention, "_MAX_GATHERED", 420)
+    assert max(gathered_blocks()) * BLOCK_SIZE <= 420

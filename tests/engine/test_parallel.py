@@ -1,0 +1,111 @@
+"""Tensor parallelism over Gloo, in real processes: the same logits on every rank as one rank computes alone."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
+
+import gang
+import pytest
+import torch
+from steps import prompts
+from tiny_models import MakeModel, reference_logits
+from torch.distributed import TCPStore
+
+from cluster.errors import SpecError
+from engine.parallel import TensorParallel
+from engine.runner import layout_for
+
+MAX_RANKS = 4
+TIMEOUT_S = 40.0
+
+StartGang = Callable[..., list[Future[Any]]]
+
+
+@pytest.fixture(scope="module")
+def store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture(scope="module")
+def start_gang(store: TCPStore) -> Iterator[StartGang]:
+    """start_gang(size, function, ...) runs function(port, prefix, rank, size, ...) in `size` processes."""
+    spawn = multiprocessing.get_context("spawn")
+    ranks = [ProcessPoolExecutor(1, mp_context=spawn) for _ in range(MAX_RANKS)]
+    gangs = itertools.count()
+
+    def start(size: int, function: Callable[..., Any], *arguments: Any) -> list[Future[Any]]:
+        prefix = f"gang-{next(gangs)}"
+        return [ranks[rank].submit(function, store.port, prefix, rank, size, *arguments) for rank in range(size)]
+
+    yield start
+    for rank in ranks:
+        rank.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("size", "family", "changes"),
+    [
+        (2, "llama", {"attention_bias": True, "mlp_bias": True}),
+        (2, "qwen2", {"tie_word_embeddings": True}),
+        (4, "qwen3", {}),  # 2 kv heads, each on two ranks
+        (3, "llama", {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 144}),  # SmolLM2's heads
+        (4, "llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    ],
+)
+def test_logits_do_not_depend_on_the_number_of_ranks(
+    size: int, family: str, changes: dict[str, Any], tiny_model: MakeModel, start_gang: StartGang
+) -> None:
+    directory, model = tiny_model(family, **changes)
+    sequences = prompts(30, 9, 17)
+    expected = [reference_logits(model, sequence) for sequence in sequences]
+    ranks = start_gang(size, gang.logits_in_two_steps, directory, sequences, "float32")
+    results = [rank.result(TIMEOUT_S) for rank in ranks]
+    for prompt_logits, token_logits in results:
+        torch.testing.assert_close(prompt_logits, torch.stack([e[-2] for e in expected]), atol=2e-4, rtol=1e-4)
+        torch.testing.assert_close(token_logits, torch.stack([e[-1] for e in expected]), atol=2e-4, rtol=1e-4)
+        assert torch.equal(token_logits, results[0][1])  # so that every rank may choose the next token by itself
+
+
+def test_broadcasts_of_every_size(start_gang: StartGang) -> None:
+    messages = [bytes(range(256))[:n] * repeat for n, repeat in [(0, 1), (1, 1), (8, 1), (255, 16), (256, 900)]]
+    messages += [bytes(8 * n) for n in (509, 510, 511, 512, 513)]  # around the size of the first frame
+    ranks = start_gang(3, gang.broadcasts, messages)
+    assert [rank.result(TIMEOUT_S) for rank in ranks] == [messages] * 3
+
+
+def test_one_rank_needs_no_network() -> None:
+    alone = TensorParallel()
+    x = torch.ones(3)
+    assert alone.all_reduce(x) is x and alone.all_gather(x, 3) is x
+    assert alone.broadcast_bytes(b"abc") == b"abc"
+    assert alone.span(7) == (0, 7)
+
+
+def test_spans_cover_everything_once() -> None:
+    for size in range(1, 9):
+        spans = [TensorParallel(rank=rank, size=size).span(131) for rank in range(size)]
+        assert [start for start, _ in spans] == [0] + [end for _, end in spans[:-1]] and spans[-1][1] == 131
+        assert max(e - s for s, e in spans) - min(e - s for s, e in spans) <= 1
+
+
+def test_sizes_that_do_not_fit_are_refused(tiny_model: MakeModel) -> None:
+    directory, _ = tiny_model("llama")
+    with pytest.raises(SpecError, match="choose one of 1, 2, 4"):
+        layout_for(directory, dtype="float32", tensor_parallel=3)
+
+
+def test_absent_ranks_are_not_waited_for_for_ever(store: TCPStore) -> None:
+    assert gang.join_alone(store.port, "nobody-comes").startswith("ReplicaLost: rank 0: not all 2 ranks came together")
+
+
+def test_a_dead_rank_is_noticed(start_gang: StartGang) -> None:
+    """The last test here: it costs the third process its life."""
+    first, second, dead = start_gang(3, gang.wait_for_a_rank_that_dies)
+    assert isinstance(dead.exception(TIMEOUT_S), BrokenProcessPool)
+    for survivor in (first, second):
+        assert "ReplicaLost" in survivor.result(TIMEOUT_S) and "another rank is gone" in survivor.result(0)

@@ -1,0 +1,198 @@
+"""The sampler against plain definitions, one token at a time, and what its choices may depend on."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from cluster.request import Sampling
+from engine.sampler import SamplingRow, sample, uniform
+
+V = 40
+
+
+def row(sampling: Sampling, *, seed: int = 0, prompt: list[int] | None = None, output: list[int] | None = None) -> Any:
+    prompt, output = [1, 2, 3] if prompt is None else prompt, output or []
+    return SamplingRow(sampling=sampling, seed=seed, tokens=prompt + output, num_prompt_tokens=len(prompt))
+
+
+def random_logits(seed: int, rows: int = 1, vocabulary: int = V) -> torch.Tensor:
+    return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def naive_distribution(logits: np.ndarray, r: SamplingRow) -> np.ndarray:
+    """Every rule as its own definition says it, in fp64."""
+    s, x = r.sampling, logits.astype(np.float64).copy()
+    for token in set(r.tokens):
+        x[token] = x[token] / s.repetition_penalty if x[token] > 0 else x[token] * s.repetition_penalty
+    for token, count in Counter(r.tokens[r.num_prompt_tokens :]).items():
+        x[token] -= s.presence_penalty + s.frequency_penalty * count
+    if len(r.tokens) - r.num_prompt_tokens < s.min_tokens:
+        x[list(s.stop_token_ids)] = -math.inf
+    p = np.exp((x - x.max()) / s.temperature)
+    p /= p.sum()
+    if s.top_k:
+        p[p < np.sort(p)[::-1][min(s.top_k, len(p)) - 1]] = 0
+        p /= p.sum()
+    if s.top_p < 1:
+        order = np.argsort(-p)
+        num_kept = int(np.searchsorted(np.cumsum(p[order]), s.top_p)) + 1
+        p[order[num_kept:]] = 0
+        p /= p.sum()
+    p[p < s.min_p * p.max()] = 0
+    return p / p.sum()
+
+
+samplings = st.builds(
+    Sampling,
+    temperature=st.floats(0.1, 3.0),
+    top_k=st.sampled_from([0, 1, 3, 10, 100]),
+    top_p=st.sampled_from([1.0, 0.95, 0.5, 0.1, 0.001]),
+    min_p=st.sampled_from([0.0, 0.01, 0.3, 1.0]),
+    repetition_penalty=st.sampled_from([1.0, 0.7, 1.3]),
+    presence_penalty=st.sampled_from([0.0, -1.0, 1.5]),
+    frequency_penalty=st.sampled_from([0.0, -0.5, 0.8]),
+    min_tokens=st.sampled_from([0, 2, 50]),
+    stop_token_ids=st.sampled_from([(), (3,), (0, 5, 7)]),
+)
+histories = st.lists(st.integers(0, V - 1), max_size=12)
+
+
+@settings(max_examples=300, deadline=None)
+@given(sampling=samplings, prompt=histories, output=histories, seed=st.integers(0, 2**63 - 1))
+def test_the_draw_is_the_inverse_of_the_naive_distribution(
+    sampling: Sampling, prompt: list[int], output: list[int], seed: int
+) -> None:
+    logits = random_logits(seed % 1000)
+    r = row(sampling, seed=seed, prompt=prompt, output=output)
+    p = naive_distribution(logits[0].numpy(), r)
+    token = sample(logits, [r])[0][0]
+    below, u = p[:token].sum(), uniform(seed, len(r.tokens))
+    assert p[token] > 0
+    assert below - 1e-5 <= u <= below + p[token] + 1e-5
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    sampling=samplings, others=st.lists(samplings, max_size=4), greedy=st.integers(0, 2), seed=st.integers(0, 2**63 - 1)
+)
+def test_a_choice_does_not_depend_on_the_batch(
+    sampling: Sampling, others: list[Sampling], greedy: int, seed: int
+) -> None:
+    mine = row(sampling, seed=seed, output=[4, 5, 4])
+    rest = [row(s, seed=i, output=[7]) for i, s in enumerate(others)] + [row(Sampling(temperature=0.0))] * greedy
+    logits = random_logits(seed % 1000, rows=1 + len(rest))
+    alone = sample(logits[:1], [mine])[0]
+    assert sample(logits, [mine, *rest])[0] == alone
+    assert sample(logits.flip(0), [*rest[::-1], mine])[-1] == alone
+
+
+@pytest.mark.parametrize(
+    ("sampling", "theirs"),
+    [
+        (Sampling(repetition_penalty=1.7), [RepetitionPenaltyLogitsProcessor(1.7)]),
+        (Sampling(temperature=0.6, top_k=7), [TemperatureLogitsWarper(0.6), TopKLogitsWarper(7)]),
+        (Sampling(temperature=1.4, top_p=0.8), [TemperatureLogitsWarper(1.4), TopPLogitsWarper(0.8)]),
+        (Sampling(top_p=0.9, min_p=0.2), [TopPLogitsWarper(0.9), MinPLogitsWarper(0.2)]),
+    ],
+    ids=["repetition", "top-k", "top-p", "top-p then min-p"],
+)
+def test_filters_are_those_of_transformers(sampling: Sampling, theirs: list[Any]) -> None:
+    for seed in range(20):
+        logits, r = random_logits(seed), row(sampling, prompt=[1, 9, 9], output=[30])
+        scores = logits.clone()
+        for process in theirs:
+            scores = process(torch.tensor([r.tokens]), scores)
+        expected = scores.softmax(dim=-1)[0].double().numpy()
+        np.testing.assert_allclose(naive_distribution(logits[0].numpy(), r), expected, atol=1e-6)
+
+
+def test_draws_are_even_and_fixed() -> None:
+    draws = [uniform(seed, position) for seed in range(50) for position in range(100)]
+    assert len(set(draws)) == len(draws)
+    counts, _ = np.histogram(draws, bins=10, range=(0, 1))
+    assert counts.min() > 420 and counts.max() < 580
+    assert uniform(1, 2) == 0.40645450820365525  # a replica of another version must agree
+
+
+def test_a_choice_depends_on_seed_and_position_only() -> None:
+    logits, sampling = random_logits(0).div(3), Sampling()
+    by_seed = {sample(logits, [row(sampling, seed=s)])[0][0] for s in range(40)}
+    by_position = {sample(logits, [row(sampling, output=[5] * n)])[0][0] for n in range(40)}
+    assert len(by_seed) > 10 and len(by_position) > 10
+    # What was generated and what was prompt is the same to the draw: a migrated request goes on as it would have.
+    assert sample(logits, [row(sampling, prompt=[1, 2, 3, 4])]) == sample(logits, [row(sampling, output=[4])])
+
+
+def test_equal_tokens_stay_or_go_together() -> None:
+    logits = torch.tensor([[1.0, 5.0, 5.0, 5.0, 0.0]])
+    for sampling in (Sampling(top_k=2), Sampling(top_p=0.4)):
+        assert {sample(logits, [row(sampling, seed=s, prompt=[])])[0][0] for s in range(60)} == {1, 2, 3}
+
+
+def test_a_nucleus_wider_than_the_quick_look() -> None:
+    """All but a tenth of a nearly flat distribution is more tokens than are looked at first."""
+    logits = torch.linspace(0, 1, 5000).expand(2, -1)
+    rows = [row(Sampling(top_p=0.9), seed=1), row(Sampling(top_p=0.001), seed=2)]
+    for r, (token, _) in zip(rows, sample(logits, rows), strict=True):
+        p = naive_distribution(logits[0].numpy(), r)
+        assert p[:token].sum() - 1e-5 <= uniform(r.seed, len(r.tokens)) <= p[: token + 1].sum() + 1e-5
+
+
+def test_extreme_temperatures() -> None:
+    logits = random_logits(3)
+    best = int(logits.argmax())
+    assert sample(logits, [row(Sampling(temperature=0.0))])[0][0] == best
+    assert sample(logits, [row(Sampling(temperature=1e-30), seed=5)])[0][0] == best
+    assert len({sample(logits, [row(Sampling(temperature=1e30), seed=s)])[0][0] for s in range(50)}) > 20
+
+
+def test_greedy_obeys_penalties_and_min_tokens() -> None:
+    logits = torch.zeros(1, V)
+    logits[0, [7, 8, 9]] = torch.tensor([3.0, 2.0, 1.0])
+    greedy = {"temperature": 0.0}
+    assert sample(logits, [row(Sampling(**greedy, min_tokens=2, stop_token_ids=(7, 8)), output=[1])])[0][0] == 9
+    assert sample(logits, [row(Sampling(**greedy, min_tokens=2, stop_token_ids=(7, 8)), output=[1, 1])])[0][0] == 7
+    assert sample(logits, [row(Sampling(**greedy, frequency_penalty=0.6), output=[7, 7])])[0][0] == 8
+    assert sample(logits, [row(Sampling(**greedy, presence_penalty=0.6), output=[7, 7])])[0][0] == 7
+    assert sample(logits, [row(Sampling(**greedy, presence_penalty=1.5), prompt=[7])])[0][0] == 7
+    assert sample(logits, [row(Sampling(**greedy, repetition_penalty=1.6), prompt=[7])])[0][0] == 8
+
+
+def test_logprobs_are_of_the_unmodified_distribution() -> None:
+    logits = random_logits(1, rows=3)
+    before = logits.clone()
+    wanted = Sampling(temperature=0.2, top_k=1, repetition_penalty=2.0, num_logprobs=4)
+    rows = [row(wanted), row(Sampling(temperature=0.0)), row(Sampling(temperature=0.0, num_logprobs=0))]
+    (token, logprob), (_, none), (best, only) = sample(logits, rows)
+    expected = logits.log_softmax(dim=-1)
+    assert logprob is not None and logprob.logprob == pytest.approx(float(expected[0, token]), abs=1e-5)
+    assert [i for i, _ in logprob.top] == expected[0].topk(4).indices.tolist()
+    np.testing.assert_allclose([p for _, p in logprob.top], expected[0].topk(4).values, atol=1e-5)
+    assert none is None
+    assert only is not None and only.top == () and only.logprob == pytest.approx(float(expected[2, best]), abs=1e-5)
+    assert torch.equal(logits, before)
+
+
+def test_frequencies_follow_the_probabilities() -> None:
+    logits = random_logits(2).div(3)
+    n = 4000
+    rows = [row(Sampling(temperature=0.8), seed=s) for s in range(n)]
+    counts = Counter(token for token, _ in sample(logits.expand(n, -1), rows))
+    p = naive_distribution(logits[0].numpy(), rows[0])
+    chi_square = sum((counts[t] - n * p[t]) ** 2 / (n * p[t]) for t in range(V))
+    assert chi_square < 80  # 39 degrees of freedom: one in ten thousand is above 82

@@ -1,0 +1,92 @@
+"""The demo model, from its GGUF: transformers' own reader of GGUF files is the reference."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from steps import prompts, step
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from cluster.model_config import weight_files
+from cluster.request import FinishReason, Sampling
+from engine.offline import generate
+from engine.runner import ModelRunner, layout_for
+
+QUESTION = (
+    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+    "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+)
+
+
+def load(directory: Path, dtype: str) -> ModelRunner:
+    layout = layout_for(directory, dtype=dtype)
+    cpu = torch.device("cpu")
+    return ModelRunner(directory, layout=layout, num_blocks=256, dtype=getattr(torch, dtype), device=cpu)
+
+
+@pytest.fixture(scope="module")
+def gguf(smollm2_dir: Path) -> Path:
+    return weight_files(smollm2_dir)[0]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_dir: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(smollm2_dir / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def reference(gguf: Path, smollm2_dir: Path) -> PreTrainedModel:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig.from_pretrained(smollm2_dir))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        read = load_gguf_checkpoint(gguf, return_tensors=True, model_to_load=model)
+    model = LlamaForCausalLM(LlamaConfig(**read["config"])).eval()  # what transformers itself found in the metadata
+    missing, surplus = model.load_state_dict(read["tensors"], strict=False)
+    assert missing == ["lm_head.weight"] and not surplus  # tied to the embeddings
+    return model
+
+
+def test_logits_equal_transformers(smollm2_dir: Path, reference: PreTrainedModel, tokenizer: Tokenizer) -> None:
+    runner = load(smollm2_dir, "float32")
+    sequences = [tokenizer.encode(QUESTION).ids, *prompts(70, vocab_size=49152)]
+    with torch.inference_mode():
+        expected = [reference(torch.tensor([tokens])).logits[0] for tokens in sequences]
+    first = step(runner, sequences, [(0, 0, 20), (1, 0, 69)])
+    second = step(runner, sequences, [(0, 20, len(sequences[0])), (1, 69, 70)])
+    for row, wanted in zip(
+        [*first, *second], [expected[0][19], expected[1][68], expected[0][-1], expected[1][-1]], strict=True
+    ):
+        torch.testing.assert_close(row, wanted, atol=5e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_it_knows_the_capital_of_france(dtype: str, smollm2_dir: Path, tokenizer: Tokenizer) -> None:
+    runner = load(smollm2_dir, dtype)
+    greedy = Sampling(temperature=0.0, max_tokens=20, stop_token_ids=runner.config.eos_token_ids)
+    (answer,) = generate(runner, [tokenizer.encode(QUESTION).ids], greedy)
+    assert "Paris" in tokenizer.decode([token.token_id for token in answer])
+    assert answer[-1].finish_reason is FinishReason.STOP
+
+
+def test_the_tokenizer_equals_transformers(gguf: Path, smollm2_dir: Path, tokenizer: Tokenizer) -> None:
+    theirs = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    texts = [
+        QUESTION,
+        "naïve café — 日本語, emoji 🙂👩‍👧, e\u0301; it's   spaced\n\n\tout",
+        "def f(x): return x + 12",
+        "",
+    ]
+    for text in texts:
+        assert tokenizer.encode(text).ids == theirs(text)["input_ids"]
+        assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
+    assert tokenizer.get_vocab_size() == len(theirs)
+    config = json.loads((smollm2_dir / "tokenizer_config.json").read_text())
+    assert (config["bos_token"], config["eos_token"]) == (theirs.bos_token, theirs.eos_token)
+    assert config["chat_template"] == theirs.chat_template
