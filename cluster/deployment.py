@@ -46,7 +46,7 @@ def deploy(
     preflight.check_name(spec.name, reporter.say)
     if address is None:
         preflight.check_ports(spec.router)
-        preflight.check_nodes(spec, [local_ray.this_node()], wait_for_nodes=wait_for_nodes)
+        preflight.check_nodes(spec, [preflight.this_node()], wait_for_nodes=wait_for_nodes)
         preflight.check_model(spec, reporter.say)
         state = _new_state(spec, local=local_ray.prepare())
     else:
@@ -122,7 +122,7 @@ def _start_ray(state: State, local: local_ray.LocalRay) -> None:
 
 def _start(state: State, spec: Spec, *, parts: Parts, deadline: float, reporter: Reporter) -> None:
     """Start the index, the controller and the router; return when everything is ready."""
-    from cluster import driver, pool_watch, router_app
+    from cluster import driver, pool_watch, router_app, router_health
 
     log_dir = str(states.log_dir(spec.name))
     index_url = driver.start_index(spec.name, log_dir) if spec.index == "embedded" else spec.index
@@ -135,7 +135,7 @@ def _start(state: State, spec: Spec, *, parts: Parts, deadline: float, reporter:
         controller, until=pool_watch.all_ready, deadline=deadline, reporter=reporter, roles=tuple(Role)
     )
     wanted = {role.value: spec.pool(role).replicas for role in Role}
-    router_app.await_seen(state.http, wanted, within_s=_SEE_ALL_S)
+    router_health.await_seen(state.http, wanted, within_s=_SEE_ALL_S)
 
 
 def _remove_from_ray(state: State) -> None:

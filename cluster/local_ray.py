@@ -10,7 +10,6 @@ import os
 import re
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,7 +20,6 @@ from typing import Any
 
 from cluster import processes
 from cluster.errors import DeployError
-from cluster.placement import Node
 from cluster.ports import free_port
 
 _START_S = 90.0
@@ -70,13 +68,6 @@ class LocalRay:
 def prepare() -> LocalRay:
     """Choose a place and a port; nothing runs yet. Remember it first: then stop() works whatever comes."""
     return LocalRay(tempfile.mkdtemp(prefix="xpyd-ray-"), free_port())
-
-
-def this_node() -> Node:
-    """What a Ray of ours would offer."""
-    gpus = len([path for path in Path("/dev").glob("nvidia[0-9]*")])
-    total = {"CPU": float(os.cpu_count() or 1), "GPU": float(gpus)}
-    return Node(id="local", name=socket.gethostname(), ip="127.0.0.1", total=total, available=total)
 
 
 def start(local: LocalRay, *, log: Path) -> None:

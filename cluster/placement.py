@@ -80,7 +80,7 @@ def live_nodes() -> list[Node]:
     import ray
     from ray._private.state import available_resources_per_node
 
-    available = available_resources_per_node()  # type: ignore[no-untyped-call]
+    available = available_resources_per_node()
     return [
         Node(
             id=node["NodeID"],
@@ -90,7 +90,7 @@ def live_nodes() -> list[Node]:
             total=node["Resources"],
             available=available.get(node["NodeID"], {}),
         )
-        for node in ray.nodes()  # type: ignore[no-untyped-call]
+        for node in ray.nodes()
         if node["Alive"]
     ]
 

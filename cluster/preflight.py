@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from cluster import local_ray
 from cluster import state as states
@@ -68,6 +71,13 @@ def check_nodes(spec: Spec, nodes: Sequence[Node], *, wait_for_nodes: bool = Fal
             raise SpecError(f"router.host: {spec.router.host} is on one machine, and this Ray has several; set 0.0.0.0")
     if not wait_for_nodes:
         check_fit([Demand(role, spec.pool(role), spec.pool(role).replicas) for role in Role], nodes)
+
+
+def this_node() -> Node:
+    """What a local Ray would offer."""
+    gpus = len([path for path in Path("/dev").glob("nvidia[0-9]*")])
+    total = {"CPU": float(os.cpu_count() or 1), "GPU": float(gpus)}
+    return Node(id="local", name=socket.gethostname(), ip="127.0.0.1", total=total, available=total)
 
 
 def reachable_host(host: str, *, otherwise: str) -> str:

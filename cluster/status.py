@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from cluster import driver, router_app
+from cluster import driver
 from cluster.errors import DeployError
 from cluster.request import Role
+from cluster.router_health import health
 from cluster.state import State
 
 _ASK_S = 15.0
@@ -23,7 +24,7 @@ def read_status(state: State) -> dict[str, Any]:
     if controller is None:
         raise DeployError(f"{state.name}: its controller is gone from Ray at {state.ray_address}; run `cluster down`")
     pools = driver.ask(controller, "status", within_s=_ASK_S)["pools"]
-    seen = router_app.health(state.http)
+    seen = health(state.http)
     ready = seen is not None and all(
         pools[role]["ready"] >= pools[role]["desired"] and seen[role] >= pools[role]["desired"] for role in Role
     )

@@ -18,7 +18,7 @@ class ConsoleReporter:
 
     def __init__(self, live: Live | None) -> None:
         self._live = live
-        self._seen: dict[str, str] = {}  # replica -> what was last said of it
+        self._said: dict[str, str] | None = None  # subject -> what was last said of it; None: nothing shown yet
 
     def say(self, line: str) -> None:
         if self._live:
@@ -28,27 +28,19 @@ class ConsoleReporter:
 
     def show(self, pools: dict[str, Any]) -> None:
         replicas = [replica for pool in pools.values() for replica in pool["replicas"]]
-        failures = [failure for pool in pools.values() for failure in pool["failures"]]
-        for failure in failures:
-            if self._is_news(f"failure of {failure['replica']}", failure["text"]):
-                self.say(failure["text"])
+        failures = {f["replica"] + " failed": f["text"] for pool in pools.values() for f in pool["failures"]}
         if self._live:
             from rich.text import Text
 
             self._live.update(Text("\n".join(_live_line(replica) for replica in replicas)), refresh=True)
-            return
-        for replica in replicas:
-            what = replica["state"] + (f" on {replica['node']}" if replica["node"] else "")
-            if replica["state"] == "pending" and replica["stage"]:
-                what += f": {replica['stage']}"
-            if self._is_news(replica["id"], what):
-                self.say(f"{replica['id']} {what}")
-
-    def _is_news(self, subject: str, what: str) -> bool:
-        if self._seen.get(subject) == what:
-            return False
-        self._seen[subject] = what
-        return True
+            lines = failures
+        else:
+            lines = failures | {replica["id"]: _plain_line(replica) for replica in replicas}
+        if self._said is not None:  # what was so before the command began is no news
+            for subject, line in lines.items():
+                if self._said.get(subject) != line:
+                    self.say(line)
+        self._said = lines
 
 
 @contextmanager
@@ -70,6 +62,12 @@ def columns(rows: list[list[str]]) -> str:
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     )
+
+
+def _plain_line(replica: dict[str, Any]) -> str:
+    where = f" on {replica['node']}" if replica["node"] else ""
+    waits_for = f": {replica['stage']}" if replica["state"] == "pending" and replica["stage"] else ""
+    return f"{replica['id']} {replica['state']}{where}{waits_for}"
 
 
 def _live_line(replica: dict[str, Any]) -> str:

@@ -34,7 +34,7 @@ class InferenceClient:
         self._endpoint = endpoint
         options = [*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", 0)]  # whatever proxy the environment names
         self._channel = grpc.insecure_channel(endpoint, options=options)
-        self._stub = pb_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._stub = pb_grpc.InferenceStub(self._channel)
 
     def __enter__(self) -> InferenceClient:
         return self

@@ -134,10 +134,10 @@ def _controller(name: str | None) -> Any:
 
 def _await(controller: Any, *, roles: tuple[str, ...], timeout: float | None, name: str | None) -> dict[str, Any]:
     """Until the pools named have what they should have, and the router knows."""
-    from cluster import router_app
     from cluster.cli.console import reporter
     from cluster.driver import ask
     from cluster.pool_watch import all_ready, await_pools
+    from cluster.router_health import await_seen
 
     timeouts = ask(controller, "status")["spec"]["timeouts"]
     deadline = time.monotonic() + (timeout or timeouts["start_s"] + timeouts["drain_s"])
@@ -149,7 +149,7 @@ def _await(controller: Any, *, roles: tuple[str, ...], timeout: float | None, na
             reporter=report,
             roles=roles,
         )
-    router_app.await_seen(states.find(name).http, {role: pools[role]["desired"] for role in roles}, within_s=_SEE_ALL_S)
+    await_seen(states.find(name).http, {role: pools[role]["desired"] for role in roles}, within_s=_SEE_ALL_S)
     return pools
 
 
