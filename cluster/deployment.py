@@ -131,9 +131,7 @@ def _start(state: State, spec: Spec, *, parts: Parts, deadline: float, reporter:
     driver.ask(controller, "apply", plain_spec, index_url=index_url, log_dir=log_dir, parts=parts)
     reporter.say("starting the router")
     router_app.start_router(spec, import_path=parts.router, index_url=index_url)
-    pool_watch.await_pools(
-        controller, until=pool_watch.all_ready, deadline=deadline, reporter=reporter, roles=tuple(Role)
-    )
+    pool_watch.await_ready(controller, Role, deadline=deadline, reporter=reporter)
     wanted = {role.value: spec.pool(role).replicas for role in Role}
     router_health.await_seen(state.http, wanted, within_s=_SEE_ALL_S)
 

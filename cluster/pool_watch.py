@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Collection, Iterable
 from typing import Any, Protocol
 
 from cluster.driver import ask
@@ -27,20 +27,25 @@ class Reporter(Protocol):
         ...
 
 
-def await_pools(
-    controller: Any, *, until: Callable[[Pools], bool], deadline: float, reporter: Reporter, roles: tuple[str, ...]
+def await_ready(
+    controller: Any,
+    roles: Iterable[str],
+    *,
+    deadline: float,
+    reporter: Reporter,
+    known_failures: Collection[str] = (),
 ) -> Pools:
-    """Watch until `until(pools)`, and return the pools.
+    """Watch until the pools of `roles` have what they should have, all ready, and nothing else; returns all pools.
 
-    Raises ReplicaDidNotStart for a replica of `roles` that has failed since this began, and DeployError, naming what
-    was still awaited, at the deadline (of time.monotonic()).
+    Raises ReplicaDidNotStart for a failure that is not one of `known_failures` (replica ids), and DeployError, naming
+    what was still awaited, at the deadline (of time.monotonic()).
     """
+    roles = tuple(roles)
     pools: Pools = ask(controller, "status")["pools"]
-    old = {failure["replica"] for pool in pools.values() for failure in pool["failures"]}
-    while not until(pools):
+    while not all(_is_settled(pools[role]) for role in roles):
         reporter.show(pools)
         for role in roles:
-            if failure := _final_failure(pools[role], old):
+            if failure := _final_failure(pools[role], known_failures):
                 raise ReplicaDidNotStart(failure["text"], log=_log_of(controller, failure["replica"]))
         if time.monotonic() > deadline:
             raise DeployError(f"not done in time; {_awaited(pools)}")
@@ -50,13 +55,18 @@ def await_pools(
     return pools
 
 
-def all_ready(pools: Pools) -> bool:
-    """Every pool has what it should have, and nothing else."""
-    return all(pool["ready"] == pool["desired"] == len(pool["replicas"]) for pool in pools.values())
+def failures_so_far(controller: Any) -> set[str]:
+    """The replicas that have failed before, for await_ready to pass over."""
+    pools: Pools = ask(controller, "status")["pools"]
+    return {failure["replica"] for pool in pools.values() for failure in pool["failures"]}
 
 
-def _final_failure(pool: dict[str, Any], old: set[str]) -> dict[str, Any] | None:
-    new: list[dict[str, Any]] = [failure for failure in pool["failures"] if failure["replica"] not in old]
+def _is_settled(pool: dict[str, Any]) -> bool:
+    return bool(pool["ready"] == pool["desired"] == len(pool["replicas"]))
+
+
+def _final_failure(pool: dict[str, Any], known: Collection[str]) -> dict[str, Any] | None:
+    new: list[dict[str, Any]] = [failure for failure in pool["failures"] if failure["replica"] not in known]
     for failure in new:
         if failure["will_repeat"] or pool["failed_rounds"] >= _MAX_FAILED_ROUNDS:
             return failure

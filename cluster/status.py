@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from cluster import driver
-from cluster.errors import DeployError
 from cluster.request import Role
 from cluster.router_health import health
 from cluster.state import State
@@ -13,16 +12,13 @@ from cluster.state import State
 _ASK_S = 15.0
 
 
-def read_status(state: State) -> dict[str, Any]:
+def read_status(state: State, controller: Any) -> dict[str, Any]:
     """Ask the controller and the router. Raises DeployError when the controller does not answer.
 
     `{"name", "ready", "endpoints": {"grpc", "http"}, "pools": {role: {"desired", "ready", "replicas": [{"id", "state",
     "node", "ranks": [{"pid", "device"}], "blocks": {"total", "free", "cached"}, "running", "waiting", "stage",
     "fraction"}], "failures": […]}}}`; ready means that every pool has what it should have and the router sees it.
     """
-    controller = driver.find_controller(state.name)
-    if controller is None:
-        raise DeployError(f"{state.name}: its controller is gone from Ray at {state.ray_address}; run `cluster down`")
     pools = driver.ask(controller, "status", within_s=_ASK_S)["pools"]
     seen = health(state.http)
     ready = seen is not None and all(

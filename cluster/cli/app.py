@@ -12,7 +12,7 @@ import sys
 
 import typer
 
-from cluster.cli import deploy, generate, operate
+from cluster.cli import deploy, generate, operate, status
 from cluster.errors import ClusterError
 
 app = typer.Typer(
@@ -24,7 +24,7 @@ app = typer.Typer(
 )
 for command in (
     deploy.deploy,
-    operate.status,
+    status.status,
     operate.scale,
     operate.drain,
     operate.logs,

@@ -16,9 +16,9 @@ _BAR_WIDTH = 20
 class ConsoleReporter:
     """Implements cluster.pool_watch.Reporter."""
 
-    def __init__(self, live: Live | None) -> None:
+    def __init__(self, live: Live | None, *, is_new: bool) -> None:
         self._live = live
-        self._said: dict[str, str] | None = None  # subject -> what was last said of it; None: nothing shown yet
+        self._said: dict[str, str] | None = {} if is_new else None  # subject -> what was last said; None: nothing yet
 
     def say(self, line: str) -> None:
         if self._live:
@@ -36,7 +36,7 @@ class ConsoleReporter:
             lines = failures
         else:
             lines = failures | {replica["id"]: _plain_line(replica) for replica in replicas}
-        if self._said is not None:  # what was so before the command began is no news
+        if self._said is not None:
             for subject, line in lines.items():
                 if self._said.get(subject) != line:
                     self.say(line)
@@ -44,16 +44,19 @@ class ConsoleReporter:
 
 
 @contextmanager
-def reporter() -> Iterator[ConsoleReporter]:
-    """A reporter for as long as a command takes; the live table is gone afterwards."""
+def reporter(*, is_new: bool) -> Iterator[ConsoleReporter]:
+    """A reporter for as long as a command takes; the live table is gone afterwards.
+
+    is_new: the deployment begins with this command; otherwise what was so before it is not told.
+    """
     if not sys.stderr.isatty():
-        yield ConsoleReporter(None)
+        yield ConsoleReporter(None, is_new=is_new)
         return
     from rich.console import Console
     from rich.live import Live
 
     with Live(console=Console(stderr=True), transient=True, auto_refresh=False) as live:
-        yield ConsoleReporter(live)
+        yield ConsoleReporter(live, is_new=is_new)
 
 
 def columns(rows: list[list[str]]) -> str:

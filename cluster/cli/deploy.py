@@ -61,7 +61,7 @@ def deploy(
     set_by_flags = [f"{path}={value}" for path, value in flags.items() if value is not None]
     spec = load_spec(topology, overrides=[*(overrides or []), *set_by_flags])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that it cleans up as on Ctrl-C
-    with reporter() as report:
+    with reporter(is_new=True) as report:
         state = deployment.deploy(
             spec,
             address=address or None,

@@ -1,4 +1,4 @@
-"""One Ray for the tests of this folder, on loopback, and deployments in it."""
+"""One Ray of three nodes, on loopback, for all tests of this folder, and deployments in it."""
 
 from __future__ import annotations
 
@@ -22,28 +22,30 @@ sys.path.insert(0, str(_HERE))
 
 
 @pytest.fixture(scope="session")
-def local_ray() -> Iterator[None]:
+def three_nodes() -> Iterator[None]:
+    """A Ray of three nodes on this machine, told apart by the label `pool`: none, prefill and decode."""
     import ray
+    from ray.cluster_utils import Cluster
 
+    node = {"num_cpus": 4, "object_store_memory": 80_000_000, "node_ip_address": "127.0.0.1"}
+    cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+    for pool in ("prefill", "decode"):
+        cluster.add_node(**node, labels={"pool": pool})
     ray.init(
-        address="local",
-        num_cpus=4,
-        include_dashboard=False,
-        object_store_memory=100_000_000,
+        address=cluster.address,
         log_to_driver=False,
         logging_level="ERROR",
         _node_ip_address="127.0.0.1",
     )
     yield
     ray.shutdown()
+    cluster.shutdown()
 
 
 class Deployment:
     """A controller with fake ranks, and what a test asks of it."""
 
     def __init__(self, log_dir: Path, spec: dict[str, Any], **parts: str) -> None:
-        import ray
-
         from cluster.desired import Parts
         from cluster.driver import start_controller
 
@@ -51,20 +53,17 @@ class Deployment:
         self.log_dir = log_dir
         self.controller = start_controller(self.name)
         arguments = {"prefill": "fake_rank:FakeRank", "decode": "fake_rank:FakeRank"} | parts
-        self.apply = lambda spec: ray.get(
-            self.controller.apply.remote(
-                {"name": self.name, **spec},
-                index_url="redis://127.0.0.1:1",
-                log_dir=str(log_dir),
-                parts=Parts(**arguments),
-            )
-        )
+        self._parts = Parts(**arguments)
         self.apply(spec)
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        import ray
+    def apply(self, spec: dict[str, Any]) -> None:
+        named = {"name": self.name, **spec}
+        self.call("apply", named, index_url="redis://127.0.0.1:1", log_dir=str(self.log_dir), parts=self._parts)
 
-        return ray.get(getattr(self.controller, method).remote(*args, **kwargs), timeout=20)
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        from cluster.driver import ask
+
+        return ask(self.controller, method, *args, within_s=20, **kwargs)
 
     def pool(self, role: str) -> dict[str, Any]:
         return self.call("status")["pools"][role]
@@ -91,7 +90,7 @@ class Deployment:
 
 
 @pytest.fixture
-def deploy(local_ray: None, tmp_path: Path) -> Iterator[Callable[..., Deployment]]:
+def deploy(three_nodes: None, tmp_path: Path) -> Iterator[Callable[..., Deployment]]:
     """deploy(spec, prefill="fake_rank:slow_load", …) -> Deployment; taken down at the end."""
     made: list[Deployment] = []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ from typing import Any
 import pytest
 import ray
 from conftest import Deployment, ids
-from ray.exceptions import RayTaskError
 
 from cluster.errors import DeployError, SpecError
 from cluster.replica import Failure
@@ -31,6 +31,14 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def await_death(pids: list[int], *, within_s: float = 5) -> None:
+    """Ray calls an actor dead a moment before its process is."""
+    deadline = time.monotonic() + within_s
+    while any(is_alive(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def test_every_rank_of_every_replica_serves(deploy: Deploy) -> None:
     pools = deploy({"prefill": {"replicas": 1, "tensor_parallel": 2}, "decode": {"replicas": 2}}).until_ready()
     assert ids(pools["prefill"]) == ["prefill-0"]
@@ -47,7 +55,7 @@ def test_a_killed_rank_takes_its_gang_along_and_a_new_one_comes(deploy: Deploy) 
     os.kill(pids(before["prefill"])[1], signal.SIGKILL)
 
     after = deployment.until(lambda pools: ids(pools["prefill"]) == ["prefill-1"] and pools["prefill"]["ready"])
-    assert not any(is_alive(pid) for pid in pids(before["prefill"]))
+    await_death(pids(before["prefill"]))
     assert ids(after["decode"]) == ["decode-0"] and pids(after["decode"]) == pids(before["decode"])
     failure = after["prefill"]["failures"][0]
     assert failure["replica"] == "prefill-0"
@@ -71,15 +79,10 @@ def test_a_restarted_controller_adopts_what_lives(deploy: Deploy) -> None:
 
 def test_a_restarted_controller_removes_half_a_gang(deploy: Deploy) -> None:
     deployment = deploy(SMALL, prefill="fake_rank:slow_load")
-    before = deployment.until(
-        lambda pools: pools["prefill"]["replicas"][0]["state"] == "loading" and pids(pools["prefill"])
-    )
+    loading = deployment.until(lambda pools: pids(pools["prefill"]) and pools["prefill"]["replicas"][0]["fraction"])
     ray.kill(deployment.controller, no_restart=False)
-    (deployment.log_dir / "go").touch()
-    after = deployment.until_ready()
-    assert ids(after["prefill"]) in (["prefill-0"], ["prefill-1"])  # it may have come to serve before it was looked at
-    if ids(after["prefill"]) == ["prefill-1"]:
-        assert not is_alive(pids(before["prefill"])[0])
+    deployment.until(lambda pools: ids(pools["prefill"]) == ["prefill-1"])
+    await_death(pids(loading["prefill"]))
 
 
 def test_scaling_touches_only_the_pool_named(deploy: Deploy) -> None:
@@ -108,7 +111,7 @@ def test_a_replica_that_leaves_finishes_its_work_first(deploy: Deploy) -> None:
     deployment.until(lambda pools: [r["state"] for r in pools["decode"]["replicas"]] == ["draining"])
     (deployment.log_dir / "decode-0.finished").touch()
     deployment.until_ready()
-    assert not is_alive(pid)
+    await_death([pid])
 
 
 def test_a_drain_that_takes_too_long_is_cut_short(deploy: Deploy) -> None:
@@ -172,17 +175,33 @@ def test_progress_is_shown_while_loading(deploy: Deploy) -> None:
 
 
 def test_a_replica_without_a_place_says_what_it_waits_for(deploy: Deploy) -> None:
-    deployment = deploy({"prefill": {"replicas": 1, "labels": {"pool": "prefill"}}, "decode": {"replicas": 1}})
+    deployment = deploy({"prefill": {"replicas": 1, "labels": {"pool": "gpu"}}, "decode": {"replicas": 1}})
     pools = deployment.until(lambda pools: pools["prefill"]["replicas"][0]["stage"])
     replica = pools["prefill"]["replicas"][0]
     assert replica["state"] == "pending"
-    assert replica["stage"] == "no node has the labels pool=prefill; nodes have none of these keys"
+    assert replica["stage"] == "no node has the labels pool=gpu; nodes have pool=decode, pool=prefill"
+
+
+def test_each_pool_lands_where_its_labels_say(deploy: Deploy) -> None:
+    spec = {
+        "prefill": {"replicas": 2, "tensor_parallel": 2, "labels": {"pool": "prefill"}},
+        "decode": {"replicas": 3, "labels": {"pool": "in(decode, gpu)"}},
+    }
+    deployment = deploy(spec)
+    deployment.until_ready()
+    pool_of_node = {node["NodeID"]: node["Labels"].get("pool") for node in ray.nodes()}
+    for group in ray.util.placement_group_table().values():
+        if group["name"].startswith(f"xpyd-{deployment.name}/"):
+            role = group["name"].partition("/")[2].partition("-")[0]
+            assert {pool_of_node[node] for node in group["bundles_to_node_id"].values()} == {role}
+    with pytest.raises(DeployError, match=r"decode: room for \d+ of 27 replicas; each replica needs 0.25 CPU"):
+        deployment.call("scale", {"decode": 30})
 
 
 def test_scaling_beyond_what_fits_is_refused(deploy: Deploy) -> None:
     deployment = deploy({"prefill": {"replicas": 1}, "decode": {"replicas": 1, "resources": {"cpus": 1}}})
     deployment.until_ready()
-    with pytest.raises(DeployError, match=r"decode: room for \d of 40 replicas; each replica needs 1 CPU"):
+    with pytest.raises(DeployError, match=r"decode: room for \d+ of 40 replicas; each replica needs 1 CPU"):
         deployment.call("scale", {"decode": 41})
     assert deployment.pool("decode")["desired"] == 1
 
@@ -204,7 +223,7 @@ def test_stop_leaves_nothing(deploy: Deploy) -> None:
     deployment = deploy({"prefill": {"replicas": 1, "labels": {"pool": "none"}}, "decode": {"replicas": 2}})
     pools = deployment.until(lambda pools: pools["decode"]["ready"] == 2)
     deployment.call("stop")
-    assert not any(is_alive(pid) for pid in pids(pools["decode"]))
+    await_death(pids(pools["decode"]))
     groups = ray.util.placement_group_table().values()
     assert not [g for g in groups if g["name"].startswith(f"xpyd-{deployment.name}/") and g["state"] != "REMOVED"]
 
@@ -212,7 +231,7 @@ def test_stop_leaves_nothing(deploy: Deploy) -> None:
 def test_what_all_replicas_share_cannot_be_applied_anew(deploy: Deploy) -> None:
     deployment = deploy(SMALL)
     deployment.until_ready()
-    with pytest.raises(RayTaskError, match="model: cannot change while deployed"):
+    with pytest.raises(SpecError, match="model: cannot change while deployed"):
         deployment.apply({**SMALL, "model": {"dtype": "float32"}})
     deployment.apply({**SMALL, "decode": {"replicas": 2}})
     assert ids(deployment.until_ready()["decode"]) == ["decode-0", "decode-1"]
