@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
 from typing import Any
 
@@ -32,6 +33,7 @@ def connect(address: str, name: str, *, env: dict[str, str] | None = None) -> No
     if address != "auto":
         _probe(address)
     logging.getLogger("ray").setLevel(logging.ERROR)
+    os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "1")  # one try of 45 s; by default there are twenty
     try:
         ray.init(
             address=address,

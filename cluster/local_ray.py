@@ -35,7 +35,7 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 class LocalRay:
     """Where a Ray of ours lives. Kept in the deployment's state, so that any later command finds it."""
 
-    temp_dir: str  # under /tmp: Ray puts sockets there, whose paths may have 107 bytes
+    temp_dir: str  # under /tmp: Ray puts sockets into it, whose paths may have 107 bytes
     port: int  # of its control store
 
     @property
@@ -72,11 +72,11 @@ def prepare() -> LocalRay:
 
 def start(local: LocalRay, *, log: Path) -> None:
     """Start it and return when it takes drivers. Raises DeployError with what Ray said, and leaves nothing running."""
-    local._token.touch(mode=0o600)
+    local._token.touch(mode=0o600)  # in a directory that is ours alone; Ray opens its own to everybody
     local._token.write_text(secrets.token_hex(32))
     command = [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
-        *("--node-ip-address=127.0.0.1", f"--port={local.port}", f"--temp-dir={local.temp_dir}"),
+        *("--node-ip-address=127.0.0.1", f"--port={local.port}", f"--temp-dir={local.temp_dir}/ray"),
         *("--include-dashboard=false", "--include-log-monitor=false", "--no-monitor"),
         *(f"--num-cpus={os.cpu_count()}", f"--object-store-memory={_OBJECT_STORE_BYTES}", "--disable-usage-stats"),
     ]
@@ -108,7 +108,9 @@ def stop(local: LocalRay) -> None:
 
 
 def join(local: LocalRay) -> None:
-    """Make this process fit to be a driver of it. Ray reads some of this as it is imported: so before that."""
+    """Make this process fit to be a driver of it. Ray reads some of this while it is imported: so before that."""
+    is_set = local.environment.items() <= os.environ.items()
+    assert is_set or "ray" not in sys.modules, "Ray was imported before local_ray.join()"
     os.environ.update(local.environment)
 
 

@@ -1,4 +1,7 @@
-"""From what is remembered of a deployment to a driver of its Ray and a handle of its controller."""
+"""From what is remembered of a deployment to a driver of its Ray and a handle of its controller.
+
+No command may import Ray, or what imports it, before it has called this: see local_ray.join().
+"""
 
 from __future__ import annotations
 

@@ -88,14 +88,14 @@ def _change(
     name: str | None, method: str, *args: Any, roles: Iterable[str], timeout: float | None, **kw: Any
 ) -> _Change:
     """Ask the controller for a change, and return when those pools are settled and the router has heard of it."""
+    begin = time.monotonic()
+    state = states.find(name)
+    controller = join_controller(state)
     from cluster.cli.console import reporter
     from cluster.driver import ask
     from cluster.pool_watch import await_ready, failures_so_far
     from cluster.router_health import await_seen
 
-    begin = time.monotonic()
-    state = states.find(name)
-    controller = join_controller(state)
     known_failures = failures_so_far(controller)
     result = ask(controller, method, *args, **kw)
     timeouts = ask(controller, "status")["spec"]["timeouts"]
