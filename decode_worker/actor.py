@@ -103,6 +103,8 @@ class DecodeBody:
             device=self._device,
             progress=lambda fraction: setup.on_progress("loading weights", 0.1 + 0.9 * fraction),
         )
+        setup.on_progress("waiting for the other ranks", 1.0)
+        parallel.wait_for_all("load", timeout_s=timeouts.start_s)
         return peers, runner
 
     def _receiver(self, setup: Setup, runner: ModelRunner, on_landed: Callable[[Landing], None]) -> Receiver:

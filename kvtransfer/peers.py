@@ -92,5 +92,5 @@ def join_gang(
         address, port = place.rsplit(":", 1)
         store = TCPStore(address, int(port), is_master=False, timeout=timeout)
     return TensorParallel.join(
-        store, prefix="gang", rank=rank, size=size, host=host.host, device=device, timeout_s=timeout_s
+        store, prefix="gang", rank=rank, size=size, host=host.host, device=device, meet_s=timeout_s
     )

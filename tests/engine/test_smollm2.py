@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from steps import prompts, step
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -17,6 +16,7 @@ from cluster.model_config import weight_files
 from cluster.request import FinishReason, Sampling
 from engine.offline import generate
 from engine.runner import ModelRunner, layout_for
+from tests.engine.steps import prompts, step
 
 QUESTION = (
     "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
