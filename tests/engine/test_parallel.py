@@ -100,7 +100,7 @@ def test_sizes_that_do_not_fit_are_refused(tiny_model: MakeModel) -> None:
 
 
 def test_absent_ranks_are_not_waited_for_for_ever(store: TCPStore) -> None:
-    assert gang.join_alone(store.port, "nobody-comes").startswith("ReplicaLost: rank 0: not all 2 ranks came together")
+    assert gang.join_alone(store.port, "nobody-comes").startswith("ReplicaLost: rank 0: not all 2 ranks were there")
 
 
 def test_a_dead_rank_is_noticed(start_gang: StartGang) -> None:
