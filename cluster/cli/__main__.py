@@ -1,0 +1,3 @@
+from cluster.cli.app import main
+
+main()

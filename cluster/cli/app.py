@@ -1,0 +1,63 @@
+"""All commands in one place, and what every error becomes: one line on stderr and an exit code.
+
+0 done · 1 it failed, or is not ready · 2 the user's turn: a bad spec, flag or request, a deployment that cannot be ·
+3 nothing is deployed (status only) · 130 interrupted
+
+What a command needs is imported inside it: `cluster generate` should not wait for Ray, nor `--help` for anything.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from cluster.cli import deploy, generate, operate, status
+from cluster.errors import ClusterError
+
+app = typer.Typer(
+    help="Serve one model by prefill and decode replicas: deploy, watch, rescale, ask.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+for command in (
+    deploy.deploy,
+    status.status,
+    operate.scale,
+    operate.drain,
+    operate.logs,
+    deploy.down,
+    generate.generate,
+    generate.chat,
+):
+    app.command()(command)
+
+_UsageError = typer.BadParameter.__base__  # typer carries its own copy of click, or uses click: this is right for both
+
+
+def main() -> None:
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command; returns the exit code. An edge: here every error of ours ends."""
+    try:
+        code = app(args=arguments, prog_name="cluster", standalone_mode=False)
+    except ClusterError as error:
+        print(f"cluster: {error}", file=sys.stderr)
+        for line in getattr(error, "log", "").splitlines():
+            print(f"  | {line}", file=sys.stderr)
+        return getattr(error, "exit_code", 2)
+    except (KeyboardInterrupt, typer.Abort):
+        print("cluster: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output has seen enough
+        return 0
+    except Exception as error:
+        if not (_UsageError and isinstance(error, _UsageError)):
+            raise
+        print(f"cluster: {error.format_message()}", file=sys.stderr)  # type: ignore[attr-defined]
+        return 2
+    return code if isinstance(code, int) else 0

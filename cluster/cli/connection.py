@@ -1,0 +1,27 @@
+"""From what is remembered of a deployment to a driver of its Ray and a handle of its controller."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cluster import local_ray
+from cluster.errors import DeployError
+
+if TYPE_CHECKING:
+    from cluster.state import State
+
+
+def join_controller(state: State) -> Any:
+    """Become a driver of the deployment's Ray; returns the controller's handle, for cluster.driver.ask.
+
+    Raises DeployError when either does not answer.
+    """
+    if state.local_ray is not None:
+        local_ray.join(state.local_ray)
+    from cluster import driver
+
+    driver.connect(state.ray_address, state.name)
+    controller = driver.find_controller(state.name)
+    if controller is None:
+        raise DeployError(f"{state.name}: its controller is gone from Ray at {state.ray_address}; run `cluster down`")
+    return controller

@@ -1,0 +1,81 @@
+"""What commands print: results to stdout, progress to stderr; a live table on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.live import Live
+
+_BAR_WIDTH = 20
+
+
+class ConsoleReporter:
+    """Implements cluster.pool_watch.Reporter."""
+
+    def __init__(self, live: Live | None, *, is_new: bool) -> None:
+        self._live = live
+        self._said: dict[str, str] | None = {} if is_new else None  # subject -> what was last said; None: nothing yet
+
+    def say(self, line: str) -> None:
+        if self._live:
+            self._live.console.print(line, highlight=False, markup=False)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    def show(self, pools: dict[str, Any]) -> None:
+        replicas = [replica for pool in pools.values() for replica in pool["replicas"]]
+        failures = {f["replica"] + " failed": f["text"] for pool in pools.values() for f in pool["failures"]}
+        if self._live:
+            from rich.text import Text
+
+            self._live.update(Text("\n".join(_live_line(replica) for replica in replicas)), refresh=True)
+            lines = failures
+        else:
+            lines = failures | {replica["id"]: _plain_line(replica) for replica in replicas}
+        if self._said is not None:
+            for subject, line in lines.items():
+                if self._said.get(subject) != line:
+                    self.say(line)
+        self._said = lines
+
+
+@contextmanager
+def reporter(*, is_new: bool) -> Iterator[ConsoleReporter]:
+    """A reporter for as long as a command takes; the live table is gone afterwards.
+
+    is_new: the deployment begins with this command; otherwise what was so before it is not told.
+    """
+    if not sys.stderr.isatty():
+        yield ConsoleReporter(None, is_new=is_new)
+        return
+    from rich.console import Console
+    from rich.live import Live
+
+    with Live(console=Console(stderr=True), transient=True, auto_refresh=False) as live:
+        yield ConsoleReporter(live, is_new=is_new)
+
+
+def columns(rows: list[list[str]]) -> str:
+    """Rows of equal length as aligned text; the first row is the heading."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _plain_line(replica: dict[str, Any]) -> str:
+    where = f" on {replica['node']}" if replica["node"] else ""
+    waits_for = f": {replica['stage']}" if replica["state"] == "pending" and replica["stage"] else ""
+    return f"{replica['id']} {replica['state']}{where}{waits_for}"
+
+
+def _live_line(replica: dict[str, Any]) -> str:
+    bar = ""
+    if replica["state"] == "loading":
+        filled = round(_BAR_WIDTH * replica["fraction"])
+        bar = "█" * filled + "░" * (_BAR_WIDTH - filled)
+    return f"{replica['id']:<14} {replica['state']:<9} {bar} {replica['stage']}"

@@ -1,0 +1,105 @@
+"""`cluster deploy` and `cluster down`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cluster import state as states
+from cluster.errors import DeployError
+
+if TYPE_CHECKING:
+    from cluster.state import Command
+
+_INTERRUPT_S = 120.0
+
+Name = Annotated[str | None, typer.Option("--name", help="Which deployment; needed only when there are several.")]
+
+
+def deploy(
+    topology: Annotated[str, typer.Argument(metavar="FILE|2P4D", help="A YAML file, or a topology such as 2P4D.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="PATH=VALUE", help="Override a field of the spec, e.g. decode.replicas=3."),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="pypi:NAME, hf:ORG/NAME, a directory or a .gguf file.")] = None,
+    name: Annotated[str | None, typer.Option(help="What to call the deployment.")] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            envvar="RAY_ADDRESS", help="HOST:PORT of a Ray cluster, or auto; otherwise a local Ray is started."
+        ),
+    ] = None,
+    grpc_port: Annotated[int | None, typer.Option(help="Default 50051.")] = None,
+    http_port: Annotated[int | None, typer.Option(help="Default 8000.")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds; default timeouts.start_s of the spec.")] = None,
+    wait_for_nodes: Annotated[
+        bool, typer.Option(help="Wait for nodes that an autoscaler has yet to add, instead of refusing.")
+    ] = False,
+) -> None:
+    """Start a deployment, and return when it is ready.
+
+    If anything goes wrong, or on Ctrl-C, everything that was started is removed again.
+    """
+    from cluster import deployment
+    from cluster.cli.console import reporter
+    from cluster.desired import Parts
+    from cluster.spec import load_spec
+
+    begin = time.monotonic()
+    flags: dict[str, Any] = {
+        "model.source": model,
+        "name": name,
+        "router.grpc_port": grpc_port,
+        "router.http_port": http_port,
+    }
+    set_by_flags = [f"{path}={value}" for path, value in flags.items() if value is not None]
+    spec = load_spec(topology, overrides=[*(overrides or []), *set_by_flags])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that it cleans up as on Ctrl-C
+    with reporter(is_new=True) as report:
+        state = deployment.deploy(
+            spec,
+            address=address or None,
+            deadline=begin + (timeout or spec.timeouts.start_s),
+            wait_for_nodes=wait_for_nodes,
+            parts=Parts(),
+            reporter=report,
+        )
+    seconds = time.monotonic() - begin
+    print(f"{spec.name} is ready after {seconds:.0f} s: {spec.topology}, {spec.model.source}")
+    print(f"gRPC {state.grpc} · OpenAI {state.http}/v1 · logs {states.log_dir(spec.name)}")
+
+
+def down(
+    name: Name = None,
+    force: Annotated[bool, typer.Option(help="Forget it even when its Ray cluster does not answer.")] = False,
+) -> None:
+    """Take a deployment down: all that it started is gone afterwards. Requests under way are cut off."""
+    from cluster import deployment
+
+    begin = time.monotonic()
+    try:
+        state = states.find(name)
+    except states.NotDeployed as nothing:
+        print(f"{str(nothing).partition(';')[0]}: nothing to take down")
+        return
+    if state.deploying is not None and state.deploying.is_running:
+        _interrupt(state.deploying)
+    deployment.take_down(state, force=force)
+    with_ray = " and the Ray that was started for it" if state.local_ray else ""
+    print(f"{state.name}{with_ray} is down after {time.monotonic() - begin:.1f} s")
+
+
+def _interrupt(command: Command) -> None:
+    """Let a `cluster deploy` that is under way clean up after itself, as on Ctrl-C."""
+    os.kill(command.pid, signal.SIGTERM)
+    deadline = time.monotonic() + _INTERRUPT_S
+    while command.is_running:
+        if time.monotonic() > deadline:
+            raise DeployError(f"`cluster deploy` (pid {command.pid}) does not end")
+        time.sleep(0.1)

@@ -1,0 +1,155 @@
+"""`cluster generate` and `cluster chat`: asking the model, over gRPC."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cluster import state as states
+from cluster.cli.deploy import Name
+
+if TYPE_CHECKING:
+    from cluster.cli.inference_client import InferenceClient
+    from cluster.rpc import inference_pb2 as pb
+
+Endpoint = Annotated[str | None, typer.Option(help="HOST:PORT of a router; default: the deployment's own.")]
+MaxTokens = Annotated[int, typer.Option(min=1, help="Of the answer.")]
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy; default 1.")]
+TopP = Annotated[float | None, typer.Option(help="Default 1.")]
+TopK = Annotated[int | None, typer.Option(min=0, help="Default 0: off.")]
+Seed = Annotated[int | None, typer.Option(min=0, help="The same seed gives the same answer.")]
+System = Annotated[str | None, typer.Option(help="A system message for the chat.")]
+Timeout = Annotated[float, typer.Option(help="Seconds for one answer.")]
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to go on from; - reads it from stdin.")],
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt is a user's message: apply the chat template.")
+    ] = False,
+    system: System = None,
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    seed: Seed = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object at the end instead of text.")] = False,
+    timeout: Timeout = 600.0,
+    name: Name = None,
+    endpoint: Endpoint = None,
+) -> None:
+    """Ask the model once, and print its answer as it comes."""
+    from cluster.cli.inference_client import InferenceClient
+    from cluster.rpc import inference_pb2 as pb
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    sampling = pb.SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop or []
+    )
+    request = pb.GenerateRequest(sampling=sampling)
+    if chat or system is not None:
+        request.chat.CopyFrom(pb.Chat(messages=[*_system(system), pb.ChatMessage(role="user", content=text)]))
+    else:
+        request.prompt = text
+    with InferenceClient(endpoint or states.find(name).grpc) as client:
+        answer = _stream(client, request, timeout_s=timeout, is_shown=not as_json)
+    if as_json:
+        print(json.dumps(answer, ensure_ascii=False))
+
+
+def chat(
+    system: System = None,
+    max_tokens: MaxTokens = 1024,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    seed: Seed = None,
+    timeout: Timeout = 600.0,
+    name: Name = None,
+    endpoint: Endpoint = None,
+) -> None:
+    """Talk with the model. Ctrl-C stops an answer, /new begins anew, /quit or Ctrl-D ends."""
+    from cluster.cli.inference_client import InferenceClient, InferenceFailed
+    from cluster.rpc import inference_pb2 as pb
+
+    sampling = pb.SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    messages = _system(system)
+    is_terminal = sys.stdin.isatty()
+    with InferenceClient(endpoint or states.find(name).grpc) as client:
+        while (line := _read_line("> " if is_terminal else "")) is not None and line.strip() != "/quit":
+            if line.strip() == "/new":
+                messages = _system(system)
+            if not line.strip() or line.strip() == "/new":
+                continue
+            messages.append(pb.ChatMessage(role="user", content=line))
+            request = pb.GenerateRequest(chat=pb.Chat(messages=messages), sampling=sampling)
+            try:
+                answer = _stream(client, request, timeout_s=timeout, is_shown=True)
+            except (InferenceFailed, KeyboardInterrupt) as error:
+                if not is_terminal:
+                    raise
+                print(f"\n({error or 'stopped'})", file=sys.stderr)
+                messages.pop()  # as if it had not been asked
+            else:
+                messages.append(pb.ChatMessage(role="assistant", content=answer["text"]))
+
+
+def _stream(
+    client: InferenceClient, request: pb.GenerateRequest, *, timeout_s: float, is_shown: bool
+) -> dict[str, Any]:
+    """Run one request, printing its text as it comes where it is to be shown; returns the account of it."""
+    text: list[str] = []
+    token_ids: list[int] = []
+    finish_reason, summary = "", None
+    for event in client.generate(request, timeout_s=timeout_s):
+        if event.HasField("delta"):
+            text.append(event.delta.text)
+            token_ids.extend(event.delta.token_ids)
+            if is_shown:
+                print(event.delta.text, end="", flush=True)
+        elif event.HasField("finished"):
+            finish_reason = event.finished.finish_reason
+        else:
+            summary = event.summary
+    if is_shown:
+        print()
+    account = {"text": "".join(text), "token_ids": token_ids, "finish_reason": finish_reason}
+    return account | (_summary(summary) if summary else {})
+
+
+def _summary(summary: pb.Summary) -> dict[str, Any]:
+    usage, trace = summary.usage, summary.trace
+    return {
+        "usage": {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "cached_tokens": usage.cached_tokens,
+        },
+        "prefill_replica": trace.prefill_replica,
+        "decode_replica": trace.decode_replica,
+        "cached_tokens": usage.cached_tokens,
+        "blocks_shipped": trace.blocks_shipped,
+        "wire_bytes": trace.wire_bytes,
+        "ttft_ms": trace.ttft_ms,
+        "itl_ms": trace.itl_ms,
+        "attempts": trace.attempts,
+        "request_id": summary.request_id,
+    }
+
+
+def _system(text: str | None) -> list[pb.ChatMessage]:
+    from cluster.rpc import inference_pb2 as pb
+
+    return [pb.ChatMessage(role="system", content=text)] if text else []
+
+
+def _read_line(prompt: str) -> str | None:
+    """The next line of the user; None at the end."""
+    try:
+        return input(prompt)
+    except EOFError:
+        return None

@@ -1,0 +1,58 @@
+"""A plain gRPC client of cluster.v1.Inference, for the commands that ask the model. No Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import grpc
+
+from cluster.channel import CHANNEL_OPTIONS
+from cluster.errors import ClusterError
+from cluster.rpc import inference_pb2 as pb
+from cluster.rpc import inference_pb2_grpc as pb_grpc
+
+_USERS_FAULT = (
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
+)
+
+
+class InferenceFailed(ClusterError):
+    """The router refused a request or could not carry it out."""
+
+    def __init__(self, message: str, *, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class InferenceClient:
+    """One connection to a router; close it by leaving its `with` block."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint = endpoint
+        options = [*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", 0)]  # whatever proxy the environment names
+        self._channel = grpc.insecure_channel(endpoint, options=options)
+        self._stub = pb_grpc.InferenceStub(self._channel)
+
+    def __enter__(self) -> InferenceClient:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._channel.close()
+
+    def generate(self, request: pb.GenerateRequest, *, timeout_s: float) -> Iterator[pb.GenerateResponse]:
+        """The events of one request as they come. Leaving the iteration cancels it. Raises InferenceFailed."""
+        call = self._stub.Generate(request, timeout=timeout_s)
+        try:
+            yield from call
+        except grpc.RpcError as error:
+            code = error.code()
+            if code is grpc.StatusCode.UNAVAILABLE and "connect" in (error.details() or ""):
+                text = f"no router answers at {self._endpoint}; see `cluster status`"
+            else:
+                text = f"{code.name.lower()}: {error.details()}"
+            raise InferenceFailed(text, exit_code=2 if code in _USERS_FAULT else 1) from None
+        finally:
+            call.cancel()

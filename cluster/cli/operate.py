@@ -1,0 +1,120 @@
+"""`cluster scale`, `drain` and `logs`: looking after a deployment that is up."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from cluster import state as states
+from cluster.cli.connection import join_controller
+from cluster.cli.deploy import Name
+from cluster.errors import SpecError
+
+_FOLLOW_S = 0.5
+_SEE_ALL_S = 60.0
+_SIZE = re.compile(r"(prefill|decode)=([0-9]+)")
+
+
+def scale(
+    sizes: Annotated[list[str], typer.Argument(metavar="prefill=N decode=N", help="The new number of replicas.")],
+    name: Name = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds; default timeouts.start_s + timeouts.drain_s.")] = None,
+    wait_for_nodes: Annotated[
+        bool, typer.Option(help="Wait for nodes that an autoscaler has yet to add, instead of refusing.")
+    ] = False,
+) -> None:
+    """Change the size of one pool or both, and return when it is done.
+
+    A replica that leaves takes no new requests and finishes those that it has; the other pool is not touched.
+    """
+    wanted = _parse_sizes(sizes)
+    change = _change(name, "scale", wanted, roles=wanted, timeout=timeout, wait_for_nodes=wait_for_nodes)
+    what = ", ".join(f"{role} {before} -> {after}" for role, (before, after) in change.answer.items())
+    print(f"scaled {what} in {change.seconds:.1f} s")
+
+
+def drain(
+    replica: Annotated[str, typer.Argument(help="Such as decode-1; see `cluster status`.")],
+    name: Name = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds; default timeouts.start_s + timeouts.drain_s.")] = None,
+) -> None:
+    """Let one replica finish its requests and leave; a fresh one takes its place. Returns when both are done.
+
+    The pool keeps its size: to make it smaller, use `cluster scale`.
+    """
+    role = replica.partition("-")[0]
+    change = _change(name, "drain", replica, roles=[role], timeout=timeout)
+    newest = max((entry["id"] for entry in change.pools[role]["replicas"]), key=_number, default="none")
+    print(f"{replica} has left, {newest} serves in its place, after {change.seconds:.1f} s")
+
+
+def logs(
+    replica: Annotated[str, typer.Argument(help="Such as decode-1; also one that is gone.")],
+    lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="Of each rank.")] = 50,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until Ctrl-C.")] = False,
+    name: Name = None,
+) -> None:
+    """Show the last lines that a replica has written."""
+    controller = join_controller(states.find(name))
+    from cluster.driver import ask
+
+    parts = ask(controller, "logs", replica, lines=lines)
+    while True:
+        for rank, part in sorted(parts.items()):
+            prefix = f"{rank}| " if len(parts) > 1 else ""
+            for line in part.text.splitlines():
+                print(prefix + line, flush=True)
+        if not follow:
+            return
+        time.sleep(_FOLLOW_S)
+        parts = ask(controller, "logs", replica, starts={rank: part.end for rank, part in parts.items()})
+
+
+@dataclass(frozen=True)
+class _Change:
+    """What came of a change to the pools."""
+
+    answer: Any  # the controller's, when it was asked
+    pools: dict[str, Any]
+    seconds: float
+
+
+def _change(
+    name: str | None, method: str, *args: Any, roles: Iterable[str], timeout: float | None, **kw: Any
+) -> _Change:
+    """Ask the controller for a change, and return when those pools are settled and the router has heard of it."""
+    from cluster.cli.console import reporter
+    from cluster.driver import ask
+    from cluster.pool_watch import await_ready, failures_so_far
+    from cluster.router_health import await_seen
+
+    begin = time.monotonic()
+    state = states.find(name)
+    controller = join_controller(state)
+    known_failures = failures_so_far(controller)
+    result = ask(controller, method, *args, **kw)
+    timeouts = ask(controller, "status")["spec"]["timeouts"]
+    deadline = begin + (timeout or timeouts["start_s"] + timeouts["drain_s"])
+    with reporter(is_new=False) as report:
+        pools = await_ready(controller, roles, deadline=deadline, reporter=report, known_failures=known_failures)
+    await_seen(state.http, {role: pools[role]["desired"] for role in roles}, within_s=_SEE_ALL_S)
+    return _Change(result, pools, time.monotonic() - begin)
+
+
+def _parse_sizes(sizes: list[str]) -> dict[str, int]:
+    wanted: dict[str, int] = {}
+    for size in sizes:
+        match = _SIZE.fullmatch(size)
+        if match is None or match[1] in wanted:
+            raise SpecError(f"scale {' '.join(sizes)}: write prefill=N, decode=N or both")
+        wanted[match[1]] = int(match[2])
+    return wanted
+
+
+def _number(replica: str) -> int:
+    return int(replica.rpartition("-")[2])

@@ -1,0 +1,61 @@
+"""`cluster status`."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from cluster import state as states
+from cluster.cli.connection import join_controller
+from cluster.cli.deploy import Name
+from cluster.errors import DeployError
+
+_NOT_READY, _NOTHING_DEPLOYED = 1, 3
+
+
+def status(
+    name: Name = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Show every replica. Exit code: 0 ready, 1 not ready, 3 nothing deployed."""
+    try:
+        state = states.find(name)
+        if state.local_ray is not None and not state.local_ray.is_running:
+            raise states.NotDeployed(f"{state.name} is not running any more; `cluster down` forgets it")
+    except states.NotDeployed as nothing:
+        typer.echo(f"cluster: {nothing}", err=True)
+        raise typer.Exit(_NOTHING_DEPLOYED) from None
+    try:
+        controller = join_controller(state)
+        from cluster.status import read_status
+
+        report = read_status(state, controller)
+    except DeployError as error:
+        typer.echo(f"cluster: {error}", err=True)
+        raise typer.Exit(_NOT_READY) from None
+    print(json.dumps(report, indent=1) if as_json else _as_text(report))
+    raise typer.Exit(0 if report["ready"] else _NOT_READY)
+
+
+def _as_text(report: dict[str, Any]) -> str:
+    from cluster.cli.console import columns
+
+    rows = [["REPLICA", "STATE", "NODE", "DEVICES", "BLOCKS", "FREE", "CACHED", "RUNNING", "WAITING", ""]]
+    notes = []
+    for pool in report["pools"].values():
+        for replica in pool["replicas"]:
+            blocks = replica["blocks"]
+            devices = ",".join(rank["device"] for rank in replica["ranks"])
+            numbers = [blocks["total"], blocks["free"], blocks["cached"], replica["running"], replica["waiting"]]
+            cells = [replica["id"], replica["state"], replica["node"], devices, *map(str, numbers), replica["stage"]]
+            rows.append(cells)
+        if pool["ready"] < pool["desired"] and pool["failures"]:
+            notes.append(pool["failures"][-1]["text"])
+        if pool["has_given_up"]:
+            notes.append("it failed to start too often and is not tried again until `cluster scale`")
+    ready = "ready" if report["ready"] else "not ready"
+    wanted = " ".join(f"{role} {pool['ready']}/{pool['desired']}" for role, pool in report["pools"].items())
+    doors = f"gRPC {report['endpoints']['grpc']} · OpenAI {report['endpoints']['http']}/v1"
+    return "\n".join([f"{report['name']} is {ready}: {wanted} · {doors}", columns(rows), *notes])

@@ -1,0 +1,63 @@
+"""The processes of this machine, read from /proc: whose children they are by the mark in their environment.
+
+A session or a process group is not enough to find all that a program has started: each may leave it. The environment
+with which a process was started stays readable and goes on to its children. Only our own user's processes are seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+_PAUSE_S = 0.02
+
+
+def marked(mark: str) -> list[int]:
+    """Living processes that were started with `mark`, a NAME=VALUE, in their environment."""
+    wanted = mark.encode()
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended meanwhile, or it belongs to somebody else
+            if wanted in (path / "environ").read_bytes().split(b"\0") and _is_alive(path):
+                found.append(int(path.name))
+    return found
+
+
+def end(mark: str, *, grace_s: float) -> list[int]:
+    """End every process that carries `mark`: politely and, after `grace_s`, by force. Returns the forced ones."""
+    leaders = [pid for pid in marked(mark) if os.getsid(pid) == pid]
+    _signal(leaders, signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    while (left := marked(mark)) and time.monotonic() < deadline:
+        time.sleep(_PAUSE_S)
+    deadline = time.monotonic() + grace_s
+    while (still := marked(mark)) and time.monotonic() < deadline:
+        _signal(still, signal.SIGKILL)
+        time.sleep(_PAUSE_S)
+    return left
+
+
+def start_time(pid: int) -> int | None:
+    """When a process started, in ticks since boot; with the pid it names one process for ever. None: there is none."""
+    try:
+        return int(_stat(Path(f"/proc/{pid}"))[19])
+    except OSError:
+        return None
+
+
+def _signal(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _is_alive(path: Path) -> bool:
+    return _stat(path)[0] not in ("Z", "X")
+
+
+def _stat(path: Path) -> list[str]:
+    """The fields after the command's name, which may itself contain anything."""
+    return (path / "stat").read_text().rpartition(")")[2].split()

@@ -1,0 +1,48 @@
+"""Running the `cluster` command as an operator does: a process, its two streams, its exit code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+_HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    out: str
+    err: str
+
+
+@dataclass(frozen=True)
+class ClusterCommand:
+    """The real command or, with `is_fake`, the one whose parts hold no model, with a state directory of its own."""
+
+    state_root: Path
+
+    def run(self, *arguments: str, is_fake: bool = False, stdin: str = "", within_s: float = 150) -> Outcome:
+        with self.start(*arguments, is_fake=is_fake) as process:
+            out, err = process.communicate(stdin, timeout=within_s)
+        return Outcome(process.returncode, out, err)
+
+    def start(self, *arguments: str, is_fake: bool = False) -> subprocess.Popen[str]:
+        program = [str(_HERE / "fake_cluster.py")] if is_fake else ["-m", "cluster.cli"]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            [sys.executable, *program, *arguments],
+            env=self._environment,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+        )
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        path = os.pathsep.join([str(_HERE.parents[1]), str(_HERE)])
+        kept = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+        return {**kept, "PYTHONPATH": path, "CLUSTER_STATE_DIR": str(self.state_root), "PYTHONWARNINGS": "ignore"}
