@@ -5,7 +5,8 @@ ClusterError
 ├── DeployError             a replica, a port or a resource failed       (CLI: one line, exit code 2)
 ├── RequestError            the client sent something wrong; retrying will not help
 │   ├── UnknownModel
-│   └── ContextLengthExceeded
+│   ├── ContextLengthExceeded
+│   └── RequestTooLarge
 ├── CapacityError           full right now; retry after `retry_after_s`
 ├── DeadlineExceeded        the request's own deadline passed
 ├── ReplicaLost             a worker died, hung up or is draining; another one may serve
@@ -47,6 +48,10 @@ class UnknownModel(RequestError):
 
 class ContextLengthExceeded(RequestError):
     """The prompt, or the prompt plus the tokens asked for, does not fit the model's context or a replica's pool."""
+
+
+class RequestTooLarge(RequestError):
+    """The request has more bytes than a door reads."""
 
 
 class CapacityError(ClusterError):
@@ -99,6 +104,7 @@ class Outcome:
 _OUTCOMES: tuple[tuple[type[ClusterError], Outcome], ...] = (
     (UnknownModel, Outcome("NOT_FOUND", 404, "invalid_request_error", "model_not_found")),
     (ContextLengthExceeded, Outcome("INVALID_ARGUMENT", 400, "invalid_request_error", "context_length_exceeded")),
+    (RequestTooLarge, Outcome("INVALID_ARGUMENT", 413, "invalid_request_error", "request_too_large")),
     (RequestError, Outcome("INVALID_ARGUMENT", 400, "invalid_request_error", "invalid_value")),
     (CapacityError, Outcome("RESOURCE_EXHAUSTED", 429, "rate_limit_error", "overloaded")),
     (DeadlineExceeded, Outcome("DEADLINE_EXCEEDED", 504, "timeout_error", "deadline_exceeded")),

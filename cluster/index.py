@@ -144,11 +144,11 @@ class IndexReader:
         self._position = 0  # how many events the stream had had when that one was added
 
     async def follow(self, replicas: Iterable[str], *, wait_ms: int) -> None:
-        """Fold in what is new, waiting up to wait_ms for it. If events were missed, read the `replicas`' sets first."""
+        """Fold in what is new, waiting up to wait_ms for it. If events were missed, `load` the replicas first."""
         num_added, num_trimmed, newest_id = await self._stream()
         if self._last_id is None or not num_trimmed <= self._position <= num_added:
             self._last_id, self._position = newest_id, num_added
-            await self._load(replicas)
+            await self.load(replicas)
         streams: dict[Any, Any] = {self._events: self._last_id}
         answer: Any = await self._redis.xread(streams, count=1000, block=wait_ms)
         for _, events in answer or []:
@@ -165,7 +165,8 @@ class IndexReader:
             return 0, 0, b"0-0"
         return stream["entries-added"], stream["entries-added"] - stream["length"], stream["last-generated-id"]
 
-    async def _load(self, replicas: Iterable[str]) -> None:
+    async def load(self, replicas: Iterable[str]) -> None:
+        """Read all that these replicas hold: for those that were there before this reader."""
         for replica in replicas:
             hashes: Any = await self._redis.smembers(self._blocks + replica)
             self._index.drop(replica)

@@ -52,8 +52,9 @@ class Presence:
         await asyncio.gather(self._every(RENEW_S, self._renew), self._flush_forever())
 
     async def leave(self) -> None:
-        """Out of membership and index, at once; as far as Redis can be reached."""
+        """Out of membership and index, at once, as far as Redis can be reached; the connection is closed."""
         await self._try(self._leave)
+        await self._redis.aclose()
 
     async def _flush_forever(self) -> None:
         while True:

@@ -16,6 +16,8 @@ from cluster.rank_host import RankHost
 from cluster.replica_service import ReplicaService
 from cluster.spec import Spec, parse_spec
 
+_CLOSE_S = 10.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
@@ -46,6 +48,10 @@ class Body(Protocol):
 
     def run(self) -> None:
         """Return when this rank has been told to stop; raise what ended it otherwise."""
+        ...
+
+    async def close(self) -> None:
+        """Close the connections to other ranks, on the event loop."""
         ...
 
 
@@ -109,6 +115,9 @@ class RankProcess:
     def stop(self) -> None:
         if self._body.service:
             self._body.service.stop()
+        if self._host:
+            self._host.call(self._body.close(), timeout_s=_CLOSE_S)
+            self._host.stop()
 
     def _note_progress(self, stage: str, fraction: float) -> None:
         self._progress = {"stage": stage, "fraction": fraction}

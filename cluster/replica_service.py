@@ -99,8 +99,7 @@ class ReplicaService:
         if self._presence and self._presence_task:
             self._presence_task.cancel()
             self._host.call(self._presence.leave(), timeout_s=timeout_s)
-        self.post(self._engine.stop)
-        self._loop.stop(timeout_s=timeout_s)
+        self._loop.stop(self._engine.stop, timeout_s=timeout_s)
 
     def _step(self) -> bool:
         did_work = self._engine.step()

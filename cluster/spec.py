@@ -30,6 +30,14 @@ class ModelSpec(_Section):
     served_name: str | None = None  # what clients call it; None: the source's own name
     max_context: Annotated[int, Field(ge=16)] | None = None  # tokens; None: the model's own limit
 
+    @property
+    def name(self) -> str:
+        """What clients call the model."""
+        kind, colon, rest = self.source.partition(":")
+        if colon and kind in ("hf", "pypi"):
+            return self.served_name or rest.split("@")[0]
+        return self.served_name or Path(self.source).name.removesuffix(".gguf")
+
 
 class KVSpec(_Section):
     block_size: Literal[8, 16, 32, 64, 128] = 16  # tokens; small blocks share more, large ones move faster
@@ -69,6 +77,7 @@ class RouterSpec(_Section):
     host: str = "127.0.0.1"  # where both doors listen; 0.0.0.0 opens them to the network
     grpc_port: Port = 50051
     http_port: Port = 8000
+    max_local_prefill: Annotated[int, Field(ge=0)] = 16  # uncached prompt tokens that decode may compute itself
 
 
 class TimeoutSpec(_Section):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable
+from contextlib import suppress
 
 from cluster.background import BackgroundThread
 
@@ -37,13 +38,18 @@ class StepLoop:
         """Wait until the loop has ended; raise what ended it if it was not `stop`."""
         self._thread.run()
 
-    def stop(self, *, timeout_s: float) -> None:
-        """End the loop after the step under way. From any other thread; a step that hangs is left behind."""
-        self.post(self._stop)
-        self._thread.join(timeout_s)
+    def stop(self, last: Command, *, timeout_s: float) -> None:
+        """End the loop after the step under way, with `last` as its last command. From any other thread.
 
-    def _stop(self) -> None:
-        self._is_stopping = True
+        A step that hangs is left behind.
+        """
+
+        def end() -> None:
+            self._is_stopping = True
+            last()
+
+        self.post(end)
+        self._thread.join(timeout_s)
 
     def _work(self) -> None:
         did_work = True
@@ -55,8 +61,10 @@ class StepLoop:
         """Run what is posted; with `wait`, wait for the first of them up to idle_s."""
         try:
             self._commands.get(timeout=self._idle_s if wait else 0)()
-            while True:
-                self._commands.get_nowait()()
         except queue.Empty:
             if wait:
                 self._idle()
+            return
+        with suppress(queue.Empty):
+            while not self._is_stopping:
+                self._commands.get_nowait()()

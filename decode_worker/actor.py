@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from engine.runner import ModelRunner
 from grpc import aio
 
 from cluster import model_source
@@ -24,6 +23,7 @@ from decode_worker.server import DecodeServicer, Serving
 from decode_worker.worker import Decoder
 from engine.block_manager import BlockManager
 from engine.load import device_for, load_runner, max_tokens_of, set_threads
+from engine.runner import ModelRunner
 from engine.sequence import Sequence
 from kvtransfer.incoming import Landing
 from kvtransfer.peers import Peers, join_gang
@@ -49,6 +49,7 @@ class DecodeBody:
         self._ranks = RankServicer()
         self._requests = DecodeServicer()
         self._following: BackgroundThread | None = None
+        self._peers: Peers | None = None
 
     def register(self, server: aio.Server) -> None:
         transfer_pb2_grpc.add_RankServicer_to_server(self._ranks, server)
@@ -70,6 +71,10 @@ class DecodeBody:
         assert running, "load() comes first"
         running.run()
 
+    async def close(self) -> None:
+        if self._peers:
+            await self._peers.disconnect()
+
     def _open(self, setup: Setup) -> tuple[Peers, ModelRunner]:
         """Meet the other ranks and load the weights."""
         pool, timeouts = setup.spec.decode, setup.spec.timeouts
@@ -77,7 +82,8 @@ class DecodeBody:
         model_dir = model_source.resolve(setup.spec.model.source)
         set_threads(pool.resources.cpus)
         setup.on_progress("meeting the other ranks", 0.05)
-        peers = Peers(setup.addresses, rank=setup.rank, timeout_s=timeouts.handoff_s)
+        connecting = Peers.connect(setup.addresses, rank=setup.rank, timeout_s=timeouts.handoff_s)
+        self._peers = peers = setup.host.call(connecting, timeout_s=timeouts.start_s)
         parallel = join_gang(
             peers,
             self._ranks,
@@ -97,6 +103,8 @@ class DecodeBody:
             device=self._device,
             progress=lambda fraction: setup.on_progress("loading weights", 0.1 + 0.9 * fraction),
         )
+        setup.on_progress("waiting for the other ranks", 1.0)
+        parallel.wait_for_all("load", timeout_s=timeouts.start_s)
         return peers, runner
 
     def _receiver(self, setup: Setup, runner: ModelRunner, on_landed: Callable[[Landing], None]) -> Receiver:

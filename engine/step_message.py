@@ -24,5 +24,5 @@ def encode_step(batch: Batch | None, orders: Orders) -> bytes:
 def decode_step(data: bytes) -> tuple[Batch | None, Orders]:
     (length,) = _HEADER.unpack_from(data)
     end = _HEADER.size + length
-    batch = Batch.decode(np.frombuffer(data, dtype=np.int64, offset=end)) if len(data) > end else None
+    batch = Batch.decode(np.frombuffer(data, dtype=np.int64, offset=end).copy()) if len(data) > end else None
     return batch, json.loads(data[_HEADER.size : end])

@@ -7,7 +7,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from engine.parallel import TensorParallel
 from grpc import aio
 from torch.distributed import TCPStore
 
@@ -16,6 +15,7 @@ from cluster.errors import ReplicaLost
 from cluster.rank_host import RankHost
 from cluster.rpc import transfer_pb2 as pb
 from cluster.rpc import transfer_pb2_grpc as rpc
+from engine.parallel import TensorParallel
 from kvtransfer.rank_servicer import RankServicer
 
 _ASK_AGAIN_S = 0.1
@@ -28,6 +28,11 @@ class Peers:
         self._timeout_s = timeout_s
         self._channels = {r: open_channel(a) for r, a in enumerate(addresses) if r != rank}
         self._stubs = {r: rpc.RankStub(channel) for r, channel in self._channels.items()}
+
+    @classmethod
+    async def connect(cls, addresses: list[str], *, rank: int, timeout_s: float) -> Peers:
+        """Make the channels on the event loop that will use them."""
+        return cls(addresses, rank=rank, timeout_s=timeout_s)
 
     async def open(self, request: pb.OpenRequest) -> None:
         """Open a handoff on every other rank. Raises ReplicaLost if one does not answer."""
@@ -87,5 +92,5 @@ def join_gang(
         address, port = place.rsplit(":", 1)
         store = TCPStore(address, int(port), is_master=False, timeout=timeout)
     return TensorParallel.join(
-        store, prefix="gang", rank=rank, size=size, host=host.host, device=device, timeout_s=timeout_s
+        store, prefix="gang", rank=rank, size=size, host=host.host, device=device, meet_s=timeout_s
     )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
-from engine.runner import ModelRunner
 from grpc import aio
 
 from cluster import model_source
@@ -18,6 +18,7 @@ from cluster.request import Role, SequenceRequest
 from cluster.rpc import transfer_pb2, transfer_pb2_grpc, worker_pb2_grpc
 from engine.block_manager import BlockManager
 from engine.load import device_for, load_runner, max_tokens_of, set_threads
+from engine.runner import ModelRunner
 from engine.sequence import Sequence
 from kvtransfer.peers import Peers, join_gang
 from kvtransfer.rank_servicer import RankServicer
@@ -44,6 +45,8 @@ class PrefillBody:
         self._ranks = RankServicer()
         self._prompts = PrefillServicer()
         self._following: BackgroundThread | None = None
+        self._peers: Peers | None = None
+        self._sender: Sender | None = None
 
     def register(self, server: aio.Server) -> None:
         transfer_pb2_grpc.add_RankServicer_to_server(self._ranks, server)
@@ -55,7 +58,7 @@ class PrefillBody:
         if setup.rank == 0:
             self._serve(setup, runner)
         else:
-            rank = PrefillRank(runner, self._sender(setup, runner, functools.partial(_report, setup, peers)))
+            rank = PrefillRank(runner, self._make_sender(setup, runner, functools.partial(_report, setup, peers)))
             self._following = BackgroundThread(rank.follow, name="following")
             self._following.start()
         return runner.pool.num_blocks
@@ -65,6 +68,12 @@ class PrefillBody:
         assert running, "load() comes first"
         running.run()
 
+    async def close(self) -> None:
+        if self._sender:
+            await self._sender.close()
+        if self._peers:
+            await self._peers.disconnect()
+
     def _open(self, setup: Setup) -> tuple[Peers, ModelRunner]:
         """Meet the other ranks and load the weights."""
         pool, timeouts = setup.spec.prefill, setup.spec.timeouts
@@ -72,7 +81,8 @@ class PrefillBody:
         model_dir = model_source.resolve(setup.spec.model.source)
         set_threads(pool.resources.cpus)
         setup.on_progress("meeting the other ranks", 0.05)
-        peers = Peers(setup.addresses, rank=setup.rank, timeout_s=timeouts.handoff_s)
+        connecting = Peers.connect(setup.addresses, rank=setup.rank, timeout_s=timeouts.handoff_s)
+        self._peers = peers = setup.host.call(connecting, timeout_s=timeouts.start_s)
         parallel = join_gang(
             peers,
             self._ranks,
@@ -92,10 +102,12 @@ class PrefillBody:
             device=self._device,
             progress=lambda fraction: setup.on_progress("loading weights", 0.1 + 0.9 * fraction),
         )
+        setup.on_progress("waiting for the other ranks", 1.0)
+        parallel.wait_for_all("load", timeout_s=timeouts.start_s)
         return peers, runner
 
-    def _sender(self, setup: Setup, runner: ModelRunner, on_shipped: Any) -> Sender:
-        return Sender(
+    def _make_sender(self, setup: Setup, runner: ModelRunner, on_shipped: Callable[[Shipment], None]) -> Sender:
+        self._sender = Sender(
             name=f"{setup.replica}/{setup.rank}",
             rank=setup.rank,
             pool=runner.pool,
@@ -105,6 +117,7 @@ class PrefillBody:
             loop=setup.host.loop,
             on_shipped=on_shipped,
         )
+        return self._sender
 
     def _serve(self, setup: Setup, runner: ModelRunner) -> None:
         """Rank 0: begin to take prompts."""
@@ -117,7 +130,7 @@ class PrefillBody:
             max_waiting=pool.max_waiting,
         )
         on_shipped = functools.partial(self._shipped, 0)
-        prefiller = Prefiller(PrefillRank(runner, self._sender(setup, runner, on_shipped)), blocks, scheduler)
+        prefiller = Prefiller(PrefillRank(runner, self._make_sender(setup, runner, on_shipped)), blocks, scheduler)
         self.service = ReplicaService(prefiller, setup.host, self._hub, replica=setup.replica)
         max_tokens = max_tokens_of(runner, limit=setup.spec.model.max_context)
 

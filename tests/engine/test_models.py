@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from steps import prompts, step
-from tiny_models import MakeModel, MakeRunner, reference_logits
 from transformers import PreTrainedModel
 
 from cluster.errors import SpecError
 from engine.batch import Batch, Row
 from engine.runner import ModelRunner, layout_for
+from tests.engine.steps import prompts, step
+from tests.engine.tiny_models import MakeModel, MakeRunner, reference_logits
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -9,16 +9,16 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-import gang
 import pytest
 import torch
-from steps import prompts
-from tiny_models import MakeModel, reference_logits
 from torch.distributed import TCPStore
 
 from cluster.errors import SpecError
 from engine.parallel import TensorParallel
 from engine.runner import layout_for
+from tests.engine import gang
+from tests.engine.steps import prompts
+from tests.engine.tiny_models import MakeModel, reference_logits
 
 MAX_RANKS = 4
 TIMEOUT_S = 40.0

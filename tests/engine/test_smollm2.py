@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from gguf_files import read_model
-from steps import prompts, step
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -16,6 +14,8 @@ from cluster.model_config import weight_files
 from cluster.request import FinishReason, Sampling
 from engine.offline import generate
 from engine.runner import ModelRunner, layout_for
+from tests.engine.gguf_files import read_model
+from tests.engine.steps import prompts, step
 
 QUESTION = (
     "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"

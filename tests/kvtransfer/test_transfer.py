@@ -17,6 +17,7 @@ from cluster.rpc import transfer_pb2_grpc as rpc
 from engine.kv_layout import KVLayout
 from engine.kv_pool import KVPool
 from kvtransfer.incoming import Landing
+from kvtransfer.rank_servicer import RankServicer
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender, Shipment
 
@@ -90,6 +91,12 @@ async def _replica(
             await sender.close()
         for server in side.servers:
             await server.stop(None)
+
+
+def _servicer(receiver: Receiver) -> RankServicer:
+    servicer = RankServicer()
+    servicer.receiver = receiver
+    return servicer
 
 
 def _fill(side: Side) -> torch.Tensor:

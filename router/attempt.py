@@ -1,0 +1,238 @@
+"""One try to serve a request on one pair of replicas.
+
+1  router → D   Generate: the lease                    D: reserved(handoff)
+2  router → P   Prefill(handoff)                       P: first tokens, then shipped
+3  D → router   tokens 2…n in the frames; the first ones too where D computes the prompt itself
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from grpc import aio
+
+from cluster.channel import error_of
+from cluster.errors import CapacityError, ClusterError, LayoutMismatch, ReplicaLost, TransferError
+from cluster.handoff import Handoff
+from cluster.messages import handoff_from_proto, handoff_to_proto, sequence_to_proto, tokens_from_proto
+from cluster.request import SampledToken, SequenceRequest
+from cluster.rpc import worker_pb2 as pb
+from cluster.rpc import worker_pb2_grpc as rpc
+from router.generation import Route
+from router.replicas import Replica
+
+logger = logging.getLogger(__name__)
+
+_SHIPPED_S = 1.0  # the account of a transfer may come a little later than the tokens that prove it
+_STOP_S = 1.0
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Where to try. Without a prefill replica the decode replica computes the prompt; without a decode replica the
+    first tokens are all that is wanted."""
+
+    prefill: Replica | None
+    decode: Replica | None
+
+
+def may_retry(error: ClusterError) -> bool:
+    """Whether another replica may succeed where this error came from one."""
+    return isinstance(error, ReplicaLost | CapacityError | TransferError) and not isinstance(error, LayoutMismatch)
+
+
+class Attempt:
+    """Serves `request` on `pair`.
+
+    `emit(choice, token)` gets every token once and in order. `run` returns when all choices have finished, and raises
+    ClusterError when this pair cannot go on; what was emitted until then stays valid. A prefill replica that fails
+    before it has brought a token is replaced by `next_prefill()`, under the same handoff and its next epoch.
+    """
+
+    def __init__(
+        self,
+        request: SequenceRequest,
+        pair: Pair,
+        *,
+        router: str,
+        route: Route,
+        emit: Callable[[int, SampledToken], None],
+        next_prefill: Callable[[], Replica | None],
+    ) -> None:
+        self._request = request
+        self._prefill = pair.prefill
+        self._decode = pair.decode
+        self._router = router
+        self._route = route
+        self._emit = emit
+        self._next_prefill = next_prefill
+        self._unfinished = set(request.choices)
+        self._awaiting_first = set(request.choices) if pair.prefill else set()
+        self._early: list[tuple[int, SampledToken]] = []  # of D, come before the first ones of P
+        self._error: ClusterError | None = None
+        self._ended = asyncio.Event()
+        self._prefilling: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        if self._decode:
+            self._subscribe(self._decode)
+        tasks = [self._spawn(self._lease(self._decode) if self._decode else self._prefill_only())]
+        try:
+            await self._ended.wait()
+            if self._error:
+                raise self._error
+            if self._prefilling and self._decode:
+                await asyncio.wait({self._prefilling}, timeout=_SHIPPED_S)
+        finally:
+            if self._decode:
+                self._unsubscribe(self._decode)
+            tasks += [self._prefilling] if self._prefilling else []
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def stop(self, choice: int) -> None:
+        """This choice needs no more tokens; none will follow."""
+        self._finish(choice)
+        if self._decode and self._unfinished:
+            stream = self._request.stream + self._request.choices.index(choice)
+            request = pb.StopRequest(router=self._router, streams=[stream])
+            with suppress(aio.AioRpcError):  # a replica that is lost generates nothing any more
+                await rpc.DecodeWorkerStub(self._decode.channel).Stop(request, timeout=_STOP_S)
+
+    # The lease, on D.
+
+    async def _lease(self, decode: Replica) -> None:
+        request = pb.GenerateRequest(
+            sequence=sequence_to_proto(self._request), prefill_here=self._prefill is None, router=self._router
+        )
+        decode.num_requests += 1
+        call = rpc.DecodeWorkerStub(decode.channel).Generate(request)
+        try:
+            async for event in call:
+                if event.WhichOneof("event") == "reserved":
+                    self._reserved(event.reserved)
+        except aio.AioRpcError as error:
+            self._fail(error_of(error, peer=decode.id))
+        finally:
+            decode.num_requests -= 1
+            call.cancel()
+
+    def _reserved(self, reserved: pb.Reserved) -> None:
+        assert self._decode
+        self._route.decode_replica = self._decode.id
+        if self._prefill is None:
+            self._route.prefill_replica = ""
+            self._route.cached_tokens = reserved.cached_tokens
+        else:
+            self._prefilling = self._spawn(self._prefill_along(handoff_from_proto(reserved.handoff)))
+
+    # The prompt, on P.
+
+    async def _prefill_only(self) -> None:
+        await self._try_prefills(lambda replica, epoch: self._call_prefill(replica, None))
+
+    async def _prefill_along(self, handoff: Handoff) -> None:
+        await self._try_prefills(
+            lambda replica, epoch: self._call_prefill(replica, replace(handoff, epoch=handoff.epoch + epoch))
+        )
+
+    async def _try_prefills(self, call: Callable[[Replica, int], Coroutine[Any, Any, None]]) -> None:
+        epoch = 0
+        while self._prefill:
+            try:
+                return await call(self._prefill, epoch)
+            except ClusterError as error:
+                has_emitted = self._awaiting_first != set(self._request.choices)
+                self._prefill = None if has_emitted or not may_retry(error) else self._next_prefill()
+                if self._prefill is None:
+                    self._fail(error)
+            epoch += 1
+
+    async def _call_prefill(self, prefill: Replica, handoff: Handoff | None) -> None:
+        """Raises ClusterError if the prompt's KV did not arrive."""
+        num_tokens = len(self._request.token_ids)
+        request = pb.PrefillRequest(
+            sequence=sequence_to_proto(self._request), handoff=handoff_to_proto(handoff) if handoff else None
+        )
+        prefill.num_requests += 1
+        prefill.pending_tokens += num_tokens
+        call = rpc.PrefillWorkerStub(prefill.channel).Prefill(request)
+        try:
+            async for event in call:
+                if event.WhichOneof("event") == "first_tokens":
+                    prefill.pending_tokens -= num_tokens
+                    num_tokens = 0
+                    self._route.prefill_replica = prefill.id
+                    self._route.cached_tokens = event.first_tokens.cached_tokens
+                    self._first_tokens(tokens_from_proto(event.first_tokens.tokens))
+                else:
+                    self._route.blocks_shipped += event.shipped.blocks
+                    self._route.wire_bytes += event.shipped.wire_bytes
+        except aio.AioRpcError as error:
+            raise error_of(error, peer=prefill.id) from error
+        finally:
+            prefill.num_requests -= 1
+            prefill.pending_tokens -= num_tokens
+            call.cancel()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A task whose failure ends the attempt, also one that nobody foresaw."""
+
+        def done(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()):
+                logger.error("attempt failed request=%s", self._request.id, exc_info=error)
+                self._fail(ClusterError(f"internal error: {error!r}"))
+
+        task = asyncio.create_task(work)
+        task.add_done_callback(done)
+        return task
+
+    # Tokens.
+
+    def _first_tokens(self, tokens: list[SampledToken]) -> None:
+        self._awaiting_first.clear()
+        for choice, token in zip(self._request.choices, tokens, strict=True):
+            self._take(choice, token)
+        early, self._early = self._early, []
+        for choice, token in early:
+            self._take(choice, token)
+
+    def _from_decode(self, choice: int, tokens: list[SampledToken] | ReplicaLost) -> None:
+        if isinstance(tokens, ReplicaLost):
+            self._fail(tokens)
+            return
+        for token in tokens:
+            if choice in self._awaiting_first:
+                self._early.append((choice, token))
+            else:
+                self._take(choice, token)
+
+    def _take(self, choice: int, token: SampledToken) -> None:
+        if choice in self._unfinished:
+            self._emit(choice, token)
+            if token.finish_reason:
+                self._finish(choice)
+
+    def _finish(self, choice: int) -> None:
+        self._unfinished.discard(choice)
+        if not self._unfinished:
+            self._ended.set()
+
+    def _fail(self, error: ClusterError) -> None:
+        self._error = self._error or error
+        self._ended.set()
+
+    def _subscribe(self, decode: Replica) -> None:
+        for i, choice in enumerate(self._request.choices):
+            decode.subscribe(self._request.stream + i, partial(self._from_decode, choice))
+
+    def _unsubscribe(self, decode: Replica) -> None:
+        for i in range(len(self._request.choices)):
+            decode.unsubscribe(self._request.stream + i)

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from router.tokenizer import Tokenizer
+from tests.router.fake_dispatcher import FakeDispatcher
+from tests.router.openai_door import OpenAIDoor, open_openai_door
+from tests.router.tiny_service import MakeCompletions
+from tests.router.tiny_tokenizers import make_byte_fallback, make_byte_level
+
+
+@pytest.fixture(scope="session")
+def byte_level_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_byte_level(tmp_path_factory.mktemp("byte_level"))
+
+
+@pytest.fixture(scope="session")
+def byte_fallback_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_byte_fallback(tmp_path_factory.mktemp("byte_fallback"))
+
+
+@pytest.fixture(scope="session")
+def byte_level(byte_level_dir: Path) -> Tokenizer:
+    return Tokenizer(byte_level_dir)
+
+
+@pytest.fixture(scope="session")
+def byte_fallback(byte_fallback_dir: Path) -> Tokenizer:
+    return Tokenizer(byte_fallback_dir)
+
+
+@pytest.fixture(scope="session")
+def completions(byte_level_dir: Path, byte_level: Tokenizer) -> MakeCompletions:
+    return MakeCompletions(byte_level_dir, byte_level)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def openai_server(completions: MakeCompletions) -> AsyncIterator[OpenAIDoor]:
+    async with open_openai_door(completions) as door:
+        yield door
+
+
+@pytest.fixture
+def door(openai_server: OpenAIDoor) -> OpenAIDoor:
+    """The one server of a module, with a dispatcher of the test's own. Such a module's tests share its event loop."""
+    openai_server.service.dispatcher = FakeDispatcher()
+    openai_server.is_healthy = True
+    return openai_server

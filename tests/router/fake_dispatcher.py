@@ -1,0 +1,112 @@
+"""A dispatcher without a cluster: it says what a script says, and remembers how each request ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+
+from cluster.request import FinishReason, SampledToken, SequenceRequest, TokenLogprob, finish_reason
+from router.generation import ChoiceToken, Route
+
+Script = Callable[[SequenceRequest, int], Sequence[int]]
+
+
+def echo(request: SequenceRequest, choice: int) -> Sequence[int]:
+    """Says the prompt again, for ever."""
+    return request.token_ids
+
+
+@dataclass(kw_only=True)
+class FakeDispatcher:
+    """Repeats each choice's script until the request's own rules end it. The choices take turns."""
+
+    script: Script = echo
+    max_context: int = 256
+    refuse: Exception | None = None  # on entering
+    hang_after: int | None = None  # tokens of all choices, then silence until `go_on`
+    fail_after: tuple[int, Exception] | None = None  # tokens of all choices, then this error
+    end_after: int | None = None  # tokens of all choices, then a premature end
+    cancel_after: int | None = None  # tokens of a choice; the next one says that its replica cancelled it
+    started: list[SequenceRequest] = field(default_factory=list)
+    stopped: list[tuple[str, int]] = field(default_factory=list)
+    ended: list[tuple[str, type[BaseException] | None]] = field(default_factory=list)
+    is_hanging: asyncio.Event = field(default_factory=asyncio.Event)
+    go_on: asyncio.Event = field(default_factory=asyncio.Event)
+    has_ended: asyncio.Event = field(default_factory=asyncio.Event)  # none is under way; set when the last one ends
+
+    def start(self, request: SequenceRequest) -> FakeGeneration:
+        return FakeGeneration(self, request)
+
+
+class FakeGeneration:
+    def __init__(self, fake: FakeDispatcher, request: SequenceRequest) -> None:
+        self._fake = fake
+        self._request = request
+        self._owner: asyncio.Task[object] | None = None
+        self._open = set(request.choices)
+        self._stopped: set[int] = set()
+        self.route = Route(
+            prefill_replica="prefill-0", decode_replica="decode-0", cached_tokens=3, blocks_shipped=2, wire_bytes=1000,
+            attempts=1,
+        )  # fmt: skip
+
+    async def __aenter__(self) -> FakeGeneration:
+        if self._fake.refuse is not None:
+            raise self._fake.refuse
+        self._owner = asyncio.current_task()
+        self._fake.started.append(self._request)
+        self._fake.has_ended.clear()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        assert asyncio.current_task() is self._owner, "left in another task than it was entered in"
+        self._fake.ended.append((self._request.id, kind))
+        if len(self._fake.ended) == len(self._fake.started):
+            self._fake.has_ended.set()
+
+    async def __aiter__(self) -> AsyncIterator[ChoiceToken]:
+        fake, request = self._fake, self._request
+        num_sent = position = 0
+        while self._open:
+            for choice in sorted(self._open):
+                if num_sent == fake.hang_after:
+                    fake.is_hanging.set()
+                    await fake.go_on.wait()
+                if num_sent == fake.end_after:
+                    return
+                if fake.fail_after is not None and num_sent == fake.fail_after[0]:
+                    raise fake.fail_after[1]
+                await asyncio.sleep(0)
+                token = self._token(choice, position)
+                num_sent += 1
+                if token.finish_reason is not None or choice in self._stopped:
+                    self._open.discard(choice)
+                yield ChoiceToken(choice, token)
+            position += 1
+        assert num_sent <= len(request.choices) * request.sampling.max_tokens
+
+    async def stop(self, choice: int) -> None:
+        """One more token follows: it was on the wire already."""
+        assert choice in self._request.choices
+        self._fake.stopped.append((self._request.id, choice))
+        self._stopped.add(choice)
+
+    def _token(self, choice: int, position: int) -> SampledToken:
+        request, sampling = self._request, self._request.sampling
+        script = self._fake.script(request, choice)
+        token_id = script[position % len(script)]
+        reason = finish_reason(
+            token_id,
+            num_generated=position + 1,
+            num_tokens=request.num_prompt_tokens + position + 1,
+            sampling=sampling,
+            max_context=self._fake.max_context,
+        )
+        logprob = None
+        if sampling.num_logprobs is not None:
+            top = tuple((token_id + i, -0.5 - i) for i in range(sampling.num_logprobs))
+            logprob = TokenLogprob(logprob=-0.5, top=top)
+        if position == self._fake.cancel_after:
+            reason = FinishReason.CANCELLED
+        return SampledToken(token_id=token_id, logprob=logprob, finish_reason=reason)

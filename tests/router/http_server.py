@@ -1,0 +1,25 @@
+"""The OpenAI door on a real port, in the test's own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import uvicorn
+from fastapi import FastAPI
+
+
+@asynccontextmanager
+async def serve_http(app: FastAPI) -> AsyncIterator[tuple[str, int]]:
+    """Gives (host, port). The port listens from the start, so that nobody need wait for the server."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=5))
+    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+    try:
+        yield listener.getsockname()
+    finally:
+        server.should_exit = True
+        await serving
+        listener.close()

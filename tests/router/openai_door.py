@@ -1,0 +1,43 @@
+"""A running OpenAI door, and the clients that knock on it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import httpx
+import openai
+
+from router.completion import Completions
+from router.openai_api import create_app
+from tests.router.fake_dispatcher import FakeDispatcher
+from tests.router.http_server import serve_http
+from tests.router.tiny_service import MakeCompletions
+
+USER = [{"role": "user", "content": "hi"}]
+
+
+@dataclass
+class OpenAIDoor:
+    service: Completions
+    http: httpx.AsyncClient
+    client: openai.AsyncOpenAI
+    is_healthy: bool = True
+
+    @property
+    def fake(self) -> FakeDispatcher:
+        assert isinstance(self.service.dispatcher, FakeDispatcher)
+        return self.service.dispatcher
+
+
+@asynccontextmanager
+async def open_openai_door(completions: MakeCompletions) -> AsyncIterator[OpenAIDoor]:
+    service = completions(FakeDispatcher())
+    app = create_app(
+        service, health=lambda: {"prefill": 1, "decode": int(door.is_healthy)}, metrics=service.metrics.render
+    )
+    async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
+        async with openai.AsyncOpenAI(base_url=f"http://{host}:{port}/v1", api_key="none", max_retries=0) as client:
+            door = OpenAIDoor(service, http, client)
+            yield door

@@ -1,0 +1,250 @@
+"""Clients that send too much, too slowly, or go away: on raw sockets, and as an ASGI server would tell it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import tracemalloc
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from starlette.types import Message
+
+from router.completion_request import MAX_REQUEST_BYTES
+from router.openai_api import create_app
+from tests.router.fake_dispatcher import FakeDispatcher
+from tests.router.http_server import serve_http
+from tests.router.tiny_service import MakeCompletions
+
+BODIES = [{"prompt": "abc", "stream": True}, {"prompt": "abc"}, {"prompt": ["abc", "def"], "stream": True}]
+IDS = ["stream", "whole", "many"]
+
+
+@pytest.fixture
+def fake() -> FakeDispatcher:
+    return FakeDispatcher()
+
+
+@pytest.fixture
+def app(completions: MakeCompletions, fake: FakeDispatcher) -> FastAPI:
+    return create_app(completions(fake), health=lambda: {"decode": 1}, metrics=lambda: b"")
+
+
+@pytest.fixture
+async def address(app: FastAPI) -> AsyncIterator[tuple[str, int]]:
+    async with serve_http(app) as address:
+        yield address
+
+
+def http_post(body: dict[str, Any]) -> bytes:
+    content = json.dumps(body).encode()
+    return b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(content), content)
+
+
+async def within(seconds: float, event: asyncio.Event) -> None:
+    await asyncio.wait_for(event.wait(), seconds)
+
+
+# ---- going away
+
+
+@pytest.mark.parametrize("body", BODIES, ids=IDS)
+@pytest.mark.parametrize("hang_after", [0, 3])
+async def test_a_client_that_disconnects_ends_everything(
+    address: tuple[str, int], fake: FakeDispatcher, body: dict[str, Any], hang_after: int
+) -> None:
+    fake.hang_after = hang_after
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(http_post(body))
+    await within(5, fake.is_hanging)
+    if body.get("stream") and hang_after:
+        await reader.readuntil(b"data: ")
+    writer.close()
+    await within(1, fake.has_ended)
+    assert len(fake.ended) == len(fake.started) > 0
+
+
+async def test_a_client_that_resets_while_tokens_flow(address: tuple[str, int], fake: FakeDispatcher) -> None:
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(http_post({"prompt": "abc", "stream": True, "max_tokens": 250}))
+    await reader.readuntil(b"data: ")
+    writer.transport.abort()
+    await within(1, fake.has_ended)
+
+
+async def test_a_client_that_leaves_while_it_sends(address: tuple[str, int], fake: FakeDispatcher) -> None:
+    _, writer = await asyncio.open_connection(*address)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+    await writer.drain()
+    writer.close()
+    async with httpx.AsyncClient(base_url="http://{}:{}".format(*address)) as client:
+        assert (await client.get("/health")).status_code == 200
+    assert not fake.started
+
+
+async def test_a_client_that_never_finishes_its_body(completions: MakeCompletions, fake: FakeDispatcher) -> None:
+    app = create_app(completions(fake), health=lambda: {"decode": 1}, metrics=lambda: b"", max_body_s=0.05)
+    async with serve_http(app) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        answer = await asyncio.wait_for(reader.read(), 5)
+        writer.close()
+    assert b" 408 " in answer and b'"code":"request_timeout"' in answer
+    assert not fake.started
+
+
+class AsgiServer:
+    """Calls the application as a server does. What the client sends is given beforehand; then it is there, or gone."""
+
+    def __init__(self, app: FastAPI, body: dict[str, Any]) -> None:
+        self.sent: list[Message] = []
+        self.gone = asyncio.Event()
+        self._body: bytes | None = json.dumps(body).encode()
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.4"},  # from 2.4 on, starlette itself asks nobody
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": "/v1/completions",
+            "raw_path": b"/v1/completions",
+            "query_string": b"",
+            "root_path": "",
+            "headers": [],
+        }
+        self.task = asyncio.ensure_future(app(scope, self._receive, self._send))
+
+    async def _receive(self) -> Message:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        self.sent.append(message)
+
+
+@pytest.mark.parametrize("body", BODIES, ids=IDS)
+async def test_a_disconnect_message_is_enough(app: FastAPI, fake: FakeDispatcher, body: dict[str, Any]) -> None:
+    fake.hang_after = 3
+    server = AsgiServer(app, body)
+    await within(5, fake.is_hanging)
+    server.gone.set()
+    await asyncio.wait_for(server.task, 1)
+    assert fake.has_ended.is_set()
+
+
+@pytest.mark.parametrize("body", BODIES, ids=IDS)
+async def test_a_cancelled_application_is_enough(app: FastAPI, fake: FakeDispatcher, body: dict[str, Any]) -> None:
+    fake.hang_after = 3
+    server = AsgiServer(app, body)
+    await within(5, fake.is_hanging)
+    server.task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await server.task
+    assert fake.has_ended.is_set()  # before the application returned
+
+
+async def test_the_first_bytes_come_with_the_first_token(app: FastAPI, fake: FakeDispatcher) -> None:
+    fake.hang_after = 1
+    server = AsgiServer(app, BODIES[0])
+    await within(5, fake.is_hanging)
+    start, first = server.sent
+    assert b"x-request-id" in dict(start["headers"])
+    assert (start["status"], json.loads(first["body"][6:])["choices"][0]["text"]) == (200, "a")
+    server.gone.set()
+    await server.task
+
+
+async def test_behind_a_proxy_that_answers_with_the_request_id(
+    completions: MakeCompletions, fake: FakeDispatcher
+) -> None:
+    service = completions(fake)
+    app = create_app(service, health=lambda: {"decode": 1}, metrics=lambda: b"", proxy_sets_request_id=True)
+    server = AsgiServer(app, {"prompt": "abc", "max_tokens": 1})
+    await asyncio.wait_for(server.task, 5)
+    assert server.sent[0]["status"] == 200 and b"x-request-id" not in dict(server.sent[0]["headers"])
+
+
+# ---- too much
+
+
+async def fifty_megabytes() -> AsyncIterator[bytes]:
+    for _ in range(50):
+        yield b" " * 1_000_000
+
+
+@pytest.mark.parametrize("is_announced", [True, False])
+async def test_fifty_megabytes(address: tuple[str, int], fake: FakeDispatcher, is_announced: bool) -> None:
+    headers = {"content-length": "50000000"} if is_announced else {"transfer-encoding": "chunked"}
+    async with httpx.AsyncClient(base_url="http://{}:{}".format(*address)) as client:
+        tracemalloc.start()
+        started_s = time.monotonic()
+        answer = await client.post("/v1/completions", content=fifty_megabytes(), headers=headers)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert time.monotonic() - started_s < 5
+    assert answer.status_code == 413
+    assert answer.json()["error"]["code"] == "request_too_large"
+    assert str(MAX_REQUEST_BYTES) in answer.json()["error"]["message"]
+    # Client and server together: a few parts of a megabyte, and what was held until the limit was passed.
+    assert peak_bytes < 8_000_000 + (0 if is_announced else 2 * MAX_REQUEST_BYTES)
+    assert not fake.started
+
+
+async def test_fifty_megabytes_from_the_openai_client(address: tuple[str, int]) -> None:
+    import openai
+
+    async with openai.AsyncOpenAI(base_url="http://{}:{}/v1".format(*address), api_key="x", max_retries=0) as client:
+        with pytest.raises(openai.APIStatusError) as caught:
+            await client.completions.create(model="tiny", prompt="x" * 50_000_000)
+    assert caught.value.status_code == 413
+
+
+async def test_an_announced_length_is_refused_before_the_body(address: tuple[str, int]) -> None:
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 50000000\r\n\r\n")
+    assert b" 413 " in await asyncio.wait_for(reader.readline(), 5)
+    headers = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+    assert b"connection: close" in headers.lower()
+    writer.close()
+
+
+async def test_a_client_that_asks_first_is_not_told_to_go_on(address: tuple[str, int]) -> None:
+    reader, writer = await asyncio.open_connection(*address)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 50000000\r\nexpect: 100-continue\r\n\r\n"
+    writer.write(head)
+    assert b" 413 " in await asyncio.wait_for(reader.readline(), 5)
+    await asyncio.wait_for(reader.read(), 5)  # and the server closes
+    writer.close()
+
+
+async def test_a_large_body_within_the_limit_is_taken(address: tuple[str, int]) -> None:
+    body = json.dumps({"prompt": "abc", "max_tokens": 1, "user": "x" * (MAX_REQUEST_BYTES - 100)})
+    async with httpx.AsyncClient(base_url="http://{}:{}".format(*address)) as client:
+        answer = await client.post("/v1/completions", content=body)
+    assert answer.json()["choices"][0]["text"] == "a"
+
+
+# ---- a blocking client, as most are
+
+
+def test_the_blocking_client(completions: MakeCompletions, fake: FakeDispatcher) -> None:
+    import openai
+
+    def ask(port: int) -> Iterator[str]:
+        with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0) as client:
+            for chunk in client.completions.create(model="tiny", prompt="abc", max_tokens=4, stream=True):
+                yield chunk.choices[0].text
+
+    async def serve() -> list[str]:
+        app = create_app(completions(fake), health=lambda: {"decode": 1}, metrics=lambda: b"")
+        async with serve_http(app) as (_, port):
+            return await asyncio.to_thread(lambda: list(ask(port)))
+
+    assert "".join(asyncio.run(serve())) == "abca"

@@ -1,0 +1,38 @@
+"""The service that both doors are given, for the model "tiny", over a fake dispatcher."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cluster.metrics import Metrics
+from router.chat_template import ChatTemplate, find_chat_template
+from router.completion import Completions
+from router.model_card import ModelCard
+from router.tokenizer import Tokenizer
+from tests.router.fake_dispatcher import FakeDispatcher
+
+
+class MakeCompletions:
+    def __init__(self, model_dir: Path, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._template = find_chat_template(model_dir)
+
+    def __call__(
+        self,
+        dispatcher: FakeDispatcher,
+        *,
+        max_context: int = 256,
+        max_request_s: float = 60,
+        chat_template: str | None = None,
+    ) -> Completions:
+        """chat_template None: the one of the model directory."""
+        tokenizer = self._tokenizer
+        template = ChatTemplate(chat_template or self._template, special_tokens=tokenizer.special_tokens)
+        return Completions(
+            dispatcher=dispatcher,
+            tokenizer=tokenizer,
+            chat_template=template,
+            model=ModelCard(id="tiny", max_context=max_context, vocab_size=tokenizer.vocab_size, dtype="float32"),
+            metrics=Metrics(),
+            max_request_s=max_request_s,
+        )
