@@ -179,3 +179,12 @@ def test_wrong_tensors_are_named(tiny_model: MakeModel, make_runner: MakeRunner,
         make_runner(tmp_path)
     for part in ("missing: model.layers.1.mlp.up_proj.weight", "not expected: model.extra", "(7,), not (48,)"):
         assert part in str(caught.value)
+
+
+def test_a_truncated_file_is_named(tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path) -> None:
+    directory, _ = tiny_model("llama")
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(SpecError, match=r"model\.safetensors: not a usable safetensors file"):
+        make_runner(tmp_path)
