@@ -115,23 +115,23 @@ class TensorParallel:
 
         They wait for it up to the group's timeout, so an idle leader has to send something now and then.
         """
-        if self.size == 1:
-            assert numbers is not None
+        assert (numbers is not None) == self.is_leader
+        if self.size == 1 and numbers is not None:
             return numbers
         # One message: the length and as much as fits behind it; a second one only for what did not.
         frame = torch.zeros(_FRAME, dtype=torch.int64)
-        if self.is_leader:
-            assert numbers is not None and numbers.dtype == np.int64 and numbers.ndim == 1
+        if numbers is not None:
+            assert numbers.dtype == np.int64 and numbers.ndim == 1
+            head = numbers[: _FRAME - 1]
             frame[0] = len(numbers)
-            head = torch.from_numpy(numbers[: _FRAME - 1])
-            frame[1 : 1 + len(head)] = head
+            frame.numpy()[1 : 1 + len(head)] = head
         self._run(lambda: self._control.broadcast(frame, 0))
         length = int(frame[0])
         if length < _FRAME:
             return frame[1 : 1 + length].numpy()
-        rest = torch.empty(length - _FRAME + 1, dtype=torch.int64)
-        if self.is_leader:
-            rest.copy_(torch.from_numpy(numbers[_FRAME - 1 :]))
+        rest = torch.empty(length - (_FRAME - 1), dtype=torch.int64)
+        if numbers is not None:
+            rest.numpy()[:] = numbers[_FRAME - 1 :]
         self._run(lambda: self._control.broadcast(rest, 0))
         return torch.cat((frame[1:], rest)).numpy()
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.distributed import TCPStore
 
+from engine.batch import Batch, Row
 from engine.parallel import TensorParallel
 from engine.runner import ModelRunner, layout_for
 from tests.engine.steps import step
@@ -25,18 +26,20 @@ def join(port: int, prefix: str, rank: int, size: int, *, timeout_s: float = 20.
     )
 
 
-def logits_in_two_steps(
+def logits_in_three_steps(
     port: int, prefix: str, rank: int, size: int, directory: Path, sequences: list[list[int]], dtype: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prompts but for their last token, then one token each: this rank's logits of both steps."""
+) -> tuple[torch.Tensor, ...]:
+    """A chunk that wants no logits, prompts but for their last token, and one token each: this rank's logits."""
     parallel = join(port, prefix, rank, size)
     layout = layout_for(directory, dtype=dtype, block_size=8, tensor_parallel=size)
     runner = ModelRunner(
         directory, layout=layout, num_blocks=96, dtype=getattr(torch, dtype), device=CPU, parallel=parallel
     )
-    prompts = step(runner, sequences, [(i, 0, len(s) - 1) for i, s in enumerate(sequences)])
+    first_chunk = Row(token_ids=sequences[0][:5], start=0, blocks=[0], wants_logits=False)
+    chunk = runner.forward(Batch.of([first_chunk], block_size=8))
+    prompts = step(runner, sequences, [(i, 5 if i == 0 else 0, len(s) - 1) for i, s in enumerate(sequences)])
     tokens = step(runner, sequences, [(i, len(s) - 1, len(s)) for i, s in enumerate(sequences)])
-    return prompts.clone(), tokens.clone()
+    return chunk.clone(), prompts.clone(), tokens.clone()
 
 
 def broadcasts(port: int, prefix: str, rank: int, size: int, messages: list[bytes]) -> list[bytes]:
