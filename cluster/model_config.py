@@ -113,17 +113,18 @@ def load(path: Path) -> ModelConfig:
 
 def weight_files(path: Path) -> list[Path]:
     """The files that hold the weights of a model directory, sorted. Raises SpecError if there are none."""
-    if (path / TABLE).exists():
-        return sorted({Path(tensor.file) for tensor in read_table(path)})
     index = path / "model.safetensors.index.json"
-    if index.exists():
+    if (path / TABLE).exists():
+        files = sorted({Path(tensor.file) for tensor in read_table(path)})
+    elif index.exists():
         files = sorted({path / name for name in _read_json(index)["weight_map"].values()})
-        if missing := [file.name for file in files if not file.exists()]:
-            raise SpecError(f"{path}: weight files named in {index.name} are missing: {', '.join(missing)}")
-        return files
-    if (path / "model.safetensors").exists():
-        return [path / "model.safetensors"]
-    raise SpecError(f"{path}: no weights: expected model.safetensors, model.safetensors.index.json or a .gguf file")
+    elif (path / "model.safetensors").exists():
+        files = [path / "model.safetensors"]
+    else:
+        raise SpecError(f"{path}: no weights: expected model.safetensors, model.safetensors.index.json or a .gguf file")
+    if missing := [str(file) for file in files if not file.exists()]:
+        raise SpecError(f"{path}: weight files are missing: {', '.join(missing)}")
+    return files
 
 
 def fingerprint(path: Path) -> str:

@@ -30,6 +30,14 @@ class ModelSpec(_Section):
     served_name: str | None = None  # what clients call it; None: the source's own name
     max_context: Annotated[int, Field(ge=16)] | None = None  # tokens; None: the model's own limit
 
+    @property
+    def name(self) -> str:
+        """What clients call the model."""
+        kind, colon, rest = self.source.partition(":")
+        if colon and kind in ("hf", "pypi"):
+            return self.served_name or rest.split("@")[0]
+        return self.served_name or Path(self.source).name.removesuffix(".gguf")
+
 
 class KVSpec(_Section):
     block_size: Literal[8, 16, 32, 64, 128] = 16  # tokens; small blocks share more, large ones move faster

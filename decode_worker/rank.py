@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from engine.runner import ModelRunner
 from torch import Tensor
 
 from engine.batch import Batch
+from engine.runner import ModelRunner
 from engine.step_message import Orders, decode_step, encode_step
 
 # Orders of a decode step, beside its batch:

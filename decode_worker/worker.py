@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-from engine.sampler import SamplingRow, sample
 from torch import Tensor
 
 from cluster.errors import ClusterError, HandoffExpired
@@ -23,6 +22,7 @@ from decode_worker.scheduler import Scheduler
 from engine.batch import Batch
 from engine.block_manager import BlockManager
 from engine.rate import Rate
+from engine.sampler import SamplingRow, sample
 from engine.sequence import Sequence
 from kvtransfer.incoming import Landing
 from kvtransfer.receiver import Receiver

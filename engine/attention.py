@@ -56,7 +56,7 @@ class AttentionPlan:
         planner = _Planner(batch, pool, window, dtype)
         single = batch.query_lens == 1
         return cls(
-            prompts=[planner.prompt(row) for row in np.flatnonzero(~single)],
+            prompts=[planner.prompt(row) for row in np.flatnonzero(~single).tolist()],
             singles=[planner.singles(rows) for rows in planner.similar(np.flatnonzero(single))],
         )
 

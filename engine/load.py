@@ -7,12 +7,13 @@ from pathlib import Path
 
 import torch
 
+from cluster import model_config
+from engine.kv_layout import KVLayout
 from engine.parallel import TensorParallel
-from engine.runner import ModelRunner, layout_for, num_blocks_for
+from engine.runner import GIB, ModelRunner, layout_for, num_blocks_for
 
 _CPU_KV_GIB = 1.0
-_GPU_KV_SHARE = 0.85  # of the memory that is free once the weights are there
-_GIB = 1 << 30
+_GPU_KV_SHARE = 0.85  # of the memory that is free beside the weights; the rest is for activations
 
 
 def device_for(*, gpus: float) -> torch.device:
@@ -41,7 +42,7 @@ def load_runner(
         model_dir, dtype=dtype, pool_dtype=pool_dtype, block_size=block_size, tensor_parallel=parallel.size
     )
     if kv_memory_gib is None:
-        kv_memory_gib = _CPU_KV_GIB if device.type == "cpu" else _free_gpu_gib(device) * _GPU_KV_SHARE
+        kv_memory_gib = _CPU_KV_GIB if device.type == "cpu" else _gpu_kv_gib(model_dir, layout, dtype, device)
     return ModelRunner(
         model_dir,
         layout=layout,
@@ -59,6 +60,8 @@ def max_tokens_of(runner: ModelRunner, *, limit: int | None) -> int:
     return min(runner.config.max_context, pool, limit or pool)
 
 
-def _free_gpu_gib(device: torch.device) -> float:
+def _gpu_kv_gib(model_dir: Path, layout: KVLayout, dtype: str, device: torch.device) -> float:
+    """What the pool may have of a GPU whose weights are still to be loaded."""
     free_bytes, _ = torch.cuda.mem_get_info(device)
-    return free_bytes / _GIB
+    weight_bytes = model_config.load(model_dir).num_parameters * getattr(torch, dtype).itemsize / layout.tensor_parallel
+    return (free_bytes - weight_bytes) * _GPU_KV_SHARE / GIB

@@ -18,6 +18,7 @@ from cluster.errors import ReplicaLost
 
 Ints = NDArray[np.int64]
 
+OPERATION_S = 30.0  # a step of the slowest rank, with much to spare; a dead rank is usually known long before
 _FRAME = 512  # int64 numbers in the first message of a broadcast: a decode step of a few dozen sequences fits in one
 
 
@@ -32,30 +33,55 @@ class TensorParallel:
     def __init__(self, *, rank: int = 0, size: int = 1) -> None:
         self.rank = rank
         self.size = size
+        self._store: Store | None = None
         self._control: Any = None
         self._compute: Any = None
 
     @classmethod
     def join(
-        cls, store: Store, *, prefix: str, rank: int, size: int, host: str, device: torch.device, timeout_s: float
+        cls,
+        store: Store,
+        *,
+        prefix: str,
+        rank: int,
+        size: int,
+        host: str,
+        device: torch.device,
+        meet_s: float,
+        timeout_s: float = OPERATION_S,
     ) -> TensorParallel:
-        """Meet the other ranks over `store`; returns when all have come, or raises ReplicaLost.
+        """Meet the other ranks over `store`; returns when all have come, or raises ReplicaLost after `meet_s`.
 
         `prefix` names this gang in the store. `host` is this rank's own address, for the others to connect to.
+        `timeout_s` bounds each operation afterwards.
         """
         parallel = cls(rank=rank, size=size)
         if size == 1:
             return parallel
+        parallel._store = PrefixStore(prefix, store)
+        parallel.wait_for_all("come", timeout_s=meet_s)
         timeout = timedelta(seconds=timeout_s)
-        store.set_timeout(timeout)
         try:
-            parallel._control = _gloo(PrefixStore(f"{prefix}/control", store), rank, size, host, timeout)
+            parallel._control = _gloo(PrefixStore("control", parallel._store), rank, size, host, timeout)
             parallel._compute = parallel._control
             if device.type == "cuda":
-                parallel._compute = _nccl(PrefixStore(f"{prefix}/compute", store), rank, size, timeout)
+                parallel._compute = _nccl(PrefixStore("compute", parallel._store), rank, size, timeout)
         except RuntimeError as error:
             raise ReplicaLost(f"rank {rank}: not all {size} ranks came together: {error}") from error
         return parallel
+
+    def wait_for_all(self, stage: str, *, timeout_s: float) -> None:
+        """Wait until every rank has reached `stage`, however long one takes within timeout_s; raises ReplicaLost."""
+        if self._store is None:
+            return
+        self._store.set(f"{stage}/{self.rank}", b"")
+        try:
+            keys = [f"{stage}/{rank}" for rank in range(self.size)]
+            self._store.wait(keys, timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise ReplicaLost(
+                f"rank {self.rank}: not all {self.size} ranks were there ({stage}) in {timeout_s} s"
+            ) from error
 
     @property
     def is_leader(self) -> bool:
@@ -89,23 +115,23 @@ class TensorParallel:
 
         They wait for it up to the group's timeout, so an idle leader has to send something now and then.
         """
-        if self.size == 1:
-            assert numbers is not None
+        assert (numbers is not None) == self.is_leader
+        if self.size == 1 and numbers is not None:
             return numbers
         # One message: the length and as much as fits behind it; a second one only for what did not.
         frame = torch.zeros(_FRAME, dtype=torch.int64)
-        if self.is_leader:
-            assert numbers is not None and numbers.dtype == np.int64 and numbers.ndim == 1
+        if numbers is not None:
+            assert numbers.dtype == np.int64 and numbers.ndim == 1
+            head = numbers[: _FRAME - 1]
             frame[0] = len(numbers)
-            head = torch.from_numpy(numbers[: _FRAME - 1])
-            frame[1 : 1 + len(head)] = head
+            frame.numpy()[1 : 1 + len(head)] = head
         self._run(lambda: self._control.broadcast(frame, 0))
         length = int(frame[0])
         if length < _FRAME:
             return frame[1 : 1 + length].numpy()
-        rest = torch.empty(length - _FRAME + 1, dtype=torch.int64)
-        if self.is_leader:
-            rest.copy_(torch.from_numpy(numbers[_FRAME - 1 :]))
+        rest = torch.empty(length - (_FRAME - 1), dtype=torch.int64)
+        if numbers is not None:
+            rest.numpy()[:] = numbers[_FRAME - 1 :]
         self._run(lambda: self._control.broadcast(rest, 0))
         return torch.cat((frame[1:], rest)).numpy()
 

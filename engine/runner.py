@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cluster import model_config
+from cluster.errors import SpecError
 from cluster.model_config import ModelConfig
 from engine.batch import Batch
 from engine.kv_layout import KVLayout
@@ -39,8 +40,11 @@ def layout_for(
 
 
 def num_blocks_for(layout: KVLayout, *, gib: float) -> int:
-    """How many blocks of one rank fit into this much memory."""
-    return int(gib * GIB) // (layout.block_size * layout.bytes_per_token())
+    """How many blocks of one rank fit into this much memory. Raises SpecError if none does."""
+    block_bytes = layout.block_size * layout.bytes_per_token()
+    if gib * GIB < block_bytes:
+        raise SpecError(f"kv_memory_gib: {gib} GiB hold no block of {layout.block_size} tokens: {block_bytes} bytes")
+    return int(gib * GIB) // block_bytes
 
 
 class ModelRunner:

@@ -29,7 +29,8 @@ _NAMED_AT_MOST = 5  # tensors in an error message
 class Checkpoint(Protocol):
     """The tensors of a model directory, under their Hugging Face names."""
 
-    shapes: Mapping[str, Shape]
+    @property
+    def shapes(self) -> Mapping[str, Shape]: ...
 
     def read(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> Tensor:
         """A tensor, or a part of it, in whatever dtype it is stored (quantised ones as fp32). Raises SpecError."""
@@ -79,9 +80,9 @@ class SafetensorsCheckpoint:
 
     def read(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> Tensor:
         stored = self._file_of[name].get_slice(name)
-        if columns is not None:
-            return stored[slice(*rows or (None,)), slice(*columns)]
-        return stored[slice(*rows or (None,))]
+        taken = slice(*rows or (None,))
+        tensor: Tensor = stored[taken] if columns is None else stored[taken, slice(*columns)]
+        return tensor
 
 
 class GGUFCheckpoint:

@@ -67,30 +67,40 @@ class Peers:
             raise error_of(error, peer=f"rank {rank}") from error
 
 
-def join_gang(
-    peers: Peers,
+def open_gang(
     servicer: RankServicer,
     host: RankHost,
+    addresses: list[str],
     *,
     rank: int,
-    size: int,
     device: torch.device,
-    timeout_s: float,
-) -> TensorParallel:
-    """Meet the other ranks of this replica. Blocks until all are there; raises ReplicaLost after timeout_s."""
+    start_s: float,
+    ask_s: float,
+) -> tuple[Peers, TensorParallel]:
+    """Meet the other ranks of this replica, whose gRPC servers are at `addresses`.
+
+    Blocks until all are there; raises ReplicaLost after `start_s`. `ask_s` bounds each later call between ranks.
+    """
+    connecting = Peers.connect(addresses, rank=rank, timeout_s=ask_s)
+    peers = host.call(connecting, timeout_s=start_s)
+    size = len(addresses)
     if size == 1:
-        return TensorParallel()
-    timeout = timedelta(seconds=timeout_s)
+        return peers, TensorParallel()
+    timeout = timedelta(seconds=start_s)
     if rank == 0:
         store = TCPStore(host.host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         servicer.meeting_place = f"{host.host}:{store.port}"
     else:
-        try:
-            place = host.call(peers.meeting_place(timeout_s=timeout_s), timeout_s=timeout_s + 1)
-        except (TimeoutError, aio.AioRpcError) as error:
-            raise ReplicaLost(f"rank {rank}: rank 0 did not say where to meet within {timeout_s} s") from error
-        address, port = place.rsplit(":", 1)
+        address, port = _ask_for_place(peers, host, rank=rank, start_s=start_s).rsplit(":", 1)
         store = TCPStore(address, int(port), is_master=False, timeout=timeout)
-    return TensorParallel.join(
-        store, prefix="gang", rank=rank, size=size, host=host.host, device=device, timeout_s=timeout_s
+    parallel = TensorParallel.join(
+        store, prefix="gang", rank=rank, size=size, host=host.host, device=device, meet_s=start_s
     )
+    return peers, parallel
+
+
+def _ask_for_place(peers: Peers, host: RankHost, *, rank: int, start_s: float) -> str:
+    try:
+        return host.call(peers.meeting_place(timeout_s=start_s), timeout_s=start_s + 1)
+    except (TimeoutError, aio.AioRpcError) as error:
+        raise ReplicaLost(f"rank {rank}: rank 0 did not say where to meet within {start_s} s") from error

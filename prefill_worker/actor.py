@@ -20,7 +20,7 @@ from engine.block_manager import BlockManager
 from engine.load import device_for, load_runner, max_tokens_of, set_threads
 from engine.runner import ModelRunner
 from engine.sequence import Sequence
-from kvtransfer.peers import Peers, join_gang
+from kvtransfer.peers import Peers, open_gang
 from kvtransfer.rank_servicer import RankServicer
 from kvtransfer.sender import Sender, Shipment
 from prefill_worker.rank import PrefillRank
@@ -81,16 +81,14 @@ class PrefillBody:
         model_dir = model_source.resolve(setup.spec.model.source)
         set_threads(pool.resources.cpus)
         setup.on_progress("meeting the other ranks", 0.05)
-        connecting = Peers.connect(setup.addresses, rank=setup.rank, timeout_s=timeouts.handoff_s)
-        self._peers = peers = setup.host.call(connecting, timeout_s=timeouts.start_s)
-        parallel = join_gang(
-            peers,
+        self._peers, parallel = open_gang(
             self._ranks,
             setup.host,
+            setup.addresses,
             rank=setup.rank,
-            size=len(setup.addresses),
             device=self._device,
-            timeout_s=timeouts.start_s,
+            start_s=timeouts.start_s,
+            ask_s=timeouts.handoff_s,
         )
         runner = load_runner(
             model_dir,
@@ -102,7 +100,9 @@ class PrefillBody:
             device=self._device,
             progress=lambda fraction: setup.on_progress("loading weights", 0.1 + 0.9 * fraction),
         )
-        return peers, runner
+        setup.on_progress("waiting for the other ranks", 1.0)
+        parallel.wait_for_all("load", timeout_s=timeouts.start_s)
+        return self._peers, runner
 
     def _make_sender(self, setup: Setup, runner: ModelRunner, on_shipped: Callable[[Shipment], None]) -> Sender:
         self._sender = Sender(

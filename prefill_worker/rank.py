@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from engine.runner import ModelRunner
 from torch import Tensor
 
 from cluster.handoff import Handoff
 from engine.batch import Batch
+from engine.runner import ModelRunner
 from engine.step_message import Orders, decode_step, encode_step
 from kvtransfer.sender import Passage, Sender
 

@@ -7,7 +7,6 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from engine.sampler import SamplingRow, sample
 from torch import Tensor
 
 from cluster.errors import ClusterError, HandoffExpired, TransferError
@@ -17,6 +16,7 @@ from cluster.rpc import worker_pb2 as pb
 from engine.batch import Batch
 from engine.block_manager import BlockManager
 from engine.rate import Rate
+from engine.sampler import SamplingRow, sample
 from kvtransfer.plan import plan_heads
 from kvtransfer.sender import Shipment
 from prefill_worker.rank import Key, PrefillRank, begin_order

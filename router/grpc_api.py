@@ -51,7 +51,7 @@ async def open_grpc_door(completions: Completions, *, host: str, port: int, is_p
     """
     server = grpc.aio.server(options=(*_OPTIONS, ("grpc.so_reuseport", int(is_port_shared))))
     health_servicer = health.aio.HealthServicer()
-    pb_grpc.add_InferenceServicer_to_server(InferenceServicer(completions), server)  # type: ignore[no-untyped-call]
+    pb_grpc.add_InferenceServicer_to_server(InferenceServicer(completions), server)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     try:

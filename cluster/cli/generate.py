@@ -38,6 +38,7 @@ def generate(
     seed: Seed = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object at the end instead of text.")] = False,
+    account: Annotated[bool, typer.Option("--account", help="Say at the end which way the request went.")] = False,
     timeout: Timeout = 600.0,
     name: Name = None,
     endpoint: Endpoint = None,
@@ -59,6 +60,8 @@ def generate(
         answer = _stream(client, request, timeout_s=timeout, is_shown=not as_json)
     if as_json:
         print(json.dumps(answer, ensure_ascii=False))
+    elif account:
+        print(_account(answer))
 
 
 def chat(
@@ -139,6 +142,20 @@ def _summary(summary: pb.Summary) -> dict[str, Any]:
         "attempts": trace.attempts,
         "request_id": summary.request_id,
     }
+
+
+def _account(answer: dict[str, Any]) -> str:
+    """What `--account` prints: the route, what was shipped, and how quick it was."""
+    usage = answer["usage"]
+    prefill = answer["prefill_replica"] or "none (the decode replica computed the prompt)"
+    tokens_per_s = 1e3 / answer["itl_ms"] if answer["itl_ms"] else 0.0
+    return (
+        f"\nprefill {prefill} · decode {answer['decode_replica'] or 'none'}"
+        f"\nprompt {usage['prompt_tokens']} tokens, {usage['cached_tokens']} of them cached"
+        f" · shipped {answer['blocks_shipped']} KV blocks, {answer['wire_bytes']:,} bytes"
+        f"\nfirst token after {answer['ttft_ms']:.0f} ms · then {tokens_per_s:.1f} tokens/s"
+        f" · {usage['completion_tokens']} tokens, {answer['finish_reason']}"
+    )
 
 
 def _system(text: str | None) -> list[pb.ChatMessage]:

@@ -32,8 +32,7 @@ class InferenceClient:
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
-        options = [*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", 0)]  # whatever proxy the environment names
-        self._channel = grpc.insecure_channel(endpoint, options=options)
+        self._channel = grpc.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
         self._stub = pb_grpc.InferenceStub(self._channel)
 
     def __enter__(self) -> InferenceClient:

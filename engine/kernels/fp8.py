@@ -28,8 +28,23 @@ def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_fp8(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """codes (..., D) float8_e4m3fn, scales (...) bfloat16 -> (..., D) of `dtype`."""
-    return (codes.float() * scales.float().unsqueeze(-1)).to(dtype)
+    """codes (..., D) float8_e4m3fn, scales (...) bfloat16 -> (..., D) of `dtype`.
+
+    A row that held NaN or infinity has a scale that is neither, and nothing finite comes back.
+    """
+    values = codes.float() if codes.device.type != "cpu" else _widen_on_cpu(codes)
+    return values.mul_(scales.float().unsqueeze(-1)).to(dtype)
+
+
+def _widen_on_cpu(codes: Tensor) -> Tensor:
+    """codes.float() by whole vectors, where torch's own cast goes number by number; NaN becomes 480.
+
+    The bits of e4m3 at the same end of an fp32 number are the same number with an exponent that is 120 too small:
+        s eeee mmm  ->  s 0000eeee mmm00000000000000000000
+    """
+    bits = codes.view(torch.int8).to(torch.int32)  # keeps the sign
+    bits.bitwise_left_shift_(20).bitwise_and_(-(1 << 31) | 0x7F << 20)
+    return bits.view(torch.float32).mul_(2.0**120)
 
 
 def _round_up_to_bf16(x: Tensor) -> Tensor:

@@ -1,64 +1,135 @@
-"""Disaggregated greedy output equals the single-process engine's, token for token, on a raw wire."""
+"""What a cluster generates equals what one process generates, token for token, on a raw wire."""
 
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
+from dataclasses import replace
+from typing import Any
 
 import pytest
-import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 
-from cluster.request import Sampling
-from engine.load import load_runner
-from engine.offline import generate
-from engine.parallel import TensorParallel
-from tests.engine.tiny_models import TINY, prompts, random_model, tiny_config
+from cluster.request import SampledToken, Sampling, choice_seed
+from tests.e2e.conftest import Checkpoint, Reference
+from tests.engine.steps import prompts
 from tests.local_cluster import local_cluster
 
 _GREEDY = Sampling(max_tokens=24, temperature=0.0)
 
 
-@pytest.fixture(scope="module")
-def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("llama")
-    random_model(tiny_config("llama")).save_pretrained(directory)
-    Tokenizer(WordLevel({f"<{i}>": i for i in range(TINY["vocab_size"])})).save(str(directory / "tokenizer.json"))
-    return directory
-
-
-def _reference(model_dir: Path, asked: list[list[int]], sampling: Sampling = _GREEDY) -> list[list[int]]:
-    runner = load_runner(
-        model_dir,
-        dtype="float32",
-        pool_dtype="auto",
-        block_size=16,
-        kv_memory_gib=0.05,
-        parallel=TensorParallel(),
-        device=torch.device("cpu"),
-        progress=lambda fraction: None,
-    )
-    return [[token.token_id for token in tokens] for tokens in generate(runner, asked, sampling)]
-
-
-def _tree(p_tp: int = 1, d_tp: int = 1) -> dict[str, object]:
+def _tree(*, p_tp: int = 1, d_tp: int = 1, **decode: Any) -> dict[str, Any]:
     return {
         "model": {"dtype": "float32"},
         "kv": {"wire_dtype": "raw"},
         "prefill": {"tensor_parallel": p_tp, "kv_memory_gib": 0.01, "max_batch_tokens": 32},
-        "decode": {"tensor_parallel": d_tp, "kv_memory_gib": 0.01},
+        "decode": {"tensor_parallel": d_tp, "kv_memory_gib": 0.01, **decode},
         "router": {"max_local_prefill": 0},
     }
 
 
+def _ids(tokens: list[SampledToken]) -> list[int]:
+    return [token.token_id for token in tokens]
+
+
 @pytest.mark.parametrize("d_tp", [1, 2])
 @pytest.mark.parametrize("p_tp", [1, 2])
-async def test_tokens_equal_the_single_process_engines(llama_dir: Path, redis_url: str, p_tp: int, d_tp: int) -> None:
-    asked = prompts(5, 16, 33, 70, 47, 31)
-    expected = _reference(llama_dir, asked)
-    async with local_cluster(llama_dir, redis_url, **_tree(p_tp, d_tp)) as cluster:
+async def test_greedy_for_any_pair_of_tensor_parallel_sizes(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str, p_tp: int, d_tp: int
+) -> None:
+    model_dir, asked = checkpoint("llama"), prompts(5, 16, 33, 70, 47, 31)
+    expected = [_ids(tokens) for tokens in reference(model_dir, asked, _GREEDY)]
+    async with local_cluster(model_dir, redis_url, **_tree(p_tp=p_tp, d_tp=d_tp)) as cluster:
         answers = await asyncio.gather(*(cluster.generate(p, _GREEDY, id=str(i)) for i, p in enumerate(asked)))
         assert [answer.ids for answer in answers] == expected
         assert all(answer.route.blocks_shipped for answer in answers)
+        await cluster.idle()
+
+
+async def test_kv_heads_are_replicated_where_there_are_more_ranks_than_heads(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str
+) -> None:
+    model_dir, asked = checkpoint("llama", num_key_value_heads=1), prompts(20, 35)
+    expected = [_ids(tokens) for tokens in reference(model_dir, asked, _GREEDY)]
+    async with local_cluster(model_dir, redis_url, **_tree(p_tp=2, d_tp=4)) as cluster:
+        assert [(await cluster.generate(p, _GREEDY)).ids for p in asked] == expected
+
+
+async def test_sampled_with_logprobs_penalties_and_seeds(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str
+) -> None:
+    model_dir, asked = checkpoint("qwen3"), prompts(40, 17)
+    sampling = Sampling(
+        max_tokens=20, temperature=0.8, top_p=0.9, top_k=50, seed=7, num_logprobs=2, repetition_penalty=1.1
+    )
+    expected = reference(model_dir, asked, sampling)
+    async with local_cluster(model_dir, redis_url, **_tree()) as cluster:
+        for prompt, tokens in zip(asked, expected, strict=True):
+            answer = (await cluster.generate(prompt, sampling)).tokens[0]
+            assert _ids(answer) == _ids(tokens)
+            for ours, theirs in zip(answer, tokens, strict=True):
+                assert ours.logprob and theirs.logprob
+                assert [token for token, _ in ours.logprob.top] == [token for token, _ in theirs.logprob.top]
+                assert ours.logprob.logprob == pytest.approx(theirs.logprob.logprob, abs=1e-4)
+
+
+async def test_several_choices_share_one_handoff(checkpoint: Checkpoint, reference: Reference, redis_url: str) -> None:
+    model_dir, prompt = checkpoint("llama"), prompts(37)[0]
+    sampling = Sampling(max_tokens=16, temperature=1.0, seed=3)
+    seeds = [replace(sampling, seed=choice_seed(3, choice)) for choice in range(4)]
+    expected = [_ids(tokens) for tokens in reference(model_dir, [prompt] * 4, seeds)]
+    async with local_cluster(model_dir, redis_url, **_tree(d_tp=2)) as cluster:
+        answer = await cluster.generate(prompt, sampling, n=4)
+        assert [_ids(answer.tokens[choice]) for choice in range(4)] == expected
+        assert len({tuple(ids) for ids in expected}) > 1
+        assert answer.route.blocks_shipped == 3
+        await cluster.idle()
+
+
+async def test_only_what_the_decode_replica_lacks_is_shipped(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str
+) -> None:
+    """A second turn: the decode replica holds the first prompt and its answer already."""
+    model_dir, prompt = checkpoint("llama"), prompts(40)[0]
+    async with local_cluster(model_dir, redis_url, **_tree()) as cluster:
+        first = await cluster.generate(prompt, _GREEDY)
+        second_prompt = prompt + first.ids + prompts(9)[0]
+        second = await cluster.generate(second_prompt, _GREEDY)
+        assert [second.ids] == [_ids(tokens) for tokens in reference(model_dir, [second_prompt], _GREEDY)]
+        assert first.route.blocks_shipped == 3
+        # 40 + 24 tokens are known, the last without its KV: 3 full blocks of them; 73 tokens need 5.
+        assert second.route.blocks_shipped == 2
+        assert second.route.cached_tokens == 32
+
+
+async def test_a_short_uncached_part_is_computed_on_the_decode_replica(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str
+) -> None:
+    model_dir, asked = checkpoint("llama"), prompts(12, 50)
+    expected = [_ids(tokens) for tokens in reference(model_dir, asked, _GREEDY)]
+    async with local_cluster(model_dir, redis_url, **_tree() | {"router": {"max_local_prefill": 16}}) as cluster:
+        answers = [await cluster.generate(prompt, _GREEDY) for prompt in asked]
+        assert [answer.ids for answer in answers] == expected
+        assert [bool(answer.route.prefill_replica) for answer in answers] == [False, True]
+
+
+async def test_one_token_needs_no_decode_replica(checkpoint: Checkpoint, reference: Reference, redis_url: str) -> None:
+    model_dir, prompt = checkpoint("llama"), prompts(40)[0]
+    sampling = replace(_GREEDY, max_tokens=1)
+    async with local_cluster(model_dir, redis_url, **_tree()) as cluster:
+        answer = await cluster.generate(prompt, sampling)
+        assert [answer.ids] == [_ids(tokens) for tokens in reference(model_dir, [prompt], sampling)]
+        assert (answer.route.decode_replica, answer.route.blocks_shipped) == ("", 0)
+
+
+async def test_preemption_changes_no_token(checkpoint: Checkpoint, reference: Reference, redis_url: str) -> None:
+    """A pool of 20 blocks cannot hold six sequences that grow to 6 blocks each."""
+    model_dir, asked = checkpoint("llama"), prompts(33, 34, 35, 36, 37, 38)
+    sampling = replace(_GREEDY, max_tokens=60)
+    expected = [_ids(tokens) for tokens in reference(model_dir, asked, sampling)]
+    bytes_per_block = 3 * 2 * 2 * 16 * 4 * 16  # layers, k and v, kv heads, head_dim, float32, block
+    gib = 20.5 * bytes_per_block / 2**30
+    async with local_cluster(model_dir, redis_url, **_tree(kv_memory_gib=gib)) as cluster:
+        answers = await asyncio.gather(*(cluster.generate(p, sampling, id=str(i)) for i, p in enumerate(asked)))
+        assert [answer.ids for answer in answers] == expected
+        decode = next(replica for replica in cluster.replicas if replica.id.startswith("decode"))
+        assert decode.status.totals.preemptions > 0
         await cluster.idle()

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import MakeModel, MakeRunner, random_model, tiny_config
 from transformers import PreTrainedModel
 
 from engine.runner import ModelRunner, layout_for
+from tests.engine.tiny_models import MakeModel, MakeRunner, random_model, tiny_config
 
 
 @pytest.fixture(scope="session")

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from steps import step
 from torch.distributed import TCPStore
 
+from engine.batch import Batch, Row
 from engine.parallel import TensorParallel
 from engine.runner import ModelRunner, layout_for
+from tests.engine.steps import step
 
 CPU = torch.device("cpu")
 
@@ -21,22 +22,24 @@ def join(port: int, prefix: str, rank: int, size: int, *, timeout_s: float = 20.
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_s))
     return TensorParallel.join(
-        store, prefix=prefix, rank=rank, size=size, host="127.0.0.1", device=CPU, timeout_s=timeout_s
+        store, prefix=prefix, rank=rank, size=size, host="127.0.0.1", device=CPU, meet_s=timeout_s, timeout_s=timeout_s
     )
 
 
-def logits_in_two_steps(
+def logits_in_three_steps(
     port: int, prefix: str, rank: int, size: int, directory: Path, sequences: list[list[int]], dtype: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prompts but for their last token, then one token each: this rank's logits of both steps."""
+) -> tuple[torch.Tensor, ...]:
+    """A chunk that wants no logits, prompts but for their last token, and one token each: this rank's logits."""
     parallel = join(port, prefix, rank, size)
     layout = layout_for(directory, dtype=dtype, block_size=8, tensor_parallel=size)
     runner = ModelRunner(
         directory, layout=layout, num_blocks=96, dtype=getattr(torch, dtype), device=CPU, parallel=parallel
     )
-    prompts = step(runner, sequences, [(i, 0, len(s) - 1) for i, s in enumerate(sequences)])
+    first_chunk = Row(token_ids=sequences[0][:5], start=0, blocks=[0], wants_logits=False)
+    chunk = runner.forward(Batch.of([first_chunk], block_size=8))
+    prompts = step(runner, sequences, [(i, 5 if i == 0 else 0, len(s) - 1) for i, s in enumerate(sequences)])
     tokens = step(runner, sequences, [(i, len(s) - 1, len(s)) for i, s in enumerate(sequences)])
-    return prompts.clone(), tokens.clone()
+    return chunk.clone(), prompts.clone(), tokens.clone()
 
 
 def broadcasts(port: int, prefix: str, rank: int, size: int, messages: list[bytes]) -> list[bytes]:

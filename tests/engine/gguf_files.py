@@ -1,4 +1,4 @@
-"""Small GGUF files, written as llama.cpp's converter writes them."""
+"""GGUF files as llama.cpp's converter writes them; read and written by the gguf package, not by ours."""
 
 from __future__ import annotations
 
@@ -98,6 +98,19 @@ def gguf_name(name: str) -> str:
         _, _, layer, role = stem.split(".", 3)
         return f"blk.{layer}.{NAMES[role]}.{suffix}"
     return f"{NAMES[stem]}.{suffix}"
+
+
+def read_model(path: Path, model: PreTrainedModel) -> None:
+    """Fill a transformers Llama with the dequantised tensors of a GGUF file."""
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    heads = {"attn_q": model.config.num_attention_heads, "attn_k": model.config.num_key_value_heads}
+    for name, parameter in model.named_parameters():
+        tensor = tensors.pop(gguf_name(name))
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(parameter.shape)
+        if count := heads.get(tensor.name.split(".")[-2]):
+            values = deinterleave(values, count)
+        parameter.data = torch.from_numpy(values.copy())
+    assert not tensors
 
 
 def interleave(rows: np.ndarray, num_heads: int) -> np.ndarray:

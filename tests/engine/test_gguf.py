@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
-from gguf_files import finish, write_model
-from steps import prompts, step
-from tiny_models import MakeRunner, random_model, reference_logits, tiny_config
 
 from cluster.errors import SpecError
 from cluster.gguf_import import import_gguf
 from cluster.gguf_table import GGML_TYPES, StoredTensor, write_table
 from engine.weights import open_checkpoint
+from tests.engine.gguf_files import finish, write_model
+from tests.engine.steps import prompts, step
+from tests.engine.tiny_models import MakeRunner, random_model, reference_logits, tiny_config
 
 WITH_A_QUANTIZER = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}

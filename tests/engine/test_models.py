@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from steps import prompts, step
-from tiny_models import MakeModel, MakeRunner, reference_logits
 from transformers import PreTrainedModel
 
 from cluster.errors import SpecError
 from engine.batch import Batch, Row
 from engine.runner import ModelRunner, layout_for
+from tests.engine.steps import prompts, step
+from tests.engine.tiny_models import MakeModel, MakeRunner, reference_logits
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -115,15 +115,18 @@ def test_old_form_of_rope_settings(tiny_model: MakeModel, make_runner: MakeRunne
     torch.testing.assert_close(logits[0], reference_logits(model, tokens)[-1], atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
-def test_bf16_stays_within_its_noise(name: str, tiny_model: MakeModel, make_runner: MakeRunner) -> None:
-    """Against fp32, the engine in bf16 is no further off than transformers in bf16."""
+def test_half_precision_stays_within_its_noise(
+    name: str, dtype: str, tiny_model: MakeModel, make_runner: MakeRunner
+) -> None:
+    """Against fp32, the engine in half precision is no further off than transformers in the same."""
     directory, model = tiny_model(name)
     sequences = prompts(40, 40, 40)
     exact = torch.stack([reference_logits(model, s)[-1] for s in sequences])
-    rounded_model = type(model).from_pretrained(directory, dtype=torch.bfloat16)
+    rounded_model = type(model).from_pretrained(directory, dtype=getattr(torch, dtype))
     theirs = torch.stack([reference_logits(rounded_model, s)[-1] for s in sequences])
-    ours = step(make_runner(directory, dtype="bfloat16"), sequences, [(i, 0, 40) for i in range(3)])
+    ours = step(make_runner(directory, dtype=dtype), sequences, [(i, 0, 40) for i in range(3)])
     assert (ours - exact).abs().mean() <= 1.3 * (theirs - exact).abs().mean()
     assert (ours - theirs).abs().mean() <= (theirs - exact).abs().mean()
 
@@ -176,3 +179,12 @@ def test_wrong_tensors_are_named(tiny_model: MakeModel, make_runner: MakeRunner,
         make_runner(tmp_path)
     for part in ("missing: model.layers.1.mlp.up_proj.weight", "not expected: model.extra", "(7,), not (48,)"):
         assert part in str(caught.value)
+
+
+def test_a_truncated_file_is_named(tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path) -> None:
+    directory, _ = tiny_model("llama")
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(SpecError, match=r"model\.safetensors: not a usable safetensors file"):
+        make_runner(tmp_path)

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from steps import VOCAB_SIZE, prompts
-from tiny_models import MakeModel, MakeRunner
 
 from cluster.errors import ContextLengthExceeded
 from cluster.request import FinishReason, SampledToken, Sampling
 from engine.offline import generate
+from tests.engine.steps import VOCAB_SIZE, prompts
+from tests.engine.tiny_models import MakeModel, MakeRunner
 
 GREEDY = Sampling(temperature=0.0, max_tokens=12)
 MIXED = [

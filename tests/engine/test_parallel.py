@@ -9,16 +9,16 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-import gang
 import pytest
 import torch
-from steps import prompts
-from tiny_models import MakeModel, reference_logits
 from torch.distributed import TCPStore
 
 from cluster.errors import SpecError
 from engine.parallel import TensorParallel
 from engine.runner import layout_for
+from tests.engine import gang
+from tests.engine.steps import VOCAB_SIZE, prompts
+from tests.engine.tiny_models import MakeModel, reference_logits
 
 MAX_RANKS = 4
 TIMEOUT_S = 40.0
@@ -63,12 +63,13 @@ def test_logits_do_not_depend_on_the_number_of_ranks(
     directory, model = tiny_model(family, **changes)
     sequences = prompts(30, 9, 17)
     expected = [reference_logits(model, sequence) for sequence in sequences]
-    ranks = start_gang(size, gang.logits_in_two_steps, directory, sequences, "float32")
+    ranks = start_gang(size, gang.logits_in_three_steps, directory, sequences, "float32")
     results = [rank.result(TIMEOUT_S) for rank in ranks]
-    for prompt_logits, token_logits in results:
+    for chunk_logits, prompt_logits, token_logits in results:
+        assert chunk_logits.shape == (0, VOCAB_SIZE)
         torch.testing.assert_close(prompt_logits, torch.stack([e[-2] for e in expected]), atol=2e-4, rtol=1e-4)
         torch.testing.assert_close(token_logits, torch.stack([e[-1] for e in expected]), atol=2e-4, rtol=1e-4)
-        assert torch.equal(token_logits, results[0][1])  # so that every rank may choose the next token by itself
+        assert torch.equal(token_logits, results[0][2])  # so that every rank may choose the next token by itself
 
 
 def test_broadcasts_of_every_size(start_gang: StartGang) -> None:
@@ -100,7 +101,7 @@ def test_sizes_that_do_not_fit_are_refused(tiny_model: MakeModel) -> None:
 
 
 def test_absent_ranks_are_not_waited_for_for_ever(store: TCPStore) -> None:
-    assert gang.join_alone(store.port, "nobody-comes").startswith("ReplicaLost: rank 0: not all 2 ranks came together")
+    assert gang.join_alone(store.port, "nobody-comes").startswith("ReplicaLost: rank 0: not all 2 ranks were there")
 
 
 def test_a_dead_rank_is_noticed(start_gang: StartGang) -> None:

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from cluster.request import Sampling
+from engine import sampler
 from engine.sampler import SamplingRow, sample, uniform
 
 V = 40
@@ -151,6 +152,15 @@ def test_a_nucleus_wider_than_the_quick_look() -> None:
     for r, (token, _) in zip(rows, sample(logits, rows), strict=True):
         p = naive_distribution(logits[0].numpy(), r)
         assert p[:token].sum() - 1e-5 <= uniform(r.seed, len(r.tokens)) <= p[: token + 1].sum() + 1e-5
+
+
+@pytest.mark.parametrize(("draw", "chosen"), [(0.0, 2), (1 - 2.0**-48, 4)])
+def test_the_outermost_draws_take_tokens_that_are_allowed(
+    draw: float, chosen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampler, "uniform", lambda seed, position: draw)
+    logits = torch.tensor([[-9.0, -9.0, 1.0, 1.1, 1.2, -9.0]])
+    assert sample(logits, [row(Sampling(top_k=3))])[0][0] == chosen
 
 
 def test_extreme_temperatures() -> None:

@@ -1,22 +1,21 @@
-"""The demo model, from its GGUF: transformers' own reader of GGUF files is the reference."""
+"""The demo model, from its GGUF: transformers is the reference, over the tensors that the gguf package reads."""
 
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from steps import prompts, step
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
-from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from cluster.model_config import weight_files
 from cluster.request import FinishReason, Sampling
 from engine.offline import generate
 from engine.runner import ModelRunner, layout_for
+from tests.engine.gguf_files import read_model
+from tests.engine.steps import prompts, step
 
 QUESTION = (
     "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
@@ -42,14 +41,8 @@ def tokenizer(smollm2_dir: Path) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def reference(gguf: Path, smollm2_dir: Path) -> PreTrainedModel:
-    with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig.from_pretrained(smollm2_dir))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        read = load_gguf_checkpoint(gguf, return_tensors=True, model_to_load=model)
-    model = LlamaForCausalLM(LlamaConfig(**read["config"])).eval()  # what transformers itself found in the metadata
-    missing, surplus = model.load_state_dict(read["tensors"], strict=False)
-    assert missing == ["lm_head.weight"] and not surplus  # tied to the embeddings
+    model = LlamaForCausalLM(LlamaConfig.from_pretrained(smollm2_dir)).eval()
+    read_model(gguf, model)
     return model
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from steps import VOCAB_SIZE
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -19,6 +18,7 @@ from transformers import (
 )
 
 from engine.runner import ModelRunner
+from tests.engine.steps import VOCAB_SIZE
 
 CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 TINY = {

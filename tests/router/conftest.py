@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from fake_dispatcher import FakeDispatcher
-from openai_door import OpenAIDoor, open_openai_door
-from tiny_service import MakeCompletions
-from tiny_tokenizers import make_byte_fallback, make_byte_level
 
 from router.tokenizer import Tokenizer
+from tests.router.fake_dispatcher import FakeDispatcher
+from tests.router.openai_door import OpenAIDoor, open_openai_door
+from tests.router.tiny_service import MakeCompletions
+from tests.router.tiny_tokenizers import make_byte_fallback, make_byte_level
 
 
 @pytest.fixture(scope="session")

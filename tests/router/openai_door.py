@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import httpx
 import openai
-from fake_dispatcher import FakeDispatcher
-from http_server import serve_http
-from tiny_service import MakeCompletions
 
 from router.completion import Completions
 from router.openai_api import create_app
+from tests.router.fake_dispatcher import FakeDispatcher
+from tests.router.http_server import serve_http
+from tests.router.tiny_service import MakeCompletions
 
 USER = [{"role": "user", "content": "hi"}]
 
@@ -34,7 +34,9 @@ class OpenAIDoor:
 @asynccontextmanager
 async def open_openai_door(completions: MakeCompletions) -> AsyncIterator[OpenAIDoor]:
     service = completions(FakeDispatcher())
-    app = create_app(service, health=lambda: door.is_healthy, metrics=service.metrics.render)
+    app = create_app(
+        service, health=lambda: {"prefill": 1, "decode": int(door.is_healthy)}, metrics=service.metrics.render
+    )
     async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
         async with openai.AsyncOpenAI(base_url=f"http://{host}:{port}/v1", api_key="none", max_retries=0) as client:
             door = OpenAIDoor(service, http, client)

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_tokenizers import CHATML, write_json
 
 from cluster.errors import RequestError, SpecError
 from router.chat_template import MAX_MESSAGES, ChatTemplate, find_chat_template
 from router.template_sandbox import MAX_TEXT_CHARS
+from tests.router.tiny_tokenizers import CHATML, write_json
 
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 

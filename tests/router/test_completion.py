@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from fake_dispatcher import FakeDispatcher
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_service import MakeCompletions
 
 from cluster.errors import (
     CapacityError,
@@ -26,6 +24,8 @@ from router.completion import Completions
 from router.completion_request import Chat, CompletionRequest
 from router.events import Delta, Event, Finished, Summary
 from router.tokenizer import Tokenizer
+from tests.router.fake_dispatcher import FakeDispatcher
+from tests.router.tiny_service import MakeCompletions
 
 
 def request(prompt: Any = "The capital", **fields: Any) -> CompletionRequest:

@@ -10,12 +10,10 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
-from fake_dispatcher import FakeDispatcher
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
-from tiny_service import MakeCompletions
 
 from cluster.errors import CapacityError, DeployError, LayoutMismatch, ReplicaLost
 from cluster.rpc import inference_pb2 as pb
@@ -23,6 +21,8 @@ from cluster.rpc.inference_pb2_grpc import InferenceStub
 from router.completion import Completions
 from router.grpc_api import GrpcDoor, open_grpc_door
 from router.tokenizer import Tokenizer
+from tests.router.fake_dispatcher import FakeDispatcher
+from tests.router.tiny_service import MakeCompletions
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

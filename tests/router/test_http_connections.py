@@ -11,14 +11,14 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_dispatcher import FakeDispatcher
 from fastapi import FastAPI
-from http_server import serve_http
 from starlette.types import Message
-from tiny_service import MakeCompletions
 
 from router.completion_request import MAX_REQUEST_BYTES
 from router.openai_api import create_app
+from tests.router.fake_dispatcher import FakeDispatcher
+from tests.router.http_server import serve_http
+from tests.router.tiny_service import MakeCompletions
 
 BODIES = [{"prompt": "abc", "stream": True}, {"prompt": "abc"}, {"prompt": ["abc", "def"], "stream": True}]
 IDS = ["stream", "whole", "many"]
@@ -31,7 +31,7 @@ def fake() -> FakeDispatcher:
 
 @pytest.fixture
 def app(completions: MakeCompletions, fake: FakeDispatcher) -> FastAPI:
-    return create_app(completions(fake), health=lambda: True, metrics=lambda: b"")
+    return create_app(completions(fake), health=lambda: {"decode": 1}, metrics=lambda: b"")
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ async def test_a_client_that_leaves_while_it_sends(address: tuple[str, int], fak
 
 
 async def test_a_client_that_never_finishes_its_body(completions: MakeCompletions, fake: FakeDispatcher) -> None:
-    app = create_app(completions(fake), health=lambda: True, metrics=lambda: b"", max_body_s=0.05)
+    app = create_app(completions(fake), health=lambda: {"decode": 1}, metrics=lambda: b"", max_body_s=0.05)
     async with serve_http(app) as address:
         reader, writer = await asyncio.open_connection(*address)
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
@@ -165,7 +165,7 @@ async def test_behind_a_proxy_that_answers_with_the_request_id(
     completions: MakeCompletions, fake: FakeDispatcher
 ) -> None:
     service = completions(fake)
-    app = create_app(service, health=lambda: True, metrics=lambda: b"", proxy_sets_request_id=True)
+    app = create_app(service, health=lambda: {"decode": 1}, metrics=lambda: b"", proxy_sets_request_id=True)
     server = AsgiServer(app, {"prompt": "abc", "max_tokens": 1})
     await asyncio.wait_for(server.task, 5)
     assert server.sent[0]["status"] == 200 and b"x-request-id" not in dict(server.sent[0]["headers"])
@@ -243,7 +243,7 @@ def test_the_blocking_client(completions: MakeCompletions, fake: FakeDispatcher)
                 yield chunk.choices[0].text
 
     async def serve() -> list[str]:
-        app = create_app(completions(fake), health=lambda: True, metrics=lambda: b"")
+        app = create_app(completions(fake), health=lambda: {"decode": 1}, metrics=lambda: b"")
         async with serve_http(app) as (_, port):
             return await asyncio.to_thread(lambda: list(ask(port)))
 

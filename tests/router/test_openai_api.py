@@ -9,10 +9,10 @@ from typing import Any
 
 import openai
 import pytest
-from openai_door import USER, OpenAIDoor
 
 from cluster.request import SequenceRequest, choice_seed
 from router.tokenizer import Tokenizer
+from tests.router.openai_door import USER, OpenAIDoor
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import openai
 import pytest
-from openai_door import USER, OpenAIDoor
 
 from cluster.errors import CapacityError, LayoutMismatch, ReplicaLost
+from tests.router.openai_door import USER, OpenAIDoor
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_tokenizers import make_byte_fallback, make_byte_level, write_json
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models
 
 from cluster.errors import SpecError
 from router.tokenizer import Tokenizer
+from tests.router.tiny_tokenizers import make_byte_fallback, make_byte_level, write_json
 
 TEXTS = [
     "The capital of France",

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fake_dispatcher import FakeDispatcher
-
 from cluster.metrics import Metrics
 from router.chat_template import ChatTemplate, find_chat_template
 from router.completion import Completions
 from router.model_card import ModelCard
 from router.tokenizer import Tokenizer
+from tests.router.fake_dispatcher import FakeDispatcher
 
 
 class MakeCompletions:

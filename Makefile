@@ -1,0 +1,46 @@
+# make demo     deploy 1P1D on this machine, ask it a question, take it down
+# make test     lint, types, and the test suite
+# make test-slow, make test-gpu, make proto, make clean
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
+REQUIREMENTS := pyproject.toml constraints.txt
+
+.PHONY: demo test lint test-slow test-gpu proto clean
+
+demo: $(VENV)/installed
+	@PATH="$(abspath $(BIN)):$$PATH" deploy/demo.sh
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/installed-for-tests
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+test-slow: $(VENV)/installed-for-tests
+	$(BIN)/python -m pytest -m "slow and not gpu" --timeout 1800
+
+test-gpu: $(VENV)/installed-for-tests
+	$(BIN)/python -m pytest -m gpu --timeout 600
+
+proto: $(VENV)/installed-for-tests
+	$(BIN)/python -m grpc_tools.protoc -Icluster/rpc=proto --python_out=. --pyi_out=. --grpc_python_out=. proto/*.proto
+
+$(VENV)/installed: $(REQUIREMENTS)
+	@echo "Setting up $(VENV); the first time takes a few minutes."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/installed-for-tests: $(REQUIREMENTS)
+	@echo "Setting up $(VENV) for the tests; the first time takes a few minutes."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) --editable ".[test]"
+	@touch $(VENV)/installed $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

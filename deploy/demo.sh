@@ -1,0 +1,10 @@
+#!/bin/sh
+# make demo: one prefill and one decode replica on this machine, one question, and everything taken down again.
+set -eu
+cd "$(dirname "$0")/.."
+trap 'cluster down --name demo' EXIT
+cluster deploy deploy/topologies/1P1D.yaml --name demo
+echo
+echo "> What is the capital of France?"
+cluster generate --name demo --chat --temperature 0 --account "What is the capital of France?"
+echo

@@ -1,0 +1,41 @@
+"""The router as a Ray Serve deployment: Serve places and watches it, and brings it HTTP; the gRPC door is its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+
+from cluster.spec import parse_spec
+from router.service import RouterService
+
+_MAX_REQUESTS = 100_000  # Serve's own limit must never be the one that bites: dispatch knows better when to refuse
+
+
+def build(spec: dict[str, Any], index_url: str) -> serve.Application:
+    """The application that the control plane deploys."""
+    router = parse_spec(spec).router
+    deployment = serve.deployment(
+        name="router",
+        num_replicas=router.replicas,
+        max_ongoing_requests=_MAX_REQUESTS,
+        ray_actor_options={"num_cpus": 0},
+        health_check_period_s=2,
+        health_check_timeout_s=10,
+        graceful_shutdown_timeout_s=20,
+    )(serve.ingress()(Router))
+    return deployment.bind(spec, index_url)
+
+
+class Router:
+    """One router replica."""
+
+    async def __init__(self, spec: dict[str, Any], index_url: str) -> None:  # type: ignore[misc]  # Serve awaits it
+        self._service = await RouterService.open(parse_spec(spec), index_url=index_url)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return self._service.http_app(proxy_sets_request_id=True)
+
+    async def __del__(self) -> None:
+        await self._service.close()

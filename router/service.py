@@ -1,0 +1,119 @@
+"""One router, whole: the model's text side, the replicas, the dispatch between them, and the gRPC door.
+
+Knows nothing of Ray: `router.app` runs it inside a Serve replica, tests run it as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from uuid import uuid4
+
+from fastapi import FastAPI
+
+from cluster import model_config, model_source
+from cluster.metrics import Metrics
+from cluster.presence import connect_redis
+from cluster.request import Role
+from cluster.rpc import worker_pb2
+from cluster.spec import Spec
+from router.chat_template import ChatTemplate, find_chat_template
+from router.completion import Completions
+from router.dispatch import Dispatch
+from router.grpc_api import GrpcDoor, open_grpc_door
+from router.model_card import ModelCard
+from router.openai_api import create_app
+from router.replicas import Replicas
+from router.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_GRACE_S = 5.0
+_WATCH_S = 1.0
+
+
+class RouterService:
+    """Open it with `open`, on the event loop that will serve it."""
+
+    def __init__(self, completions: Completions, replicas: Replicas, metrics: Metrics, door: GrpcDoor) -> None:
+        self._completions = completions
+        self._replicas = replicas
+        self._metrics = metrics
+        self._door = door
+        self._watching = asyncio.create_task(self._watch())
+
+    @classmethod
+    async def open(cls, spec: Spec, *, index_url: str) -> RouterService:
+        """Load the model's text side, find the replicas, open the gRPC door. Raises SpecError, DeployError."""
+        model_dir = await asyncio.to_thread(model_source.resolve, spec.model.source)
+        config = model_config.load(model_dir)
+        router = f"router-{uuid4().hex[:8]}"
+        metrics = Metrics()
+        replicas = Replicas(connect_redis(index_url), name=spec.name, router=router)
+        dispatch = Dispatch(
+            replicas,
+            router=router,
+            model=model_config.fingerprint(model_dir),
+            max_local_tokens=spec.router.max_local_prefill,
+            queue_s=spec.timeouts.queue_s,
+            metrics=metrics,
+        )
+        tokenizer = Tokenizer(model_dir)
+        completions = Completions(
+            dispatcher=dispatch,
+            tokenizer=tokenizer,
+            chat_template=ChatTemplate(find_chat_template(model_dir), special_tokens=tokenizer.special_tokens),
+            model=ModelCard(
+                id=spec.model.name,
+                max_context=min(config.max_context, spec.model.max_context or config.max_context),
+                vocab_size=config.vocab_size,
+                dtype=spec.model.dtype,
+            ),
+            metrics=metrics,
+            max_request_s=spec.timeouts.request_s,
+        )
+        door = await open_grpc_door(
+            completions, host=spec.router.host, port=spec.router.grpc_port, is_port_shared=spec.router.replicas > 1
+        )
+        replicas.start()
+        service = cls(completions, replicas, metrics, door)
+        metrics.watch(service._statuses)
+        logger.info("router open router=%s grpc=%s:%d", router, spec.router.host, door.port)
+        return service
+
+    @property
+    def grpc_port(self) -> int:
+        return self._door.port
+
+    def health(self) -> dict[str, int]:
+        """How many replicas of each role can be used now."""
+        return {role.value: len(self._replicas.usable(role)) for role in Role}
+
+    def http_app(self, *, proxy_sets_request_id: bool = False) -> FastAPI:
+        """The HTTP door, for whoever serves it."""
+        return create_app(
+            self._completions,
+            health=self.health,
+            metrics=self._metrics.render,
+            proxy_sets_request_id=proxy_sets_request_id,
+        )
+
+    async def close(self) -> None:
+        """Take no more requests, let those under way finish for a short while, and go."""
+        self._watching.cancel()
+        await asyncio.gather(self._watching, return_exceptions=True)
+        await self._door.close(grace_s=_CLOSE_GRACE_S)
+        await self._replicas.close()
+
+    def _statuses(self) -> Iterator[tuple[Role, worker_pb2.Status]]:
+        return ((replica.member.role, replica.status) for replica in self._replicas if replica.is_alive)
+
+    async def _watch(self) -> None:
+        """Keep the gRPC health service in step with the replicas."""
+        while True:
+            await self._door.set_serving(self.health()[Role.DECODE] > 0)
+            try:
+                await self._replicas.changed(timeout_s=_WATCH_S)
+            except TimeoutError:
+                pass

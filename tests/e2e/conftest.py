@@ -1,0 +1,63 @@
+"""Random checkpoints that a whole cluster can be deployed with, and what one process makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from cluster.request import SampledToken, Sampling
+from engine.load import load_runner
+from engine.offline import generate
+from engine.parallel import TensorParallel
+from engine.runner import ModelRunner
+from tests.engine.steps import VOCAB_SIZE
+from tests.engine.tiny_models import random_model, tiny_config
+
+Checkpoint = Callable[..., Path]
+Reference = Callable[..., list[list[SampledToken]]]
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """checkpoint("llama", num_key_value_heads=1) -> a model directory with random weights and a tokenizer."""
+    made: dict[str, Path] = {}
+
+    def make(family: str, **changes: Any) -> Path:
+        key = f"{family} {sorted(changes.items())}"
+        if key not in made:
+            made[key] = directory = tmp_path_factory.mktemp(family)
+            random_model(tiny_config(family, **changes)).save_pretrained(directory)
+            Tokenizer(WordLevel({f"<{i}>": i for i in range(VOCAB_SIZE)})).save(str(directory / "tokenizer.json"))
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def reference() -> Reference:
+    """reference(model_dir, prompts, samplings, dtype="float32") -> what the single-process engine generates."""
+    runners: dict[tuple[Path, str], ModelRunner] = {}
+
+    def run(
+        model_dir: Path, prompts: list[list[int]], samplings: Sampling | list[Sampling], *, dtype: str = "float32"
+    ) -> list[list[SampledToken]]:
+        if (model_dir, dtype) not in runners:
+            runners[model_dir, dtype] = load_runner(
+                model_dir,
+                dtype=dtype,
+                pool_dtype="auto",
+                block_size=16,
+                kv_memory_gib=0.1,
+                parallel=TensorParallel(),
+                device=torch.device("cpu"),
+                progress=lambda fraction: None,
+            )
+        return generate(runners[model_dir, dtype], prompts, samplings)
+
+    return run

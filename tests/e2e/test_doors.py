@@ -1,0 +1,116 @@
+"""Real clients at both doors of a real router, with SmolLM2 behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+
+import grpc
+import httpx
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from cluster.rpc import inference_pb2 as pb
+from cluster.rpc import inference_pb2_grpc as rpc
+from router.service import RouterService
+from tests.local_cluster import local_cluster
+from tests.router.http_server import serve_http
+
+_QUESTION = "What is the capital of France?"
+_MESSAGES = [{"role": "user", "content": _QUESTION}]
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@pytest.mark.timeout(180)
+async def test_chat_streams_seeds_stops_and_errors_at_both_doors(smollm2_dir: Path, redis_url: str) -> None:
+    # Seeds are tried: neither what else is in a bf16 batch nor an fp8 wire on one of two ways may change a token.
+    model, kv = {"served_name": "smollm2", "dtype": "float32"}, {"wire_dtype": "raw"}
+    tree = {"model": model, "kv": kv, "router": {"grpc_port": _free_port()}}
+    async with local_cluster(smollm2_dir, redis_url, **tree) as cluster:
+        service = await RouterService.open(cluster.spec, index_url=redis_url)
+        try:
+            async with serve_http(service.http_app()) as (host, port), asyncio.timeout(150):
+                await _until_healthy(f"http://{host}:{port}")
+                async with AsyncOpenAI(base_url=f"http://{host}:{port}/v1", api_key="none", max_retries=0) as client:
+                    await _check_openai(client)
+                await _check_grpc(service.grpc_port)
+                await _check_metrics(f"http://{host}:{port}")
+        finally:
+            await service.close()
+        await cluster.idle()
+
+
+async def _until_healthy(url: str) -> None:
+    async with httpx.AsyncClient() as client:
+        while (answer := await client.get(f"{url}/health")).status_code != 200:
+            await asyncio.sleep(0.05)
+        assert answer.json() == {"prefill": 1, "decode": 1}
+
+
+async def _check_openai(client: AsyncOpenAI) -> None:
+    assert [model.id async for model in client.models.list()] == ["smollm2"]
+    whole = await client.chat.completions.create(
+        model="smollm2", messages=_MESSAGES, temperature=0, max_tokens=16, logprobs=True, top_logprobs=2
+    )
+    choice = whole.choices[0]
+    assert "Paris" in (choice.message.content or "")
+    assert choice.finish_reason == "stop" and whole.usage and whole.usage.prompt_tokens > 20
+    assert choice.logprobs and choice.logprobs.content and len(choice.logprobs.content[0].top_logprobs) == 2
+
+    stream = await client.chat.completions.create(
+        model="smollm2", messages=_MESSAGES, temperature=0, max_tokens=16, stream=True
+    )
+    pieces = [part.choices[0].delta.content or "" async for part in stream if part.choices]
+    assert "".join(pieces) == choice.message.content and len(pieces) > 4
+
+    stopped = await client.chat.completions.create(
+        model="smollm2", messages=_MESSAGES, temperature=0, max_tokens=16, stop=[" is"]
+    )
+    assert stopped.choices[0].message.content == (choice.message.content or "").split(" is")[0]
+
+    seeded = [
+        await client.completions.create(model="smollm2", prompt="Once", max_tokens=8, temperature=1.5, seed=seed, n=2)
+        for seed in (5, 5, 6)
+    ]
+    texts = [[choice.text for choice in answer.choices] for answer in seeded]
+    assert texts[0] == texts[1] != texts[2] and texts[0][0] != texts[0][1]
+
+    with pytest.raises(openai.NotFoundError):
+        await client.completions.create(model="gpt-4", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        await client.completions.create(model="smollm2", prompt="x", temperature=-1)
+    with pytest.raises(openai.BadRequestError, match="8192"):
+        await client.completions.create(model="smollm2", prompt="word " * 9000)
+
+
+async def _check_grpc(port: int) -> None:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub = rpc.InferenceStub(channel)
+        request = pb.GenerateRequest(
+            chat=pb.Chat(messages=[pb.ChatMessage(role="user", content=_QUESTION)]),
+            sampling=pb.SamplingParams(temperature=0, max_tokens=16),
+        )
+        events = [event async for event in stub.Generate(request)]
+        assert "Paris" in "".join(event.delta.text for event in events)
+        trace = events[-1].summary.trace
+        # The decode replica holds nearly all of this prompt since it was asked before, so it computes the rest itself.
+        assert (trace.prefill_replica, trace.decode_replica) == ("", "decode-1")
+        assert trace.attempts == 1 and trace.ttft_ms > 0
+        request.sampling.temperature = -1
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            [event async for event in stub.Generate(request)]
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def _check_metrics(url: str) -> None:
+    async with httpx.AsyncClient() as client:
+        text = (await client.get(f"{url}/metrics")).text
+    for name in ("time_to_first_token_seconds_count", 'kv_transfer_bytes_total{replica="prefill-0"', "kv_blocks_free"):
+        assert name in text

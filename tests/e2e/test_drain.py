@@ -1,0 +1,58 @@
+"""A replica that drains takes nothing new and loses nothing that it has."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from cluster.request import Role, Sampling
+from tests.e2e.conftest import Checkpoint, Reference
+from tests.engine.steps import prompts
+from tests.local_cluster import LocalReplica, local_cluster
+
+_TREE: dict[str, Any] = {
+    "model": {"dtype": "float32"},
+    "kv": {"wire_dtype": "raw"},
+    "prefill": {"replicas": 2, "kv_memory_gib": 0.01},
+    "decode": {"replicas": 2, "kv_memory_gib": 0.01},
+    "router": {"max_local_prefill": 0},
+}
+_GREEDY = Sampling(max_tokens=60, temperature=0.0)
+
+
+async def _drained(replica: LocalReplica) -> None:
+    replica.ranks[0].drain()
+    async with asyncio.timeout(20):
+        while replica.ranks[0].status()["state"] != "drained":
+            await asyncio.sleep(0.01)
+    await asyncio.to_thread(replica.ranks[0].stop)
+
+
+async def test_one_replica_of_each_pool_leaves_under_load(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str
+) -> None:
+    model_dir, asked = checkpoint("llama"), prompts(*range(20, 52))
+    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, asked, _GREEDY)]
+    async with local_cluster(model_dir, redis_url, **_TREE) as cluster:
+        leaving = [cluster.pools[role].pop() for role in Role]
+        running = [
+            asyncio.create_task(cluster.generate(prompt, _GREEDY, id=str(i))) for i, prompt in enumerate(asked[:16])
+        ]
+        await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        draining = asyncio.gather(*(_drained(replica) for replica in leaving))
+        late = await asyncio.gather(
+            *(cluster.generate(prompt, _GREEDY, id=str(i)) for i, prompt in enumerate(asked[16:], start=16))
+        )
+        await draining
+        answers = [await task for task in running] + late
+        assert [answer.ids for answer in answers] == expected
+        assert {replica.id for replica in leaving}.isdisjoint(
+            {name for answer in late[8:] for name in (answer.route.prefill_replica, answer.route.decode_replica)}
+        )
+
+
+async def test_a_replica_that_joins_is_used(checkpoint: Checkpoint, redis_url: str) -> None:
+    async with local_cluster(checkpoint("llama"), redis_url, **_TREE | {"decode": {"replicas": 0}}) as cluster:
+        waiting = asyncio.create_task(cluster.generate(prompts(30)[0], _GREEDY))
+        newcomer = await cluster.add(Role.DECODE)
+        assert (await waiting).route.decode_replica == newcomer.id
