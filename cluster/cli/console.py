@@ -28,19 +28,26 @@ class ConsoleReporter:
 
     def show(self, pools: dict[str, Any]) -> None:
         replicas = [replica for pool in pools.values() for replica in pool["replicas"]]
-        failures = {f["replica"] + " failed": f["text"] for pool in pools.values() for f in pool["failures"]}
+        now = {
+            failure["replica"] + " failed": failure["text"] for pool in pools.values() for failure in pool["failures"]
+        }
         if self._live:
             from rich.text import Text
 
             self._live.update(Text("\n".join(_live_line(replica) for replica in replicas)), refresh=True)
-            lines = failures
         else:
-            lines = failures | {replica["id"]: _plain_line(replica) for replica in replicas}
+            now |= {replica["id"]: _plain_line(replica) for replica in replicas}
         if self._said is not None:
-            for subject, line in lines.items():
-                if self._said.get(subject) != line:
-                    self.say(line)
-        self._said = lines
+            self._say_news(self._said, now)
+        self._said = now
+
+    def _say_news(self, before: dict[str, str], now: dict[str, str]) -> None:
+        for subject, line in now.items():
+            if before.get(subject) != line:
+                self.say(line)
+        for subject in before:
+            if subject not in now and f"{subject} failed" not in now:
+                self.say(f"{subject} has left")
 
 
 @contextmanager

@@ -23,6 +23,7 @@ class ClusterCommand:
     """The real command or, with `is_fake`, the one whose parts hold no model, with a state directory of its own."""
 
     state_root: Path
+    ray_environment: tuple[tuple[str, str], ...] = ()
 
     def run(self, *arguments: str, is_fake: bool = False, stdin: str = "", within_s: float = 150) -> Outcome:
         with self.start(*arguments, is_fake=is_fake) as process:
@@ -45,4 +46,5 @@ class ClusterCommand:
     def _environment(self) -> dict[str, str]:
         path = os.pathsep.join([str(_HERE.parents[1]), str(_HERE)])
         kept = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+        kept |= dict(self.ray_environment)
         return {**kept, "PYTHONPATH": path, "CLUSTER_STATE_DIR": str(self.state_root), "PYTHONWARNINGS": "ignore"}

@@ -22,8 +22,8 @@ sys.path.insert(0, str(_HERE))
 
 
 @pytest.fixture(scope="session")
-def three_nodes() -> Iterator[None]:
-    """A Ray of three nodes on this machine, told apart by the label `pool`: none, prefill and decode."""
+def three_nodes() -> Iterator[str]:
+    """A Ray of three nodes on this machine, told apart by the label `pool`: none, prefill and decode. Its address."""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -37,7 +37,7 @@ def three_nodes() -> Iterator[None]:
         logging_level="ERROR",
         _node_ip_address="127.0.0.1",
     )
-    yield
+    yield cluster.address
     ray.shutdown()
     cluster.shutdown()
 
@@ -90,7 +90,7 @@ class Deployment:
 
 
 @pytest.fixture
-def deploy(three_nodes: None, tmp_path: Path) -> Iterator[Callable[..., Deployment]]:
+def deploy(three_nodes: str, tmp_path: Path) -> Iterator[Callable[..., Deployment]]:
     """deploy(spec, prefill="fake_rank:slow_load", …) -> Deployment; taken down at the end."""
     made: list[Deployment] = []
 

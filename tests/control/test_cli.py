@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import ray
 from command import ClusterCommand
 
 from cluster import processes
@@ -138,3 +140,28 @@ def test_an_interrupted_deploy_leaves_nothing(cluster: ClusterCommand) -> None:
     assert process.returncode == 130
     assert left_of(cluster) == []
     assert cluster.run("status").code == 3
+
+
+@pytest.mark.timeout(180)
+def test_a_ray_that_is_not_ours_is_left_as_it_was(three_nodes: str, tmp_path: Path) -> None:
+    names = ("RAY_AUTH_MODE", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")
+    cluster = ClusterCommand(tmp_path, tuple((name, os.environ[name]) for name in names))
+    before = (ray.util.list_named_actors(all_namespaces=True), len(living_groups()))
+    deploy = ["deploy", "1P1D", "--name", "guest", "--address", three_nodes, "--set", "decode.labels.pool=decode"]
+    deployed = cluster.run(*deploy, *ports(), is_fake=True)
+    assert deployed.code == 0, deployed.err
+    assert len(living_groups()) == before[1] + 2
+
+    elsewhere = ClusterCommand(tmp_path / "elsewhere", cluster.ray_environment)
+    refused = elsewhere.run(*deploy, *ports(), is_fake=True)
+    assert refused.code == 2
+    assert refused.err.endswith("cluster: guest is deployed on this Ray already, from another machine or user\n")
+    assert cluster.run("status").code == 0, "the one that was refused has taken nothing down"
+
+    assert cluster.run("down").code == 0
+    assert (ray.util.list_named_actors(all_namespaces=True), len(living_groups())) == before
+    assert cluster.run("status").code == 3
+
+
+def living_groups() -> list[str]:
+    return [group["name"] for group in ray.util.placement_group_table().values() if group["state"] != "REMOVED"]

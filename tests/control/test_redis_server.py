@@ -77,7 +77,7 @@ def test_it_dies_with_its_owner(address: RedisAddress, tmp_path: Path) -> None:
         time.sleep(0.01)
 
 
-def test_the_actor_brings_it_back_on_the_same_port(three_nodes: None, address: RedisAddress, tmp_path: Path) -> None:
+def test_the_actor_brings_it_back_on_the_same_port(three_nodes: str, address: RedisAddress, tmp_path: Path) -> None:
     make = ray.remote(EmbeddedIndex).options(
         num_cpus=0, max_restarts=-1, lifetime="detached", name="index", namespace="r"
     )
