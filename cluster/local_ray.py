@@ -54,7 +54,7 @@ class LocalRay:
 
     @property
     def is_running(self) -> bool:
-        return bool(processes.marked(self._mark))
+        return processes.leader(self._mark) is not None
 
     @property
     def _token(self) -> Path:

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 _PAUSE_S = 0.02
+_KILL_S = 5.0  # one that waits for a disk does not die at once
 
 
 def marked(mark: str) -> list[int]:
@@ -26,18 +27,31 @@ def marked(mark: str) -> list[int]:
     return found
 
 
+def leader(mark: str) -> int | None:
+    """The one among them that leads their session: the first to be started. None when that has ended."""
+    for pid in marked(mark):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(pid) == pid:
+                return pid
+    return None
+
+
 def end(mark: str, *, grace_s: float) -> list[int]:
-    """End every process that carries `mark`: politely and, after `grace_s`, by force. Returns the forced ones."""
-    leaders = [pid for pid in marked(mark) if os.getsid(pid) == pid]
-    _signal(leaders, signal.SIGTERM)
-    deadline = time.monotonic() + grace_s
+    """End every process that carries `mark`; returns those that had to be forced.
+
+    The leader is asked, and has `grace_s` to end the others and itself; what is left then, or has no leader, is killed.
+    """
+    first = leader(mark)
+    if first is not None:
+        _signal([first], signal.SIGTERM)
+    deadline = time.monotonic() + (grace_s if first is not None else 0.0)
+    while (forced := marked(mark)) and time.monotonic() < deadline:
+        time.sleep(_PAUSE_S)
+    deadline = time.monotonic() + _KILL_S
     while (left := marked(mark)) and time.monotonic() < deadline:
+        _signal(left, signal.SIGKILL)
         time.sleep(_PAUSE_S)
-    deadline = time.monotonic() + grace_s
-    while (still := marked(mark)) and time.monotonic() < deadline:
-        _signal(still, signal.SIGKILL)
-        time.sleep(_PAUSE_S)
-    return left
+    return forced
 
 
 def start_time(pid: int) -> int | None:
