@@ -149,7 +149,7 @@ class Controller:
 
     def _check_room(self, more: dict[Role, int]) -> None:
         nodes = live_nodes()
-        if min(more.values()) < 0 or any(pool.num_draining for pool in self._pools.values()):
+        if min(more.values(), default=0) < 0 or any(pool.num_draining for pool in self._pools.values()):
             nodes = [replace(node, available=node.total) for node in nodes]  # room is being made; who knows where
         check_fit([Demand(role, self._known.spec.pool(role), max(number, 0)) for role, number in more.items()], nodes)
 

@@ -68,7 +68,7 @@ class Deployment:
     def pool(self, role: str) -> dict[str, Any]:
         return self.call("status")["pools"][role]
 
-    def until(self, condition: Callable[[dict[str, Any]], Any], *, within_s: float = 20) -> dict[str, Any]:
+    def until(self, condition: Callable[[dict[str, Any]], Any], *, within_s: float = 40) -> dict[str, Any]:
         """The pools as soon as `condition(pools)` holds."""
         deadline = time.monotonic() + within_s
         while not condition(pools := self.call("status")["pools"]):
@@ -76,7 +76,7 @@ class Deployment:
             time.sleep(0.05)
         return pools
 
-    def until_ready(self, *, within_s: float = 20) -> dict[str, Any]:
+    def until_ready(self, *, within_s: float = 40) -> dict[str, Any]:
         return self.until(
             lambda pools: all(pool["ready"] == pool["desired"] == len(pool["replicas"]) for pool in pools.values()),
             within_s=within_s,
