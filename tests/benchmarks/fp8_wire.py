@@ -1,4 +1,4 @@
-"""What the fp8 wire costs in accuracy: `python -m tests.benchmarks.fp8_wire` (SmolLM2, 64 chat prompts, 32 tokens each).
+"""What the fp8 wire costs in accuracy: `python -m tests.benchmarks.fp8_wire` (SmolLM2, 64 chat prompts, 32 tokens).
 
 Each prompt's KV is computed once, then carried into a second pool by the wire's own codec; decoding goes on from there.
 Two readings against the raw wire: teacher-forced (both sides are fed the raw side's tokens, so that every step can be

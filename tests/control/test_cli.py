@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import ray
-from command import ClusterCommand
 
 from cluster import processes
 from cluster.ports import free_port
+from tests.control.command import ClusterCommand
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command import ClusterCommand
-from fake_inference import FakeInference, serving
 
 from cluster import state
 from cluster.state import State
+from tests.control.command import ClusterCommand
+from tests.control.fake_inference import FakeInference, serving
 
 
 @pytest.fixture
