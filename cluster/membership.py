@@ -32,6 +32,7 @@ class Member:
     block_size: int
     bytes_per_token: int  # of KV on the wire, all ranks
     max_tokens: int  # of one sequence: what its context and its pool allow
+    max_running: int = 64  # sequences in one step
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

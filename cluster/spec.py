@@ -78,6 +78,7 @@ class RouterSpec(_Section):
     grpc_port: Port = 50051
     http_port: Port = 8000
     max_local_prefill: Annotated[int, Field(ge=0)] = 16  # uncached prompt tokens that decode may compute itself
+    max_waiting: Annotated[int, Field(ge=1)] = 1024  # requests queued in one router; one tenant may have half of it
 
 
 class TimeoutSpec(_Section):

@@ -154,6 +154,7 @@ class DecodeBody:
             block_size=layout.block_size,
             bytes_per_token=layout.bytes_per_token() * layout.tensor_parallel,
             max_tokens=max_tokens,
+            max_running=pool.max_running,
         )
         self.service.start(index_url=setup.index_url, name=setup.spec.name, member=member)
 

@@ -40,6 +40,8 @@ class Pair:
 
     prefill: Replica | None
     decode: Replica | None
+    promised_blocks: int = 0  # of the decode replica, as long as the pair is used
+    promised_streams: int = 0
 
 
 def may_retry(error: ClusterError) -> bool:

@@ -38,6 +38,8 @@ class Replica:
         self.is_alive = False  # its frames are coming
         self.pending_tokens = 0  # prompt tokens that we gave it and that it has not answered yet
         self.num_requests = 0  # of ours, under way there
+        self.promised_blocks = 0  # to requests of ours
+        self.promised_streams = 0
         self._router = router
         self._on_change = on_change
         self._sinks: dict[int, TokenSink] = {}
@@ -119,6 +121,7 @@ class Replicas:
         self._tasks: list[asyncio.Task[None]] = []
         self._redis_was_there = True
         self._is_closing = False
+        self.on_change: Callable[[], None] = lambda: None  # called whenever anything is heard of any replica
 
     def start(self) -> None:
         self._tasks = [
@@ -178,3 +181,4 @@ class Replicas:
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+        self.on_change()

@@ -144,6 +144,7 @@ async def local_cluster(
         model=fingerprint,
         max_local_tokens=spec.router.max_local_prefill,
         queue_s=spec.timeouts.queue_s,
+        max_waiting=spec.router.max_waiting,
         metrics=Metrics(),
     )
     cluster = LocalCluster(spec, redis_url, fingerprint, replicas, dispatch, processes)

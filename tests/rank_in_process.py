@@ -65,7 +65,13 @@ class RankInProcess:
     """Implements cluster.rank.Rank, as far as tests ask. Belongs to one caller at a time."""
 
     def __init__(
-        self, role: Role, spec: dict[str, Any], *, faults: tuple[Fault, ...] = (), log: str = os.devnull, **arguments: Any
+        self,
+        role: Role,
+        spec: dict[str, Any],
+        *,
+        faults: tuple[Fault, ...] = (),
+        log: str = os.devnull,
+        **arguments: Any,
     ) -> None:
         os.environ["PYTHONPATH"] = str(_ROOT)  # the server's, which does not look at ours
         _forks.set_forkserver_preload([*_MODULES.values(), __name__])
@@ -133,7 +139,12 @@ class RankInProcess:
 
 
 def _serve(
-    connection: Connection, role: Role, spec: dict[str, Any], arguments: dict[str, Any], faults: tuple[Fault, ...], log: str
+    connection: Connection,
+    role: Role,
+    spec: dict[str, Any],
+    arguments: dict[str, Any],
+    faults: tuple[Fault, ...],
+    log: str,
 ) -> None:
     """The process: do what is asked until told to stop, or until the other side is gone."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

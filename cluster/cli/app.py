@@ -12,7 +12,7 @@ import sys
 
 import typer
 
-from cluster.cli import deploy, generate, operate, status
+from cluster.cli import chaos, deploy, generate, operate, status
 from cluster.errors import ClusterError
 
 app = typer.Typer(
@@ -31,6 +31,7 @@ for command in (
     deploy.down,
     generate.generate,
     generate.chat,
+    chaos.chaos,
 ):
     app.command()(command)
 

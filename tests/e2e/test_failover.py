@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cluster.request import Role, SampledToken, Sampling, choice_seed
+from cluster.request import Role, SampledToken, Sampling
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
 from tests.local_cluster import Answer, LocalCluster, local_cluster
@@ -81,7 +81,9 @@ async def test_another_replica_goes_on(
     others = {Role.PREFILL: 1, Role.DECODE: 1} | {role: 0}
     tree = _tree(others[Role.PREFILL], others[Role.DECODE])
     async with local_cluster(model_dir, redis_url, processes=True, **tree) as cluster:
-        doomed = await cluster.add(role, fault, log="/tmp/chaos-notes/doomed.log")  # the first of its pool: it is chosen while all are idle
+        doomed = await cluster.add(
+            role, fault, log="/tmp/chaos-notes/doomed.log"
+        )  # the first of its pool: it is chosen while all are idle
         await cluster.add(role, log="/tmp/chaos-notes/other.log")
         answers = await _ask(cluster)
         _check(answers, expected)
