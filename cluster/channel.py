@@ -32,6 +32,16 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),  # whatever proxy the environment names: it is not for our own processes
 ]
+# Of a client to a router: a busy machine is no reason to give up an answer that is on its way.
+CLIENT_OPTIONS: list[tuple[str, Any]] = [
+    *_CONTROL,
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.enable_http_proxy", 0),
+]
 SERVER_OPTIONS: list[tuple[str, Any]] = [
     *CHANNEL_OPTIONS,
     ("grpc.so_reuseport", 0),

@@ -62,6 +62,16 @@ def start_time(pid: int) -> int | None:
         return None
 
 
+def children(pid: int) -> list[int]:
+    """Living processes that it has started itself."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if int(_stat(path)[1]) == pid and _is_alive(path):
+                found.append(int(path.name))
+    return found
+
+
 def title(pid: int) -> str:
     """Its command line, or what it has put in its place; "" when it has ended."""
     try:

@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Attempts of a choice that end without a token, in a row. A request that is itself what kills replicas takes no more
-# than so many along; one that has come further since the last failure may fail as often again.
+# Attempts in a row that hardly brought anything. A request that is itself what kills replicas takes no more than so
+# many along; one that has come further since the last failure may fail as often again.
 _MAX_FRUITLESS = 5
+_PROGRESS = 8  # tokens
 _BACKOFF_S, _MAX_BACKOFF_S = 0.01, 1.0
 
 
@@ -101,7 +102,7 @@ class Relay:
             try:
                 return await self._attempt(choices, pair, avoid=used)
             except ClusterError as error:
-                fruitless = 0 if self._num_tokens(choices) > num_tokens else fruitless + 1
+                fruitless = 0 if self._num_tokens(choices) >= num_tokens + _PROGRESS else fruitless + 1
                 if fruitless == _MAX_FRUITLESS or not self._dispatch.may_try_again(error, used):
                     raise
                 logger.warning("request=%s goes on elsewhere: %s", self._request.id, error)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from typing import Any
 
 from grpc import aio
 from redis.asyncio import Redis
@@ -43,6 +44,7 @@ class Replica:
         self._router = router
         self._on_change = on_change
         self._sinks: dict[int, TokenSink] = {}
+        self._loss: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # of this life
         self.channel = open_channel(member.address)
         self._task = asyncio.create_task(self._follow())
 
@@ -60,6 +62,20 @@ class Replica:
 
     def unsubscribe(self, stream: int) -> None:
         self._sinks.pop(stream, None)
+
+    async def unless_lost(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work`, but raise ReplicaLost as soon as the frames end: its calls may stay open for longer."""
+        task = asyncio.create_task(work)
+        loss = self._loss
+        either: set[asyncio.Future[Any]] = {task, loss}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ReplicaLost(f"{self.id}: {loss.result()}")
+            await task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     async def close(self) -> None:
         self._task.cancel()
@@ -98,6 +114,8 @@ class Replica:
         if self.is_alive:
             logger.warning("replica lost replica=%s: %s", self.id, reason)
         self.is_alive = False
+        self._loss.set_result(reason)
+        self._loss = asyncio.get_running_loop().create_future()
         sinks, self._sinks = self._sinks, {}
         for sink in sinks.values():
             sink(ReplicaLost(f"{self.id}: {reason}"))

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import redis
-from redis.asyncio import Redis
 
 import decode_worker.actor
 import prefill_worker.actor
 from cluster import model_config
 from cluster.metrics import Metrics
+from cluster.presence import connect_redis
 from cluster.request import Role, SampledToken, Sampling, SequenceRequest
 from cluster.spec import Spec, parse_spec
 from router.dispatch import Dispatch
@@ -137,7 +137,7 @@ async def local_cluster(
     spec = parse_spec(tree)
     redis.Redis.from_url(redis_url).flushall()
     fingerprint = model_config.fingerprint(model_dir)
-    replicas = Replicas(Redis.from_url(redis_url), name=spec.name, router="router-0")
+    replicas = Replicas(connect_redis(redis_url), name=spec.name, router="router-0")
     dispatch = Dispatch(
         replicas,
         router="router-0",

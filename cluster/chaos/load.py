@@ -12,7 +12,7 @@ from google.rpc.error_details_pb2 import ErrorInfo
 from grpc import aio
 from grpc_status import rpc_status
 
-from cluster.channel import CHANNEL_OPTIONS
+from cluster.channel import CLIENT_OPTIONS
 from cluster.chaos.question import Answer, Question, compare
 from cluster.chaos.tally import Tally
 from cluster.errors import DeployError
@@ -39,7 +39,7 @@ class Load:
         self._running: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Load:
-        self._channel = aio.insecure_channel(self._endpoint, options=CHANNEL_OPTIONS)
+        self._channel = aio.insecure_channel(self._endpoint, options=CLIENT_OPTIONS)
         self._stub = rpc.InferenceStub(self._channel)
         return self
 

@@ -65,7 +65,10 @@ async def _strike(plan: Plan, scene: Scene, tally: Tally, *, say: Callable[[str]
         began_at = time.monotonic()
         stroke.target = await FAULTS[name].strike(scene)
         if not stroke.target:
-            raise DeployError(f"{name}: there is no such process on this machine")
+            tally.strokes.pop()
+            say(f"{name}: there is nothing to strike")
+            await asyncio.sleep(plan.rest_s)
+            continue
         await asyncio.sleep(plan.rest_s)  # what is struck is not always known at once
         if await _await_whole(scene.site, within_s=_RECOVER_S):
             stroke.recovered_s = round(time.monotonic() - began_at, 1)

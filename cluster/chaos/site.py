@@ -15,7 +15,6 @@ from cluster.state import State
 from cluster.status import read_status
 
 _TITLES = {"controller": "ray::Controller", "router": "ray::ServeReplica", "index": "ray::EmbeddedIndex"}
-_SERVER = "-server"  # how the embedded Redis calls itself: valkey-server or redis-server
 
 
 @dataclass(frozen=True)
@@ -68,9 +67,8 @@ class Site:
         return [Target(part, pid) for pid in self._marked() if processes.title(pid).startswith(_TITLES[part])]
 
     def redis(self) -> list[Target]:
-        """The embedded Redis."""
-        words = ((pid, processes.title(pid).split(" ")[0]) for pid in self._marked())
-        return [Target("redis", pid) for pid, word in words if word.endswith(_SERVER)]
+        """The embedded Redis: the child of the index's actor. It overwrites its own environment, and so its mark."""
+        return [Target("redis", pid) for actor in self.named("index") for pid in processes.children(actor.pid)]
 
     def memory(self, status: dict[str, Any]) -> dict[str, int]:
         """Resident bytes of every process of ours, by name and pid."""
