@@ -14,7 +14,7 @@ from grpc import aio
 from cluster.channel import open_channel
 from cluster.errors import ReplicaLost
 
-_RECONNECT_S = 2.0
+_RECONNECT_S = 1.0
 
 
 async def watch_ranks(addresses: Sequence[str]) -> None:
