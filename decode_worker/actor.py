@@ -112,6 +112,7 @@ class DecodeBody:
             wire_dtype=setup.spec.kv.wire_dtype,
             host=setup.host.host,
             timeout_s=setup.spec.timeouts.transfer_s,
+            meeting=self._ranks.meeting,
             on_landed=on_landed,
         )
 

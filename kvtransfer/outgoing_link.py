@@ -8,12 +8,10 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
 from grpc import aio
-from torch.distributed import TCPStore
 
 from cluster.channel import error_of, open_channel
 from cluster.errors import HandoffExpired, LayoutMismatch, LinkClosed, TransferError
@@ -21,6 +19,7 @@ from cluster.rpc import transfer_pb2 as pb
 from cluster.rpc import transfer_pb2_grpc as rpc
 from kvtransfer.codec import WIRE_VERSION, Segment, checksum, combine_checksums
 from kvtransfer.link import MEET_TIMEOUT_S, Link, LinkEnd, backend_for, open_link, operation_timeout
+from kvtransfer.meeting import remote_store
 from kvtransfer.plan import HeadCopy
 
 if TYPE_CHECKING:
@@ -125,11 +124,12 @@ class OutgoingLink:
     async def _converse(self) -> None:
         try:
             async with open_channel(self._address) as channel:
-                call = rpc.RankStub(channel).Connect(self._outgoing_frames())
+                stub = rpc.RankStub(channel)
+                call = stub.Connect(self._outgoing_frames())
                 frame = await asyncio.wait_for(anext(aiter(call)), self._sender.timeout_s)
                 if frame.WhichOneof("frame") == "refused":
                     raise LayoutMismatch(f"{self._address} refuses {self._sender.name}: {frame.refused.reason}")
-                threading.Thread(target=self._run, args=(frame.welcome,), name="kv-send", daemon=True).start()
+                threading.Thread(target=self._run, args=(stub, frame.welcome), name="kv-send", daemon=True).start()
                 async for frame in call:
                     self._answered(frame)
             raise LinkClosed(f"{self._address} closed the link")
@@ -173,9 +173,9 @@ class OutgoingLink:
 
     # On the link's thread: the bytes.
 
-    def _run(self, welcome: pb.Welcome) -> None:
+    def _run(self, stub: rpc.RankStub, welcome: pb.Welcome) -> None:
         try:
-            self._link = open_link(backend_for(self._sender.pool.device), self._link_end(welcome))
+            self._link = open_link(backend_for(self._sender.pool.device), self._link_end(stub, welcome))
             staging = torch.empty(0, dtype=torch.uint8, device=self._link.device)
             while (item := self._jobs.get()) is not None:
                 outlet, job = item
@@ -236,11 +236,9 @@ class OutgoingLink:
         outlet.wire_bytes += frame.ByteSize()
         self._sender.loop.call_soon_threadsafe(self._frames.put_nowait, frame)
 
-    def _link_end(self, welcome: pb.Welcome) -> LinkEnd:
-        host, port = welcome.store.rsplit(":", 1)
-        store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=MEET_TIMEOUT_S))
+    def _link_end(self, stub: rpc.RankStub, welcome: pb.Welcome) -> LinkEnd:
         return LinkEnd(
-            store=store,
+            store=remote_store(stub, self._sender.loop, timeout_s=MEET_TIMEOUT_S),
             prefix=welcome.prefix,
             is_sender=True,
             host=self._sender.host,

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import timedelta
 from typing import Any
 
 import torch
 from grpc import aio
-from torch.distributed import TCPStore
+from torch.distributed import Store
 
 from cluster.channel import error_of, open_channel
-from cluster.errors import ReplicaLost
 from cluster.rank_host import RankHost
 from cluster.rpc import transfer_pb2 as pb
 from cluster.rpc import transfer_pb2_grpc as rpc
 from engine.parallel import TensorParallel
+from kvtransfer.meeting import local_store, remote_store
 from kvtransfer.rank_servicer import RankServicer
-
-_ASK_AGAIN_S = 0.1
 
 
 class Peers:
@@ -46,12 +43,9 @@ class Peers:
         """Tell rank 0 about this rank's part of a handoff."""
         await self._call(0, "Report", request)
 
-    async def meeting_place(self, *, timeout_s: float) -> str:
-        """Where the ranks meet, as rank 0 says; it may not know yet."""
-        async with asyncio.timeout(timeout_s):
-            while not (store := (await self._stubs[0].Meet(pb.MeetRequest(), wait_for_ready=True)).store):
-                await asyncio.sleep(_ASK_AGAIN_S)
-            return store
+    def store(self, loop: asyncio.AbstractEventLoop, *, timeout_s: float) -> Store:
+        """The meeting at rank 0, as the other ranks see it."""
+        return remote_store(self._stubs[0], loop, timeout_s=timeout_s)
 
     async def disconnect(self) -> None:
         for channel in self._channels.values():
@@ -86,21 +80,11 @@ def open_gang(
     size = len(addresses)
     if size == 1:
         return peers, TensorParallel()
-    timeout = timedelta(seconds=start_s)
     if rank == 0:
-        store = TCPStore(host.host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        servicer.meeting_place = f"{host.host}:{store.port}"
+        store = local_store(servicer.meeting, timeout_s=start_s)
     else:
-        address, port = _ask_for_place(peers, host, rank=rank, start_s=start_s).rsplit(":", 1)
-        store = TCPStore(address, int(port), is_master=False, timeout=timeout)
+        store = peers.store(host.loop, timeout_s=start_s)
     parallel = TensorParallel.join(
         store, prefix="gang", rank=rank, size=size, host=host.host, device=device, meet_s=start_s
     )
     return peers, parallel
-
-
-def _ask_for_place(peers: Peers, host: RankHost, *, rank: int, start_s: float) -> str:
-    try:
-        return host.call(peers.meeting_place(timeout_s=start_s), timeout_s=start_s + 1)
-    except (TimeoutError, aio.AioRpcError) as error:
-        raise ReplicaLost(f"rank {rank}: rank 0 did not say where to meet within {start_s} s") from error

@@ -8,12 +8,10 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 from uuid import uuid4
 
 import torch
-from torch.distributed import TCPStore
 
 from cluster.errors import HandoffExpired, LayoutMismatch, TransferError
 from cluster.rpc import transfer_pb2 as pb
@@ -21,6 +19,7 @@ from engine.kv_pool import KVPool
 from kvtransfer.codec import WIRE_VERSION, codec_for
 from kvtransfer.incoming import Incoming, Landing
 from kvtransfer.link import MEET_TIMEOUT_S, LinkEnd, backend_for, open_link, operation_timeout
+from kvtransfer.meeting import Meeting, local_store
 from kvtransfer.plan import HeadCopy, plan_heads
 
 logger = logging.getLogger(__name__)
@@ -41,6 +40,7 @@ class Receiver:
         wire_dtype: str,
         host: str,
         timeout_s: float,
+        meeting: Meeting,
         on_landed: Callable[[Landing], None],
     ) -> None:
         self.rank = rank
@@ -50,9 +50,7 @@ class Receiver:
         self.host = host
         self.timeout_s = timeout_s
         self.on_landed = on_landed
-        self._store = TCPStore(
-            host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=MEET_TIMEOUT_S)
-        )
+        self.meeting = meeting
         self._incoming: dict[str, Incoming] = {}
 
     def open(self, request: pb.OpenRequest) -> None:
@@ -80,7 +78,7 @@ class Receiver:
             return
         prefix = f"{hello.sender}>{self.rank}#{hello.epoch}/{uuid4().hex}"
         link = _IncomingLink(self, hello, prefix=prefix, copy=copy, num_sources=num_sources)
-        yield pb.ReceiverFrame(welcome=pb.Welcome(store=f"{self.host}:{self._store.port}", prefix=prefix))
+        yield pb.ReceiverFrame(welcome=pb.Welcome(prefix=prefix))
         async for frame in link.converse(frames):
             yield frame
 
@@ -101,7 +99,7 @@ class Receiver:
 
     def link_end(self, prefix: str) -> LinkEnd:
         return LinkEnd(
-            store=self._store,
+            store=local_store(self.meeting, timeout_s=MEET_TIMEOUT_S),
             prefix=prefix,
             is_sender=False,
             host=self.host,
@@ -134,6 +132,7 @@ class _IncomingLink:
         finally:
             listener.cancel()
             self._announced.put(None)
+            self._receiver.meeting.forget(self._prefix)
 
     async def _listen(self, frames: AsyncIterator[pb.SenderFrame]) -> None:
         async for frame in frames:

@@ -47,12 +47,10 @@ class Hello(_message.Message):
     def __init__(self, wire_version: _Optional[int] = ..., layout: _Optional[str] = ..., sender: _Optional[str] = ..., epoch: _Optional[int] = ..., backend: _Optional[str] = ..., wire_dtype: _Optional[str] = ..., sender_rank: _Optional[int] = ..., sender_ranks: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("store", "prefix")
-    STORE_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("prefix",)
     PREFIX_FIELD_NUMBER: _ClassVar[int]
-    store: str
     prefix: str
-    def __init__(self, store: _Optional[str] = ..., prefix: _Optional[str] = ...) -> None: ...
+    def __init__(self, prefix: _Optional[str] = ...) -> None: ...
 
 class Segment(_message.Message):
     __slots__ = ("handoff", "epoch", "number", "first_layer", "num_layers", "first_token", "num_tokens", "num_bytes", "checksum")
@@ -154,12 +152,26 @@ class ReportReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class MeetRequest(_message.Message):
+class TellRequest(_message.Message):
+    __slots__ = ("key", "value")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    value: bytes
+    def __init__(self, key: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...
+
+class TellReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class MeetReply(_message.Message):
-    __slots__ = ("store",)
-    STORE_FIELD_NUMBER: _ClassVar[int]
-    store: str
-    def __init__(self, store: _Optional[str] = ...) -> None: ...
+class AskRequest(_message.Message):
+    __slots__ = ("key",)
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    def __init__(self, key: _Optional[str] = ...) -> None: ...
+
+class AskReply(_message.Message):
+    __slots__ = ("value",)
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    value: bytes
+    def __init__(self, value: _Optional[bytes] = ...) -> None: ...

@@ -68,9 +68,13 @@ async def _replica(
     for rank in range(tp):
         pool = KVPool(replace(layout, tensor_parallel=tp), num_blocks=12, device=_CPU)
         shared = {"rank": rank, "pool": pool, "wire_dtype": wire, "host": "127.0.0.1", "timeout_s": timeout_s}
-        side.receivers.append(
-            Receiver(**shared, on_landed=lambda x: loop.call_soon_threadsafe(side.landings.put_nowait, x))
+        servicer = RankServicer()
+        servicer.receiver = Receiver(
+            **shared,
+            meeting=servicer.meeting,
+            on_landed=lambda x: loop.call_soon_threadsafe(side.landings.put_nowait, x),
         )
+        side.receivers.append(servicer.receiver)
         side.senders.append(
             Sender(
                 **shared,
@@ -80,7 +84,7 @@ async def _replica(
             )
         )
         server = aio.server(options=SERVER_OPTIONS)
-        rpc.add_RankServicer_to_server(_servicer(side.receivers[-1]), server)
+        rpc.add_RankServicer_to_server(servicer, server)
         side.addresses.append(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
         await server.start()
         side.servers.append(server)
@@ -91,12 +95,6 @@ async def _replica(
             await sender.close()
         for server in side.servers:
             await server.stop(None)
-
-
-def _servicer(receiver: Receiver) -> RankServicer:
-    servicer = RankServicer()
-    servicer.receiver = receiver
-    return servicer
 
 
 def _fill(side: Side) -> torch.Tensor:
