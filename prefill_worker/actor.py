@@ -20,9 +20,10 @@ from engine.block_manager import BlockManager
 from engine.load import device_for, load_runner, max_tokens_of, set_threads
 from engine.runner import ModelRunner
 from engine.sequence import Sequence
+from kvtransfer.passage import Shipment
 from kvtransfer.peers import Peers, open_gang
 from kvtransfer.rank_servicer import RankServicer
-from kvtransfer.sender import Sender, Shipment
+from kvtransfer.sender import Sender
 from prefill_worker.rank import PrefillRank
 from prefill_worker.scheduler import Scheduler
 from prefill_worker.server import PrefillServicer, Serving
