@@ -83,6 +83,10 @@ class Moves:
     def __contains__(self, choice: Choice) -> bool:
         return choice in self._under_way
 
+    @property
+    def num_paused(self) -> int:
+        return sum(move.state is MoveState.PAUSED for move in self._under_way.values())
+
     def begin(self, choice: Choice, handoff: Handoff, listener: MoveListener) -> None:
         """Begin to ship a choice that decodes."""
         self._under_way[choice] = Move(choice, handoff, listener)
@@ -113,6 +117,8 @@ class Moves:
         for move in list(self._under_way.values()):
             if move.departure is None:
                 self._start(move, orders)
+            elif move.choice.sequence.blocks[: len(move.departure.blocks)] != move.departure.blocks:
+                self._fail(move, HandoffExpired("it was preempted"))
             elif move.state is MoveState.COPYING and (self._is_sent(move.departure.key) or self._has_no_room(move)):
                 self._stop_and_commit(move, orders)
         orders["abort"] = list(self._departures.take_aborts())

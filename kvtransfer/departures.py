@@ -5,8 +5,8 @@
        v
     FAILING ──every rank has stopped reading──> FAILED
 
-A departure holds a reference of its own to every block that it reads, from its beginning to its end. So whoever owns the
-sequence may finish, cancel, preempt or free it at any moment.
+A departure holds a reference of its own to every block that it reads, from its beginning to its end. So whoever owns
+the sequence may finish, cancel, preempt or free it at any moment.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ class PrefillBody:
         serving.service.post(lambda: serving.prefiller.shipped(rank, shipment))
 
     def _reported(self, report: transfer_pb2.ReportRequest) -> None:
-        self._shipped(report.rank, Shipment.from_report(report))
+        self._shipped(report.rank, Shipment.from_report(report.shipped))
 
 
 def _report(setup: Setup, peers: Peers, shipment: Shipment) -> None:

@@ -91,7 +91,5 @@ class PrefillRank:
         if batch is None:
             return []
         return [
-            passage
-            for passage, _, end in self._spans(batch, orders)
-            if passage and end == passage.handoff.num_tokens
+            passage for passage, _, end in self._spans(batch, orders) if passage and end == passage.handoff.num_tokens
         ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import replace
 from typing import Protocol
 
 from torch import Tensor
@@ -19,7 +18,7 @@ from engine.rate import Rate
 from engine.sampler import SamplingRow, sample
 from kvtransfer.departures import Departures
 from kvtransfer.passage import Key, Shipment
-from kvtransfer.plan import plan_heads
+from kvtransfer.plan import sending_ranks
 from prefill_worker.rank import PrefillRank, begin_order
 from prefill_worker.scheduler import Job, Scheduler
 
@@ -145,8 +144,7 @@ class Prefiller:
 
     def _begin(self, job: Job, handoff: Handoff) -> dict[str, object]:
         layout = self._rank.runner.layout
-        copies = plan_heads(sender=layout, receiver=replace(layout, tensor_parallel=len(handoff.ranks)))
-        ranks = {copy.sender for copy in copies}
+        ranks = sending_ranks(layout, num_receivers=len(handoff.ranks))
         job.departure = self._departures.begin(handoff, job.sequence.blocks, ranks=ranks, owner=job)
         return begin_order(handoff, job.sequence.blocks, num_cached=job.num_cached)
 
