@@ -141,7 +141,7 @@ _SETTINGS = settings(deadline=None, suppress_health_check=list(HealthCheck), pri
 
 
 def test_both_ends_survive_whatever_happens() -> None:
-    run_state_machine_as_test(Protocol, settings=settings(_SETTINGS, max_examples=100, stateful_step_count=60))
+    run_state_machine_as_test(Protocol, settings=settings(_SETTINGS, max_examples=60, stateful_step_count=60))
 
 
 @pytest.mark.slow
