@@ -16,6 +16,7 @@ from router.admission import Ticket
 from router.attempt import Pair, may_retry
 from router.gate import Gate
 from router.generation import Generation
+from router.move import Place
 from router.policy import Demand, Option, ReplicaView, options
 from router.relay import Relay
 from router.replicas import Replica, Replicas
@@ -112,6 +113,12 @@ class Dispatch:
         found = self._options(self._need(request), prefills, [decode] if decode else [], avoid=avoid)
         best = next((option.prefill for option in found if option.prefill), None)
         return self._replicas.get(best) if best else None
+
+    def next_place(self, request: SequenceRequest) -> Place | None:
+        """Another decode replica for a request that runs on one that drains, and a stream key for a choice."""
+        found = self._options(self._need(request), [], self._replicas.usable(Role.DECODE), avoid=set())
+        replica = self._replicas.get(found[0].decode) if found else None
+        return Place(replica, self.new_streams(1)) if replica else None
 
     def may_try_again(self, error: ClusterError, avoid: set[str]) -> bool:
         """Whether another try may help. Where every decode replica is full, the client hears so at once."""

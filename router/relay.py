@@ -138,7 +138,13 @@ class Relay:
             return replica
 
         attempt = Attempt(
-            request, pair, router=self._dispatch.router, route=self.route, emit=self._emit, next_prefill=next_prefill
+            request,
+            pair,
+            router=self._dispatch.router,
+            route=self.route,
+            emit=self._emit,
+            next_prefill=next_prefill,
+            next_place=lambda: self._dispatch.next_place(request),
         )
         self._attempts |= dict.fromkeys(request.choices, attempt)
         try:
