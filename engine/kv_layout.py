@@ -42,7 +42,15 @@ class KVLayout:
     @property
     def fingerprint(self) -> str:
         """What both sides of a transfer must share; tensor parallelism may differ, so it is not part of it."""
-        facts = (self.model, self.num_layers, self.num_kv_heads, self.head_dim, self.block_size, self.dtype, self.weights)
+        facts = (
+            self.model,
+            self.num_layers,
+            self.num_kv_heads,
+            self.head_dim,
+            self.block_size,
+            self.dtype,
+            self.weights,
+        )
         return blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
     @property

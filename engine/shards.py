@@ -31,7 +31,9 @@ class ShardReader:
 
     def __post_init__(self) -> None:
         if self.weights == "int8" and self.kernels is None:
-            raise SpecError("model.weights: int8 needs a CPU, dtype bfloat16 and a C++ compiler on the worker's machine")
+            raise SpecError(
+                "model.weights: int8 needs a CPU, dtype bfloat16 and a C++ compiler on the worker's machine"
+            )
 
     def norm(self, name: str, eps: float) -> RMSNorm:
         return RMSNorm(self._place(self.checkpoint.read(f"{name}.weight")), eps)
