@@ -8,9 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.layers import Embedding, Linear, RMSNorm, RowParallelLinear
+from cluster.errors import SpecError
+from engine.cpu.library import Kernels
+from engine.cpu.matrix import PackedMatrix
+from engine.layers import Embedding, Linear, Matrix, RMSNorm, RowParallelLinear, TorchMatrix
 from engine.parallel import TensorParallel
 from engine.weights import Checkpoint, Span
+
+WEIGHTS = ("as_stored", "int8")  # int8: each output in 8 bits with its own scale, made at load
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,14 @@ class ShardReader:
     parallel: TensorParallel
     dtype: torch.dtype
     device: torch.device
+    kernels: Kernels | None = None  # for which matrices are packed; None: for torch
+    weights: str = "as_stored"  # one of WEIGHTS
+
+    def __post_init__(self) -> None:
+        if self.weights == "int8" and self.kernels is None:
+            raise SpecError(
+                "model.weights: int8 needs a CPU, dtype bfloat16 and a C++ compiler on the worker's machine"
+            )
 
     def norm(self, name: str, eps: float) -> RMSNorm:
         return RMSNorm(self._place(self.checkpoint.read(f"{name}.weight")), eps)
@@ -37,14 +50,21 @@ class ShardReader:
             parts = [self.checkpoint.read(f"{name}.{suffix}", rows=span) for name, span in rows.items()]
             return self._place(parts[0] if len(parts) == 1 else torch.cat(parts))
 
-        return Linear(fused("weight"), fused("bias") if has_bias else None)
+        return Linear(self.matrix(fused("weight")), fused("bias") if has_bias else None)
 
     def row_parallel(self, name: str, columns: Span, *, has_bias: bool = False) -> RowParallelLinear:
         """The columns that meet the features which this rank's part of the layer before computes."""
         weight = self._place(self.checkpoint.read(f"{name}.weight", columns=columns))
         # The ranks' outputs are summed, so that only one of them may add the bias.
         bias = self._place(self.checkpoint.read(f"{name}.bias")) if has_bias and self.parallel.is_leader else None
-        return RowParallelLinear(weight, bias, self.parallel)
+        return RowParallelLinear(self.matrix(weight), bias, self.parallel)
+
+    def matrix(self, weight_OI: Tensor) -> Matrix:
+        """In the form in which this rank multiplies it."""
+        if self.kernels is None:
+            return TorchMatrix(weight_OI)
+        pack = PackedMatrix.int8 if self.weights == "int8" else PackedMatrix.bf16
+        return pack(self.kernels, weight_OI)
 
     def _place(self, tensor: Tensor) -> Tensor:
         return tensor.to(device=self.device, dtype=self.dtype).contiguous()
