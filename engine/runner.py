@@ -12,6 +12,7 @@ from cluster import model_config
 from cluster.errors import SpecError
 from cluster.model_config import ModelConfig
 from engine.batch import Batch
+from engine.cpu.library import open_kernels
 from engine.kv_layout import KVLayout
 from engine.kv_pool import KVPool
 from engine.model.dense import DenseDecoder, OnLayer
@@ -68,7 +69,8 @@ class ModelRunner:
         self.device = device
         self.parallel = parallel or TensorParallel()
         assert layout.tensor_parallel == self.parallel.size
-        reader = ShardReader(open_checkpoint(model_dir), self.parallel, dtype, device)
+        kernels = open_kernels(dtype=dtype, device=device)
+        reader = ShardReader(open_checkpoint(model_dir), self.parallel, dtype, device, kernels)
         num_layers = self.config.num_layers
 
         def on_read(layer: int) -> None:

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.layers import Embedding, Linear, RMSNorm, RowParallelLinear
+from engine.cpu.library import Kernels
+from engine.cpu.matrix import PackedMatrix
+from engine.layers import Embedding, Linear, Matrix, RMSNorm, RowParallelLinear, TorchMatrix
 from engine.parallel import TensorParallel
 from engine.weights import Checkpoint, Span
 
@@ -21,6 +23,7 @@ class ShardReader:
     parallel: TensorParallel
     dtype: torch.dtype
     device: torch.device
+    kernels: Kernels | None = None  # for which matrices are packed; None: for torch
 
     def norm(self, name: str, eps: float) -> RMSNorm:
         return RMSNorm(self._place(self.checkpoint.read(f"{name}.weight")), eps)
@@ -37,14 +40,18 @@ class ShardReader:
             parts = [self.checkpoint.read(f"{name}.{suffix}", rows=span) for name, span in rows.items()]
             return self._place(parts[0] if len(parts) == 1 else torch.cat(parts))
 
-        return Linear(fused("weight"), fused("bias") if has_bias else None)
+        return Linear(self.matrix(fused("weight")), fused("bias") if has_bias else None)
 
     def row_parallel(self, name: str, columns: Span, *, has_bias: bool = False) -> RowParallelLinear:
         """The columns that meet the features which this rank's part of the layer before computes."""
         weight = self._place(self.checkpoint.read(f"{name}.weight", columns=columns))
         # The ranks' outputs are summed, so that only one of them may add the bias.
         bias = self._place(self.checkpoint.read(f"{name}.bias")) if has_bias and self.parallel.is_leader else None
-        return RowParallelLinear(weight, bias, self.parallel)
+        return RowParallelLinear(self.matrix(weight), bias, self.parallel)
+
+    def matrix(self, weight_OI: Tensor) -> Matrix:
+        """In the form in which this rank multiplies it."""
+        return TorchMatrix(weight_OI) if self.kernels is None else PackedMatrix.bf16(self.kernels, weight_OI)
 
     def _place(self, tensor: Tensor) -> Tensor:
         return tensor.to(device=self.device, dtype=self.dtype).contiguous()

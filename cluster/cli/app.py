@@ -12,7 +12,7 @@ import sys
 
 import typer
 
-from cluster.cli import deploy, generate, operate, status
+from cluster.cli import bench, deploy, generate, operate, status
 from cluster.errors import ClusterError
 
 app = typer.Typer(
@@ -33,6 +33,7 @@ for command in (
     generate.chat,
 ):
     app.command()(command)
+app.add_typer(bench.bench, name="bench")
 
 _UsageError = typer.BadParameter.__base__  # typer carries its own copy of click, or uses click: this is right for both
 
