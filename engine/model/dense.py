@@ -15,6 +15,7 @@ from cluster.model_config import ModelConfig
 from engine.batch import Batch
 from engine.cpu.heads import CompiledHeads
 from engine.heads import Heads, TorchHeads
+from engine.kernels.heads import KernelHeads
 from engine.kv_layout import KVLayout
 from engine.kv_pool import KVPool
 from engine.layers import GatedSiLU, Linear, RMSNorm, RowParallelLinear
@@ -71,6 +72,8 @@ class DenseDecoder:
         cos_T1F, sin_T1F = self._rotary(positions_T, self._embedding.weight_VO.dtype)
         if self._kernels is not None:
             return CompiledHeads(self._kernels, batch, pool, cos_T1F, sin_T1F)
+        if pool.device.type == "cuda":
+            return KernelHeads(batch, pool, cos_T1F, sin_T1F)
         return TorchHeads(batch, pool, cos_T1F, sin_T1F, self._config.sliding_windows)
 
 
