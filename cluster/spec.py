@@ -72,6 +72,10 @@ class PrefillPoolSpec(PoolSpec):
     max_batch_tokens: Annotated[int, Field(ge=16)] = 2048  # nothing else waits for its steps, so they may be long
 
 
+class DecodePoolSpec(PoolSpec):
+    expert_parallel: bool = False  # each rank holds some experts whole, instead of a share of every one
+
+
 class RouterSpec(_Section):
     replicas: Annotated[int, Field(ge=1)] = 1
     host: str = "127.0.0.1"  # where both doors listen; 0.0.0.0 opens them to the network
@@ -96,7 +100,7 @@ class Spec(_Section):
     model: ModelSpec = ModelSpec()
     kv: KVSpec = KVSpec()
     prefill: PrefillPoolSpec = PrefillPoolSpec()
-    decode: PoolSpec = PoolSpec()
+    decode: DecodePoolSpec = DecodePoolSpec()
     router: RouterSpec = RouterSpec()
     index: str = "embedded"  # or redis://HOST:PORT[/DB], rediss://…
     timeouts: TimeoutSpec = TimeoutSpec()

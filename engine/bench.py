@@ -7,7 +7,8 @@ model counts too: making the batch, sampling, the sequences' own bookkeeping.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence as Seq
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any

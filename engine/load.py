@@ -34,6 +34,7 @@ def load_runner(
     block_size: int,
     kv_memory_gib: float | None,
     parallel: TensorParallel,
+    expert_parallel: bool = False,
     device: torch.device,
     progress: Callable[[float], None],
 ) -> ModelRunner:
@@ -50,6 +51,7 @@ def load_runner(
         dtype=getattr(torch, dtype),
         device=device,
         parallel=parallel,
+        expert_parallel=expert_parallel,
         progress=progress,
     )
 

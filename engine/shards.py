@@ -23,7 +23,12 @@ class ShardReader:
     parallel: TensorParallel
     dtype: torch.dtype
     device: torch.device
+    spreads_experts: bool = False  # whole experts on each rank; else a share of each on all
     kernels: Kernels | None = None  # for which matrices are packed; None: for torch
+
+    def tensor(self, name: str) -> Tensor:
+        """All of a tensor, by its whole name."""
+        return self._place(self.checkpoint.read(name))
 
     def norm(self, name: str, eps: float) -> RMSNorm:
         return RMSNorm(self._place(self.checkpoint.read(f"{name}.weight")), eps)
@@ -41,6 +46,10 @@ class ShardReader:
             return self._place(parts[0] if len(parts) == 1 else torch.cat(parts))
 
         return Linear(self.matrix(fused("weight")), fused("bias") if has_bias else None)
+
+    def columns(self, name: str, columns: Span) -> Matrix:
+        """Some columns of a matrix, whose product the caller sums over the ranks."""
+        return self.matrix(self._place(self.checkpoint.read(f"{name}.weight", columns=columns)))
 
     def row_parallel(self, name: str, columns: Span, *, has_bias: bool = False) -> RowParallelLinear:
         """The columns that meet the features which this rank's part of the layer before computes."""
