@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import torch
@@ -10,12 +11,16 @@ from grpc import aio
 from torch.distributed import Store
 
 from cluster.channel import error_of, open_channel
+from cluster.errors import ReplicaLost
 from cluster.rank_host import RankHost
 from cluster.rpc import transfer_pb2 as pb
 from cluster.rpc import transfer_pb2_grpc as rpc
 from engine.parallel import TensorParallel
 from kvtransfer.meeting import local_store, remote_store
 from kvtransfer.rank_servicer import RankServicer
+
+_ANSWER_S = 3.0  # an answer between ranks takes milliseconds
+_ASK_AGAIN_S = 0.1
 
 
 class Peers:
@@ -36,12 +41,16 @@ class Peers:
         await self._all("Open", request)
 
     async def close_handoff(self, handoff: str) -> None:
-        """Close a handoff on every other rank; when this returns, none of them writes to its blocks any more."""
-        await self._all("Close", pb.CloseRequest(handoff=handoff))
+        """Close a handoff on every other rank; when this returns, none of them writes to its blocks any more.
+
+        Asks again and again. Raises ReplicaLost when a rank does not answer for long: then the gang is broken.
+        """
+        request = pb.CloseRequest(handoff=handoff)
+        await asyncio.gather(*(self._insist(rank, "Close", request) for rank in self._stubs))
 
     async def report(self, request: pb.ReportRequest) -> None:
-        """Tell rank 0 about this rank's part of a handoff."""
-        await self._call(0, "Report", request)
+        """Tell rank 0 about this rank's part of a handoff, again and again until it has heard."""
+        await self._insist(0, "Report", request)
 
     def store(self, loop: asyncio.AbstractEventLoop, *, timeout_s: float) -> Store:
         """The meeting at rank 0, as the other ranks see it."""
@@ -52,11 +61,22 @@ class Peers:
             await channel.close()
 
     async def _all(self, method: str, request: Any) -> None:
-        await asyncio.gather(*(self._call(rank, method, request) for rank in self._stubs))
+        await asyncio.gather(*(self._call(rank, method, request, self._timeout_s) for rank in self._stubs))
 
-    async def _call(self, rank: int, method: str, request: Any) -> None:
+    async def _insist(self, rank: int, method: str, request: Any) -> None:
+        """For what must not be lost, and does no harm twice."""
+        give_up_at = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                return await self._call(rank, method, request, min(_ANSWER_S, self._timeout_s))
+            except ReplicaLost:
+                if time.monotonic() > give_up_at:
+                    raise
+                await asyncio.sleep(_ASK_AGAIN_S)
+
+    async def _call(self, rank: int, method: str, request: Any, timeout_s: float) -> None:
         try:
-            await getattr(self._stubs[rank], method)(request, timeout=self._timeout_s)
+            await getattr(self._stubs[rank], method)(request, timeout=timeout_s)
         except aio.AioRpcError as error:
             raise error_of(error, peer=f"rank {rank}") from error
 

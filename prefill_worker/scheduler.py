@@ -9,6 +9,7 @@ from cluster.errors import CapacityError, ContextLengthExceeded
 from cluster.handoff import Handoff
 from engine.block_manager import BlockManager
 from engine.sequence import Sequence
+from kvtransfer.departures import Departure
 
 
 @dataclass(eq=False)
@@ -18,6 +19,7 @@ class Job:
     sequence: Sequence
     handoff: Handoff | None
     num_cached: int = 0  # tokens found in the prefix cache when it was admitted
+    departure: Departure[Job] | None = None  # from its first step on
 
     @property
     def id(self) -> str:

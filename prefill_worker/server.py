@@ -17,7 +17,7 @@ from cluster.request import SampledToken, SequenceRequest
 from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
 from engine.sequence import Sequence
-from kvtransfer.sender import Shipment
+from kvtransfer.passage import Shipment
 from prefill_worker.scheduler import Job
 from prefill_worker.worker import Prefiller
 

@@ -19,6 +19,7 @@ from cluster.metrics import Metrics
 from cluster.request import Role, SampledToken, SequenceRequest
 from router.attempt import Attempt, Pair, may_retry
 from router.generation import ChoiceToken, Generation, Route
+from router.move import Place
 from router.policy import Demand, Option, ReplicaView, options
 from router.replicas import Replica, Replicas
 
@@ -79,6 +80,12 @@ class Dispatch:
         found = self._options(request, prefills, [decode] if decode else [], avoid=avoid)
         best = next((option.prefill for option in found if option.prefill), None)
         return self._replicas.get(best) if best else None
+
+    def next_place(self, request: SequenceRequest) -> Place | None:
+        """Another decode replica for a request that runs on one that drains, and a stream key for a choice."""
+        found = self._options(request, [], self._replicas.usable(Role.DECODE), avoid=set())
+        replica = self._replicas.get(found[0].decode) if found else None
+        return Place(replica, self.new_streams(1)) if replica else None
 
     def may_try_again(self, error: ClusterError, avoid: set[str]) -> bool:
         """Whether another try may help. Where every decode replica is full, the client hears so at once."""
@@ -201,7 +208,13 @@ class _Generation:
             return replica
 
         attempt = Attempt(
-            request, pair, router=self._dispatch.router, route=self.route, emit=self._emit, next_prefill=next_prefill
+            request,
+            pair,
+            router=self._dispatch.router,
+            route=self.route,
+            emit=self._emit,
+            next_prefill=next_prefill,
+            next_place=lambda: self._dispatch.next_place(request),
         )
         self._attempts |= dict.fromkeys(choices, attempt)
         try:

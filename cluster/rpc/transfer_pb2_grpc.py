@@ -91,7 +91,8 @@ class RankServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Report(self, request, context):
-        """Any rank to rank 0 of its own replica: its part of a handoff has landed (decode), been shipped (prefill) or failed.
+        """Any rank to rank 0 of its own replica: its part of a handoff has landed here, or has left, or failed. Repeated until
+        it is answered.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
