@@ -36,6 +36,7 @@ def bench_engine(
     model_dir: Path,
     *,
     dtype: str,
+    weights: str,
     pool_dtype: str,
     batches: Seq[int],
     contexts: Seq[int],
@@ -45,13 +46,14 @@ def bench_engine(
     """Measure on the CPU; returns plain JSON values. threads: None for all processors. Raises SpecError."""
     if threads is not None:
         torch.set_num_threads(threads)
-    layout = layout_for(model_dir, dtype=dtype, pool_dtype=pool_dtype, block_size=_BLOCK_SIZE)
+    layout = layout_for(model_dir, dtype=dtype, weights=weights, pool_dtype=pool_dtype, block_size=_BLOCK_SIZE)
     most_tokens = max(
         (n * _blocks_for(tokens + extra) for n, tokens, extra in _needs(batches, contexts, prefills)), default=1
     )
     runner = load_runner(
         model_dir,
         dtype=dtype,
+        weights=weights,
         pool_dtype=pool_dtype,
         block_size=_BLOCK_SIZE,
         kv_memory_gib=(most_tokens + 1) * _BLOCK_SIZE * layout.bytes_per_token() / GIB,
@@ -65,6 +67,7 @@ def bench_engine(
         "bandwidth_gb_s": round(read_bandwidth() / 1e9, 2),
         "model": model_dir.name,
         "dtype": dtype,
+        "weights": weights,
         "pool_dtype": layout.dtype,
         "threads": torch.get_num_threads(),
         "instructions": torch.backends.cpu.get_cpu_capability(),

@@ -24,9 +24,16 @@ GIB = 1 << 30
 
 
 def layout_for(
-    model_dir: Path, *, dtype: str, pool_dtype: str = "auto", block_size: int = 16, tensor_parallel: int = 1
+    model_dir: Path,
+    *,
+    dtype: str,
+    weights: str = "as_stored",
+    pool_dtype: str = "auto",
+    block_size: int = 16,
+    tensor_parallel: int = 1,
 ) -> KVLayout:
-    """The KV layout of a model. `dtype`: of the computation; `pool_dtype`: "auto" for the same, or "fp8_e4m3"."""
+    """The KV layout of a model. `dtype`: of the computation; `pool_dtype`: "auto" for the same, or "fp8_e4m3";
+    `weights`: one of engine.shards.WEIGHTS."""
     config = model_config.load(model_dir)
     config.check_tensor_parallel(tensor_parallel)
     return KVLayout(
@@ -37,6 +44,7 @@ def layout_for(
         block_size=block_size,
         dtype=dtype if pool_dtype == "auto" else pool_dtype,
         tensor_parallel=tensor_parallel,
+        weights=weights,
     )
 
 
@@ -76,7 +84,15 @@ class ModelRunner:
         if expert_parallel:
             self.config.check_expert_parallel(self.parallel.size)
         kernels = open_kernels(dtype=dtype, device=device)
-        reader = ShardReader(open_checkpoint(model_dir), self.parallel, dtype, device, expert_parallel, kernels)
+        reader = ShardReader(
+            open_checkpoint(model_dir),
+            self.parallel,
+            dtype,
+            device,
+            kernels,
+            weights=layout.weights,
+            spreads_experts=expert_parallel,
+        )
         num_layers = self.config.num_layers
 
         def on_read(layer: int) -> None:

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cluster.errors import SpecError
 from engine.cpu.library import Kernels
 from engine.cpu.matrix import PackedMatrix
 from engine.layers import Embedding, Linear, Matrix, RMSNorm, RowParallelLinear, TorchMatrix
 from engine.parallel import TensorParallel
 from engine.weights import Checkpoint, Span
+
+WEIGHTS = ("as_stored", "int8")  # int8: each output in 8 bits with its own scale, made at load
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,13 @@ class ShardReader:
     device: torch.device
     spreads_experts: bool = False  # whole experts on each rank; else a share of each on all
     kernels: Kernels | None = None  # for which matrices are packed; None: for torch
+    weights: str = "as_stored"  # one of WEIGHTS
+
+    def __post_init__(self) -> None:
+        if self.weights == "int8" and self.kernels is None:
+            raise SpecError(
+                "model.weights: int8 needs a CPU, dtype bfloat16 and a C++ compiler on the worker's machine"
+            )
 
     def tensor(self, name: str) -> Tensor:
         """All of a tensor, by its whole name."""
@@ -60,7 +70,10 @@ class ShardReader:
 
     def matrix(self, weight_OI: Tensor) -> Matrix:
         """In the form in which this rank multiplies it."""
-        return TorchMatrix(weight_OI) if self.kernels is None else PackedMatrix.bf16(self.kernels, weight_OI)
+        if self.kernels is None:
+            return TorchMatrix(weight_OI)
+        pack = PackedMatrix.int8 if self.weights == "int8" else PackedMatrix.bf16
+        return pack(self.kernels, weight_OI)
 
     def _place(self, tensor: Tensor) -> Tensor:
         return tensor.to(device=self.device, dtype=self.dtype).contiguous()

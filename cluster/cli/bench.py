@@ -29,6 +29,7 @@ def engine(
     prefill: _Counts = "512,2048",
     threads: Annotated[int | None, typer.Option(min=1, help="Default: one per processor.")] = None,
     dtype: Annotated[str, typer.Option(help="As in a spec.")] = ModelSpec().dtype,
+    weights: Annotated[str, typer.Option(help="As in a spec.")] = ModelSpec().weights,
     pool_dtype: Annotated[str, typer.Option(help="As in a spec.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
@@ -41,6 +42,7 @@ def engine(
     result = import_module("engine.bench").bench_engine(
         model_dir,
         dtype=dtype,
+        weights=weights,
         pool_dtype=pool_dtype,
         batches=_parse("batch", batch),
         contexts=_parse("context", context),
@@ -61,7 +63,7 @@ def _parse(option: str, counts: str) -> list[int]:
 
 
 def _lines(result: dict[str, Any]) -> list[str]:
-    what = ", ".join(str(result[key]) for key in ("model", "dtype", "instructions"))
+    what = ", ".join(str(result[key]) for key in ("model", "dtype", "weights", "instructions"))
     return [
         f"{what}, {result['threads']} threads, memory {result['bandwidth_gb_s']} GB/s",
         *(

@@ -3,11 +3,11 @@
 // The work is cut into (sequence, kv head, a few positions). The query heads that share a kv head, at those positions, are
 // the rows of one piece: each key is fetched and turned once for all of them.
 //
-//   1  for each tile of 16 keys: keys become columns, so that a vector holds one query's scores with 16 keys
+//   1  for each tile of 32 keys: keys become columns, so that a vector holds one query's scores with 16 keys
 //   2  softmax along each row of scores
-//   3  for each tile of 16 keys: out += p v
+//   3  for each tile of 32 keys: out += p v
 //
-// Sums run over keys in the order of their positions, in tiles that begin at multiples of 16: what a query gets depends
+// Sums run over keys in the order of their positions, in tiles that begin at multiples of 32: what a query gets depends
 // neither on the queries beside it nor on how its prompt was cut.
 #pragma once
 #include <omp.h>
@@ -41,6 +41,7 @@ struct Piece {
 };
 
 constexpr int64_t POSITIONS = 16;  // of one piece
+constexpr int KEYS = 2 * LANES;    // of one tile
 
 // What a thread needs for a piece.
 struct Desk {
@@ -48,11 +49,14 @@ struct Desk {
     std::vector<Floats> columns;
 };
 
+// columns: (2, dim), for the first and the second 16 keys of the tile
 template <int ROWS> inline void score(const float* q, int64_t dim, const Floats* columns, float* scores, int64_t width) {
-    Floats sums[ROWS] = {};
+    Floats sums[ROWS][2] = {};
     for (int64_t d = 0; d < dim; d++)
-        for (int r = 0; r < ROWS; r++) sums[r] += columns[d] * q[r * dim + d];
-    for (int r = 0; r < ROWS; r++) store(scores + r * width, sums[r]);
+        for (int r = 0; r < ROWS; r++)
+            for (int half = 0; half < 2; half++) sums[r][half] += columns[half * dim + d] * q[r * dim + d];
+    for (int r = 0; r < ROWS; r++)
+        for (int half = 0; half < 2; half++) store(scores + r * width + half * LANES, sums[r][half]);
 }
 
 template <int ROWS, int VECTORS>
@@ -60,7 +64,7 @@ inline void mix(const float* weights, int64_t width, const float* values, float*
     Floats sums[ROWS][VECTORS];
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < VECTORS; v++) sums[r][v] = load<Floats>(out + r * dim + v * LANES);
-    for (int key = 0; key < LANES; key++)
+    for (int key = 0; key < KEYS; key++)
         for (int v = 0; v < VECTORS; v++) {
             const Floats value = load<Floats>(values + key * dim + v * LANES);
             for (int r = 0; r < ROWS; r++) sums[r][v] += value * weights[r * width + key];
@@ -75,7 +79,7 @@ template <int ROWS> inline void mix_all(const float* weights, int64_t width, con
     for (; d < dim; d += LANES) mix<ROWS, 1>(weights, width, values + d, out + d, dim);
 }
 
-// Calls f<12>(row), f<6>(row), … until all rows had their turn.
+// F(6) as often as six rows are left, then F(3), then F(1); `row` is the first of them.
 #define FOR_ROWS(rows, row, F)                                                          \
     for (int64_t row = 0, left; (left = (rows) - row) > 0;) {                           \
         if (left >= 6) { F(6); row += 6; }                                              \
@@ -93,14 +97,14 @@ struct Work {
         const int64_t lowest = a.window ? std::max<int64_t>(0, piece.position - a.window + 1) : 0;
         dim = round_up(a.pool.head_dim, LANES);
         rows = piece.count * group();
-        first = lowest / LANES * LANES;
+        first = lowest / KEYS * KEYS;
         end = piece.position + piece.count;
-        width = round_up(end - first, LANES);
+        width = round_up(end - first, KEYS);
         desk.q.assign(rows * dim, 0.0f);
         desk.out.assign(rows * dim, 0.0f);
         desk.scores.resize(rows * width);
-        desk.tile.assign(LANES * dim, 0.0f);
-        desk.columns.resize(dim);
+        desk.tile.assign(KEYS * dim, 0.0f);
+        desk.columns.resize(2 * dim);
     }
     int64_t group() const { return a.q_heads / a.pool.kv_heads; }
     int64_t position(int64_t row) const { return piece.position + row / group(); }
@@ -112,10 +116,10 @@ struct Work {
         const float scale = 1.0f / std::sqrt(float(a.pool.head_dim));
         for (int64_t r = 0; r < rows; r++)
             for (int64_t d = 0; d < a.pool.head_dim; d++) desk.q[r * dim + d] = widen(a.q[head(r, a.q_stride) + d]) * scale;
-        for (int64_t key = first; key < end; key += LANES) score_tile(key);
+        for (int64_t key = first; key < end; key += KEYS) score_tile(key);
         std::vector<float>& sums = desk.q;  // the queries have done their part
         for (int64_t r = 0; r < rows; r++) sums[r] = softmax(&desk.scores[r * width]);
-        for (int64_t key = first; key < end; key += LANES) mix_tile(key);
+        for (int64_t key = first; key < end; key += KEYS) mix_tile(key);
         for (int64_t r = 0; r < rows; r++)
             for (int64_t d = 0; d < a.pool.head_dim; d++)
                 a.out[head(r, a.q_heads * a.pool.head_dim) + d] = narrow(desk.out[r * dim + d] / sums[r]);
@@ -123,20 +127,25 @@ struct Work {
 
     void read_tile(int64_t key, int64_t kind) {
         const int64_t* table = a.tables + piece.sequence * a.table_width;
-        const int64_t size = a.pool.block_size, last = std::min(key + LANES, end);
-        for (int64_t k = key; k < last; k++)
-            read_row(a.pool, a.pool.row(table[k / size] * size + k % size, kind, piece.kv_head), &desk.tile[(k - key) * dim]);
-        std::fill(desk.tile.begin() + (last - key) * dim, desk.tile.end(), 0.0f);
+        const int64_t size = a.pool.block_size, last = std::min(key + KEYS, end);
+        float* to = desk.tile.data();
+        for (int64_t k = key, count; k < last; k += count) {  // the keys that lie in one block follow each other
+            const int64_t offset = k % size, row = a.pool.first_row(table[k / size], kind, piece.kv_head) + offset;
+            count = std::min(size - offset, last - k);
+            for (int64_t i = 0; i < count; i++, to += dim) read_row(a.pool, row + i, to);
+        }
+        std::fill(to, desk.tile.data() + KEYS * dim, 0.0f);
     }
 
     void score_tile(int64_t key) {
         read_tile(key, 0);
-        for (int64_t d = 0; d < dim; d += LANES) {
-            Floats square[LANES];
-            for (int k = 0; k < LANES; k++) square[k] = load<Floats>(&desk.tile[k * dim + d]);
-            transpose(square);
-            for (int k = 0; k < LANES; k++) desk.columns[d + k] = square[k];
-        }
+        for (int half = 0; half < 2; half++)
+            for (int64_t d = 0; d < dim; d += LANES) {
+                Floats square[LANES];
+                for (int k = 0; k < LANES; k++) square[k] = load<Floats>(&desk.tile[(half * LANES + k) * dim + d]);
+                transpose(square);
+                for (int k = 0; k < LANES; k++) desk.columns[half * dim + d + k] = square[k];
+            }
         float* scores = &desk.scores[key - first];
 #define SCORE(N) score<N>(&desk.q[row * dim], dim, desk.columns.data(), scores + row * width, width)
         FOR_ROWS(rows, row, SCORE)
@@ -147,8 +156,8 @@ struct Work {
     // Keys behind the query, or too far before it.
     void hide(float* scores, int64_t key, int64_t position) const {
         const int64_t lowest = a.window ? position - a.window + 1 : 0;
-        if (key >= lowest && key + LANES - 1 <= position) return;
-        for (int64_t k = key; k < key + LANES; k++)
+        if (key >= lowest && key + KEYS - 1 <= position) return;
+        for (int64_t k = key; k < key + KEYS; k++)
             if (k < lowest || k > position) scores[k - key] = -std::numeric_limits<float>::infinity();
     }
 

@@ -1,7 +1,7 @@
 """The CPU kernels: C++ sources beside this file, compiled once per machine and kept in the user's cache.
 
-Compiling takes about ten seconds, and only on a machine that has a C++ compiler; loading what is there, a millisecond. A
-machine without a compiler, or a model in another dtype than bf16, computes with torch alone: see `open_kernels`.
+Compiling takes about ten seconds, and only on a machine that has a C++ compiler; loading what is there, a millisecond.
+A machine without a compiler, or a model in another dtype than bf16, computes with torch alone: see `open_kernels`.
 """
 
 from __future__ import annotations

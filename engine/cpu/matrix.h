@@ -115,13 +115,13 @@ struct Bf16 {
                 sums[r][p] = Floats(_mm512_dpbf16_ps(__m512(sums[r][p]), __m512bh(_mm512_set1_epi32(pair)), __m512bh(w[p])));
         }
 #else
-        for (int p = 0; p < PANELS; p++) {
-            const Floats even = Floats(w[p] << 16), odd = Floats(w[p] & 0xffff0000u);
-            for (int r = 0; r < ROWS; r++) {
-                sums[r][p] += even * x[r * stride];
-                sums[r][p] += odd * x[r * stride + 1];
-            }
-        }
+        Floats half[PANELS];
+        for (int p = 0; p < PANELS; p++) half[p] = Floats(w[p] << 16);
+        for (int r = 0; r < ROWS; r++)
+            for (int p = 0; p < PANELS; p++) sums[r][p] += half[p] * x[r * stride];
+        for (int p = 0; p < PANELS; p++) half[p] = Floats(w[p] & 0xffff0000u);
+        for (int r = 0; r < ROWS; r++)
+            for (int p = 0; p < PANELS; p++) sums[r][p] += half[p] * x[r * stride + 1];
 #endif
     }
     static inline Floats value(Sum sum, const Product&, int64_t, float) { return sum; }

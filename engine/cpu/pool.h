@@ -11,9 +11,9 @@ struct Pool {
     bf16* scales;  // null: the codes are bf16
     int64_t kv_heads, block_size, head_dim;
 
-    // The row of a slot's key (kind 0) or value (kind 1), counted in rows of head_dim.
-    int64_t row(int64_t slot, int64_t kind, int64_t head) const {
-        return ((slot / block_size * 2 + kind) * kv_heads + head) * block_size + slot % block_size;
+    // Where a block's keys (kind 0) or values (kind 1) of one head begin, counted in rows of head_dim.
+    int64_t first_row(int64_t block, int64_t kind, int64_t head) const {
+        return ((block * 2 + kind) * kv_heads + head) * block_size;
     }
 };
 

@@ -44,9 +44,12 @@ inline void turn(const Turn& t) {
             if (weight) norm_head(heads + h * dim, weight, dim, t.eps);
             rotate_head(heads + h * dim, t.cos + token * dim / 2, t.sin + token * dim / 2, dim);
         }
+        const int64_t block = t.slots[token] / t.pool.block_size, offset = t.slots[token] % t.pool.block_size;
         for (int64_t kind = 0; kind < 2; kind++)
-            for (int64_t h = 0; h < kv_heads; h++)
-                write_row(t.pool, t.pool.row(t.slots[token], kind, h), heads + (t.q_heads + kind * kv_heads + h) * dim);
+            for (int64_t h = 0; h < kv_heads; h++) {
+                const bf16* head = heads + (t.q_heads + kind * kv_heads + h) * dim;
+                write_row(t.pool, t.pool.first_row(block, kind, h) + offset, head);
+            }
     }
 }
 

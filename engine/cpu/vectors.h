@@ -71,21 +71,30 @@ inline Floats exponential(Floats x) {
     return x > -87.0f ? scaled : Floats{};
 }
 
-// Rows become columns: four rounds, each of which swaps one bit of the row's number with one of the column's.
-inline void transpose(Floats m[LANES]) {
-    for (int step = 1; step < LANES; step *= 2) {
-        for (int i = 0; i < LANES; i++) {
-            if (i & step) continue;
-            Floats a = m[i], b = m[i + step];
-            Ints low, high;  // which of (a, b)'s 32 numbers
-            for (int j = 0; j < LANES; j++) {
-                low[j] = j & step ? j - step + LANES : j;
-                high[j] = j & step ? j + LANES : j + step;
-            }
-            m[i] = __builtin_shuffle(a, b, low);
-            m[i + step] = __builtin_shuffle(a, b, high);
-        }
+// One round of a transposition: what lies off the diagonal in each square of 2 STEP by 2 STEP changes places.
+template <int STEP> inline void swap_corners(Floats m[LANES]) {
+#define LOW(j) ((j) & STEP ? (j) - STEP + LANES : (j))  // which of the two rows' 32 numbers
+#define HIGH(j) ((j) & STEP ? (j) + LANES : (j) + STEP)
+#define LANES_OF(F) F(0), F(1), F(2), F(3), F(4), F(5), F(6), F(7), F(8), F(9), F(10), F(11), F(12), F(13), F(14), F(15)
+    const Ints low = {LANES_OF(LOW)}, high = {LANES_OF(HIGH)};
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) {
+        if (i & STEP) continue;
+        const Floats a = m[i], b = m[i + STEP];
+        m[i] = __builtin_shuffle(a, b, low);
+        m[i + STEP] = __builtin_shuffle(a, b, high);
     }
+#undef LOW
+#undef HIGH
+#undef LANES_OF
+}
+
+// Rows become columns.
+inline void transpose(Floats m[LANES]) {
+    swap_corners<1>(m);
+    swap_corners<2>(m);
+    swap_corners<4>(m);
+    swap_corners<8>(m);
 }
 
 inline int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
