@@ -17,6 +17,7 @@ SUPPORTED_ARCHITECTURES = (
     *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
     *("MixtralForCausalLM", "Qwen3MoeForCausalLM"),
 )
+QUANTIZATION_METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq")
 
 _ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "factors")
 _ROPE_PARAMETERS = (
@@ -159,6 +160,11 @@ def weight_files(path: Path) -> list[Path]:
     return files
 
 
+def quantization_config(path: Path) -> dict[str, Any] | None:
+    """What config.json says of quantised weights; None if they are not."""
+    return _read_json(path / "config.json").get("quantization_config")
+
+
 def fingerprint(path: Path) -> str:
     """A name for these weights: equal on every machine that holds the same files, quick whatever their size.
 
@@ -252,9 +258,10 @@ def _refuse_unsupported(architecture: str, raw: Mapping[str, Any]) -> None:
         raise SpecError(f"architecture {architecture} is not supported; supported: {supported}")
     if raw.get("hidden_act", "silu") != "silu":
         raise SpecError(f"hidden_act {raw['hidden_act']} is not supported; supported: silu")
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method")
-        raise SpecError(f"weights quantised by {method} are not supported; use an unquantised or a GGUF version")
+    method = (raw.get("quantization_config") or {}).get("quant_method")
+    if method not in (None, *QUANTIZATION_METHODS):
+        known = ", ".join(QUANTIZATION_METHODS)
+        raise SpecError(f"weights quantised by {method} are not supported; supported: {known}, and GGUF files")
     if (_rope(raw).get("partial_rotary_factor") or 1.0) != 1.0:
         raise SpecError("partial_rotary_factor other than 1 is not supported")
 
