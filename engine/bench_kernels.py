@@ -40,12 +40,7 @@ def bench_kernels() -> dict[str, Any]:
     if not torch.cuda.is_available():
         raise SpecError("cluster bench kernels: this machine has no CUDA device that torch can use")
     device = torch.device("cuda", 0)
-    source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    copy_bytes_s = 2 * _COPY_BYTES / _seconds(lambda: target.copy_(source))
-    del source, target
-    a, b = (torch.randn(_MATMUL, _MATMUL, device=device, dtype=torch.bfloat16) for _ in range(2))
-    flops_s = 2 * _MATMUL**3 / _seconds(lambda: a @ b)
+    copy_bytes_s, flops_s = _copy_rate(device), _matmul_rate(device)
     results = []
     for name, run, amount, unit in [*_copies(device), *_elementwise(device), *_attention(device)]:
         seconds = _seconds(run)
@@ -59,6 +54,19 @@ def bench_kernels() -> dict[str, Any]:
         "matmul_tflops": flops_s / 1e12,
         "kernels": results,
     }
+
+
+def _copy_rate(device: torch.device) -> float:
+    """Bytes per second, read and written."""
+    source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * _COPY_BYTES / _seconds(lambda: target.copy_(source))
+
+
+def _matmul_rate(device: torch.device) -> float:
+    """Operations per second of a large bf16 product."""
+    a, b = (torch.randn(_MATMUL, _MATMUL, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * _MATMUL**3 / _seconds(lambda: a @ b)
 
 
 def _seconds(run: Callable[[], object]) -> float:

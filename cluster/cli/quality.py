@@ -13,6 +13,8 @@ import typer
 from cluster.errors import SpecError
 from cluster.spec import ModelSpec
 
+_DEFAULT = ModelSpec()
+
 evaluate = typer.Typer(help="Measure a model's quality, in this process.", no_args_is_help=True)
 
 Model = Annotated[str, typer.Option(help="As in a spec.")]
@@ -25,7 +27,7 @@ def _group() -> None:
 
 def quantize(
     into: Annotated[Path, typer.Argument(help="The directory to write; must not exist.")],
-    model: Model = ModelSpec().source,
+    model: Model = _DEFAULT.source,
     to: Annotated[str, typer.Option(help="fp8 (blocks of 128 x 128) or int8 (one scale per output).")] = "fp8",
 ) -> None:
     """Write a checkpoint whose matrices have 8 bits, which this cluster and other engines can serve."""
@@ -37,11 +39,11 @@ def quantize(
 
 @evaluate.command()
 def perplexity(
-    model: Model = ModelSpec().source,
+    model: Model = _DEFAULT.source,
     text: Annotated[
         Path | None, typer.Option(help="A text file; default: the Python reference, as pydoc has it.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="As in a spec.")] = ModelSpec().dtype,
+    dtype: Annotated[str, typer.Option(help="As in a spec.")] = _DEFAULT.dtype,
     window: Annotated[int, typer.Option(min=32, help="Tokens.")] = 512,
     stride: Annotated[int, typer.Option(min=1, help="Tokens scored in each window.")] = 256,
     windows: Annotated[int, typer.Option(min=1, help="At most so many.")] = 32,
