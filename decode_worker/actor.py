@@ -102,10 +102,12 @@ class DecodeBody:
         runner = load_runner(
             model_dir,
             dtype=setup.spec.model.dtype,
+            weights=setup.spec.model.weights,
             pool_dtype=setup.spec.kv.pool_dtype,
             block_size=setup.spec.kv.block_size,
             kv_memory_gib=pool.kv_memory_gib,
             parallel=parallel,
+            expert_parallel=pool.expert_parallel,
             device=self._device,
             progress=lambda fraction: setup.on_progress("loading weights", 0.1 + 0.9 * fraction),
         )

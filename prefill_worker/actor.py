@@ -94,6 +94,7 @@ class PrefillBody:
         runner = load_runner(
             model_dir,
             dtype=setup.spec.model.dtype,
+            weights=setup.spec.model.weights,
             pool_dtype=setup.spec.kv.pool_dtype,
             block_size=setup.spec.kv.block_size,
             kv_memory_gib=pool.kv_memory_gib,
