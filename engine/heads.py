@@ -14,9 +14,9 @@ from torch import Tensor
 
 from engine.attention import AttentionPlan, paged_attention
 from engine.batch import Batch
+from engine.kernels.rotary import rotate
 from engine.kv_pool import KVPool
 from engine.layers import RMSNorm
-from engine.rotary import rotate
 
 # T tokens, H query heads and K kv heads of this rank, N = H + 2 K, D head_dim, F = D / 2
 

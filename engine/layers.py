@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.kernels.rms_norm import rms_norm
+from engine.kernels.silu_mul import silu_mul
 from engine.parallel import TensorParallel
 
 # T tokens, I input features, O output features, V vocabulary rows of this rank
@@ -110,8 +112,7 @@ class RMSNorm:
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        normed = F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps)
-        return self.weight * normed.to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,7 @@ class GatedSiLU:
     """silu(gate) * up, where the gate is the first half of the features and up the second."""
 
     def __call__(self, gate_up_TI: Tensor) -> Tensor:
-        gate_TI, up_TI = gate_up_TI.chunk(2, dim=-1)
-        return F.silu(gate_TI) * up_TI
+        return silu_mul(gate_up_TI)
 
 
 Before = RMSNorm | GatedSiLU  # what a matrix can do to its rows on the way

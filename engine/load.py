@@ -35,6 +35,7 @@ def load_runner(
     block_size: int,
     kv_memory_gib: float | None,
     parallel: TensorParallel,
+    expert_parallel: bool = False,
     device: torch.device,
     progress: Callable[[float], None],
 ) -> ModelRunner:
@@ -56,6 +57,7 @@ def load_runner(
         dtype=getattr(torch, dtype),
         device=device,
         parallel=parallel,
+        expert_parallel=expert_parallel,
         progress=progress,
     )
 

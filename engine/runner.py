@@ -68,17 +68,31 @@ class ModelRunner:
         dtype: torch.dtype,
         device: torch.device,
         parallel: TensorParallel | None = None,
+        expert_parallel: bool = False,
         progress: Callable[[float], None] | None = None,
     ) -> None:
-        """Loads this rank's weights, which takes a while: `progress` is told the fraction done. Raises SpecError."""
+        """Loads this rank's weights, which takes a while: `progress` is told the fraction done. Raises SpecError.
+
+        expert_parallel: each rank holds some experts whole, instead of a share of every one.
+        """
         self.config: ModelConfig = model_config.load(model_dir)
         self.layout = layout
         self.dtype = dtype
         self.device = device
         self.parallel = parallel or TensorParallel()
         assert layout.tensor_parallel == self.parallel.size
+        if expert_parallel:
+            self.config.check_expert_parallel(self.parallel.size)
         kernels = open_kernels(dtype=dtype, device=device)
-        reader = ShardReader(open_checkpoint(model_dir), self.parallel, dtype, device, kernels, weights=layout.weights)
+        reader = ShardReader(
+            open_checkpoint(model_dir),
+            self.parallel,
+            dtype,
+            device,
+            kernels,
+            weights=layout.weights,
+            spreads_experts=expert_parallel,
+        )
         num_layers = self.config.num_layers
 
         def on_read(layer: int) -> None:

@@ -57,6 +57,7 @@ class RouterService:
             model=model_config.fingerprint(model_dir),
             max_local_tokens=spec.router.max_local_prefill,
             queue_s=spec.timeouts.queue_s,
+            max_waiting=spec.router.max_waiting,
             metrics=metrics,
         )
         tokenizer = Tokenizer(model_dir)

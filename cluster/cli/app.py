@@ -12,7 +12,7 @@ import sys
 
 import typer
 
-from cluster.cli import bench, deploy, generate, operate, status
+from cluster.cli import bench, chaos, deploy, generate, operate, quality, status
 from cluster.errors import ClusterError
 
 app = typer.Typer(
@@ -31,9 +31,12 @@ for command in (
     deploy.down,
     generate.generate,
     generate.chat,
+    chaos.chaos,
+    quality.quantize,
 ):
     app.command()(command)
 app.add_typer(bench.bench, name="bench")
+app.add_typer(quality.evaluate, name="eval")
 
 _UsageError = typer.BadParameter.__base__  # typer carries its own copy of click, or uses click: this is right for both
 

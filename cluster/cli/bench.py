@@ -52,6 +52,18 @@ def engine(
     print(json.dumps(result) if as_json else "\n".join(_lines(result)))
 
 
+@bench.command()
+def kernels(as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False) -> None:
+    """The GPU kernels, each beside the copy bandwidth or the matrix product rate of the device in the same run."""
+    result = import_module("engine.bench_kernels").bench_kernels()
+    if as_json:
+        print(json.dumps(result))
+        return
+    print(f"{result['device']}: copies {result['copy_gb_s']:.0f} GB/s, bf16 {result['matmul_tflops']:.0f} TFLOP/s")
+    for row in result["kernels"]:
+        print(f"{row['name']:<24} {row['microseconds']:10.1f} us  {100 * row['share']:5.1f} %")
+
+
 def _parse(option: str, counts: str) -> list[int]:
     try:
         numbers = [int(count) for count in counts.split(",") if count]

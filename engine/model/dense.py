@@ -1,4 +1,5 @@
-"""The dense decoder of the Llama and Qwen families: Llama 2 and 3, Mistral, SmolLM2, Qwen2, Qwen2.5, Qwen3.
+"""The decoder of the Llama and Qwen families: Llama 2 and 3, Mistral, SmolLM2, Qwen2, Qwen2.5, Qwen3; and with experts
+in the place of MLPs (experts.py) Mixtral and Qwen3-MoE.
 
 They differ in their configs only: biases, a norm on queries and keys, sliding windows, rotary scaling.
 """
@@ -15,9 +16,12 @@ from cluster.model_config import ModelConfig
 from engine.batch import Batch
 from engine.cpu.heads import CompiledHeads
 from engine.heads import Heads, TorchHeads
+from engine.kernels.heads import KernelHeads
 from engine.kv_layout import KVLayout
 from engine.kv_pool import KVPool
 from engine.layers import GatedSiLU, Linear, RMSNorm, RowParallelLinear
+from engine.model import experts
+from engine.model.experts import SparseMLP
 from engine.rotary import Rotary
 from engine.shards import ShardReader
 from engine.weights import Shape, check_tensors
@@ -71,6 +75,8 @@ class DenseDecoder:
         cos_T1F, sin_T1F = self._rotary(positions_T, self._embedding.weight_VO.dtype)
         if self._kernels is not None:
             return CompiledHeads(self._kernels, batch, pool, cos_T1F, sin_T1F)
+        if pool.device.type == "cuda":
+            return KernelHeads(batch, pool, cos_T1F, sin_T1F)
         return TorchHeads(batch, pool, cos_T1F, sin_T1F, self._config.sliding_windows)
 
 
@@ -86,17 +92,15 @@ class DecoderLayer:
     k_norm: RMSNorm | None
     output: RowParallelLinear
     mlp_norm: RMSNorm
-    gate_up: Linear  # rows: gate, up
-    down: RowParallelLinear
+    mlp: GatedMLP | SparseMLP
 
     @classmethod
     def read(cls, reader: ShardReader, config: ModelConfig, layout: KVLayout, index: int) -> DecoderLayer:
         prefix, dim, eps = f"model.layers.{index}", config.head_dim, config.rms_norm_eps
-        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        attention = f"{prefix}.self_attn"
         q_first, q_end = reader.parallel.span(config.num_q_heads)
         kv_first, kv_end = layout.head_range(reader.parallel.rank)
         q_rows, kv_rows = (q_first * dim, q_end * dim), (kv_first * dim, kv_end * dim)
-        features = reader.parallel.span(config.intermediate_size)
         return cls(
             index=index,
             head_dim=dim,
@@ -109,10 +113,7 @@ class DecoderLayer:
             k_norm=reader.norm(f"{attention}.k_norm", eps) if config.has_qk_norm else None,
             output=reader.row_parallel(f"{attention}.o_proj", q_rows, has_bias=config.has_output_bias),
             mlp_norm=reader.norm(f"{prefix}.post_attention_layernorm", eps),
-            gate_up=reader.linear(
-                {f"{mlp}.gate_proj": features, f"{mlp}.up_proj": features}, has_bias=config.has_mlp_bias
-            ),
-            down=reader.row_parallel(f"{mlp}.down_proj", features, has_bias=config.has_mlp_bias),
+            mlp=(SparseMLP if config.is_sparse(index) else GatedMLP).read(reader, config, index),
         )
 
     def project(self, x_TE: Tensor) -> Tensor:
@@ -121,31 +122,56 @@ class DecoderLayer:
 
     def finish(self, x_TE: Tensor, attended_THD: Tensor) -> Tensor:
         x_TE = self.output(attended_THD.flatten(1), residual_TO=x_TE)
-        gate_up_TI = self.gate_up(x_TE, before=self.mlp_norm)
-        return self.down(gate_up_TI, before=GatedSiLU(), residual_TO=x_TE)
+        return self.mlp(x_TE, norm=self.mlp_norm)
+
+
+@dataclass(frozen=True)
+class GatedMLP:
+    """x + down(silu(gate(norm(x))) * up(norm(x)))."""
+
+    gate_up: Linear  # rows: gate, up
+    down: RowParallelLinear
+
+    @classmethod
+    def read(cls, reader: ShardReader, config: ModelConfig, layer: int) -> GatedMLP:
+        name, features = f"model.layers.{layer}.mlp", reader.parallel.span(config.intermediate_size)
+        return cls(
+            reader.linear({f"{name}.gate_proj": features, f"{name}.up_proj": features}, has_bias=config.has_mlp_bias),
+            reader.row_parallel(f"{name}.down_proj", features, has_bias=config.has_mlp_bias),
+        )
+
+    def __call__(self, x_TE: Tensor, *, norm: RMSNorm) -> Tensor:
+        return self.down(self.gate_up(x_TE, before=norm), before=GatedSiLU(), residual_TO=x_TE)
 
 
 def expected_tensors(config: ModelConfig) -> Mapping[str, Shape]:
     """The name and shape of every tensor of the checkpoint."""
     hidden, mlp, dim = config.hidden_size, config.intermediate_size, config.head_dim
     q_size, kv_size = config.num_q_heads * dim, config.num_kv_heads * dim
-    matrices = {  # of one layer: shape, and whether there is a bias
+    attention = {  # of one layer: shape, and whether there is a bias
         "self_attn.q_proj": ((q_size, hidden), config.has_qkv_bias),
         "self_attn.k_proj": ((kv_size, hidden), config.has_qkv_bias),
         "self_attn.v_proj": ((kv_size, hidden), config.has_qkv_bias),
         "self_attn.o_proj": ((hidden, q_size), config.has_output_bias),
+    }
+    dense_mlp = {
         "mlp.gate_proj": ((mlp, hidden), config.has_mlp_bias),
         "mlp.up_proj": ((mlp, hidden), config.has_mlp_bias),
         "mlp.down_proj": ((hidden, mlp), config.has_mlp_bias),
     }
-    layer: dict[str, Shape] = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+    norms: dict[str, Shape] = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
     if config.has_qk_norm:
-        layer |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
-    for name, (shape, has_bias) in matrices.items():
-        layer[f"{name}.weight"] = shape
-        if has_bias:
-            layer[f"{name}.bias"] = shape[:1]
-    tensors = {f"model.layers.{i}.{name}": shape for i in range(config.num_layers) for name, shape in layer.items()}
+        norms |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
+    tensors: dict[str, Shape] = {}
+    for index in range(config.num_layers):
+        prefix, is_sparse = f"model.layers.{index}", config.is_sparse(index)
+        tensors |= {f"{prefix}.{name}": shape for name, shape in norms.items()}
+        for name, (shape, has_bias) in (attention if is_sparse else attention | dense_mlp).items():
+            tensors[f"{prefix}.{name}.weight"] = shape
+            if has_bias:
+                tensors[f"{prefix}.{name}.bias"] = shape[:1]
+        if is_sparse:
+            tensors |= experts.expected_tensors(config, index)
     tensors |= {"model.embed_tokens.weight": (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
     if not config.tie_embeddings:
         tensors["lm_head.weight"] = (config.vocab_size, hidden)
