@@ -16,11 +16,11 @@ from cluster.messages import tokens_to_proto
 from cluster.request import SampledToken, TokenLogprob
 from cluster.rpc import transfer_pb2
 from cluster.rpc import worker_pb2 as pb
-from decode_worker.group import Choice, Group
 from decode_worker.rank import DecodeRank
-from decode_worker.scheduler import Scheduler
 from engine.batch import Batch
 from engine.block_manager import BlockManager
+from engine.decode_scheduler import Scheduler
+from engine.group import Choice, Group
 from engine.rate import Rate
 from engine.sampler import SamplingRow, sample
 from engine.sequence import Sequence
@@ -106,7 +106,10 @@ class Decoder:
     def landed(self, rank: int, landing: Landing) -> None:
         """The KV of a handoff is whole on one rank."""
         group = self._handoffs.get(landing.handoff)
-        if group and group.land(rank, landing, num_ranks=len(self._addresses)):
+        whole = group and group.land(
+            rank, epoch=landing.epoch, first_tokens=landing.first_tokens, num_ranks=len(self._addresses)
+        )
+        if group and whole:
             del self._handoffs[landing.handoff]
             self._receiver.close(landing.handoff)
             group.root.computed(group.root.num_missing, self._blocks)

@@ -15,12 +15,12 @@ from cluster.request import SampledToken
 from cluster.rpc import worker_pb2 as pb
 from engine.batch import Batch
 from engine.block_manager import BlockManager
+from engine.prefill_scheduler import Job, Scheduler
 from engine.rate import Rate
 from engine.sampler import SamplingRow, sample
 from kvtransfer.plan import plan_heads
 from kvtransfer.sender import Shipment
 from prefill_worker.rank import Key, PrefillRank, begin_order
-from prefill_worker.scheduler import Job, Scheduler
 
 logger = logging.getLogger(__name__)
 

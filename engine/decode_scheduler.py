@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 
 from cluster.errors import CapacityError, ContextLengthExceeded
-from decode_worker.group import Choice, Group
 from engine.block_manager import BlockManager
+from engine.group import Choice, Group
 from engine.sequence import Sequence
 
 # The life of a choice:

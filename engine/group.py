@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.sequence import Sequence
-from kvtransfer.incoming import Landing
 
 
 @dataclass(eq=False)
@@ -41,11 +40,11 @@ class Group:
     def num_choices(self) -> int:
         return len(self.root.request.choices)
 
-    def land(self, rank: int, landing: Landing, *, num_ranks: int) -> bool:
+    def land(self, rank: int, *, epoch: int, first_tokens: tuple[int, ...], num_ranks: int) -> bool:
         """One rank's KV is whole. True when all ranks' are, under the same epoch."""
-        if landing.epoch > self.landed_epoch:
-            self.landed_epoch, self.landed_ranks, self.first_tokens = landing.epoch, set(), ()
-        if landing.epoch == self.landed_epoch:
+        if epoch > self.landed_epoch:
+            self.landed_epoch, self.landed_ranks, self.first_tokens = epoch, set(), ()
+        if epoch == self.landed_epoch:
             self.landed_ranks.add(rank)
-            self.first_tokens = landing.first_tokens or self.first_tokens
+            self.first_tokens = first_tokens or self.first_tokens
         return len(self.landed_ranks) == num_ranks and len(self.first_tokens) == self.num_choices
