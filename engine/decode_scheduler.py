@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 
 from cluster.errors import CapacityError, ContextLengthExceeded
@@ -22,6 +23,7 @@ class Scheduler:
 
     Decoding sequences grow block by block. When none is left, the youngest is preempted: it gives its blocks back and
     later computes its KV again (often from the cache, where its own blocks still lie). Those come before new requests.
+    Of the prompts that are computed here, smaller priorities have the next chunk.
     """
 
     def __init__(self, blocks: BlockManager, *, max_batch_tokens: int, max_running: int, max_waiting: int) -> None:
@@ -75,7 +77,8 @@ class Scheduler:
             group.num_cached = group.root.num_computed
             admitted.append(group)
             if group.prefill_here:
-                self._prefilling.append(Choice(group, group.root, group.root.request.stream))
+                choice = Choice(group, group.root, group.root.request.stream)
+                insort(self._prefilling, choice, key=_priority)
             else:
                 self._reserved.add(group)
         return admitted
@@ -114,7 +117,7 @@ class Scheduler:
         while self._preempted and len(self.decoding) + len(self._prefilling) < self._max_running:
             if not self._allocate(self._preempted[0].sequence, reuse_all=False):
                 break
-            self._prefilling.append(self._preempted.popleft())
+            insort(self._prefilling, self._preempted.popleft(), key=_priority)
         for choice in self._prefilling:
             if budget <= 0:
                 break
@@ -153,3 +156,7 @@ class Scheduler:
             return False
         sequence.start_with(*taken)
         return True
+
+
+def _priority(choice: Choice) -> int:
+    return choice.sequence.request.priority

@@ -230,4 +230,4 @@ class ReuseValue:
             if prefix_hash[0] & _SAMPLE_BITS == 0
         )
         self._history.learn(waiting, keep=_KEEP)
-        self._adds_left = max(256, min(len(self._past), self._max_ghosts) // 4)
+        self._adds_left = max(256, min(len(self._past), self._max_ghosts) // 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from dataclasses import dataclass
 
@@ -28,7 +29,7 @@ class Scheduler:
     """Waiting jobs, and jobs whose prompts are being computed. Owned by the step thread.
 
     A job has all blocks of its prompt from its admission on, so that it can always run to its end. Smaller priorities
-    go first; within one, the order of arrival holds.
+    go first, from the next chunk on; within one, the order of arrival holds.
     """
 
     def __init__(self, blocks: BlockManager, *, max_batch_tokens: int, max_running: int, max_waiting: int) -> None:
@@ -83,7 +84,7 @@ class Scheduler:
                 budget -= chosen[-1][1]
         while budget and self._waiting and len(self._running) < self._max_running and self._admit(self._waiting[0]):
             job = self._waiting.popleft()
-            self._running.append(job)
+            insort(self._running, job, key=_priority)
             chosen.append((job, min(budget, job.sequence.num_missing)))
             budget -= chosen[-1][1]
         return chosen
@@ -99,3 +100,7 @@ class Scheduler:
         sequence.start_with(*taken)
         job.num_cached = sequence.num_computed
         return True
+
+
+def _priority(job: Job) -> int:
+    return job.sequence.request.priority

@@ -44,5 +44,6 @@ class Flight:
             token_ids=(self.request.number,) * num_tokens,
             num_prompt_tokens=num_tokens,
             sampling=Sampling(max_tokens=self.request.num_output),
+            priority=self.request.number,  # who waited for blocks from elsewhere keeps its place in the queue
         )
         return Sequence(request, 0, model=_MODEL, block_size=block_size, max_context=1 << 40, hashes=self.hashes)
