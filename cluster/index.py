@@ -32,12 +32,16 @@ class PrefixIndex:
         self._bits: dict[str, int] = {}
         self._next_bit = 0
         self._alive = 0
+        self._expected: dict[str, set[bytes]] = {}  # what is stored here already, though it is yet to be computed
 
     def __len__(self) -> int:
         return len(self._holders)
 
     def store(self, replica: str, hashes: Iterable[bytes]) -> None:
         """`replica` holds these blocks."""
+        if expected := self._expected.get(replica):
+            hashes = list(hashes)
+            expected.difference_update(hashes)
         bit = self._bit(replica)
         for prefix_hash in hashes:
             self._holders[prefix_hash] = self._holders.get(prefix_hash, 0) | bit
@@ -51,8 +55,26 @@ class PrefixIndex:
             else:
                 self._holders.pop(prefix_hash, None)
 
+    def expect(self, replica: str, hashes: Sequence[bytes]) -> None:
+        """`replica` was given a prompt of these blocks: whoever comes meanwhile may count on them.
+
+        When that prompt is done with, `settle` it.
+        """
+        bit = self._bit(replica)
+        new = [prefix_hash for prefix_hash in hashes if not self._holders.get(prefix_hash, 0) & bit]
+        self.store(replica, new)
+        self._expected.setdefault(replica, set()).update(new)
+
+    def settle(self, replica: str, hashes: Iterable[bytes]) -> None:
+        """What was expected of these blocks and has not come is forgotten; what came has been stored."""
+        if expected := self._expected.get(replica):
+            missing = expected.intersection(hashes)
+            expected -= missing
+            self.remove(replica, missing)
+
     def drop(self, replica: str) -> None:
         """`replica` is gone, or starts again with nothing."""
+        self._expected.pop(replica, None)
         if bit := self._bits.pop(replica, None):
             self._alive &= ~bit
             if not self._alive:

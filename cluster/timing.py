@@ -1,10 +1,10 @@
 """How long a replica's steps take: four numbers, learnt from its own steps or read from a profile.
 
-    step = base + token · T + pair · A + context · C
+step = base + token · T + pair · A + context · C
 
-    T  tokens computed in the step
-    A  pairs (token of a prompt, position it attends to): what attention computes
-    C  positions that decoding rows read: what attention fetches
+T  tokens computed in the step
+A  pairs (token of a prompt, position it attends to): what attention computes
+C  positions that decoding rows read: what attention fetches
 """
 
 from __future__ import annotations

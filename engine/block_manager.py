@@ -94,7 +94,10 @@ class BlockManager:
         """
         here = [prefix_hash for prefix_hash in hashes if prefix_hash in self._block_of]
         missing = [prefix_hash for prefix_hash in hashes if prefix_hash not in self._block_of]
-        if len(missing) + sum(self._block_of[prefix_hash] not in self._refs for prefix_hash in here) > self.num_available:
+        if (
+            len(missing) + sum(self._block_of[prefix_hash] not in self._refs for prefix_hash in here)
+            > self.num_available
+        ):
             return None
         for prefix_hash in here:
             block = self._block_of[prefix_hash]

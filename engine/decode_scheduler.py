@@ -71,7 +71,10 @@ class Scheduler:
         admitted = []
         while self._waiting and not self._preempted and self._has_room(self._waiting[0]):
             group = self._waiting.popleft()
-            if not self._allocate(group.root, reuse_all=not group.prefill_here):
+            is_on_its_way = group.prefill_here and group.root.is_behind(
+                (choice.sequence for choice in self._prefilling), self._blocks
+            )
+            if is_on_its_way or not self._allocate(group.root, reuse_all=not group.prefill_here):
                 self._waiting.appendleft(group)
                 break
             group.num_cached = group.root.num_computed

@@ -82,12 +82,18 @@ class Scheduler:
             if budget:
                 chosen.append((job, min(budget, job.sequence.num_missing)))
                 budget -= chosen[-1][1]
-        while budget and self._waiting and len(self._running) < self._max_running and self._admit(self._waiting[0]):
+        while budget and self._waiting and len(self._running) < self._max_running:
+            if self._is_on_its_way(self._waiting[0]) or not self._admit(self._waiting[0]):
+                break
             job = self._waiting.popleft()
             insort(self._running, job, key=_priority)
             chosen.append((job, min(budget, job.sequence.num_missing)))
             budget -= chosen[-1][1]
         return chosen
+
+    def _is_on_its_way(self, job: Job) -> bool:
+        """A running job computes the very block that this one lacks first: it waits, and finds it."""
+        return job.sequence.is_behind((other.sequence for other in self._running), self._blocks)
 
     def _admit(self, job: Job) -> bool:
         """Give the job its blocks. The last token is always computed, for its logits are wanted."""

@@ -56,6 +56,14 @@ class Sequence:
         self._hashes += block_hashes(parent, self.tokens, block_size=self.block_size, after=len(self._hashes))
         return self._hashes
 
+    def is_behind(self, others: Iterable[Sequence], blocks: BlockManager) -> bool:
+        """One of `others`, which are being computed, will seal the first block that this one would not find now."""
+        hashes = self.hashes()
+        depth = blocks.match(hashes)
+        if depth == len(hashes):
+            return False
+        return any(hashes[depth] in other.hashes()[depth : depth + 1] for other in others)
+
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 

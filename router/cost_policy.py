@@ -8,7 +8,10 @@
 
     on D alone, where the uncached part is short or there is no P
           max(queue of D, pull) + compute + decode
-        + stall                   the compute time once more for each stream that waits meanwhile
+        + stall                   what the streams there lose meanwhile, _STALL of the compute time each
+
+    + keep                        storing once more what others hold already throws out blocks of somebody else's: _KEEP
+                                  of what it took to compute the blocks that this replica must take up
 
 With many replicas only the _SHORTLIST best of each side are paired.
 """
@@ -23,6 +26,8 @@ from router.policy import Demand, Option, ReplicaView
 
 _HORIZON = 64  # tokens of an answer for which the load on a decode replica counts
 _SHORTLIST = 8
+_STALL = 0.3  # a stream beside a prompt goes on, by one token per chunk
+_KEEP = 1.0
 _PULL_LATENCY_S = 0.002  # of asking a peer, beyond what the bytes take
 
 
@@ -36,10 +41,11 @@ class _Prompt:
     pull_from: str | None = None
     pull_tokens: int = 0
     pull_s: float = 0.0
+    keep_s: float = 0.0
 
     @property
-    def ttft_s(self) -> float:
-        return max(self.queue_s, self.pull_s) + self.compute_s
+    def cost_s(self) -> float:
+        return max(self.queue_s, self.pull_s) + self.compute_s + self.keep_s
 
 
 class CostPolicy:
@@ -59,7 +65,7 @@ class CostPolicy:
         found = [_alone(demand, _prompt(demand, view, holders)) for view in local]
         if prefills:
             prompts = [_prompt(demand, view, holders) for view in prefills]
-            prompts = heapq.nsmallest(_SHORTLIST, prompts, key=lambda prompt: prompt.ttft_s)
+            prompts = heapq.nsmallest(_SHORTLIST, prompts, key=lambda prompt: prompt.cost_s)
             link = max(prompt.view.link_bytes_per_s for prompt in prompts)
             ends = [(_uncached_bytes(demand, view) / link + _decode_s(demand, view), view) for view in decodes]
             ends = heapq.nsmallest(_SHORTLIST, ends, key=lambda end: end[0])
@@ -77,7 +83,8 @@ def _alone(demand: Demand, prompt: _Prompt) -> Option:
         pull_tokens=prompt.pull_tokens,
         pull_s=prompt.pull_s,
         compute_s=prompt.compute_s,
-        stall_s=prompt.compute_s * prompt.view.num_streams,
+        stall_s=prompt.compute_s * prompt.view.num_streams * _STALL,
+        keep_s=prompt.keep_s,
         decode_s=_decode_s(demand, prompt.view),
     )
 
@@ -91,6 +98,7 @@ def _pair(demand: Demand, prompt: _Prompt, decode: ReplicaView) -> Option:
         pull_tokens=prompt.pull_tokens,
         pull_s=prompt.pull_s,
         compute_s=prompt.compute_s,
+        keep_s=prompt.keep_s,
         transfer_s=_uncached_bytes(demand, decode) / prompt.view.link_bytes_per_s,
         decode_s=_decode_s(demand, decode),
     )
@@ -98,24 +106,26 @@ def _pair(demand: Demand, prompt: _Prompt, decode: ReplicaView) -> Option:
 
 def _prompt(demand: Demand, view: ReplicaView, holders: Sequence[ReplicaView]) -> _Prompt:
     """The quickest way to the prompt's KV: compute what is not cached, or fetch some of it first."""
-    best = _Prompt(view, view.queue_s, _compute_s(demand, view, view.cached_tokens))
+    compute_s = _compute_s(demand, view, view.cached_tokens)
+    keep_s = _KEEP * compute_s
+    best = _Prompt(view, view.queue_s, compute_s, keep_s=keep_s)
     if view.restore_bytes_per_s and view.stored_tokens > view.cached_tokens:
         restore_s = (view.stored_tokens - view.cached_tokens) * demand.bytes_per_token / view.restore_bytes_per_s
-        best = _quicker(best, _fetch(demand, view, view.replica, view.stored_tokens, restore_s))
+        best = _quicker(best, _fetch(demand, view, view.replica, view.stored_tokens, restore_s, keep_s))
     for holder in holders:
         if holder.replica != view.replica and holder.stored_tokens > view.stored_tokens:
             num_bytes = (holder.stored_tokens - view.cached_tokens) * demand.bytes_per_token
             pull_s = _PULL_LATENCY_S + num_bytes / holder.link_bytes_per_s
-            best = _quicker(best, _fetch(demand, view, holder.replica, holder.stored_tokens, pull_s))
+            best = _quicker(best, _fetch(demand, view, holder.replica, holder.stored_tokens, pull_s, keep_s))
     return best
 
 
-def _fetch(demand: Demand, view: ReplicaView, source: str, tokens: int, seconds: float) -> _Prompt:
-    return _Prompt(view, view.queue_s, _compute_s(demand, view, tokens), source, tokens, seconds)
+def _fetch(demand: Demand, view: ReplicaView, source: str, tokens: int, pull_s: float, keep_s: float) -> _Prompt:
+    return _Prompt(view, view.queue_s, _compute_s(demand, view, tokens), source, tokens, pull_s, keep_s)
 
 
 def _quicker(one: _Prompt, other: _Prompt) -> _Prompt:
-    return other if other.ttft_s < one.ttft_s else one
+    return other if other.cost_s < one.cost_s else one
 
 
 def _compute_s(demand: Demand, view: ReplicaView, after: int) -> float:

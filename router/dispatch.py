@@ -10,16 +10,18 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from cluster.errors import CapacityError, ClusterError, ContextLengthExceeded
 from cluster.hashing import block_hashes, root_hash
 from cluster.metrics import Metrics
 from cluster.request import Role, SampledToken, SequenceRequest
+from cluster.timing import StepTiming
 from router.attempt import Attempt, Pair, may_retry
+from router.decisions import Decisions
 from router.generation import ChoiceToken, Generation, Route
-from router.policy import Demand, Option, ReplicaView, options
+from router.policy import Demand, Option, Policy, ReplicaView
 from router.replicas import Replica, Replicas
 
 logger = logging.getLogger(__name__)
@@ -27,14 +29,29 @@ logger = logging.getLogger(__name__)
 _MAX_ATTEMPTS = 8  # per choice; the request's own deadline usually comes first
 _BACKOFF_S, _MAX_BACKOFF_S = 0.01, 1.0
 
+_DEFAULT_PREFILL_TOKENS_PER_S = 1000.0
+_DEFAULT_STEP_S = 0.02
+_DEFAULT_LINK_BYTES_PER_S = 1e9
+_ANY_LENGTH = 1 << 30  # the measured rates know nothing of chunks
+
 
 class Dispatch:
     """Chooses replicas and serves requests on them. One per router; lives on the event loop."""
 
     def __init__(
-        self, replicas: Replicas, *, router: str, model: str, max_local_tokens: int, queue_s: float, metrics: Metrics
+        self,
+        replicas: Replicas,
+        *,
+        router: str,
+        model: str,
+        policy: Policy,
+        max_local_tokens: int,
+        queue_s: float,
+        metrics: Metrics,
     ) -> None:
         """model: fingerprint, as in the prefix hashes. queue_s: how long a request may wait for any replica."""
+        self.decisions = Decisions()
+        self._policy = policy
         self.router = router
         self._replicas = replicas
         self._model = model
@@ -62,6 +79,7 @@ class Dispatch:
         while True:
             decodes = self._replicas.usable(Role.DECODE)
             if found := self._options(request, self._replicas.usable(Role.PREFILL), decodes, avoid=avoid):
+                self.decisions.add(request.id, found)
                 return self._pair(request, found[0])
             if decodes:
                 limit = max(replica.member.max_tokens for replica in decodes)
@@ -72,6 +90,14 @@ class Dispatch:
                 await self._replicas.changed(timeout_s=give_up_at - time.monotonic())
             except TimeoutError:
                 raise CapacityError("no decode replica is available", retry_after_s=self._queue_s) from None
+
+    def expect(self, request: SequenceRequest, replica: Replica | None) -> Callable[[], None]:
+        """`replica` is about to compute this prompt: let its siblings know. Call what is returned when it is over."""
+        if replica is None:
+            return lambda: None
+        id, hashes = replica.id, self._hashes(request, replica.member.block_size)
+        self._replicas.index.expect(id, hashes)
+        return lambda: self._replicas.index.settle(id, hashes)
 
     def next_prefill(self, request: SequenceRequest, decode: Replica | None, *, avoid: set[str]) -> Replica | None:
         """Another prefill replica for a request whose decode replica is chosen already."""
@@ -91,28 +117,28 @@ class Dispatch:
 
     def _options(
         self, request: SequenceRequest, prefills: list[Replica], decodes: list[Replica], *, avoid: set[str]
-    ) -> list[Option]:
+    ) -> Sequence[Option]:
         decodes = [replica for replica in decodes if len(request.token_ids) < replica.member.max_tokens]
         if not decodes:
             return []
         member = decodes[0].member
-        hashes = block_hashes(
-            root_hash(self._model, adapter=request.adapter, salt=request.salt),
-            request.token_ids,
-            block_size=member.block_size,
-        )
-        depths = self._replicas.index.match(hashes)
+        depths = self._replicas.index.match(self._hashes(request, member.block_size))
         demand = Demand(
             num_tokens=len(request.token_ids),
             block_size=member.block_size,
             bytes_per_token=member.bytes_per_token,
             max_local_tokens=self._max_local_tokens,
         )
-        return options(
+        usual = _Usual.of([*prefills, *decodes])
+        return self._policy.options(
             demand,
-            [_view(replica, depths) for replica in _preferred(prefills, avoid)],
-            [_view(replica, depths) for replica in _preferred(decodes, avoid)],
+            [_view(replica, depths, usual) for replica in _preferred(prefills, avoid)],
+            [_view(replica, depths, usual) for replica in _preferred(decodes, avoid)],
         )
+
+    def _hashes(self, request: SequenceRequest, block_size: int) -> list[bytes]:
+        root = root_hash(self._model, adapter=request.adapter, salt=request.salt)
+        return block_hashes(root, request.token_ids, block_size=block_size)
 
     def _pair(self, request: SequenceRequest, option: Option) -> Pair:
         wants_one_token = request.sampling.max_tokens - request.num_generated == 1
@@ -192,6 +218,7 @@ class _Generation:
             stream=self._dispatch.new_streams(len(choices)),
         )
         pair = await self._dispatch.choose(request, avoid=avoid)
+        settle = self._dispatch.expect(request, pair.prefill or pair.decode)
         self._dispatch.admitted(time.monotonic() - self._started_at)
         used = {replica.id for replica in (pair.prefill, pair.decode) if replica}
 
@@ -209,6 +236,8 @@ class _Generation:
         except ClusterError:
             avoid |= used
             raise
+        finally:
+            settle()
 
     def _emit(self, choice: int, token: SampledToken) -> None:
         self._tokens[choice].append(token.token_id)
@@ -217,20 +246,51 @@ class _Generation:
         self._outbox.put_nowait(ChoiceToken(choice, token))
 
 
-def _view(replica: Replica, depths: dict[str, int]) -> ReplicaView:
+@dataclass(frozen=True)
+class _Usual:
+    """What to assume of a replica that has not measured something yet: what the others have, or a default."""
+
+    prefill_tokens_per_s: float
+    step_s: float
+    link_bytes_per_s: float
+
+    @classmethod
+    def of(cls, replicas: Sequence[Replica]) -> _Usual:
+        statuses = [replica.status for replica in replicas]
+        return cls(
+            _mean([status.prefill_tokens_per_s for status in statuses], _DEFAULT_PREFILL_TOKENS_PER_S),
+            _mean([status.decode_step_s for status in statuses], _DEFAULT_STEP_S),
+            _mean([status.link_bytes_per_s for status in statuses], _DEFAULT_LINK_BYTES_PER_S),
+        )
+
+
+def _view(replica: Replica, depths: dict[str, int], usual: _Usual) -> ReplicaView:
     status, member = replica.status, replica.member
+    cached_tokens = depths.get(replica.id, 0) * member.block_size
+    token_s = 1 / (status.prefill_tokens_per_s or usual.prefill_tokens_per_s)
+    # What we have sent and it has not reported yet counts too.
+    queued_tokens = max(status.queued_tokens, replica.pending_tokens)
     return ReplicaView(
         replica=replica.id,
-        cached_tokens=depths.get(replica.id, 0) * member.block_size,
-        # What we have sent and it has not reported yet counts too.
-        queued_tokens=max(status.queued_tokens, replica.pending_tokens),
+        cached_tokens=cached_tokens,
+        stored_tokens=cached_tokens,
+        queue_s=queued_tokens * token_s,
         num_streams=max(status.running + status.waiting, replica.num_requests),
         num_blocks=member.num_blocks,
         available_blocks=status.blocks_free + status.blocks_cached,
-        prefill_tokens_per_s=status.prefill_tokens_per_s,
-        step_s=status.decode_step_s,
-        link_bytes_per_s=status.link_bytes_per_s,
+        # A prefill rate counts whole steps, so their constant part is in it already.
+        timing=StepTiming(
+            base_s=0.0 if member.role is Role.PREFILL else status.decode_step_s or usual.step_s, token_s=token_s
+        ),
+        max_batch_tokens=_ANY_LENGTH,
+        link_bytes_per_s=status.link_bytes_per_s or usual.link_bytes_per_s,
     )
+
+
+def _mean(values: Sequence[float], default: float) -> float:
+    """Of what was measured."""
+    measured = [value for value in values if value > 0]
+    return sum(measured) / len(measured) if measured else default
 
 
 def _preferred(replicas: list[Replica], avoid: Iterable[str]) -> list[Replica]:

@@ -43,7 +43,12 @@ def make_policy(name: str, *, pulls: bool = False) -> Policy:
     """`name` is one of cost, prefix, least_loaded and round_robin; only cost knows of pulling from a peer."""
     if name == "cost":
         return CostPolicy(pulls=pulls)
-    return {"prefix": PrefixAffinity, "least_loaded": LeastLoaded, "round_robin": RoundRobin}[name]()
+    plain: dict[str, Callable[[], Policy]] = {
+        "prefix": PrefixAffinity,
+        "least_loaded": LeastLoaded,
+        "round_robin": RoundRobin,
+    }
+    return plain[name]()
 
 
 def _one(demand: Demand, prefills: Sequence[View], decodes: Sequence[View], *, choose: Choose) -> Sequence[Option]:

@@ -47,6 +47,7 @@ class Option:
     pull_tokens: int = 0  # leading tokens that it has when that is done
     pull_s: float = 0.0  # while the queue goes on
     compute_s: float = 0.0  # of what is still missing then
+    keep_s: float = 0.0  # what others will lose because these blocks take up room
     transfer_s: float = 0.0  # from prefill to decode
     stall_s: float = 0.0  # streams on the decode replica that wait meanwhile
     decode_s: float = 0.0  # of the answer's first tokens, and what they cost the streams beside them
@@ -58,7 +59,7 @@ class Option:
 
     @property
     def cost_s(self) -> float:
-        return self.ttft_s + self.transfer_s + self.stall_s + self.decode_s
+        return self.ttft_s + self.keep_s + self.transfer_s + self.stall_s + self.decode_s
 
 
 class Policy(Protocol):

@@ -21,6 +21,7 @@ from cluster.request import Role, SampledToken, Sampling, SequenceRequest
 from cluster.spec import Spec, parse_spec
 from router.dispatch import Dispatch
 from router.generation import Route
+from router.plain_policies import make_policy
 from router.replicas import Replicas
 
 _MAKERS = {Role.PREFILL: prefill_worker.actor.make_rank, Role.DECODE: decode_worker.actor.make_rank}
@@ -115,6 +116,7 @@ async def local_cluster(model_dir: Path, redis_url: str, **tree: Any) -> AsyncIt
         replicas,
         router="router-0",
         model=fingerprint,
+        policy=make_policy(spec.router.policy),
         max_local_tokens=spec.router.max_local_prefill,
         queue_s=spec.timeouts.queue_s,
         metrics=Metrics(),

@@ -12,7 +12,7 @@ import sys
 
 import typer
 
-from cluster.cli import deploy, generate, operate, status
+from cluster.cli import deploy, explain, generate, operate, plan, simulate, status
 from cluster.errors import ClusterError
 
 app = typer.Typer(
@@ -31,6 +31,9 @@ for command in (
     deploy.down,
     generate.generate,
     generate.chat,
+    explain.explain,
+    simulate.simulate,
+    plan.plan,
 ):
     app.command()(command)
 

@@ -67,6 +67,7 @@ class Fleet:
         now = self._clock.now
         self._busy_until[computes] = max(now, self._busy_until.get(computes, 0.0)) + option.compute_s
         self._unanswered[computes] = self._unanswered.get(computes, 0) + 1
+        self._index.expect(computes, hashes)
         if option.pull_from is None:
             self._submit(flight)
         else:
@@ -151,7 +152,7 @@ class Fleet:
         option, link, kv = flight.option, self._profile.link, self._profile.kv
         assert option.prefill
         flight.first_token_at = flight.last_token_at = self._clock.now
-        self._answered(option.prefill)
+        self._answered(option.prefill, flight)
         num_bytes = self.decodes[option.decode].missing_tokens(flight) * kv.wire_bytes_per_token
         self._report.shipped_bytes += num_bytes
         hidden = min(option.compute_s * link.bytes_per_s, num_bytes * (1 - 1 / kv.num_layers))
@@ -163,8 +164,9 @@ class Fleet:
         self.prefills[flight.option.prefill].release(flight)
         self.decodes[flight.option.decode].land(flight)
 
-    def _answered(self, replica: str) -> None:
+    def _answered(self, replica: str, flight: Flight) -> None:
         """A prompt that we gave it is computed. When it was the last, our sums begin anew."""
+        self._index.settle(replica, flight.hashes)
         self._unanswered[replica] -= 1
         if not self._unanswered[replica]:
             self._busy_until[replica] = 0.0
@@ -207,7 +209,7 @@ class Fleet:
             max_batch_tokens=self._setup.decode_batch_tokens,
             max_running=self._setup.max_running,
             admitted=self._admitted,
-            prefilled=lambda flight: self._answered(name),
+            prefilled=lambda flight: self._answered(name, flight),
             gaps=self._report.gap,
             ended=self._ended,
         )

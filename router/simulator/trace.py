@@ -1,7 +1,7 @@
 """Traces of real traffic: when requests came, how long they were, and which of them began alike.
 
-    mooncake   JSONL: timestamp (ms), input_length, output_length, hash_ids (one per 512 tokens: equal ids, equal prefixes)
-    azure      CSV: TIMESTAMP, ContextTokens, GeneratedTokens; nothing is known of shared prefixes
+mooncake   JSONL: timestamp (ms), input_length, output_length, hash_ids (one per 512 tokens: equal ids, equal prefixes)
+azure      CSV: TIMESTAMP, ContextTokens, GeneratedTokens; nothing is known of shared prefixes
 """
 
 from __future__ import annotations
