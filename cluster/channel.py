@@ -1,7 +1,9 @@
 """gRPC channels and servers between our own processes: limits, keepalive, and errors that keep their kind.
 
 A killed peer ends its streams in milliseconds. A silent one (stopped, partitioned) is found by keepalive within about
-two seconds: all three of time, timeout and ping timeout must be set, or the last one's default of a minute governs.
+three seconds: all three of time, timeout and ping timeout must be set, or the last one's default of a minute governs.
+Two seconds for the answer to a ping are not many: a process on an overloaded host has missed one of one second. Calls
+that nobody retries, those of clients, are given longer.
 """
 
 from __future__ import annotations
@@ -16,24 +18,28 @@ from cluster.errors import ClusterError, ReplicaLost, outcome_of
 
 _MAX_MESSAGE_BYTES = 64 << 20  # a 1M-token prompt is 4 MB; no KV bytes travel here
 _ERROR_KEY = "cluster-error"
-_CONTROL = [
-    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
-]
-CHANNEL_OPTIONS: list[tuple[str, Any]] = [
-    *_CONTROL,
-    ("grpc.keepalive_time_ms", 1000),
-    ("grpc.keepalive_timeout_ms", 1000),
-    ("grpc.http2.ping_timeout_ms", 1000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.enable_http_proxy", 0),  # whatever proxy the environment names: it is not for our own processes
-]
+
+
+def _keepalive(*, ping_every_ms: int, answer_within_ms: int) -> list[tuple[str, Any]]:
+    return [
+        ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+        ("grpc.keepalive_time_ms", ping_every_ms),
+        ("grpc.keepalive_timeout_ms", answer_within_ms),
+        ("grpc.http2.ping_timeout_ms", answer_within_ms),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.enable_http_proxy", 0),  # whatever proxy the environment names: it is not for our own processes
+    ]
+
+
+_PEER_OPTIONS = _keepalive(ping_every_ms=1000, answer_within_ms=2000)
+CLIENT_OPTIONS = _keepalive(ping_every_ms=10_000, answer_within_ms=20_000)
 SERVER_OPTIONS: list[tuple[str, Any]] = [
-    *CHANNEL_OPTIONS,
+    *_PEER_OPTIONS,
     ("grpc.so_reuseport", 0),
     # Without these two a server answers our keepalive with GOAWAY and kills a quiet stream after five seconds.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
@@ -43,7 +49,7 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
 
 def open_channel(address: str) -> aio.Channel:
     """A channel to another process of the cluster. Connects on first use."""
-    return aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return aio.insecure_channel(address, options=_PEER_OPTIONS)
 
 
 async def abort_with(context: aio.ServicerContext[Any, Any], error: ClusterError) -> NoReturn:

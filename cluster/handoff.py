@@ -1,4 +1,4 @@
-"""The handoff: the ticket by which a decode replica lets a prefill replica write into blocks that it has set aside."""
+"""The handoff: the ticket by which a replica lets another one write into blocks that it has set aside."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Handoff:
-    """A passage for one sequence's KV from a prefill replica to a decode replica.
+    """A passage for one sequence's KV from the replica that computes or holds it to the one that asked for it.
 
     The ticket names no block of the decode side: the sender speaks of token positions, and each receiving rank looks
     them up in the table that it opened itself. So a late, forged or repeated write can reach no other block.
@@ -18,10 +18,11 @@ class Handoff:
 
     id: str
     epoch: int
-    replica: str  # the decode replica
+    replica: str  # the one that asked
     ranks: tuple[str, ...]  # its ranks' transfer addresses "host:port", in rank order
     layout: str  # fingerprint of its KV layout; see engine.kv_layout
-    num_tokens: int  # tokens whose KV the decode replica needs in all
+    num_tokens: int  # tokens whose KV it needs in all, at least
+    max_tokens: int  # tokens that there is room for: a sequence that decodes while it is shipped grows
     first_token: int  # the first position whose KV it lacks; a multiple of the block size
     ttl_s: float  # it waits this long for the commit
 

@@ -75,6 +75,7 @@ def handoff_to_proto(handoff: Handoff) -> pb.Handoff:
         ranks=handoff.ranks,
         layout=handoff.layout,
         num_tokens=handoff.num_tokens,
+        max_tokens=handoff.max_tokens,
         first_token=handoff.first_token,
         ttl_s=handoff.ttl_s,
     )
@@ -88,6 +89,7 @@ def handoff_from_proto(message: pb.Handoff) -> Handoff:
         ranks=tuple(message.ranks),
         layout=message.layout,
         num_tokens=message.num_tokens,
+        max_tokens=message.max_tokens,
         first_token=message.first_token,
         ttl_s=message.ttl_s,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -25,10 +26,12 @@ from engine.decode_scheduler import Scheduler
 from engine.load import device_for, load_runner, max_tokens_of, set_threads
 from engine.runner import ModelRunner
 from engine.sequence import Sequence
-from kvtransfer.incoming import Landing
+from kvtransfer.ledger import Landing
+from kvtransfer.passage import Shipment
 from kvtransfer.peers import Peers, open_gang
 from kvtransfer.rank_servicer import RankServicer
 from kvtransfer.receiver import Receiver
+from kvtransfer.sender import Sender
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +53,7 @@ class DecodeBody:
         self._requests = DecodeServicer()
         self._following: BackgroundThread | None = None
         self._peers: Peers | None = None
+        self._sender: Sender | None = None
 
     def register(self, server: aio.Server) -> None:
         transfer_pb2_grpc.add_RankServicer_to_server(self._ranks, server)
@@ -61,8 +65,10 @@ class DecodeBody:
         if setup.rank == 0:
             self._serve(setup, runner, peers)
         else:
-            self._ranks.receiver = self._receiver(setup, runner, lambda landing: _report(setup, peers, landing))
-            self._following = BackgroundThread(DecodeRank(runner).follow, name="following")
+            report = functools.partial(_report, setup, peers)
+            self._ranks.receiver = self._receiver(setup, runner, report)
+            rank = DecodeRank(runner, self._make_sender(setup, runner, report))
+            self._following = BackgroundThread(rank.follow, name="following")
             self._following.start()
         return runner.pool.num_blocks
 
@@ -72,6 +78,8 @@ class DecodeBody:
         running.run()
 
     async def close(self) -> None:
+        if self._sender:
+            await self._sender.close()
         if self._peers:
             await self._peers.disconnect()
 
@@ -112,8 +120,22 @@ class DecodeBody:
             wire_dtype=setup.spec.kv.wire_dtype,
             host=setup.host.host,
             timeout_s=setup.spec.timeouts.transfer_s,
+            meeting=self._ranks.meeting,
             on_landed=on_landed,
         )
+
+    def _make_sender(self, setup: Setup, runner: ModelRunner, on_shipped: Callable[[Shipment], None]) -> Sender:
+        self._sender = Sender(
+            name=f"{setup.replica}/{setup.rank}",
+            rank=setup.rank,
+            pool=runner.pool,
+            wire_dtype=setup.spec.kv.wire_dtype,
+            host=setup.host.host,
+            timeout_s=setup.spec.timeouts.transfer_s,
+            loop=setup.host.loop,
+            on_shipped=on_shipped,
+        )
+        return self._sender
 
     def _serve(self, setup: Setup, runner: ModelRunner, peers: Peers) -> None:
         """Rank 0: begin to take requests."""
@@ -125,9 +147,9 @@ class DecodeBody:
             max_running=pool.max_running,
             max_waiting=pool.max_waiting,
         )
-        self._ranks.receiver = receiver = self._receiver(setup, runner, lambda landing: self._landed(0, landing))
+        self._ranks.receiver = receiver = self._receiver(setup, runner, functools.partial(self._landed, 0))
         decoder = Decoder(
-            DecodeRank(runner),
+            DecodeRank(runner, self._make_sender(setup, runner, functools.partial(self._shipped, 0))),
             receiver,
             blocks,
             scheduler,
@@ -162,8 +184,17 @@ class DecodeBody:
         assert serving
         serving.service.post(lambda: serving.decoder.landed(rank, landing))
 
+    def _shipped(self, rank: int, shipment: Shipment) -> None:
+        """On rank 0, from any thread: one of our ranks has nothing more to send for a handoff."""
+        serving = self._requests.serving
+        assert serving
+        serving.service.post(lambda: serving.decoder.shipped(rank, shipment))
+
     def _reported(self, report: transfer_pb2.ReportRequest) -> None:
-        self._landed(report.rank, Landing(report.handoff, report.epoch))
+        if report.WhichOneof("part") == "landed":
+            self._landed(report.rank, Landing.from_report(report.landed))
+        else:
+            self._shipped(report.rank, Shipment.from_report(report.shipped))
 
     def _close_handoff(self, setup: Setup, peers: Peers, handoff: str, then: Callable[[], None]) -> None:
         """On rank 0's step thread: close a handoff on the other ranks, then run a command on the step thread."""
@@ -181,7 +212,6 @@ class DecodeBody:
         setup.host.spawn(close())
 
 
-def _report(setup: Setup, peers: Peers, landing: Landing) -> None:
+def _report(setup: Setup, peers: Peers, part: Landing | Shipment) -> None:
     """On the other ranks, from any thread: tell rank 0."""
-    report = transfer_pb2.ReportRequest(handoff=landing.handoff, epoch=landing.epoch, rank=setup.rank)
-    setup.host.spawn(peers.report(report))
+    setup.host.spawn(peers.report(part.to_report(rank=setup.rank)))

@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from typing import Any
+
 from torch import Tensor
 
+from cluster.handoff import Handoff
 from engine.batch import Batch
 from engine.runner import ModelRunner
 from engine.step_message import Orders, decode_step, encode_step
+from kvtransfer.sender import Sender
 
-# Orders of a decode step, beside its batch:
-#   copy   blocks (source, target) to copy before the batch is computed
-#   stop   true: the replica ends
+# Orders of a decode step, beside its batch, in the order in which they are carried out:
+#   copy    blocks (source, target) to copy before the batch is computed
+#   begin   handoffs to which a sequence of ours is to be shipped
+#   ship    (id, epoch, block table, start, end): positions whose KV was computed in earlier steps
+#   commit  (id, epoch, num_tokens, next_tokens): nothing more comes
+#   abort   handoffs (id, epoch) that are no longer wanted
+#   stop    true: the replica ends
+
+
+def begin_order(handoff: Handoff) -> dict[str, Any]:
+    return asdict(handoff)
 
 
 class DecodeRank:
-    """One rank's model. Belongs to the step thread on rank 0, to the following thread elsewhere."""
+    """One rank's model and its links to other decode replicas. Belongs to the step thread on rank 0, to the following
+    thread elsewhere."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, sender: Sender) -> None:
         self.runner = runner
+        self.sender = sender
 
     def lead(self, batch: Batch | None, orders: Orders) -> Tensor | None:
         """On rank 0: do a step together with the other ranks. Logits of the rows that want them."""
@@ -36,4 +51,16 @@ class DecodeRank:
     def _execute(self, batch: Batch | None, orders: Orders) -> Tensor | None:
         for source, target in orders.get("copy", ()):
             self.runner.pool.copy_block(source, target)
+        for fields in orders.get("begin", ()):
+            self.sender.begin(Handoff(**{**fields, "ranks": tuple(fields["ranks"])}), ())
+        for id, epoch, blocks, start, end in orders.get("ship", ()):
+            if passage := self.sender.find((id, epoch)):
+                passage.blocks = tuple(blocks)
+                passage.layer_ready(0, start, end, num_layers=self.runner.layout.num_layers)
+        for id, epoch, num_tokens, next_tokens in orders.get("commit", ()):
+            if passage := self.sender.find((id, epoch)):
+                passage.commit(num_tokens, next_tokens)
+        for id, epoch in orders.get("abort", ()):
+            if passage := self.sender.find((id, epoch)):
+                passage.abort()
         return self.runner.forward(batch) if batch else None

@@ -12,15 +12,16 @@ from grpc import aio
 from cluster.channel import abort_with
 from cluster.errors import ClusterError, ReplicaLost
 from cluster.handoff import Handoff
-from cluster.messages import handoff_to_proto, sequence_from_proto
+from cluster.messages import handoff_from_proto, handoff_to_proto, sequence_from_proto
 from cluster.replica_service import ReplicaService
 from cluster.request import SequenceRequest
 from cluster.rpc import transfer_pb2
 from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
 from decode_worker.worker import Decoder
-from engine.group import Group
+from engine.group import Group, Source
 from engine.sequence import Sequence
+from kvtransfer.passage import Shipment
 from kvtransfer.peers import Peers
 
 _Context = aio.ServicerContext[Any, Any]
@@ -47,7 +48,7 @@ class DecodeServicer(rpc.DecodeWorkerServicer):
         if serving is None or serving.service.is_draining:
             await abort_with(context, ReplicaLost("this replica takes no new work"))
         root = serving.sequence_of(sequence_from_proto(request.sequence))
-        group = Group(root, router=request.router, prefill_here=request.prefill_here)
+        group = Group(root, router=request.router, source=_source(request))
         call = _Call()
         serving.service.post(lambda: serving.decoder.submit(group, call))
         try:
@@ -63,6 +64,18 @@ class DecodeServicer(rpc.DecodeWorkerServicer):
             await abort_with(context, error)
         finally:
             serving.service.post(lambda: serving.decoder.cancel(group))
+
+    async def Migrate(self, request: pb.MigrateRequest, context: _Context) -> pb.MigrateReply:
+        serving = self.serving
+        if serving is None:
+            await abort_with(context, ReplicaLost("this replica serves nothing yet"))
+        handoff, move = handoff_from_proto(request.handoff), _Move()
+        serving.service.post(lambda: serving.decoder.migrate(request.router, request.stream, handoff, move))
+        try:
+            return await move.reply
+        finally:
+            if not move.reply.done() or move.reply.cancelled():
+                serving.service.post(lambda: serving.decoder.keep(request.router, request.stream))
 
     async def Stop(self, request: pb.StopRequest, context: _Context) -> pb.StopReply:
         if serving := self.serving:
@@ -83,11 +96,36 @@ class _Call:
         ticket = handoff_to_proto(handoff) if handoff else None
         self._put(pb.GenerateEvent(reserved=pb.Reserved(handoff=ticket, cached_tokens=num_cached)))
 
-    def started(self) -> None:
-        self._put(pb.GenerateEvent(started=pb.Started()))
+    def started(self, num_tokens: int, epoch: int) -> None:
+        self._put(pb.GenerateEvent(started=pb.Started(num_tokens=num_tokens, epoch=epoch)))
 
     def ended(self, error: ClusterError | None) -> None:
         self._put(error)
 
     def _put(self, event: pb.GenerateEvent | transfer_pb2.OpenRequest | ClusterError | None) -> None:
         self._loop.call_soon_threadsafe(self.events.put_nowait, event)
+
+
+class _Move:
+    """Brings what becomes of a move from the step thread to the call that asked for it."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.reply: asyncio.Future[pb.MigrateReply] = self._loop.create_future()
+
+    def moved(self, num_tokens: int, shipment: Shipment, pause_s: float) -> None:
+        reply = pb.MigrateReply(moved=True, num_tokens=num_tokens, wire_bytes=shipment.wire_bytes, pause_s=pause_s)
+        self._loop.call_soon_threadsafe(self._answer, reply)
+
+    def stays(self, reason: str) -> None:
+        self._loop.call_soon_threadsafe(self._answer, pb.MigrateReply(reason=reason))
+
+    def _answer(self, reply: pb.MigrateReply) -> None:
+        if not self.reply.done():
+            self.reply.set_result(reply)
+
+
+def _source(request: pb.GenerateRequest) -> Source:
+    if request.prefill_here:
+        return Source.HERE
+    return Source.DECODE if request.continues else Source.PREFILL

@@ -10,24 +10,30 @@ from typing import Protocol
 
 from torch import Tensor
 
-from cluster.errors import ClusterError, HandoffExpired
+from cluster.errors import ClusterError, HandoffExpired, TransferError
 from cluster.handoff import Handoff
 from cluster.messages import tokens_to_proto
 from cluster.request import SampledToken, TokenLogprob
 from cluster.rpc import transfer_pb2
 from cluster.rpc import worker_pb2 as pb
+from decode_worker.moves import Move, MoveListener, Moves, is_quicker_to_ship
 from decode_worker.rank import DecodeRank
 from engine.batch import Batch
 from engine.block_manager import BlockManager
 from engine.decode_scheduler import Scheduler
-from engine.group import Choice, Group
+from engine.group import Choice, Group, Source
 from engine.rate import Rate
 from engine.sampler import SamplingRow, sample
 from engine.sequence import Sequence
-from kvtransfer.incoming import Landing
-from kvtransfer.receiver import Receiver
+from kvtransfer.arrivals import Arrival, Arrivals, Gate
+from kvtransfer.departures import Departures
+from kvtransfer.ledger import Landing
+from kvtransfer.passage import Key, Shipment
+from kvtransfer.plan import sending_ranks
 
 logger = logging.getLogger(__name__)
+
+_LINK_BYTES_PER_S = 100e6  # until we have measured our own
 
 
 class GroupListener(Protocol):
@@ -37,7 +43,9 @@ class GroupListener(Protocol):
         """Blocks are set aside. With a handoff, the other ranks must open it too before anyone is told of it."""
         ...
 
-    def started(self) -> None: ...
+    def started(self, num_tokens: int, epoch: int) -> None:
+        """Decoding has begun; the first token that is sent from here has position num_tokens."""
+        ...
 
     def ended(self, error: ClusterError | None) -> None:
         """Last, and once."""
@@ -53,7 +61,7 @@ class Decoder:
     def __init__(
         self,
         rank: DecodeRank,
-        receiver: Receiver,
+        gate: Gate,
         blocks: BlockManager,
         scheduler: Scheduler,
         *,
@@ -64,15 +72,25 @@ class Decoder:
     ) -> None:
         self.totals = pb.Totals()
         self._rank = rank
-        self._receiver = receiver
         self._blocks = blocks
         self._scheduler = scheduler
         self._replica = replica
         self._addresses = tuple(addresses)
         self._handoff_s = handoff_s
-        self._close_handoff = close_handoff
         self._listeners: dict[Group, GroupListener] = {}
-        self._handoffs: dict[str, Group] = {}
+        self._arrivals: Arrivals[Group] = Arrivals(
+            gate, blocks, num_ranks=len(addresses), close_elsewhere=close_handoff
+        )
+        self._departures: Departures[Move] = Departures(blocks)
+        self._moves = Moves(
+            self._departures,
+            ranks_sending_to=self._ranks_sending_to,
+            is_sent=self._is_sent,
+            pause=scheduler.remove_choice,
+            resume=scheduler.start,
+            leave=self._end_choice,
+        )
+        self._link_rate = Rate()
         self._tokens: dict[str, list[pb.StreamTokens]] = {}
         self._step_rate = Rate()
         self._prefill_rate = Rate()
@@ -87,7 +105,7 @@ class Decoder:
             listener.ended(error)
             return
         self._listeners[group] = listener
-        if group.prefill_here:
+        if group.source is Source.HERE:
             self.totals.prompt_tokens += len(group.root.tokens)
 
     def cancel(self, group: Group) -> None:
@@ -105,15 +123,45 @@ class Decoder:
 
     def landed(self, rank: int, landing: Landing) -> None:
         """The KV of a handoff is whole on one rank."""
-        group = self._handoffs.get(landing.handoff)
-        whole = group and group.land(
-            rank, epoch=landing.epoch, first_tokens=landing.first_tokens, num_ranks=len(self._addresses)
-        )
-        if group and whole:
-            del self._handoffs[landing.handoff]
-            self._receiver.close(landing.handoff)
+        arrival = self._arrivals.landed(rank, landing)
+        if arrival is None:
+            return
+        group = arrival.owner
+        group.arrival = None
+        if group.source is Source.DECODE:
+            self._continue(group, arrival)
+        elif len(arrival.next_tokens) == group.num_choices:
             group.root.computed(group.root.num_missing, self._blocks)
-            self._start(group, [(token, None) for token in group.first_tokens])
+            self._start(group, [(token, None) for token in arrival.next_tokens], epoch=arrival.epoch)
+        else:
+            self._fail(group, TransferError(f"{len(arrival.next_tokens)} tokens came for {group.num_choices} choices"))
+
+    def migrate(self, router: str, stream: int, handoff: Handoff, listener: MoveListener) -> None:
+        """Ship a choice to the replica that has made this handoff, if it is worth it."""
+        choice = self._find(router, stream)
+        if choice is None or choice not in self._scheduler.decoding:
+            listener.stays("it does not decode here")
+        elif choice in self._moves or (handoff.id, handoff.epoch) in self._departures:
+            listener.stays("it is being moved already")
+        elif not handoff.num_tokens < len(choice.sequence.tokens):
+            listener.stays(f"it has {len(choice.sequence.tokens)} tokens, the handoff is for more")
+        elif not self._is_worth_moving(choice.sequence, handoff):
+            listener.stays("it ends sooner here")
+        else:
+            self._moves.begin(choice, handoff, listener)
+
+    def keep(self, router: str, stream: int) -> None:
+        """Nobody waits any more for this choice to be moved."""
+        if choice := self._find(router, stream):
+            self._moves.cancel(choice, "the move is not wanted any more")
+
+    def shipped(self, rank: int, shipment: Shipment) -> None:
+        """One of our ranks has nothing more to send for a handoff."""
+        if moved := self._moves.shipped(rank, shipment):
+            self.totals.migrations += 1
+            self.totals.transfer_bytes += moved.wire_bytes
+            self.totals.transfer_seconds += moved.seconds
+            self._link_rate.add(moved.wire_bytes, moved.seconds)
 
     # The step.
 
@@ -122,14 +170,18 @@ class Decoder:
         self._expire_handoffs()
         for group in self._scheduler.admit():
             self._admitted(group)
+        orders = self._moves.orders()
         chosen = self._scheduler.schedule()
         if not chosen:
-            return False
+            if orders:
+                self._rank.lead(None, orders)
+            return bool(orders)
         rows = [choice.sequence.row(count) for choice, count in chosen]
         batch = Batch.of(rows, block_size=self._rank.runner.layout.block_size)
         started = time.monotonic()
-        logits = self._rank.lead(batch, {})
+        logits = self._rank.lead(batch, orders)
         assert logits is not None
+        self.totals.computed_tokens += batch.num_tokens - len(self._scheduler.decoding)
         self._measure(batch, len(chosen), time.monotonic() - started)
         for choice, count in chosen:
             choice.sequence.computed(count, self._blocks)
@@ -150,7 +202,8 @@ class Decoder:
 
     @property
     def num_requests(self) -> int:
-        return len(self._listeners)
+        """Requests that live here, and what is still being sent of those that have left."""
+        return len(self._listeners) + len(self._departures)
 
     def take_tokens(self) -> dict[str, list[pb.StreamTokens]]:
         tokens, self._tokens = self._tokens, {}
@@ -165,7 +218,7 @@ class Decoder:
     def status(self) -> pb.Status:
         self.totals.preemptions = self._scheduler.num_preemptions
         return pb.Status(
-            running=self._scheduler.num_running,
+            running=self._scheduler.num_running + self._moves.num_paused,
             waiting=self._scheduler.num_waiting,
             queued_tokens=self._scheduler.num_queued_tokens,
             context_tokens=sum(len(choice.sequence.tokens) for choice in self._scheduler.decoding),
@@ -173,6 +226,7 @@ class Decoder:
             blocks_free=self._blocks.num_free,
             blocks_cached=self._blocks.num_cached,
             prefill_tokens_per_s=self._prefill_rate.per_s,
+            link_bytes_per_s=self._link_rate.per_s,
             decode_step_s=1 / self._step_rate.per_s if self._step_rate.per_s else 0.0,
             totals=self.totals,
         )
@@ -182,41 +236,61 @@ class Decoder:
     def _admitted(self, group: Group) -> None:
         root, listener = group.root, self._listeners[group]
         self.totals.prefix_hit_tokens += group.num_cached
-        if group.prefill_here:
+        if group.source is Source.HERE:
             listener.reserved(None, None, group.num_cached)
             return
-        group.handoff = f"{self._replica}/{group.id}/{time.monotonic_ns():x}"
-        group.expires_at = time.monotonic() + self._handoff_s
-        self._handoffs[group.handoff] = group
+        # Of a sequence that runs elsewhere there is KV for all tokens but the last, and soon for more.
+        is_growing = group.source is Source.DECODE
+        num_tokens = len(root.tokens) - is_growing
         opening = transfer_pb2.OpenRequest(
-            handoff=group.handoff,
+            handoff=f"{self._replica}/{group.id}/{time.monotonic_ns():x}",
             first_token=group.num_cached,
-            num_tokens=len(root.tokens),
+            num_tokens=num_tokens,
+            max_tokens=min(len(root.blocks) * root.block_size, root.max_context) if is_growing else num_tokens,
             block_ids=root.blocks[group.num_cached // root.block_size :],
         )
-        self._receiver.open(opening)
         handoff = Handoff(
-            id=group.handoff,
+            id=opening.handoff,
             epoch=1,
             replica=self._replica,
             ranks=self._addresses,
             layout=self._rank.runner.layout.fingerprint,
-            num_tokens=len(root.tokens),
-            first_token=group.num_cached,
+            num_tokens=opening.num_tokens,
+            max_tokens=opening.max_tokens,
+            first_token=opening.first_token,
             ttl_s=self._handoff_s,
         )
+        expires_at = time.monotonic() + self._handoff_s
+        group.arrival = self._arrivals.open(opening, owner=group, expires_at=expires_at)
         listener.reserved(handoff, opening, group.num_cached)
 
-    def _start(self, group: Group, first_tokens: list[tuple[int, TokenLogprob | None]]) -> None:
+    def _continue(self, group: Group, arrival: Arrival[Group]) -> None:
+        """A sequence has come from another decode replica, with the tokens that it got on the way."""
+        root = group.root
+        if len(root.tokens) + len(arrival.next_tokens) != arrival.num_tokens + 1:
+            self._fail(group, TransferError(f"{arrival.num_tokens} positions came with other tokens than theirs"))
+            return
+        root.tokens += arrival.next_tokens
+        root.computed(arrival.num_tokens - root.num_computed, self._blocks)
+        self._scheduler.ready(group)
+        group.choices = [Choice(group, root, root.request.stream)]
+        self._listeners[group].started(len(root.tokens), arrival.epoch)
+        if root.request.stream in group.unwanted:
+            self._end_choice(group.choices[0])
+        else:
+            self._scheduler.start(group.choices[0])
+
+    def _start(self, group: Group, first_tokens: list[tuple[int, TokenLogprob | None]], *, epoch: int = 0) -> None:
         """The prompt's KV is whole and each choice has its first token: fork, and decode those that go on."""
         request = group.root.request
         self._scheduler.ready(group)
         sequences = [group.root, *self._fork(group.root, request.choices[1:])]
         group.choices = [Choice(group, sequence, request.stream + i) for i, sequence in enumerate(sequences)]
-        self._listeners[group].started()
+        is_told = group.source is Source.PREFILL  # the prefill replica has told the router of the first tokens
+        self._listeners[group].started(len(group.root.tokens) + is_told, epoch)
         for choice, (token_id, logprob) in zip(list(group.choices), first_tokens, strict=True):
             token = choice.sequence.append(token_id, logprob)
-            if group.prefill_here:  # else the prefill replica has told the router
+            if not is_told:
                 self._emit(choice, token)
             if token.finish_reason or choice.stream in group.unwanted:
                 self._end_choice(choice)
@@ -261,6 +335,7 @@ class Decoder:
 
     def _end_choice(self, choice: Choice) -> None:
         group = choice.group
+        self._moves.cancel(choice, "it has ended")
         self._scheduler.remove_choice(choice)
         choice.sequence.release(self._blocks)
         group.choices.remove(choice)
@@ -269,35 +344,49 @@ class Decoder:
 
     def _free(self, group: Group) -> None:
         """Give back everything that a request holds, in whatever state it is."""
+        for choice in group.choices:
+            self._moves.cancel(choice, "it has ended")
         self._scheduler.remove(group)
-        if group.handoff in self._handoffs:
-            self._abandon_handoff(group, group.handoff)
+        if arrival := group.arrival:
+            group.arrival = None
+            group.root.blocks = group.root.blocks[: group.num_cached // group.root.block_size]
+            self._arrivals.give_up(arrival)
         for sequence in [choice.sequence for choice in group.choices] or [group.root]:
             sequence.release(self._blocks)
         group.choices = []
 
-    def _abandon_handoff(self, group: Group, handoff: str) -> None:
-        """A peer may still be writing: our own rank can be closed at once, the others must say that they are.
-
-        Until they have, the blocks are in quarantine.
-        """
-        del self._handoffs[handoff]
-        self._receiver.close(handoff)
-        if len(self._addresses) == 1:
-            return
-        root = group.root
-        num_cached = group.num_cached // root.block_size
-        exposed, root.blocks = root.blocks[num_cached:], root.blocks[:num_cached]
-        self._blocks.quarantine(exposed)
-        self._close_handoff(handoff, lambda: self._blocks.release(exposed))
+    def _fail(self, group: Group, error: ClusterError) -> None:
+        self.totals.transfer_failures += 1
+        listener = self._listeners.pop(group)
+        self._free(group)
+        listener.ended(error)
 
     def _expire_handoffs(self) -> None:
-        now = time.monotonic()
-        for handoff, group in [(h, g) for h, g in self._handoffs.items() if g.expires_at < now]:
-            listener = self._listeners.pop(group)
-            self._free(group)
-            self.totals.transfer_failures += 1
-            listener.ended(HandoffExpired(f"handoff {handoff}: no prefill came within {self._handoff_s} s"))
+        for arrival in self._arrivals.expired(time.monotonic()):
+            self._fail(arrival.owner, HandoffExpired(f"handoff {arrival.id}: no KV came within {self._handoff_s} s"))
+
+    # Moving to other decode replicas.
+
+    def _find(self, router: str, stream: int) -> Choice | None:
+        groups = (group for group in self._listeners if group.router == router)
+        return next((choice for group in groups for choice in group.choices if choice.stream == stream), None)
+
+    def _is_worth_moving(self, sequence: Sequence, handoff: Handoff) -> bool:
+        layout = self._rank.runner.layout
+        num_positions = sequence.num_computed - handoff.first_token
+        return is_quicker_to_ship(
+            num_bytes=num_positions * layout.bytes_per_token() * layout.tensor_parallel,
+            bytes_per_s=self._link_rate.per_s or _LINK_BYTES_PER_S,
+            num_steps=sequence.request.sampling.max_tokens - sequence.num_generated,
+            step_s=1 / self._step_rate.per_s if self._step_rate.per_s else 0.0,
+        )
+
+    def _ranks_sending_to(self, handoff: Handoff) -> set[int]:
+        return sending_ranks(self._rank.runner.layout, num_receivers=len(handoff.ranks))
+
+    def _is_sent(self, key: Key) -> bool:
+        passage = self._rank.sender.find(key)
+        return passage is not None and passage.is_idle
 
     def _measure(self, batch: Batch, num_rows: int, seconds: float) -> None:
         """Learn our rates: of steps that only decode, and of tokens in steps that also compute prompts."""

@@ -7,15 +7,18 @@ from collections import deque
 
 from cluster.errors import CapacityError, ContextLengthExceeded
 from engine.block_manager import BlockManager
-from engine.group import Choice, Group
+from engine.group import Choice, Group, Source
 from engine.sequence import Sequence
 
 # The life of a choice:
 #
-#   remote   waiting (group) ──blocks──> reserved (group) ──landed──> decoding
+#   remote   waiting (group) ──blocks──> reserved (group) ──landed──> decoding <──> paused, to be moved
 #   local    waiting (group) ──blocks──> prefilling ──────────────────> decoding
 #                                           ^   blocks                     │
 #                                           └── preempted <──no block left─┘
+
+
+ROOM_TOKENS = 64  # so far may a sequence grow while its KV is shipped to us; then it must pause
 
 
 class Scheduler:
@@ -49,7 +52,7 @@ class Scheduler:
     @property
     def num_queued_tokens(self) -> int:
         """Tokens still to be computed here, but for one per decoding sequence."""
-        local = sum(group.root.num_missing for group in self._waiting if group.prefill_here)
+        local = sum(group.root.num_missing for group in self._waiting if group.source is Source.HERE)
         return local + sum(choice.sequence.num_missing for choice in (*self._prefilling, *self._preempted))
 
     def add(self, group: Group) -> None:
@@ -71,15 +74,16 @@ class Scheduler:
         admitted = []
         while self._waiting and not self._preempted and self._has_room(self._waiting[0]):
             group = self._waiting.popleft()
-            is_on_its_way = group.prefill_here and group.root.is_behind(
+            is_on_its_way = group.source is Source.HERE and group.root.is_behind(
                 (choice.sequence for choice in self._prefilling), self._blocks
             )
-            if is_on_its_way or not self._allocate(group.root, reuse_all=not group.prefill_here):
+            reuse_all = group.source is Source.PREFILL
+            if is_on_its_way or not self._allocate(group.root, reuse_all=reuse_all, room=_room(group)):
                 self._waiting.appendleft(group)
                 break
             group.num_cached = group.root.num_computed
             admitted.append(group)
-            if group.prefill_here:
+            if group.source is Source.HERE:
                 choice = Choice(group, group.root, group.root.request.stream)
                 insort(self._prefilling, choice, key=_priority)
             else:
@@ -145,16 +149,20 @@ class Scheduler:
 
     def _has_room(self, group: Group) -> bool:
         """Whether one more request leaves each decoding sequence a block to grow into."""
-        needed = self._blocks.num_needed(group.root.hashes(), group.root.num_blocks_for(len(group.root.tokens) + 1))
+        root = group.root
+        needed = self._blocks.num_needed(root.hashes(), root.num_blocks_for(len(root.tokens) + max(1, _room(group))))
         fits = needed + len(self.decoding) <= self._blocks.num_available
         is_first = not (self.decoding or self._prefilling or self._reserved)
         return (fits or is_first) and self.num_running + group.num_choices <= max(self._max_running, group.num_choices)
 
-    def _allocate(self, sequence: Sequence, *, reuse_all: bool) -> bool:
-        """Give a sequence the blocks of all its tokens. Where it is computed here, at least its last token is."""
+    def _allocate(self, sequence: Sequence, *, reuse_all: bool, room: int = 0) -> bool:
+        """Give a sequence the blocks of all its tokens, and of `room` more.
+
+        Where it is computed here, at least its last token is; and what is shipped while it decodes lacks the last too.
+        """
         num_tokens = len(sequence.tokens)
         num_reusable = (num_tokens if reuse_all else num_tokens - 1) // sequence.block_size
-        taken = self._blocks.allocate(sequence.hashes()[:num_reusable], sequence.num_blocks_for(num_tokens))
+        taken = self._blocks.allocate(sequence.hashes()[:num_reusable], sequence.num_blocks_for(num_tokens + room))
         if taken is None:
             return False
         sequence.start_with(*taken)
@@ -163,3 +171,10 @@ class Scheduler:
 
 def _priority(choice: Choice) -> int:
     return choice.sequence.request.priority
+
+
+def _room(group: Group) -> int:
+    """How many tokens more than are known a handoff for this group may bring."""
+    if group.source is not Source.DECODE:
+        return 0
+    return min(ROOM_TOKENS, group.root.max_context - len(group.root.tokens))

@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
 
 from engine.sequence import Sequence
+
+
+class Source(StrEnum):
+    """Where a request's KV comes from."""
+
+    PREFILL = "prefill"  # a prefill replica computes the prompt and ships it
+    HERE = "here"  # the prompt is computed on this replica
+    DECODE = "decode"  # another decode replica runs it, and ships what it has
 
 
 @dataclass(eq=False)
@@ -22,14 +32,10 @@ class Group:
 
     root: Sequence  # holds the prompt's blocks until the choices fork from it
     router: str
-    prefill_here: bool  # the prompt is computed here: there is no handoff
+    source: Source
     num_cached: int = 0  # prompt tokens found in the prefix cache
     choices: list[Choice] = field(default_factory=list)  # empty until the prompt's KV is whole
-    handoff: str | None = None
-    expires_at: float = 0.0  # monotonic; the handoff must have landed by then
-    landed_ranks: set[int] = field(default_factory=set)
-    landed_epoch: int = 0
-    first_tokens: tuple[int, ...] = ()
+    arrival: Any = None  # kvtransfer's, while its KV is awaited from elsewhere: this floor only keeps it
     unwanted: set[int] = field(default_factory=set)  # streams that were stopped, perhaps before they began
 
     @property
@@ -39,12 +45,3 @@ class Group:
     @property
     def num_choices(self) -> int:
         return len(self.root.request.choices)
-
-    def land(self, rank: int, *, epoch: int, first_tokens: tuple[int, ...], num_ranks: int) -> bool:
-        """One rank's KV is whole. True when all ranks' are, under the same epoch."""
-        if epoch > self.landed_epoch:
-            self.landed_epoch, self.landed_ranks, self.first_tokens = epoch, set(), ()
-        if epoch == self.landed_epoch:
-            self.landed_ranks.add(rank)
-            self.first_tokens = first_tokens or self.first_tokens
-        return len(self.landed_ranks) == num_ranks and len(self.first_tokens) == self.num_choices

@@ -33,6 +33,7 @@ class TensorParallel:
     def __init__(self, *, rank: int = 0, size: int = 1) -> None:
         self.rank = rank
         self.size = size
+        self._root: Store | None = None  # the prefix keeps only the C++ half of a store that is written in Python
         self._store: Store | None = None
         self._control: Any = None
         self._compute: Any = None
@@ -58,6 +59,7 @@ class TensorParallel:
         parallel = cls(rank=rank, size=size)
         if size == 1:
             return parallel
+        parallel._root = store
         parallel._store = PrefixStore(prefix, store)
         parallel.wait_for_all("come", timeout_s=meet_s)
         timeout = timedelta(seconds=timeout_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 from cluster.errors import CapacityError, ContextLengthExceeded
 from cluster.handoff import Handoff
@@ -19,6 +20,7 @@ class Job:
     sequence: Sequence
     handoff: Handoff | None
     num_cached: int = 0  # tokens found in the prefix cache when it was admitted
+    departure: Any = None  # kvtransfer's, once its KV is on its way: this floor only keeps it
 
     @property
     def id(self) -> str:

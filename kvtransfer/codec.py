@@ -10,7 +10,7 @@ A segment is a run of layers and a run of token positions of one sequence. Its p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Protocol
 
@@ -20,31 +20,13 @@ from torch import Tensor
 from engine.kernels.fp8 import dequantize_fp8, quantize_fp8
 from engine.kv_layout import KVLayout
 from engine.kv_pool import KVPool, as_bytes
+from kvtransfer.segment import Segment
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 # 1: payload as drawn above; checksum as below.
+# 2: a commit says how many positions were sent, and its next tokens may be those of a moved sequence.
 
 FP8 = torch.float8_e4m3fn
-
-
-@dataclass(frozen=True, kw_only=True)
-class Segment:
-    """A run of layers, a run of positions, and a run of the heads of one rank."""
-
-    first_layer: int
-    num_layers: int
-    first_token: int
-    num_tokens: int
-    first_head: int
-    num_heads: int
-
-    @property
-    def layers(self) -> range:
-        return range(self.first_layer, self.first_layer + self.num_layers)
-
-    @property
-    def heads(self) -> slice:
-        return slice(self.first_head, self.first_head + self.num_heads)
 
 
 class Codec(Protocol):
@@ -132,9 +114,13 @@ def checksum(payload: Tensor) -> int:
     return (int(total) + int.from_bytes(tail, "little") * (num_whole // 4 + 1)) % 2**64
 
 
-def combine_checksums(checksums: list[int]) -> int:
-    """The checksum of a commit: of its segments' checksums in their order."""
-    return sum(value * (2 * i + 1) for i, value in enumerate(checksums)) % 2**64
+def slots_of(pool: KVPool, blocks: Sequence[int], first_token: int, num_tokens: int) -> Tensor:
+    """The pool slots of positions [first_token, first_token + num_tokens) of a table, (num_tokens,) int64."""
+    size = pool.layout.block_size
+    first_block = first_token // size
+    blocks_B = torch.tensor(blocks[first_block : -(-(first_token + num_tokens) // size)], dtype=torch.int64)
+    offsets_T = torch.arange(first_token, first_token + num_tokens) - first_block * size
+    return (blocks_B[offsets_T // size] * size + offsets_T % size).to(pool.device)
 
 
 def _odd_numbers(count: int, device: torch.device) -> Tensor:

@@ -1,36 +1,18 @@
-"""One handoff as one receiving rank sees it: what may be written where, and what has arrived."""
+"""One handoff on one receiving rank: its books, and the blocks that its bytes go to."""
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
-from cluster.errors import ChecksumMismatch, HandoffExpired
+from cluster.errors import ChecksumMismatch
 from cluster.rpc import transfer_pb2 as pb
 from engine.kv_pool import KVPool
-from kvtransfer.codec import Codec, Segment, checksum, combine_checksums
+from kvtransfer.codec import Codec, checksum, slots_of
+from kvtransfer.ledger import Landing, Ledger
 from kvtransfer.plan import HeadCopy
-
-
-@dataclass
-class _Source:
-    """What one sending rank has delivered under the current epoch."""
-
-    checksums: list[int] = field(default_factory=list)
-    num_token_layers: int = 0
-    is_committed: bool = False
-
-
-@dataclass(frozen=True)
-class Landing:
-    """A handoff's KV is whole on one rank. The first tokens, one per choice, come with the landing on rank 0."""
-
-    handoff: str
-    epoch: int
-    first_tokens: tuple[int, ...] = ()
+from kvtransfer.segment import Segment
 
 
 class Incoming:
@@ -40,18 +22,15 @@ class Incoming:
     nothing of this handoff is written any more, so its blocks can be used for something else.
     """
 
-    def __init__(self, request: pb.OpenRequest, *, pool: KVPool, codec: Codec) -> None:
-        self.handoff = request.handoff
-        self._first_token = request.first_token
-        self._num_tokens = request.num_tokens
+    def __init__(self, opened: pb.OpenRequest, *, pool: KVPool, codec: Codec) -> None:
+        self.handoff = opened.handoff
+        self._first_token = opened.first_token
+        self._ledger = Ledger(opened, num_layers=pool.layout.num_layers)
         self._pool = pool
         self._codec = codec
-        self._slots_T = _slots(request, pool)
+        assert opened.first_token % pool.layout.block_size == 0, "a handoff begins at a block"
+        self._slots_T = slots_of(pool, opened.block_ids, 0, opened.max_tokens - opened.first_token)
         self._lock = threading.Lock()
-        self._is_open = True
-        self._epoch = 0
-        self._sources: dict[int, _Source] = {}
-        self._first_tokens: tuple[int, ...] = ()
 
     def write(self, announced: pb.Segment, payload: Tensor, *, copy: HeadCopy) -> None:
         """Check the payload of one announced segment and put it into the pool.
@@ -59,8 +38,7 @@ class Incoming:
         Raises HandoffExpired if the handoff is closed or fenced, ChecksumMismatch if the bytes are damaged or a segment
         is missing before this one.
         """
-        found = checksum(payload)
-        if found != announced.checksum:
+        if checksum(payload) != announced.checksum:
             raise ChecksumMismatch(f"handoff {self.handoff} segment {announced.number}: bytes damaged on the way")
         segment = Segment(
             first_layer=announced.first_layer,
@@ -71,50 +49,17 @@ class Incoming:
             num_heads=copy.num_heads,
         )
         with self._lock:
-            source = self._source(announced.epoch, copy.sender)
-            if announced.number != len(source.checksums):
-                raise ChecksumMismatch(f"handoff {self.handoff}: segment {len(source.checksums)} is missing")
-            start = announced.first_token - self._first_token
-            self._codec.unpack(payload, self._pool, segment, self._slots_T[start : start + segment.num_tokens])
-            source.checksums.append(found)
-            source.num_token_layers += segment.num_tokens * segment.num_layers
+            if self._ledger.accept(announced, source=copy.sender):
+                start = announced.first_token - self._first_token
+                self._codec.unpack(payload, self._pool, segment, self._slots_T[start : start + segment.num_tokens])
 
     def commit(self, commit: pb.Commit, *, copy: HeadCopy, num_sources: int) -> Landing | None:
         """One sending rank is done. The Landing when all `num_sources` of this rank are. Raises as `write` does."""
         self._pool.synchronize()
         with self._lock:
-            source = self._source(commit.epoch, copy.sender)
-            expected = (self._num_tokens - self._first_token) * self._pool.layout.num_layers
-            if (len(source.checksums), source.num_token_layers) != (commit.num_segments, expected):
-                raise ChecksumMismatch(f"handoff {self.handoff}: commit before all of it arrived")
-            if combine_checksums(source.checksums) != commit.checksum:
-                raise ChecksumMismatch(f"handoff {self.handoff}: segments arrived in another order than sent")
-            source.is_committed = True
-            self._first_tokens = tuple(commit.first_tokens) or self._first_tokens
-            if sum(s.is_committed for s in self._sources.values()) < num_sources:
-                return None
-            return Landing(self.handoff, commit.epoch, self._first_tokens)
+            return self._ledger.commit(commit, source=copy.sender, num_sources=num_sources)
 
     def close(self) -> None:
         """Refuse everything from now on; waits for a write under way."""
         with self._lock:
-            self._is_open = False
-
-    def _source(self, epoch: int, sender: int) -> _Source:
-        """The books of one sending rank. A newer epoch fences the older ones and starts from nothing."""
-        if not self._is_open:
-            raise HandoffExpired(f"handoff {self.handoff} is closed")
-        if epoch < self._epoch:
-            raise HandoffExpired(f"handoff {self.handoff}: epoch {epoch} is fenced by epoch {self._epoch}")
-        if epoch > self._epoch:
-            self._epoch, self._sources, self._first_tokens = epoch, {}, ()
-        return self._sources.setdefault(sender, _Source())
-
-
-def _slots(request: pb.OpenRequest, pool: KVPool) -> Tensor:
-    """The pool slot of every missing position, in order."""
-    size = pool.layout.block_size
-    assert request.first_token % size == 0, "a handoff begins at a block"
-    positions_T = torch.arange(request.num_tokens - request.first_token)
-    blocks_B = torch.tensor(list(request.block_ids), dtype=torch.int64)
-    return (blocks_B[positions_T // size] * size + positions_T % size).to(pool.device)
+            self._ledger.close()

@@ -6,64 +6,30 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
-from datetime import timedelta
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 import torch
 from grpc import aio
-from torch.distributed import TCPStore
 
 from cluster.channel import error_of, open_channel
 from cluster.errors import HandoffExpired, LayoutMismatch, LinkClosed, TransferError
 from cluster.rpc import transfer_pb2 as pb
 from cluster.rpc import transfer_pb2_grpc as rpc
-from kvtransfer.codec import WIRE_VERSION, Segment, checksum, combine_checksums
+from kvtransfer.codec import WIRE_VERSION, checksum, slots_of
 from kvtransfer.link import MEET_TIMEOUT_S, Link, LinkEnd, backend_for, open_link, operation_timeout
-from kvtransfer.plan import HeadCopy
+from kvtransfer.meeting import remote_store
+from kvtransfer.passage import Ending, Outlet
+from kvtransfer.segment import Segment
 
 if TYPE_CHECKING:
-    from kvtransfer.sender import Passage, Sender
+    from kvtransfer.sender import Sender
 
 logger = logging.getLogger(__name__)
 
 
-class Outlet:
-    """One handoff's part that goes through one link."""
-
-    def __init__(self, link: OutgoingLink, copy: HeadCopy, passage: Passage) -> None:
-        self.link = link
-        self.copy = copy
-        self.passage = passage
-        self.wire_bytes = 0
-        self.error: TransferError | None = None
-        self.is_ended = False
-        self.checksums: list[int] = []
-
-    @property
-    def key(self) -> tuple[str, int]:
-        return self.passage.handoff.id, self.passage.handoff.epoch
-
-    def send(self, segment: Segment) -> None:
-        self.link.put(self, replace(segment, first_head=self.copy.sender_head, num_heads=self.copy.num_heads))
-
-    def commit(self, first_tokens: Sequence[int]) -> None:
-        self.link.put(self, tuple(first_tokens))
-
-    def abort(self) -> None:
-        self.link.put(self, None)
-
-    def end(self, error: TransferError | None) -> None:
-        """It has landed (None) or failed. The first call counts."""
-        if not self.is_ended:
-            self.error = error
-            self.is_ended = True
-            self.passage.outlet_ended()
-
-
-# What waits for the link's thread: a segment to send, first tokens to commit with, or None for an abort.
-_Job = tuple[Outlet, Segment | tuple[int, ...] | None]
+# What waits for the link's thread.
+_Job = tuple[Outlet, Segment | Ending]
 
 
 class OutgoingLink:
@@ -73,10 +39,11 @@ class OutgoingLink:
     operation that waits for its deadline.
     """
 
-    def __init__(self, sender: Sender, address: str, *, epoch: int) -> None:
+    def __init__(self, sender: Sender, address: str, *, epoch: int, delay_s: float) -> None:
         self._sender = sender
         self._address = address
         self._epoch = epoch
+        self._delay_s = delay_s
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._frames: asyncio.Queue[pb.SenderFrame] = asyncio.Queue()
         self._lock = threading.Lock()
@@ -93,10 +60,14 @@ class OutgoingLink:
         with self._lock:
             self._outlets[outlet.key] = outlet
         if self._failure:
-            self._end(outlet, self._failure)
+            outlet.fail(self._failure)
 
-    def put(self, outlet: Outlet, job: Segment | tuple[int, ...] | None) -> None:
-        self._jobs.put((outlet, job))
+    def put(self, outlet: Outlet, item: Segment | Ending) -> None:
+        self._jobs.put((outlet, item))
+
+    def forget(self, outlet: Outlet) -> None:
+        with self._lock:
+            self._outlets.pop(outlet.key, None)
 
     def fail(self, error: TransferError) -> None:
         """Close the link and end everything on it. From any thread; the first error counts."""
@@ -111,10 +82,11 @@ class OutgoingLink:
             )
         if self._link:
             self._link.close()
+        self._sender.link_failed(self._address)
         self._jobs.put(None)
         self._conversation.cancel()
         for outlet in outlets:
-            self._end(outlet, error)
+            outlet.fail(error)
 
     # On the event loop: the conversation.
 
@@ -124,12 +96,15 @@ class OutgoingLink:
 
     async def _converse(self) -> None:
         try:
+            await asyncio.sleep(self._delay_s)
             async with open_channel(self._address) as channel:
-                call = rpc.RankStub(channel).Connect(self._outgoing_frames())
+                stub = rpc.RankStub(channel)
+                call = stub.Connect(self._outgoing_frames())
                 frame = await asyncio.wait_for(anext(aiter(call)), self._sender.timeout_s)
                 if frame.WhichOneof("frame") == "refused":
                     raise LayoutMismatch(f"{self._address} refuses {self._sender.name}: {frame.refused.reason}")
-                threading.Thread(target=self._run, args=(frame.welcome,), name="kv-send", daemon=True).start()
+                self._sender.link_welcome(self._address)
+                threading.Thread(target=self._run, args=(stub, frame.welcome), name="kv-send", daemon=True).start()
                 async for frame in call:
                     self._answered(frame)
             raise LinkClosed(f"{self._address} closed the link")
@@ -163,67 +138,56 @@ class OutgoingLink:
         kind = frame.WhichOneof("frame")
         answer = frame.landed if kind == "landed" else frame.refused
         outlet = self._outlets.get((answer.handoff, answer.epoch))
-        if outlet:
-            self._end(outlet, None if kind == "landed" else HandoffExpired(f"{self._address}: {frame.refused.reason}"))
-
-    def _end(self, outlet: Outlet, error: TransferError | None) -> None:
-        with self._lock:
-            self._outlets.pop(outlet.key, None)
-        outlet.end(error)
+        if outlet and kind == "landed":
+            outlet.landed()
+        elif outlet:
+            outlet.fail(HandoffExpired(f"{self._address}: {frame.refused.reason}"))
 
     # On the link's thread: the bytes.
 
-    def _run(self, welcome: pb.Welcome) -> None:
+    def _run(self, stub: rpc.RankStub, welcome: pb.Welcome) -> None:
         try:
-            self._link = open_link(backend_for(self._sender.pool.device), self._link_end(welcome))
+            self._link = open_link(backend_for(self._sender.pool.device), self._link_end(stub, welcome))
             staging = torch.empty(0, dtype=torch.uint8, device=self._link.device)
-            while (item := self._jobs.get()) is not None:
-                outlet, job = item
-                if outlet.is_ended:
+            while (job := self._jobs.get()) is not None:
+                outlet, item = job
+                if isinstance(item, Ending):
+                    self._commit(outlet, item)
                     continue
-                if job is None or outlet.passage.is_aborted:
-                    self._end(outlet, HandoffExpired(f"handoff {outlet.passage.handoff.id} was aborted"))
-                elif isinstance(job, Segment):
-                    num_bytes = self._sender.codec.num_bytes(job)
-                    if num_bytes > staging.numel():
-                        staging = torch.empty(num_bytes, dtype=torch.uint8, device=self._link.device)
-                    self._send(self._link, outlet, job, staging[:num_bytes])
-                else:
-                    self._commit(outlet, job)
+                num_bytes = self._sender.codec.num_bytes(item)
+                if num_bytes > staging.numel():
+                    staging = torch.empty(num_bytes, dtype=torch.uint8, device=self._link.device)
+                self._send(self._link, outlet, item, staging[:num_bytes])
+                outlet.num_sent += 1
         except TransferError as error:
             self.fail(error)
+        except Exception as error:  # the edge of this thread: whoever waits for these handoffs must hear of it
+            logger.exception("link to %s: its thread ended", self._address)
+            self.fail(LinkClosed(f"link to {self._address}: {error!r}"))
+        finally:
+            if self._link:
+                self._link.close()
 
     def _send(self, link: Link, outlet: Outlet, segment: Segment, payload: torch.Tensor) -> None:
-        pool = self._sender.pool
-        self._sender.codec.pack(pool, segment, outlet.passage.slots(segment), payload)
-        handoff, epoch = outlet.key
-        announced = pb.Segment(
-            handoff=handoff,
-            epoch=epoch,
-            number=len(outlet.checksums),
-            first_layer=segment.first_layer,
-            num_layers=segment.num_layers,
-            first_token=segment.first_token,
-            num_tokens=segment.num_tokens,
-            num_bytes=payload.numel(),
-            checksum=checksum(payload),
-        )
-        outlet.checksums.append(announced.checksum)
-        self._announce(outlet, pb.SenderFrame(segment=announced))
-        link.send(payload, timeout_s=operation_timeout(self._sender.timeout_s, payload.numel()))
-        outlet.wire_bytes += payload.numel()
+        if not outlet.start_reading():
+            return
+        try:
+            pool = self._sender.pool
+            slots_T = slots_of(pool, outlet.passage.blocks, segment.first_token, segment.num_tokens)
+            self._sender.codec.pack(pool, segment, slots_T, payload)
+            found = checksum(payload)  # its value on the host: from here on the pool is not read any more
+        finally:
+            outlet.stop_reading()
+        if not outlet.is_ended:
+            announced = outlet.announce(segment, num_bytes=payload.numel(), checksum=found)
+            self._announce(outlet, pb.SenderFrame(segment=announced))
+            link.send(payload, timeout_s=operation_timeout(self._sender.timeout_s, payload.numel()))
+            outlet.wire_bytes += payload.numel()
 
-    def _commit(self, outlet: Outlet, first_tokens: tuple[int, ...]) -> None:
-        handoff, epoch = outlet.key
-        commit = pb.Commit(
-            handoff=handoff,
-            epoch=epoch,
-            num_segments=len(outlet.checksums),
-            checksum=combine_checksums(outlet.checksums),
-            first_tokens=first_tokens,
-        )
-        self._announce(outlet, pb.SenderFrame(commit=commit))
-        self._sender.loop.call_soon_threadsafe(self._expect_answer, outlet)
+    def _commit(self, outlet: Outlet, ending: Ending) -> None:
+        if not outlet.is_ended:
+            self._announce(outlet, pb.SenderFrame(commit=outlet.announce_commit(ending)))
+            self._sender.loop.call_soon_threadsafe(self._expect_answer, outlet)
 
     def _expect_answer(self, outlet: Outlet) -> None:
         def give_up() -> None:
@@ -236,11 +200,9 @@ class OutgoingLink:
         outlet.wire_bytes += frame.ByteSize()
         self._sender.loop.call_soon_threadsafe(self._frames.put_nowait, frame)
 
-    def _link_end(self, welcome: pb.Welcome) -> LinkEnd:
-        host, port = welcome.store.rsplit(":", 1)
-        store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=MEET_TIMEOUT_S))
+    def _link_end(self, stub: rpc.RankStub, welcome: pb.Welcome) -> LinkEnd:
         return LinkEnd(
-            store=store,
+            store=remote_store(stub, self._sender.loop, timeout_s=MEET_TIMEOUT_S),
             prefix=welcome.prefix,
             is_sender=True,
             host=self._sender.host,

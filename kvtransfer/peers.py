@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import timedelta
+import time
 from typing import Any
 
 import torch
 from grpc import aio
-from torch.distributed import TCPStore
+from torch.distributed import Store
 
 from cluster.channel import error_of, open_channel
 from cluster.errors import ReplicaLost
@@ -16,8 +16,10 @@ from cluster.rank_host import RankHost
 from cluster.rpc import transfer_pb2 as pb
 from cluster.rpc import transfer_pb2_grpc as rpc
 from engine.parallel import TensorParallel
+from kvtransfer.meeting import local_store, remote_store
 from kvtransfer.rank_servicer import RankServicer
 
+_ANSWER_S = 3.0  # an answer between ranks takes milliseconds
 _ASK_AGAIN_S = 0.1
 
 
@@ -39,30 +41,42 @@ class Peers:
         await self._all("Open", request)
 
     async def close_handoff(self, handoff: str) -> None:
-        """Close a handoff on every other rank; when this returns, none of them writes to its blocks any more."""
-        await self._all("Close", pb.CloseRequest(handoff=handoff))
+        """Close a handoff on every other rank; when this returns, none of them writes to its blocks any more.
+
+        Asks again and again. Raises ReplicaLost when a rank does not answer for long: then the gang is broken.
+        """
+        request = pb.CloseRequest(handoff=handoff)
+        await asyncio.gather(*(self._insist(rank, "Close", request) for rank in self._stubs))
 
     async def report(self, request: pb.ReportRequest) -> None:
-        """Tell rank 0 about this rank's part of a handoff."""
-        await self._call(0, "Report", request)
+        """Tell rank 0 about this rank's part of a handoff, again and again until it has heard."""
+        await self._insist(0, "Report", request)
 
-    async def meeting_place(self, *, timeout_s: float) -> str:
-        """Where the ranks meet, as rank 0 says; it may not know yet."""
-        async with asyncio.timeout(timeout_s):
-            while not (store := (await self._stubs[0].Meet(pb.MeetRequest(), wait_for_ready=True)).store):
-                await asyncio.sleep(_ASK_AGAIN_S)
-            return store
+    def store(self, loop: asyncio.AbstractEventLoop, *, timeout_s: float) -> Store:
+        """The meeting at rank 0, as the other ranks see it."""
+        return remote_store(self._stubs[0], loop, timeout_s=timeout_s)
 
     async def disconnect(self) -> None:
         for channel in self._channels.values():
             await channel.close()
 
     async def _all(self, method: str, request: Any) -> None:
-        await asyncio.gather(*(self._call(rank, method, request) for rank in self._stubs))
+        await asyncio.gather(*(self._call(rank, method, request, self._timeout_s) for rank in self._stubs))
 
-    async def _call(self, rank: int, method: str, request: Any) -> None:
+    async def _insist(self, rank: int, method: str, request: Any) -> None:
+        """For what must not be lost, and does no harm twice."""
+        give_up_at = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                return await self._call(rank, method, request, min(_ANSWER_S, self._timeout_s))
+            except ReplicaLost:
+                if time.monotonic() > give_up_at:
+                    raise
+                await asyncio.sleep(_ASK_AGAIN_S)
+
+    async def _call(self, rank: int, method: str, request: Any, timeout_s: float) -> None:
         try:
-            await getattr(self._stubs[rank], method)(request, timeout=self._timeout_s)
+            await getattr(self._stubs[rank], method)(request, timeout=timeout_s)
         except aio.AioRpcError as error:
             raise error_of(error, peer=f"rank {rank}") from error
 
@@ -86,21 +100,11 @@ def open_gang(
     size = len(addresses)
     if size == 1:
         return peers, TensorParallel()
-    timeout = timedelta(seconds=start_s)
     if rank == 0:
-        store = TCPStore(host.host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        servicer.meeting_place = f"{host.host}:{store.port}"
+        store = local_store(servicer.meeting, timeout_s=start_s)
     else:
-        address, port = _ask_for_place(peers, host, rank=rank, start_s=start_s).rsplit(":", 1)
-        store = TCPStore(address, int(port), is_master=False, timeout=timeout)
+        store = peers.store(host.loop, timeout_s=start_s)
     parallel = TensorParallel.join(
         store, prefix="gang", rank=rank, size=size, host=host.host, device=device, meet_s=start_s
     )
     return peers, parallel
-
-
-def _ask_for_place(peers: Peers, host: RankHost, *, rank: int, start_s: float) -> str:
-    try:
-        return host.call(peers.meeting_place(timeout_s=start_s), timeout_s=start_s + 1)
-    except (TimeoutError, aio.AioRpcError) as error:
-        raise ReplicaLost(f"rank {rank}: rank 0 did not say where to meet within {start_s} s") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.kv_layout import KVLayout
 
@@ -49,6 +49,12 @@ def plan_heads(*, sender: KVLayout, receiver: KVLayout) -> list[HeadCopy]:
             )
             head += num_heads
     return copies
+
+
+def sending_ranks(layout: KVLayout, *, num_receivers: int) -> set[int]:
+    """Which ranks of a replica of `layout` have something for a replica of so many ranks."""
+    copies = plan_heads(sender=layout, receiver=replace(layout, tensor_parallel=num_receivers))
+    return {copy.sender for copy in copies}
 
 
 def _holder(layout: KVLayout, head: int, *, spread: int) -> int:

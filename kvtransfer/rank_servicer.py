@@ -12,6 +12,7 @@ from cluster.channel import abort_with
 from cluster.errors import TransferError
 from cluster.rpc import transfer_pb2 as pb
 from cluster.rpc import transfer_pb2_grpc as rpc
+from kvtransfer.meeting import Meeting
 from kvtransfer.receiver import Receiver
 
 _Context = aio.ServicerContext[Any, Any]
@@ -26,7 +27,7 @@ class RankServicer(rpc.RankServicer):
     def __init__(self) -> None:
         self.receiver: Receiver | None = None
         self.on_report: Callable[[pb.ReportRequest], None] = _ignore
-        self.meeting_place: str = ""  # "host:port" of the store at which the ranks of this replica meet
+        self.meeting = Meeting()  # of the ranks of this replica, if this is rank 0, and of every sender with `receiver`
 
     async def Connect(
         self, request_iterator: AsyncIterator[pb.SenderFrame], context: _Context
@@ -50,8 +51,12 @@ class RankServicer(rpc.RankServicer):
         self.on_report(request)
         return pb.ReportReply()
 
-    async def Meet(self, request: pb.MeetRequest, context: _Context) -> pb.MeetReply:
-        return pb.MeetReply(store=self.meeting_place)
+    async def Tell(self, request: pb.TellRequest, context: _Context) -> pb.TellReply:
+        self.meeting.tell(request.key, request.value)
+        return pb.TellReply()
+
+    async def Ask(self, request: pb.AskRequest, context: _Context) -> pb.AskReply:
+        return pb.AskReply(value=await self.meeting.ask_async(request.key))
 
 
 def _ignore(report: pb.ReportRequest) -> None:

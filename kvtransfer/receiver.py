@@ -8,20 +8,22 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 from uuid import uuid4
 
 import torch
-from torch.distributed import TCPStore
 
-from cluster.errors import HandoffExpired, LayoutMismatch, TransferError
+from cluster.errors import LayoutMismatch, LinkClosed, TransferError
 from cluster.rpc import transfer_pb2 as pb
 from engine.kv_pool import KVPool
 from kvtransfer.codec import WIRE_VERSION, codec_for
-from kvtransfer.incoming import Incoming, Landing
-from kvtransfer.link import MEET_TIMEOUT_S, LinkEnd, backend_for, open_link, operation_timeout
+from kvtransfer.incoming import Incoming
+from kvtransfer.ledger import Landing
+from kvtransfer.link import MEET_TIMEOUT_S, Link, LinkEnd, backend_for, open_link, operation_timeout
+from kvtransfer.meeting import Meeting, local_store
 from kvtransfer.plan import HeadCopy, plan_heads
+from kvtransfer.register import Register
+from kvtransfer.segment import Segment
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ class Receiver:
         wire_dtype: str,
         host: str,
         timeout_s: float,
+        meeting: Meeting,
         on_landed: Callable[[Landing], None],
     ) -> None:
         self.rank = rank
@@ -50,25 +53,21 @@ class Receiver:
         self.host = host
         self.timeout_s = timeout_s
         self.on_landed = on_landed
-        self._store = TCPStore(
-            host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=MEET_TIMEOUT_S)
-        )
-        self._incoming: dict[str, Incoming] = {}
+        self.meeting = meeting
+        self._incoming: Register[Incoming] = Register()
 
     def open(self, request: pb.OpenRequest) -> None:
-        """Allow a handoff to fill the blocks named."""
-        self._incoming[request.handoff] = Incoming(request, pool=self.pool, codec=self.codec)
+        """Allow a handoff to fill the blocks named, unless it has been closed already."""
+        self._incoming.open(request.handoff, Incoming(request, pool=self.pool, codec=self.codec))
 
     def close(self, handoff: str) -> None:
-        """End a handoff. When this returns, nothing of it is written any more."""
-        if incoming := self._incoming.pop(handoff, None):
+        """End a handoff, also before it is opened. When this returns, nothing of it is written any more."""
+        if incoming := self._incoming.close(handoff):
             incoming.close()
 
     def find(self, handoff: str) -> Incoming:
-        try:
-            return self._incoming[handoff]
-        except KeyError:
-            raise HandoffExpired(f"handoff {handoff} is not open here") from None
+        """Raises HandoffExpired."""
+        return self._incoming.find(handoff)
 
     async def connect(self, frames: AsyncIterator[pb.SenderFrame]) -> AsyncIterator[pb.ReceiverFrame]:
         """One link's conversation: the body of the Connect call. Ends when the sender ends it or the link fails."""
@@ -80,7 +79,7 @@ class Receiver:
             return
         prefix = f"{hello.sender}>{self.rank}#{hello.epoch}/{uuid4().hex}"
         link = _IncomingLink(self, hello, prefix=prefix, copy=copy, num_sources=num_sources)
-        yield pb.ReceiverFrame(welcome=pb.Welcome(store=f"{self.host}:{self._store.port}", prefix=prefix))
+        yield pb.ReceiverFrame(welcome=pb.Welcome(prefix=prefix))
         async for frame in link.converse(frames):
             yield frame
 
@@ -101,7 +100,7 @@ class Receiver:
 
     def link_end(self, prefix: str) -> LinkEnd:
         return LinkEnd(
-            store=self._store,
+            store=local_store(self.meeting, timeout_s=MEET_TIMEOUT_S),
             prefix=prefix,
             is_sender=False,
             host=self.host,
@@ -122,6 +121,8 @@ class _IncomingLink:
         self._announced: queue.SimpleQueue[pb.SenderFrame | None] = queue.SimpleQueue()
         self._answers: asyncio.Queue[pb.ReceiverFrame | None] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
+        self._link: Link | None = None
+        self._has_ended = False  # the conversation; then the link fails, which is no news
         self._refused: tuple[str, int] | None = None  # the last handoff refused: say so once, not per segment
 
     async def converse(self, frames: AsyncIterator[pb.SenderFrame]) -> AsyncIterator[pb.ReceiverFrame]:
@@ -133,7 +134,11 @@ class _IncomingLink:
                 yield answer
         finally:
             listener.cancel()
+            self._has_ended = True
             self._announced.put(None)
+            if self._link:
+                self._link.close()
+            self._receiver.meeting.forget(self._prefix)
 
     async def _listen(self, frames: AsyncIterator[pb.SenderFrame]) -> None:
         async for frame in frames:
@@ -142,23 +147,41 @@ class _IncomingLink:
 
     def _run(self) -> None:
         try:
-            link = open_link(self._backend, self._receiver.link_end(self._prefix))
+            self._link = link = open_link(self._backend, self._receiver.link_end(self._prefix))
             staging = torch.empty(0, dtype=torch.uint8, device=link.device)
             while (frame := self._announced.get()) is not None:
                 kind = frame.WhichOneof("frame")
                 if kind == "segment":
-                    num_bytes = frame.segment.num_bytes
+                    num_bytes = self._expected_bytes(frame.segment)
                     if num_bytes > staging.numel():
                         staging = torch.empty(num_bytes, dtype=torch.uint8, device=link.device)
                     link.recv(staging[:num_bytes], timeout_s=operation_timeout(self._receiver.timeout_s, num_bytes))
                     self._guard(frame.segment, self._write, staging[:num_bytes])
                 elif kind == "commit":
                     self._guard(frame.commit, self._commit)
-            link.close()
         except TransferError as error:
-            logger.warning("link failed prefix=%s: %s", self._prefix, error)
+            if not self._has_ended:
+                logger.warning("link failed prefix=%s: %s", self._prefix, error)
+        except Exception:  # the edge of this thread: the sender must hear that nobody listens any more
+            logger.exception("link failed prefix=%s", self._prefix)
         finally:
+            if self._link:
+                self._link.close()
             self._answer(None)
+
+    def _expected_bytes(self, announced: pb.Segment) -> int:
+        """What the segment says of its size must follow from its place, or the two sides do not speak of the same."""
+        segment = Segment(
+            first_layer=announced.first_layer,
+            num_layers=announced.num_layers,
+            first_token=announced.first_token,
+            num_tokens=announced.num_tokens,
+            first_head=self._copy.receiver_head,
+            num_heads=self._copy.num_heads,
+        )
+        if self._receiver.codec.num_bytes(segment) != announced.num_bytes:
+            raise LinkClosed(f"handoff {announced.handoff}: {announced.num_bytes} bytes are no {segment}")
+        return announced.num_bytes
 
     def _write(self, segment: pb.Segment, payload: torch.Tensor) -> None:
         self._receiver.find(segment.handoff).write(segment, payload, copy=self._copy)

@@ -21,9 +21,10 @@ from engine.load import device_for, load_runner, max_tokens_of, set_threads
 from engine.prefill_scheduler import Scheduler
 from engine.runner import ModelRunner
 from engine.sequence import Sequence
+from kvtransfer.passage import Shipment
 from kvtransfer.peers import Peers, open_gang
 from kvtransfer.rank_servicer import RankServicer
-from kvtransfer.sender import Sender, Shipment
+from kvtransfer.sender import Sender
 from prefill_worker.rank import PrefillRank
 from prefill_worker.server import PrefillServicer, Serving
 from prefill_worker.worker import Prefiller
@@ -156,7 +157,7 @@ class PrefillBody:
         serving.service.post(lambda: serving.prefiller.shipped(rank, shipment))
 
     def _reported(self, report: transfer_pb2.ReportRequest) -> None:
-        self._shipped(report.rank, Shipment.from_report(report))
+        self._shipped(report.rank, Shipment.from_report(report.shipped))
 
 
 def _report(setup: Setup, peers: Peers, shipment: Shipment) -> None:

@@ -11,15 +11,14 @@ from cluster.handoff import Handoff
 from engine.batch import Batch
 from engine.runner import ModelRunner
 from engine.step_message import Orders, decode_step, encode_step
-from kvtransfer.sender import Passage, Sender
+from kvtransfer.passage import Key, Passage
+from kvtransfer.sender import Sender
 
 # Orders of a prefill step, beside its batch:
 #   begin  handoffs whose first chunk is in this batch: the handoff, its sequence's blocks, how many tokens were cached
 #   rows   for each row of the batch, the handoff (id, epoch) that its KV belongs to, or null
 #   abort  handoffs (id, epoch) that are no longer wanted
 #   stop   true: the replica ends
-
-Key = tuple[str, int]
 
 
 def begin_order(handoff: Handoff, blocks: list[int], *, num_cached: int) -> dict[str, Any]:
@@ -32,7 +31,6 @@ class PrefillRank:
     def __init__(self, runner: ModelRunner, sender: Sender) -> None:
         self.runner = runner
         self.sender = sender
-        self._passages: dict[Key, Passage] = {}
 
     def lead(self, batch: Batch | None, orders: Orders) -> Tensor | None:
         """On rank 0: do a step together with the other ranks. Logits of the rows that end their prompts."""
@@ -47,19 +45,19 @@ class PrefillRank:
             if orders.get("stop"):
                 return
             self._execute(batch, orders)
-            for passage in self._ending(batch, orders):
-                passage.commit()
+            for passage in self._complete(batch, orders):
+                passage.commit(passage.handoff.num_tokens)
 
     def commit(self, key: Key, first_tokens: list[int]) -> None:
         """On rank 0: the prompt is computed and its first tokens are known."""
-        if passage := self._passages.pop(key, None):
-            passage.commit(first_tokens)
+        if passage := self.sender.find(key):
+            passage.commit(passage.handoff.num_tokens, first_tokens)
 
     def _execute(self, batch: Batch | None, orders: Orders) -> Tensor | None:
         for order in orders.get("begin", ()):
             self._begin(order)
         for id, epoch in orders.get("abort", ()):
-            if passage := self._passages.pop((id, epoch), None):
+            if passage := self.sender.find((id, epoch)):
                 passage.abort()
         if batch is None:
             return None
@@ -75,10 +73,8 @@ class PrefillRank:
         fields = order["handoff"]
         handoff = Handoff(**{**fields, "ranks": tuple(fields["ranks"])})
         passage = self.sender.begin(handoff, order["blocks"])
-        if passage is None:
-            return
-        self._passages[handoff.id, handoff.epoch] = passage
-        passage.layer_ready(0, 0, order["cached"], num_layers=self.runner.layout.num_layers)
+        if passage:
+            passage.layer_ready(0, 0, order["cached"], num_layers=self.runner.layout.num_layers)
 
     def _spans(self, batch: Batch, orders: Orders) -> list[tuple[Passage | None, int, int]]:
         """Each row's passage, and the positions [start, end) that the row computes."""
@@ -86,16 +82,14 @@ class PrefillRank:
         ends = batch.context_lens.tolist()
         starts = (batch.context_lens - batch.query_lens).tolist()
         return [
-            (self._passages.get(key) if key else None, start, end)
+            (self.sender.find(key) if key else None, start, end)
             for key, start, end in zip(keys, starts, ends, strict=True)
         ]
 
-    def _ending(self, batch: Batch | None, orders: Orders) -> list[Passage]:
-        """The passages whose last position this batch computed; they are forgotten here."""
+    def _complete(self, batch: Batch | None, orders: Orders) -> list[Passage]:
+        """The passages whose last position this batch computed."""
         if batch is None:
             return []
-        spans = self._spans(batch, orders)
-        ended = [passage for passage, _, end in spans if passage and end == passage.handoff.num_tokens]
-        for passage in ended:
-            del self._passages[passage.handoff.id, passage.handoff.epoch]
-        return ended
+        return [
+            passage for passage, _, end in self._spans(batch, orders) if passage and end == passage.handoff.num_tokens
+        ]

@@ -18,7 +18,7 @@ from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
 from engine.prefill_scheduler import Job
 from engine.sequence import Sequence
-from kvtransfer.sender import Shipment
+from kvtransfer.passage import Shipment
 from prefill_worker.worker import Prefiller
 
 _Context = aio.ServicerContext[Any, Any]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -18,9 +17,10 @@ from engine.block_manager import BlockManager
 from engine.prefill_scheduler import Job, Scheduler
 from engine.rate import Rate
 from engine.sampler import SamplingRow, sample
-from kvtransfer.plan import plan_heads
-from kvtransfer.sender import Shipment
-from prefill_worker.rank import Key, PrefillRank, begin_order
+from kvtransfer.departures import Departures
+from kvtransfer.passage import Key, Shipment
+from kvtransfer.plan import sending_ranks
+from prefill_worker.rank import PrefillRank, begin_order
 
 logger = logging.getLogger(__name__)
 
@@ -35,19 +35,10 @@ class JobListener(Protocol):
         ...
 
 
-@dataclass
-class _Shipping:
-    """A job whose KV is on its way: our ranks that still send, and what the others came to."""
-
-    job: Job
-    ranks: set[int]
-    done: list[Shipment] = field(default_factory=list)
-
-
 class Prefiller:
     """All prompts of one prefill replica. Everything but the constructor runs on the step thread.
 
-    A job's blocks are kept until every rank has finished sending them, whether it succeeded, failed or was aborted.
+    A job holds its blocks while it is computed; its departure holds them until every rank has stopped reading them.
     """
 
     def __init__(self, rank: PrefillRank, blocks: BlockManager, scheduler: Scheduler) -> None:
@@ -58,19 +49,17 @@ class Prefiller:
         self._link_rate = Rate()
         self._rank = rank
         self._listeners: dict[Job, JobListener] = {}
-        self._shipping: dict[Key, _Shipping] = {}
-        self._begins: list[Job] = []
-        self._aborts: list[Key] = []
+        self._departures: Departures[Job] = Departures(blocks)
 
     @property
     def num_requests(self) -> int:
         """Jobs that wait, compute or ship."""
-        return len(self._listeners) + len(self._shipping)
+        return len(self._listeners) + len(self._departures)
 
     def submit(self, job: Job, listener: JobListener) -> None:
         """Queue a job. An error goes to the listener."""
         try:
-            if any(other.handoff and other.handoff == job.handoff for other in self._listeners):
+            if job.handoff and (self._is_known(job.handoff) or _key(job.handoff) in self._departures):
                 raise HandoffExpired(f"{job.id}: its handoff is under way already")
             self._scheduler.add(job)
         except ClusterError as error:
@@ -84,22 +73,16 @@ class Prefiller:
         if self._listeners.pop(job, None) is None:
             return
         self.totals.cancelled += 1
-        self._scheduler.remove(job)
-        if job.handoff and _key(job.handoff) in self._shipping:
-            self._aborts.append(_key(job.handoff))  # its blocks come back when the ranks have stopped reading them
-        else:
-            job.sequence.release(self._blocks)
+        self._stop(job, HandoffExpired(f"{job.id} is not wanted any more"))
 
     def step(self) -> bool:
         """One step; False when there was nothing to do."""
         chosen = self._scheduler.schedule()
-        begins = [job for job, _ in chosen if job.handoff and _key(job.handoff) not in self._shipping]
         orders = {
-            "begin": [self._begin(job, job.handoff) for job in begins if job.handoff],
+            "begin": [self._begin(job, job.handoff) for job, _ in chosen if job.handoff and job.departure is None],
             "rows": [_key(job.handoff) if job.handoff else None for job, _ in chosen],
-            "abort": self._aborts,
+            "abort": self._departures.take_aborts(),
         }
-        self._aborts = []
         if not chosen:
             if orders["abort"]:
                 self._rank.lead(None, orders)
@@ -110,22 +93,22 @@ class Prefiller:
         logits = self._rank.lead(batch, orders)
         assert logits is not None
         self._prefill_rate.add(batch.num_tokens, time.monotonic() - started)
+        self.totals.computed_tokens += batch.num_tokens
         self._finish([job for job, count in chosen if self._advance(job, count)], logits)
         return True
 
     def shipped(self, rank: int, shipment: Shipment) -> None:
         """One of our ranks has nothing more to send for a handoff."""
-        key = (shipment.handoff, shipment.epoch)
-        shipping = self._shipping.get(key)
-        if shipping is None:
+        departure = self._departures.ended(rank, shipment)
+        if departure is None:
             return
-        shipping.ranks.discard(rank)
-        shipping.done.append(shipment)
-        if shipment.error and shipping.job in self._listeners:
-            self._fail(shipping.job, shipment.error)
-        if not shipping.ranks:
-            del self._shipping[key]
-            self._landed(shipping)
+        job = departure.owner
+        if departure.error and job in self._listeners:
+            self.totals.transfer_failures += 1
+            self._stop(job, departure.error)
+            self._end(job, None, departure.error)
+        elif departure.is_over and not departure.error:
+            self._landed(job, departure.shipment)
 
     def heartbeat(self) -> None:
         """Keep the other ranks from giving us up while there is nothing to do."""
@@ -148,7 +131,7 @@ class Prefiller:
 
     def status(self) -> pb.Status:
         return pb.Status(
-            running=self._scheduler.num_running + len(self._shipping),
+            running=self._scheduler.num_running + len(self._departures),
             waiting=self._scheduler.num_waiting,
             queued_tokens=self._scheduler.num_queued_tokens,
             blocks_total=self._blocks.num_blocks,
@@ -161,8 +144,8 @@ class Prefiller:
 
     def _begin(self, job: Job, handoff: Handoff) -> dict[str, object]:
         layout = self._rank.runner.layout
-        copies = plan_heads(sender=layout, receiver=replace(layout, tensor_parallel=len(handoff.ranks)))
-        self._shipping[_key(handoff)] = _Shipping(job, {copy.sender for copy in copies})
+        ranks = sending_ranks(layout, num_receivers=len(handoff.ranks))
+        job.departure = self._departures.begin(handoff, job.sequence.blocks, ranks=ranks, owner=job)
         return begin_order(handoff, job.sequence.blocks, num_cached=job.num_cached)
 
     def _advance(self, job: Job, num_tokens: int) -> bool:
@@ -183,45 +166,36 @@ class Prefiller:
             firsts = [job.sequence.peek(token_id, logprob) for token_id, logprob in tokens]
             if listener := self._listeners.get(job):
                 listener.first_tokens(firsts, job.num_cached)
+            job.sequence.release(self._blocks)
             if job.handoff:
                 self._rank.commit(_key(job.handoff), [token.token_id for token in firsts])
             else:
-                job.sequence.release(self._blocks)
                 self._end(job, None, None)
 
-    def _fail(self, job: Job, error: TransferError) -> None:
-        """The handoff cannot succeed any more: stop what is still computing or sending for it."""
+    def _stop(self, job: Job, error: TransferError) -> None:
+        """Do no more for a job: its blocks come back when the ranks have stopped reading them."""
         self._scheduler.remove(job)
-        assert job.handoff
-        self._aborts.append(_key(job.handoff))
-        self.totals.transfer_failures += 1
-        self._end(job, None, error)
-
-    def _landed(self, shipping: _Shipping) -> None:
-        """Every rank is done: the blocks are ours again."""
-        job, done = shipping.job, shipping.done
         job.sequence.release(self._blocks)
-        whole = Shipment(
-            handoff=done[0].handoff,
-            epoch=done[0].epoch,
-            wire_bytes=sum(shipment.wire_bytes for shipment in done),
-            seconds=max(shipment.seconds for shipment in done),
-        )
-        self.totals.transfer_bytes += whole.wire_bytes
-        if any(shipment.error for shipment in done):
-            self._end(job, None, HandoffExpired(f"handoff {whole.handoff} was aborted"))
-            return
+        if job.departure:
+            self._departures.abort(job.departure, error)
+
+    def _landed(self, job: Job, shipment: Shipment) -> None:
+        """Every rank of the decode replica has all of it."""
         self.totals.transfers += 1
-        self.totals.transfer_seconds += whole.seconds
-        self._link_rate.add(whole.wire_bytes, whole.seconds)
+        self.totals.transfer_bytes += shipment.wire_bytes
+        self.totals.transfer_seconds += shipment.seconds
+        self._link_rate.add(shipment.wire_bytes, shipment.seconds)
         logger.info(
             "handoff done request=%s handoff=%s bytes=%d ms=%.1f",
             job.id,
-            whole.handoff,
-            whole.wire_bytes,
-            whole.seconds * 1e3,
+            shipment.handoff,
+            shipment.wire_bytes,
+            shipment.seconds * 1e3,
         )
-        self._end(job, whole, None)
+        self._end(job, shipment, None)
+
+    def _is_known(self, handoff: Handoff) -> bool:
+        return any(job.handoff and _key(job.handoff) == _key(handoff) for job in self._listeners)
 
     def _end(self, job: Job, shipment: Shipment | None, error: ClusterError | None) -> None:
         if listener := self._listeners.pop(job, None):

@@ -25,12 +25,14 @@ from cluster.request import SampledToken, SequenceRequest
 from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
 from router.generation import Route
+from router.move import Lease, Move, Place, hold
 from router.replicas import Replica
 
 logger = logging.getLogger(__name__)
 
 _SHIPPED_S = 1.0  # the account of a transfer may come a little later than the tokens that prove it
 _STOP_S = 1.0
+_MOVE_AGAIN_S = 0.25
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class Attempt:
         route: Route,
         emit: Callable[[int, SampledToken], None],
         next_prefill: Callable[[], Replica | None],
+        next_place: Callable[[], Place | None] = lambda: None,
     ) -> None:
         self._request = request
         self._prefill = pair.prefill
@@ -72,8 +75,13 @@ class Attempt:
         self._route = route
         self._emit = emit
         self._next_prefill = next_prefill
+        self._next_place = next_place
         self._unfinished = set(request.choices)
         self._awaiting_first = set(request.choices) if pair.prefill else set()
+        self._places: dict[int, Place] = {}  # where each choice decodes
+        self._emitted: dict[int, list[int]] = {choice: [] for choice in request.choices}
+        self._arrived = asyncio.Event()  # set at each token
+        self._leases: list[asyncio.Task[None]] = []  # on the replicas that choices have moved to
         self._early: list[tuple[int, SampledToken]] = []  # of D, come before the first ones of P
         self._error: ClusterError | None = None
         self._ended = asyncio.Event()
@@ -83,6 +91,8 @@ class Attempt:
         if self._decode:
             self._subscribe(self._decode)
         tasks = [self._spawn(self._lease(self._decode) if self._decode else self._prefill_only())]
+        if self._decode:
+            tasks.append(self._spawn(self._move_when_draining(self._decode)))
         try:
             await self._ended.wait()
             if self._error:
@@ -90,9 +100,8 @@ class Attempt:
             if self._prefilling and self._decode:
                 await asyncio.wait({self._prefilling}, timeout=_SHIPPED_S)
         finally:
-            if self._decode:
-                self._unsubscribe(self._decode)
-            tasks += [self._prefilling] if self._prefilling else []
+            self._unsubscribe()
+            tasks += self._leases + ([self._prefilling] if self._prefilling else [])
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -100,11 +109,10 @@ class Attempt:
     async def stop(self, choice: int) -> None:
         """This choice needs no more tokens; none will follow."""
         self._finish(choice)
-        if self._decode and self._unfinished:
-            stream = self._request.stream + self._request.choices.index(choice)
-            request = pb.StopRequest(router=self._router, streams=[stream])
+        if self._unfinished and (place := self._places.get(choice)):
+            request = pb.StopRequest(router=self._router, streams=[place.stream])
             with suppress(aio.AioRpcError):  # a replica that is lost generates nothing any more
-                await rpc.DecodeWorkerStub(self._decode.channel).Stop(request, timeout=_STOP_S)
+                await rpc.DecodeWorkerStub(place.replica.channel).Stop(request, timeout=_STOP_S)
 
     # The lease, on D.
 
@@ -119,10 +127,55 @@ class Attempt:
                 if event.WhichOneof("event") == "reserved":
                     self._reserved(event.reserved)
         except aio.AioRpcError as error:
-            self._fail(error_of(error, peer=decode.id))
+            if any(self._places[choice].replica is decode for choice in self._unfinished):
+                self._fail(error_of(error, peer=decode.id))
         finally:
             decode.num_requests -= 1
             call.cancel()
+
+    # Moving on, when D drains.
+
+    async def _move_when_draining(self, decode: Replica) -> None:
+        """Take every choice that decodes away, one after the other, as long as some are left there."""
+        await decode.is_draining.wait()
+        while staying := [c for c in self._unfinished if self._places[c].replica is decode]:
+            for choice in staying:
+                place = self._next_place()
+                if place and choice in self._unfinished and self._emitted[choice]:
+                    await self._move(choice, place)
+            await asyncio.sleep(_MOVE_AGAIN_S)
+
+    async def _move(self, choice: int, target: Place) -> None:
+        source = self._places[choice]
+        sequence = replace(
+            self._request,
+            token_ids=self._request.token_ids + tuple(self._emitted[choice]),
+            choices=(choice,),
+            stream=target.stream,
+        )
+        move = Move(source, target, router=self._router)
+        num_tokens = await move.run(sequence)
+        if num_tokens is None:
+            return
+        assert move.lease
+        self._leases.append(self._spawn(self._hold(move.lease, target.replica)))
+        while choice in self._unfinished and len(self._request.token_ids) + len(self._emitted[choice]) < num_tokens:
+            self._arrived.clear()
+            await self._arrived.wait()
+        source.replica.unsubscribe(source.stream)
+        self._places[choice] = target
+        self._route.decode_replica = target.replica.id
+        self._route.moves += 1
+        move.follow(partial(self._from_decode, choice))
+
+    async def _hold(self, lease: Lease, replica: Replica) -> None:
+        replica.num_requests += 1
+        try:
+            await hold(lease, peer=replica.id)
+        except ClusterError as error:
+            self._fail(error)
+        finally:
+            replica.num_requests -= 1
 
     def _reserved(self, reserved: pb.Reserved) -> None:
         assert self._decode
@@ -217,6 +270,8 @@ class Attempt:
     def _take(self, choice: int, token: SampledToken) -> None:
         if choice in self._unfinished:
             self._emit(choice, token)
+            self._emitted[choice].append(token.token_id)
+            self._arrived.set()
             if token.finish_reason:
                 self._finish(choice)
 
@@ -231,8 +286,9 @@ class Attempt:
 
     def _subscribe(self, decode: Replica) -> None:
         for i, choice in enumerate(self._request.choices):
-            decode.subscribe(self._request.stream + i, partial(self._from_decode, choice))
+            self._places[choice] = place = Place(decode, self._request.stream + i)
+            decode.subscribe(place.stream, partial(self._from_decode, choice))
 
-    def _unsubscribe(self, decode: Replica) -> None:
-        for i in range(len(self._request.choices)):
-            decode.unsubscribe(self._request.stream + i)
+    def _unsubscribe(self) -> None:
+        for place in self._places.values():
+            place.replica.unsubscribe(place.stream)

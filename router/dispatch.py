@@ -21,6 +21,7 @@ from cluster.timing import StepTiming
 from router.attempt import Attempt, Pair, may_retry
 from router.decisions import Decisions
 from router.generation import ChoiceToken, Generation, Route
+from router.move import Place
 from router.policy import Demand, Option, Policy, ReplicaView
 from router.replicas import Replica, Replicas
 
@@ -105,6 +106,12 @@ class Dispatch:
         found = self._options(request, prefills, [decode] if decode else [], avoid=avoid)
         best = next((option.prefill for option in found if option.prefill), None)
         return self._replicas.get(best) if best else None
+
+    def next_place(self, request: SequenceRequest) -> Place | None:
+        """Another decode replica for a request that runs on one that drains, and a stream key for a choice."""
+        found = self._options(request, [], self._replicas.usable(Role.DECODE), avoid=set())
+        replica = self._replicas.get(found[0].decode) if found else None
+        return Place(replica, self.new_streams(1)) if replica else None
 
     def may_try_again(self, error: ClusterError, avoid: set[str]) -> bool:
         """Whether another try may help. Where every decode replica is full, the client hears so at once."""
@@ -228,7 +235,13 @@ class _Generation:
             return replica
 
         attempt = Attempt(
-            request, pair, router=self._dispatch.router, route=self.route, emit=self._emit, next_prefill=next_prefill
+            request,
+            pair,
+            router=self._dispatch.router,
+            route=self.route,
+            emit=self._emit,
+            next_prefill=next_prefill,
+            next_place=lambda: self._dispatch.next_place(request),
         )
         self._attempts |= dict.fromkeys(choices, attempt)
         try:
@@ -278,10 +291,8 @@ def _view(replica: Replica, depths: dict[str, int], usual: _Usual) -> ReplicaVie
         num_streams=max(status.running + status.waiting, replica.num_requests),
         num_blocks=member.num_blocks,
         available_blocks=status.blocks_free + status.blocks_cached,
-        # A prefill rate counts whole steps, so their constant part is in it already.
-        timing=StepTiming(
-            base_s=0.0 if member.role is Role.PREFILL else status.decode_step_s or usual.step_s, token_s=token_s
-        ),
+        # A prefill step is taken to have a decode step's constant part, until workers report their own.
+        timing=StepTiming(base_s=status.decode_step_s or usual.step_s, token_s=token_s),
         max_batch_tokens=_ANY_LENGTH,
         link_bytes_per_s=status.link_bytes_per_s or usual.link_bytes_per_s,
     )

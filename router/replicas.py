@@ -36,6 +36,7 @@ class Replica:
         self.member = member
         self.status = pb.Status(replica=member.replica)
         self.is_alive = False  # its frames are coming
+        self.is_draining = asyncio.Event()  # set for good once it says so
         self.pending_tokens = 0  # prompt tokens that we gave it and that it has not answered yet
         self.num_requests = 0  # of ours, under way there
         self._router = router
@@ -85,6 +86,8 @@ class Replica:
                 return
             if frame.HasField("status"):
                 self.status = frame.status
+                if frame.status.draining:
+                    self.is_draining.set()
             if not self.is_alive or frame.HasField("status"):
                 self.is_alive = True
                 self._on_change()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import grpc
 
-from cluster.channel import CHANNEL_OPTIONS
+from cluster.channel import CLIENT_OPTIONS
 from cluster.errors import ClusterError
 from cluster.rpc import inference_pb2 as pb
 from cluster.rpc import inference_pb2_grpc as pb_grpc
@@ -32,7 +32,7 @@ class InferenceClient:
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
-        self._channel = grpc.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
+        self._channel = grpc.insecure_channel(endpoint, options=CLIENT_OPTIONS)
         self._stub = pb_grpc.InferenceStub(self._channel)
 
     def __enter__(self) -> InferenceClient:

@@ -47,12 +47,10 @@ class Hello(_message.Message):
     def __init__(self, wire_version: _Optional[int] = ..., layout: _Optional[str] = ..., sender: _Optional[str] = ..., epoch: _Optional[int] = ..., backend: _Optional[str] = ..., wire_dtype: _Optional[str] = ..., sender_rank: _Optional[int] = ..., sender_ranks: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("store", "prefix")
-    STORE_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("prefix",)
     PREFIX_FIELD_NUMBER: _ClassVar[int]
-    store: str
     prefix: str
-    def __init__(self, store: _Optional[str] = ..., prefix: _Optional[str] = ...) -> None: ...
+    def __init__(self, prefix: _Optional[str] = ...) -> None: ...
 
 class Segment(_message.Message):
     __slots__ = ("handoff", "epoch", "number", "first_layer", "num_layers", "first_token", "num_tokens", "num_bytes", "checksum")
@@ -77,18 +75,20 @@ class Segment(_message.Message):
     def __init__(self, handoff: _Optional[str] = ..., epoch: _Optional[int] = ..., number: _Optional[int] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_bytes: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("handoff", "epoch", "num_segments", "checksum", "first_tokens")
+    __slots__ = ("handoff", "epoch", "num_segments", "checksum", "next_tokens", "num_tokens")
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NUM_SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
-    FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     handoff: str
     epoch: int
     num_segments: int
     checksum: int
-    first_tokens: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, handoff: _Optional[str] = ..., epoch: _Optional[int] = ..., num_segments: _Optional[int] = ..., checksum: _Optional[int] = ..., first_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+    next_tokens: _containers.RepeatedScalarFieldContainer[int]
+    num_tokens: int
+    def __init__(self, handoff: _Optional[str] = ..., epoch: _Optional[int] = ..., num_segments: _Optional[int] = ..., checksum: _Optional[int] = ..., next_tokens: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class Landed(_message.Message):
     __slots__ = ("handoff", "epoch")
@@ -109,16 +109,18 @@ class Refused(_message.Message):
     def __init__(self, handoff: _Optional[str] = ..., epoch: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class OpenRequest(_message.Message):
-    __slots__ = ("handoff", "first_token", "num_tokens", "block_ids")
+    __slots__ = ("handoff", "first_token", "num_tokens", "block_ids", "max_tokens")
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     handoff: str
     first_token: int
     num_tokens: int
     block_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, handoff: _Optional[str] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    max_tokens: int
+    def __init__(self, handoff: _Optional[str] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ...) -> None: ...
 
 class OpenReply(_message.Message):
     __slots__ = ()
@@ -135,31 +137,63 @@ class CloseReply(_message.Message):
     def __init__(self) -> None: ...
 
 class ReportRequest(_message.Message):
-    __slots__ = ("handoff", "epoch", "rank", "wire_bytes", "seconds", "error")
+    __slots__ = ("rank", "landed", "shipped")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    LANDED_FIELD_NUMBER: _ClassVar[int]
+    SHIPPED_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    landed: LandedPart
+    shipped: ShippedPart
+    def __init__(self, rank: _Optional[int] = ..., landed: _Optional[_Union[LandedPart, _Mapping]] = ..., shipped: _Optional[_Union[ShippedPart, _Mapping]] = ...) -> None: ...
+
+class LandedPart(_message.Message):
+    __slots__ = ("handoff", "epoch", "num_tokens")
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
-    RANK_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    handoff: str
+    epoch: int
+    num_tokens: int
+    def __init__(self, handoff: _Optional[str] = ..., epoch: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+
+class ShippedPart(_message.Message):
+    __slots__ = ("handoff", "epoch", "wire_bytes", "seconds", "error")
+    HANDOFF_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     WIRE_BYTES_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     handoff: str
     epoch: int
-    rank: int
     wire_bytes: int
     seconds: float
     error: str
-    def __init__(self, handoff: _Optional[str] = ..., epoch: _Optional[int] = ..., rank: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., error: _Optional[str] = ...) -> None: ...
+    def __init__(self, handoff: _Optional[str] = ..., epoch: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., error: _Optional[str] = ...) -> None: ...
 
 class ReportReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class MeetRequest(_message.Message):
+class TellRequest(_message.Message):
+    __slots__ = ("key", "value")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    value: bytes
+    def __init__(self, key: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...
+
+class TellReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class MeetReply(_message.Message):
-    __slots__ = ("store",)
-    STORE_FIELD_NUMBER: _ClassVar[int]
-    store: str
-    def __init__(self, store: _Optional[str] = ...) -> None: ...
+class AskRequest(_message.Message):
+    __slots__ = ("key",)
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    def __init__(self, key: _Optional[str] = ...) -> None: ...
+
+class AskReply(_message.Message):
+    __slots__ = ("value",)
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    value: bytes
+    def __init__(self, value: _Optional[bytes] = ...) -> None: ...

@@ -54,10 +54,15 @@ class RankStub(object):
                 request_serializer=cluster_dot_rpc_dot_transfer__pb2.ReportRequest.SerializeToString,
                 response_deserializer=cluster_dot_rpc_dot_transfer__pb2.ReportReply.FromString,
                 _registered_method=True)
-        self.Meet = channel.unary_unary(
-                '/cluster.transfer.v1.Rank/Meet',
-                request_serializer=cluster_dot_rpc_dot_transfer__pb2.MeetRequest.SerializeToString,
-                response_deserializer=cluster_dot_rpc_dot_transfer__pb2.MeetReply.FromString,
+        self.Tell = channel.unary_unary(
+                '/cluster.transfer.v1.Rank/Tell',
+                request_serializer=cluster_dot_rpc_dot_transfer__pb2.TellRequest.SerializeToString,
+                response_deserializer=cluster_dot_rpc_dot_transfer__pb2.TellReply.FromString,
+                _registered_method=True)
+        self.Ask = channel.unary_unary(
+                '/cluster.transfer.v1.Rank/Ask',
+                request_serializer=cluster_dot_rpc_dot_transfer__pb2.AskRequest.SerializeToString,
+                response_deserializer=cluster_dot_rpc_dot_transfer__pb2.AskReply.FromString,
                 _registered_method=True)
 
 
@@ -86,15 +91,23 @@ class RankServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Report(self, request, context):
-        """Any rank to rank 0 of its own replica: its part of a handoff has landed (decode), been shipped (prefill) or failed.
+        """Any rank to rank 0 of its own replica: its part of a handoff has landed here, or has left, or failed. Repeated until
+        it is answered.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Meet(self, request, context):
-        """The other ranks of a replica to its rank 0: where do we form our tensor-parallel group?
+    def Tell(self, request, context):
+        """Whoever forms a process group with this rank leaves word here and waits for the word of others: a sender's rank for a
+        link, the other ranks of a replica at its rank 0. Ask returns when the key has been told.
         """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Ask(self, request, context):
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -122,10 +135,15 @@ def add_RankServicer_to_server(servicer, server):
                     request_deserializer=cluster_dot_rpc_dot_transfer__pb2.ReportRequest.FromString,
                     response_serializer=cluster_dot_rpc_dot_transfer__pb2.ReportReply.SerializeToString,
             ),
-            'Meet': grpc.unary_unary_rpc_method_handler(
-                    servicer.Meet,
-                    request_deserializer=cluster_dot_rpc_dot_transfer__pb2.MeetRequest.FromString,
-                    response_serializer=cluster_dot_rpc_dot_transfer__pb2.MeetReply.SerializeToString,
+            'Tell': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tell,
+                    request_deserializer=cluster_dot_rpc_dot_transfer__pb2.TellRequest.FromString,
+                    response_serializer=cluster_dot_rpc_dot_transfer__pb2.TellReply.SerializeToString,
+            ),
+            'Ask': grpc.unary_unary_rpc_method_handler(
+                    servicer.Ask,
+                    request_deserializer=cluster_dot_rpc_dot_transfer__pb2.AskRequest.FromString,
+                    response_serializer=cluster_dot_rpc_dot_transfer__pb2.AskReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -247,7 +265,7 @@ class Rank(object):
             _registered_method=True)
 
     @staticmethod
-    def Meet(request,
+    def Tell(request,
             target,
             options=(),
             channel_credentials=None,
@@ -260,9 +278,36 @@ class Rank(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/cluster.transfer.v1.Rank/Meet',
-            cluster_dot_rpc_dot_transfer__pb2.MeetRequest.SerializeToString,
-            cluster_dot_rpc_dot_transfer__pb2.MeetReply.FromString,
+            '/cluster.transfer.v1.Rank/Tell',
+            cluster_dot_rpc_dot_transfer__pb2.TellRequest.SerializeToString,
+            cluster_dot_rpc_dot_transfer__pb2.TellReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Ask(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cluster.transfer.v1.Rank/Ask',
+            cluster_dot_rpc_dot_transfer__pb2.AskRequest.SerializeToString,
+            cluster_dot_rpc_dot_transfer__pb2.AskReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -59,7 +59,7 @@ class Sequence(_message.Message):
     def __init__(self, id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., choices: _Optional[_Iterable[int]] = ..., stream: _Optional[int] = ..., salt: _Optional[str] = ..., adapter: _Optional[str] = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ...) -> None: ...
 
 class Handoff(_message.Message):
-    __slots__ = ("id", "epoch", "replica", "ranks", "layout", "num_tokens", "first_token", "ttl_s")
+    __slots__ = ("id", "epoch", "replica", "ranks", "layout", "num_tokens", "first_token", "ttl_s", "max_tokens")
     ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
@@ -68,6 +68,7 @@ class Handoff(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     TTL_S_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     id: str
     epoch: int
     replica: str
@@ -76,7 +77,8 @@ class Handoff(_message.Message):
     num_tokens: int
     first_token: int
     ttl_s: float
-    def __init__(self, id: _Optional[str] = ..., epoch: _Optional[int] = ..., replica: _Optional[str] = ..., ranks: _Optional[_Iterable[str]] = ..., layout: _Optional[str] = ..., num_tokens: _Optional[int] = ..., first_token: _Optional[int] = ..., ttl_s: _Optional[float] = ...) -> None: ...
+    max_tokens: int
+    def __init__(self, id: _Optional[str] = ..., epoch: _Optional[int] = ..., replica: _Optional[str] = ..., ranks: _Optional[_Iterable[str]] = ..., layout: _Optional[str] = ..., num_tokens: _Optional[int] = ..., first_token: _Optional[int] = ..., ttl_s: _Optional[float] = ..., max_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
     __slots__ = ("sequence", "handoff")
@@ -113,14 +115,16 @@ class Shipped(_message.Message):
     def __init__(self, blocks: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("sequence", "prefill_here", "router")
+    __slots__ = ("sequence", "prefill_here", "router", "continues")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_HERE_FIELD_NUMBER: _ClassVar[int]
     ROUTER_FIELD_NUMBER: _ClassVar[int]
+    CONTINUES_FIELD_NUMBER: _ClassVar[int]
     sequence: Sequence
     prefill_here: bool
     router: str
-    def __init__(self, sequence: _Optional[_Union[Sequence, _Mapping]] = ..., prefill_here: bool = ..., router: _Optional[str] = ...) -> None: ...
+    continues: bool
+    def __init__(self, sequence: _Optional[_Union[Sequence, _Mapping]] = ..., prefill_here: bool = ..., router: _Optional[str] = ..., continues: bool = ...) -> None: ...
 
 class GenerateEvent(_message.Message):
     __slots__ = ("reserved", "started", "finished")
@@ -141,8 +145,12 @@ class Reserved(_message.Message):
     def __init__(self, handoff: _Optional[_Union[Handoff, _Mapping]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("num_tokens", "epoch")
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    num_tokens: int
+    epoch: int
+    def __init__(self, num_tokens: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ()
@@ -159,6 +167,30 @@ class StopRequest(_message.Message):
 class StopReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class MigrateRequest(_message.Message):
+    __slots__ = ("router", "stream", "handoff")
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
+    STREAM_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_FIELD_NUMBER: _ClassVar[int]
+    router: str
+    stream: int
+    handoff: Handoff
+    def __init__(self, router: _Optional[str] = ..., stream: _Optional[int] = ..., handoff: _Optional[_Union[Handoff, _Mapping]] = ...) -> None: ...
+
+class MigrateReply(_message.Message):
+    __slots__ = ("moved", "reason", "num_tokens", "wire_bytes", "pause_s")
+    MOVED_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WIRE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_S_FIELD_NUMBER: _ClassVar[int]
+    moved: bool
+    reason: str
+    num_tokens: int
+    wire_bytes: int
+    pause_s: float
+    def __init__(self, moved: bool = ..., reason: _Optional[str] = ..., num_tokens: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., pause_s: _Optional[float] = ...) -> None: ...
 
 class FramesRequest(_message.Message):
     __slots__ = ("router",)
@@ -241,7 +273,7 @@ class Status(_message.Message):
     def __init__(self, replica: _Optional[str] = ..., draining: bool = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., link_bytes_per_s: _Optional[float] = ..., totals: _Optional[_Union[Totals, _Mapping]] = ...) -> None: ...
 
 class Totals(_message.Message):
-    __slots__ = ("prompt_tokens", "prefix_hit_tokens", "generated_tokens", "transfer_bytes", "transfer_seconds", "transfers", "transfer_failures", "preemptions", "cancelled")
+    __slots__ = ("prompt_tokens", "prefix_hit_tokens", "generated_tokens", "transfer_bytes", "transfer_seconds", "transfers", "transfer_failures", "preemptions", "cancelled", "migrations", "computed_tokens")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -251,6 +283,8 @@ class Totals(_message.Message):
     TRANSFER_FAILURES_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     CANCELLED_FIELD_NUMBER: _ClassVar[int]
+    MIGRATIONS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     prefix_hit_tokens: int
     generated_tokens: int
@@ -260,4 +294,6 @@ class Totals(_message.Message):
     transfer_failures: int
     preemptions: int
     cancelled: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., transfers: _Optional[int] = ..., transfer_failures: _Optional[int] = ..., preemptions: _Optional[int] = ..., cancelled: _Optional[int] = ...) -> None: ...
+    migrations: int
+    computed_tokens: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., transfers: _Optional[int] = ..., transfer_failures: _Optional[int] = ..., preemptions: _Optional[int] = ..., cancelled: _Optional[int] = ..., migrations: _Optional[int] = ..., computed_tokens: _Optional[int] = ...) -> None: ...

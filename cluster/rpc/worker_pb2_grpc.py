@@ -195,6 +195,11 @@ class DecodeWorkerStub(object):
                 request_serializer=cluster_dot_rpc_dot_worker__pb2.StopRequest.SerializeToString,
                 response_deserializer=cluster_dot_rpc_dot_worker__pb2.StopReply.FromString,
                 _registered_method=True)
+        self.Migrate = channel.unary_unary(
+                '/cluster.worker.v1.DecodeWorker/Migrate',
+                request_serializer=cluster_dot_rpc_dot_worker__pb2.MigrateRequest.SerializeToString,
+                response_deserializer=cluster_dot_rpc_dot_worker__pb2.MigrateReply.FromString,
+                _registered_method=True)
 
 
 class DecodeWorkerServicer(object):
@@ -215,6 +220,15 @@ class DecodeWorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Migrate(self, request, context):
+        """Ships a running choice to another decode replica, whose Generate (with `continues`) has made the handoff. The choice
+        goes on here meanwhile and pauses only for the last positions; if it cannot be moved, it simply stays.
+        Ending the call before it has answered keeps the choice here.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DecodeWorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -227,6 +241,11 @@ def add_DecodeWorkerServicer_to_server(servicer, server):
                     servicer.Stop,
                     request_deserializer=cluster_dot_rpc_dot_worker__pb2.StopRequest.FromString,
                     response_serializer=cluster_dot_rpc_dot_worker__pb2.StopReply.SerializeToString,
+            ),
+            'Migrate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Migrate,
+                    request_deserializer=cluster_dot_rpc_dot_worker__pb2.MigrateRequest.FromString,
+                    response_serializer=cluster_dot_rpc_dot_worker__pb2.MigrateReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -283,6 +302,33 @@ class DecodeWorker(object):
             '/cluster.worker.v1.DecodeWorker/Stop',
             cluster_dot_rpc_dot_worker__pb2.StopRequest.SerializeToString,
             cluster_dot_rpc_dot_worker__pb2.StopReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Migrate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cluster.worker.v1.DecodeWorker/Migrate',
+            cluster_dot_rpc_dot_worker__pb2.MigrateRequest.SerializeToString,
+            cluster_dot_rpc_dot_worker__pb2.MigrateReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -30,6 +30,7 @@ class NcclLink:
         from torch.distributed import ProcessGroupNCCL  # in CUDA builds of torch only
 
         self.device = end.device
+        self._store = end.store  # the group keeps only the C++ half of a store that is written in Python
         self._peer = _RECEIVER if end.is_sender else _SENDER
         self._closed = threading.Event()
         self._stream = torch.cuda.Stream(end.device)

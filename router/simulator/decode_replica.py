@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from cluster.timing import StepTiming, pairs
 from engine.decode_scheduler import Scheduler
-from engine.group import Choice, Group
+from engine.group import Choice, Group, Source
 from router.simulator.clock import Clock
 from router.simulator.flight import Flight
 from router.simulator.prefill_replica import NO_LIMIT
@@ -81,8 +81,8 @@ class DecodeReplica:
 
     def submit(self, flight: Flight) -> None:
         """With a prefill replica, the prompt's KV comes by `land`; without, it is computed here."""
-        prefill_here = flight.option.prefill is None
-        group = Group(flight.sequence(block_size=self._block_size), router="", prefill_here=prefill_here)
+        source = Source.PREFILL if flight.option.prefill else Source.HERE
+        group = Group(flight.sequence(block_size=self._block_size), router="", source=source)
         self._flights[group], self._groups[flight] = flight, group
         self._scheduler.add(group)
         self._wake()
@@ -114,7 +114,7 @@ class DecodeReplica:
             flight = self._flights[group]
             self.store.blocks.free(flight.restored)
             flight.restored = []
-            if group.prefill_here:
+            if group.source is Source.HERE:
                 flight.num_cached = group.num_cached
             else:
                 self._admitted(flight)

@@ -19,7 +19,8 @@ from engine.batch import Batch, Row
 from engine.load import load_runner
 from engine.parallel import TensorParallel
 from engine.runner import ModelRunner
-from kvtransfer.codec import Segment, codec_for
+from kvtransfer.codec import codec_for
+from kvtransfer.segment import Segment
 from router.chat_template import ChatTemplate, find_chat_template
 from router.tokenizer import Tokenizer
 

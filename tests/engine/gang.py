@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import FileStore
 
 from engine.batch import Batch, Row
 from engine.parallel import TensorParallel
@@ -18,19 +17,19 @@ from tests.engine.steps import step
 CPU = torch.device("cpu")
 
 
-def join(port: int, prefix: str, rank: int, size: int, *, timeout_s: float = 20.0) -> TensorParallel:
+def join(place: Path, prefix: str, rank: int, size: int, *, timeout_s: float = 20.0) -> TensorParallel:
     torch.set_num_threads(1)
-    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_s))
+    store = FileStore(str(place))
     return TensorParallel.join(
         store, prefix=prefix, rank=rank, size=size, host="127.0.0.1", device=CPU, meet_s=timeout_s, timeout_s=timeout_s
     )
 
 
 def logits_in_three_steps(
-    port: int, prefix: str, rank: int, size: int, directory: Path, sequences: list[list[int]], dtype: str
+    place: Path, prefix: str, rank: int, size: int, directory: Path, sequences: list[list[int]], dtype: str
 ) -> tuple[torch.Tensor, ...]:
     """A chunk that wants no logits, prompts but for their last token, and one token each: this rank's logits."""
-    parallel = join(port, prefix, rank, size)
+    parallel = join(place, prefix, rank, size)
     layout = layout_for(directory, dtype=dtype, block_size=8, tensor_parallel=size)
     runner = ModelRunner(
         directory, layout=layout, num_blocks=96, dtype=getattr(torch, dtype), device=CPU, parallel=parallel
@@ -42,8 +41,8 @@ def logits_in_three_steps(
     return chunk.clone(), prompts.clone(), tokens.clone()
 
 
-def broadcasts(port: int, prefix: str, rank: int, size: int, messages: list[bytes]) -> list[bytes]:
-    parallel = join(port, prefix, rank, size)
+def broadcasts(place: Path, prefix: str, rank: int, size: int, messages: list[bytes]) -> list[bytes]:
+    parallel = join(place, prefix, rank, size)
     arrays = [np.frombuffer(m + bytes(-len(m) % 8), dtype=np.int64) for m in messages]
     received = [parallel.broadcast_bytes(m if parallel.is_leader else None) for m in messages]
     for array in arrays:
@@ -51,9 +50,9 @@ def broadcasts(port: int, prefix: str, rank: int, size: int, messages: list[byte
     return received
 
 
-def wait_for_a_rank_that_dies(port: int, prefix: str, rank: int, size: int) -> str:
+def wait_for_a_rank_that_dies(place: Path, prefix: str, rank: int, size: int) -> str:
     """The last rank ends in the middle of it; the others say what they saw."""
-    parallel = join(port, prefix, rank, size, timeout_s=5.0)
+    parallel = join(place, prefix, rank, size, timeout_s=5.0)
     parallel.all_reduce(torch.ones(4))
     if rank == size - 1:
         os._exit(1)
@@ -64,9 +63,9 @@ def wait_for_a_rank_that_dies(port: int, prefix: str, rank: int, size: int) -> s
     return "nothing"
 
 
-def join_alone(port: int, prefix: str) -> str:
+def join_alone(place: Path, prefix: str) -> str:
     try:
-        join(port, prefix, 0, 2, timeout_s=0.5)
+        join(place, prefix, 0, 2, timeout_s=0.5)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"

@@ -7,11 +7,11 @@ import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import TCPStore
 
 from cluster.errors import SpecError
 from engine.parallel import TensorParallel
@@ -27,20 +27,16 @@ StartGang = Callable[..., list[Future[Any]]]
 
 
 @pytest.fixture(scope="module")
-def store() -> TCPStore:
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
-@pytest.fixture(scope="module")
-def start_gang(store: TCPStore) -> Iterator[StartGang]:
-    """start_gang(size, function, ...) runs function(port, prefix, rank, size, ...) in `size` processes."""
+def start_gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartGang]:
+    """start_gang(size, function, ...) runs function(place, prefix, rank, size, ...) in `size` processes."""
     spawn = multiprocessing.get_context("spawn")
     ranks = [ProcessPoolExecutor(1, mp_context=spawn) for _ in range(MAX_RANKS)]
     gangs = itertools.count()
+    place = tmp_path_factory.mktemp("gangs") / "store"
 
     def start(size: int, function: Callable[..., Any], *arguments: Any) -> list[Future[Any]]:
         prefix = f"gang-{next(gangs)}"
-        return [ranks[rank].submit(function, store.port, prefix, rank, size, *arguments) for rank in range(size)]
+        return [ranks[rank].submit(function, place, prefix, rank, size, *arguments) for rank in range(size)]
 
     yield start
     for rank in ranks:
@@ -100,8 +96,10 @@ def test_sizes_that_do_not_fit_are_refused(tiny_model: MakeModel) -> None:
         layout_for(directory, dtype="float32", tensor_parallel=3)
 
 
-def test_absent_ranks_are_not_waited_for_for_ever(store: TCPStore) -> None:
-    assert gang.join_alone(store.port, "nobody-comes").startswith("ReplicaLost: rank 0: not all 2 ranks were there")
+def test_absent_ranks_are_not_waited_for_for_ever(tmp_path: Path) -> None:
+    assert gang.join_alone(tmp_path / "store", "nobody-comes").startswith(
+        "ReplicaLost: rank 0: not all 2 ranks were there"
+    )
 
 
 def test_a_dead_rank_is_noticed(start_gang: StartGang) -> None:

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from engine.kv_layout import KVLayout
 from engine.kv_pool import KVPool
-from kvtransfer.codec import Segment, checksum, codec_for, combine_checksums
+from kvtransfer.codec import checksum, codec_for
+from kvtransfer.segment import Segment, combine_checksums
 
 _SEGMENT = Segment(first_layer=1, num_layers=2, first_token=3, num_tokens=21, first_head=1, num_heads=2)
 

@@ -6,12 +6,12 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import FileStore, Store
 
 from cluster.errors import LinkClosed
 from kvtransfer.link import Link, LinkEnd, open_link
@@ -20,14 +20,14 @@ BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.gpu)]
 _TIMEOUT_S = 1.0
 
 
-def _end(backend: str, store: TCPStore, *, is_sender: bool) -> LinkEnd:
+def _end(backend: str, store: Store, *, is_sender: bool) -> LinkEnd:
     device = torch.device("cuda", 0 if is_sender else 1) if backend == "nccl" else torch.device("cpu")
     return LinkEnd(store=store, prefix="link/1", is_sender=is_sender, host="127.0.0.1", device=device, timeout_s=20.0)
 
 
-def _serve_peer(backend: str, port: int, orders: Connection) -> None:
+def _serve_peer(backend: str, place: str, orders: Connection) -> None:
     """The other side: sends when told ("send", bytes) or receives when told ("recv", size), and says what it got."""
-    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
+    store = FileStore(place)
     is_sender = orders.recv()
     link = open_link(backend, _end(backend, store, is_sender=is_sender))
     orders.send("ready")
@@ -53,14 +53,14 @@ class Peer:
 
 
 @contextmanager
-def _peer(backend: str, *, we_send: bool) -> Iterator[Peer]:
+def _peer(backend: str, directory: Path, *, we_send: bool) -> Iterator[Peer]:
     context = mp.get_context("spawn")
     ours, theirs = context.Pipe()
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
-    process = context.Process(target=_serve_peer, args=(backend, store.port, theirs), daemon=True)
+    place = str(directory / "store")
+    process = context.Process(target=_serve_peer, args=(backend, place, theirs), daemon=True)
     process.start()
     ours.send(not we_send)
-    link = open_link(backend, _end(backend, store, is_sender=we_send))
+    link = open_link(backend, _end(backend, FileStore(place), is_sender=we_send))
     assert ours.recv() == "ready"
     try:
         yield Peer(link, process, ours)
@@ -75,8 +75,8 @@ def _payload(link: Link, size: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_bytes_arrive_in_order_whatever_their_size(backend: str) -> None:
-    with _peer(backend, we_send=True) as peer:
+def test_bytes_arrive_in_order_whatever_their_size(backend: str, tmp_path: Path) -> None:
+    with _peer(backend, tmp_path, we_send=True) as peer:
         for size in (1, 7, 1000, 65_536, 5_000_001):
             payload = _payload(peer.link, size)
             peer.orders.send(("recv", size))
@@ -85,8 +85,8 @@ def test_bytes_arrive_in_order_whatever_their_size(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_killed_peer_fails_the_operation_by_its_deadline_and_the_link_for_good(backend: str) -> None:
-    with _peer(backend, we_send=True) as peer:
+def test_a_killed_peer_fails_the_operation_by_its_deadline_and_the_link_for_good(backend: str, tmp_path: Path) -> None:
+    with _peer(backend, tmp_path, we_send=True) as peer:
         peer.kill(signal.SIGKILL)
         peer.process.join(10)
         started = time.monotonic()
@@ -99,8 +99,8 @@ def test_a_killed_peer_fails_the_operation_by_its_deadline_and_the_link_for_good
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_frozen_peer_fails_a_receive_at_the_deadline(backend: str) -> None:
-    with _peer(backend, we_send=False) as peer:
+def test_a_frozen_peer_fails_a_receive_at_the_deadline(backend: str, tmp_path: Path) -> None:
+    with _peer(backend, tmp_path, we_send=False) as peer:
         peer.kill(signal.SIGSTOP)
         started = time.monotonic()
         with pytest.raises(LinkClosed):
@@ -109,8 +109,8 @@ def test_a_frozen_peer_fails_a_receive_at_the_deadline(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_closed_link_refuses_and_closing_twice_is_fine(backend: str) -> None:
-    with _peer(backend, we_send=True) as peer:
+def test_a_closed_link_refuses_and_closing_twice_is_fine(backend: str, tmp_path: Path) -> None:
+    with _peer(backend, tmp_path, we_send=True) as peer:
         peer.link.close()
         peer.link.close()
         with pytest.raises(LinkClosed):
@@ -118,8 +118,8 @@ def test_a_closed_link_refuses_and_closing_twice_is_fine(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_peer_that_never_comes_is_reported_at_the_deadline(backend: str) -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+def test_a_peer_that_never_comes_is_reported_at_the_deadline(backend: str, tmp_path: Path) -> None:
+    store = FileStore(str(tmp_path / "store"))
     device = torch.device("cuda") if backend == "nccl" else torch.device("cpu")
     end = LinkEnd(store=store, prefix="x", is_sender=True, host="127.0.0.1", device=device, timeout_s=_TIMEOUT_S)
     with pytest.raises(LinkClosed, match=r"did not come|nccl"):

@@ -16,10 +16,11 @@ from cluster.rpc import transfer_pb2 as pb
 from cluster.rpc import transfer_pb2_grpc as rpc
 from engine.kv_layout import KVLayout
 from engine.kv_pool import KVPool
-from kvtransfer.incoming import Landing
+from kvtransfer.ledger import Landing
+from kvtransfer.passage import Shipment
 from kvtransfer.rank_servicer import RankServicer
 from kvtransfer.receiver import Receiver
-from kvtransfer.sender import Sender, Shipment
+from kvtransfer.sender import Sender
 
 _CPU = torch.device("cpu")
 _LAYOUT = KVLayout(model="m", num_layers=3, num_kv_heads=4, head_dim=16, block_size=8, dtype="float32")
@@ -44,6 +45,7 @@ class Side:
             handoff=handoff.id,
             first_token=handoff.first_token,
             num_tokens=handoff.num_tokens,
+            max_tokens=handoff.max_tokens,
             block_ids=blocks[first_block:],
         )
         for receiver in self.receivers:
@@ -68,9 +70,13 @@ async def _replica(
     for rank in range(tp):
         pool = KVPool(replace(layout, tensor_parallel=tp), num_blocks=12, device=_CPU)
         shared = {"rank": rank, "pool": pool, "wire_dtype": wire, "host": "127.0.0.1", "timeout_s": timeout_s}
-        side.receivers.append(
-            Receiver(**shared, on_landed=lambda x: loop.call_soon_threadsafe(side.landings.put_nowait, x))
+        servicer = RankServicer()
+        servicer.receiver = Receiver(
+            **shared,
+            meeting=servicer.meeting,
+            on_landed=lambda x: loop.call_soon_threadsafe(side.landings.put_nowait, x),
         )
+        side.receivers.append(servicer.receiver)
         side.senders.append(
             Sender(
                 **shared,
@@ -80,7 +86,7 @@ async def _replica(
             )
         )
         server = aio.server(options=SERVER_OPTIONS)
-        rpc.add_RankServicer_to_server(_servicer(side.receivers[-1]), server)
+        rpc.add_RankServicer_to_server(servicer, server)
         side.addresses.append(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
         await server.start()
         side.servers.append(server)
@@ -91,12 +97,6 @@ async def _replica(
             await sender.close()
         for server in side.servers:
             await server.stop(None)
-
-
-def _servicer(receiver: Receiver) -> RankServicer:
-    servicer = RankServicer()
-    servicer.receiver = receiver
-    return servicer
 
 
 def _fill(side: Side) -> torch.Tensor:
@@ -131,6 +131,7 @@ def _handoff(side: Side, *, first_token: int = 0, epoch: int = 1, id: str = "h")
         ranks=tuple(side.addresses),
         layout=_LAYOUT.fingerprint,
         num_tokens=_NUM_TOKENS,
+        max_tokens=_NUM_TOKENS,
         first_token=first_token,
         ttl_s=10,
     )
@@ -148,7 +149,7 @@ def _ship(side: Side, handoff: Handoff, *, chunks: tuple[int, ...] = (_NUM_TOKEN
                 passage.layer_ready(layer, start, end)
             start = end
         if commit:
-            passage.commit([42, 43])
+            passage.commit(handoff.num_tokens, [42, 43])
 
 
 @pytest.mark.parametrize("receiver_tp", [1, 2, 8])
@@ -160,7 +161,7 @@ async def test_kv_lands_whole_for_any_pair_of_tensor_parallel_sizes(sender_tp: i
         _ship(p, handoff, chunks=(10, 30, 37))
         landings = [await d.landed() for _ in d.receivers]
         assert {landing.handoff for landing in landings} == {"h"}
-        assert sorted(landing.first_tokens for landing in landings)[-1] == (42, 43)
+        assert sorted(landing.next_tokens for landing in landings)[-1] == (42, 43)
         assert torch.equal(_read(d, blocks), kv)
 
 
@@ -181,10 +182,10 @@ async def test_only_what_the_receiver_lacks_travels() -> None:
 
 async def test_a_receiver_that_has_everything_gets_only_the_commit() -> None:
     async with _replica(1) as p, _replica(1) as d:
-        handoff = replace(_handoff(d), first_token=40, num_tokens=40)
+        handoff = replace(_handoff(d), first_token=40, num_tokens=40, max_tokens=40)
         d.open(handoff, [1, 2, 3, 4, 5])
         _ship(p, handoff, chunks=(37, 40))
-        assert (await d.landed()).first_tokens == (42, 43)
+        assert (await d.landed()).next_tokens == (42, 43)
 
 
 async def test_a_closed_handoff_is_refused_and_its_blocks_stay_as_they_are() -> None:

@@ -1,0 +1,162 @@
+"""Choices of ours on their way to other decode replicas.
+
+    COPYING ──all of it sent, or no room──> PAUSED ──landed──> gone from here
+       │                                      │
+       └─ failed, aborted, ended here         └─ failed, aborted: it goes on decoding here
+
+While COPYING the choice goes on decoding; what it adds is shipped after the pause, which lasts as long as a few
+positions take. Its blocks are held until the end, so that a move that fails costs nothing but the bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Protocol
+
+from cluster.errors import HandoffExpired, TransferError
+from cluster.handoff import Handoff
+from decode_worker.rank import begin_order
+from engine.group import Choice
+from engine.step_message import Orders
+from kvtransfer.departures import Departure, Departures
+from kvtransfer.passage import Key, Shipment
+
+_MIN_MOVE_S = 0.05  # a link, two calls and a pause cost about this, however little there is to ship
+
+
+class MoveListener(Protocol):
+    """Who waits for a move. Called on the step thread, once."""
+
+    def moved(self, num_tokens: int, shipment: Shipment, pause_s: float) -> None: ...
+
+    def stays(self, reason: str) -> None: ...
+
+
+class MoveState(StrEnum):
+    COPYING = "copying"
+    PAUSED = "paused"
+
+
+@dataclass(eq=False)
+class Move:
+    """One choice on its way to another replica."""
+
+    choice: Choice
+    handoff: Handoff
+    listener: MoveListener
+    state: MoveState = MoveState.COPYING
+    departure: Departure[Move] | None = None  # from its first step on
+    num_shipped: int = 0  # positions handed over
+    paused_at: float = 0.0
+
+
+def is_quicker_to_ship(*, num_bytes: int, bytes_per_s: float, num_steps: int, step_s: float) -> bool:
+    """Whether a sequence that may run for `num_steps` more is gone sooner by shipping its KV than by waiting for it."""
+    return _MIN_MOVE_S + num_bytes / bytes_per_s < num_steps * step_s
+
+
+class Moves:
+    """Owned by the step thread. `pause` takes a choice out of the running batch, `resume` puts it back, `leave` ends it
+    here because it goes on elsewhere; `is_sent` says whether rank 0 has sent what was handed over for a handoff."""
+
+    def __init__(
+        self,
+        departures: Departures[Move],
+        *,
+        ranks_sending_to: Callable[[Handoff], set[int]],
+        is_sent: Callable[[Key], bool],
+        pause: Callable[[Choice], None],
+        resume: Callable[[Choice], None],
+        leave: Callable[[Choice], None],
+    ) -> None:
+        self._departures = departures
+        self._ranks_sending_to = ranks_sending_to
+        self._is_sent = is_sent
+        self._pause = pause
+        self._resume = resume
+        self._leave = leave
+        self._under_way: dict[Choice, Move] = {}
+
+    def __contains__(self, choice: Choice) -> bool:
+        return choice in self._under_way
+
+    @property
+    def num_paused(self) -> int:
+        return sum(move.state is MoveState.PAUSED for move in self._under_way.values())
+
+    def begin(self, choice: Choice, handoff: Handoff, listener: MoveListener) -> None:
+        """Begin to ship a choice that decodes."""
+        self._under_way[choice] = Move(choice, handoff, listener)
+
+    def cancel(self, choice: Choice, reason: str) -> None:
+        """The choice is not to be moved, or has ended. Does nothing if it is not being moved."""
+        if move := self._under_way.get(choice):
+            self._fail(move, HandoffExpired(reason))
+
+    def shipped(self, rank: int, shipment: Shipment) -> Shipment | None:
+        """One of our ranks has nothing more to send. The shipment of all ranks, once the choice has moved."""
+        departure = self._departures.ended(rank, shipment)
+        if departure is None:
+            return None
+        move = departure.owner
+        if departure.error:
+            self._fail(move, departure.error)
+        elif departure.is_over and self._under_way.pop(move.choice, None):
+            num_tokens = len(move.choice.sequence.tokens)
+            self._leave(move.choice)
+            move.listener.moved(num_tokens, departure.shipment, time.monotonic() - move.paused_at)
+            return departure.shipment
+        return None
+
+    def orders(self) -> Orders:
+        """What the ranks must do for the moves in the next step; empty when there is nothing."""
+        orders: dict[str, list[Any]] = {"begin": [], "ship": [], "commit": []}
+        for move in list(self._under_way.values()):
+            if move.departure is None:
+                self._start(move, orders)
+            elif move.choice.sequence.blocks[: len(move.departure.blocks)] != move.departure.blocks:
+                self._fail(move, HandoffExpired("it was preempted"))
+            elif move.state is MoveState.COPYING and (self._is_sent(move.departure.key) or self._has_no_room(move)):
+                self._stop_and_commit(move, orders)
+        orders["abort"] = list(self._departures.take_aborts())
+        return {name: order for name, order in orders.items() if order}
+
+    def _start(self, move: Move, orders: dict[str, list[Any]]) -> None:
+        blocks = move.choice.sequence.blocks
+        ranks = self._ranks_sending_to(move.handoff)
+        move.departure = self._departures.begin(move.handoff, blocks, ranks=ranks, owner=move)
+        orders["begin"].append(begin_order(move.handoff))
+        self._ship(move, orders)
+
+    def _ship(self, move: Move, orders: dict[str, list[Any]]) -> None:
+        """Hand over every position that has been computed since the last time."""
+        assert move.departure
+        sequence = move.choice.sequence
+        self._departures.grow(move.departure, sequence.blocks)
+        orders["ship"].append([*move.departure.key, sequence.blocks, move.num_shipped, sequence.num_computed])
+        move.num_shipped = sequence.num_computed
+
+    def _stop_and_commit(self, move: Move, orders: dict[str, list[Any]]) -> None:
+        assert move.departure
+        sequence = move.choice.sequence
+        self._pause(move.choice)
+        move.state, move.paused_at = MoveState.PAUSED, time.monotonic()
+        self._ship(move, orders)
+        # The other side knows all tokens up to the first whose KV it does not ask for.
+        unknown = sequence.tokens[move.handoff.num_tokens + 1 :]
+        orders["commit"].append([*move.departure.key, sequence.num_computed, unknown])
+
+    def _has_no_room(self, move: Move) -> bool:
+        return move.choice.sequence.num_computed >= move.handoff.max_tokens
+
+    def _fail(self, move: Move, error: TransferError) -> None:
+        if self._under_way.pop(move.choice, None) is None:
+            return
+        if move.departure:
+            self._departures.abort(move.departure, error)
+        if move.state is MoveState.PAUSED:
+            self._resume(move.choice)
+        move.listener.stays(str(error))

@@ -1,0 +1,100 @@
+"""Where ranks that want to form a process group leave word for each other."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+
+from grpc import RpcError
+from torch.distributed import DistStoreError, Store
+
+from cluster.rpc import transfer_pb2 as pb
+from cluster.rpc import transfer_pb2_grpc as rpc
+
+
+class Meeting:
+    """Keys and values of one rank, told and asked for by any thread here, and by other ranks over its gRPC service."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._words: dict[str, Future[bytes]] = {}
+
+    def tell(self, key: str, value: bytes) -> None:
+        with self._lock:
+            if key not in self._words or self._words[key].done():
+                self._words[key] = Future()
+            self._words[key].set_result(value)
+
+    def ask(self, key: str, *, timeout_s: float) -> bytes:
+        """Wait for what is told under `key`. Raises TimeoutError."""
+        return self._word(key).result(timeout_s)
+
+    async def ask_async(self, key: str) -> bytes:
+        return await asyncio.shield(asyncio.wrap_future(self._word(key)))  # others wait for the same word
+
+    def forget(self, prefix: str) -> None:
+        with self._lock:
+            for key in [key for key in self._words if key.startswith(prefix)]:
+                del self._words[key]
+
+    def _word(self, key: str) -> Future[bytes]:
+        with self._lock:
+            return self._words.setdefault(key, Future())
+
+
+class MeetingStore(Store):
+    """A meeting as torch.distributed wants to see it.
+
+    Not torch's TCPStore: that one looks up the name of every peer's address, and where the name server is slow or
+    does not answer, each link waits for it (measured: 5 s per lost answer). Operations raise DistStoreError.
+    """
+
+    def __init__(
+        self, tell: Callable[[str, bytes], None], ask: Callable[[str, float], bytes], *, timeout_s: float
+    ) -> None:
+        super().__init__()
+        self._tell = tell
+        self._ask = ask
+        self._timeout_s = timeout_s
+
+    def set(self, key: str, value: bytes | str) -> None:
+        self._tell(key, value.encode() if isinstance(value, str) else value)
+
+    def get(self, key: str) -> bytes:
+        return self._wait(key, self._timeout_s)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            self._wait(key, timeout.total_seconds() if timeout else self._timeout_s)
+
+    def _wait(self, key: str, timeout_s: float) -> bytes:
+        try:
+            return self._ask(key, timeout_s)
+        except (TimeoutError, RpcError) as error:
+            raise DistStoreError(f"nobody came for {key} within {timeout_s} s") from error
+
+
+def local_store(meeting: Meeting, *, timeout_s: float) -> Store:
+    """The store as the rank sees it that holds the meeting."""
+    return MeetingStore(meeting.tell, lambda key, seconds: meeting.ask(key, timeout_s=seconds), timeout_s=timeout_s)
+
+
+def remote_store(stub: rpc.RankStub, loop: asyncio.AbstractEventLoop, *, timeout_s: float) -> Store:
+    """The store as another rank sees it. `stub` belongs to `loop`; the store is used from any other thread."""
+
+    async def tell(key: str, value: bytes) -> None:
+        await stub.Tell(pb.TellRequest(key=key, value=value), timeout=timeout_s, wait_for_ready=True)
+
+    async def ask(key: str, seconds: float) -> bytes:
+        return (await stub.Ask(pb.AskRequest(key=key), timeout=seconds, wait_for_ready=True)).value
+
+    def tell_now(key: str, value: bytes) -> None:
+        asyncio.run_coroutine_threadsafe(tell(key, value), loop).result(timeout_s + 1)
+
+    def ask_now(key: str, seconds: float) -> bytes:
+        return asyncio.run_coroutine_threadsafe(ask(key, seconds), loop).result(seconds + 1)
+
+    return MeetingStore(tell_now, ask_now, timeout_s=timeout_s)

@@ -1,0 +1,31 @@
+"""The unit that travels: a run of layers and positions, and how its arrival is proved. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """A run of layers, a run of positions, and a run of the heads of one rank."""
+
+    first_layer: int
+    num_layers: int
+    first_token: int
+    num_tokens: int
+    first_head: int
+    num_heads: int
+
+    @property
+    def layers(self) -> range:
+        return range(self.first_layer, self.first_layer + self.num_layers)
+
+    @property
+    def heads(self) -> slice:
+        return slice(self.first_head, self.first_head + self.num_heads)
+
+
+def combine_checksums(checksums: Iterable[int]) -> int:
+    """The checksum of a commit: of its segments' checksums in their order."""
+    return sum(value * (2 * i + 1) for i, value in enumerate(checksums)) % 2**64

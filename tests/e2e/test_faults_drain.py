@@ -1,0 +1,91 @@
+"""A decode replica that drains ships its running sequences to another one; nothing is computed again."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from cluster.request import Role, SampledToken, Sampling
+from tests.e2e.conftest import Checkpoint, Reference
+from tests.engine.steps import prompts
+from tests.local_cluster import Answer, LocalCluster, LocalReplica, local_cluster
+
+_NUM_TOKENS = 400
+_SAMPLINGS = {
+    "greedy": Sampling(max_tokens=_NUM_TOKENS, temperature=0.0),
+    "seeded": Sampling(
+        max_tokens=_NUM_TOKENS,
+        temperature=0.9,
+        top_p=0.95,
+        seed=11,
+        num_logprobs=1,
+        repetition_penalty=1.1,
+        presence_penalty=0.2,
+        frequency_penalty=0.1,
+        stop_token_ids=(3,),
+        min_tokens=350,
+    ),
+}
+
+
+def _tree(*, tp: int) -> dict[str, Any]:
+    return {
+        "model": {"dtype": "float32"},
+        "kv": {"wire_dtype": "raw"},
+        "prefill": {"kv_memory_gib": 0.01},
+        "decode": {"kv_memory_gib": 0.02, "tensor_parallel": tp},
+        "router": {"max_local_prefill": 0},
+    }
+
+
+async def _drain(replica: LocalReplica) -> None:
+    for rank in replica.ranks:
+        rank.drain()
+    async with asyncio.timeout(20):
+        while replica.ranks[0].status()["state"] != "drained":
+            await asyncio.sleep(0.01)
+
+
+async def _tokens_from(cluster: LocalCluster, replica: LocalReplica, *, at_least: int) -> None:
+    """Wait until a replica has generated so many tokens."""
+    seen = cluster.replicas.get(replica.id)
+    assert seen
+    async with asyncio.timeout(20):
+        while seen.status.totals.generated_tokens < at_least:
+            await asyncio.sleep(0.01)
+
+
+def _computed(cluster: LocalCluster) -> int:
+    return sum(replica.status.totals.computed_tokens for replica in cluster.replicas)
+
+
+@pytest.mark.parametrize(("tp", "kind"), [(2, "greedy"), (1, "seeded")])
+async def test_running_sequences_are_shipped_and_go_on_as_if_nothing_had_happened(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str, kind: str, tp: int
+) -> None:
+    model_dir, asked, sampling = checkpoint("llama"), prompts(20, 33, 48), _SAMPLINGS[kind]
+    expected = reference(model_dir, asked, sampling)
+    async with local_cluster(model_dir, redis_url, **_tree(tp=tp)) as cluster:
+        leaving = cluster.pools[Role.DECODE][0]
+        running = [asyncio.create_task(cluster.generate(p, sampling, id=str(i))) for i, p in enumerate(asked)]
+        await _tokens_from(cluster, leaving, at_least=60)
+        coming = await cluster.add(Role.DECODE)
+        await _drain(leaving)
+        assert not all(task.done() for task in running), "it only waited until all had ended"
+        answers: list[Answer] = [await task for task in running]
+        for answer, tokens in zip(answers, expected, strict=True):
+            assert [_facts(token) for token in answer.tokens[0]] == [_facts(token) for token in tokens]
+            assert _logprobs(answer.tokens[0]) == pytest.approx(_logprobs(tokens), abs=1e-3)
+        assert [(answer.route.decode_replica, answer.route.moves) for answer in answers] == [(coming.id, 1)] * 3
+        await cluster.idle()
+        assert _computed(cluster) == sum(map(len, asked)), "something was computed again"
+
+
+def _facts(token: SampledToken) -> tuple[int, str | None]:
+    return token.token_id, token.finish_reason
+
+
+def _logprobs(tokens: list[SampledToken]) -> list[float]:
+    return [token.logprob.logprob for token in tokens if token.logprob]

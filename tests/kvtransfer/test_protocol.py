@@ -1,0 +1,149 @@
+"""The handoff protocol against everything that may happen to it, at every state: docs/HANDOFF.md is its description.
+
+What is checked after every event: each block is in one state; no block is written that the handoff does not own at that
+moment, and none is read that another sequence has by now (protocol_world asserts both at the write and at the read); a
+handoff that is whole was filled by one sender per rank. And in the end: nothing is held by anybody.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from tests.kvtransfer.protocol_world import Job, Link, Prefill, Request, World
+
+_RANDOM = st.randoms(use_true_random=False)
+
+
+class Protocol(RuleBasedStateMachine):
+    """Router, time and misfortune, each at a place that is drawn."""
+
+    world: World
+
+    @initialize(prefill_tp=st.sampled_from([1, 2]), decode_tp=st.sampled_from([1, 2]))
+    def deploy(self, prefill_tp: int, decode_tp: int) -> None:
+        self.world = World(prefill_tp=prefill_tp, decode_tp=decode_tp)
+
+    @rule(num_tokens=st.integers(1, 7), prefill=st.integers(0, 1))
+    def ask(self, num_tokens: int, prefill: int) -> None:
+        self.world.decode.admit(num_tokens)
+        self.go_on(num_events=self.world.decode_tp, random=Random(num_tokens))
+        if requests := self._open_requests():
+            self.world.prefills[prefill].give(self.world.decode.ticket(requests[-1]))
+
+    @precondition(lambda self: self._open_requests())
+    @rule(random=_RANDOM, prefill=st.integers(0, 1))
+    def give_to_another_prefill_replica(self, random: Random, prefill: int) -> None:
+        request = random.choice(self._open_requests())
+        self.world.prefills[prefill].give(self.world.decode.ticket(request))
+
+    @rule(num_events=st.integers(1, 12), random=_RANDOM)
+    def go_on(self, num_events: int, random: Random) -> None:
+        """Whatever is under way goes a little further, except for what has stopped for a while."""
+        threads = [link.run_thread for link in self.world.links]
+        stopped = random.choice([None, self.world.tell, *threads])
+        for _ in range(num_events):
+            if events := [event for event in self.world.pending() if event != stopped]:
+                random.choice(events)()
+
+    @rule(num_events=st.integers(20, 80), random=_RANDOM)
+    def go_on_for_long(self, num_events: int, random: Random) -> None:
+        self.go_on(num_events=num_events, random=random)
+
+    @precondition(lambda self: self.world.decode.requests)
+    @rule(random=_RANDOM)
+    def end_a_lease(self, random: Random) -> None:
+        self.world.decode.end(random.choice(self.world.decode.requests))
+
+    @precondition(lambda self: self._jobs())
+    @rule(random=_RANDOM)
+    def end_a_prefill_call(self, random: Random) -> None:
+        prefill, job = random.choice(self._jobs())
+        prefill.cancel(job)
+
+    @precondition(lambda self: self.world.links)
+    @rule(random=_RANDOM, is_cut=st.booleans())
+    def break_a_link(self, random: Random, is_cut: bool) -> None:
+        """What is on the wire is lost, or comes much later."""
+        link = random.choice(self.world.links)
+        if is_cut:
+            link.frames.clear()
+        link.answers.clear()
+        link.fail("broken")
+
+    @precondition(lambda self: self._links_with_frames())
+    @rule(random=_RANDOM, how=st.sampled_from(["lose", "repeat", "reorder"]))
+    def disturb_the_wire(self, random: Random, how: str) -> None:
+        frames = random.choice(self._links_with_frames()).frames
+        if how == "lose":
+            frames.popleft()
+        elif how == "repeat":
+            frames.appendleft(frames[0])
+        else:
+            frames.rotate(1)
+
+    @precondition(lambda self: self.world.messages)
+    @rule(random=_RANDOM)
+    def tell_twice(self, random: Random) -> None:
+        """Within a replica, a call that was not answered in time is made again."""
+        random.choice(self.world.messages)()
+
+    @rule(random=_RANDOM)
+    def kill(self, random: Random) -> None:
+        """Rarely, or nothing would ever come to its end."""
+        who = random.randrange(15)
+        if who == 2:
+            self.world.kill_decode()
+        elif who < 2:
+            self.world.kill_prefill(who)
+
+    @invariant()
+    def every_block_is_in_one_state(self) -> None:
+        if hasattr(self, "world"):
+            self.world.check()
+
+    def teardown(self) -> None:
+        """Everybody goes away; then nothing is left."""
+        if not hasattr(self, "world"):
+            return
+        for request in list(self.world.decode.requests):
+            self.world.decode.end(request)
+        for prefill, job in self._jobs():
+            prefill.cancel(job)
+        self.world.settle()
+        for link in self.world.links:
+            link.fail("nothing was heard of it in time")
+        self.world.settle()
+        self.world.check_empty()
+
+    def _open_requests(self) -> list[Request]:
+        return [request for request in self.world.decode.requests if request.arrival and not request.unopened]
+
+    def _jobs(self) -> list[tuple[Prefill, Job]]:
+        return [(prefill, job) for prefill in self.world.prefills for job in prefill.jobs]
+
+    def _links_with_frames(self) -> list[Link]:
+        return [link for link in self.world.links if link.frames]
+
+
+_SETTINGS = settings(deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+
+
+def test_both_ends_survive_whatever_happens() -> None:
+    run_state_machine_as_test(Protocol, settings=settings(_SETTINGS, max_examples=60, stateful_step_count=60))
+
+
+@pytest.mark.slow
+def test_both_ends_survive_whatever_happens_for_long() -> None:
+    run_state_machine_as_test(Protocol, settings=settings(_SETTINGS, max_examples=5000, stateful_step_count=100))
