@@ -9,6 +9,7 @@ Both are written in one pipeline, hashes packed 16 bytes each. A replica's set d
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 from redis.asyncio import Redis
@@ -85,15 +86,17 @@ class PrefixIndex:
     def match(self, hashes: Sequence[bytes]) -> dict[str, int]:
         """How many leading blocks of the prefix each replica holds; replicas that hold none are left out."""
         depths: dict[int, int] = {}
-        walking = self._alive
-        for depth, prefix_hash in enumerate(hashes):
-            holding = self._holders.get(prefix_hash, 0) & walking
+        walking, depth = self._alive, 0
+        # Long runs of blocks have the same holders: one step per run, the look-ups and the comparing outside of Python.
+        for holders, run in groupby(map(self._holders.get, hashes)):
+            holding = (holders or 0) & walking
             if holding != walking:
                 if depth:
                     depths[walking & ~holding] = depth
                 walking = holding
             if not walking:
                 break
+            depth += len(list(run))
         if walking and hashes:
             depths[walking] = len(hashes)
         return {replica: depth for replica, bit in self._bits.items() for mask, depth in depths.items() if mask & bit}
