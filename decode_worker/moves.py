@@ -18,9 +18,9 @@ from typing import Any, Protocol
 
 from cluster.errors import HandoffExpired, TransferError
 from cluster.handoff import Handoff
-from decode_worker.group import Choice
 from decode_worker.rank import DecodeRank, begin_order
 from engine.block_manager import BlockManager
+from engine.group import Choice
 from engine.rate import Rate
 from engine.step_message import Orders
 from kvtransfer.departures import Departure, Departures

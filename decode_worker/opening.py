@@ -6,7 +6,7 @@ import time
 
 from cluster.handoff import Handoff
 from cluster.rpc import transfer_pb2 as pb
-from decode_worker.group import Group, Source
+from engine.group import Group, Source
 
 
 def opening_for(group: Group, *, replica: str) -> pb.OpenRequest:

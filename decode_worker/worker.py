@@ -16,13 +16,13 @@ from cluster.messages import tokens_to_proto
 from cluster.request import SampledToken, TokenLogprob
 from cluster.rpc import transfer_pb2
 from cluster.rpc import worker_pb2 as pb
-from decode_worker.group import Choice, Group, Source
 from decode_worker.moves import MoveListener, Moves
 from decode_worker.opening import opening_for, ticket_for
 from decode_worker.rank import DecodeRank
-from decode_worker.scheduler import Scheduler
 from engine.batch import Batch
 from engine.block_manager import BlockManager
+from engine.decode_scheduler import Scheduler
+from engine.group import Choice, Group, Source
 from engine.rate import Rate
 from engine.sampler import SamplingRow, sample
 from engine.sequence import Sequence
@@ -115,7 +115,7 @@ class Decoder:
         if arrival is None:
             return
         group = arrival.owner
-        group.arrival = None
+        del self._awaited[group]
         if group.source is Source.DECODE:
             self._continue(group, arrival)
         elif len(arrival.next_tokens) == group.num_choices:
@@ -229,7 +229,7 @@ class Decoder:
             ttl_s=self._handoff_s,
         )
         expires_at = time.monotonic() + self._handoff_s
-        group.arrival = self._arrivals.open(opening, owner=group, expires_at=expires_at)
+        self._awaited[group] = self._arrivals.open(opening, owner=group, expires_at=expires_at)
         listener.reserved(handoff, opening, group.num_cached)
 
     def _continue(self, group: Group, arrival: Arrival[Group]) -> None:
@@ -315,8 +315,7 @@ class Decoder:
         for choice in group.choices:
             self._moves.cancel(choice, "it has ended")
         self._scheduler.remove(group)
-        if arrival := group.arrival:
-            group.arrival = None
+        if arrival := self._awaited.pop(group, None):
             group.root.blocks = group.root.blocks[: group.num_cached // group.root.block_size]
             self._arrivals.give_up(arrival)
         for sequence in [choice.sequence for choice in group.choices] or [group.root]:
