@@ -50,33 +50,33 @@ struct Desk {
 };
 
 // columns: (2, dim), for the first and the second 16 keys of the tile
-template <int ROWS> inline void score(const float* q, int64_t dim, const Floats* columns, float* scores, int64_t width) {
+template <int ROWS> inline void score(const float* q, int64_t dim, const Floats* columns, float* scores, int64_t stride) {
     Floats sums[ROWS][2] = {};
     for (int64_t d = 0; d < dim; d++)
         for (int r = 0; r < ROWS; r++)
             for (int half = 0; half < 2; half++) sums[r][half] += columns[half * dim + d] * q[r * dim + d];
     for (int r = 0; r < ROWS; r++)
-        for (int half = 0; half < 2; half++) store(scores + r * width + half * LANES, sums[r][half]);
+        for (int half = 0; half < 2; half++) store(scores + r * stride + half * LANES, sums[r][half]);
 }
 
 template <int ROWS, int VECTORS>
-inline void mix(const float* weights, int64_t width, const float* values, float* out, int64_t dim) {
+inline void mix(const float* weights, int64_t stride, const float* values, float* out, int64_t dim) {
     Floats sums[ROWS][VECTORS];
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < VECTORS; v++) sums[r][v] = load<Floats>(out + r * dim + v * LANES);
     for (int key = 0; key < KEYS; key++)
         for (int v = 0; v < VECTORS; v++) {
             const Floats value = load<Floats>(values + key * dim + v * LANES);
-            for (int r = 0; r < ROWS; r++) sums[r][v] += value * weights[r * width + key];
+            for (int r = 0; r < ROWS; r++) sums[r][v] += value * weights[r * stride + key];
         }
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < VECTORS; v++) store(out + r * dim + v * LANES, sums[r][v]);
 }
 
-template <int ROWS> inline void mix_all(const float* weights, int64_t width, const float* values, float* out, int64_t dim) {
+template <int ROWS> inline void mix_all(const float* weights, int64_t stride, const float* values, float* out, int64_t dim) {
     int64_t d = 0;
-    for (; d + 4 * LANES <= dim; d += 4 * LANES) mix<ROWS, 4>(weights, width, values + d, out + d, dim);
-    for (; d < dim; d += LANES) mix<ROWS, 1>(weights, width, values + d, out + d, dim);
+    for (; d + 4 * LANES <= dim; d += 4 * LANES) mix<ROWS, 4>(weights, stride, values + d, out + d, dim);
+    for (; d < dim; d += LANES) mix<ROWS, 1>(weights, stride, values + d, out + d, dim);
 }
 
 // F(6) as often as six rows are left, then F(3), then F(1); `row` is the first of them.
@@ -92,6 +92,7 @@ struct Work {
     const Piece& piece;
     Desk& desk;
     int64_t dim, rows, first, end, width;  // head_dim in whole vectors; keys [first, end), first in whole tiles
+    int64_t stride;                        // of a row of scores: beyond its width, lest all rows meet in the same cache sets
 
     Work(const Attention& a, const Piece& piece, Desk& desk) : a(a), piece(piece), desk(desk) {
         const int64_t lowest = a.window ? std::max<int64_t>(0, piece.position - a.window + 1) : 0;
@@ -100,9 +101,10 @@ struct Work {
         first = lowest / KEYS * KEYS;
         end = piece.position + piece.count;
         width = round_up(end - first, KEYS);
+        stride = width + LANES;
         desk.q.assign(rows * dim, 0.0f);
         desk.out.assign(rows * dim, 0.0f);
-        desk.scores.resize(rows * width);
+        desk.scores.resize(rows * stride);
         desk.tile.assign(KEYS * dim, 0.0f);
         desk.columns.resize(2 * dim);
     }
@@ -118,7 +120,7 @@ struct Work {
             for (int64_t d = 0; d < a.pool.head_dim; d++) desk.q[r * dim + d] = widen(a.q[head(r, a.q_stride) + d]) * scale;
         for (int64_t key = first; key < end; key += KEYS) score_tile(key);
         std::vector<float>& sums = desk.q;  // the queries have done their part
-        for (int64_t r = 0; r < rows; r++) sums[r] = softmax(&desk.scores[r * width]);
+        for (int64_t r = 0; r < rows; r++) sums[r] = softmax(&desk.scores[r * stride]);
         for (int64_t key = first; key < end; key += KEYS) mix_tile(key);
         for (int64_t r = 0; r < rows; r++)
             for (int64_t d = 0; d < a.pool.head_dim; d++)
@@ -147,10 +149,10 @@ struct Work {
                 for (int k = 0; k < LANES; k++) desk.columns[half * dim + d + k] = square[k];
             }
         float* scores = &desk.scores[key - first];
-#define SCORE(N) score<N>(&desk.q[row * dim], dim, desk.columns.data(), scores + row * width, width)
+#define SCORE(N) score<N>(&desk.q[row * dim], dim, desk.columns.data(), scores + row * stride, stride)
         FOR_ROWS(rows, row, SCORE)
 #undef SCORE
-        for (int64_t r = 0; r < rows; r++) hide(scores + r * width, key, position(r));
+        for (int64_t r = 0; r < rows; r++) hide(scores + r * stride, key, position(r));
     }
 
     // Keys behind the query, or too far before it.
@@ -181,7 +183,7 @@ struct Work {
     void mix_tile(int64_t key) {
         read_tile(key, 1);
         const float* weights = &desk.scores[key - first];
-#define MIX(N) mix_all<N>(weights + row * width, width, desk.tile.data(), &desk.out[row * dim], dim)
+#define MIX(N) mix_all<N>(weights + row * stride, stride, desk.tile.data(), &desk.out[row * dim], dim)
         FOR_ROWS(rows, row, MIX)
 #undef MIX
     }
