@@ -101,7 +101,8 @@ async def test_a_move_that_fails_leaves_the_sequence_where_it_was(
         nowhere = pb.Handoff(
             id="h", epoch=1, ranks=["127.0.0.1:1"], num_tokens=len(asked), max_tokens=10_000, ttl_s=5.0
         )
-        request = pb.MigrateRequest(router="router-0", stream=1, handoff=nowhere)
+        [stream] = seen._sinks
+        request = pb.MigrateRequest(router="router-0", stream=stream, handoff=nowhere)
         failed = await stub.Migrate(request, timeout=5)
         assert not failed.moved and "127.0.0.1:1" in failed.reason
         abandoned = stub.Migrate(request)  # nobody waits for this one
