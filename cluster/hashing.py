@@ -34,8 +34,9 @@ def block_hashes(root: bytes, token_ids: Sequence[int], *, block_size: int, afte
     num_full = len(token_ids) // block_size
     hashes: list[bytes] = []
     parent = root
-    pack = struct.Struct(f"<{block_size}i").pack
-    for start in range(after * block_size, num_full * block_size, block_size):
-        parent = blake2b(parent + pack(*token_ids[start : start + block_size]), digest_size=HASH_BYTES).digest()
+    num_new = max(0, num_full - after) * block_size
+    packed = struct.pack(f"<{num_new}i", *token_ids[after * block_size : after * block_size + num_new])
+    for start in range(0, len(packed), 4 * block_size):
+        parent = blake2b(parent + packed[start : start + 4 * block_size], digest_size=HASH_BYTES).digest()
         hashes.append(parent)
     return hashes

@@ -9,6 +9,7 @@ Both are written in one pipeline, hashes packed 16 bytes each. A replica's set d
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 from redis.asyncio import Redis
@@ -32,12 +33,16 @@ class PrefixIndex:
         self._bits: dict[str, int] = {}
         self._next_bit = 0
         self._alive = 0
+        self._expected: dict[str, set[bytes]] = {}  # what is stored here already, though it is yet to be computed
 
     def __len__(self) -> int:
         return len(self._holders)
 
     def store(self, replica: str, hashes: Iterable[bytes]) -> None:
         """`replica` holds these blocks."""
+        if expected := self._expected.get(replica):
+            hashes = list(hashes)
+            expected.difference_update(hashes)
         bit = self._bit(replica)
         for prefix_hash in hashes:
             self._holders[prefix_hash] = self._holders.get(prefix_hash, 0) | bit
@@ -51,8 +56,26 @@ class PrefixIndex:
             else:
                 self._holders.pop(prefix_hash, None)
 
+    def expect(self, replica: str, hashes: Sequence[bytes]) -> None:
+        """`replica` was given a prompt of these blocks: whoever comes meanwhile may count on them.
+
+        When that prompt is done with, `settle` it.
+        """
+        bit = self._bit(replica)
+        new = [prefix_hash for prefix_hash in hashes if not self._holders.get(prefix_hash, 0) & bit]
+        self.store(replica, new)
+        self._expected.setdefault(replica, set()).update(new)
+
+    def settle(self, replica: str, hashes: Iterable[bytes]) -> None:
+        """What was expected of these blocks and has not come is forgotten; what came has been stored."""
+        if expected := self._expected.get(replica):
+            missing = expected.intersection(hashes)
+            expected -= missing
+            self.remove(replica, missing)
+
     def drop(self, replica: str) -> None:
         """`replica` is gone, or starts again with nothing."""
+        self._expected.pop(replica, None)
         if bit := self._bits.pop(replica, None):
             self._alive &= ~bit
             if not self._alive:
@@ -63,15 +86,17 @@ class PrefixIndex:
     def match(self, hashes: Sequence[bytes]) -> dict[str, int]:
         """How many leading blocks of the prefix each replica holds; replicas that hold none are left out."""
         depths: dict[int, int] = {}
-        walking = self._alive
-        for depth, prefix_hash in enumerate(hashes):
-            holding = self._holders.get(prefix_hash, 0) & walking
+        walking, depth = self._alive, 0
+        # Long runs of blocks have the same holders: one step per run, the look-ups and the comparing outside of Python.
+        for holders, run in groupby(map(self._holders.get, hashes)):
+            holding = (holders or 0) & walking
             if holding != walking:
                 if depth:
                     depths[walking & ~holding] = depth
                 walking = holding
             if not walking:
                 break
+            depth += len(list(run))
         if walking and hashes:
             depths[walking] = len(hashes)
         return {replica: depth for replica, bit in self._bits.items() for mask, depth in depths.items() if mask & bit}

@@ -19,6 +19,7 @@ Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Port = Annotated[int, Field(ge=1, le=65_535)]
 DType = Literal["bfloat16", "float16", "float32"]
 Weights = Literal["as_stored", "int8", "quantized"]
+Policy = Literal["cost", "prefix", "least_loaded", "round_robin"]
 
 
 class _Section(BaseModel):
@@ -85,6 +86,7 @@ class RouterSpec(_Section):
     host: str = "127.0.0.1"  # where both doors listen; 0.0.0.0 opens them to the network
     grpc_port: Port = 50051
     http_port: Port = 8000
+    policy: Policy = "cost"  # the others are there for comparison
     max_local_prefill: Annotated[int, Field(ge=0)] = 16  # uncached prompt tokens that decode may compute itself
     max_waiting: Annotated[int, Field(ge=1)] = 1024  # requests queued in one router; one tenant may have half of it
 

@@ -19,10 +19,10 @@ from cluster.replica_service import ReplicaService
 from cluster.request import Role, SequenceRequest
 from cluster.rpc import transfer_pb2, transfer_pb2_grpc, worker_pb2_grpc
 from decode_worker.rank import DecodeRank
-from decode_worker.scheduler import Scheduler
 from decode_worker.server import DecodeServicer, Serving
 from decode_worker.worker import Decoder
 from engine.block_manager import BlockManager
+from engine.decode_scheduler import Scheduler
 from engine.load import device_for, load_runner, max_tokens_of, set_threads
 from engine.runner import ModelRunner
 from engine.sequence import Sequence

@@ -18,8 +18,8 @@ from cluster.request import SequenceRequest
 from cluster.rpc import transfer_pb2
 from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
-from decode_worker.group import Group, Source
 from decode_worker.worker import Decoder
+from engine.group import Group, Source
 from engine.sequence import Sequence
 from kvtransfer.passage import Shipment
 from kvtransfer.peers import Peers

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
+
+from engine.eviction import Eviction, LeastRecentlyUsed, Origin
 
 # The life of a block:
 #
 #     free ──allocate──> held ──free, no hash──> free
 #                        │ └──free, sealed──> cached ──allocate, by hash──> held
-#                        │                     └──evicted, least recently used first──> held by someone else
+#                        │                     └──evicted, worth least first──> held by someone else
 #                        └──quarantine──> quarantined ──release──> free
 #
 # free + held + cached + quarantined == total, always.
@@ -19,14 +21,16 @@ class BlockManager:
     """The block tables of one replica. Owned by the step thread; its ranks' pools all follow it.
 
     Blocks are counted by reference: sequences that share a prefix hold the same blocks. A full block whose content is
-    final can be sealed under its prefix hash; then it outlives its sequences until the space is needed.
+    final can be sealed under its prefix hash; then it outlives its sequences until the space is needed. Whose space is
+    taken first, `eviction` decides; it belongs to this manager alone.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, eviction: Eviction | None = None) -> None:
         self.num_blocks = num_blocks
         self._free: deque[int] = deque(range(num_blocks))
         self._refs: dict[int, int] = {}  # held blocks
-        self._cached: OrderedDict[int, None] = OrderedDict()  # sealed and held by nobody, least recently used first
+        self._cached: Eviction = LeastRecentlyUsed() if eviction is None else eviction  # sealed and held by nobody
+        self._origins: dict[int, Origin] = {}  # held blocks that were not found in the cache
         self._quarantined: set[int] = set()
         self._hash_of: dict[int, bytes] = {}  # sealed blocks, held or cached
         self._block_of: dict[bytes, int] = {}
@@ -61,9 +65,11 @@ class BlockManager:
             return None
         num_matched = self.match(hashes[:num_blocks])
         matched = [self._block_of[prefix_hash] for prefix_hash in hashes[:num_matched]]
-        for block in matched:
-            self._hold(block)
-        return matched + self._take(num_blocks - num_matched), num_matched
+        for block, prefix_hash in zip(matched, hashes, strict=False):
+            self._cached.used(block, prefix_hash)
+            self._refs[block] = self._refs.get(block, 0) + 1
+        origin = self._cached.origin_after(hashes[num_matched - 1] if num_matched else None)
+        return matched + self._take(num_blocks - num_matched, origin), num_matched
 
     def num_needed(self, hashes: Sequence[bytes], num_blocks: int) -> int:
         """How many of the available blocks `allocate` would take: all but those that a sequence already holds."""
@@ -72,12 +78,36 @@ class BlockManager:
         return num_blocks - num_held
 
     def extend(self, blocks: list[int], num_blocks: int) -> bool:
-        """Append blocks to a table until it has `num_blocks`; False, taking nothing, if there is no room."""
+        """Append blocks to a sequence's table, for what it generates, until it has `num_blocks`.
+
+        False, taking nothing, if there is no room.
+        """
         missing = num_blocks - len(blocks)
         if missing > self.num_available:
             return False
-        blocks += self._take(max(0, missing))
+        blocks += self._take(max(0, missing), Origin.GENERATED)
         return True
+
+    def restore(self, hashes: Sequence[bytes]) -> list[int] | None:
+        """Take a block for each of these hashes, sealing those that are not here yet: their content comes from
+        elsewhere, and the caller sees to it. Returns the blocks, held; None, taking nothing, if there is no room.
+        """
+        here = [prefix_hash for prefix_hash in hashes if prefix_hash in self._block_of]
+        missing = [prefix_hash for prefix_hash in hashes if prefix_hash not in self._block_of]
+        if (
+            len(missing) + sum(self._block_of[prefix_hash] not in self._refs for prefix_hash in here)
+            > self.num_available
+        ):
+            return None
+        for prefix_hash in here:
+            block = self._block_of[prefix_hash]
+            self._cached.used(block, prefix_hash)
+            self._refs[block] = self._refs.get(block, 0) + 1
+        for prefix_hash, block in zip(missing, self._take(len(missing), Origin.CONTINUED), strict=True):
+            self._hash_of[block], self._block_of[prefix_hash] = prefix_hash, block
+            self._cached.restored(prefix_hash)
+            self._changes[prefix_hash] = True
+        return [self._block_of[prefix_hash] for prefix_hash in hashes]
 
     def share(self, blocks: Iterable[int]) -> None:
         """Take one more reference to each of these held blocks: a sequence forks."""
@@ -95,6 +125,7 @@ class BlockManager:
             return
         self._hash_of[block] = prefix_hash
         self._block_of[prefix_hash] = block
+        self._cached.sealed(prefix_hash)
         self._changes[prefix_hash] = True
 
     def free(self, blocks: Sequence[int]) -> None:
@@ -104,16 +135,26 @@ class BlockManager:
         """
         for block in reversed(blocks):
             if self._drop(block):
-                if block in self._hash_of:
-                    self._cached[block] = None
+                if prefix_hash := self._hash_of.get(block):
+                    self._cached.add(block, prefix_hash, self._origins.pop(block, Origin.FIRST))
                 else:
+                    self._origins.pop(block, None)
                     self._free.append(block)
+
+    def spare(self, hashes: Iterable[bytes]) -> None:
+        """Another replica holds these blocks too: where nobody here needs them, let them go early."""
+        for prefix_hash in hashes:
+            block = self._block_of.get(prefix_hash)
+            if block is not None and block in self._cached:
+                self._cached.spare(block)
 
     def quarantine(self, blocks: Iterable[int]) -> None:
         """Drop one reference to each block, and keep those that nobody else holds from being used again until
         `release`: a peer may still write to them."""
         for block in blocks:
             if self._drop(block):
+                self._origins.pop(block, None)
+                self._cached.forget(self._hash_of.get(block, b""))
                 self._forget(block)
                 self._quarantined.add(block)
 
@@ -140,7 +181,8 @@ class BlockManager:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every block is in exactly one state and the hash tables mirror each other."""
-        states = [set(self._free), set(self._refs), set(self._cached), self._quarantined]
+        cached = {block for block in self._hash_of if block in self._cached}
+        states = [set(self._free), set(self._refs), cached, self._quarantined]
         union = set().union(*states)
         assert len(self._free) == len(set(self._free)), "a block is free twice"
         assert sum(map(len, states)) == len(union) == self.num_blocks, (
@@ -148,11 +190,9 @@ class BlockManager:
         )
         assert all(count > 0 for count in self._refs.values()), "held without a reference"
         assert {h: b for b, h in self._hash_of.items()} == self._block_of, "hash tables disagree"
-        assert set(self._cached) <= set(self._hash_of) <= set(self._cached) | set(self._refs), "sealed in a wrong state"
-
-    def _hold(self, block: int) -> None:
-        self._cached.pop(block, None)
-        self._refs[block] = self._refs.get(block, 0) + 1
+        assert len(self._cached) == len(cached), "an evictable block is not sealed"
+        assert set(self._hash_of) <= cached | set(self._refs), "sealed in a wrong state"
+        assert set(self._origins) <= set(self._refs), "an origin is known of a block that nobody holds"
 
     def _drop(self, block: int) -> bool:
         """Drop one reference; True if it was the last."""
@@ -162,13 +202,14 @@ class BlockManager:
         del self._refs[block]
         return True
 
-    def _take(self, count: int) -> list[int]:
+    def _take(self, count: int, origin: Origin) -> list[int]:
         blocks = [self._free.popleft() if self._free else self._evict() for _ in range(count)]
         self._refs.update(dict.fromkeys(blocks, 1))
+        self._origins.update(dict.fromkeys(blocks, origin))
         return blocks
 
     def _evict(self) -> int:
-        block, _ = self._cached.popitem(last=False)
+        block = self._cached.pop()
         self._forget(block)
         return block
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from cluster.hashing import block_hashes, root_hash
 from cluster.request import SampledToken, SequenceRequest, TokenLogprob, choice_seed, finish_reason
 from engine.batch import Row
@@ -15,7 +17,17 @@ class Sequence:
     of exactly its last token.
     """
 
-    def __init__(self, request: SequenceRequest, choice: int, *, model: str, block_size: int, max_context: int) -> None:
+    def __init__(
+        self,
+        request: SequenceRequest,
+        choice: int,
+        *,
+        model: str,
+        block_size: int,
+        max_context: int,
+        hashes: Iterable[bytes] = (),
+    ) -> None:
+        """hashes: those of the leading full blocks, as far as somebody has worked them out before."""
         self.request = request
         self.choice = choice
         self.seed = choice_seed(request.sampling.seed, choice)
@@ -26,7 +38,7 @@ class Sequence:
         self.block_size = block_size
         self.model = model
         self._root = root_hash(model, adapter=request.adapter, salt=request.salt)
-        self._hashes: list[bytes] = []  # of the full blocks of `tokens`, as far as they have been asked for
+        self._hashes = list(hashes)  # of the full blocks of `tokens`, as far as they have been asked for
         self._num_sealed = 0
 
     @property
@@ -43,6 +55,14 @@ class Sequence:
         parent = self._hashes[-1] if self._hashes else self._root
         self._hashes += block_hashes(parent, self.tokens, block_size=self.block_size, after=len(self._hashes))
         return self._hashes
+
+    def is_behind(self, others: Iterable[Sequence], blocks: BlockManager) -> bool:
+        """One of `others`, which are being computed, will seal the first block that this one would not find now."""
+        hashes = self.hashes()
+        depth = blocks.match(hashes)
+        if depth == len(hashes):
+            return False
+        return any(hashes[depth] in other.hashes()[depth : depth + 1] for other in others)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -18,6 +18,7 @@ from cluster.request import Role, SequenceRequest
 from cluster.rpc import transfer_pb2, transfer_pb2_grpc, worker_pb2_grpc
 from engine.block_manager import BlockManager
 from engine.load import device_for, load_runner, max_tokens_of, set_threads
+from engine.prefill_scheduler import Scheduler
 from engine.runner import ModelRunner
 from engine.sequence import Sequence
 from kvtransfer.passage import Shipment
@@ -25,7 +26,6 @@ from kvtransfer.peers import Peers, open_gang
 from kvtransfer.rank_servicer import RankServicer
 from kvtransfer.sender import Sender
 from prefill_worker.rank import PrefillRank
-from prefill_worker.scheduler import Scheduler
 from prefill_worker.server import PrefillServicer, Serving
 from prefill_worker.worker import Prefiller
 

@@ -16,9 +16,9 @@ from cluster.replica_service import ReplicaService
 from cluster.request import SampledToken, SequenceRequest
 from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
+from engine.prefill_scheduler import Job
 from engine.sequence import Sequence
 from kvtransfer.passage import Shipment
-from prefill_worker.scheduler import Job
 from prefill_worker.worker import Prefiller
 
 _Context = aio.ServicerContext[Any, Any]

@@ -14,13 +14,13 @@ from cluster.request import SampledToken
 from cluster.rpc import worker_pb2 as pb
 from engine.batch import Batch
 from engine.block_manager import BlockManager
+from engine.prefill_scheduler import Job, Scheduler
 from engine.rate import Rate
 from engine.sampler import SamplingRow, sample
 from kvtransfer.departures import Departures
 from kvtransfer.passage import Key, Shipment
 from kvtransfer.plan import sending_ranks
 from prefill_worker.rank import PrefillRank, begin_order
-from prefill_worker.scheduler import Job, Scheduler
 
 logger = logging.getLogger(__name__)
 

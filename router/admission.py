@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from cluster.errors import CapacityError
 
 _MIN_RETRY_S = 0.5  # sooner, a client would only find the same queue
+_CAUTION = 0.5  # of the time that a request has: predictions err, and when its turn has come it still has to be served
 _MEASURED = 32  # admissions from which the rate is taken
 _MIN_MEASURED = 4
 
@@ -67,10 +68,10 @@ class AdmissionQueue:
                 f"{self._num_waiting} requests are waiting already", retry_after_s=self._retry_s(ticket, 0.0)
             )
         wait_s = self.wait_s(ticket)
-        if wait_s > within_s:
+        if wait_s > _CAUTION * within_s:
             raise CapacityError(
                 f"it would wait {wait_s:.1f} s for its turn, and has {within_s:.1f} s",
-                retry_after_s=self._retry_s(ticket, within_s),
+                retry_after_s=self._retry_s(ticket, _CAUTION * within_s),
             )
         tenant = self._tenants.setdefault(ticket.tenant, _Tenant(due=self._virtual_time))
         if not self._num_waiting:

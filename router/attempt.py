@@ -162,9 +162,10 @@ class Attempt:
         num_tokens = await move.run(sequence)
         if num_tokens is None:
             return
-        assert move.lease
-        held = self._spawn(self._hold(move.lease, target.replica))
-        held.add_done_callback(lambda _: move.lease.cancel())  # also when it is cancelled before it has begun
+        lease = move.lease
+        assert lease
+        held = self._spawn(self._hold(lease, target.replica))
+        held.add_done_callback(lambda _: lease.cancel())  # also when it is cancelled before it has begun
         self._leases.append(held)
         while choice in self._unfinished and len(self._request.token_ids) + len(self._emitted[choice]) < num_tokens:
             self._arrived.clear()

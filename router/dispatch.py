@@ -5,19 +5,21 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from cluster.errors import CapacityError, ClusterError, ContextLengthExceeded
 from cluster.hashing import block_hashes, root_hash
 from cluster.metrics import Metrics
 from cluster.request import Role, SequenceRequest
+from cluster.timing import StepTiming
 from router.admission import Ticket
 from router.attempt import Pair, may_retry
+from router.decisions import Decisions
 from router.gate import Gate
 from router.generation import Generation
 from router.move import Place
-from router.policy import Demand, Option, ReplicaView, options
+from router.policy import Demand, Option, Policy, ReplicaView
 from router.relay import Relay
 from router.replicas import Replica, Replicas
 from router.room import AnswerLength, DecodeLoad, decode_has_room, prefill_has_room
@@ -34,6 +36,12 @@ class _Need:
     num_blocks: int  # with the answer that is predicted
 
 
+_DEFAULT_PREFILL_TOKENS_PER_S = 1000.0
+_DEFAULT_STEP_S = 0.02
+_DEFAULT_LINK_BYTES_PER_S = 1e9
+_ANY_LENGTH = 1 << 30  # the measured rates know nothing of chunks
+
+
 class Dispatch:
     """Chooses replicas and serves requests on them. One per router; lives on the event loop."""
 
@@ -43,12 +51,15 @@ class Dispatch:
         *,
         router: str,
         model: str,
+        policy: Policy,
         max_local_tokens: int,
         queue_s: float,
         max_waiting: int,
         metrics: Metrics,
     ) -> None:
         """model: fingerprint, as in the prefix hashes. queue_s: how long a request may wait for a replica with room."""
+        self.decisions = Decisions()
+        self._policy = policy
         self.router = router
         self._replicas = replicas
         self._model = model
@@ -107,6 +118,14 @@ class Dispatch:
             pair.decode.promised_streams -= pair.promised_streams
         self._gate.wake()
 
+    def expect(self, request: SequenceRequest, replica: Replica | None) -> Callable[[], None]:
+        """`replica` is about to compute this prompt: let its siblings know. Call what is returned when it is over."""
+        if replica is None:
+            return lambda: None
+        id, hashes = replica.id, self._hashes(request, replica.member.block_size)
+        self._replicas.index.expect(id, hashes)
+        return lambda: self._replicas.index.settle(id, hashes)
+
     def next_prefill(self, request: SequenceRequest, decode: Replica | None, *, avoid: set[str]) -> Replica | None:
         """Another prefill replica for a request whose decode replica is chosen already."""
         prefills = [replica for replica in self._replicas.usable(Role.PREFILL) if replica.id not in avoid]
@@ -143,11 +162,14 @@ class Dispatch:
         found = self._options(need, prefills, decodes, avoid=avoid)
         if needs_room:
             found = [option for option in found if option.prefill is None or self._has_room(option.prefill)]
-        return self._pair(need, found[0]) if found else None
+        if not found:
+            return None
+        self.decisions.add(need.request.id, found)
+        return self._pair(need, found[0])
 
     def _options(
         self, need: _Need, prefills: list[Replica], decodes: list[Replica], *, avoid: set[str]
-    ) -> list[Option]:
+    ) -> Sequence[Option]:
         request = need.request
         decodes = [replica for replica in decodes if len(request.token_ids) < replica.member.max_tokens]
         if not decodes:
@@ -160,11 +182,16 @@ class Dispatch:
             bytes_per_token=member.bytes_per_token,
             max_local_tokens=self._max_local_tokens,
         )
-        return options(
+        usual = _Usual.of([*prefills, *decodes])
+        return self._policy.options(
             demand,
-            [_view(replica, depths) for replica in _preferred(prefills, avoid)],
-            [_view(replica, depths) for replica in _preferred(decodes, avoid)],
+            [_view(replica, depths, usual) for replica in _preferred(prefills, avoid)],
+            [_view(replica, depths, usual) for replica in _preferred(decodes, avoid)],
         )
+
+    def _hashes(self, request: SequenceRequest, block_size: int) -> list[bytes]:
+        root = root_hash(self._model, adapter=request.adapter, salt=request.salt)
+        return block_hashes(root, request.token_ids, block_size=block_size)
 
     def _pair(self, need: _Need, option: Option) -> Pair:
         request = need.request
@@ -183,13 +210,11 @@ class Dispatch:
         if not members:
             return _Need(request, [], 0)
         block_size = members[0].block_size
-        root = root_hash(self._model, adapter=request.adapter, salt=request.salt)
         predicted = self._predicted_tokens(request)
         prompt_blocks = len(request.token_ids) // block_size
         # Choices share the full blocks of the prompt.
         per_choice = -(-(len(request.token_ids) + predicted) // block_size) - prompt_blocks
-        hashes = block_hashes(root, request.token_ids, block_size=block_size)
-        return _Need(request, hashes, prompt_blocks + per_choice * len(request.choices))
+        return _Need(request, self._hashes(request, block_size), prompt_blocks + per_choice * len(request.choices))
 
     def _predicted_tokens(self, request: SequenceRequest) -> int:
         return self._answers.predict(max(1, request.sampling.max_tokens - request.num_generated))
@@ -225,20 +250,49 @@ def _decode_has_room(replica: Replica, *, num_blocks: int, num_streams: int) -> 
     return decode_has_room(load, num_blocks=num_blocks, num_streams=num_streams)
 
 
-def _view(replica: Replica, depths: dict[str, int]) -> ReplicaView:
+@dataclass(frozen=True)
+class _Usual:
+    """What to assume of a replica that has not measured something yet: what the others have, or a default."""
+
+    prefill_tokens_per_s: float
+    step_s: float
+    link_bytes_per_s: float
+
+    @classmethod
+    def of(cls, replicas: Sequence[Replica]) -> _Usual:
+        statuses = [replica.status for replica in replicas]
+        return cls(
+            _mean([status.prefill_tokens_per_s for status in statuses], _DEFAULT_PREFILL_TOKENS_PER_S),
+            _mean([status.decode_step_s for status in statuses], _DEFAULT_STEP_S),
+            _mean([status.link_bytes_per_s for status in statuses], _DEFAULT_LINK_BYTES_PER_S),
+        )
+
+
+def _view(replica: Replica, depths: dict[str, int], usual: _Usual) -> ReplicaView:
     status, member = replica.status, replica.member
+    cached_tokens = depths.get(replica.id, 0) * member.block_size
+    token_s = 1 / (status.prefill_tokens_per_s or usual.prefill_tokens_per_s)
+    # What we have sent and it has not reported yet counts too.
+    queued_tokens = max(status.queued_tokens, replica.pending_tokens)
     return ReplicaView(
         replica=replica.id,
-        cached_tokens=depths.get(replica.id, 0) * member.block_size,
-        # What we have sent and it has not reported yet counts too.
-        queued_tokens=max(status.queued_tokens, replica.pending_tokens),
+        cached_tokens=cached_tokens,
+        stored_tokens=cached_tokens,
+        queue_s=queued_tokens * token_s,
         num_streams=max(status.running + status.waiting, replica.num_requests),
         num_blocks=member.num_blocks,
         available_blocks=status.blocks_free + status.blocks_cached,
-        prefill_tokens_per_s=status.prefill_tokens_per_s,
-        step_s=status.decode_step_s,
-        link_bytes_per_s=status.link_bytes_per_s,
+        # A prefill step is taken to have a decode step's constant part, until workers report their own.
+        timing=StepTiming(base_s=status.decode_step_s or usual.step_s, token_s=token_s),
+        max_batch_tokens=_ANY_LENGTH,
+        link_bytes_per_s=status.link_bytes_per_s or usual.link_bytes_per_s,
     )
+
+
+def _mean(values: Sequence[float], default: float) -> float:
+    """Of what was measured."""
+    measured = [value for value in values if value > 0]
+    return sum(measured) / len(measured) if measured else default
 
 
 def _preferred(replicas: list[Replica], avoid: Iterable[str]) -> list[Replica]:

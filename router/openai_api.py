@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from pydantic import ValidationError
@@ -35,10 +35,12 @@ def create_app(
     *,
     health: Callable[[], Mapping[str, int]],
     metrics: Callable[[], bytes],
+    explain_route: Callable[[str], Mapping[str, Any]] | None = None,
     proxy_sets_request_id: bool = False,
     max_body_s: float = 60.0,
 ) -> FastAPI:
-    """The ASGI application. health: usable replicas by role. metrics: Prometheus's text.
+    """The ASGI application. health: usable replicas by role. metrics: Prometheus's text. explain_route: why the
+    requests of an id went where they went; empty when that is not known.
 
     proxy_sets_request_id: what stands in front puts X-Request-Id on answers, as Ray Serve's proxy does; we do not.
     max_body_s: how long a client may take to send its request.
@@ -60,6 +62,11 @@ def create_app(
     @app.get("/metrics")
     async def report_metrics() -> Response:
         return Response(metrics(), headers={"content-type": CONTENT_TYPE})
+
+    @app.get("/debug/routes/{request_id}")
+    async def report_route(request_id: str) -> Response:
+        found = explain_route(request_id) if explain_route else {}
+        return JSONResponse(found, status_code=200 if found else 404)
 
     return app
 

@@ -147,11 +147,14 @@ class Relay:
             next_place=lambda: self._dispatch.next_place(request),
         )
         self._attempts |= dict.fromkeys(request.choices, attempt)
+        settle = self._dispatch.expect(request, pair.prefill or pair.decode)
         try:
             await attempt.run()
         except ClusterError:
             avoid |= used
             raise
+        finally:
+            settle()
 
     def _continuation(self, choices: tuple[int, ...]) -> SequenceRequest:
         """What is still to be done for these choices, which have equally many tokens: one choice, or none yet."""

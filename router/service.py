@@ -24,6 +24,7 @@ from router.dispatch import Dispatch
 from router.grpc_api import GrpcDoor, open_grpc_door
 from router.model_card import ModelCard
 from router.openai_api import create_app
+from router.plain_policies import make_policy
 from router.replicas import Replicas
 from router.tokenizer import Tokenizer
 
@@ -36,8 +37,11 @@ _WATCH_S = 1.0
 class RouterService:
     """Open it with `open`, on the event loop that will serve it."""
 
-    def __init__(self, completions: Completions, replicas: Replicas, metrics: Metrics, door: GrpcDoor) -> None:
+    def __init__(
+        self, completions: Completions, dispatch: Dispatch, replicas: Replicas, metrics: Metrics, door: GrpcDoor
+    ) -> None:
         self._completions = completions
+        self._dispatch = dispatch
         self._replicas = replicas
         self._metrics = metrics
         self._door = door
@@ -55,6 +59,7 @@ class RouterService:
             replicas,
             router=router,
             model=model_config.fingerprint(model_dir),
+            policy=make_policy(spec.router.policy),
             max_local_tokens=spec.router.max_local_prefill,
             queue_s=spec.timeouts.queue_s,
             max_waiting=spec.router.max_waiting,
@@ -78,7 +83,7 @@ class RouterService:
             completions, host=spec.router.host, port=spec.router.grpc_port, is_port_shared=spec.router.replicas > 1
         )
         replicas.start()
-        service = cls(completions, replicas, metrics, door)
+        service = cls(completions, dispatch, replicas, metrics, door)
         metrics.watch(service._statuses)
         logger.info("router open router=%s grpc=%s:%d", router, spec.router.host, door.port)
         return service
@@ -97,6 +102,7 @@ class RouterService:
             self._completions,
             health=self.health,
             metrics=self._metrics.render,
+            explain_route=self._dispatch.decisions.explain,
             proxy_sets_request_id=proxy_sets_request_id,
         )
 

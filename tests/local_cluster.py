@@ -25,6 +25,7 @@ from cluster.request import Role, SampledToken, Sampling, SequenceRequest
 from cluster.spec import Spec, parse_spec
 from router.dispatch import Dispatch
 from router.generation import Route
+from router.plain_policies import make_policy
 from router.replicas import Replicas
 from tests.rank_in_process import Fault, RankInProcess
 
@@ -142,6 +143,7 @@ async def local_cluster(
         replicas,
         router="router-0",
         model=fingerprint,
+        policy=make_policy(spec.router.policy),
         max_local_tokens=spec.router.max_local_prefill,
         queue_s=spec.timeouts.queue_s,
         max_waiting=spec.router.max_waiting,

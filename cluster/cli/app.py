@@ -12,7 +12,7 @@ import sys
 
 import typer
 
-from cluster.cli import bench, chaos, deploy, generate, operate, quality, status
+from cluster.cli import bench, chaos, deploy, explain, generate, operate, plan, quality, simulate, status
 from cluster.errors import ClusterError
 
 app = typer.Typer(
@@ -31,7 +31,10 @@ for command in (
     deploy.down,
     generate.generate,
     generate.chat,
+    explain.explain,
     chaos.chaos,
+    simulate.simulate,
+    plan.plan,
     quality.quantize,
 ):
     app.command()(command)

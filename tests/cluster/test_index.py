@@ -132,3 +132,17 @@ async def test_following_waits_for_news(redis: Redis) -> None:
     await IndexWriter(redis, name="c", replica="a").publish(stored=_HASHES[:1], removed=[])
     await asyncio.wait_for(waiting, 3)
     assert index.match(_HASHES) == {"a": 1}
+
+
+def test_what_is_expected_counts_until_it_is_settled() -> None:
+    index = PrefixIndex()
+    index.store("a", _HASHES[:2])
+    index.expect("a", _HASHES[:5])
+    assert index.match(_HASHES) == {"a": 5}
+    index.store("a", _HASHES[2:4])
+    index.settle("a", _HASHES[:5])
+    assert index.match(_HASHES) == {"a": 4}
+    index.expect("a", _HASHES[:8])
+    index.drop("a")
+    index.settle("a", _HASHES[:8])
+    assert index.match(_HASHES) == {}

@@ -78,13 +78,13 @@ def test_one_tenant_leaves_half_of_the_queue_to_others() -> None:
 def test_a_turn_that_would_come_too_late_is_refused_with_a_hint() -> None:
     queue = _busy()
     for _ in range(4):
-        queue.add(Ticket("x", 0, 10.0), within_s=10.0, now=10.0)
+        queue.add(Ticket("x", 0, 10.0), within_s=20.0, now=10.0)
     assert queue.wait_s(Ticket("x", 0, 10.0)) == pytest.approx(5.0)
     with pytest.raises(CapacityError, match=r"it would wait 5\.0 s for its turn, and has 2\.0 s") as refused:
         queue.add(Ticket("x", 0, 10.0), within_s=2.0, now=10.0)
-    assert refused.value.retry_after_s == pytest.approx(3.0)
-    queue.add(Ticket("x", -1, 10.0), within_s=2.0, now=10.0)  # it goes before them
-    queue.add(Ticket("y", 0, 10.0), within_s=2.0, now=10.0)  # it has a share of its own
+    assert refused.value.retry_after_s == pytest.approx(4.0)
+    queue.add(Ticket("x", -1, 10.0), within_s=4.0, now=10.0)  # it goes before them
+    queue.add(Ticket("y", 0, 10.0), within_s=4.0, now=10.0)  # it has a share of its own
 
 
 def test_time_without_a_queue_does_not_count_as_slow() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from engine.sequence import Sequence
-from kvtransfer.arrivals import Arrival
 
 
 class Source(StrEnum):
@@ -35,7 +35,7 @@ class Group:
     source: Source
     num_cached: int = 0  # prompt tokens found in the prefix cache
     choices: list[Choice] = field(default_factory=list)  # empty until the prompt's KV is whole
-    arrival: Arrival[Group] | None = None  # while its KV is awaited from elsewhere
+    arrival: Any = None  # kvtransfer's, while its KV is awaited from elsewhere: this floor only keeps it
     unwanted: set[int] = field(default_factory=set)  # streams that were stopped, perhaps before they began
 
     @property

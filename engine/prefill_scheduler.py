@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 from cluster.errors import CapacityError, ContextLengthExceeded
 from cluster.handoff import Handoff
 from engine.block_manager import BlockManager
 from engine.sequence import Sequence
-from kvtransfer.departures import Departure
 
 
 @dataclass(eq=False)
@@ -19,7 +20,7 @@ class Job:
     sequence: Sequence
     handoff: Handoff | None
     num_cached: int = 0  # tokens found in the prefix cache when it was admitted
-    departure: Departure[Job] | None = None  # from its first step on
+    departure: Any = None  # kvtransfer's, once its KV is on its way: this floor only keeps it
 
     @property
     def id(self) -> str:
@@ -30,7 +31,7 @@ class Scheduler:
     """Waiting jobs, and jobs whose prompts are being computed. Owned by the step thread.
 
     A job has all blocks of its prompt from its admission on, so that it can always run to its end. Smaller priorities
-    go first; within one, the order of arrival holds.
+    go first, from the next chunk on; within one, the order of arrival holds.
     """
 
     def __init__(self, blocks: BlockManager, *, max_batch_tokens: int, max_running: int, max_waiting: int) -> None:
@@ -83,12 +84,18 @@ class Scheduler:
             if budget:
                 chosen.append((job, min(budget, job.sequence.num_missing)))
                 budget -= chosen[-1][1]
-        while budget and self._waiting and len(self._running) < self._max_running and self._admit(self._waiting[0]):
+        while budget and self._waiting and len(self._running) < self._max_running:
+            if self._is_on_its_way(self._waiting[0]) or not self._admit(self._waiting[0]):
+                break
             job = self._waiting.popleft()
-            self._running.append(job)
+            insort(self._running, job, key=_priority)
             chosen.append((job, min(budget, job.sequence.num_missing)))
             budget -= chosen[-1][1]
         return chosen
+
+    def _is_on_its_way(self, job: Job) -> bool:
+        """A running job computes the very block that this one lacks first: it waits, and finds it."""
+        return job.sequence.is_behind((other.sequence for other in self._running), self._blocks)
 
     def _admit(self, job: Job) -> bool:
         """Give the job its blocks. The last token is always computed, for its logits are wanted."""
@@ -101,3 +108,7 @@ class Scheduler:
         sequence.start_with(*taken)
         job.num_cached = sequence.num_computed
         return True
+
+
+def _priority(job: Job) -> int:
+    return job.sequence.request.priority

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 
 from cluster.errors import CapacityError, ContextLengthExceeded
-from decode_worker.group import Choice, Group, Source
 from engine.block_manager import BlockManager
+from engine.group import Choice, Group, Source
 from engine.sequence import Sequence
 
 # The life of a choice:
@@ -25,6 +26,7 @@ class Scheduler:
 
     Decoding sequences grow block by block. When none is left, the youngest is preempted: it gives its blocks back and
     later computes its KV again (often from the cache, where its own blocks still lie). Those come before new requests.
+    Of the prompts that are computed here, smaller priorities have the next chunk.
     """
 
     def __init__(self, blocks: BlockManager, *, max_batch_tokens: int, max_running: int, max_waiting: int) -> None:
@@ -72,13 +74,18 @@ class Scheduler:
         admitted = []
         while self._waiting and not self._preempted and self._has_room(self._waiting[0]):
             group = self._waiting.popleft()
-            if not self._allocate(group.root, reuse_all=group.source is Source.PREFILL, room=_room(group)):
+            is_on_its_way = group.source is Source.HERE and group.root.is_behind(
+                (choice.sequence for choice in self._prefilling), self._blocks
+            )
+            reuse_all = group.source is Source.PREFILL
+            if is_on_its_way or not self._allocate(group.root, reuse_all=reuse_all, room=_room(group)):
                 self._waiting.appendleft(group)
                 break
             group.num_cached = group.root.num_computed
             admitted.append(group)
             if group.source is Source.HERE:
-                self._prefilling.append(Choice(group, group.root, group.root.request.stream))
+                choice = Choice(group, group.root, group.root.request.stream)
+                insort(self._prefilling, choice, key=_priority)
             else:
                 self._reserved.add(group)
         return admitted
@@ -117,7 +124,7 @@ class Scheduler:
         while self._preempted and len(self.decoding) + len(self._prefilling) < self._max_running:
             if not self._allocate(self._preempted[0].sequence, reuse_all=False):
                 break
-            self._prefilling.append(self._preempted.popleft())
+            insort(self._prefilling, self._preempted.popleft(), key=_priority)
         for choice in self._prefilling:
             if budget <= 0:
                 break
@@ -160,6 +167,10 @@ class Scheduler:
             return False
         sequence.start_with(*taken)
         return True
+
+
+def _priority(choice: Choice) -> int:
+    return choice.sequence.request.priority
 
 
 def _room(group: Group) -> int:

@@ -1,0 +1,139 @@
+"""`cluster simulate`: what a topology and a policy would make of a trace."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cluster.errors import SpecError
+
+TraceFile = Annotated[Path, typer.Option("--trace", help="Requests to replay.")]
+ProfileName = Annotated[str | None, typer.Option("--profile", help="A JSON file, or the name of a shipped profile.")]
+BlockSize = Annotated[int, typer.Option(help="Tokens.")]
+HostTokens = Annotated[int, typer.Option(min=0, help="Of host memory behind each replica.")]
+Speedup = Annotated[float, typer.Option(help="Requests arrive so many times as fast as in the trace.")]
+SloTtft = Annotated[float | None, typer.Option("--slo-ttft-ms", help="Limit for a request to count as goodput.")]
+SloItl = Annotated[float | None, typer.Option("--slo-itl-ms", help="The same, for its mean time between tokens.")]
+
+
+class TraceFormat(StrEnum):
+    MOONCAKE = "mooncake"
+    AZURE = "azure"
+
+
+class PolicyName(StrEnum):
+    COST = "cost"
+    PREFIX = "prefix"
+    LEAST_LOADED = "least_loaded"
+    ROUND_ROBIN = "round_robin"
+
+
+class EvictionName(StrEnum):
+    REUSE = "reuse"
+    LRU = "lru"
+
+
+def simulate(
+    trace: TraceFile,
+    format: Annotated[TraceFormat | None, typer.Option(help="Default: by the file's name.")] = None,
+    topology: Annotated[str | None, typer.Option(help="Such as 8P8D, or a spec file.")] = None,
+    colocated: Annotated[
+        int | None, typer.Option(min=1, help="Instead: so many replicas, each of which does both.")
+    ] = None,
+    policy: PolicyName = PolicyName.COST,
+    kv_tokens_per_replica: Annotated[int | None, typer.Option(min=1, help="Default: the profile's.")] = None,
+    block_size: BlockSize = 64,
+    host_tokens: HostTokens = 0,
+    pull: Annotated[bool, typer.Option(help="Policy cost: replicas may fetch blocks from each other.")] = True,
+    eviction: EvictionName = EvictionName.REUSE,
+    speedup: Speedup = 1.0,
+    slo_ttft_ms: SloTtft = None,
+    slo_itl_ms: SloItl = None,
+    profile: ProfileName = None,
+    max_requests: Annotated[int | None, typer.Option(min=1, help="Only the first so many.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Replay a trace against simulated replicas: reuse, latencies, goodput, transfers, load.
+
+    The policy, the schedulers, the block manager and the eviction are the ones that serve; only time is simulated.
+    """
+    simulator = Simulator(profile)
+    num_prefill, num_decode = _pools(topology, colocated)
+    setup = simulator.setup(
+        num_prefill=num_prefill,
+        num_decode=num_decode,
+        policy=policy.value,
+        block_size=block_size,
+        kv_tokens=kv_tokens_per_replica or simulator.profile.kv.pool_tokens,
+        host_tokens=host_tokens,
+        pulls=pull and policy is PolicyName.COST,
+        eviction=eviction.value,
+    )
+    requests = simulator.read_trace(trace, format=format.value if format else None, speedup=speedup)[:max_requests]
+    report = simulator.run(setup, requests, slo_ttft_ms=slo_ttft_ms, slo_itl_ms=slo_itl_ms)
+    print(json.dumps(report, indent=1) if as_json else _table(report))
+
+
+class Simulator:
+    """The simulator lives on the router's floor: it is started by import path, as every floor above ours is."""
+
+    def __init__(self, profile: str | None) -> None:
+        """Raises SpecError when there is no such profile."""
+        profiles = importlib.import_module("router.simulator.profile")
+        self.profile: Any = profiles.load_profile(profile or profiles.DEFAULT)
+        self.setup: Any = importlib.import_module("router.simulator.fleet").Setup
+        self.read_trace: Any = importlib.import_module("router.simulator.trace").read_trace
+
+    def run(self, setup: Any, requests: Any, *, slo_ttft_ms: float | None, slo_itl_ms: float | None) -> dict[str, Any]:
+        report: dict[str, Any] = importlib.import_module("router.simulator.run").simulate(
+            setup,
+            self.profile,
+            requests,
+            slo_ttft_s=slo_ttft_ms / 1e3 if slo_ttft_ms is not None else None,
+            slo_itl_s=slo_itl_ms / 1e3 if slo_itl_ms is not None else None,
+        )
+        return {"profile": self.profile.name, "profile_origin": self.profile.origin} | report
+
+
+def _pools(topology: str | None, colocated: int | None) -> tuple[int, int]:
+    from cluster.spec import load_spec
+
+    if (topology is None) == (colocated is None):
+        raise SpecError("name either --topology, such as 8P8D, or --colocated N")
+    if colocated is not None:
+        return 0, colocated
+    assert topology is not None
+    spec = load_spec(topology)
+    if not spec.decode.replicas:
+        raise SpecError(f"{topology}: a topology needs a decode replica")
+    return spec.prefill.replicas, spec.decode.replicas
+
+
+def _table(report: dict[str, Any]) -> str:
+    from cluster.cli.console import columns
+
+    rows = [["", "MEAN", "P50", "P90", "P99"]]
+    for key, title in (("ttft_ms", "TTFT ms"), ("itl_ms", "ITL ms")):
+        rows.append([title, *(f"{report[key][q]:,.1f}" for q in ("mean", "p50", "p90", "p99"))])
+    load = ", ".join(
+        f"{pool} {share:.0%} busy (busiest {report['imbalance'][pool]:.2f} x mean)"
+        for pool, share in report["utilisation"].items()
+    )
+    return "\n".join(
+        [
+            f"{report['completed']:,} requests in {report['duration_s']:,.0f} s"
+            f" on {report['profile']} ({report['profile_origin']})",
+            f"reused {report['reuse_share']:.2%} of {report['prompt_tokens']:,} prompt tokens",
+            columns(rows),
+            f"goodput {report['goodput_rps']:.2f} requests/s, {report['good_share']:.1%} of all",
+            f"shipped {report['transfer_bytes'] / 1e9:,.1f} GB, pulled {report['pull_bytes'] / 1e9:,.1f} GB",
+            load,
+            f"decision p50 {report['decision_us']['p50']:.0f} us, p95 {report['decision_us']['p95']:.0f} us"
+            f" · {report['wall_s']:.1f} s",
+        ]
+    )

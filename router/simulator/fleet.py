@@ -1,0 +1,215 @@
+"""The simulated cluster: the router's own index and policy above simulated replicas."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from cluster.index import PrefixIndex
+from router.plain_policies import make_policy
+from router.policy import Demand, Option, ReplicaView
+from router.simulator.clock import Clock
+from router.simulator.decode_replica import DecodeReplica
+from router.simulator.flight import Flight
+from router.simulator.prefill_replica import PrefillReplica
+from router.simulator.profile import Profile
+from router.simulator.report import Report
+from router.simulator.store import Store
+from router.simulator.trace import PrefixHashes, TraceRequest
+
+_MAX_LOCAL_TOKENS = 16  # as router.max_local_prefill
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What is simulated. With num_prefill = 0 each decode replica computes its prompts itself."""
+
+    num_prefill: int
+    num_decode: int
+    policy: str
+    block_size: int
+    kv_tokens: int  # per replica
+    host_tokens: int = 0  # per replica
+    pulls: bool = False
+    eviction: str = "reuse"  # or "lru"
+    prefill_batch_tokens: int = 8192
+    decode_batch_tokens: int = 2048
+    max_running: int = 256
+
+
+class Fleet:
+    """Takes requests, and tells `report` what becomes of them."""
+
+    def __init__(self, setup: Setup, profile: Profile, clock: Clock, report: Report) -> None:
+        self._setup = setup
+        self._profile = profile
+        self._timing = profile.timing
+        self._clock = clock
+        self._report = report
+        self._policy = make_policy(setup.policy, pulls=setup.pulls)
+        self._index = PrefixIndex()  # on devices
+        self._stored = PrefixIndex() if setup.host_tokens else self._index  # in any tier
+        self._hashes = PrefixHashes(setup.block_size)
+        self.prefills = {f"prefill-{i}": self._prefill(f"prefill-{i}") for i in range(setup.num_prefill)}
+        self.decodes = {f"decode-{i}": self._decode(f"decode-{i}") for i in range(setup.num_decode)}
+        self._busy_until: dict[str, float] = {}  # of the prompts that we have given each replica
+        self._unanswered: dict[str, int] = {}
+        self._link_free_at: dict[tuple[str, str], float] = {}
+
+    def arrive(self, request: TraceRequest) -> None:
+        """Choose replicas for a request, and send it on its way."""
+        hashes = self._hashes.of(request)
+        begin = time.perf_counter()
+        option = self._choose(request, hashes)
+        self._report.decided(time.perf_counter() - begin)
+        flight = Flight(request, hashes, option)
+        computes = option.prefill or option.decode
+        now = self._clock.now
+        self._busy_until[computes] = max(now, self._busy_until.get(computes, 0.0)) + option.compute_s
+        self._unanswered[computes] = self._unanswered.get(computes, 0) + 1
+        self._index.expect(computes, hashes)
+        if option.pull_from is None:
+            self._submit(flight)
+        else:
+            self._fetch(flight, option.pull_from, computes)
+
+    def _choose(self, request: TraceRequest, hashes: list[bytes]) -> Option:
+        demand = Demand(
+            num_tokens=request.num_tokens,
+            block_size=self._setup.block_size,
+            bytes_per_token=self._profile.kv.wire_bytes_per_token,
+            max_local_tokens=_MAX_LOCAL_TOKENS,
+        )
+        cached = self._index.match(hashes)
+        stored = self._stored.match(hashes) if self._stored is not self._index else cached
+        prefills = [self._view(name, replica, cached, stored) for name, replica in self.prefills.items()]
+        decodes = [self._view(name, replica, cached, stored) for name, replica in self.decodes.items()]
+        return self._policy.options(demand, prefills, decodes)[0]
+
+    def _view(
+        self, name: str, replica: PrefillReplica | DecodeReplica, cached: dict[str, int], stored: dict[str, int]
+    ) -> ReplicaView:
+        setup, blocks = self._setup, replica.store.blocks
+        cached_tokens = cached.get(name, 0) * setup.block_size
+        is_prefill = name in self.prefills
+        return ReplicaView(
+            replica=name,
+            cached_tokens=cached_tokens,
+            stored_tokens=max(cached_tokens, stored.get(name, 0) * setup.block_size),
+            queue_s=max(0.0, self._busy_until.get(name, 0.0) - self._clock.now),
+            num_streams=replica.num_streams,
+            num_blocks=blocks.num_blocks,
+            available_blocks=blocks.num_available,
+            timing=self._timing,
+            max_batch_tokens=setup.prefill_batch_tokens if is_prefill else setup.decode_batch_tokens,
+            link_bytes_per_s=self._profile.link.bytes_per_s,
+            restore_bytes_per_s=self._profile.host_bytes_per_s if setup.host_tokens else 0.0,
+        )
+
+    # Blocks that come from elsewhere.
+
+    def _fetch(self, flight: Flight, source: str, target: str) -> None:
+        """Bring the prefix to where the prompt is computed, then go on."""
+        setup, kv = self._setup, self._profile.kv
+        depth = flight.option.pull_tokens // setup.block_size
+        store = self._replica(target).store
+        missing = depth - store.blocks.match(flight.hashes[:depth])
+        if source == target:
+            rate, latency, size = self._profile.host_bytes_per_s, 0.0, kv.bytes_per_token
+        else:
+            rate, latency, size = self._profile.link.bytes_per_s, self._profile.link.latency_s, kv.wire_bytes_per_token
+            self._report.pulled_bytes += missing * setup.block_size * size
+        arrives = self._pass(source, "host" if source == target else "out", missing * setup.block_size * size, rate)
+        self._clock.at(arrives + latency, lambda: self._fetched(flight, source, target, depth))
+
+    def _fetched(self, flight: Flight, source: str, target: str, depth: int) -> None:
+        """The holder has the last word: what it no longer has is computed."""
+        giver, taker = self._replica(source).store, self._replica(target).store
+        there = giver.held(flight.hashes[:depth]) if source != target else taker.held(flight.hashes[:depth])
+        flight.restored = taker.restore(flight.hashes[:there]) or []
+        if source != target:
+            giver.blocks.spare(flight.hashes[:there])
+        taker.publish()
+        self._submit(flight)
+
+    def _pass(self, replica: str, way: str, num_bytes: float, rate: float) -> float:
+        """When these bytes are through, behind those that were there before."""
+        key = (replica, way)
+        self._link_free_at[key] = max(self._clock.now, self._link_free_at.get(key, 0.0)) + num_bytes / rate
+        return self._link_free_at[key]
+
+    # The way of a request; see docs/ARCHITECTURE.md §5.
+
+    def _submit(self, flight: Flight) -> None:
+        self.decodes[flight.option.decode].submit(flight)
+
+    def _admitted(self, flight: Flight) -> None:
+        assert flight.option.prefill
+        self.prefills[flight.option.prefill].submit(flight)
+
+    def _prefilled(self, flight: Flight) -> None:
+        """The first token is known. Layers have been sent while later ones were computed; the last follows now."""
+        option, link, kv = flight.option, self._profile.link, self._profile.kv
+        assert option.prefill
+        flight.first_token_at = flight.last_token_at = self._clock.now
+        self._answered(option.prefill, flight)
+        num_bytes = self.decodes[option.decode].missing_tokens(flight) * kv.wire_bytes_per_token
+        self._report.shipped_bytes += num_bytes
+        hidden = min(option.compute_s * link.bytes_per_s, num_bytes * (1 - 1 / kv.num_layers))
+        landed = self._pass(option.prefill, "out", num_bytes - hidden, link.bytes_per_s) + link.latency_s
+        self._clock.at(landed, lambda: self._landed(flight))
+
+    def _landed(self, flight: Flight) -> None:
+        assert flight.option.prefill
+        self.prefills[flight.option.prefill].release(flight)
+        self.decodes[flight.option.decode].land(flight)
+
+    def _answered(self, replica: str, flight: Flight) -> None:
+        """A prompt that we gave it is computed. When it was the last, our sums begin anew."""
+        self._index.settle(replica, flight.hashes)
+        self._unanswered[replica] -= 1
+        if not self._unanswered[replica]:
+            self._busy_until[replica] = 0.0
+
+    def _ended(self, flight: Flight) -> None:
+        self._report.ended(flight)
+
+    def _replica(self, name: str) -> PrefillReplica | DecodeReplica:
+        return self.prefills.get(name) or self.decodes[name]
+
+    def _store(self, name: str) -> Store:
+        setup = self._setup
+        return Store(
+            name,
+            self._clock,
+            num_blocks=setup.kv_tokens // setup.block_size,
+            num_host_blocks=setup.host_tokens // setup.block_size,
+            eviction=setup.eviction,
+            device=self._index,
+            stored=self._stored,
+        )
+
+    def _prefill(self, name: str) -> PrefillReplica:
+        return PrefillReplica(
+            self._store(name),
+            self._clock,
+            self._timing,
+            block_size=self._setup.block_size,
+            max_batch_tokens=self._setup.prefill_batch_tokens,
+            max_running=self._setup.max_running,
+            finished=self._prefilled,
+        )
+
+    def _decode(self, name: str) -> DecodeReplica:
+        return DecodeReplica(
+            self._store(name),
+            self._clock,
+            self._timing,
+            block_size=self._setup.block_size,
+            max_batch_tokens=self._setup.decode_batch_tokens,
+            max_running=self._setup.max_running,
+            admitted=self._admitted,
+            prefilled=lambda flight: self._answered(name, flight),
+            gaps=self._report.gap,
+            ended=self._ended,
+        )

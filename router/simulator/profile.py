@@ -1,0 +1,80 @@
+"""What the simulator knows of a machine and a model: how long steps take, how large KV is, how fast it moves.
+
+A profile is a JSON file. Those beside this file are *derived* from data sheets, not measured; each says how. `cluster
+profile` measures one on the machine at hand.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from cluster.errors import SpecError
+from cluster.timing import StepTiming
+
+DEFAULT = "h100-llama-3.1-8b"
+
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Steps(_Section):
+    """See cluster.timing."""
+
+    base_s: Positive
+    token_s: Positive
+    pair_s: NotNegative
+    context_s: NotNegative
+
+
+class KV(_Section):
+    bytes_per_token: Annotated[int, Field(gt=0)]  # in the pool, all ranks
+    wire_bytes_per_token: Annotated[int, Field(gt=0)]
+    num_layers: Annotated[int, Field(gt=0)]  # a layer travels while the next one computes
+    pool_tokens: Annotated[int, Field(gt=0)]  # what a replica holds when nobody says otherwise
+
+
+class Link(_Section):
+    latency_s: NotNegative
+    bytes_per_s: Positive  # of one replica, each way
+
+
+class Profile(_Section):
+    name: str
+    origin: Literal["derived", "measured"]
+    derivation: list[str]  # where each figure comes from
+    steps: Steps
+    kv: KV
+    link: Link
+    host_bytes_per_s: Positive  # between a replica's device and its host memory
+    usd_per_hour: Positive  # of one replica
+
+    @property
+    def timing(self) -> StepTiming:
+        return StepTiming(**self.steps.model_dump())
+
+
+def load_profile(name: str) -> Profile:
+    """A file, or the name of one that is shipped. Raises SpecError."""
+    path = Path(name) if name.endswith(".json") else _shipped(name)
+    try:
+        return Profile.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise SpecError(f"{path}: {error.strerror}; shipped profiles: {', '.join(shipped_profiles())}") from None
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise SpecError(f"{path}: {wrong}") from None
+
+
+def shipped_profiles() -> list[str]:
+    return sorted(path.stem for path in Path(__file__).parent.glob("*.json"))
+
+
+def _shipped(name: str) -> Path:
+    return Path(__file__).parent / f"{name}.json"

@@ -1,0 +1,112 @@
+"""Every policy by the same suite; then what cost alone promises."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cluster.timing import StepTiming
+from router.plain_policies import make_policy
+from router.policy import Demand, ReplicaView
+
+_DEMAND = Demand(num_tokens=4096, block_size=64, bytes_per_token=1000, max_local_tokens=16)
+_IDLE = ReplicaView(
+    replica="",
+    cached_tokens=0,
+    stored_tokens=0,
+    queue_s=0.0,
+    num_streams=0,
+    num_blocks=1000,
+    available_blocks=1000,
+    timing=StepTiming(base_s=0.005, token_s=1e-4, pair_s=1e-9, context_s=1e-8),
+    max_batch_tokens=2048,
+    link_bytes_per_s=1e9,
+)
+_NAMES = ["cost", "prefix", "least_loaded", "round_robin"]
+
+
+def _views(kind: str, count: int = 3) -> list[ReplicaView]:
+    return [replace(_IDLE, replica=f"{kind}-{i}") for i in range(count)]
+
+
+def _holding(view: ReplicaView, tokens: int) -> ReplicaView:
+    return replace(view, cached_tokens=tokens, stored_tokens=tokens)
+
+
+@pytest.mark.parametrize("name", _NAMES)
+@pytest.mark.parametrize("num_prefill", [0, 1, 3])
+def test_every_policy_names_a_pair_that_exists(name: str, num_prefill: int) -> None:
+    prefills, decodes = _views("p", num_prefill), _views("d")
+    for option in make_policy(name).options(_DEMAND, prefills, decodes):
+        assert option.decode in [view.replica for view in decodes]
+        assert option.prefill in ([view.replica for view in prefills] or [None])
+
+
+@pytest.mark.parametrize("name", _NAMES)
+def test_every_policy_has_nothing_to_offer_without_a_decode_replica(name: str) -> None:
+    assert list(make_policy(name).options(_DEMAND, _views("p"), [])) == []
+
+
+@pytest.mark.parametrize("name", ["cost", "prefix", "least_loaded"])
+def test_a_long_queue_is_avoided(name: str) -> None:
+    prefills = [replace(view, queue_s=100.0 if i < 2 else 0.0) for i, view in enumerate(_views("p"))]
+    assert make_policy(name).options(_DEMAND, prefills, _views("d"))[0].prefill == "p-2"
+
+
+@pytest.mark.parametrize("name", ["cost", "prefix"])
+def test_the_holder_of_the_prefix_is_preferred(name: str) -> None:
+    prefills = _views("p")
+    prefills[1] = _holding(prefills[1], 2048)
+    assert make_policy(name).options(_DEMAND, prefills, _views("d"))[0].prefill == "p-1"
+
+
+def test_round_robin_visits_everyone() -> None:
+    policy = make_policy("round_robin")
+    chosen = [policy.options(_DEMAND, [], _views("d"))[0].decode for _ in range(6)]
+    assert sorted(chosen[:3]) == ["d-0", "d-1", "d-2"] and chosen[3:] == chosen[:3]
+
+
+def test_prefix_gives_up_where_the_load_is_uneven() -> None:
+    decodes = _views("d")
+    decodes[0] = replace(_holding(decodes[0], 4096), num_streams=100)
+    assert make_policy("prefix").options(_DEMAND, [], decodes)[0].decode != "d-0"
+
+
+def test_a_busy_holder_gives_its_blocks_to_an_idle_peer() -> None:
+    prefills = _views("p")
+    prefills[0] = replace(_holding(prefills[0], 4032), queue_s=5.0)
+    best = make_policy("cost", pulls=True).options(_DEMAND, prefills, _views("d"))[0]
+    assert best.prefill != "p-0" and (best.pull_from, best.pull_tokens) == ("p-0", 4032)
+    assert make_policy("cost").options(_DEMAND, prefills, _views("d"))[0].pull_from is None
+
+
+def test_a_slow_link_is_not_pulled_over() -> None:
+    prefills = _views("p")
+    prefills[0] = replace(_holding(prefills[0], 4032), queue_s=5.0, link_bytes_per_s=1e3)
+    assert make_policy("cost", pulls=True).options(_DEMAND, prefills, _views("d"))[0].pull_from is None
+
+
+def test_a_lower_tier_is_read_rather_than_computed() -> None:
+    prefills = _views("p", 1)
+    prefills[0] = replace(prefills[0], stored_tokens=4032, restore_bytes_per_s=1e10)
+    best = make_policy("cost").options(_DEMAND, prefills, _views("d"))[0]
+    assert (best.pull_from, best.pull_tokens) == ("p-0", 4032)
+
+
+def test_a_decode_replica_computes_what_little_it_lacks() -> None:
+    decodes = _views("d")
+    decodes[2] = _holding(decodes[2], 4090)
+    prefills = [replace(view, queue_s=1.0) for view in _views("p")]
+    best = make_policy("cost").options(_DEMAND, prefills, decodes)[0]
+    assert (best.prefill, best.decode) == (None, "d-2")
+
+
+def test_equal_costs_go_to_fewer_streams() -> None:
+    prefills = [replace(view, num_streams=2 - i) for i, view in enumerate(_views("p"))]
+    assert make_policy("cost").options(_DEMAND, prefills, _views("d"))[0].prefill == "p-2"
+
+
+def test_a_replica_without_blocks_is_avoided() -> None:
+    decodes = [replace(view, available_blocks=0 if i else 1000, num_streams=3) for i, view in enumerate(_views("d"))]
+    assert make_policy("cost").options(_DEMAND, _views("p"), decodes)[0].decode == "d-0"
