@@ -24,6 +24,13 @@ class FrameHub:
     def __init__(self) -> None:
         self._outboxes: dict[str, _Outbox] = {}
         self._status = pb.Status()
+        self._is_closed = False
+
+    def close(self) -> None:
+        """End every router's stream: this worker cannot go on, whatever its event loop still answers."""
+        self._is_closed = True
+        for outbox in self._outboxes.values():
+            outbox.wake.set()
 
     def publish(self, tokens: Mapping[str, Iterable[pb.StreamTokens]], status: pb.Status | None = None) -> None:
         """Add tokens to each router's next frame; a new status goes to every router."""
@@ -44,7 +51,7 @@ class FrameHub:
         outbox.wake.set()
         number = 0
         try:
-            while self._outboxes.get(router) is outbox:
+            while self._outboxes.get(router) is outbox and not self._is_closed:
                 try:
                     await asyncio.wait_for(outbox.wake.wait(), HEARTBEAT_S)
                 except TimeoutError:

@@ -183,9 +183,12 @@ class IndexReader:
     async def follow(self, replicas: Iterable[str], *, wait_ms: int) -> None:
         """Fold in what is new, waiting up to wait_ms for it. If events were missed, `load` the replicas first."""
         num_added, num_trimmed, newest_id = await self._stream()
-        if self._last_id is None or not num_trimmed <= self._position <= num_added:
+        if self._last_id is None or num_trimmed > self._position:
             self._last_id, self._position = newest_id, num_added
             await self.load(replicas)
+        elif num_added < self._position or _is_before(newest_id, self._last_id):
+            # Redis began anew. What we know holds until each replica has written all that it has again.
+            self._last_id, self._position = b"0-0", 0
         streams: dict[Any, Any] = {self._events: self._last_id}
         answer: Any = await self._redis.xread(streams, count=1000, block=wait_ms)
         for _, events in answer or []:
@@ -215,6 +218,11 @@ class IndexReader:
             self._index.drop(replica)
         self._index.store(replica, _unpack(event.get(b"stored", b"")))
         self._index.remove(replica, _unpack(event.get(b"removed", b"")))
+
+
+def _is_before(one: bytes, other: bytes) -> bool:
+    """Of two ids in a stream, "milliseconds-number"."""
+    return [int(part) for part in one.split(b"-")] < [int(part) for part in other.split(b"-")]
 
 
 def _unpack(packed: bytes) -> list[bytes]:

@@ -54,14 +54,15 @@ class LocalRay:
 
     @property
     def is_running(self) -> bool:
-        return processes.leader(self._mark) is not None
+        return processes.leader(self.mark) is not None
 
     @property
     def _token(self) -> Path:
         return Path(self.temp_dir) / "token"
 
     @property
-    def _mark(self) -> str:
+    def mark(self) -> str:
+        """What every process of it carries in its environment."""
         return f"{_MARK}={self.temp_dir}"
 
 
@@ -104,7 +105,7 @@ def start(local: LocalRay, *, log: Path) -> None:
 
 def stop(local: LocalRay) -> None:
     """Take it down, with everything that runs in it; returns when no process is left. Works at any time, and twice."""
-    processes.end(local._mark, grace_s=_STOP_S)
+    processes.end(local.mark, grace_s=_STOP_S)
     shutil.rmtree(local.temp_dir, ignore_errors=True)
 
 

@@ -32,6 +32,7 @@ class Member:
     block_size: int
     bytes_per_token: int  # of KV on the wire, all ranks
     max_tokens: int  # of one sequence: what its context and its pool allow
+    max_running: int = 64  # sequences in one step
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -50,12 +51,13 @@ class Membership:
         self._set = f"{name}:members"
         self._record = f"{name}:member:"
 
-    async def renew(self, member: Member) -> None:
-        """Enter or stay for another LEASE_S."""
+    async def renew(self, member: Member) -> bool:
+        """Enter or stay for another LEASE_S. False: Redis did not know us any more, nor, perhaps, anything else."""
         async with self._redis.pipeline(transaction=False) as pipeline:
-            pipeline.set(self._record + member.replica, member.to_json(), px=int(LEASE_S * 1000))
+            pipeline.set(self._record + member.replica, member.to_json(), px=int(LEASE_S * 1000), get=True)
             pipeline.sadd(self._set, member.replica)
-            await pipeline.execute()
+            before, _ = await pipeline.execute()
+        return before is not None
 
     async def leave(self, replica: str) -> None:
         """Be gone at once."""

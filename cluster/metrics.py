@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -63,6 +63,9 @@ class Metrics:
             "cached_prompt_tokens_total", "Prompt tokens of requests that were not computed again.", registry=registry
         )
         self.generated_tokens = Counter("generated_tokens_total", "Tokens sent to clients.", registry=registry)
+        self.requests_waiting = Gauge(
+            "requests_waiting", "Requests queued until a replica has room.", registry=registry
+        )
         self.queue_time = Histogram(
             "queue_time_seconds", "Until a replica admits the request.", buckets=_WAIT, registry=registry
         )

@@ -13,7 +13,11 @@ from typing import Any
 from cluster.errors import SpecError
 from cluster.gguf_table import TABLE, read_table
 
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+SUPPORTED_ARCHITECTURES = (
+    *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+    *("MixtralForCausalLM", "Qwen3MoeForCausalLM"),
+)
+QUANTIZATION_METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq")
 
 _ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "factors")
 _ROPE_PARAMETERS = (
@@ -46,8 +50,19 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """The experts of a mixture-of-experts model: gated MLPs, of which each token passes through a few."""
+
+    num_experts: int  # of each sparse layer
+    num_per_token: int
+    intermediate_size: int  # of one expert
+    normalizes_weights: bool  # whether the weights of a token's experts are made to sum to 1
+    is_sparse: tuple[bool, ...]  # per layer; the others have one dense MLP
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """One dense decoder-only model. Counts are the whole model's, before any tensor parallelism."""
+    """One decoder-only model. Counts are the whole model's, before any tensor parallelism."""
 
     architecture: str
     num_layers: int
@@ -71,13 +86,24 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     dtype: str  # of the checkpoint: "bfloat16", "float16" or "float32"
+    experts: ExpertsConfig | None = None
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the layer has experts in the place of its MLP."""
+        return self.experts is not None and self.experts.is_sparse[layer]
 
     @property
     def num_parameters(self) -> int:
         attention = self.head_dim * (2 * self.num_q_heads + 2 * self.num_kv_heads) * self.hidden_size
-        layer = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+        layers = self.num_layers * (attention + 2 * self.hidden_size)
+        layers += sum(3 * self.hidden_size * self._mlp_features(layer) for layer in range(self.num_layers))
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return self.num_layers * layer + embeddings + self.hidden_size
+        return layers + embeddings + self.hidden_size
+
+    def _mlp_features(self, layer: int) -> int:
+        if self.experts is None or not self.experts.is_sparse[layer]:
+            return self.intermediate_size
+        return self.experts.num_experts * self.experts.intermediate_size
 
     def kv_values_per_token(self) -> int:
         """Numbers that one token adds to the KV cache, keys and values, all layers, all heads."""
@@ -96,6 +122,13 @@ class ModelConfig:
                 f"tensor_parallel: {size} does not fit {self.num_q_heads} query and {self.num_kv_heads} KV heads; "
                 f"choose one of {', '.join(map(str, choices))}"
             )
+
+    def check_expert_parallel(self, size: int) -> None:
+        """Raise SpecError unless there are experts to spread over `size` ranks."""
+        if self.experts is None:
+            raise SpecError(f"expert_parallel: {self.architecture} has no experts; leave it out")
+        if self.experts.num_experts < size:
+            raise SpecError(f"expert_parallel: {self.experts.num_experts} experts do not fill {size} ranks")
 
 
 def load(path: Path) -> ModelConfig:
@@ -125,6 +158,11 @@ def weight_files(path: Path) -> list[Path]:
     if missing := [str(file) for file in files if not file.exists()]:
         raise SpecError(f"{path}: weight files are missing: {', '.join(missing)}")
     return files
+
+
+def quantization_config(path: Path) -> dict[str, Any] | None:
+    """What config.json says of quantised weights; None if they are not."""
+    return _read_json(path / "config.json").get("quantization_config")
 
 
 def fingerprint(path: Path) -> str:
@@ -170,6 +208,7 @@ def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig
         num_layers=raw["num_hidden_layers"],
         hidden_size=hidden_size,
         intermediate_size=raw["intermediate_size"],
+        experts=_experts(architecture, raw),
         num_q_heads=num_q_heads,
         num_kv_heads=raw.get("num_key_value_heads") or num_q_heads,
         head_dim=raw.get("head_dim") or default_head_dim,
@@ -183,12 +222,34 @@ def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig
         has_qkv_bias=architecture == "Qwen2ForCausalLM" or has_bias,
         has_output_bias=architecture != "Qwen2ForCausalLM" and has_bias,
         has_mlp_bias=bool(raw.get("mlp_bias", False)),
-        has_qk_norm=architecture == "Qwen3ForCausalLM",
+        has_qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
         sliding_windows=_sliding_windows(architecture, raw),
         bos_token_id=generation.get("bos_token_id", raw.get("bos_token_id")),
         eos_token_ids=_token_ids(generation.get("eos_token_id", raw.get("eos_token_id"))),
         dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
     )
+
+
+def _experts(architecture: str, raw: Mapping[str, Any]) -> ExpertsConfig | None:
+    num_layers: int = raw["num_hidden_layers"]
+    if architecture == "MixtralForCausalLM":
+        return ExpertsConfig(
+            num_experts=raw["num_local_experts"],
+            num_per_token=raw["num_experts_per_tok"],
+            intermediate_size=raw["intermediate_size"],
+            normalizes_weights=True,
+            is_sparse=(True,) * num_layers,
+        )
+    if architecture == "Qwen3MoeForCausalLM":
+        step, dense = raw.get("decoder_sparse_step", 1), raw.get("mlp_only_layers") or ()
+        return ExpertsConfig(
+            num_experts=raw["num_experts"] if "num_experts" in raw else raw["num_local_experts"],
+            num_per_token=raw["num_experts_per_tok"],
+            intermediate_size=raw["moe_intermediate_size"],
+            normalizes_weights=bool(raw.get("norm_topk_prob", False)),
+            is_sparse=tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers)),
+        )
+    return None
 
 
 def _refuse_unsupported(architecture: str, raw: Mapping[str, Any]) -> None:
@@ -197,9 +258,10 @@ def _refuse_unsupported(architecture: str, raw: Mapping[str, Any]) -> None:
         raise SpecError(f"architecture {architecture} is not supported; supported: {supported}")
     if raw.get("hidden_act", "silu") != "silu":
         raise SpecError(f"hidden_act {raw['hidden_act']} is not supported; supported: silu")
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method")
-        raise SpecError(f"weights quantised by {method} are not supported; use an unquantised or a GGUF version")
+    method = (raw.get("quantization_config") or {}).get("quant_method")
+    if method not in (None, *QUANTIZATION_METHODS):
+        known = ", ".join(QUANTIZATION_METHODS)
+        raise SpecError(f"weights quantised by {method} are not supported; supported: {known}, and GGUF files")
     if (_rope(raw).get("partial_rotary_factor") or 1.0) != 1.0:
         raise SpecError("partial_rotary_factor other than 1 is not supported")
 
@@ -248,10 +310,12 @@ def _sliding_windows(architecture: str, raw: Mapping[str, Any]) -> tuple[int | N
     window: int | None = raw.get("sliding_window")
     if architecture == "LlamaForCausalLM" or not window:
         return (None,) * num_layers
-    if architecture == "MistralForCausalLM":
+    if architecture in ("MistralForCausalLM", "MixtralForCausalLM"):
         return (window,) * num_layers
     if not raw.get("use_sliding_window", False):
         return (None,) * num_layers
+    if architecture == "Qwen3MoeForCausalLM":
+        return (window,) * num_layers
     first = raw.get("max_window_layers", 28)
     types = raw.get("layer_types") or ["full_attention"] * first + ["sliding_attention"] * (num_layers - first)
     return tuple(window if kind == "sliding_attention" else None for kind in types[:num_layers])

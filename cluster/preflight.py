@@ -37,13 +37,15 @@ def check_name(name: str, say: Callable[[str], None]) -> None:
 
 
 def check_model(spec: Spec, say: Callable[[str], None]) -> None:
-    """Fetch the model if need be, and see that both pools' tensor_parallel fits it."""
+    """Fetch the model if need be, and see that the ranks of both pools fit it."""
     from cluster import model_config, model_source
 
     config = model_config.load(model_source.resolve(spec.model.source, progress=say))
     for role in Role:
         try:
             config.check_tensor_parallel(spec.pool(role).tensor_parallel)
+            if role is Role.DECODE and spec.decode.expert_parallel:
+                config.check_expert_parallel(spec.decode.tensor_parallel)
         except SpecError as error:
             raise SpecError(f"{role}.{error}") from None
 

@@ -7,6 +7,8 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from cluster.index import IndexWriter
@@ -19,8 +21,16 @@ _REDIS_TIMEOUT_S = 2.0
 
 
 def connect_redis(url: str) -> Redis:
-    """A client with deadlines. It connects on first use."""
-    return Redis.from_url(url, socket_timeout=_REDIS_TIMEOUT_S, socket_connect_timeout=_REDIS_TIMEOUT_S)
+    """A client with deadlines. It connects on first use.
+
+    It tries nothing twice: whoever uses it must know that Redis was away, for it may have come back empty.
+    """
+    return Redis.from_url(
+        url,
+        socket_timeout=_REDIS_TIMEOUT_S,
+        socket_connect_timeout=_REDIS_TIMEOUT_S,
+        retry=Retry(NoBackoff(), 0),
+    )
 
 
 class Presence:
@@ -69,12 +79,12 @@ class Presence:
             await asyncio.sleep(seconds)
 
     async def _renew(self) -> None:
-        if not self._is_whole:
+        stayed = await self._membership.renew(self._member)
+        if not (stayed and self._is_whole):
             self._changes = {}
             await self._writer.reset(await self._snapshot())
             self._is_whole = True
         await self._writer.renew()
-        await self._membership.renew(self._member)
 
     async def _flush(self) -> None:
         if self._is_whole and self._changes:

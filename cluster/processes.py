@@ -62,6 +62,32 @@ def start_time(pid: int) -> int | None:
         return None
 
 
+def children(pid: int) -> list[int]:
+    """Living processes that it has started itself."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if int(_stat(path)[1]) == pid and _is_alive(path):
+                found.append(int(path.name))
+    return found
+
+
+def title(pid: int) -> str:
+    """Its command line, or what it has put in its place; "" when it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def resident_bytes(pid: int) -> int:
+    """Its memory that is in RAM; 0 when it has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
 def _signal(pids: list[int], number: signal.Signals) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from typing import Any, Protocol
 
+from cluster.errors import ReplicaLost
 from cluster.frames import FrameHub
+from cluster.gang_watch import watch_ranks
 from cluster.membership import Member
 from cluster.presence import Presence, connect_redis
 from cluster.rank import RankStatus
@@ -61,16 +64,19 @@ class ReplicaService:
         self._host = host
         self._hub = hub
         self._replica = replica
-        self._loop = StepLoop(step=self._step, idle=self._idle, idle_s=_IDLE_S)
+        self._loop = StepLoop(step=self._step, idle=self._idle, idle_s=_IDLE_S, ended=lambda: self._end(None))
+        self._outcome: Future[None] = Future()  # of the step loop, or why it is not waited for
+        self._watching: Future[None] | None = None
         self._presence: Presence | None = None
         self._presence_task: Future[None] | None = None
         self._status = pb.Status(replica=replica)
         self._num_requests = 0
         self.is_draining = False
 
-    def start(self, *, index_url: str, name: str, member: Member) -> None:
-        """Begin to serve: from now on routers find this replica."""
+    def start(self, *, index_url: str, name: str, member: Member, other_ranks: Sequence[str]) -> None:
+        """Begin to serve: from now on routers find this replica. It ends as soon as one of its other ranks is lost."""
         self._publish()
+        self._watching = self._host.spawn(self._watch(other_ranks))
         self._loop.start()
         self._presence = Presence(connect_redis(index_url), name=name, member=member, snapshot=self._snapshot)
         self._presence_task = self._host.spawn(self._presence.run())
@@ -80,7 +86,8 @@ class ReplicaService:
         self._loop.post(command)
 
     def run(self) -> None:
-        """Return when the step loop has been stopped; raise what ended it otherwise."""
+        """Return when the step loop has been stopped; raise what ended it otherwise, or that a rank is lost."""
+        self._outcome.result()
         self._loop.run()
 
     def status(self) -> RankStatus:
@@ -96,10 +103,29 @@ class ReplicaService:
 
     def stop(self, *, timeout_s: float = 5.0) -> None:
         """Leave the index and the membership, and end the step loop."""
+        if self._watching:
+            self._watching.cancel()
         if self._presence and self._presence_task:
             self._presence_task.cancel()
             self._host.call(self._presence.leave(), timeout_s=timeout_s)
         self._loop.stop(self._engine.stop, timeout_s=timeout_s)
+
+    async def _watch(self, other_ranks: Sequence[str]) -> None:
+        try:
+            await watch_ranks(other_ranks)
+        except* ReplicaLost as lost:
+            logger.error("this replica cannot go on: %s", lost.exceptions[0])
+            self._end(ReplicaLost(str(lost.exceptions[0])))
+
+    def _end(self, error: ReplicaLost | None) -> None:
+        """Take no new work, and let routers and controller know at once. From any thread; the first call counts."""
+        self.is_draining = True
+        self._host.post(self._hub.close)
+        with suppress(InvalidStateError):
+            if error:
+                self._outcome.set_exception(error)
+            else:
+                self._outcome.set_result(None)
 
     def _step(self) -> bool:
         did_work = self._engine.step()

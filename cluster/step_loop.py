@@ -19,10 +19,14 @@ class StepLoop:
     least every `idle_s`. An exception in any of them ends the loop, and `run` raises it.
     """
 
-    def __init__(self, *, step: Callable[[], bool], idle: Callable[[], None], idle_s: float) -> None:
+    def __init__(
+        self, *, step: Callable[[], bool], idle: Callable[[], None], idle_s: float, ended: Callable[[], None]
+    ) -> None:
+        """`ended` is called last, on the loop's thread, however it ends."""
         self._step = step
         self._idle = idle
         self._idle_s = idle_s
+        self._ended = ended
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._is_stopping = False
         self._thread = BackgroundThread(self._work, name="step-loop")
@@ -53,9 +57,12 @@ class StepLoop:
 
     def _work(self) -> None:
         did_work = True
-        while not self._is_stopping:
-            self._run_commands(wait=not did_work)
-            did_work = not self._is_stopping and self._step()
+        try:
+            while not self._is_stopping:
+                self._run_commands(wait=not did_work)
+                did_work = not self._is_stopping and self._step()
+        finally:
+            self._ended()
 
     def _run_commands(self, *, wait: bool) -> None:
         """Run what is posted; with `wait`, wait for the first of them up to idle_s."""

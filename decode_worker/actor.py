@@ -102,10 +102,12 @@ class DecodeBody:
         runner = load_runner(
             model_dir,
             dtype=setup.spec.model.dtype,
+            weights=setup.spec.model.weights,
             pool_dtype=setup.spec.kv.pool_dtype,
             block_size=setup.spec.kv.block_size,
             kv_memory_gib=pool.kv_memory_gib,
             parallel=parallel,
+            expert_parallel=pool.expert_parallel,
             device=self._device,
             progress=lambda fraction: setup.on_progress("loading weights", 0.1 + 0.9 * fraction),
         )
@@ -162,7 +164,9 @@ class DecodeBody:
         max_tokens = max_tokens_of(runner, limit=setup.spec.model.max_context)
 
         def sequence_of(request: SequenceRequest) -> Sequence:
-            return Sequence(request, 0, model=layout.model, block_size=layout.block_size, max_context=max_tokens)
+            # After a migration, what runs here may be any of the client's choices.
+            first = request.choices[0]
+            return Sequence(request, first, model=layout.model, block_size=layout.block_size, max_context=max_tokens)
 
         self._requests.serving = Serving(self.service, decoder, peers, sequence_of)
         self._ranks.on_report = self._reported
@@ -175,8 +179,11 @@ class DecodeBody:
             block_size=layout.block_size,
             bytes_per_token=layout.bytes_per_token() * layout.tensor_parallel,
             max_tokens=max_tokens,
+            max_running=pool.max_running,
         )
-        self.service.start(index_url=setup.index_url, name=setup.spec.name, member=member)
+        self.service.start(
+            index_url=setup.index_url, name=setup.spec.name, member=member, other_ranks=setup.addresses[1:]
+        )
 
     def _landed(self, rank: int, landing: Landing) -> None:
         """On rank 0, from any thread: a handoff's KV is whole on one of our ranks."""

@@ -18,12 +18,16 @@ from typing import Any, Protocol
 
 from cluster.errors import HandoffExpired, TransferError
 from cluster.handoff import Handoff
-from decode_worker.rank import begin_order
+from decode_worker.rank import DecodeRank, begin_order
+from engine.block_manager import BlockManager
 from engine.group import Choice
+from engine.rate import Rate
 from engine.step_message import Orders
 from kvtransfer.departures import Departure, Departures
 from kvtransfer.passage import Key, Shipment
+from kvtransfer.plan import sending_ranks
 
+_LINK_BYTES_PER_S = 100e6  # until we have measured our own
 _MIN_MOVE_S = 0.05  # a link, two calls and a pause cost about this, however little there is to ship
 
 
@@ -60,25 +64,29 @@ def is_quicker_to_ship(*, num_bytes: int, bytes_per_s: float, num_steps: int, st
 
 class Moves:
     """Owned by the step thread. `pause` takes a choice out of the running batch, `resume` puts it back, `leave` ends it
-    here because it goes on elsewhere; `is_sent` says whether rank 0 has sent what was handed over for a handoff."""
+    here because it goes on elsewhere."""
 
     def __init__(
         self,
-        departures: Departures[Move],
+        rank: DecodeRank,
+        blocks: BlockManager,
         *,
-        ranks_sending_to: Callable[[Handoff], set[int]],
-        is_sent: Callable[[Key], bool],
         pause: Callable[[Choice], None],
         resume: Callable[[Choice], None],
         leave: Callable[[Choice], None],
     ) -> None:
-        self._departures = departures
-        self._ranks_sending_to = ranks_sending_to
-        self._is_sent = is_sent
+        self.link_rate = Rate()  # bytes
+        self._rank = rank
+        self._layout = rank.runner.layout
+        self._departures: Departures[Move] = Departures(blocks)
         self._pause = pause
         self._resume = resume
         self._leave = leave
         self._under_way: dict[Choice, Move] = {}
+
+    def __len__(self) -> int:
+        """Moves under way, and what is still being sent of those that were given up."""
+        return len(self._departures)
 
     def __contains__(self, choice: Choice) -> bool:
         return choice in self._under_way
@@ -87,9 +95,22 @@ class Moves:
     def num_paused(self) -> int:
         return sum(move.state is MoveState.PAUSED for move in self._under_way.values())
 
-    def begin(self, choice: Choice, handoff: Handoff, listener: MoveListener) -> None:
-        """Begin to ship a choice that decodes."""
-        self._under_way[choice] = Move(choice, handoff, listener)
+    def begin(self, choice: Choice, handoff: Handoff, listener: MoveListener, *, step_s: float) -> None:
+        """Begin to ship a choice that decodes here, a token every `step_s`; unless it is gone sooner by itself."""
+        sequence = choice.sequence
+        if choice in self._under_way or (handoff.id, handoff.epoch) in self._departures:
+            listener.stays("it is being moved already")
+        elif handoff.num_tokens >= len(sequence.tokens):
+            listener.stays(f"it has {len(sequence.tokens)} tokens, the handoff is for more")
+        elif is_quicker_to_ship(
+            num_bytes=self._num_bytes(sequence.num_computed - handoff.first_token),
+            bytes_per_s=self.link_rate.per_s or _LINK_BYTES_PER_S,
+            num_steps=sequence.request.sampling.max_tokens - sequence.num_generated,
+            step_s=step_s,
+        ):
+            self._under_way[choice] = Move(choice, handoff, listener)
+        else:
+            listener.stays("it ends sooner here")
 
     def cancel(self, choice: Choice, reason: str) -> None:
         """The choice is not to be moved, or has ended. Does nothing if it is not being moved."""
@@ -104,11 +125,14 @@ class Moves:
         move = departure.owner
         if departure.error:
             self._fail(move, departure.error)
-        elif departure.is_over and self._under_way.pop(move.choice, None):
+        elif departure.is_over and move.choice in self._under_way:
+            del self._under_way[move.choice]
             num_tokens = len(move.choice.sequence.tokens)
+            shipment = departure.shipment
+            self.link_rate.add(shipment.wire_bytes, shipment.seconds)
             self._leave(move.choice)
-            move.listener.moved(num_tokens, departure.shipment, time.monotonic() - move.paused_at)
-            return departure.shipment
+            move.listener.moved(num_tokens, shipment, time.monotonic() - move.paused_at)
+            return shipment
         return None
 
     def orders(self) -> Orders:
@@ -126,7 +150,7 @@ class Moves:
 
     def _start(self, move: Move, orders: dict[str, list[Any]]) -> None:
         blocks = move.choice.sequence.blocks
-        ranks = self._ranks_sending_to(move.handoff)
+        ranks = sending_ranks(self._layout, num_receivers=len(move.handoff.ranks))
         move.departure = self._departures.begin(move.handoff, blocks, ranks=ranks, owner=move)
         orders["begin"].append(begin_order(move.handoff))
         self._ship(move, orders)
@@ -148,6 +172,14 @@ class Moves:
         # The other side knows all tokens up to the first whose KV it does not ask for.
         unknown = sequence.tokens[move.handoff.num_tokens + 1 :]
         orders["commit"].append([*move.departure.key, sequence.num_computed, unknown])
+
+    def _is_sent(self, key: Key) -> bool:
+        """On rank 0, which stands for the others: they send as much."""
+        passage = self._rank.sender.find(key)
+        return passage is not None and passage.is_idle
+
+    def _num_bytes(self, num_positions: int) -> int:
+        return num_positions * self._layout.bytes_per_token() * self._layout.tensor_parallel
 
     def _has_no_room(self, move: Move) -> bool:
         return move.choice.sequence.num_computed >= move.handoff.max_tokens

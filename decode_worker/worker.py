@@ -16,7 +16,8 @@ from cluster.messages import tokens_to_proto
 from cluster.request import SampledToken, TokenLogprob
 from cluster.rpc import transfer_pb2
 from cluster.rpc import worker_pb2 as pb
-from decode_worker.moves import Move, MoveListener, Moves, is_quicker_to_ship
+from decode_worker.moves import MoveListener, Moves
+from decode_worker.opening import opening_for, ticket_for
 from decode_worker.rank import DecodeRank
 from engine.batch import Batch
 from engine.block_manager import BlockManager
@@ -26,14 +27,10 @@ from engine.rate import Rate
 from engine.sampler import SamplingRow, sample
 from engine.sequence import Sequence
 from kvtransfer.arrivals import Arrival, Arrivals, Gate
-from kvtransfer.departures import Departures
 from kvtransfer.ledger import Landing
-from kvtransfer.passage import Key, Shipment
-from kvtransfer.plan import sending_ranks
+from kvtransfer.passage import Shipment
 
 logger = logging.getLogger(__name__)
-
-_LINK_BYTES_PER_S = 100e6  # until we have measured our own
 
 
 class GroupListener(Protocol):
@@ -78,19 +75,11 @@ class Decoder:
         self._addresses = tuple(addresses)
         self._handoff_s = handoff_s
         self._listeners: dict[Group, GroupListener] = {}
+        self._awaited: dict[Group, Arrival[Group]] = {}  # whose KV comes from elsewhere
         self._arrivals: Arrivals[Group] = Arrivals(
             gate, blocks, num_ranks=len(addresses), close_elsewhere=close_handoff
         )
-        self._departures: Departures[Move] = Departures(blocks)
-        self._moves = Moves(
-            self._departures,
-            ranks_sending_to=self._ranks_sending_to,
-            is_sent=self._is_sent,
-            pause=scheduler.remove_choice,
-            resume=scheduler.start,
-            leave=self._end_choice,
-        )
-        self._link_rate = Rate()
+        self._moves = Moves(rank, blocks, pause=scheduler.remove_choice, resume=scheduler.start, leave=self._end_choice)
         self._tokens: dict[str, list[pb.StreamTokens]] = {}
         self._step_rate = Rate()
         self._prefill_rate = Rate()
@@ -127,7 +116,7 @@ class Decoder:
         if arrival is None:
             return
         group = arrival.owner
-        group.arrival = None
+        del self._awaited[group]
         if group.source is Source.DECODE:
             self._continue(group, arrival)
         elif len(arrival.next_tokens) == group.num_choices:
@@ -139,16 +128,10 @@ class Decoder:
     def migrate(self, router: str, stream: int, handoff: Handoff, listener: MoveListener) -> None:
         """Ship a choice to the replica that has made this handoff, if it is worth it."""
         choice = self._find(router, stream)
-        if choice is None or choice not in self._scheduler.decoding:
-            listener.stays("it does not decode here")
-        elif choice in self._moves or (handoff.id, handoff.epoch) in self._departures:
-            listener.stays("it is being moved already")
-        elif not handoff.num_tokens < len(choice.sequence.tokens):
-            listener.stays(f"it has {len(choice.sequence.tokens)} tokens, the handoff is for more")
-        elif not self._is_worth_moving(choice.sequence, handoff):
-            listener.stays("it ends sooner here")
+        if choice and choice in self._scheduler.decoding:
+            self._moves.begin(choice, handoff, listener, step_s=self._step_s)
         else:
-            self._moves.begin(choice, handoff, listener)
+            listener.stays("it does not decode here")
 
     def keep(self, router: str, stream: int) -> None:
         """Nobody waits any more for this choice to be moved."""
@@ -161,7 +144,6 @@ class Decoder:
             self.totals.migrations += 1
             self.totals.transfer_bytes += moved.wire_bytes
             self.totals.transfer_seconds += moved.seconds
-            self._link_rate.add(moved.wire_bytes, moved.seconds)
 
     # The step.
 
@@ -203,7 +185,7 @@ class Decoder:
     @property
     def num_requests(self) -> int:
         """Requests that live here, and what is still being sent of those that have left."""
-        return len(self._listeners) + len(self._departures)
+        return len(self._listeners) + len(self._moves)
 
     def take_tokens(self) -> dict[str, list[pb.StreamTokens]]:
         tokens, self._tokens = self._tokens, {}
@@ -226,42 +208,29 @@ class Decoder:
             blocks_free=self._blocks.num_free,
             blocks_cached=self._blocks.num_cached,
             prefill_tokens_per_s=self._prefill_rate.per_s,
-            link_bytes_per_s=self._link_rate.per_s,
-            decode_step_s=1 / self._step_rate.per_s if self._step_rate.per_s else 0.0,
+            link_bytes_per_s=self._moves.link_rate.per_s,
+            decode_step_s=self._step_s,
             totals=self.totals,
         )
 
     # Below: one request from admission to its end.
 
     def _admitted(self, group: Group) -> None:
-        root, listener = group.root, self._listeners[group]
+        listener = self._listeners[group]
         self.totals.prefix_hit_tokens += group.num_cached
         if group.source is Source.HERE:
             listener.reserved(None, None, group.num_cached)
             return
-        # Of a sequence that runs elsewhere there is KV for all tokens but the last, and soon for more.
-        is_growing = group.source is Source.DECODE
-        num_tokens = len(root.tokens) - is_growing
-        opening = transfer_pb2.OpenRequest(
-            handoff=f"{self._replica}/{group.id}/{time.monotonic_ns():x}",
-            first_token=group.num_cached,
-            num_tokens=num_tokens,
-            max_tokens=min(len(root.blocks) * root.block_size, root.max_context) if is_growing else num_tokens,
-            block_ids=root.blocks[group.num_cached // root.block_size :],
-        )
-        handoff = Handoff(
-            id=opening.handoff,
-            epoch=1,
+        opening = opening_for(group, replica=self._replica)
+        handoff = ticket_for(
+            opening,
             replica=self._replica,
-            ranks=self._addresses,
+            addresses=self._addresses,
             layout=self._rank.runner.layout.fingerprint,
-            num_tokens=opening.num_tokens,
-            max_tokens=opening.max_tokens,
-            first_token=opening.first_token,
             ttl_s=self._handoff_s,
         )
         expires_at = time.monotonic() + self._handoff_s
-        group.arrival = self._arrivals.open(opening, owner=group, expires_at=expires_at)
+        self._awaited[group] = self._arrivals.open(opening, owner=group, expires_at=expires_at)
         listener.reserved(handoff, opening, group.num_cached)
 
     def _continue(self, group: Group, arrival: Arrival[Group]) -> None:
@@ -347,8 +316,7 @@ class Decoder:
         for choice in group.choices:
             self._moves.cancel(choice, "it has ended")
         self._scheduler.remove(group)
-        if arrival := group.arrival:
-            group.arrival = None
+        if arrival := self._awaited.pop(group, None):
             group.root.blocks = group.root.blocks[: group.num_cached // group.root.block_size]
             self._arrivals.give_up(arrival)
         for sequence in [choice.sequence for choice in group.choices] or [group.root]:
@@ -365,28 +333,14 @@ class Decoder:
         for arrival in self._arrivals.expired(time.monotonic()):
             self._fail(arrival.owner, HandoffExpired(f"handoff {arrival.id}: no KV came within {self._handoff_s} s"))
 
-    # Moving to other decode replicas.
-
     def _find(self, router: str, stream: int) -> Choice | None:
         groups = (group for group in self._listeners if group.router == router)
         return next((choice for group in groups for choice in group.choices if choice.stream == stream), None)
 
-    def _is_worth_moving(self, sequence: Sequence, handoff: Handoff) -> bool:
-        layout = self._rank.runner.layout
-        num_positions = sequence.num_computed - handoff.first_token
-        return is_quicker_to_ship(
-            num_bytes=num_positions * layout.bytes_per_token() * layout.tensor_parallel,
-            bytes_per_s=self._link_rate.per_s or _LINK_BYTES_PER_S,
-            num_steps=sequence.request.sampling.max_tokens - sequence.num_generated,
-            step_s=1 / self._step_rate.per_s if self._step_rate.per_s else 0.0,
-        )
-
-    def _ranks_sending_to(self, handoff: Handoff) -> set[int]:
-        return sending_ranks(self._rank.runner.layout, num_receivers=len(handoff.ranks))
-
-    def _is_sent(self, key: Key) -> bool:
-        passage = self._rank.sender.find(key)
-        return passage is not None and passage.is_idle
+    @property
+    def _step_s(self) -> float:
+        """0: not yet measured."""
+        return 1 / self._step_rate.per_s if self._step_rate.per_s else 0.0
 
     def _measure(self, batch: Batch, num_rows: int, seconds: float) -> None:
         """Learn our rates: of steps that only decode, and of tokens in steps that also compute prompts."""

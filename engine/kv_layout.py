@@ -30,18 +30,27 @@ class KVLayout:
     tensor_parallel / num_kv_heads neighbouring ranks.
     """
 
-    model: str  # fingerprint of the weights
+    model: str  # fingerprint of the weights, as they are stored
     num_layers: int
     num_kv_heads: int
     head_dim: int
     block_size: int
     dtype: str  # of the pool: "bfloat16", "float16", "float32" or "fp8_e4m3"
     tensor_parallel: int = 1
+    weights: str = "as_stored"  # or what they are made into at load; see engine.shards.WEIGHTS
 
     @property
     def fingerprint(self) -> str:
         """What both sides of a transfer must share; tensor parallelism may differ, so it is not part of it."""
-        facts = (self.model, self.num_layers, self.num_kv_heads, self.head_dim, self.block_size, self.dtype)
+        facts = (
+            self.model,
+            self.num_layers,
+            self.num_kv_heads,
+            self.head_dim,
+            self.block_size,
+            self.dtype,
+            self.weights,
+        )
         return blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
     @property

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from engine.batch import Ints
-from engine.kernels.fp8 import dequantize_fp8, quantize_fp8
+from engine.kernels.fp8 import dequantize_fp8
+from engine.kernels.kv_write import write_kv
 from engine.kv_layout import KVLayout
 
 # T tokens, R rows (sequences), B blocks, L = B * S positions, K kv heads of this rank, S block_size, D head_dim
@@ -32,18 +33,9 @@ class KVPool:
             _zeros(shape[:-1], torch.bfloat16, device) for _ in range(layout.num_layers if layout.has_scales else 0)
         ]
 
-    def locate(self, slots_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Block ids and offsets of slots."""
-        return slots_T // self.layout.block_size, slots_T % self.layout.block_size
-
     def write(self, layer: int, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
         """Store keys and values at `slots_T` (int64), quantising if the pool is fp8."""
-        kv_T2KD = torch.stack((k_TKD, v_TKD), dim=1)
-        blocks_T, offsets_T = self.locate(slots_T)
-        if self.scales:
-            kv_T2KD, scales_T2K = quantize_fp8(kv_T2KD)
-            self.scales[layer][blocks_T, :, :, offsets_T] = scales_T2K
-        as_bytes(self.codes[layer])[blocks_T, :, :, offsets_T] = as_bytes(kv_T2KD.to(self.layout.torch_dtype))
+        write_kv(self.codes[layer], self.scales[layer] if self.scales else None, slots_T, k_TKD, v_TKD)
 
     def read(self, layer: int, block_ids_B: Tensor, dtype: torch.dtype) -> Tensor:
         """Gather blocks as `dtype`: (2, K, B * S, D), in the order of block_ids_B."""

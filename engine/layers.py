@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.kernels.rms_norm import rms_norm
+from engine.kernels.silu_mul import silu_mul
 from engine.parallel import TensorParallel
 
 # T tokens, I input features, O output features, V vocabulary rows of this rank
@@ -20,27 +23,65 @@ _CONVERTED_AT_ONCE = 1 << 20  # weights; more would only push them through memor
 _CPU_HAS_BF16 = torch.cpu._is_avx512_bf16_supported()
 
 
+class Matrix(Protocol):
+    """A matrix of O outputs and I inputs, ready to be multiplied with rows."""
+
+    def multiply(
+        self,
+        x_TI: Tensor,
+        *,
+        bias_O: Tensor | None = None,
+        before: Before | None = None,
+        residual_TO: Tensor | None = None,
+    ) -> Tensor:
+        """residual + (before(x) @ weight.T + bias): (T, O), accumulated in fp32 (or exact integers).
+
+        `before` may change the number of features; the result is rounded to x's dtype before the residual is added.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class TorchMatrix:
+    """A matrix as a tensor, on any device."""
+
+    weight_OI: Tensor
+
+    def multiply(
+        self,
+        x_TI: Tensor,
+        *,
+        bias_O: Tensor | None = None,
+        before: Before | None = None,
+        residual_TO: Tensor | None = None,
+    ) -> Tensor:
+        product_TO = linear(x_TI if before is None else before(x_TI), self.weight_OI, bias_O)
+        return product_TO if residual_TO is None else residual_TO + product_TO
+
+
 @dataclass(frozen=True)
 class Linear:
     """All of a matrix, or this rank's share of its rows (column parallel: no communication)."""
 
-    weight_OI: Tensor
+    matrix: Matrix
     bias_O: Tensor | None = None
 
-    def __call__(self, x_TI: Tensor) -> Tensor:
-        return linear(x_TI, self.weight_OI, self.bias_O)
+    def __call__(self, x_TI: Tensor, *, before: Before | None = None) -> Tensor:
+        return self.matrix.multiply(x_TI, bias_O=self.bias_O, before=before)
 
 
 @dataclass(frozen=True)
 class RowParallelLinear:
     """This rank's share of a matrix's columns; the ranks' outputs are summed. Only rank 0 holds the bias."""
 
-    weight_OI: Tensor
+    matrix: Matrix
     bias_O: Tensor | None
     parallel: TensorParallel
 
-    def __call__(self, x_TI: Tensor) -> Tensor:
-        return self.parallel.all_reduce(linear(x_TI, self.weight_OI, self.bias_O))
+    def __call__(self, x_TI: Tensor, *, residual_TO: Tensor, before: Before | None = None) -> Tensor:
+        if self.parallel.size == 1:
+            return self.matrix.multiply(x_TI, bias_O=self.bias_O, before=before, residual_TO=residual_TO)
+        return residual_TO + self.parallel.all_reduce(self.matrix.multiply(x_TI, bias_O=self.bias_O, before=before))
 
 
 @dataclass(frozen=True)
@@ -71,14 +112,18 @@ class RMSNorm:
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        normed = F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps)
-        return self.weight * normed.to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
-def gated_silu(gate_up_TI: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class GatedSiLU:
     """silu(gate) * up, where the gate is the first half of the features and up the second."""
-    gate_TI, up_TI = gate_up_TI.chunk(2, dim=-1)
-    return F.silu(gate_TI) * up_TI
+
+    def __call__(self, gate_up_TI: Tensor) -> Tensor:
+        return silu_mul(gate_up_TI)
+
+
+Before = RMSNorm | GatedSiLU  # what a matrix can do to its rows on the way
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:

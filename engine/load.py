@@ -30,16 +30,23 @@ def load_runner(
     model_dir: Path,
     *,
     dtype: str,
+    weights: str = "as_stored",
     pool_dtype: str,
     block_size: int,
     kv_memory_gib: float | None,
     parallel: TensorParallel,
+    expert_parallel: bool = False,
     device: torch.device,
     progress: Callable[[float], None],
 ) -> ModelRunner:
     """Load this rank's weights and set its KV pool aside. Raises SpecError."""
     layout = layout_for(
-        model_dir, dtype=dtype, pool_dtype=pool_dtype, block_size=block_size, tensor_parallel=parallel.size
+        model_dir,
+        dtype=dtype,
+        weights=weights,
+        pool_dtype=pool_dtype,
+        block_size=block_size,
+        tensor_parallel=parallel.size,
     )
     if kv_memory_gib is None:
         kv_memory_gib = _CPU_KV_GIB if device.type == "cpu" else _gpu_kv_gib(model_dir, layout, dtype, device)
@@ -50,6 +57,7 @@ def load_runner(
         dtype=getattr(torch, dtype),
         device=device,
         parallel=parallel,
+        expert_parallel=expert_parallel,
         progress=progress,
     )
 

@@ -112,6 +112,20 @@ class TensorParallel:
         widths = [end - start for start, end in pairwise(bounds)]
         return torch.cat([part[..., :share] for part, share in zip(parts, widths, strict=True)], dim=-1)
 
+    def all_to_all(self, x_N: Tensor, to_each: list[int], from_each: list[int]) -> Tensor:
+        """Send each rank its part of the first dimension, and get what each has sent us, in the order of the ranks.
+
+        to_each, from_each: how many of the first dimension for, and from, every rank. Any dtype.
+        """
+        if self.size == 1:
+            return x_N
+        row_bytes = x_N.new_empty(1, *x_N.shape[1:]).nbytes
+        received = x_N.new_empty(sum(from_each), *x_N.shape[1:])
+        sent, got = (t.contiguous().view(-1).view(torch.uint8) for t in (x_N, received))
+        splits = [[count * row_bytes for count in counts] for counts in (from_each, to_each)]
+        self._run(lambda: self._compute.alltoall_base(got, sent, *splits))
+        return received
+
     def broadcast(self, numbers: Ints | None = None) -> Ints:
         """Hand rank 0's array (int64, flat) to every rank; the others pass None.
 

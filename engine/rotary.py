@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864) and the ways in which its range is stretched."""
+"""The angles of rotary position embedding, and the ways in which its range is stretched. See kernels/rotary.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cluster.model_config import ModelConfig, RopeScaling
 
-# T tokens, H heads, D head_dim, F = D / 2 frequencies
+# T tokens, D head_dim, F = D / 2 frequencies
 
 
 class Rotary:
@@ -43,12 +43,6 @@ class Rotary:
         growth_T = (factor * length_T / self._max_position - (factor - 1)) ** (dim / (dim - 2))
         exponents_F = torch.arange(0, dim, 2, dtype=torch.float32, device=positions_T.device) / dim
         return 1.0 / (self._theta * growth_T).unsqueeze(-1) ** exponents_F
-
-
-def rotate(x_THD: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
-    """Turn each pair (x[i], x[i + D/2]) by its angle."""
-    first_THF, second_THF = x_THD.chunk(2, dim=-1)
-    return torch.cat((first_THF * cos_T1F - second_THF * sin_T1F, second_THF * cos_T1F + first_THF * sin_T1F), dim=-1)
 
 
 def _frequencies(theta: float, dim: int, scaling: RopeScaling) -> Tensor:

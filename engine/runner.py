@@ -12,6 +12,7 @@ from cluster import model_config
 from cluster.errors import SpecError
 from cluster.model_config import ModelConfig
 from engine.batch import Batch
+from engine.cpu.library import open_kernels
 from engine.kv_layout import KVLayout
 from engine.kv_pool import KVPool
 from engine.model.dense import DenseDecoder, OnLayer
@@ -23,9 +24,16 @@ GIB = 1 << 30
 
 
 def layout_for(
-    model_dir: Path, *, dtype: str, pool_dtype: str = "auto", block_size: int = 16, tensor_parallel: int = 1
+    model_dir: Path,
+    *,
+    dtype: str,
+    weights: str = "as_stored",
+    pool_dtype: str = "auto",
+    block_size: int = 16,
+    tensor_parallel: int = 1,
 ) -> KVLayout:
-    """The KV layout of a model. `dtype`: of the computation; `pool_dtype`: "auto" for the same, or "fp8_e4m3"."""
+    """The KV layout of a model. `dtype`: of the computation; `pool_dtype`: "auto" for the same, or "fp8_e4m3";
+    `weights`: one of engine.shards.WEIGHTS."""
     config = model_config.load(model_dir)
     config.check_tensor_parallel(tensor_parallel)
     return KVLayout(
@@ -36,6 +44,7 @@ def layout_for(
         block_size=block_size,
         dtype=dtype if pool_dtype == "auto" else pool_dtype,
         tensor_parallel=tensor_parallel,
+        weights=weights,
     )
 
 
@@ -59,16 +68,31 @@ class ModelRunner:
         dtype: torch.dtype,
         device: torch.device,
         parallel: TensorParallel | None = None,
+        expert_parallel: bool = False,
         progress: Callable[[float], None] | None = None,
     ) -> None:
-        """Loads this rank's weights, which takes a while: `progress` is told the fraction done. Raises SpecError."""
+        """Loads this rank's weights, which takes a while: `progress` is told the fraction done. Raises SpecError.
+
+        expert_parallel: each rank holds some experts whole, instead of a share of every one.
+        """
         self.config: ModelConfig = model_config.load(model_dir)
         self.layout = layout
         self.dtype = dtype
         self.device = device
         self.parallel = parallel or TensorParallel()
         assert layout.tensor_parallel == self.parallel.size
-        reader = ShardReader(open_checkpoint(model_dir), self.parallel, dtype, device)
+        if expert_parallel:
+            self.config.check_expert_parallel(self.parallel.size)
+        kernels = open_kernels(dtype=dtype, device=device)
+        reader = ShardReader(
+            open_checkpoint(model_dir),
+            self.parallel,
+            dtype,
+            device,
+            kernels,
+            weights=layout.weights,
+            spreads_experts=expert_parallel,
+        )
         num_layers = self.config.num_layers
 
         def on_read(layer: int) -> None:

@@ -8,9 +8,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.layers import Embedding, Linear, RMSNorm, RowParallelLinear
+from cluster.errors import SpecError
+from engine.cpu.library import Kernels
+from engine.cpu.matrix import PackedMatrix
+from engine.layers import Embedding, Linear, Matrix, RMSNorm, RowParallelLinear, TorchMatrix
 from engine.parallel import TensorParallel
+from engine.quantization.matrix import QuantizedMatrix
+from engine.quantization.weight import QuantizedWeight
 from engine.weights import Checkpoint, Span
+
+# int8: each output in 8 bits with its own scale, made at load. quantized: matrices that are stored in few bits stay so
+# in memory, and are widened as they are used; else they are widened at load.
+WEIGHTS = ("as_stored", "int8", "quantized")
 
 
 @dataclass(frozen=True)
@@ -21,6 +30,19 @@ class ShardReader:
     parallel: TensorParallel
     dtype: torch.dtype
     device: torch.device
+    kernels: Kernels | None = None  # for which matrices are packed; None: for torch
+    weights: str = "as_stored"  # one of WEIGHTS
+    spreads_experts: bool = False  # whole experts on each rank; else a share of each on all
+
+    def __post_init__(self) -> None:
+        if self.weights == "int8" and self.kernels is None:
+            raise SpecError(
+                "model.weights: int8 needs a CPU, dtype bfloat16 and a C++ compiler on the worker's machine"
+            )
+
+    def tensor(self, name: str) -> Tensor:
+        """All of a tensor, by its whole name."""
+        return self._place(self.checkpoint.read(name))
 
     def norm(self, name: str, eps: float) -> RMSNorm:
         return RMSNorm(self._place(self.checkpoint.read(f"{name}.weight")), eps)
@@ -37,14 +59,35 @@ class ShardReader:
             parts = [self.checkpoint.read(f"{name}.{suffix}", rows=span) for name, span in rows.items()]
             return self._place(parts[0] if len(parts) == 1 else torch.cat(parts))
 
-        return Linear(fused("weight"), fused("bias") if has_bias else None)
+        parts = [self._quantized(name, rows=span) for name, span in rows.items()]
+        kept = [part for part in parts if part is not None]
+        matrix = QuantizedMatrix(tuple(kept)) if len(kept) == len(parts) else self.matrix(fused("weight"))
+        return Linear(matrix, fused("bias") if has_bias else None)
+
+    def columns(self, name: str, columns: Span) -> Matrix:
+        """Some columns of a matrix, whose product the caller sums over the ranks."""
+        if (kept := self._quantized(name, columns=columns)) is not None:
+            return QuantizedMatrix((kept,))
+        return self.matrix(self._place(self.checkpoint.read(f"{name}.weight", columns=columns)))
 
     def row_parallel(self, name: str, columns: Span, *, has_bias: bool = False) -> RowParallelLinear:
         """The columns that meet the features which this rank's part of the layer before computes."""
-        weight = self._place(self.checkpoint.read(f"{name}.weight", columns=columns))
         # The ranks' outputs are summed, so that only one of them may add the bias.
         bias = self._place(self.checkpoint.read(f"{name}.bias")) if has_bias and self.parallel.is_leader else None
-        return RowParallelLinear(weight, bias, self.parallel)
+        return RowParallelLinear(self.columns(name, columns), bias, self.parallel)
+
+    def matrix(self, weight_OI: Tensor) -> Matrix:
+        """In the form in which this rank multiplies it."""
+        if self.kernels is None:
+            return TorchMatrix(weight_OI)
+        pack = PackedMatrix.int8 if self.weights == "int8" else PackedMatrix.bf16
+        return pack(self.kernels, weight_OI)
+
+    def _quantized(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> QuantizedWeight | None:
+        if self.weights != "quantized":
+            return None
+        weight = self.checkpoint.quantized(f"{name}.weight", rows=rows, columns=columns)
+        return None if weight is None else weight.to(self.device)
 
     def _place(self, tensor: Tensor) -> Tensor:
         return tensor.to(device=self.device, dtype=self.dtype).contiguous()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import mmap
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,15 +9,13 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType
-from gguf.quants import dequantize
-from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cluster.errors import SpecError
-from cluster.gguf_table import GGML_TYPES, TABLE, GGMLType, read_table
-from cluster.model_config import weight_files
+from cluster.gguf_table import GGML_TYPES, TABLE, read_table
+from cluster.model_config import quantization_config, weight_files
+from engine.quantization.weight import GGMLWeight, QuantizedWeight
 
 Span = tuple[int, int]  # [start, end) of a dimension
 Shape = tuple[int, ...]
@@ -36,12 +33,21 @@ class Checkpoint(Protocol):
         """A tensor, or a part of it, in whatever dtype it is stored (quantised ones as fp32). Raises SpecError."""
         ...
 
+    def quantized(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> QuantizedWeight | None:
+        """The same as it is stored, in few bits; None where it is not, or where the part would cut through blocks."""
+        ...
+
 
 def open_checkpoint(model_dir: Path) -> Checkpoint:
     """Open the weights of a model directory for reading. Raises SpecError."""
     if (model_dir / TABLE).exists():
         return GGUFCheckpoint(model_dir)
-    return SafetensorsCheckpoint(model_dir)
+    checkpoint = SafetensorsCheckpoint(model_dir)
+    if config := quantization_config(model_dir):
+        from engine.quantization.checkpoint import QuantizedCheckpoint  # which is built on this module
+
+        return QuantizedCheckpoint(checkpoint, config)
+    return checkpoint
 
 
 def check_tensors(found: Mapping[str, Shape], expected: Mapping[str, Shape], *, optional: frozenset[str]) -> None:
@@ -79,14 +85,20 @@ class SafetensorsCheckpoint:
                 self._file_of[name] = file
 
     def read(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> Tensor:
+        if rows is None and columns is None:
+            whole: Tensor = self._file_of[name].get_tensor(name)  # which may have no dimension at all
+            return whole
         stored = self._file_of[name].get_slice(name)
         taken = slice(*rows or (None,))
         tensor: Tensor = stored[taken] if columns is None else stored[taken, slice(*columns)]
         return tensor
 
+    def quantized(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> None:
+        return None
+
 
 class GGUFCheckpoint:
-    """The tensors of a table into GGUF files, dequantised as they are read."""
+    """The tensors of a table into GGUF files."""
 
     def __init__(self, model_dir: Path) -> None:
         self._tensors = {tensor.name: tensor for tensor in read_table(model_dir)}
@@ -94,23 +106,30 @@ class GGUFCheckpoint:
         self._data = {file: _map(Path(file)) for file in sorted({t.file for t in self._tensors.values()})}
 
     def read(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> Tensor:
+        tensor, blocks = self._tensors[name], self._blocks(name, rows)
+        values = blocks.rows(0, len(blocks.blocks_OB)).view(-1, *tensor.shape[1:])
+        return values if columns is None else values[:, slice(*columns)]
+
+    def quantized(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> GGMLWeight | None:
+        kind = GGML_TYPES[self._tensors[name].ggml_type]
+        first, end = columns or (0, self.shapes[name][-1])
+        if kind.block == 1 or first % kind.block or end % kind.block:
+            return None
+        blocks_OB = self._blocks(name, rows).blocks_OB
+        first, end = (column // kind.block * kind.num_bytes for column in (first, end))
+        return GGMLWeight(blocks_OB[:, first:end].contiguous(), kind)
+
+    def _blocks(self, name: str, rows: Span | None) -> GGMLWeight:
+        """Quantised blocks lie along a row, so that rows can be taken, and put in order, without touching them."""
         tensor = self._tensors[name]
-        # Quantised blocks lie along a row, so that rows can be taken without the rest, columns only afterwards.
         first, end = rows or (0, tensor.shape[0])
         row_bytes = tensor.num_bytes // tensor.shape[0]
         start = tensor.offset + first * row_bytes
         stored = np.frombuffer(self._data[tensor.file], np.uint8, (end - first) * row_bytes, start)
-        values = _dequantize(stored, GGML_TYPES[tensor.ggml_type]).reshape(end - first, *tensor.shape[1:])
+        blocks_OB = torch.from_numpy(stored).view(end - first, row_bytes)
         if tensor.interleaved_heads:
-            values = _deinterleave(values, head_dim=tensor.shape[0] // tensor.interleaved_heads)
-        return values if columns is None else values[:, slice(*columns)]
-
-
-def _dequantize(stored: NDArray[np.uint8], kind: GGMLType) -> Tensor:
-    # gguf works through 16 rows at a time; rows of a hundred blocks, which need not be the matrix's, suit it best.
-    num_blocks = len(stored) // kind.num_bytes
-    wide = stored.reshape(-1, math.gcd(num_blocks, 128) * kind.num_bytes)
-    return torch.from_numpy(dequantize(wide, GGMLQuantizationType[kind.name]))
+            blocks_OB = _deinterleave(blocks_OB, head_dim=tensor.shape[0] // tensor.interleaved_heads)
+        return GGMLWeight(blocks_OB, GGML_TYPES[tensor.ggml_type])
 
 
 def _map(file: Path) -> mmap.mmap:

@@ -17,9 +17,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.kernels.fp8 import dequantize_fp8, quantize_fp8
+from engine.kernels.wire import pack_kv, unpack_kv
 from engine.kv_layout import KVLayout
-from engine.kv_pool import KVPool, as_bytes
+from engine.kv_pool import KVPool
 from kvtransfer.segment import Segment
 
 WIRE_VERSION = 2
@@ -63,19 +63,17 @@ class RawCodec:
 
     def pack(self, pool: KVPool, segment: Segment, slots_T: Tensor, payload: Tensor) -> None:
         codes_LT2KD, scales_LT2K = _views(payload, segment, self._layout, self._layout.torch_dtype)
-        blocks_T, offsets_T = pool.locate(slots_T)
         for i, layer in enumerate(segment.layers):
-            as_bytes(codes_LT2KD[i]).copy_(as_bytes(pool.codes[layer])[blocks_T, :, segment.heads, offsets_T])
+            pack_kv(pool.codes[layer], slots_T, segment.heads, codes_LT2KD[i], None)
             if pool.scales:
-                scales_LT2K[i].copy_(pool.scales[layer][blocks_T, :, segment.heads, offsets_T])
+                pack_kv(pool.scales[layer].unsqueeze(-1), slots_T, segment.heads, scales_LT2K[i].unsqueeze(-1), None)
 
     def unpack(self, payload: Tensor, pool: KVPool, segment: Segment, slots_T: Tensor) -> None:
         codes_LT2KD, scales_LT2K = _views(payload, segment, self._layout, self._layout.torch_dtype)
-        blocks_T, offsets_T = pool.locate(slots_T)
         for i, layer in enumerate(segment.layers):
-            as_bytes(pool.codes[layer])[blocks_T, :, segment.heads, offsets_T] = as_bytes(codes_LT2KD[i])
+            unpack_kv(codes_LT2KD[i], None, pool.codes[layer], slots_T, segment.heads)
             if pool.scales:
-                pool.scales[layer][blocks_T, :, segment.heads, offsets_T] = scales_LT2K[i]
+                unpack_kv(scales_LT2K[i].unsqueeze(-1), None, pool.scales[layer].unsqueeze(-1), slots_T, segment.heads)
 
 
 class QuantizingCodec:
@@ -89,18 +87,13 @@ class QuantizingCodec:
 
     def pack(self, pool: KVPool, segment: Segment, slots_T: Tensor, payload: Tensor) -> None:
         codes_LT2KD, scales_LT2K = _views(payload, segment, self._layout, FP8)
-        blocks_T, offsets_T = pool.locate(slots_T)
         for i, layer in enumerate(segment.layers):
-            codes, scales = quantize_fp8(pool.codes[layer][blocks_T, :, segment.heads, offsets_T])
-            codes_LT2KD[i].copy_(codes)
-            scales_LT2K[i].copy_(scales)
+            pack_kv(pool.codes[layer], slots_T, segment.heads, codes_LT2KD[i], scales_LT2K[i])
 
     def unpack(self, payload: Tensor, pool: KVPool, segment: Segment, slots_T: Tensor) -> None:
         codes_LT2KD, scales_LT2K = _views(payload, segment, self._layout, FP8)
-        blocks_T, offsets_T = pool.locate(slots_T)
         for i, layer in enumerate(segment.layers):
-            kv_T2KD = dequantize_fp8(codes_LT2KD[i], scales_LT2K[i], self._layout.torch_dtype)
-            pool.codes[layer][blocks_T, :, segment.heads, offsets_T] = kv_T2KD
+            unpack_kv(codes_LT2KD[i], scales_LT2K[i], pool.codes[layer], slots_T, segment.heads)
 
 
 def checksum(payload: Tensor) -> int:

@@ -94,6 +94,7 @@ class PrefillBody:
         runner = load_runner(
             model_dir,
             dtype=setup.spec.model.dtype,
+            weights=setup.spec.model.weights,
             pool_dtype=setup.spec.kv.pool_dtype,
             block_size=setup.spec.kv.block_size,
             kv_memory_gib=pool.kv_memory_gib,
@@ -134,7 +135,9 @@ class PrefillBody:
         max_tokens = max_tokens_of(runner, limit=setup.spec.model.max_context)
 
         def sequence_of(request: SequenceRequest) -> Sequence:
-            return Sequence(request, 0, model=layout.model, block_size=layout.block_size, max_context=max_tokens)
+            # After a migration, what runs here may be any of the client's choices.
+            first = request.choices[0]
+            return Sequence(request, first, model=layout.model, block_size=layout.block_size, max_context=max_tokens)
 
         self._prompts.serving = Serving(self.service, prefiller, sequence_of)
         self._ranks.on_report = self._reported
@@ -147,8 +150,11 @@ class PrefillBody:
             block_size=layout.block_size,
             bytes_per_token=layout.bytes_per_token() * layout.tensor_parallel,
             max_tokens=max_tokens,
+            max_running=pool.max_running,
         )
-        self.service.start(index_url=setup.index_url, name=setup.spec.name, member=member)
+        self.service.start(
+            index_url=setup.index_url, name=setup.spec.name, member=member, other_ranks=setup.addresses[1:]
+        )
 
     def _shipped(self, rank: int, shipment: Shipment) -> None:
         """On rank 0, from any thread: one of our ranks has nothing more to send for a handoff."""

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import grpc
 from grpc import aio
 
 from cluster.channel import error_of
-from cluster.errors import CapacityError, ClusterError, LayoutMismatch, ReplicaLost, TransferError
+from cluster.errors import CapacityError, ClusterError, DeadlineExceeded, LayoutMismatch, ReplicaLost, TransferError
 from cluster.handoff import Handoff
 from cluster.messages import handoff_from_proto, handoff_to_proto, sequence_to_proto, tokens_from_proto
 from cluster.request import SampledToken, SequenceRequest
@@ -42,6 +44,8 @@ class Pair:
 
     prefill: Replica | None
     decode: Replica | None
+    promised_blocks: int = 0  # of the decode replica, as long as the pair is used
+    promised_streams: int = 0
 
 
 def may_retry(error: ClusterError) -> bool:
@@ -75,6 +79,7 @@ class Attempt:
         self._route = route
         self._emit = emit
         self._next_prefill = next_prefill
+        self._expires_at = None if request.deadline_s is None else time.monotonic() + request.deadline_s
         self._next_place = next_place
         self._unfinished = set(request.choices)
         self._awaiting_first = set(request.choices) if pair.prefill else set()
@@ -121,14 +126,14 @@ class Attempt:
             sequence=sequence_to_proto(self._request), prefill_here=self._prefill is None, router=self._router
         )
         decode.num_requests += 1
-        call = rpc.DecodeWorkerStub(decode.channel).Generate(request)
+        call = rpc.DecodeWorkerStub(decode.channel).Generate(request, timeout=self._remaining_s)
         try:
             async for event in call:
                 if event.WhichOneof("event") == "reserved":
                     self._reserved(event.reserved)
         except aio.AioRpcError as error:
             if any(self._places[choice].replica is decode for choice in self._unfinished):
-                self._fail(error_of(error, peer=decode.id))
+                self._fail(self._error_of(error, decode))
         finally:
             decode.num_requests -= 1
             call.cancel()
@@ -157,8 +162,11 @@ class Attempt:
         num_tokens = await move.run(sequence)
         if num_tokens is None:
             return
-        assert move.lease
-        self._leases.append(self._spawn(self._hold(move.lease, target.replica)))
+        lease = move.lease
+        assert lease
+        held = self._spawn(self._hold(lease, target.replica))
+        held.add_done_callback(lambda _: lease.cancel())  # also when it is cancelled before it has begun
+        self._leases.append(held)
         while choice in self._unfinished and len(self._request.token_ids) + len(self._emitted[choice]) < num_tokens:
             self._arrived.clear()
             await self._arrived.wait()
@@ -200,7 +208,7 @@ class Attempt:
         epoch = 0
         while self._prefill:
             try:
-                return await call(self._prefill, epoch)
+                return await self._prefill.unless_lost(call(self._prefill, epoch))
             except ClusterError as error:
                 has_emitted = self._awaiting_first != set(self._request.choices)
                 self._prefill = None if has_emitted or not may_retry(error) else self._next_prefill()
@@ -216,7 +224,7 @@ class Attempt:
         )
         prefill.num_requests += 1
         prefill.pending_tokens += num_tokens
-        call = rpc.PrefillWorkerStub(prefill.channel).Prefill(request)
+        call = rpc.PrefillWorkerStub(prefill.channel).Prefill(request, timeout=self._remaining_s)
         try:
             async for event in call:
                 if event.WhichOneof("event") == "first_tokens":
@@ -229,11 +237,21 @@ class Attempt:
                     self._route.blocks_shipped += event.shipped.blocks
                     self._route.wire_bytes += event.shipped.wire_bytes
         except aio.AioRpcError as error:
-            raise error_of(error, peer=prefill.id) from error
+            raise self._error_of(error, prefill) from error
         finally:
             prefill.num_requests -= 1
             prefill.pending_tokens -= num_tokens
             call.cancel()
+
+    @property
+    def _remaining_s(self) -> float | None:
+        """Each call carries the request's deadline, so that the workers too drop what nobody waits for any more."""
+        return None if self._expires_at is None else max(0.0, self._expires_at - time.monotonic())
+
+    def _error_of(self, error: aio.AioRpcError, replica: Replica) -> ClusterError:
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and self._expires_at is not None:
+            return DeadlineExceeded(f"request {self._request.id}: not finished within its deadline")
+        return error_of(error, peer=replica.id)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """A task whose failure ends the attempt, also one that nobody foresaw."""

@@ -167,6 +167,7 @@ class Completion:
             sampling=self._sampling,
             choices=tuple(range(self.request.n)),
             salt=self.request.salt,
+            tenant=self.request.tenant,
             priority=self.request.priority,
             deadline_s=self._limit_s - self._clock.elapsed_s,
         )

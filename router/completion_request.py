@@ -79,7 +79,8 @@ class CompletionRequest:
     skip_special_tokens: bool = True
     n: int = 1
     logprobs: int | None = None  # None: none; k: of the chosen token and of the k likeliest
-    priority: int = 0  # smaller first
+    tenant: str = ""  # the queue is shared out fairly among tenants
+    priority: int = 0  # smaller first, among a tenant's
     salt: str = ""  # prefixes are shared only within one salt
     deadline_s: float | None = None  # remaining; None: the router's own limit
 

@@ -1,34 +1,40 @@
-"""Carrying out a choice: one pair after another until the request is served, without a client seeing more than a pause.
-
-A request that fails on its way goes on elsewhere from prompt + tokens so far. Sampling depends on (seed, position)
-only, so the continuation is the one that would have come anyway, and no token is sent twice.
-"""
+"""Choosing replicas for requests, now or when there is room: what is known of the replicas meets the pure policy."""
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from cluster.errors import CapacityError, ClusterError, ContextLengthExceeded
 from cluster.hashing import block_hashes, root_hash
 from cluster.metrics import Metrics
-from cluster.request import Role, SampledToken, SequenceRequest
+from cluster.request import Role, SequenceRequest
 from cluster.timing import StepTiming
-from router.attempt import Attempt, Pair, may_retry
+from router.admission import Ticket
+from router.attempt import Pair, may_retry
 from router.decisions import Decisions
-from router.generation import ChoiceToken, Generation, Route
+from router.gate import Gate
+from router.generation import Generation
 from router.move import Place
 from router.policy import Demand, Option, Policy, ReplicaView
+from router.relay import Relay
 from router.replicas import Replica, Replicas
+from router.room import AnswerLength, DecodeLoad, decode_has_room, prefill_has_room
 
 logger = logging.getLogger(__name__)
 
-_MAX_ATTEMPTS = 8  # per choice; the request's own deadline usually comes first
-_BACKOFF_S, _MAX_BACKOFF_S = 0.01, 1.0
+
+@dataclass(frozen=True)
+class _Need:
+    """A request as it is weighed again and again while it waits."""
+
+    request: SequenceRequest
+    hashes: list[bytes]
+    num_blocks: int  # with the answer that is predicted
+
 
 _DEFAULT_PREFILL_TOKENS_PER_S = 1000.0
 _DEFAULT_STEP_S = 0.02
@@ -48,9 +54,10 @@ class Dispatch:
         policy: Policy,
         max_local_tokens: int,
         queue_s: float,
+        max_waiting: int,
         metrics: Metrics,
     ) -> None:
-        """model: fingerprint, as in the prefix hashes. queue_s: how long a request may wait for any replica."""
+        """model: fingerprint, as in the prefix hashes. queue_s: how long a request may wait for a replica with room."""
         self.decisions = Decisions()
         self._policy = policy
         self.router = router
@@ -59,10 +66,14 @@ class Dispatch:
         self._max_local_tokens = max_local_tokens
         self._queue_s = queue_s
         self._metrics = metrics
+        self._answers = AnswerLength()
+        self._gate: Gate[Pair] = Gate(max_waiting=max_waiting, queue_s=queue_s)
         self._streams = itertools.count(1)
+        replicas.on_change = self._gate.wake
+        metrics.requests_waiting.set_function(lambda: len(self._gate))
 
     def start(self, request: SequenceRequest) -> Generation:
-        return _Generation(self, request)
+        return Relay(self, request)
 
     def new_streams(self, count: int) -> int:
         """The first of `count` stream keys that nobody else of this router has."""
@@ -71,26 +82,41 @@ class Dispatch:
             next(self._streams)
         return first
 
-    async def choose(self, request: SequenceRequest, *, avoid: set[str]) -> Pair:
-        """The cheapest pair; waits for one while there is none. Replicas in `avoid` are the last resort.
+    async def admit(self, request: SequenceRequest) -> Pair:
+        """The cheapest pair with room, at the request's turn. What is promised to it, `give_back` takes back.
 
-        Raises CapacityError when none comes in time, ContextLengthExceeded when none could ever hold the request.
+        Raises CapacityError, at once where its turn is predicted to come too late, and ContextLengthExceeded when no
+        replica could ever hold the request.
         """
+        need = self._need(request)
+        self._check_length(request)
+        ticket = Ticket(request.tenant, request.priority, cost=self._cost(request))
+        return await self._gate.enter(
+            ticket, lambda: self._choose(need), within_s=request.deadline_s, give_back=self.give_back
+        )
+
+    async def choose(self, request: SequenceRequest, *, avoid: set[str]) -> Pair:
+        """The cheapest pair for a request that was admitted before, room or no room. Waits while there is none at all.
+
+        Replicas in `avoid` are the last resort. Raises as `admit`.
+        """
+        need = self._need(request)
         give_up_at = time.monotonic() + self._queue_s
         while True:
-            decodes = self._replicas.usable(Role.DECODE)
-            if found := self._options(request, self._replicas.usable(Role.PREFILL), decodes, avoid=avoid):
-                self.decisions.add(request.id, found)
-                return self._pair(request, found[0])
-            if decodes:
-                limit = max(replica.member.max_tokens for replica in decodes)
-                raise ContextLengthExceeded(
-                    f"{len(request.token_ids)} tokens leave no room in the {limit} that a replica holds", param="prompt"
-                )
+            self._check_length(request)
+            if pair := self._choose(need, avoid=avoid) or self._choose(need, avoid=avoid, needs_room=False):
+                return pair
             try:
                 await self._replicas.changed(timeout_s=give_up_at - time.monotonic())
             except TimeoutError:
-                raise CapacityError("no decode replica is available", retry_after_s=self._queue_s) from None
+                raise CapacityError("no decode replica is available", retry_after_s=1.0) from None
+
+    def give_back(self, pair: Pair) -> None:
+        """A pair is not used any more."""
+        if pair.decode:
+            pair.decode.promised_blocks -= pair.promised_blocks
+            pair.decode.promised_streams -= pair.promised_streams
+        self._gate.wake()
 
     def expect(self, request: SequenceRequest, replica: Replica | None) -> Callable[[], None]:
         """`replica` is about to compute this prompt: let its siblings know. Call what is returned when it is over."""
@@ -103,13 +129,13 @@ class Dispatch:
     def next_prefill(self, request: SequenceRequest, decode: Replica | None, *, avoid: set[str]) -> Replica | None:
         """Another prefill replica for a request whose decode replica is chosen already."""
         prefills = [replica for replica in self._replicas.usable(Role.PREFILL) if replica.id not in avoid]
-        found = self._options(request, prefills, [decode] if decode else [], avoid=avoid)
+        found = self._options(self._need(request), prefills, [decode] if decode else [], avoid=avoid)
         best = next((option.prefill for option in found if option.prefill), None)
         return self._replicas.get(best) if best else None
 
     def next_place(self, request: SequenceRequest) -> Place | None:
         """Another decode replica for a request that runs on one that drains, and a stream key for a choice."""
-        found = self._options(request, [], self._replicas.usable(Role.DECODE), avoid=set())
+        found = self._options(self._need(request), [], self._replicas.usable(Role.DECODE), avoid=set())
         replica = self._replicas.get(found[0].decode) if found else None
         return Place(replica, self.new_streams(1)) if replica else None
 
@@ -122,14 +148,35 @@ class Dispatch:
     def admitted(self, waited_s: float) -> None:
         self._metrics.queue_time.observe(waited_s)
 
+    def finished(self, num_tokens: Iterable[int]) -> None:
+        """Answers have come to their end, with so many tokens."""
+        for number in num_tokens:
+            self._answers.add(number)
+
+    def _choose(self, need: _Need, *, avoid: set[str] = frozenset(), needs_room: bool = True) -> Pair | None:  # type: ignore[assignment]
+        """The cheapest pair, and what it promises to the request; None where there is none."""
+        prefills, decodes = self._replicas.usable(Role.PREFILL), self._replicas.usable(Role.DECODE)
+        if needs_room:
+            num_streams = len(need.request.choices)
+            decodes = [r for r in decodes if _decode_has_room(r, num_blocks=need.num_blocks, num_streams=num_streams)]
+            prefills = [r for r in prefills if self._has_room(r.id)] or prefills  # a policy may offer a few only
+        found = self._options(need, prefills, decodes, avoid=avoid)
+        if needs_room:
+            found = [option for option in found if option.prefill is None or self._has_room(option.prefill)]
+        if not found:
+            return None
+        self.decisions.add(need.request.id, found)
+        return self._pair(need, found[0])
+
     def _options(
-        self, request: SequenceRequest, prefills: list[Replica], decodes: list[Replica], *, avoid: set[str]
+        self, need: _Need, prefills: list[Replica], decodes: list[Replica], *, avoid: set[str]
     ) -> Sequence[Option]:
+        request = need.request
         decodes = [replica for replica in decodes if len(request.token_ids) < replica.member.max_tokens]
         if not decodes:
             return []
         member = decodes[0].member
-        depths = self._replicas.index.match(self._hashes(request, member.block_size))
+        depths = self._replicas.index.match(need.hashes)
         demand = Demand(
             num_tokens=len(request.token_ids),
             block_size=member.block_size,
@@ -147,116 +194,61 @@ class Dispatch:
         root = root_hash(self._model, adapter=request.adapter, salt=request.salt)
         return block_hashes(root, request.token_ids, block_size=block_size)
 
-    def _pair(self, request: SequenceRequest, option: Option) -> Pair:
-        wants_one_token = request.sampling.max_tokens - request.num_generated == 1
-        decode = None if option.prefill and wants_one_token else self._replicas.get(option.decode)
+    def _pair(self, need: _Need, option: Option) -> Pair:
+        request = need.request
+        prefill = self._replicas.get(option.prefill) if option.prefill else None
         logger.debug("route request=%s %s", request.id, option)
-        return Pair(self._replicas.get(option.prefill) if option.prefill else None, decode)
+        if prefill and request.sampling.max_tokens - request.num_generated == 1:
+            return Pair(prefill, None)
+        decode = self._replicas.get(option.decode)
+        assert decode
+        decode.promised_blocks += need.num_blocks
+        decode.promised_streams += len(request.choices)
+        return Pair(prefill, decode, promised_blocks=need.num_blocks, promised_streams=len(request.choices))
+
+    def _need(self, request: SequenceRequest) -> _Need:
+        members = [replica.member for replica in self._replicas.usable(Role.DECODE)]
+        if not members:
+            return _Need(request, [], 0)
+        block_size = members[0].block_size
+        predicted = self._predicted_tokens(request)
+        prompt_blocks = len(request.token_ids) // block_size
+        # Choices share the full blocks of the prompt.
+        per_choice = -(-(len(request.token_ids) + predicted) // block_size) - prompt_blocks
+        return _Need(request, self._hashes(request, block_size), prompt_blocks + per_choice * len(request.choices))
+
+    def _predicted_tokens(self, request: SequenceRequest) -> int:
+        return self._answers.predict(max(1, request.sampling.max_tokens - request.num_generated))
+
+    def _cost(self, request: SequenceRequest) -> float:
+        return float(len(request.token_ids) + self._predicted_tokens(request) * len(request.choices))
+
+    def _has_room(self, prefill: str) -> bool:
+        replica = self._replicas.get(prefill)
+        assert replica
+        queued = max(replica.status.queued_tokens, replica.pending_tokens)
+        return prefill_has_room(queued_tokens=queued, tokens_per_s=replica.status.prefill_tokens_per_s)
+
+    def _check_length(self, request: SequenceRequest) -> None:
+        """Raises ContextLengthExceeded where replicas are there, and none could ever hold the request."""
+        limit = max((replica.member.max_tokens for replica in self._replicas.usable(Role.DECODE)), default=None)
+        if limit is not None and len(request.token_ids) >= limit:
+            raise ContextLengthExceeded(
+                f"{len(request.token_ids)} tokens leave no room in the {limit} that a replica holds", param="prompt"
+            )
 
 
-class _Generation:
-    """One request under way: a task that serves it, and the tokens that it has brought."""
-
-    def __init__(self, dispatch: Dispatch, request: SequenceRequest) -> None:
-        self.route = Route()
-        self._dispatch = dispatch
-        self._request = request
-        self._started_at = time.monotonic()
-        self._tokens: dict[int, list[int]] = {choice: [] for choice in request.choices}
-        self._unfinished = set(request.choices)
-        self._attempts: dict[int, Attempt] = {}  # of each choice, the one that serves it now
-        self._outbox: asyncio.Queue[ChoiceToken | ClusterError | None] = asyncio.Queue()
-        self._task: asyncio.Task[None] | None = None
-
-    async def __aenter__(self) -> Generation:
-        self._task = asyncio.create_task(self._run())
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        assert self._task
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-
-    async def __aiter__(self) -> AsyncIterator[ChoiceToken]:
-        while (item := await self._outbox.get()) is not None:
-            if isinstance(item, ClusterError):
-                raise item
-            yield item
-
-    async def stop(self, choice: int) -> None:
-        self._unfinished.discard(choice)
-        if attempt := self._attempts.get(choice):
-            await attempt.stop(choice)
-
-    async def _run(self) -> None:
-        try:
-            await self._serve(self._request.choices, avoid=set())
-        except* ClusterError as errors:
-            self._outbox.put_nowait(_first(errors))
-        finally:
-            self._outbox.put_nowait(None)
-
-    async def _serve(self, choices: tuple[int, ...], *, avoid: set[str]) -> None:
-        """Bring these choices to their end; after a failure, those that have tokens go on one by one."""
-        for attempt in itertools.count(1):
-            try:
-                return await self._attempt(choices, avoid=avoid)
-            except ClusterError as error:
-                if attempt == _MAX_ATTEMPTS or not self._dispatch.may_try_again(error, avoid):
-                    raise
-                logger.warning("request=%s goes on elsewhere: %s", self._request.id, error)
-            choices = tuple(choice for choice in choices if choice in self._unfinished)
-            if len(choices) > 1 and any(self._tokens[choice] for choice in choices):
-                async with asyncio.TaskGroup() as group:
-                    for choice in choices:
-                        group.create_task(self._serve((choice,), avoid=set(avoid)))
-                return
-            if not choices:
-                return
-            await asyncio.sleep(min(_MAX_BACKOFF_S, _BACKOFF_S * 2**attempt))
-
-    async def _attempt(self, choices: tuple[int, ...], *, avoid: set[str]) -> None:
-        """One try. Adds to `avoid` the replicas that it used, if it fails."""
-        self.route.attempts += 1
-        request = replace(
-            self._request,
-            token_ids=self._request.token_ids + tuple(self._tokens[choices[0]]),
-            choices=choices,
-            stream=self._dispatch.new_streams(len(choices)),
-        )
-        pair = await self._dispatch.choose(request, avoid=avoid)
-        settle = self._dispatch.expect(request, pair.prefill or pair.decode)
-        self._dispatch.admitted(time.monotonic() - self._started_at)
-        used = {replica.id for replica in (pair.prefill, pair.decode) if replica}
-
-        def next_prefill() -> Replica | None:
-            replica = self._dispatch.next_prefill(request, pair.decode, avoid=avoid | used)
-            used.update([replica.id] if replica else [])
-            return replica
-
-        attempt = Attempt(
-            request,
-            pair,
-            router=self._dispatch.router,
-            route=self.route,
-            emit=self._emit,
-            next_prefill=next_prefill,
-            next_place=lambda: self._dispatch.next_place(request),
-        )
-        self._attempts |= dict.fromkeys(choices, attempt)
-        try:
-            await attempt.run()
-        except ClusterError:
-            avoid |= used
-            raise
-        finally:
-            settle()
-
-    def _emit(self, choice: int, token: SampledToken) -> None:
-        self._tokens[choice].append(token.token_id)
-        if token.finish_reason:
-            self._unfinished.discard(choice)
-        self._outbox.put_nowait(ChoiceToken(choice, token))
+def _decode_has_room(replica: Replica, *, num_blocks: int, num_streams: int) -> bool:
+    status, member = replica.status, replica.member
+    load = DecodeLoad(
+        num_blocks=member.num_blocks,
+        held_blocks=member.num_blocks - status.blocks_free - status.blocks_cached,
+        promised_blocks=replica.promised_blocks,
+        num_streams=max(status.running + status.waiting, replica.promised_streams),
+        max_streams=member.max_running,
+        num_waiting=status.waiting,
+    )
+    return decode_has_room(load, num_blocks=num_blocks, num_streams=num_streams)
 
 
 @dataclass(frozen=True)
@@ -307,12 +299,3 @@ def _mean(values: Sequence[float], default: float) -> float:
 def _preferred(replicas: list[Replica], avoid: Iterable[str]) -> list[Replica]:
     """Those that have not failed this request yet; all, if all have."""
     return [replica for replica in replicas if replica.id not in avoid] or replicas
-
-
-def _first(errors: BaseExceptionGroup[ClusterError]) -> ClusterError:
-    """The first error of a group of groups."""
-    error: BaseException = errors
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, ClusterError)
-    return error

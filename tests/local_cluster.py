@@ -1,8 +1,13 @@
-"""A whole disaggregated deployment in one process, without Ray: real workers, real links, real Redis, real dispatch."""
+"""A whole disaggregated deployment without Ray: real workers, real links, real Redis, real dispatch.
+
+The ranks run in this process or, with `local_cluster(..., processes=True)`, each in one of its own.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -10,19 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import redis
-from redis.asyncio import Redis
 
 import decode_worker.actor
 import prefill_worker.actor
 from cluster import model_config
 from cluster.metrics import Metrics
-from cluster.rank_process import RankProcess
+from cluster.presence import connect_redis
 from cluster.request import Role, SampledToken, Sampling, SequenceRequest
 from cluster.spec import Spec, parse_spec
 from router.dispatch import Dispatch
 from router.generation import Route
 from router.plain_policies import make_policy
 from router.replicas import Replicas
+from tests.rank_in_process import Fault, RankInProcess
 
 _MAKERS = {Role.PREFILL: prefill_worker.actor.make_rank, Role.DECODE: decode_worker.actor.make_rank}
 _START_S = 60
@@ -31,7 +36,21 @@ _START_S = 60
 @dataclass
 class LocalReplica:
     id: str
-    ranks: list[RankProcess]
+    ranks: list[Any]  # RankProcess or RankInProcess
+
+    def send(self, number: signal.Signals) -> None:
+        """A signal to every rank; for ranks in processes."""
+        for rank in self.ranks:
+            rank.send(number)
+
+    @property
+    def has_been_hit(self) -> bool:
+        """A rank has died, or stands still."""
+        return any(rank.state in ("Z", "X", "T") for rank in self.ranks)
+
+    @property
+    def is_alive(self) -> bool:
+        return all(not isinstance(rank, RankInProcess) or rank.process.is_alive() for rank in self.ranks)
 
     @property
     def blocks(self) -> dict[str, int]:
@@ -57,19 +76,25 @@ class LocalCluster:
     model: str
     replicas: Replicas
     dispatch: Dispatch
+    processes: bool = False
     pools: dict[Role, list[LocalReplica]] = field(default_factory=lambda: {role: [] for role in Role})
     _next_id: int = 0
 
-    async def add(self, role: Role) -> LocalReplica:
-        """Start one more replica and wait until the router sees it."""
+    async def add(self, role: Role, *faults: Fault, log: str = os.devnull) -> LocalReplica:
+        """Start one more replica and wait until the router sees it. Faults and the log are for ranks in processes."""
         replica = LocalReplica(f"{role}-{self._next_id}", [])
         self._next_id += 1
         for rank in range(self.spec.pool(role).tensor_parallel):
-            arguments = {"replica": replica.id, "rank": rank, "index_url": self.index_url, "log_dir": "unused"}
-            replica.ranks.append(_MAKERS[role](self.spec.model_dump(), **arguments))
-        addresses = [rank.bind()["address"] for rank in replica.ranks]
-        await asyncio.gather(*(asyncio.to_thread(rank.load, addresses) for rank in replica.ranks))
+            arguments = {"replica": replica.id, "rank": rank, "index_url": self.index_url}
+            if self.processes:
+                made = RankInProcess(role, self.spec.model_dump(), faults=faults, log=log, **arguments)
+            else:
+                made = _MAKERS[role](self.spec.model_dump(), log_dir="unused", **arguments)
+            replica.ranks.append(made)
         self.pools[role].append(replica)
+        bindings = await asyncio.gather(*(asyncio.to_thread(rank.bind) for rank in replica.ranks))
+        addresses = [binding["address"] for binding in bindings]
+        await asyncio.gather(*(asyncio.to_thread(rank.load, addresses) for rank in replica.ranks))
         while not (seen := self.replicas.get(replica.id)) or not seen.is_usable:
             await self.replicas.changed(timeout_s=_START_S)
         return replica
@@ -92,9 +117,9 @@ class LocalCluster:
         return Answer(tokens, generation.route)
 
     async def idle(self, *, timeout_s: float = 2.0) -> None:
-        """Wait until every replica has nothing to do and has all its blocks back. Raises TimeoutError."""
+        """Wait until every replica that lives has nothing to do and has all its blocks back. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
-            while not all(_is_idle(replica) for pool in self.pools.values() for replica in pool):
+            while not all(_is_idle(replica) for pool in self.pools.values() for replica in pool if replica.is_alive):
                 await asyncio.sleep(0.01)
 
 
@@ -105,13 +130,15 @@ def _is_idle(replica: LocalReplica) -> bool:
 
 
 @asynccontextmanager
-async def local_cluster(model_dir: Path, redis_url: str, **tree: Any) -> AsyncIterator[LocalCluster]:
+async def local_cluster(
+    model_dir: Path, redis_url: str, *, processes: bool = False, **tree: Any
+) -> AsyncIterator[LocalCluster]:
     """Deploy what `tree` says, as in a spec's YAML, with the model in `model_dir`."""
     tree.setdefault("model", {}).update(source=str(model_dir))
     spec = parse_spec(tree)
     redis.Redis.from_url(redis_url).flushall()
     fingerprint = model_config.fingerprint(model_dir)
-    replicas = Replicas(Redis.from_url(redis_url), name=spec.name, router="router-0")
+    replicas = Replicas(connect_redis(redis_url), name=spec.name, router="router-0")
     dispatch = Dispatch(
         replicas,
         router="router-0",
@@ -119,14 +146,18 @@ async def local_cluster(model_dir: Path, redis_url: str, **tree: Any) -> AsyncIt
         policy=make_policy(spec.router.policy),
         max_local_tokens=spec.router.max_local_prefill,
         queue_s=spec.timeouts.queue_s,
+        max_waiting=spec.router.max_waiting,
         metrics=Metrics(),
     )
-    cluster = LocalCluster(spec, redis_url, fingerprint, replicas, dispatch)
+    cluster = LocalCluster(spec, redis_url, fingerprint, replicas, dispatch, processes)
     replicas.start()
     try:
-        for role in Role:
-            for _ in range(spec.pool(role).replicas):
-                await cluster.add(role)
+        starting = [cluster.add(role) for role in Role for _ in range(spec.pool(role).replicas)]
+        if processes:
+            await asyncio.gather(*starting)
+        else:  # one after another: they share an interpreter
+            for start in starting:
+                await start
         yield cluster
     finally:
         await replicas.close()

@@ -12,7 +12,7 @@ import sys
 
 import typer
 
-from cluster.cli import deploy, explain, generate, operate, plan, simulate, status
+from cluster.cli import bench, chaos, deploy, explain, generate, operate, plan, quality, simulate, status
 from cluster.errors import ClusterError
 
 app = typer.Typer(
@@ -32,10 +32,14 @@ for command in (
     generate.generate,
     generate.chat,
     explain.explain,
+    chaos.chaos,
     simulate.simulate,
     plan.plan,
+    quality.quantize,
 ):
     app.command()(command)
+app.add_typer(bench.bench, name="bench")
+app.add_typer(quality.evaluate, name="eval")
 
 _UsageError = typer.BadParameter.__base__  # typer carries its own copy of click, or uses click: this is right for both
 

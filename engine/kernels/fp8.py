@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.kernels.language import jit, tl
+
 FP8_MAX = 448.0
 _TINY = 2.0**-120  # the scale of an all-zero row: any positive number whose inverse is finite
 
@@ -51,3 +53,40 @@ def _round_up_to_bf16(x: Tensor) -> Tensor:
     """The nearest bfloat16 not below x. x: positive fp32."""
     bits = x.contiguous().view(torch.int32)
     return ((bits + 0xFFFF) & -0x10000).view(torch.float32).to(torch.bfloat16)
+
+
+# The same for Triton's kernels. Codes are bytes there (uint8), for not every device has the type.
+
+
+@jit
+def quantize_row(x, mask):
+    """x (N, D) fp32, masked-off places zero -> code bytes (N, D), scales (N, 1) fp32 that are exact in bf16."""
+    largest = tl.max(tl.where(mask, tl.abs(x), 0.0), axis=1, keep_dims=True)
+    scale = tl.maximum(tl.div_rn(largest, 448.0), 7.52316384526264e-37)  # 2^-120
+    bits = (scale.to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000
+    scale = bits.to(tl.float32, bitcast=True)
+    return to_code(tl.div_rn(x, scale)), scale
+
+
+@jit
+def to_code(x):
+    """fp32 within +-448 -> e4m3 bits, to nearest, ties to even; NaN stays NaN.
+
+    Done by hand, because Triton's interpreter rounds 31.19 to 16, and the type is missing below compute capability 8.9.
+    """
+    magnitude = tl.abs(x)
+    bits = magnitude.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    tiny = (magnitude + 16384.0).to(tl.int32, bitcast=True) - 0x46800000  # below 2^-6: multiples of 2^-9
+    code = tl.where(magnitude < 0.015625, tiny, normal)
+    code = tl.where(x != x, 0x7F, code)
+    return (code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
+
+
+@jit
+def from_code(code, dtype: tl.constexpr, NATIVE: tl.constexpr):
+    """e4m3 bytes -> `dtype`, exactly. NATIVE: see has_fp8_casts; without it NaN becomes 480, as in _widen_on_cpu."""
+    if NATIVE:
+        return code.to(tl.float8e4nv, bitcast=True).to(dtype)
+    bits = code.to(tl.int8, bitcast=True).to(tl.int32) << 20
+    return ((bits & -0x78100000).to(tl.float32, bitcast=True) * 1.329227995784916e36).to(dtype)  # 2^120

@@ -1,4 +1,5 @@
-"""The dense decoder of the Llama and Qwen families: Llama 2 and 3, Mistral, SmolLM2, Qwen2, Qwen2.5, Qwen3.
+"""The decoder of the Llama and Qwen families: Llama 2 and 3, Mistral, SmolLM2, Qwen2, Qwen2.5, Qwen3; and with experts
+in the place of MLPs (experts.py) Mixtral and Qwen3-MoE.
 
 They differ in their configs only: biases, a norm on queries and keys, sliding windows, rotary scaling.
 """
@@ -12,12 +13,16 @@ import torch
 from torch import Tensor
 
 from cluster.model_config import ModelConfig
-from engine.attention import AttentionPlan, paged_attention
 from engine.batch import Batch
+from engine.cpu.heads import CompiledHeads
+from engine.heads import Heads, TorchHeads
+from engine.kernels.heads import KernelHeads
 from engine.kv_layout import KVLayout
 from engine.kv_pool import KVPool
-from engine.layers import Linear, RMSNorm, RowParallelLinear, gated_silu
-from engine.rotary import Rotary, rotate
+from engine.layers import GatedSiLU, Linear, RMSNorm, RowParallelLinear
+from engine.model import experts
+from engine.model.experts import SparseMLP
+from engine.rotary import Rotary
 from engine.shards import ShardReader
 from engine.weights import Shape, check_tensors
 
@@ -36,6 +41,7 @@ class DenseDecoder:
         check_tensors(reader.checkpoint.shapes, expected_tensors(config), optional=optional)
         self._config = config
         self._parallel = reader.parallel
+        self._kernels = reader.kernels
         self._embedding = reader.embedding("model.embed_tokens", config.vocab_size)
         self._layers = []
         for index in range(config.num_layers):
@@ -43,7 +49,7 @@ class DenseDecoder:
             on_read(index)
         self._norm = reader.norm("model.norm", config.rms_norm_eps)
         if config.tie_embeddings:
-            self._head = Linear(self._embedding.weight_VO)
+            self._head = Linear(reader.matrix(self._embedding.weight_VO))
         else:
             self._head = reader.linear({"lm_head": reader.parallel.span(config.vocab_size)})
         self._rotary = Rotary(config, reader.device)
@@ -53,19 +59,25 @@ class DenseDecoder:
 
         Returns the logits (R, V) in fp32, on every rank.
         """
-        device, dtype = pool.device, self._embedding.weight_VO.dtype
-        windows = self._config.sliding_windows
-        plans = {window: AttentionPlan.of(batch, pool, window=window, dtype=dtype) for window in set(windows)}
-        slots_T = torch.from_numpy(batch.slots).to(device)
-        cos_T1F, sin_T1F = self._rotary(torch.from_numpy(batch.positions).to(device), dtype)
+        device = pool.device
+        heads = self._heads(batch, pool)
         x_TE = self._embedding(torch.from_numpy(batch.token_ids).to(device))
-        for layer, window in zip(self._layers, windows, strict=True):
-            q_THD, k_TKD, v_TKD = layer.project(x_TE, cos_T1F, sin_T1F)
-            pool.write(layer.index, slots_T, k_TKD, v_TKD)
+        for layer, window in zip(self._layers, self._config.sliding_windows, strict=True):
+            heads_TND = layer.project(x_TE)
+            q_THD = heads.store(layer.index, heads_TND, q_norm=layer.q_norm, k_norm=layer.k_norm)
             on_layer(layer.index)
-            x_TE = layer.finish(x_TE, paged_attention(q_THD, pool, layer.index, plans[window]))
-        wanted_RE = self._norm(x_TE[torch.from_numpy(batch.logits_rows).to(device)])
-        return self._parallel.all_gather(self._head(wanted_RE), self._config.vocab_size).float()
+            x_TE = layer.finish(x_TE, heads.attend(layer.index, q_THD, window=window))
+        wanted_RE = x_TE[torch.from_numpy(batch.logits_rows).to(device)]
+        return self._parallel.all_gather(self._head(wanted_RE, before=self._norm), self._config.vocab_size).float()
+
+    def _heads(self, batch: Batch, pool: KVPool) -> Heads:
+        positions_T = torch.from_numpy(batch.positions).to(pool.device)
+        cos_T1F, sin_T1F = self._rotary(positions_T, self._embedding.weight_VO.dtype)
+        if self._kernels is not None:
+            return CompiledHeads(self._kernels, batch, pool, cos_T1F, sin_T1F)
+        if pool.device.type == "cuda":
+            return KernelHeads(batch, pool, cos_T1F, sin_T1F)
+        return TorchHeads(batch, pool, cos_T1F, sin_T1F, self._config.sliding_windows)
 
 
 @dataclass(frozen=True)
@@ -73,8 +85,6 @@ class DecoderLayer:
     """x + attention(norm(x)), then x + mlp(norm(x)); in two halves, between which the attention is computed."""
 
     index: int
-    num_q_heads: int  # of this rank
-    num_kv_heads: int
     head_dim: int
     input_norm: RMSNorm
     qkv: Linear  # rows: queries, keys, values
@@ -82,21 +92,17 @@ class DecoderLayer:
     k_norm: RMSNorm | None
     output: RowParallelLinear
     mlp_norm: RMSNorm
-    gate_up: Linear  # rows: gate, up
-    down: RowParallelLinear
+    mlp: GatedMLP | SparseMLP
 
     @classmethod
     def read(cls, reader: ShardReader, config: ModelConfig, layout: KVLayout, index: int) -> DecoderLayer:
         prefix, dim, eps = f"model.layers.{index}", config.head_dim, config.rms_norm_eps
-        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        attention = f"{prefix}.self_attn"
         q_first, q_end = reader.parallel.span(config.num_q_heads)
         kv_first, kv_end = layout.head_range(reader.parallel.rank)
         q_rows, kv_rows = (q_first * dim, q_end * dim), (kv_first * dim, kv_end * dim)
-        features = reader.parallel.span(config.intermediate_size)
         return cls(
             index=index,
-            num_q_heads=q_end - q_first,
-            num_kv_heads=kv_end - kv_first,
             head_dim=dim,
             input_norm=reader.norm(f"{prefix}.input_layernorm", eps),
             qkv=reader.linear(
@@ -107,50 +113,65 @@ class DecoderLayer:
             k_norm=reader.norm(f"{attention}.k_norm", eps) if config.has_qk_norm else None,
             output=reader.row_parallel(f"{attention}.o_proj", q_rows, has_bias=config.has_output_bias),
             mlp_norm=reader.norm(f"{prefix}.post_attention_layernorm", eps),
-            gate_up=reader.linear(
-                {f"{mlp}.gate_proj": features, f"{mlp}.up_proj": features}, has_bias=config.has_mlp_bias
-            ),
-            down=reader.row_parallel(f"{mlp}.down_proj", features, has_bias=config.has_mlp_bias),
+            mlp=(SparseMLP if config.is_sparse(index) else GatedMLP).read(reader, config, index),
         )
 
-    def project(self, x_TE: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries (T, H, D) and keys (T, K, D), and values (T, K, D)."""
-        num_q, num_kv = self.num_q_heads, self.num_kv_heads
-        heads_TND = self.qkv(self.input_norm(x_TE)).view(len(x_TE), num_q + 2 * num_kv, self.head_dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            q_THD, k_TKD, v_TKD = heads_TND.split((num_q, num_kv, num_kv), dim=1)
-            q_THD, k_TKD = self.q_norm(q_THD), self.k_norm(k_TKD)
-            return rotate(q_THD, cos_T1F, sin_T1F), rotate(k_TKD, cos_T1F, sin_T1F), v_TKD
-        turning_TND, v_TKD = heads_TND.split((num_q + num_kv, num_kv), dim=1)
-        q_THD, k_TKD = rotate(turning_TND, cos_T1F, sin_T1F).split((num_q, num_kv), dim=1)
-        return q_THD, k_TKD, v_TKD
+    def project(self, x_TE: Tensor) -> Tensor:
+        """Queries, keys and values as they leave the projection: (T, N, D)."""
+        return self.qkv(x_TE, before=self.input_norm).view(len(x_TE), -1, self.head_dim)
 
     def finish(self, x_TE: Tensor, attended_THD: Tensor) -> Tensor:
-        x_TE = x_TE + self.output(attended_THD.flatten(1))
-        return x_TE + self.down(gated_silu(self.gate_up(self.mlp_norm(x_TE))))
+        x_TE = self.output(attended_THD.flatten(1), residual_TO=x_TE)
+        return self.mlp(x_TE, norm=self.mlp_norm)
+
+
+@dataclass(frozen=True)
+class GatedMLP:
+    """x + down(silu(gate(norm(x))) * up(norm(x)))."""
+
+    gate_up: Linear  # rows: gate, up
+    down: RowParallelLinear
+
+    @classmethod
+    def read(cls, reader: ShardReader, config: ModelConfig, layer: int) -> GatedMLP:
+        name, features = f"model.layers.{layer}.mlp", reader.parallel.span(config.intermediate_size)
+        return cls(
+            reader.linear({f"{name}.gate_proj": features, f"{name}.up_proj": features}, has_bias=config.has_mlp_bias),
+            reader.row_parallel(f"{name}.down_proj", features, has_bias=config.has_mlp_bias),
+        )
+
+    def __call__(self, x_TE: Tensor, *, norm: RMSNorm) -> Tensor:
+        return self.down(self.gate_up(x_TE, before=norm), before=GatedSiLU(), residual_TO=x_TE)
 
 
 def expected_tensors(config: ModelConfig) -> Mapping[str, Shape]:
     """The name and shape of every tensor of the checkpoint."""
     hidden, mlp, dim = config.hidden_size, config.intermediate_size, config.head_dim
     q_size, kv_size = config.num_q_heads * dim, config.num_kv_heads * dim
-    matrices = {  # of one layer: shape, and whether there is a bias
+    attention = {  # of one layer: shape, and whether there is a bias
         "self_attn.q_proj": ((q_size, hidden), config.has_qkv_bias),
         "self_attn.k_proj": ((kv_size, hidden), config.has_qkv_bias),
         "self_attn.v_proj": ((kv_size, hidden), config.has_qkv_bias),
         "self_attn.o_proj": ((hidden, q_size), config.has_output_bias),
+    }
+    dense_mlp = {
         "mlp.gate_proj": ((mlp, hidden), config.has_mlp_bias),
         "mlp.up_proj": ((mlp, hidden), config.has_mlp_bias),
         "mlp.down_proj": ((hidden, mlp), config.has_mlp_bias),
     }
-    layer: dict[str, Shape] = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+    norms: dict[str, Shape] = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
     if config.has_qk_norm:
-        layer |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
-    for name, (shape, has_bias) in matrices.items():
-        layer[f"{name}.weight"] = shape
-        if has_bias:
-            layer[f"{name}.bias"] = shape[:1]
-    tensors = {f"model.layers.{i}.{name}": shape for i in range(config.num_layers) for name, shape in layer.items()}
+        norms |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
+    tensors: dict[str, Shape] = {}
+    for index in range(config.num_layers):
+        prefix, is_sparse = f"model.layers.{index}", config.is_sparse(index)
+        tensors |= {f"{prefix}.{name}": shape for name, shape in norms.items()}
+        for name, (shape, has_bias) in (attention if is_sparse else attention | dense_mlp).items():
+            tensors[f"{prefix}.{name}.weight"] = shape
+            if has_bias:
+                tensors[f"{prefix}.{name}.bias"] = shape[:1]
+        if is_sparse:
+            tensors |= experts.expected_tensors(config, index)
     tensors |= {"model.embed_tokens.weight": (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
     if not config.tie_embeddings:
         tensors["lm_head.weight"] = (config.vocab_size, hidden)

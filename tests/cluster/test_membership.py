@@ -32,7 +32,8 @@ async def test_who_renews_is_listed_whole_and_who_leaves_is_not(redis: Redis) ->
     membership = Membership(redis, name="c")
     other = replace(_MEMBER, replica="prefill-0", role=Role.PREFILL)
     await membership.renew(_MEMBER)
-    await membership.renew(other)
+    assert not await membership.renew(other), "it was not there"
+    assert await membership.renew(other), "now it was"
     assert await membership.members() == [_MEMBER, other]
     await membership.leave("decode-0")
     assert await membership.members() == [other]

@@ -121,13 +121,14 @@ async def test_one_token_needs_no_decode_replica(checkpoint: Checkpoint, referen
 
 
 async def test_preemption_changes_no_token(checkpoint: Checkpoint, reference: Reference, redis_url: str) -> None:
-    """A pool of 20 blocks cannot hold six sequences that grow to 6 blocks each."""
+    """A pool of 20 blocks cannot hold six sequences that grow to 6 blocks each, where the router expected 3 of each."""
     model_dir, asked = checkpoint("llama"), prompts(33, 34, 35, 36, 37, 38)
     sampling = replace(_GREEDY, max_tokens=60)
     expected = [_ids(tokens) for tokens in reference(model_dir, asked, sampling)]
     bytes_per_block = 3 * 2 * 2 * 16 * 4 * 16  # layers, k and v, kv heads, head_dim, float32, block
     gib = 20.5 * bytes_per_block / 2**30
     async with local_cluster(model_dir, redis_url, **_tree(kv_memory_gib=gib)) as cluster:
+        cluster.dispatch.finished([1] * 200)  # so short have answers been until now
         answers = await asyncio.gather(*(cluster.generate(p, sampling, id=str(i)) for i, p in enumerate(asked)))
         assert [answer.ids for answer in answers] == expected
         decode = next(replica for replica in cluster.replicas if replica.id.startswith("decode"))

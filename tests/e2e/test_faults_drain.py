@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from typing import Any
 
 import pytest
 
 from cluster.request import Role, SampledToken, Sampling
+from cluster.rpc import worker_pb2 as pb
+from cluster.rpc import worker_pb2_grpc
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
 from tests.local_cluster import Answer, LocalCluster, LocalReplica, local_cluster
@@ -81,6 +84,51 @@ async def test_running_sequences_are_shipped_and_go_on_as_if_nothing_had_happene
         assert [(answer.route.decode_replica, answer.route.moves) for answer in answers] == [(coming.id, 1)] * 3
         await cluster.idle()
         assert _computed(cluster) == sum(map(len, asked)), "something was computed again"
+
+
+async def test_a_move_that_fails_leaves_the_sequence_where_it_was(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str
+) -> None:
+    model_dir, [asked], sampling = checkpoint("llama"), prompts(40), _SAMPLINGS["greedy"]
+    expected = reference(model_dir, [asked], sampling)[0]
+    async with local_cluster(model_dir, redis_url, **_tree(tp=1)) as cluster:
+        source = cluster.pools[Role.DECODE][0]
+        seen = cluster.replicas.get(source.id)
+        assert seen
+        running = asyncio.create_task(cluster.generate(asked, sampling))
+        await _tokens_from(cluster, source, at_least=20)
+        stub = worker_pb2_grpc.DecodeWorkerStub(seen.channel)
+        nowhere = pb.Handoff(
+            id="h", epoch=1, ranks=["127.0.0.1:1"], num_tokens=len(asked), max_tokens=10_000, ttl_s=5.0
+        )
+        request = pb.MigrateRequest(router="router-0", stream=1, handoff=nowhere)
+        failed = await stub.Migrate(request, timeout=5)
+        assert not failed.moved and "127.0.0.1:1" in failed.reason
+        abandoned = stub.Migrate(request)  # nobody waits for this one
+        abandoned.cancel()
+        answer = await running
+        assert answer.ids == [token.token_id for token in expected]
+        assert seen.status.totals.migrations == 0
+        await cluster.idle()
+
+
+async def test_clients_that_go_away_while_their_sequences_move_leave_nothing_behind(
+    checkpoint: Checkpoint, redis_url: str
+) -> None:
+    moments, asked = random.Random(5), prompts(*range(20, 60, 2))
+    async with local_cluster(checkpoint("llama"), redis_url, **_tree(tp=2)) as cluster:
+        leaving = cluster.pools[Role.DECODE][0]
+        sampling = _SAMPLINGS["greedy"]
+        running = [asyncio.create_task(cluster.generate(p, sampling, id=str(i))) for i, p in enumerate(asked)]
+        await _tokens_from(cluster, leaving, at_least=100)
+        await cluster.add(Role.DECODE)
+        draining = asyncio.create_task(_drain(leaving))
+        for task in running:
+            await asyncio.wait({task}, timeout=moments.expovariate(30))
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await draining
+        await cluster.idle(timeout_s=2.0)
 
 
 def _facts(token: SampledToken) -> tuple[int, str | None]:

@@ -1,7 +1,11 @@
-"""Small random checkpoints, as transformers saves them, and runners of them."""
+"""Small random checkpoints, as transformers saves them, runners of them, and gangs of ranks."""
 
 from __future__ import annotations
 
+import itertools
+import multiprocessing
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +14,10 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.runner import ModelRunner, layout_for
+from tests.engine.gang import StartGang
 from tests.engine.tiny_models import MakeModel, MakeRunner, random_model, tiny_config
+
+MAX_RANKS = 4
 
 
 @pytest.fixture(scope="session")
@@ -44,3 +51,20 @@ def make_runner() -> MakeRunner:
         )
 
     return make
+
+
+@pytest.fixture(scope="module")
+def start_gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartGang]:
+    """start_gang(size, function, ...) runs function(place, prefix, rank, size, ...) in `size` processes."""
+    spawn = multiprocessing.get_context("spawn")
+    ranks = [ProcessPoolExecutor(1, mp_context=spawn) for _ in range(MAX_RANKS)]
+    gangs = itertools.count()
+    place = tmp_path_factory.mktemp("gangs") / "store"
+
+    def start(size: int, function: Callable[..., Any], *arguments: Any) -> list[Future[Any]]:
+        prefix = f"gang-{next(gangs)}"
+        return [ranks[rank].submit(function, place, prefix, rank, size, *arguments) for rank in range(size)]
+
+    yield start
+    for rank in ranks:
+        rank.shutdown()

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch.distributed import FileStore
 
+from cluster.request import Sampling
 from engine.batch import Batch, Row
+from engine.offline import generate
 from engine.parallel import TensorParallel
 from engine.runner import ModelRunner, layout_for
 from tests.engine.steps import step
+
+StartGang = Callable[..., list[Future[Any]]]  # start_gang(size, function, ...); see conftest.py
 
 CPU = torch.device("cpu")
 
@@ -26,13 +33,26 @@ def join(place: Path, prefix: str, rank: int, size: int, *, timeout_s: float = 2
 
 
 def logits_in_three_steps(
-    place: Path, prefix: str, rank: int, size: int, directory: Path, sequences: list[list[int]], dtype: str
+    place: Path,
+    prefix: str,
+    rank: int,
+    size: int,
+    directory: Path,
+    sequences: list[list[int]],
+    dtype: str,
+    expert_parallel: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """A chunk that wants no logits, prompts but for their last token, and one token each: this rank's logits."""
     parallel = join(place, prefix, rank, size)
     layout = layout_for(directory, dtype=dtype, block_size=8, tensor_parallel=size)
     runner = ModelRunner(
-        directory, layout=layout, num_blocks=96, dtype=getattr(torch, dtype), device=CPU, parallel=parallel
+        directory,
+        layout=layout,
+        num_blocks=96,
+        dtype=getattr(torch, dtype),
+        device=CPU,
+        parallel=parallel,
+        expert_parallel=expert_parallel,
     )
     first_chunk = Row(token_ids=sequences[0][:5], start=0, blocks=[0], wants_logits=False)
     chunk = runner.forward(Batch.of([first_chunk], block_size=8))
@@ -69,3 +89,30 @@ def join_alone(place: Path, prefix: str) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+def tokens(
+    place: Path, prefix: str, rank: int, size: int, directory: Path, prompts: list[list[int]], expert_parallel: bool
+) -> list[list[int]]:
+    """What the gang generates greedily."""
+    parallel = join(place, prefix, rank, size)
+    layout = layout_for(directory, dtype="float32", block_size=8, tensor_parallel=size)
+    runner = ModelRunner(
+        directory,
+        layout=layout,
+        num_blocks=96,
+        dtype=torch.float32,
+        device=CPU,
+        parallel=parallel,
+        expert_parallel=expert_parallel,
+    )
+    outputs = generate(runner, prompts, Sampling(max_tokens=12, temperature=0.0))
+    return [[token.token_id for token in output] for output in outputs]
+
+
+def all_to_all(place: Path, prefix: str, rank: int, size: int, counts: list[list[int]]) -> torch.Tensor:
+    """counts[a][b] rows go from rank a to rank b; each says where it comes from and which it is."""
+    parallel = join(place, prefix, rank, size)
+    rows = [[rank, other, i] for other in range(size) for i in range(counts[rank][other])]
+    sent = torch.tensor(rows, dtype=torch.bfloat16).view(-1, 3)
+    return parallel.all_to_all(sent, counts[rank], [counts[other][rank] for other in range(size)])

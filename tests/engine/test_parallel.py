@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import multiprocessing
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
@@ -17,30 +13,11 @@ from cluster.errors import SpecError
 from engine.parallel import TensorParallel
 from engine.runner import layout_for
 from tests.engine import gang
+from tests.engine.gang import StartGang
 from tests.engine.steps import VOCAB_SIZE, prompts
 from tests.engine.tiny_models import MakeModel, reference_logits
 
-MAX_RANKS = 4
 TIMEOUT_S = 40.0
-
-StartGang = Callable[..., list[Future[Any]]]
-
-
-@pytest.fixture(scope="module")
-def start_gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartGang]:
-    """start_gang(size, function, ...) runs function(place, prefix, rank, size, ...) in `size` processes."""
-    spawn = multiprocessing.get_context("spawn")
-    ranks = [ProcessPoolExecutor(1, mp_context=spawn) for _ in range(MAX_RANKS)]
-    gangs = itertools.count()
-    place = tmp_path_factory.mktemp("gangs") / "store"
-
-    def start(size: int, function: Callable[..., Any], *arguments: Any) -> list[Future[Any]]:
-        prefix = f"gang-{next(gangs)}"
-        return [ranks[rank].submit(function, place, prefix, rank, size, *arguments) for rank in range(size)]
-
-    yield start
-    for rank in ranks:
-        rank.shutdown()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,108 @@
+"""What chaos can do to a deployment, by name."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cluster.request import Role
+
+if TYPE_CHECKING:  # the command line shows the names before it may import Ray
+    from cluster.chaos.load import Load
+    from cluster.chaos.site import Site, Target
+
+_STOPPED_S = 6.0  # longer than any of our deadlines for silence
+_STORM_S = 6.0
+_STORM_SHARE = 0.7  # of the requests of a storm, those that are given up
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a fault works on."""
+
+    site: Site
+    load: Load
+    random: random.Random
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`strike` does it, undoes what it must undo, and returns what it struck; "" where there was nothing to strike."""
+
+    explanation: str
+    strike: Callable[[Scene], Awaitable[str]]
+
+
+def _kill(role: Role) -> Callable[[Scene], Awaitable[str]]:
+    async def strike(scene: Scene) -> str:
+        return _send(scene, await scene.site.ranks(role), signal.SIGKILL)
+
+    return strike
+
+
+def _stop(role: Role) -> Callable[[Scene], Awaitable[str]]:
+    async def strike(scene: Scene) -> str:
+        return await _hold(scene, await scene.site.ranks(role))
+
+    return strike
+
+
+async def _kill_redis(scene: Scene) -> str:
+    return _send(scene, scene.site.redis(), signal.SIGKILL)
+
+
+async def _stop_redis(scene: Scene) -> str:
+    return await _hold(scene, scene.site.redis())
+
+
+async def _kill_controller(scene: Scene) -> str:
+    return _send(scene, scene.site.named("controller"), signal.SIGKILL)
+
+
+async def _kill_router(scene: Scene) -> str:
+    return _send(scene, scene.site.named("router"), signal.SIGKILL)
+
+
+async def _abort_storm(scene: Scene) -> str:
+    scene.load.abort_share = _STORM_SHARE
+    await asyncio.sleep(_STORM_S)
+    scene.load.abort_share = 0.0
+    return f"{_STORM_SHARE:.0%} of the requests"
+
+
+FAULTS: Mapping[str, Fault] = {
+    "kill-prefill": Fault("kill -9 of a prefill rank", _kill(Role.PREFILL)),
+    "kill-decode": Fault("kill -9 of a decode rank", _kill(Role.DECODE)),
+    "stop-prefill": Fault(f"a prefill rank stands still for {_STOPPED_S:g} s", _stop(Role.PREFILL)),
+    "stop-decode": Fault(f"a decode rank stands still for {_STOPPED_S:g} s", _stop(Role.DECODE)),
+    "redis-down": Fault("kill -9 of the embedded Redis, which comes back empty", _kill_redis),
+    "redis-stop": Fault(f"the embedded Redis stands still for {_STOPPED_S:g} s", _stop_redis),
+    "controller": Fault("kill -9 of the controller", _kill_controller),
+    "abort-storm": Fault(f"for {_STORM_S:g} s, clients give up at random moments", _abort_storm),
+    "router": Fault("kill -9 of a router replica; its clients have to ask again", _kill_router),
+}
+
+
+def _send(scene: Scene, targets: list[Target], number: signal.Signals) -> str:
+    if not targets:
+        return ""
+    target = scene.random.choice(targets)
+    target.send(number)
+    return target.name
+
+
+async def _hold(scene: Scene, targets: list[Target]) -> str:
+    """SIGSTOP, and after a while SIGCONT, however this ends."""
+    if not targets:
+        return ""
+    target = scene.random.choice(targets)
+    target.send(signal.SIGSTOP)
+    try:
+        await asyncio.sleep(_STOPPED_S)
+    finally:
+        target.send(signal.SIGCONT)
+    return target.name

@@ -1,0 +1,147 @@
+"""A steady load on a deployment's gRPC door, each answer compared with the undisturbed one."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+
+import grpc
+from google.rpc.error_details_pb2 import ErrorInfo
+from grpc import aio
+from grpc_status import rpc_status
+
+from cluster.channel import CLIENT_OPTIONS
+from cluster.chaos.question import Answer, Question, compare
+from cluster.chaos.tally import Tally
+from cluster.errors import DeployError
+from cluster.rpc import inference_pb2 as pb
+from cluster.rpc import inference_pb2_grpc as rpc
+
+_ANSWER_S = 120.0
+_ASK_AGAIN_S = 0.2
+_UNDISTURBED_AT_ONCE = 4
+
+
+class Load:
+    """Asks `questions` in random order, `rate` a second, whatever comes back. Use it as an `async with` block."""
+
+    def __init__(self, endpoint: str, questions: Sequence[Question], *, rate: float, seed: int) -> None:
+        self.tally = Tally()
+        self.num_running = 0
+        self.abort_share = 0.0  # of the requests, those that the client gives up at a random moment
+        self._endpoint = endpoint
+        self._questions = questions
+        self._rate = rate
+        self._random = random.Random(seed)
+        self._undisturbed: dict[int, Answer] = {}
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Load:
+        self._channel = aio.insecure_channel(self._endpoint, options=CLIENT_OPTIONS)
+        self._stub = rpc.InferenceStub(self._channel)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        await self._channel.close()
+
+    async def learn(self) -> None:
+        """Ask everything once while nothing is disturbed, and count from then on.
+
+        Raises DeployError when a request fails even then.
+        """
+        places = asyncio.Semaphore(_UNDISTURBED_AT_ONCE)
+
+        async def one(question: Question) -> None:
+            async with places:
+                self._undisturbed[question.number] = await self._ask(question)
+
+        try:
+            await asyncio.gather(*(one(question) for question in self._questions))
+        except aio.AioRpcError as error:
+            raise DeployError(
+                f"{self._endpoint} fails before anything is disturbed: {error.code().name}: {error.details()}"
+            ) from None
+        self.tally = Tally()
+
+    async def run(self, seconds: float) -> None:
+        """Send for so long, then wait for the last answers."""
+        end_at = time.monotonic() + seconds
+        while time.monotonic() < end_at:
+            task = asyncio.create_task(self._one(self._random.choice(self._questions)))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+            await asyncio.sleep(self._random.expovariate(self._rate))
+        if self._running:
+            await asyncio.wait(self._running, timeout=_ANSWER_S)
+
+    async def _one(self, question: Question) -> None:
+        self.tally.counts["sent"] += 1
+        self.num_running += 1
+        try:
+            if self._random.random() < self.abort_share:
+                await self._abort(question)
+            else:
+                await self._complete(question)
+        finally:
+            self.num_running -= 1
+
+    async def _abort(self, question: Question) -> None:
+        """Give up at a random moment; an answer or a refusal that comes before is no failure of anybody."""
+        asking = asyncio.create_task(self._ask(question))
+        await asyncio.wait({asking}, timeout=self._random.expovariate(2.0))
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        self.tally.counts["aborted"] += 1
+
+    async def _complete(self, question: Question) -> None:
+        begin = time.monotonic()
+        while True:
+            try:
+                answer = await self._ask(question)
+            except aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                    self.tally.counts["refused"] += 1
+                    self.tally.worst_refusal_s = max(self.tally.worst_refusal_s, time.monotonic() - begin)
+                    return
+                if _is_from_router(error) or time.monotonic() - begin > _ANSWER_S:
+                    self.tally.failed(f"question {question.number}: {error.code().name}: {error.details()}")
+                    return
+                self.tally.counts["asked_again"] += 1  # the router itself is gone: no one else can go on
+                await asyncio.sleep(_ASK_AGAIN_S)
+            else:
+                break
+        self.tally.counts["completed"] += 1
+        if mismatch := compare(question, answer, self._undisturbed[question.number]):
+            self.tally.mismatched(mismatch)
+
+    async def _ask(self, question: Question) -> Answer:
+        message = pb.GenerateRequest()
+        message.CopyFrom(question.message)
+        if self._random.random() < 0.5:  # half of them find nothing in any cache, so that blocks are shipped
+            message.cache_salt = f"{self._random.getrandbits(64):x}"
+        answer = Answer()
+        last_at = time.monotonic()
+        async for event in self._stub.Generate(message, timeout=_ANSWER_S):
+            now = time.monotonic()
+            if answer.token_ids:
+                self.tally.paused(now - last_at)
+            last_at = now
+            if event.HasField("delta"):
+                answer.add(event.delta)
+            elif event.HasField("finished"):
+                answer.finish_reason = event.finished.finish_reason
+            else:
+                self.tally.counts["retried"] += event.summary.trace.attempts > 1
+                self.tally.counts["migrated"] += event.summary.trace.migrations > 0
+        return answer
+
+
+def _is_from_router(error: aio.AioRpcError) -> bool:
+    """Whether a router has said this; otherwise the connection to it broke."""
+    status = rpc_status.from_call(error)
+    return status is not None and any(detail.Is(ErrorInfo.DESCRIPTOR) for detail in status.details)

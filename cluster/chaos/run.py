@@ -1,0 +1,109 @@
+"""One run of chaos: learn the answers, keep asking, strike again and again, and look at what is left."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cluster.chaos.faults import FAULTS, Scene
+from cluster.chaos.load import Load
+from cluster.chaos.question import questions
+from cluster.chaos.site import Site, leaked_blocks
+from cluster.chaos.tally import Stroke, Tally
+from cluster.errors import DeployError
+
+_POLL_S = 0.5
+_RECOVER_S = 90.0  # a replica has to start and load
+_BLOCKS_BACK_S = 8.0  # two seconds for the blocks; the rest is how often the controller looks
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to do, and for how long."""
+
+    faults: Sequence[str]  # names of FAULTS, struck in turn
+    seconds: float
+    rate: float  # requests a second
+    rest_s: float  # between a recovery and the next stroke
+    num_questions: int
+    max_tokens: int
+    seed: int
+
+
+async def run(plan: Plan, site: Site, endpoint: str, *, say: Callable[[str], None]) -> Tally:
+    """Raises DeployError when the deployment is not whole or does not answer before anything is disturbed."""
+    if not await _is_whole(site):
+        raise DeployError("not every replica is ready; see `cluster status`")
+    asked = questions(plan.num_questions, max_tokens=plan.max_tokens)
+    async with Load(endpoint, asked, rate=plan.rate, seed=plan.seed) as load:
+        say(f"learning the undisturbed answers of {plan.num_questions} questions")
+        await load.learn()
+        tally = load.tally
+        say(f"{plan.rate:g} requests a second for {plan.seconds:.0f} s; faults: {', '.join(plan.faults) or 'none'}")
+        async with asyncio.TaskGroup() as group:
+            group.create_task(load.run(plan.seconds))
+            group.create_task(_strike(plan, Scene(site, load, random.Random(plan.seed)), tally, say=say))
+            group.create_task(_weigh(plan, site, tally))
+    tally.blocks_leaked = await _await_blocks(site)
+    return tally
+
+
+async def _strike(plan: Plan, scene: Scene, tally: Tally, *, say: Callable[[str], None]) -> None:
+    """One fault after another, each on a whole deployment, as long as there is time to see it through."""
+    end_at = time.monotonic() + plan.seconds
+    number = 0
+    await asyncio.sleep(plan.rest_s)
+    while plan.faults and time.monotonic() + plan.rest_s < end_at:
+        name = plan.faults[number % len(plan.faults)]
+        number += 1
+        stroke = Stroke(name, "", round(tally.elapsed_s, 1))
+        tally.strokes.append(stroke)
+        began_at = time.monotonic()
+        stroke.target = await FAULTS[name].strike(scene)
+        if not stroke.target:
+            tally.strokes.pop()
+            say(f"{name}: there is nothing to strike")
+            await asyncio.sleep(plan.rest_s)
+            continue
+        await asyncio.sleep(plan.rest_s)  # what is struck is not always known at once
+        if await _await_whole(scene.site, within_s=_RECOVER_S):
+            stroke.recovered_s = round(time.monotonic() - began_at, 1)
+        say(f"{stroke.at_s:.0f} s: {name} {stroke.target}; worst pause so far {tally.worst_pause_s:.2f} s")
+
+
+async def _weigh(plan: Plan, site: Site, tally: Tally) -> None:
+    """How much memory each process gained over the second half, when everything has been touched once."""
+    await asyncio.sleep(plan.seconds / 2)
+    before = site.memory(await site.status() or {"pools": {}})
+    await asyncio.sleep(plan.seconds / 2)
+    after = site.memory(await site.status() or {"pools": {}})
+    tally.memory_growth_mib = {name: (after[name] - before[name]) / _MIB for name in before if after.get(name)}
+
+
+async def _is_whole(site: Site) -> bool:
+    status = await site.status()
+    return status is not None and bool(status["ready"])
+
+
+async def _await_whole(site: Site, *, within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    while not await _is_whole(site):
+        if time.monotonic() > deadline:
+            return False
+        await asyncio.sleep(_POLL_S)
+    return True
+
+
+async def _await_blocks(site: Site) -> dict[str, int]:
+    """The blocks that are still held when nothing is asked any more."""
+    deadline = time.monotonic() + _BLOCKS_BACK_S
+    while True:
+        status = await site.status()
+        leaked = leaked_blocks(status) if status else {}
+        if (status and not leaked) or time.monotonic() > deadline:
+            return leaked
+        await asyncio.sleep(_POLL_S)

@@ -1,0 +1,96 @@
+"""The processes of one deployment on this machine, and what the deployment says of itself."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from dataclasses import dataclass
+from typing import Any
+
+from cluster import processes
+from cluster.errors import ClusterError, SpecError
+from cluster.request import Role
+from cluster.state import State
+from cluster.status import read_status
+
+_TITLES = {"controller": "ray::Controller", "router": "ray::ServeReplica", "index": "ray::EmbeddedIndex"}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A process that a fault may strike."""
+
+    name: str  # for people: decode-1/0, controller
+    pid: int
+
+    def send(self, number: signal.Signals) -> None:
+        """A signal; nothing happens to one that is gone."""
+        try:
+            os.kill(self.pid, number)
+        except ProcessLookupError:
+            pass
+
+
+class Site:
+    """Looks things up; strikes nothing. Raises SpecError for a deployment whose processes are not all our own, here."""
+
+    def __init__(self, state: State, controller: Any) -> None:
+        if state.local_ray is None:
+            raise SpecError(
+                f"{state.name} runs on a Ray that is not its own: chaos only strikes what is all on this machine"
+            )
+        self._state = state
+        self._controller = controller
+        self._mark = state.local_ray.mark
+
+    async def status(self) -> dict[str, Any] | None:
+        """`cluster status`, as a dictionary; None while the controller does not answer."""
+        try:
+            return await asyncio.to_thread(read_status, self._state, self._controller)
+        except ClusterError:
+            return None
+
+    async def ranks(self, role: Role) -> list[Target]:
+        """Every rank of every replica of a pool that serves."""
+        status = await self.status()
+        replicas = status["pools"][role.value]["replicas"] if status else []
+        return [
+            Target(f"{replica['id']}/{number}", rank["pid"])
+            for replica in replicas
+            if replica["state"] == "ready"
+            for number, rank in enumerate(replica["ranks"])
+        ]
+
+    def named(self, part: str) -> list[Target]:
+        """The controller, the router or the index's actor, as Ray titles its processes."""
+        return [Target(part, pid) for pid in self._marked() if processes.title(pid).startswith(_TITLES[part])]
+
+    def redis(self) -> list[Target]:
+        """The embedded Redis: the child of the index's actor. It overwrites its own environment, and so its mark."""
+        return [Target("redis", pid) for actor in self.named("index") for pid in processes.children(actor.pid)]
+
+    def memory(self, status: dict[str, Any]) -> dict[str, int]:
+        """Resident bytes of every process of ours, by name and pid."""
+        ranks = [
+            Target(f"{replica['id']}/{number}", rank["pid"])
+            for pool in status["pools"].values()
+            for replica in pool["replicas"]
+            for number, rank in enumerate(replica["ranks"])
+        ]
+        targets = [*ranks, *self.named("controller"), *self.named("router"), *self.redis()]
+        return {f"{target.name} ({target.pid})": processes.resident_bytes(target.pid) for target in targets}
+
+    def _marked(self) -> list[int]:
+        return processes.marked(self._mark)
+
+
+def leaked_blocks(status: dict[str, Any]) -> dict[str, int]:
+    """Blocks that idle replicas still hold, by replica; those that hold none are left out."""
+    found = {}
+    for pool in status["pools"].values():
+        for replica in pool["replicas"]:
+            blocks = replica["blocks"]
+            if held := blocks["total"] - blocks["free"] - blocks["cached"]:
+                found[replica["id"]] = held
+    return found

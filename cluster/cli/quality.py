@@ -1,0 +1,81 @@
+"""`cluster quantize` and `cluster eval perplexity`: fewer bits, and what they cost."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cluster.errors import SpecError
+from cluster.spec import ModelSpec
+
+_DEFAULT = ModelSpec()
+
+evaluate = typer.Typer(help="Measure a model's quality, in this process.", no_args_is_help=True)
+
+Model = Annotated[str, typer.Option(help="As in a spec.")]
+
+
+@evaluate.callback()
+def _group() -> None:
+    """Without a callback typer would take the only command for the group itself."""
+
+
+def quantize(
+    into: Annotated[Path, typer.Argument(help="The directory to write; must not exist.")],
+    model: Model = _DEFAULT.source,
+    to: Annotated[str, typer.Option(help="fp8 (blocks of 128 x 128) or int8 (one scale per output).")] = "fp8",
+) -> None:
+    """Write a checkpoint whose matrices have 8 bits, which this cluster and other engines can serve."""
+    model_dir = import_module("cluster.model_source").resolve(model)
+    # By name: this floor does not import the ones above it.
+    import_module("engine.quantization.write").quantize_checkpoint(model_dir, into, to)
+    print(f"wrote {into}")
+
+
+@evaluate.command()
+def perplexity(
+    model: Model = _DEFAULT.source,
+    text: Annotated[
+        Path | None, typer.Option(help="A text file; default: the Python reference, as pydoc has it.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="As in a spec.")] = _DEFAULT.dtype,
+    window: Annotated[int, typer.Option(min=32, help="Tokens.")] = 512,
+    stride: Annotated[int, typer.Option(min=1, help="Tokens scored in each window.")] = 256,
+    windows: Annotated[int, typer.Option(min=1, help="At most so many.")] = 32,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """What FP8 and INT8 weights, an FP8 pool and an FP8 wire cost in perplexity, each by itself and together."""
+    model_dir = import_module("cluster.model_source").resolve(model)
+    words = _read(text) if text else "\n".join(import_module("pydoc_data.topics").topics.values())
+    module = import_module("engine.perplexity")
+    with tempfile.TemporaryDirectory() as scratch:
+        others = []
+        for kind in ("fp8", "int8"):
+            directory = Path(scratch) / kind
+            import_module("engine.quantization.write").quantize_checkpoint(model_dir, directory, kind)
+            others.append((kind, directory))
+        result = module.compare(
+            module.settings_for(model_dir, others),
+            words,
+            dtype=dtype,
+            window=window,
+            stride=stride,
+            max_windows=windows,
+        )
+    if as_json:
+        print(json.dumps(result))
+        return
+    for row in result["results"]:
+        print(f"{row['setting']:<32} {row['perplexity']:9.4f}  {row['difference_percent']:+7.3f} %")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path}: cannot be read as text: {error}") from error

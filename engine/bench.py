@@ -1,0 +1,151 @@
+"""The engine alone, in process: tokens per second of decode steps and of prompts, beside the memory's bandwidth.
+
+Random token ids, greedy, no end of sequence, no prefix cache, the best of three. What a decode step costs beyond the
+model counts too: making the batch, sampling, the sequences' own bookkeeping.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from cluster.request import Sampling, SequenceRequest
+from engine.batch import Batch
+from engine.block_manager import BlockManager
+from engine.load import load_runner
+from engine.parallel import TensorParallel
+from engine.runner import GIB, ModelRunner, layout_for
+from engine.sampler import SamplingRow, sample
+from engine.sequence import Sequence
+
+_NUM_STEPS = 128  # of one decode measurement
+_NUM_TRIES = 3  # the best counts
+_CHUNK = 2048  # prompt tokens in one step, as in a prefill replica
+_BLOCK_SIZE = 16
+_READ_BYTES = 1 << 29  # for the bandwidth: far beyond any cache
+
+
+def bench_engine(
+    model_dir: Path,
+    *,
+    dtype: str,
+    weights: str,
+    pool_dtype: str,
+    batches: Seq[int],
+    contexts: Seq[int],
+    prefills: Seq[int],
+    threads: int | None,
+) -> dict[str, Any]:
+    """Measure on the CPU; returns plain JSON values. threads: None for all processors. Raises SpecError."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    layout = layout_for(model_dir, dtype=dtype, weights=weights, pool_dtype=pool_dtype, block_size=_BLOCK_SIZE)
+    most_tokens = max(
+        (n * _blocks_for(tokens + extra) for n, tokens, extra in _needs(batches, contexts, prefills)), default=1
+    )
+    runner = load_runner(
+        model_dir,
+        dtype=dtype,
+        weights=weights,
+        pool_dtype=pool_dtype,
+        block_size=_BLOCK_SIZE,
+        kv_memory_gib=(most_tokens + 1) * _BLOCK_SIZE * layout.bytes_per_token() / GIB,
+        parallel=TensorParallel(),
+        device=torch.device("cpu"),
+        progress=lambda fraction: None,
+    )
+    return {
+        "decode": [_decode(runner, batch, context) for context, batch in product(contexts, batches)],
+        "prefill": [_prefill(runner, num_tokens) for num_tokens in prefills],
+        "bandwidth_gb_s": round(read_bandwidth() / 1e9, 2),
+        "model": model_dir.name,
+        "dtype": dtype,
+        "weights": weights,
+        "pool_dtype": layout.dtype,
+        "threads": torch.get_num_threads(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def read_bandwidth() -> float:
+    """Bytes per second at which this process's compute threads read memory."""
+    data = torch.ones(_READ_BYTES // 4)
+    return _READ_BYTES / min(_timed(lambda: data.sum()) for _ in range(5))
+
+
+def _needs(batches: Seq[int], contexts: Seq[int], prefills: Seq[int]) -> Iterable[tuple[int, int, int]]:
+    """(sequences, tokens of each, tokens that each adds)"""
+    yield from ((batch, context, _NUM_STEPS + 1) for batch, context in product(batches, contexts))
+    yield from ((1, num_tokens, 1) for num_tokens in prefills)
+
+
+def _blocks_for(num_tokens: int) -> int:
+    return -(-num_tokens // _BLOCK_SIZE)
+
+
+def _decode(runner: ModelRunner, batch: int, context: int) -> dict[str, Any]:
+    def run() -> float:
+        blocks = BlockManager(runner.pool.num_blocks)
+        sequences = [_sequence(runner, blocks, context, seed) for seed in range(batch)]
+        for sequence in sequences:
+            _compute(runner, blocks, [sequence], [len(sequence.tokens)])
+        ones = [1] * batch
+        _compute(runner, blocks, sequences, ones)
+        return _timed(lambda: [_compute(runner, blocks, sequences, ones) for _ in range(_NUM_STEPS)])
+
+    seconds = min(run() for _ in range(_NUM_TRIES))
+    return {
+        "batch": batch,
+        "context": context,
+        "tokens_per_s": round(batch * _NUM_STEPS / seconds, 1),
+        "step_ms": round(seconds / _NUM_STEPS * 1e3, 3),
+    }
+
+
+def _prefill(runner: ModelRunner, num_tokens: int) -> dict[str, Any]:
+    def run() -> float:
+        blocks = BlockManager(runner.pool.num_blocks)
+        sequence = _sequence(runner, blocks, num_tokens, 0)
+        cuts = [*range(0, num_tokens, _CHUNK), num_tokens]
+        return _timed(lambda: [_compute(runner, blocks, [sequence], [end - start]) for start, end in pairwise(cuts)])
+
+    run()  # the first pass meets memory that was never touched
+    seconds = min(run() for _ in range(_NUM_TRIES))
+    return {"tokens": num_tokens, "tokens_per_s": round(num_tokens / seconds, 1)}
+
+
+def _sequence(runner: ModelRunner, blocks: BlockManager, num_tokens: int, seed: int) -> Sequence:
+    token_ids = tuple(np.random.default_rng(seed).integers(0, runner.config.vocab_size, num_tokens).tolist())
+    sampling = Sampling(temperature=0.0, max_tokens=_NUM_STEPS + 2)
+    request = SequenceRequest(id=str(seed), token_ids=token_ids, num_prompt_tokens=num_tokens, sampling=sampling)
+    layout, limit = runner.layout, num_tokens + _NUM_STEPS + 3
+    sequence = Sequence(request, 0, model=layout.model, block_size=layout.block_size, max_context=limit)
+    taken = blocks.allocate([], min(runner.pool.num_blocks, sequence.num_blocks_for(num_tokens + _NUM_STEPS + 1)))
+    assert taken is not None
+    sequence.blocks = taken[0]
+    return sequence
+
+
+def _compute(runner: ModelRunner, blocks: BlockManager, sequences: Seq[Sequence], counts: Seq[int]) -> None:
+    """One step, as a worker takes it."""
+    rows = [sequence.row(count) for sequence, count in zip(sequences, counts, strict=True)]
+    logits = runner.forward(Batch.of(rows, block_size=runner.layout.block_size))
+    for sequence, count in zip(sequences, counts, strict=True):
+        sequence.computed(count, blocks)
+    ready = [sequence for sequence, row in zip(sequences, rows, strict=True) if row.wants_logits]
+    sampled = sample(logits, [SamplingRow.of(sequence) for sequence in ready]) if ready else []
+    for sequence, token in zip(ready, sampled, strict=True):
+        sequence.append(*token)
+
+
+def _timed(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin

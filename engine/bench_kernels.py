@@ -1,0 +1,164 @@
+"""The GPU kernels alone, each beside what the device can do: its copy bandwidth, or its bf16 matrix products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cluster.errors import SpecError
+from engine.kernels.decode_attention import decode_attention, splits_for
+from engine.kernels.fp8 import quantize_fp8
+from engine.kernels.kv_write import write_kv
+from engine.kernels.prefill_attention import QueryTiles, prefill_attention
+from engine.kernels.rms_norm import add_rms_norm
+from engine.kernels.rotary import rotate
+from engine.kernels.silu_mul import silu_mul
+from engine.kernels.wire import pack_kv, unpack_kv
+
+# T tokens, H query heads, K kv heads, D head_dim, S block_size: Llama 3 8B's heads
+
+_H, _K, _D, _S = 32, 8, 128, 16
+_TOKENS = 16384
+_ROWS, _CONTEXT = 64, 8192  # of decode
+_PROMPT = 8192
+_COPY_BYTES = 1 << 31
+_MATMUL = 8192
+_TRIES = 20
+
+_Case = tuple[str, Callable[[], object], float, str]  # name, what to run, its bytes or operations, "bytes" or "flops"
+
+
+def bench_kernels() -> dict[str, Any]:
+    """Measure every kernel; returns plain JSON values. Raises SpecError without a CUDA device.
+
+    `share` is of the copy bandwidth (bytes read and written) or of the matrix product rate measured in the same run.
+    """
+    if not torch.cuda.is_available():
+        raise SpecError("cluster bench kernels: this machine has no CUDA device that torch can use")
+    device = torch.device("cuda", 0)
+    copy_bytes_s, flops_s = _copy_rate(device), _matmul_rate(device)
+    results = []
+    for name, run, amount, unit in [*_copies(device), *_elementwise(device), *_attention(device)]:
+        seconds = _seconds(run)
+        peak = copy_bytes_s if unit == "bytes" else flops_s
+        rate = {"gb_s": amount / seconds / 1e9} if unit == "bytes" else {"tflops": amount / seconds / 1e12}
+        results.append({"name": name, "microseconds": seconds * 1e6, **rate, "share": amount / seconds / peak})
+    return {
+        "device": torch.cuda.get_device_name(device),
+        "torch": torch.__version__,
+        "copy_gb_s": copy_bytes_s / 1e9,
+        "matmul_tflops": flops_s / 1e12,
+        "kernels": results,
+    }
+
+
+def _copy_rate(device: torch.device) -> float:
+    """Bytes per second, read and written."""
+    source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * _COPY_BYTES / _seconds(lambda: target.copy_(source))
+
+
+def _matmul_rate(device: torch.device) -> float:
+    """Operations per second of a large bf16 product."""
+    a, b = (torch.randn(_MATMUL, _MATMUL, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * _MATMUL**3 / _seconds(lambda: a @ b)
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    """The median of several runs, after some that compile and warm up."""
+    for _ in range(3):
+        run()
+    times = []
+    for _ in range(_TRIES):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return float(np.median(times))
+
+
+def _pool(num_tokens: int, device: torch.device, *, is_fp8: bool) -> tuple[Tensor, Tensor | None]:
+    shape = (num_tokens // _S, 2, _K, _S, _D)
+    kv = torch.randn(shape, device=device, dtype=torch.bfloat16)
+    return quantize_fp8(kv) if is_fp8 else (kv, None)
+
+
+def _copies(device: torch.device) -> list[_Case]:
+    k, v = torch.randn(2, _TOKENS, _K, _D, device=device, dtype=torch.bfloat16)
+    slots = torch.randperm(_TOKENS // _S, device=device).repeat_interleave(_S) * _S
+    slots += torch.arange(_S, device=device).repeat(_TOKENS // _S)  # blocks in no order, each of them whole
+    bf16, _ = _pool(_TOKENS, device, is_fp8=False)
+    fp8, scales = _pool(_TOKENS, device, is_fp8=True)
+    raw = torch.empty(_TOKENS, 2, _K, _D, device=device, dtype=torch.bfloat16)
+    codes, row_scales = quantize_fp8(raw.zero_())
+    numbers = _TOKENS * 2 * _K * _D
+    wide, narrow = 2 * numbers, numbers + numbers // _D * 2
+    every = slice(0, _K)
+    return [
+        ("write_kv bf16", lambda: write_kv(bf16, None, slots, k, v), 2 * wide, "bytes"),
+        ("write_kv fp8", lambda: write_kv(fp8, scales, slots, k, v), wide + narrow, "bytes"),
+        ("pack raw", lambda: pack_kv(bf16, slots, every, raw, None), 2 * wide, "bytes"),
+        ("pack fp8", lambda: pack_kv(bf16, slots, every, codes, row_scales), wide + narrow, "bytes"),
+        ("unpack raw", lambda: unpack_kv(raw, None, bf16, slots, every), 2 * wide, "bytes"),
+        ("unpack fp8", lambda: unpack_kv(codes, row_scales, bf16, slots, every), wide + narrow, "bytes"),
+    ]
+
+
+def _elementwise(device: torch.device) -> list[_Case]:
+    hidden, features = _H * _D, 14336
+    x, update = torch.randn(2, _TOKENS, hidden, device=device, dtype=torch.bfloat16)
+    weight = torch.ones(hidden, device=device, dtype=torch.bfloat16)
+    gate_up = torch.randn(_TOKENS, 2 * features, device=device, dtype=torch.bfloat16)
+    cos, sin = torch.randn(2, _TOKENS, 1, _D // 2, device=device, dtype=torch.bfloat16)
+    heads = x.view(_TOKENS, _H, _D)
+    return [
+        ("add_rms_norm", lambda: add_rms_norm(x, update, weight, 1e-5), 4 * x.nbytes, "bytes"),
+        ("rotate", lambda: rotate(heads, cos, sin), 2 * x.nbytes + 2 * cos.nbytes, "bytes"),
+        ("silu_mul", lambda: silu_mul(gate_up), 1.5 * gate_up.nbytes, "bytes"),
+    ]
+
+
+def _attention(device: torch.device) -> list[_Case]:
+    cases: list[_Case] = []
+    for is_fp8 in (False, True):
+        codes, scales = _pool(_ROWS * _CONTEXT, device, is_fp8=is_fp8)
+        q = torch.randn(max(_ROWS, _PROMPT), _H, _D, device=device, dtype=torch.bfloat16)
+        tables = torch.randperm(len(codes), device=device).int().view(_ROWS, -1)
+        kind = "fp8" if is_fp8 else "bf16"
+        num_bytes = codes.nbytes + (0 if scales is None else scales.nbytes)
+        cases.append((f"decode_attention {kind}", _decode(q, codes, scales, tables), num_bytes, "bytes"))
+        flops = 4 * _H * _D * _PROMPT * (_PROMPT + 1) / 2
+        cases.append((f"prefill_attention {kind}", _prefill(q, codes, scales, tables), flops, "flops"))
+    return cases
+
+
+def _decode(q: Tensor, codes: Tensor, scales: Tensor | None, tables: Tensor) -> Callable[[], None]:
+    out, device = torch.empty_like(q), q.device
+    contexts = torch.full((_ROWS,), _CONTEXT, dtype=torch.int32, device=device)
+    return lambda: decode_attention(
+        q,
+        codes,
+        scales,
+        tokens_R=torch.arange(_ROWS, device=device),
+        tables_RB=tables,
+        contexts_R=contexts,
+        window=None,
+        num_splits=splits_for(_ROWS, _K, _CONTEXT, device),
+        out_THD=out,
+    )
+
+
+def _prefill(q: Tensor, codes: Tensor, scales: Tensor | None, tables: Tensor) -> Callable[[], None]:
+    out, device = torch.empty_like(q), q.device
+    tiles = QueryTiles.of(np.array([0]), np.array([_PROMPT]), np.array([_PROMPT]), device)
+    contexts = torch.tensor([_PROMPT], dtype=torch.int32, device=device)
+    return lambda: prefill_attention(
+        q, codes, scales, tiles=tiles, tables_RB=tables[:1], contexts_R=contexts, window=None, out_THD=out
+    )

@@ -1,0 +1,215 @@
+// softmax(q k / sqrt(D)) v over paged keys and values, read where they lie.
+//
+// The work is cut into (sequence, kv head, a few positions). The query heads that share a kv head, at those positions, are
+// the rows of one piece: each key is fetched and turned once for all of them.
+//
+//   1  for each tile of 32 keys: keys become columns, so that a vector holds one query's scores with 16 keys
+//   2  softmax along each row of scores
+//   3  for each tile of 32 keys: out += p v
+//
+// Sums run over keys in the order of their positions, in tiles that begin at multiples of 32: what a query gets depends
+// neither on the queries beside it nor on how its prompt was cut.
+#pragma once
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <vector>
+
+#include "pool.h"
+
+namespace {
+
+struct Attention {
+    Pool pool;
+    const bf16* q;           // (tokens, q heads, head_dim), a token every q_stride
+    int64_t q_stride;
+    bf16* out;               // (tokens, q heads, head_dim)
+    int64_t q_heads, sequences, table_width;
+    const int64_t *tables;   // (sequences, table_width)
+    const int64_t *query_lens, *context_lens;  // (sequences)
+    int64_t window;          // 0: none
+    int32_t threads;
+};
+
+struct Piece {
+    int64_t sequence, kv_head;
+    int64_t token;           // of the step, of its first query
+    int64_t position, count; // of its queries
+};
+
+constexpr int64_t POSITIONS = 16;  // of one piece
+constexpr int KEYS = 2 * LANES;    // of one tile
+
+// What a thread needs for a piece.
+struct Desk {
+    std::vector<float> q, scores, out, tile;
+    std::vector<Floats> columns;
+};
+
+// columns: (2, dim), for the first and the second 16 keys of the tile
+template <int ROWS> inline void score(const float* q, int64_t dim, const Floats* columns, float* scores, int64_t stride) {
+    Floats sums[ROWS][2] = {};
+    for (int64_t d = 0; d < dim; d++)
+        for (int r = 0; r < ROWS; r++)
+            for (int half = 0; half < 2; half++) sums[r][half] += columns[half * dim + d] * q[r * dim + d];
+    for (int r = 0; r < ROWS; r++)
+        for (int half = 0; half < 2; half++) store(scores + r * stride + half * LANES, sums[r][half]);
+}
+
+template <int ROWS, int VECTORS>
+inline void mix(const float* weights, int64_t stride, const float* values, float* out, int64_t dim) {
+    Floats sums[ROWS][VECTORS];
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < VECTORS; v++) sums[r][v] = load<Floats>(out + r * dim + v * LANES);
+    for (int key = 0; key < KEYS; key++)
+        for (int v = 0; v < VECTORS; v++) {
+            const Floats value = load<Floats>(values + key * dim + v * LANES);
+            for (int r = 0; r < ROWS; r++) sums[r][v] += value * weights[r * stride + key];
+        }
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < VECTORS; v++) store(out + r * dim + v * LANES, sums[r][v]);
+}
+
+template <int ROWS> inline void mix_all(const float* weights, int64_t stride, const float* values, float* out, int64_t dim) {
+    int64_t d = 0;
+    for (; d + 4 * LANES <= dim; d += 4 * LANES) mix<ROWS, 4>(weights, stride, values + d, out + d, dim);
+    for (; d < dim; d += LANES) mix<ROWS, 1>(weights, stride, values + d, out + d, dim);
+}
+
+// F(6) as often as six rows are left, then F(3), then F(1); `row` is the first of them.
+#define FOR_ROWS(rows, row, F)                                                          \
+    for (int64_t row = 0, left; (left = (rows) - row) > 0;) {                           \
+        if (left >= 6) { F(6); row += 6; }                                              \
+        else if (left >= 3) { F(3); row += 3; }                                         \
+        else { F(1); row += 1; }                                                        \
+    }
+
+struct Work {
+    const Attention& a;
+    const Piece& piece;
+    Desk& desk;
+    int64_t dim, rows, first, end, width;  // head_dim in whole vectors; keys [first, end), first in whole tiles
+    int64_t stride;                        // of a row of scores: beyond its width, lest all rows meet in the same cache sets
+
+    Work(const Attention& a, const Piece& piece, Desk& desk) : a(a), piece(piece), desk(desk) {
+        const int64_t lowest = a.window ? std::max<int64_t>(0, piece.position - a.window + 1) : 0;
+        dim = round_up(a.pool.head_dim, LANES);
+        rows = piece.count * group();
+        first = lowest / KEYS * KEYS;
+        end = piece.position + piece.count;
+        width = round_up(end - first, KEYS);
+        stride = width + LANES;
+        desk.q.assign(rows * dim, 0.0f);
+        desk.out.assign(rows * dim, 0.0f);
+        desk.scores.resize(rows * stride);
+        desk.tile.assign(KEYS * dim, 0.0f);
+        desk.columns.resize(2 * dim);
+    }
+    int64_t group() const { return a.q_heads / a.pool.kv_heads; }
+    int64_t position(int64_t row) const { return piece.position + row / group(); }
+    int64_t head(int64_t row, int64_t stride) const {  // where a row's query begins, and its output
+        return (piece.token + row / group()) * stride + (piece.kv_head * group() + row % group()) * a.pool.head_dim;
+    }
+
+    void run() {
+        const float scale = 1.0f / std::sqrt(float(a.pool.head_dim));
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t d = 0; d < a.pool.head_dim; d++) desk.q[r * dim + d] = widen(a.q[head(r, a.q_stride) + d]) * scale;
+        for (int64_t key = first; key < end; key += KEYS) score_tile(key);
+        std::vector<float>& sums = desk.q;  // the queries have done their part
+        for (int64_t r = 0; r < rows; r++) sums[r] = softmax(&desk.scores[r * stride]);
+        for (int64_t key = first; key < end; key += KEYS) mix_tile(key);
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t d = 0; d < a.pool.head_dim; d++)
+                a.out[head(r, a.q_heads * a.pool.head_dim) + d] = narrow(desk.out[r * dim + d] / sums[r]);
+    }
+
+    void read_tile(int64_t key, int64_t kind) {
+        const int64_t* table = a.tables + piece.sequence * a.table_width;
+        const int64_t size = a.pool.block_size, last = std::min(key + KEYS, end);
+        float* to = desk.tile.data();
+        for (int64_t k = key, count; k < last; k += count) {  // the keys that lie in one block follow each other
+            const int64_t offset = k % size, row = a.pool.first_row(table[k / size], kind, piece.kv_head) + offset;
+            count = std::min(size - offset, last - k);
+            for (int64_t i = 0; i < count; i++, to += dim) read_row(a.pool, row + i, to);
+        }
+        std::fill(to, desk.tile.data() + KEYS * dim, 0.0f);
+    }
+
+    void score_tile(int64_t key) {
+        read_tile(key, 0);
+        for (int half = 0; half < 2; half++)
+            for (int64_t d = 0; d < dim; d += LANES) {
+                Floats square[LANES];
+                for (int k = 0; k < LANES; k++) square[k] = load<Floats>(&desk.tile[(half * LANES + k) * dim + d]);
+                transpose(square);
+                for (int k = 0; k < LANES; k++) desk.columns[half * dim + d + k] = square[k];
+            }
+        float* scores = &desk.scores[key - first];
+#define SCORE(N) score<N>(&desk.q[row * dim], dim, desk.columns.data(), scores + row * stride, stride)
+        FOR_ROWS(rows, row, SCORE)
+#undef SCORE
+        for (int64_t r = 0; r < rows; r++) hide(scores + r * stride, key, position(r));
+    }
+
+    // Keys behind the query, or too far before it.
+    void hide(float* scores, int64_t key, int64_t position) const {
+        const int64_t lowest = a.window ? position - a.window + 1 : 0;
+        if (key >= lowest && key + KEYS - 1 <= position) return;
+        for (int64_t k = key; k < key + KEYS; k++)
+            if (k < lowest || k > position) scores[k - key] = -std::numeric_limits<float>::infinity();
+    }
+
+    // In place, without the division; returns the sum to divide by.
+    float softmax(float* scores) const {
+        Floats most = load<Floats>(scores);
+        for (int64_t i = LANES; i < width; i += LANES) {
+            const Floats s = load<Floats>(scores + i);
+            most = s > most ? s : most;
+        }
+        const float greatest_score = greatest(most);
+        Floats total{};
+        for (int64_t i = 0; i < width; i += LANES) {
+            const Floats e = exponential(load<Floats>(scores + i) - greatest_score);
+            store(scores + i, e);
+            total += e;
+        }
+        return sum(total);
+    }
+
+    void mix_tile(int64_t key) {
+        read_tile(key, 1);
+        const float* weights = &desk.scores[key - first];
+#define MIX(N) mix_all<N>(weights + row * stride, stride, desk.tile.data(), &desk.out[row * dim], dim)
+        FOR_ROWS(rows, row, MIX)
+#undef MIX
+    }
+};
+
+inline std::vector<Piece> cut(const Attention& a) {
+    std::vector<Piece> pieces;
+    for (int64_t s = 0, token = 0; s < a.sequences; token += a.query_lens[s++])
+        for (int64_t q = 0; q < a.query_lens[s]; q += POSITIONS)
+            for (int64_t h = 0; h < a.pool.kv_heads; h++) {
+                const int64_t count = std::min(POSITIONS, a.query_lens[s] - q);
+                pieces.push_back({s, h, token + q, a.context_lens[s] - a.query_lens[s] + q, count});
+            }
+    // The longest first, so that no thread is left with one at the end.
+    std::stable_sort(pieces.begin(), pieces.end(), [](const Piece& x, const Piece& y) { return x.position > y.position; });
+    return pieces;
+}
+
+inline void attend(const Attention& a) {
+    const std::vector<Piece> pieces = cut(a);
+#pragma omp parallel num_threads(a.threads)
+    {
+        Desk desk;
+#pragma omp for schedule(dynamic)
+        for (size_t i = 0; i < pieces.size(); i++) Work(a, pieces[i], desk).run();
+    }
+}
+
+}  // namespace

@@ -1,0 +1,173 @@
+"""The CPU kernels: C++ sources beside this file, compiled once per machine and kept in the user's cache.
+
+Compiling takes about ten seconds, and only on a machine that has a C++ compiler; loading what is there, a millisecond.
+A machine without a compiler, or a model in another dtype than bf16, computes with torch alone: see `open_kernels`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from functools import lru_cache
+from hashlib import blake2b
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+
+from cluster.model_source import cache_root
+
+logger = logging.getLogger(__name__)
+
+_SOURCES = Path(__file__).parent
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
+_COMPILE_S = 300.0
+
+
+class Kernels:
+    """The compiled functions. Each takes one struct of those below, by reference; see the headers for what they do.
+
+    They run on as many threads as torch has been given, and on torch's own: both use the same OpenMP library.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError if the library cannot be loaded."""
+        library = ctypes.CDLL(str(path))
+        self.multiply_bf16 = _function(library, "multiply_bf16", Product)
+        self.multiply_int8 = _function(library, "multiply_int8", Product)
+        self.turn_and_store = _function(library, "turn_and_store", Turn)
+        self.attend_paged = _function(library, "attend_paged", Attention)
+
+
+def open_kernels(*, dtype: torch.dtype, device: torch.device) -> Kernels | None:
+    """The kernels for models of this dtype on this device; None where torch alone is to compute."""
+    return _open() if device.type == "cpu" and dtype == torch.bfloat16 else None
+
+
+class Product(ctypes.Structure):
+    """matrix.h"""
+
+    _fields_ = (
+        ("panels", c_void_p),
+        ("scales", c_void_p),
+        ("sums", c_void_p),
+        ("bias", c_void_p),
+        ("outputs", c_int64),
+        ("inputs", c_int64),
+        ("before", c_int32),
+        ("eps", c_float),
+        ("norm", c_void_p),
+        ("x", c_void_p),
+        ("residual", c_void_p),
+        ("out", c_void_p),
+        ("rows", c_int64),
+        ("threads", c_int32),
+    )
+
+
+class Pool(ctypes.Structure):
+    """pool.h"""
+
+    _fields_ = (
+        ("codes", c_void_p),
+        ("scales", c_void_p),
+        ("kv_heads", c_int64),
+        ("block_size", c_int64),
+        ("head_dim", c_int64),
+    )
+
+
+class Turn(ctypes.Structure):
+    """rotary.h"""
+
+    _fields_ = (
+        ("pool", Pool),
+        ("heads", c_void_p),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("eps", c_float),
+        ("slots", c_void_p),
+        ("tokens", c_int64),
+        ("q_heads", c_int64),
+        ("threads", c_int32),
+    )
+
+
+class Attention(ctypes.Structure):
+    """attention.h"""
+
+    _fields_ = (
+        ("pool", Pool),
+        ("q", c_void_p),
+        ("q_stride", c_int64),
+        ("out", c_void_p),
+        ("q_heads", c_int64),
+        ("sequences", c_int64),
+        ("table_width", c_int64),
+        ("tables", c_void_p),
+        ("query_lens", c_void_p),
+        ("context_lens", c_void_p),
+        ("window", c_int64),
+        ("threads", c_int32),
+    )
+
+
+def _function(library: ctypes.CDLL, name: str, argument: type[ctypes.Structure]) -> ctypes._NamedFuncPointer:
+    function = getattr(library, name)
+    function.argtypes = (ctypes.POINTER(argument),)
+    function.restype = None
+    return function
+
+
+@lru_cache(maxsize=1)
+def _open() -> Kernels | None:
+    compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
+    if compiler is None:
+        logger.info("no C++ compiler: the engine computes with torch alone, more slowly")
+        return None
+    try:
+        return Kernels(_compiled(compiler))
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = getattr(error, "stderr", None) or error
+        logger.warning("the CPU kernels cannot be used, torch alone computes: %s", detail)
+        return None
+
+
+def _compiled(compiler: str) -> Path:
+    """The library for these sources, this compiler and this processor; compiled unless it is there."""
+    sources = sorted((*_SOURCES.glob("*.h"), *_SOURCES.glob("*.cpp")))
+    facts = [compiler, _run(compiler, "--version"), *_FLAGS, _processor(), *(path.read_text() for path in sources)]
+    key = blake2b("\0".join(facts).encode(), digest_size=8).hexdigest()
+    path = cache_root() / "kernels" / f"{key}.so"
+    if path.exists():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_suffix(".lock"), timeout=_COMPILE_S):  # one compiles, its neighbours wait
+        if not path.exists():
+            logger.info("compiling the CPU kernels into %s", path)
+            with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+                built = Path(scratch) / path.name
+                _run(compiler, *_FLAGS, str(_SOURCES / "kernels.cpp"), "-o", str(built))
+                built.replace(path)
+    return path
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_S).stdout
+
+
+def _processor() -> str:
+    """What -march=native depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() + platform.machine()
+    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))

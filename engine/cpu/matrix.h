@@ -1,0 +1,258 @@
+// out = before(x) W^T: a packed matrix times up to a few thousand rows.
+//
+// A matrix (O outputs, I inputs) is packed into panels of 16 outputs. Inside a panel the inputs follow each other in
+// groups of 32 bits: two bf16 or four int8, each group for all 16 outputs:
+//
+//     panel p, group g:   W[16p][2g] W[16p][2g+1]   W[16p+1][2g] W[16p+1][2g+1]   ...   W[16p+15][2g+1]
+//
+// One load so brings 16 outputs, and the lanes of a vector are outputs: nothing is added up across lanes, a panel is read
+// once from start to end, and the units that multiply pairs of bf16 or fours of int8 take the same layout.
+// Every output is summed up over the inputs in one order, whatever the number of rows: a row's result does not depend on
+// the rows beside it.
+#pragma once
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+
+#include "vectors.h"
+#if defined(__AVX512BF16__) || defined(__AVX512VNNI__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+enum Before : int32_t { NOTHING, NORM, SILU };
+
+struct Product {
+    // the matrix
+    const void* panels;
+    const float* scales;     // int8: one per output, which undoes its quantisation
+    const int32_t* sums;     // int8: the sum of each output's codes
+    const bf16* bias;        // or null
+    int64_t outputs, inputs;
+    // what happens to the rows before
+    Before before;
+    float eps;               // NORM
+    const bf16* norm;        // NORM
+    // the rows
+    const bf16* x;           // (rows, inputs); SILU: (rows, 2 inputs), gates and then ups
+    const bf16* residual;    // (rows, outputs) to add, or null
+    bf16* out;               // (rows, outputs)
+    int64_t rows;
+    int32_t threads;
+};
+
+constexpr int MOST_ROWS = 12;     // of one tile of registers
+constexpr int BLOCK_ROWS = 96;    // of one walk over the panels: their inputs stay in the second cache
+
+// ---- what a row becomes before it is multiplied; rounds to bf16 wherever transformers does ----
+
+inline void copied(const Product& p, const bf16* x, float* y) {
+    for (int64_t i = 0; i < p.inputs; i++) y[i] = widen(x[i]);
+}
+
+inline void normed(const Product& p, const bf16* x, float* y) {
+    Floats squares{};
+    int64_t i = 0;
+    for (; i + LANES <= p.inputs; i += LANES) {
+        Floats v = widen(load<Halves>(x + i));
+        squares += v * v;
+    }
+    float total = sum(squares);
+    for (; i < p.inputs; i++) total += widen(x[i]) * widen(x[i]);
+    const float inverse = 1.0f / std::sqrt(total / p.inputs + p.eps);
+    for (i = 0; i < p.inputs; i++) y[i] = rounded(rounded(widen(x[i]) * inverse) * widen(p.norm[i]));
+}
+
+inline void gated(const Product& p, const bf16* x, float* y) {
+    auto silu_mul = [](Floats gate, Floats up) {
+        // 1 / (1 + e^-g) by e^-|g|, which cannot overflow
+        Floats e = exponential(gate > 0.0f ? -gate : gate);
+        Floats silu = gate * ((gate > 0.0f ? all(1.0f) : e) / (e + 1.0f));
+        return widen(narrow(widen(narrow(silu)) * up));
+    };
+    int64_t i = 0;
+    for (; i + LANES <= p.inputs; i += LANES)
+        store(y + i, silu_mul(widen(load<Halves>(x + i)), widen(load<Halves>(x + p.inputs + i))));
+    for (; i < p.inputs; i++) y[i] = silu_mul(all(widen(x[i])), all(widen(x[p.inputs + i])))[0];
+}
+
+inline void prepared(const Product& p, int64_t row, float* y) {
+    switch (p.before) {
+        case NOTHING: return copied(p, p.x + row * p.inputs, y);
+        case NORM: return normed(p, p.x + row * p.inputs, y);
+        case SILU: return gated(p, p.x + row * 2 * p.inputs, y);
+    }
+}
+
+// ---- the two kinds of weights: how a row is kept, and how a tile of rows meets a few panels ----
+
+struct Bf16 {
+    static constexpr int GROUP = 2;
+#ifdef __AVX512BF16__
+    typedef bf16 Input;
+#else
+    typedef float Input;
+#endif
+    static void keep(const float* y, int64_t inputs, Input* kept, float&) {
+        for (int64_t i = 0; i < inputs; i++)
+#ifdef __AVX512BF16__
+            kept[i] = narrow(y[i]);
+#else
+            kept[i] = y[i];
+#endif
+    }
+    typedef Floats Sum;
+    template <int ROWS, int PANELS>
+    static inline void add(Sum (&sums)[ROWS][PANELS], const Input* x, int64_t stride, const Words (&w)[PANELS]) {
+#ifdef __AVX512BF16__
+        for (int r = 0; r < ROWS; r++) {
+            int32_t pair;
+            std::memcpy(&pair, x + r * stride, 4);
+            for (int p = 0; p < PANELS; p++)
+                sums[r][p] = Floats(_mm512_dpbf16_ps(__m512(sums[r][p]), __m512bh(_mm512_set1_epi32(pair)), __m512bh(w[p])));
+        }
+#else
+        Floats half[PANELS];
+        for (int p = 0; p < PANELS; p++) half[p] = Floats(w[p] << 16);
+        for (int r = 0; r < ROWS; r++)
+            for (int p = 0; p < PANELS; p++) sums[r][p] += half[p] * x[r * stride];
+        for (int p = 0; p < PANELS; p++) half[p] = Floats(w[p] & 0xffff0000u);
+        for (int r = 0; r < ROWS; r++)
+            for (int p = 0; p < PANELS; p++) sums[r][p] += half[p] * x[r * stride + 1];
+#endif
+    }
+    static inline Floats value(Sum sum, const Product&, int64_t, float) { return sum; }
+};
+
+// Rows are quantised too, each with its own scale: codes of 7 bits and a sign, shifted up by 128, for the units multiply
+// unsigned by signed bytes.
+struct Int8 {
+    static constexpr int GROUP = 4;
+    typedef uint8_t Input;
+    static void keep(const float* y, int64_t inputs, Input* kept, float& scale) {
+        float most = 0;
+        for (int64_t i = 0; i < inputs; i++) most = std::max(most, std::fabs(y[i]));
+        scale = std::max(most, 1e-30f) / 127;
+        const float inverse = 1 / scale;
+        for (int64_t i = 0; i < inputs; i++) kept[i] = uint8_t(int32_t(y[i] * inverse + 128.5f));
+    }
+    typedef Ints Sum;
+    template <int ROWS, int PANELS>
+    static inline void add(Sum (&sums)[ROWS][PANELS], const Input* x, int64_t stride, const Words (&w)[PANELS]) {
+        for (int r = 0; r < ROWS; r++) {
+#ifdef __AVX512VNNI__
+            int32_t four;
+            std::memcpy(&four, x + r * stride, 4);
+            for (int p = 0; p < PANELS; p++)
+                sums[r][p] = Ints(_mm512_dpbusd_epi32(__m512i(sums[r][p]), _mm512_set1_epi32(four), __m512i(w[p])));
+#else
+            for (int k = 0; k < 4; k++)
+                for (int p = 0; p < PANELS; p++)
+                    sums[r][p] += (Ints(w[p] << (24 - 8 * k)) >> 24) * int32_t(x[r * stride + k]);
+#endif
+        }
+    }
+    static inline Floats value(Sum sum, const Product& p, int64_t first, float scale) {
+        const Ints shifted = sum - 128 * load<Ints>(p.sums + first);
+        return __builtin_convertvector(shifted, Floats) * (load<Floats>(p.scales + first) * scale);
+    }
+};
+
+// ---- multiplying ----
+
+template <class Kind> struct Rows {
+    const typename Kind::Input* x;
+    const float* scales;
+    int64_t stride;
+};
+
+inline void put(const Product& p, Floats value, int64_t row, int64_t first) {
+    const int64_t count = std::min<int64_t>(LANES, p.outputs - first);
+    bf16* out = p.out + row * p.outputs + first;
+    bf16 edge[3][LANES] = {};  // where a panel is not full: bias, residual and result, by themselves
+    const bf16 *bias = p.bias ? p.bias + first : nullptr, *residual = p.residual ? p.residual + row * p.outputs + first : nullptr;
+    if (count < LANES) {
+        if (bias) bias = std::copy_n(bias, count, edge[0]) - count;
+        if (residual) residual = std::copy_n(residual, count, edge[1]) - count;
+    }
+    if (bias) value += widen(load<Halves>(bias));
+    if (residual) value = widen(narrow(value)) + widen(load<Halves>(residual));
+    store(count < LANES ? edge[2] : out, narrow(value));
+    if (count < LANES) std::copy_n(edge[2], count, out);
+}
+
+template <class Kind, int ROWS, int PANELS>
+inline void tile(const Product& p, const Rows<Kind>& rows, int64_t row, int64_t panel) {
+    const int64_t groups = rows.stride / Kind::GROUP;
+    const uint32_t* w = static_cast<const uint32_t*>(p.panels) + panel * groups * LANES;
+    const typename Kind::Input* x = rows.x + row * rows.stride;
+    typename Kind::Sum sums[ROWS][PANELS] = {};
+    for (int64_t g = 0; g < groups; g++) {
+        Words group[PANELS];
+        for (int i = 0; i < PANELS; i++) group[i] = load<Words>(w + (i * groups + g) * LANES);
+        Kind::template add<ROWS, PANELS>(sums, x + g * Kind::GROUP, rows.stride, group);
+    }
+    for (int r = 0; r < ROWS && row + r < p.rows; r++)
+        for (int i = 0; i < PANELS; i++)
+            put(p, Kind::value(sums[r][i], p, (panel + i) * LANES, rows.scales[row + r]), row + r, (panel + i) * LANES);
+}
+
+// As many panels at once as the 32 registers hold: few rows need many, or each sum would wait for the one before.
+template <int ROWS> constexpr int PANELS_OF = std::min(8, 30 / (ROWS + 2));
+
+template <class Kind, int ROWS, int PANELS = PANELS_OF<ROWS>>
+inline void panels(const Product& p, const Rows<Kind>& rows, int64_t row, int64_t first, int64_t end) {
+    for (; first + PANELS <= end; first += PANELS) tile<Kind, ROWS, PANELS>(p, rows, row, first);
+    if constexpr (PANELS > 1)
+        if (first < end) panels<Kind, ROWS, PANELS / 2>(p, rows, row, first, end);
+}
+
+template <class Kind>
+inline void rows_of(const Product& p, const Rows<Kind>& rows, int64_t row, int64_t end, int64_t first, int64_t last) {
+    for (int64_t left; (left = end - row) > 0;) {
+        switch (left >= MOST_ROWS ? MOST_ROWS : left) {
+#define TILE_OF(N) panels<Kind, N>(p, rows, row, first, last); row += N; break
+            case 1: TILE_OF(1);
+            case 2: TILE_OF(2);
+            case 3: TILE_OF(3);
+            case 4: TILE_OF(4);
+            case 5: case 6: TILE_OF(6);
+            case 7: case 8: TILE_OF(8);
+            default: TILE_OF(MOST_ROWS);
+#undef TILE_OF
+        }
+    }
+}
+
+constexpr int PANELS_AT_ONCE = 24;  // as many as all rows of a block meet, one tile after the other: in the second cache
+
+template <class Kind> void multiply(const Product& p) {
+    typedef typename Kind::Input Input;
+    const int64_t stride = round_up(p.inputs, Kind::GROUP), all_panels = round_up(p.outputs, LANES) / LANES;
+    const int64_t kept_rows = p.rows + MOST_ROWS;  // the last tile may look at rows that are not there
+    std::unique_ptr<Input[]> x(new Input[kept_rows * stride]);
+    std::unique_ptr<float[]> scales(new float[kept_rows]);
+    std::fill_n(x.get() + p.rows * stride, MOST_ROWS * stride, Input{});
+    std::fill_n(scales.get() + p.rows, MOST_ROWS, 0.0f);
+    const Rows<Kind> rows{x.get(), scales.get(), stride};
+#pragma omp parallel num_threads(p.threads)
+    {
+        std::unique_ptr<float[]> y(new float[p.inputs]);
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < p.rows; row++) {
+            prepared(p, row, y.get());
+            Kind::keep(y.get(), p.inputs, x.get() + row * stride, scales[row]);
+            std::fill(x.get() + row * stride + p.inputs, x.get() + (row + 1) * stride, Input{});
+        }
+        const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+        const int64_t first = all_panels * thread / threads, end = all_panels * (thread + 1) / threads;
+        for (int64_t row = 0; row < p.rows; row += BLOCK_ROWS)
+            for (int64_t panel = first; panel < end; panel += PANELS_AT_ONCE)
+                rows_of(p, rows, row, std::min(row + BLOCK_ROWS, p.rows), panel, std::min(panel + PANELS_AT_ONCE, end));
+    }
+}
+
+}  // namespace

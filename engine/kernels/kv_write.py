@@ -1,0 +1,103 @@
+"""Keys and values of a step into their blocks, quantised on the way if the pool is FP8."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.kernels.fp8 import quantize_fp8, quantize_row
+from engine.kernels.language import cdiv, jit, power_of_2, tl
+
+# T tokens, B blocks, K kv heads of this rank, S block_size, D head_dim; 2: keys, then values
+
+_VALUES_PER_PROGRAM = 4096
+
+
+def write_kv(codes_B2KSD: Tensor, scales_B2KS: Tensor | None, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
+    """Store keys and values at `slots_T` (int64, block id * S + offset).
+
+    codes: (B, 2, K, S, D), a pool's layer: bf16, fp16 or fp32, or float8_e4m3fn with scales (B, 2, K, S) bf16.
+    k, v: (T, K, D) of any float dtype, dense in D; they may be views of a larger tensor. On a GPU a negative slot
+    writes nothing: it fills up the batch of a captured graph.
+    """
+    store = launch_write_kv if k_TKD.is_cuda else reference_write_kv
+    store(codes_B2KSD, scales_B2KS, slots_T, k_TKD, v_TKD)
+
+
+def reference_write_kv(
+    codes_B2KSD: Tensor, scales_B2KS: Tensor | None, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor
+) -> None:
+    block_size = codes_B2KSD.shape[3]
+    blocks_T, offsets_T = slots_T // block_size, slots_T % block_size
+    kv_T2KD = torch.stack((k_TKD, v_TKD), dim=1)
+    if scales_B2KS is None:
+        codes_B2KSD[blocks_T, :, :, offsets_T] = kv_T2KD.to(codes_B2KSD.dtype)
+        return
+    kv_T2KD, scales_T2K = quantize_fp8(kv_T2KD)
+    scales_B2KS[blocks_T, :, :, offsets_T] = scales_T2K
+    codes_B2KSD.view(torch.uint8)[blocks_T, :, :, offsets_T] = kv_T2KD.view(torch.uint8)  # torch indexes no float8
+
+
+def launch_write_kv(
+    codes_B2KSD: Tensor, scales_B2KS: Tensor | None, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor
+) -> None:
+    num_tokens, num_heads, dim = k_TKD.shape
+    block_d = power_of_2(dim)
+    rows = max(1, _VALUES_PER_PROGRAM // block_d)
+    assert k_TKD.stride() == v_TKD.stride() and k_TKD.stride(-1) == 1 and codes_B2KSD.is_contiguous()
+    is_fp8 = scales_B2KS is not None
+    _write_kv[(cdiv(num_tokens * num_heads, rows), 2)](
+        codes_B2KSD.view(torch.uint8) if is_fp8 else codes_B2KSD,
+        scales_B2KS if is_fp8 else codes_B2KSD,
+        slots_T,
+        k_TKD,
+        v_TKD,
+        num_tokens,
+        k_TKD.stride(0),
+        k_TKD.stride(1),
+        K=num_heads,
+        S=codes_B2KSD.shape[3],
+        D=dim,
+        ROWS=rows,
+        BLOCK_D=block_d,
+        IS_FP8=is_fp8,
+    )
+
+
+@jit
+def _write_kv(
+    codes,
+    scales,
+    slots,
+    k,
+    v,
+    num_tokens,
+    token_stride,
+    head_stride,
+    K: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    IS_FP8: tl.constexpr,
+):
+    """One program: ROWS rows (token, head) of the keys (program 0 of axis 1) or of the values."""
+    side = tl.program_id(1)
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    token, head = row // K, row % K
+    slot = tl.load(slots + token, mask=token < num_tokens, other=-1)
+    place = ((slot // S * 2 + side) * K + head) * S + slot % S
+    d = tl.arange(0, BLOCK_D)
+    mask = (slot >= 0)[:, None] & (d < D)[None, :]
+    source = (token * token_stride + head * head_stride)[:, None] + d[None, :]
+    if side == 0:
+        x = tl.load(k + source, mask=mask, other=0.0)
+    else:
+        x = tl.load(v + source, mask=mask, other=0.0)
+    target = codes + place[:, None] * D + d[None, :]
+    if IS_FP8:
+        code, scale = quantize_row(x.to(tl.float32), mask)
+        tl.store(target, code, mask=mask)
+        tl.store(scales + place[:, None], scale.to(tl.bfloat16), mask=(slot >= 0)[:, None])
+    else:
+        tl.store(target, x.to(codes.dtype.element_ty), mask=mask)

@@ -1,0 +1,111 @@
+"""What the attention kernels share: one step of an online softmax over keys that lie in a pool's blocks.
+
+For a block of keys k_j and values v_j, with m the largest score so far (Milakov and Gimelshein 2018, arXiv:1805.02867):
+
+    s_j = q k_j / sqrt(D)      m' = max(m, max s_j)      l' = l e^(m - m') + sum e^(s_j - m')
+                               o' = o e^(m - m') + sum e^(s_j - m') v_j                             out = o / l
+
+An FP8 pool is never widened to numbers: its codes are exact in fp16 and bf16, so that a key's scale multiplies its
+scores, and a value's scale its weights.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.kernels.fp8 import dequantize_fp8, from_code
+from engine.kernels.language import jit, tl
+
+# M queries (or heads of one query), N keys, L keys of a row, B blocks, K kv heads, S block_size, D head_dim
+
+
+def gather_row(codes_B2KSD: Tensor, scales_B2KS: Tensor | None, table: Tensor, length: int) -> Tensor:
+    """The keys and values of one row of block ids, for the references: (2, K, L, D) fp32."""
+    table = table[: -(-length // codes_B2KSD.shape[3])].long()
+    if scales_B2KS is None:
+        kv_B2KSD = codes_B2KSD[table].float()
+    else:
+        codes = codes_B2KSD.view(torch.uint8)[table].view(torch.float8_e4m3fn)
+        kv_B2KSD = dequantize_fp8(codes, scales_B2KS[table], torch.float32)
+    return kv_B2KSD.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
+
+
+def reference_row(q_QHD: Tensor, kv_2KLD: Tensor, *, window: int | None) -> Tensor:
+    """Attention of the last Q positions of a row over its L keys, in fp32: (Q, H, D)."""
+    num_queries, num_heads, dim = q_QHD.shape
+    k_KLD, v_KLD = kv_2KLD
+    length = k_KLD.shape[1]
+    q_QKGD = q_QHD.float().view(num_queries, k_KLD.shape[0], -1, dim)
+    scores_QKGL = torch.einsum("qkgd,kld->qkgl", q_QKGD, k_KLD) * dim**-0.5
+    positions_Q1 = torch.arange(length - num_queries, length, device=q_QHD.device).unsqueeze(-1)
+    keys_L = torch.arange(length, device=q_QHD.device)
+    is_hidden_QL = keys_L > positions_Q1
+    if window is not None:
+        is_hidden_QL |= keys_L <= positions_Q1 - window
+    weights_QKGL = scores_QKGL.masked_fill(is_hidden_QL[:, None, None], -torch.inf).softmax(-1)
+    return torch.einsum("qkgl,kld->qkgd", weights_QKGL, v_KLD).reshape(num_queries, num_heads, dim)
+
+
+@jit
+def attend_block(
+    out,
+    largest,
+    total,
+    q,
+    position,
+    first,
+    end,
+    codes,
+    scales,
+    table,
+    head,
+    scale,
+    K: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WINDOW: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    NATIVE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Take keys [first, first + BLOCK_N) of a row into (out (M, D), largest (M), total (M)), which are returned.
+
+    q: (M, D). position: (M), of each query. end: keys from there on do not exist. table: where the row's block ids
+    begin. scale: log2(e) / sqrt(D), for powers of two are what the device computes. MASKED: some key may be hidden from
+    some query; else all of them are there and seen by all.
+    """
+    n = first + tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    is_d = d < D
+    is_key = n < end
+    block = tl.load(table + n // S, mask=is_key, other=0).to(tl.int64)
+    key = (block * 2 * K + head) * S + n % S
+    value = key + K * S
+
+    k = tl.load(codes + key[None, :] * D + d[:, None], mask=is_key[None, :] & is_d[:, None], other=0)
+    if IS_FP8:
+        k = from_code(k, q.dtype, NATIVE)
+    scores = tl.dot(q, k, input_precision="ieee") * scale
+    if IS_FP8:
+        scores *= tl.load(scales + key, mask=is_key, other=0.0).to(tl.float32)[None, :]
+    if MASKED:
+        is_seen = (n[None, :] <= position[:, None]) & is_key[None, :]
+        if WINDOW > 0:
+            is_seen = is_seen & (n[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(is_seen, scores, -float("inf"))
+
+    grown = tl.maximum(largest, tl.max(scores, axis=1))
+    base = tl.where(grown == -float("inf"), 0.0, grown)  # a query that has seen no key yet
+    fade = tl.exp2(largest - base)
+    weights = tl.exp2(scores - base[:, None])
+    total = total * fade + tl.sum(weights, axis=1)
+
+    v = tl.load(codes + value[:, None] * D + d[None, :], mask=is_key[:, None] & is_d[None, :], other=0)
+    if IS_FP8:
+        v = from_code(v, q.dtype, NATIVE)
+        weights *= tl.load(scales + value, mask=is_key, other=0.0).to(tl.float32)[None, :]
+    out = tl.dot(weights.to(q.dtype), v, out * fade[:, None], input_precision="ieee")
+    return out, grown, total

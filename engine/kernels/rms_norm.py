@@ -1,0 +1,109 @@
+"""RMSNorm, and the addition to the residual stream that comes before it: Zhang and Sennrich 2019, arXiv:1910.07467.
+
+norm(x) = round(x / sqrt(mean(x^2) + eps)) * weight          round: to the activations' dtype, as transformers does
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.kernels.language import jit, power_of_2, tl
+
+# E features; the dimensions before it are rows
+
+
+def rms_norm(x_E: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    """x: (..., E), dense in E. Computed in fp32; returns (..., E) in x's dtype."""
+    return launch_rms_norm(x_E, weight_E, eps) if x_E.is_cuda else reference_rms_norm(x_E, weight_E, eps)
+
+
+def add_rms_norm(x_E: Tensor, update_E: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Returns x + update, rounded to x's dtype, and the norm of that; both (..., E), read and written once."""
+    if x_E.is_cuda:
+        return launch_add_rms_norm(x_E, update_E, weight_E, eps)
+    return reference_add_rms_norm(x_E, update_E, weight_E, eps)
+
+
+def reference_rms_norm(x_E: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    return weight_E * F.rms_norm(x_E.float(), (x_E.shape[-1],), eps=eps).to(x_E.dtype)
+
+
+def reference_add_rms_norm(x_E: Tensor, update_E: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total_E = x_E + update_E
+    return total_E, reference_rms_norm(total_E, weight_E, eps)
+
+
+def launch_rms_norm(x_E: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    """Rows may be spread out, as the heads of queries inside a fused projection are: x is (N, E) or (T, H, E)."""
+    num_features, out_E = x_E.shape[-1], torch.empty(x_E.shape, dtype=x_E.dtype, device=x_E.device)
+    assert x_E.stride(-1) == 1 and x_E.dim() in (2, 3)
+    heads, head_stride = (x_E.shape[1], x_E.stride(1)) if x_E.dim() == 3 else (1, 0)
+    _rms_norm[(x_E.numel() // num_features,)](
+        x_E,
+        x_E,
+        weight_E,
+        out_E,
+        out_E,
+        heads,
+        x_E.stride(0),
+        head_stride,
+        num_features,
+        eps,
+        BLOCK=power_of_2(num_features),
+        ADDS=False,
+    )
+    return out_E
+
+
+def launch_add_rms_norm(x_E: Tensor, update_E: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    assert x_E.is_contiguous() and update_E.is_contiguous()
+    num_features, total_E, out_E = x_E.shape[-1], torch.empty_like(x_E), torch.empty_like(x_E)
+    _rms_norm[(x_E.numel() // num_features,)](
+        x_E,
+        update_E,
+        weight_E,
+        total_E,
+        out_E,
+        1,
+        num_features,
+        0,
+        num_features,
+        eps,
+        BLOCK=power_of_2(num_features),
+        ADDS=True,
+    )
+    return total_E, out_E
+
+
+@jit
+def _rms_norm(
+    x,
+    update,
+    weight,
+    total,
+    out,
+    heads,
+    token_stride,
+    head_stride,
+    num_features,
+    eps,
+    BLOCK: tl.constexpr,
+    ADDS: tl.constexpr,
+):
+    """One program: one row."""
+    row = tl.program_id(0).to(tl.int64)
+    source = row // heads * token_stride + row % heads * head_stride
+    i = tl.arange(0, BLOCK)
+    mask = i < num_features
+    dtype = out.dtype.element_ty
+    value = tl.load(x + source + i, mask=mask, other=0.0).to(tl.float32)
+    if ADDS:
+        value = (value + tl.load(update + source + i, mask=mask, other=0.0).to(tl.float32)).to(dtype)
+        tl.store(total + source + i, value, mask=mask)
+        value = value.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / num_features + eps)
+    normed = (value * scale).to(dtype).to(tl.float32)
+    w = tl.load(weight + i, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * num_features + i, (normed * w).to(dtype), mask=mask)

@@ -1,0 +1,73 @@
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864): the pair (x[i], x[i + D/2]) is turned by its angle.
+
+out[i] = x[i] cos - x[i + D/2] sin          out[i + D/2] = x[i + D/2] cos + x[i] sin
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.kernels.language import jit, power_of_2, tl
+
+# T tokens, H heads, D head_dim, F = D / 2
+
+
+def rotate(x_THD: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
+    """x: (T, H, D), dense in D, may be a view; cos and sin (T, 1, F) of the same dtype. Returns (T, H, D).
+
+    On a GPU products and sum are rounded once, not one by one.
+    """
+    return launch_rotate(x_THD, cos_T1F, sin_T1F) if x_THD.is_cuda else reference_rotate(x_THD, cos_T1F, sin_T1F)
+
+
+def reference_rotate(x_THD: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
+    first_THF, second_THF = x_THD.chunk(2, dim=-1)
+    return torch.cat((first_THF * cos_T1F - second_THF * sin_T1F, second_THF * cos_T1F + first_THF * sin_T1F), dim=-1)
+
+
+def launch_rotate(x_THD: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
+    num_tokens, num_heads, dim = x_THD.shape
+    assert x_THD.stride(-1) == 1
+    out_THD = torch.empty(x_THD.shape, dtype=x_THD.dtype, device=x_THD.device)
+    _rotate[(num_tokens,)](
+        x_THD,
+        cos_T1F.contiguous(),
+        sin_T1F.contiguous(),
+        out_THD,
+        x_THD.stride(0),
+        x_THD.stride(1),
+        H=num_heads,
+        F=dim // 2,
+        BLOCK_H=power_of_2(num_heads),
+        BLOCK_F=power_of_2(dim // 2),
+    )
+    return out_THD
+
+
+@jit
+def _rotate(
+    x,
+    cos,
+    sin,
+    out,
+    token_stride,
+    head_stride,
+    H: tl.constexpr,
+    F: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
+    """One program: all heads of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    h, f = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_F)
+    is_f = f < F
+    mask = (h < H) & is_f[None, :]
+    c = tl.load(cos + token * F + f, mask=is_f, other=0.0).to(tl.float32)[None, :]
+    s = tl.load(sin + token * F + f, mask=is_f, other=0.0).to(tl.float32)[None, :]
+    source = x + token * token_stride + h * head_stride + f[None, :]
+    first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(source + F, mask=mask, other=0.0).to(tl.float32)
+    target = out + (token * H + h) * 2 * F + f[None, :]
+    tl.store(target, (first * c - second * s).to(out.dtype.element_ty), mask=mask)
+    tl.store(target + F, (second * c + first * s).to(out.dtype.element_ty), mask=mask)

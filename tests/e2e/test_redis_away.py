@@ -1,0 +1,132 @@
+"""Redis dies, stands still, comes back empty: requests are served, nobody leaves, and the index is rebuilt."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from cluster.hashing import block_hashes, root_hash
+from cluster.ports import free_port
+from cluster.redis_server import RedisAddress, RedisServer
+from cluster.request import Role, Sampling
+from tests.e2e.conftest import Checkpoint
+from tests.engine.steps import prompts
+from tests.local_cluster import LocalCluster, local_cluster
+
+_GREEDY = Sampling(max_tokens=16, temperature=0.0)
+_PROMPT = prompts(70)[0]
+_TREE: dict[str, Any] = {
+    "model": {"dtype": "float32"},
+    "kv": {"wire_dtype": "raw"},
+    "prefill": {"kv_memory_gib": 0.01},
+    "decode": {"replicas": 2, "kv_memory_gib": 0.01},
+    "router": {"max_local_prefill": 16},
+}
+
+
+class _Redis:
+    """A server of the test's own, on a port that stays the same."""
+
+    def __init__(self, log: Path) -> None:
+        self._address = RedisAddress(free_port())
+        self._server = RedisServer(self._address, log=log)
+        self.url = self._address.url
+        self.start()
+
+    def start(self) -> None:
+        self._server.start()
+        with redis.Redis.from_url(self.url) as client:
+            self._pid = client.info("server")["process_id"]
+
+    def kill(self) -> None:
+        self._server.stop()
+
+    def send(self, number: signal.Signals) -> None:
+        os.kill(self._pid, number)
+
+
+@pytest.fixture
+def own_redis(tmp_path: Path) -> Iterator[_Redis]:
+    server = _Redis(tmp_path / "redis.log")
+    yield server
+    server.kill()
+
+
+def _holders(cluster: LocalCluster) -> dict[str, int]:
+    hashes = block_hashes(root_hash(cluster.model), tuple(_PROMPT), block_size=16)
+    return cluster.replicas.index.match(hashes)
+
+
+async def _until(condition: Any, *, within_s: float = 15) -> None:
+    async with asyncio.timeout(within_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def _know_the_prompt(cluster: LocalCluster) -> dict[str, int]:
+    await cluster.generate(_PROMPT, _GREEDY)
+    await _until(
+        lambda: len(_holders(cluster)) == 2
+    )  # the prefill replica, and the decode replica that it was shipped to
+    return _holders(cluster)
+
+
+async def test_it_dies_and_comes_back_empty(checkpoint: Checkpoint, own_redis: _Redis) -> None:
+    async with local_cluster(checkpoint("llama"), own_redis.url, **_TREE) as cluster:
+        before = {replica.id: replica for replica in cluster.replicas}
+        holders = await _know_the_prompt(cluster)
+        own_redis.kill()
+        for number in range(4):
+            answer = await cluster.generate(_PROMPT, _GREEDY, id=str(number))
+            assert answer.route.attempts == 1
+            assert answer.route.decode_replica in holders, "it still knows where the prefix is"
+        assert _holders(cluster) == holders
+        own_redis.start()
+        with redis.Redis.from_url(own_redis.url) as client:
+            await _until(lambda: len(client.smembers("cluster:members")) == 3)
+            await _until(lambda: all(client.scard(f"cluster:blocks:{replica}") for replica in holders))
+        for _ in range(200):  # for two seconds, while the router reads what the replicas write again
+            assert _holders(cluster) == holders
+            await asyncio.sleep(0.01)
+        assert {replica.id: replica for replica in cluster.replicas} == before, "nobody left or came"
+        newcomer = await cluster.add(Role.DECODE)
+        assert newcomer.id in {replica.id for replica in cluster.replicas}
+
+
+async def test_it_stands_still(checkpoint: Checkpoint, own_redis: _Redis) -> None:
+    async with local_cluster(checkpoint("llama"), own_redis.url, **_TREE) as cluster:
+        before = {replica.id: replica for replica in cluster.replicas}
+        holders = await _know_the_prompt(cluster)
+        own_redis.send(signal.SIGSTOP)
+        try:
+            end_at = time.monotonic() + 5  # past the deadlines of everybody who asks it, and past the leases
+            while time.monotonic() < end_at:
+                answer = await cluster.generate(_PROMPT, _GREEDY)
+                assert answer.route.attempts == 1 and answer.route.decode_replica in holders
+                await asyncio.sleep(0.05)
+        finally:
+            own_redis.send(signal.SIGCONT)
+        await cluster.add(Role.DECODE)
+        assert {id: replica for id, replica in before.items() if cluster.replicas.get(id) is replica} == before
+
+
+async def test_a_replica_that_dies_meanwhile_is_forgotten_when_it_is_back(
+    checkpoint: Checkpoint, own_redis: _Redis
+) -> None:
+    async with local_cluster(checkpoint("llama"), own_redis.url, processes=True, **_TREE) as cluster:
+        doomed = cluster.pools[Role.DECODE][0]
+        own_redis.kill()
+        doomed.send(signal.SIGKILL)
+        answers = await asyncio.gather(*(cluster.generate(_PROMPT, _GREEDY, id=str(i)) for i in range(4)))
+        assert {answer.route.decode_replica for answer in answers} == {cluster.pools[Role.DECODE][1].id}
+        own_redis.start()
+        await _until(lambda: cluster.replicas.get(doomed.id) is None)
+        await cluster.idle()

@@ -1,0 +1,87 @@
+"""What else may fail around the workers: the router itself, the disk for logs, the clocks."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc import aio
+
+from cluster.messages import sequence_to_proto
+from cluster.request import Role, Sampling, SequenceRequest
+from cluster.rpc import worker_pb2 as pb
+from cluster.rpc import worker_pb2_grpc as rpc
+from tests.e2e.conftest import Checkpoint, Reference
+from tests.engine.steps import prompts
+from tests.local_cluster import local_cluster
+
+_ROOT = Path(__file__).parents[2]
+_PACKAGES = ("cluster", "router", "engine", "kvtransfer", "prefill_worker", "decode_worker")
+_WALL_CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "time.localtime"}
+# Shown to clients or written into a prompt; compared with nothing.
+_SHOWN = {("router/openai_answer.py", "time.time"), ("router/template_sandbox.py", "datetime.now")}
+
+_GREEDY = Sampling(max_tokens=40, temperature=0.0)
+_TREE: dict[str, Any] = {
+    "model": {"dtype": "float32"},
+    "kv": {"wire_dtype": "raw"},
+    "prefill": {"replicas": 0, "kv_memory_gib": 0.01},
+    "decode": {"replicas": 0, "kv_memory_gib": 0.01},
+    "router": {"max_local_prefill": 0},
+}
+
+
+async def test_a_full_disk_for_logs_stops_nobody(checkpoint: Checkpoint, reference: Reference, redis_url: str) -> None:
+    model_dir, asked = checkpoint("llama"), prompts(20, 40, 60)
+    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, asked, _GREEDY)]
+    async with local_cluster(model_dir, redis_url, processes=True, **_TREE) as cluster:
+        for role in Role:
+            await cluster.add(role, log="/dev/full")  # every write to it fails with ENOSPC
+        answers = await asyncio.gather(*(cluster.generate(p, _GREEDY, id=str(i)) for i, p in enumerate(asked)))
+        assert [answer.ids for answer in answers] == expected
+        await cluster.idle()
+
+
+async def test_what_a_router_held_is_free_two_seconds_after_its_death(checkpoint: Checkpoint, redis_url: str) -> None:
+    """The router is a channel here that closes without a word, as the kernel closes those of a killed process."""
+    async with local_cluster(checkpoint("llama"), redis_url, processes=True, **_TREE) as cluster:
+        decode = await cluster.add(Role.DECODE)
+        seen = cluster.replicas.get(decode.id)
+        assert seen
+        request = SequenceRequest(
+            id="r", token_ids=tuple(prompts(40)[0]), num_prompt_tokens=40, sampling=Sampling(max_tokens=80)
+        )
+        async with aio.insecure_channel(seen.member.address) as channel:
+            calls = [
+                rpc.DecodeWorkerStub(channel).Generate(
+                    pb.GenerateRequest(sequence=sequence_to_proto(request), prefill_here=here, router="another")
+                )
+                for here in (True, False)  # one that decodes, and one that waits for a prefill which never comes
+            ]
+            for call in calls:
+                event = await call.read()
+                assert event is not grpc.aio.EOF and event.WhichOneof("event") == "reserved"
+        await cluster.idle(timeout_s=2.0)
+
+
+@pytest.mark.parametrize("package", _PACKAGES)
+def test_no_decision_looks_at_a_wall_clock(package: str) -> None:
+    """Clocks of two machines may be hours apart, and one may be set while we run: deadlines are monotonic and leases
+    travel as remaining seconds."""
+    found = {
+        (str(path.relative_to(_ROOT)), name)
+        for path in (_ROOT / package).rglob("*.py")
+        for name in _calls(ast.parse(path.read_text()))
+    }
+    assert found & {(path, name) for path, name in found if name in _WALL_CLOCKS} <= _SHOWN
+
+
+def _calls(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
+            yield ast.unparse(node.func)

@@ -1,0 +1,59 @@
+"""RMSNorm, rotary and SiLU-mul: what torch computes, to within one rounding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.kernels.rms_norm import (
+    launch_add_rms_norm,
+    launch_rms_norm,
+    reference_add_rms_norm,
+    reference_rms_norm,
+)
+from engine.kernels.rotary import launch_rotate, reference_rotate
+from engine.kernels.silu_mul import launch_silu_mul, reference_silu_mul
+from tests.engine.kernels.pools import DEVICE, DTYPES, random
+
+pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 64), (5, 576), (3, 1025)])
+def test_rms_norm(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x, update, weight = (random(*shape[i:], dtype=dtype, seed=i + j) for i, j in ((0, 0), (0, 1), (1, 2)))
+    bound = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
+    torch.testing.assert_close(launch_rms_norm(x, weight, 1e-5), reference_rms_norm(x, weight, 1e-5), **bound)
+    total, normed = launch_add_rms_norm(x, update, weight, 1e-5)
+    expected_total, expected = reference_add_rms_norm(x, update, weight, 1e-5)
+    assert torch.equal(total, expected_total)
+    torch.testing.assert_close(normed, expected, **bound)
+
+
+def test_rms_norm_of_heads_inside_a_fused_projection() -> None:
+    heads = random(7, 10, 64)[:, 3:6]
+    weight = random(64)
+    normed = launch_rms_norm(heads, weight, 1e-6)
+    assert normed.is_contiguous()
+    torch.testing.assert_close(normed, reference_rms_norm(heads, weight, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 64), (7, 9, 64), (3, 5, 80)])
+def test_rotate(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    num_tokens, num_heads, dim = shape
+    x = random(num_tokens, num_heads + 2, dim, dtype=dtype)[:, 1:-1]
+    angles = random(num_tokens, 1, dim // 2, seed=5)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    bound = {"atol": 3 * TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
+    torch.testing.assert_close(launch_rotate(x, cos, sin), reference_rotate(x, cos, sin), **bound)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 2), (5, 192), (2, 3000)])
+def test_silu_mul(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x = random(*shape, dtype=dtype) * 3
+    bound = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
+    torch.testing.assert_close(launch_silu_mul(x), reference_silu_mul(x), **bound)

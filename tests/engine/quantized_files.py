@@ -1,0 +1,128 @@
+"""Quantised checkpoints as people have them, written from their formats' definitions, not by our own code.
+
+Each quantiser takes a matrix (O, I) fp32 and gives its tensors by suffix, and the numbers that they stand for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+Quantised = tuple[dict[str, Tensor], Tensor]
+
+GROUP = 16
+BLOCK = (32, 16)
+
+
+def fp8_blocks(w: Tensor) -> Quantised:
+    """DeepSeek's: w ~ codes * weight_scale_inv of the block; edge blocks may be smaller."""
+    codes, numbers = torch.empty_like(w).to(torch.float8_e4m3fn), torch.empty_like(w)
+    scales = torch.empty(-(-w.shape[0] // BLOCK[0]), -(-w.shape[1] // BLOCK[1]))
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            block = slice(i * BLOCK[0], (i + 1) * BLOCK[0]), slice(j * BLOCK[1], (j + 1) * BLOCK[1])
+            scales[i, j] = w[block].abs().max() / 448
+            codes[block] = (w[block] / scales[i, j]).to(torch.float8_e4m3fn)
+            numbers[block] = codes[block].float() * scales[i, j]
+    return {"weight": codes, "weight_scale_inv": scales}, numbers
+
+
+def fp8_channels(w: Tensor) -> Quantised:
+    scale = w.abs().amax(1, keepdim=True) / 448
+    codes = (w / scale).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale": scale, "input_scale": torch.ones(1)}, codes.float() * scale
+
+
+def fp8_tensor(w: Tensor) -> Quantised:
+    scale = w.abs().max() / 448
+    codes = (w / scale).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale": scale}, codes.float() * scale
+
+
+def int8_channels(w: Tensor) -> Quantised:
+    scale = w.abs().amax(1, keepdim=True) / 127
+    codes = (w / scale).round().to(torch.int8)
+    return {"weight": codes, "weight_scale": scale}, codes.float() * scale
+
+
+def awq(w: Tensor) -> Quantised:
+    """AutoAWQ, version gemm: packed along the outputs; nibble i holds output (0, 2, 4, 6, 1, 3, 5, 7)[i] of eight."""
+    codes, zeros, scales, numbers = _asymmetric(w, torch.arange(w.shape[1]) // GROUP)
+
+    def pack(x: Tensor) -> Tensor:
+        packed = torch.zeros(x.shape[0], x.shape[1] // 8, dtype=torch.int64)
+        for nibble, output in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
+            packed |= x[:, output::8].long() << (4 * nibble)
+        return _as_int32(packed)
+
+    return {"qweight": pack(codes.T), "qzeros": pack(zeros.T), "scales": scales.T.contiguous().half()}, numbers
+
+
+def gptq(w: Tensor, *, stored_less: int = 1) -> Quantised:
+    """AutoGPTQ with desc_act: packed along the inputs, whose groups come in any order; zeros are stored less one."""
+    group = (torch.arange(w.shape[1]) // GROUP)[torch.randperm(w.shape[1], generator=torch.Generator().manual_seed(0))]
+    codes, zeros, scales, numbers = _asymmetric(w, group)
+
+    def pack(x: Tensor) -> Tensor:
+        """Along the first dimension."""
+        packed = torch.zeros(x.shape[0] // 8, x.shape[1], dtype=torch.int64)
+        for nibble in range(8):
+            packed |= x[nibble::8].long() << (4 * nibble)
+        return _as_int32(packed)
+
+    zeros = pack((zeros - stored_less) % 16).T.contiguous()
+    tensors = {"qweight": pack(codes.T), "qzeros": zeros, "scales": scales.T.contiguous().half()}
+    return tensors | {"g_idx": group.int()}, numbers
+
+
+def gptq_v2(w: Tensor) -> Quantised:
+    return gptq(w, stored_less=0)
+
+
+FORMATS: dict[str, tuple[Callable[[Tensor], Quantised], dict[str, Any]]] = {
+    "fp8 blocks": (fp8_blocks, {"quant_method": "fp8", "weight_block_size": list(BLOCK)}),
+    "fp8 channels": (fp8_channels, {"quant_method": "compressed-tensors", "format": "float-quantized"}),
+    "fp8 tensor": (fp8_tensor, {"quant_method": "fp8"}),
+    "int8 channels": (int8_channels, {"quant_method": "compressed-tensors", "format": "int-quantized"}),
+    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}),
+    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True}),
+    "gptq_v2": (gptq_v2, {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"}),
+}
+
+
+def write_quantised(directory: Path, model: PreTrainedModel, kind: str) -> None:
+    """Write the model with the matrices of its layers quantised, and round the model itself to what is there."""
+    quantise, description = FORMATS[kind]
+    model.save_pretrained(directory)
+    tensors = load_file(directory / "model.safetensors")
+    parameters = dict(model.named_parameters())
+    for name in [n for n in tensors if ".layers." in n and n.endswith("_proj.weight")]:
+        parts, numbers = quantise(tensors.pop(name).float())
+        stem = name.removesuffix("weight")
+        tensors |= {stem + suffix: part.contiguous() for suffix, part in parts.items()}
+        parameters[name].data = numbers
+    save_file(tensors, directory / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": description}))
+
+
+def _asymmetric(w: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """codes (O, I), zeros and scales (O, G), and the numbers that they stand for; scales as fp16 keeps them."""
+    num_groups = int(group.max()) + 1
+    low = torch.stack([w[:, group == g].amin(1) for g in range(num_groups)], 1).clamp(max=0)
+    high = torch.stack([w[:, group == g].amax(1) for g in range(num_groups)], 1).clamp(min=0)
+    scales = ((high - low) / 15).half().float()
+    zeros = (-low / scales).round().clamp(1, 15)
+    codes = (w / scales[:, group] + zeros[:, group]).round().clamp(0, 15)
+    return codes.to(torch.uint8), zeros.long(), scales, (codes - zeros[:, group]) * scales[:, group]
+
+
+def _as_int32(packed: Tensor) -> Tensor:
+    return packed.where(packed < 1 << 31, packed - (1 << 32)).to(torch.int32).contiguous()

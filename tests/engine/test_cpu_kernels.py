@@ -1,0 +1,175 @@
+"""The compiled kernels and torch agree; and what a row gets from a kernel does not depend on its neighbours."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine.batch import Batch, Row
+from engine.cpu import library
+from engine.cpu.heads import CompiledHeads
+from engine.cpu.library import Kernels, open_kernels
+from engine.cpu.matrix import PackedMatrix
+from engine.heads import Heads, TorchHeads
+from engine.kv_layout import KVLayout
+from engine.kv_pool import KVPool
+from engine.layers import Before, GatedSiLU, RMSNorm, TorchMatrix
+
+# T tokens, I input features, O output features, N heads of queries, keys and values, D head_dim, F = D / 2
+
+CPU = torch.device("cpu")
+SHAPES = [
+    (1, 576, 576),
+    (2, 131, 48),
+    (5, 40, 30),
+    (7, 960, 100),
+    (12, 17, 33),
+    (13, 300, 64),
+    (120, 48, 576),
+]  # T, O, I
+BLOCK_SIZE, NUM_BLOCKS = 8, 90
+# (start, count): prompts, later chunks and single tokens, of very different lengths
+SPANS = [(0, 1), (0, 9), (29, 1), (13, 6), (4, 1), (0, 40), (199, 1), (16, 4), (3, 1), (30, 1), (31, 1)]
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    opened = open_kernels(dtype=torch.bfloat16, device=CPU)
+    if opened is None:
+        pytest.skip("no C++ compiler here")
+    return opened
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def mean_error(got: Tensor, exact: Tensor) -> float:
+    return float((got.float() - exact).abs().mean() / exact.abs().mean())
+
+
+def befores(num_features: int) -> list[Before | None]:
+    return [None, RMSNorm(random(num_features, seed=3), 1e-5), GatedSiLU()]
+
+
+@pytest.mark.parametrize("number", range(3), ids=["plain", "norm", "gated"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_packed_matrix_is_as_exact_as_torch(kernels: Kernels, shape: tuple[int, int, int], number: int) -> None:
+    """Both round to bf16 at the same places, so that their distance from fp32 is the same."""
+    num_rows, num_outputs, num_inputs = shape
+    weight_OI = random(num_outputs, num_inputs) / num_inputs**0.5
+    x_TI = random(num_rows, num_inputs * (2 if number == 2 else 1), seed=1)
+    bias_O, residual_TO = random(num_outputs, seed=4), random(num_rows, num_outputs, seed=5)
+    before = befores(num_inputs)[number]
+    exact = before
+    if isinstance(before, RMSNorm):
+        exact = RMSNorm(before.weight.float(), before.eps)
+    wanted = TorchMatrix(weight_OI.float()).multiply(
+        x_TI.float(), bias_O=bias_O.float(), before=exact, residual_TO=residual_TO.float()
+    )
+    extras = {"bias_O": bias_O, "before": before, "residual_TO": residual_TO}
+    ours = PackedMatrix.bf16(kernels, weight_OI).multiply(x_TI, **extras)
+    theirs = TorchMatrix(weight_OI).multiply(x_TI, **extras)
+    assert ours.shape == wanted.shape and ours.dtype == torch.bfloat16
+    assert mean_error(ours, wanted) < 1.2 * mean_error(theirs, wanted)
+    assert mean_error(PackedMatrix.int8(kernels, weight_OI).multiply(x_TI, **extras), wanted) < 0.02
+
+
+@pytest.mark.parametrize("kind", ["bf16", "int8"])
+def test_a_row_does_not_depend_on_its_neighbours(kernels: Kernels, kind: str) -> None:
+    weight_OI, x_TI = random(300, 100), random(50, 100, seed=1)
+    matrix = getattr(PackedMatrix, kind)(kernels, weight_OI)
+    whole = matrix.multiply(x_TI)
+    for count in (1, 2, 3, 5, 7, 8, 11, 12, 13, 49):
+        torch.testing.assert_close(matrix.multiply(x_TI[7 : 7 + count]), whole[7 : 7 + count], atol=0, rtol=0)
+
+
+def test_int8_equals_its_own_formula(kernels: Kernels) -> None:
+    weight_OI, x_TI = random(40, 64), random(3, 64, seed=1)
+    w_scale = weight_OI.float().abs().amax(1, keepdim=True) / 127
+    x_scale = x_TI.float().abs().amax(1, keepdim=True) / 127
+    w, x = (weight_OI.float() / w_scale).round(), (x_TI.float() / x_scale).round()
+    wanted = (x @ w.T * x_scale * w_scale.T).bfloat16()
+    got = PackedMatrix.int8(kernels, weight_OI).multiply(x_TI)
+    torch.testing.assert_close(got, wanted, atol=2e-3 * float(wanted.abs().max()), rtol=8e-3)
+
+
+def make_pool(dtype: str, *, head_dim: int) -> KVPool:
+    layout = KVLayout(model="m", num_layers=2, num_kv_heads=2, head_dim=head_dim, block_size=BLOCK_SIZE, dtype=dtype)
+    return KVPool(layout, num_blocks=NUM_BLOCKS, device=CPU)
+
+
+def make_batch(spans: list[tuple[int, int]]) -> Batch:
+    order = np.random.default_rng(0).permutation(NUM_BLOCKS).tolist()
+    rows = []
+    for start, count in spans:
+        blocks = [order.pop() for _ in range(-(-(start + count) // BLOCK_SIZE))]
+        rows.append(Row(token_ids=range(count), start=start, blocks=blocks, wants_logits=True))
+    return Batch.of(rows, block_size=BLOCK_SIZE)
+
+
+def run(heads: Heads, pool: KVPool, heads_TND: Tensor, norms: dict[str, RMSNorm | None], window: int | None) -> Tensor:
+    """Over a pool in which every slot holds something, so that a look at a wrong place is noticed."""
+    slots_T, shape = torch.arange(NUM_BLOCKS * BLOCK_SIZE), (NUM_BLOCKS * BLOCK_SIZE, 2, pool.layout.head_dim)
+    pool.write(1, slots_T, random(*shape, seed=7), random(*shape, seed=8))
+    return heads.attend(1, heads.store(1, heads_TND.clone(), **norms), window=window)
+
+
+@pytest.mark.parametrize("window", [None, 1, 21])
+@pytest.mark.parametrize("has_norms", [False, True], ids=["plain", "qk-norm"])
+@pytest.mark.parametrize("head_dim", [12, 64, 80])
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3"])
+def test_heads_conform(kernels: Kernels, dtype: str, head_dim: int, has_norms: bool, window: int | None) -> None:
+    batch = make_batch(SPANS)
+    heads_TND = random(batch.num_tokens, 6 + 2 + 2, head_dim)
+    angles = torch.from_numpy(batch.positions)[:, None, None] * torch.linspace(1, 0.01, head_dim // 2)
+    cos_T1F, sin_T1F = angles.cos().bfloat16(), angles.sin().bfloat16()
+    norm = RMSNorm(random(head_dim, seed=9), 1e-6) if has_norms else None
+    norms = {"q_norm": norm, "k_norm": norm}
+    mine, theirs = make_pool(dtype, head_dim=head_dim), make_pool(dtype, head_dim=head_dim)
+    got = run(CompiledHeads(kernels, batch, mine, cos_T1F, sin_T1F), mine, heads_TND, norms, window)
+    wanted = run(TorchHeads(batch, theirs, cos_T1F, sin_T1F, [window]), theirs, heads_TND, norms, window)
+    torch.testing.assert_close(mine.codes[1].float(), theirs.codes[1].float(), atol=0, rtol=2**-7 if has_norms else 0)
+    torch.testing.assert_close(got, wanted, atol=0.03, rtol=0.02)
+    assert mean_error(got, wanted.float()) < 4e-3
+
+
+def test_attention_does_not_depend_on_the_cut(kernels: Kernels) -> None:
+    """A prompt at once, and in chunks beside other rows: the same bits."""
+    heads_TND = random(70, 10, 64)
+    angles = torch.arange(70)[:, None, None] * torch.linspace(1, 0.01, 32)
+    cos_T1F, sin_T1F = angles.cos().bfloat16(), angles.sin().bfloat16()
+
+    def attended(cuts: list[int]) -> Tensor:
+        pool, parts = make_pool("bfloat16", head_dim=64), []
+        for start, end in pairwise(cuts):
+            row = Row(token_ids=range(end - start), start=start, blocks=range(3, 15), wants_logits=True)
+            other = Row(token_ids=[0], start=19, blocks=range(20, 30), wants_logits=True)
+            batch = Batch.of([row, other], block_size=BLOCK_SIZE)
+            extra = [*range(start, end), 19]
+            heads = CompiledHeads(kernels, batch, pool, cos_T1F[extra], sin_T1F[extra])
+            q_THD = heads.store(0, heads_TND[extra], q_norm=None, k_norm=None)
+            parts.append(heads.attend(0, q_THD, window=None)[:-1])
+        return torch.cat(parts)
+
+    whole = attended([0, 70])
+    for cuts in ([0, 1, 2, 70], [0, 16, 17, 40, 70], list(range(71))):
+        torch.testing.assert_close(attended(cuts), whole, atol=0, rtol=0)
+
+
+def test_without_a_compiler_torch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    library._open.cache_clear()
+    try:
+        assert open_kernels(dtype=torch.bfloat16, device=CPU) is None
+    finally:
+        library._open.cache_clear()
+
+
+def test_they_are_for_bf16_on_a_cpu() -> None:
+    assert open_kernels(dtype=torch.float32, device=CPU) is None
+    assert open_kernels(dtype=torch.bfloat16, device=torch.device("cuda", 0)) is None

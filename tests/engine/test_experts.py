@@ -1,0 +1,75 @@
+"""Experts shared by ranks, split or spread: the same logits and tokens as one rank that holds them all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cluster.errors import SpecError
+from cluster.model_config import load
+from tests.engine import gang
+from tests.engine.gang import StartGang
+from tests.engine.steps import prompts, step
+from tests.engine.tiny_models import MakeModel, MakeRunner, reference_logits
+
+TIMEOUT_S = 50.0
+MIXTRAL = {"num_local_experts": 5, "num_experts_per_tok": 2}
+QWEN3_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
+
+
+@pytest.mark.parametrize(
+    ("size", "family", "changes", "expert_parallel"),
+    [
+        (2, "mixtral", MIXTRAL, False),
+        (2, "qwen3_moe", QWEN3_MOE, True),
+        (4, "mixtral", MIXTRAL, True),  # ranks with 1 and with 2 experts; steps with fewer tokens than ranks
+    ],
+)
+def test_logits_do_not_depend_on_who_holds_the_experts(
+    size: int, family: str, changes: dict, expert_parallel: bool, tiny_model: MakeModel, start_gang: StartGang
+) -> None:
+    directory, model = tiny_model(family, **changes)
+    sequences = prompts(30, 9, 17)
+    expected = [reference_logits(model, sequence) for sequence in sequences]
+    ranks = start_gang(size, gang.logits_in_three_steps, directory, sequences, "float32", expert_parallel)
+    results = [rank.result(TIMEOUT_S) for rank in ranks]
+    for _, prompt_logits, token_logits in results:
+        torch.testing.assert_close(prompt_logits, torch.stack([e[-2] for e in expected]), atol=2e-4, rtol=1e-4)
+        torch.testing.assert_close(token_logits, torch.stack([e[-1] for e in expected]), atol=2e-4, rtol=1e-4)
+        assert torch.equal(token_logits, results[0][2])
+
+
+def test_tokens_with_and_without_expert_parallelism(tiny_model: MakeModel, start_gang: StartGang) -> None:
+    directory, _ = tiny_model("qwen3_moe", **QWEN3_MOE)
+    asked = prompts(13, 1, 22)
+    split = start_gang(2, gang.tokens, directory, asked, False)
+    alone = [rank.result(TIMEOUT_S) for rank in start_gang(1, gang.tokens, directory, asked, True)]
+    spread = start_gang(2, gang.tokens, directory, asked, True)
+    assert [rank.result(TIMEOUT_S) for rank in (*split, *spread)] == alone * 4
+
+
+def test_all_to_all_of_every_size(start_gang: StartGang) -> None:
+    counts = [[1, 0, 5], [0, 0, 0], [2, 7, 1]]
+    ranks = start_gang(3, gang.all_to_all, counts)
+    for rank, result in enumerate(ranks):
+        expected = [[other, rank, i] for other in range(3) for i in range(counts[other][rank])]
+        assert result.result(TIMEOUT_S).tolist() == expected
+
+
+def test_a_token_does_not_depend_on_the_tokens_beside_it(tiny_model: MakeModel, make_runner: MakeRunner) -> None:
+    """Nor does one whose experts are chosen by nobody else."""
+    directory, _ = tiny_model("mixtral", **MIXTRAL)
+    sequences = prompts(20, 7)
+    both = step(make_runner(directory), sequences, [(0, 0, 20), (1, 0, 7)])
+    alone = step(make_runner(directory), sequences, [(1, 0, 7)])
+    torch.testing.assert_close(both[1], alone[0], atol=1e-5, rtol=1e-5)
+
+
+def test_expert_parallelism_that_cannot_be_is_refused(tiny_model: MakeModel) -> None:
+    dense, _ = tiny_model("llama")
+    with pytest.raises(SpecError, match="expert_parallel: LlamaForCausalLM has no experts"):
+        load(dense).check_expert_parallel(2)
+    sparse, model = tiny_model("mixtral", **MIXTRAL)
+    with pytest.raises(SpecError, match="5 experts do not fill 6 ranks"):
+        load(sparse).check_expert_parallel(6)
+    assert load(sparse).num_parameters == sum(p.numel() for p in model.parameters()) - 3 * 5 * 48  # routers

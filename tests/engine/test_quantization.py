@@ -1,0 +1,89 @@
+"""Checkpoints in each quantised format compute what transformers computes with the numbers that they stand for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+from cluster.errors import SpecError
+from cluster.gguf_import import import_gguf
+from engine.parallel import TensorParallel
+from engine.quantization.matrix import QuantizedMatrix
+from engine.runner import ModelRunner, layout_for
+from engine.shards import ShardReader
+from engine.weights import open_checkpoint
+from tests.engine.gguf_files import write_model
+from tests.engine.quantized_files import FORMATS, fp8_blocks, write_quantised
+from tests.engine.steps import prompts, step
+from tests.engine.tiny_models import random_model, reference_logits, tiny_config
+
+SHAPE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_hidden_layers": 2}
+CPU = torch.device("cpu")
+
+
+def make_runner(directory: Path, weights: str) -> ModelRunner:
+    layout = layout_for(directory, dtype="float32", block_size=8, weights=weights)
+    return ModelRunner(directory, layout=layout, num_blocks=12, dtype=torch.float32, device=CPU)
+
+
+@pytest.mark.parametrize("weights", ["as_stored", "quantized"])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_logits_are_those_of_the_numbers(kind: str, weights: str, tmp_path: Path) -> None:
+    model = random_model(tiny_config("llama", **SHAPE))
+    write_quantised(tmp_path, model, kind)
+    (tokens,) = prompts(30)
+    logits = step(make_runner(tmp_path, weights), [tokens], [(0, 0, 30)])
+    torch.testing.assert_close(logits[0], reference_logits(model, tokens)[-1], atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_parts_are_those_of_the_whole(kind: str, tmp_path: Path) -> None:
+    """As tensor parallelism cuts them: anywhere, also through a group or a pair of nibbles."""
+    write_quantised(tmp_path, random_model(tiny_config("llama", **SHAPE)), kind)
+    checkpoint, name = open_checkpoint(tmp_path), "model.layers.0.mlp.down_proj.weight"
+    whole = checkpoint.read(name)
+    assert whole.shape == (64, 96)
+    for rows, columns in [((5, 38), None), (None, (7, 50)), ((0, 32), (48, 96)), ((63, 64), (95, 96))]:
+        expected = whole[slice(*rows or (None,)), slice(*columns or (None,))]
+        assert torch.equal(checkpoint.read(name, rows=rows, columns=columns), expected)
+        kept = checkpoint.quantized(name, rows=rows, columns=columns)
+        assert kept is not None and kept.shape == tuple(expected.shape)
+        assert torch.equal(kept.rows(0, len(expected)), expected)
+
+
+def test_fp8_blocks_are_dequantised_as_transformers_does() -> None:
+    matrix = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
+    parts, numbers = fp8_blocks(matrix)
+    theirs = Fp8Dequantize(None)._dequantize_one(parts["weight"], parts["weight_scale_inv"])
+    torch.testing.assert_close(theirs.float(), numbers)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+def test_gguf_stays_quantised(kind: str, tmp_path: Path) -> None:
+    model = random_model(tiny_config("llama", **SHAPE))
+    write_model(tmp_path / "m.gguf", model, quantized=gguf.GGMLQuantizationType[kind])
+    import_gguf(tmp_path / "m.gguf", tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    reader = ShardReader(checkpoint, TensorParallel(), torch.float32, CPU, weights="quantized")
+    name = "model.layers.0.mlp.down_proj"
+    matrix = reader.columns(name, (32, 64))
+    assert isinstance(matrix, QuantizedMatrix)
+    assert torch.equal(matrix.weights[0].rows(3, 9), checkpoint.read(f"{name}.weight", rows=(3, 9), columns=(32, 64)))
+    assert not isinstance(reader.columns(name, (30, 64)), QuantizedMatrix), "a block cannot be cut"
+    (tokens,) = prompts(30)
+    logits = step(make_runner(tmp_path, "quantized"), [tokens], [(0, 0, 30)])
+    torch.testing.assert_close(logits[0], reference_logits(model, tokens)[-1], atol=2e-4, rtol=1e-4)
+
+
+def test_unknown_forms_are_refused(tmp_path: Path) -> None:
+    write_quantised(tmp_path, random_model(tiny_config("llama", **SHAPE)), "gptq")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["bits"] = 3
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SpecError, match="gptq with 3 bits is not supported; supported: 4"):
+        open_checkpoint(tmp_path)

@@ -1,0 +1,95 @@
+"""Writing quantised checkpoints, and measuring what they cost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+from cluster.errors import SpecError
+from engine.bench_kernels import bench_kernels
+from engine.perplexity import Setting, compare, settings_for
+from engine.quantization.write import fp8_parts, int8_parts, quantize_checkpoint
+from engine.weights import open_checkpoint
+from tests.engine.steps import VOCAB_SIZE, prompts
+from tests.engine.tiny_models import MakeModel, reference_logits
+
+
+@pytest.mark.parametrize("shape", [(128, 256), (5, 7), (130, 300)])
+def test_codes_are_within_half_a_step(shape: tuple[int, int]) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    fp8 = fp8_parts(weight)
+    numbers = (
+        fp8["weight"].float()
+        * fp8["weight_scale_inv"].repeat_interleave(128, 0)[: shape[0]].repeat_interleave(128, 1)[:, : shape[1]]
+    )
+    if shape[0] % 128 == 0 and shape[1] % 128 == 0:
+        theirs = Fp8Dequantize(None)._dequantize_one(fp8["weight"], fp8["weight_scale_inv"])
+        torch.testing.assert_close(theirs.float(), numbers)
+    # e4m3: half a step is 1/16 of the number, and 2^-10 of the scale near zero.
+    bound = weight.abs() / 16 + weight.abs().max() / 448 * 2**-9
+    assert ((numbers - weight).abs() <= bound).all()
+    int8 = int8_parts(weight)
+    assert ((int8["weight"] * int8["weight_scale"] - weight).abs() <= int8["weight_scale"] * 0.5001).all()
+    assert int8["weight"].abs().amax(1).eq(127).all(), "the range is used"
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_a_written_checkpoint_reads_as_what_it_stands_for(
+    kind: str, family: str, tiny_model: MakeModel, tmp_path: Path
+) -> None:
+    directory, _ = tiny_model(family)
+    quantize_checkpoint(directory, tmp_path / "q", kind)
+    before, after = open_checkpoint(directory), open_checkpoint(tmp_path / "q")
+    assert dict(after.shapes) == dict(before.shapes)
+    quantised = [name for name in after.shapes if after.quantized(name) is not None]
+    assert all(
+        (".layers." in n and "norm" not in n and "gate.weight" not in n) == (n in quantised) for n in after.shapes
+    )
+    for name in after.shapes:
+        exact, read = before.read(name), after.read(name)
+        if name in quantised:
+            assert 0 < (read - exact).abs().max() < exact.abs().max() / 15
+        else:
+            assert torch.equal(read, exact)
+    stored = load_file(tmp_path / "q" / "model-00001.safetensors")
+    assert {stored[name].itemsize for name in quantised} == {1}
+    with pytest.raises(SpecError, match="is there already"):
+        quantize_checkpoint(directory, tmp_path / "q", kind)
+    with pytest.raises(SpecError, match="quantised already"):
+        quantize_checkpoint(tmp_path / "q", tmp_path / "again", kind)
+
+
+def test_perplexity_is_that_of_transformers(tiny_model: MakeModel) -> None:
+    """Windows of 20 tokens, 8 scored in each; FP8 in the pool or on the wire changes it a little, FP8 weights too."""
+    directory, model = tiny_model("llama")
+    words = Tokenizer(WordLevel({str(i): i for i in range(VOCAB_SIZE)}, unk_token="0"))
+    words.pre_tokenizer = Whitespace()
+    words.save(str(directory / "tokenizer.json"))
+    (ids,) = prompts(60)
+    text = " ".join(map(str, ids))
+    settings = settings_for(directory, [])
+    report = compare(settings, text, dtype="float32", window=20, stride=8, max_windows=4)
+    losses = []
+    for start in (0, 8, 16, 24):
+        logits = reference_logits(model, ids[start : start + 19])[11:]
+        losses.append(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[start + 12 : start + 20])))
+    baseline, *others = report["results"]
+    assert baseline["perplexity"] == pytest.approx(float(torch.stack(losses).mean().exp()), rel=1e-4)
+    assert baseline["tokens"] == 32 and [row["setting"] for row in others] == ["pool fp8", "wire fp8"]
+    assert all(0 < abs(row["difference_percent"]) < 5 for row in others)
+    with pytest.raises(SpecError, match="60 tokens, which do not fill one window of 100"):
+        compare({"all": Setting(model_dir=directory)}, text, dtype="float32", window=100, stride=50, max_windows=1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_kernels_are_measured_on_a_gpu_only() -> None:
+    with pytest.raises(SpecError, match="no CUDA device"):
+        bench_kernels()

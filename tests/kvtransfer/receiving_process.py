@@ -1,0 +1,81 @@
+"""A receiving rank in a process of its own, to be killed, frozen and started again."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing as mp
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+import torch
+from grpc import aio
+
+from cluster.channel import SERVER_OPTIONS
+from cluster.rpc import transfer_pb2 as pb
+from cluster.rpc import transfer_pb2_grpc as rpc
+from engine.kv_layout import KVLayout
+from engine.kv_pool import KVPool
+from kvtransfer.rank_servicer import RankServicer
+from kvtransfer.receiver import Receiver
+
+LAYOUT = KVLayout(model="m", num_layers=2, num_kv_heads=4, head_dim=64, block_size=16, dtype="float32")
+NUM_BLOCKS = 512  # 32 MiB
+
+
+@dataclass
+class ReceivingProcess:
+    """Every handoff "h0", "h1", … is open there, for all blocks: they only come one after the other."""
+
+    address: str
+    process: BaseProcess
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process.pid
+        os.kill(self.process.pid, number)
+
+
+@contextmanager
+def receiving_process(port: int = 0) -> Iterator[ReceivingProcess]:
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed"])  # takes seconds; grpc must not be there before a fork
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(port, theirs), daemon=True)
+    process.start()
+    try:
+        assert ours.poll(30), "the receiving process did not start"
+        yield ReceivingProcess(ours.recv(), process)
+    finally:
+        process.kill()
+        process.join(10)
+
+
+def _serve(port: int, ready: Connection) -> None:
+    asyncio.run(_serve_forever(port, ready))
+
+
+async def _serve_forever(port: int, ready: Connection) -> None:
+    servicer = RankServicer()
+    servicer.receiver = Receiver(
+        rank=0,
+        pool=KVPool(LAYOUT, num_blocks=NUM_BLOCKS, device=torch.device("cpu")),
+        wire_dtype="raw",
+        host="127.0.0.1",
+        timeout_s=3.0,
+        meeting=servicer.meeting,
+        on_landed=lambda landing: None,
+    )
+    num_tokens = NUM_BLOCKS * LAYOUT.block_size
+    for i in range(8):
+        servicer.receiver.open(
+            pb.OpenRequest(handoff=f"h{i}", num_tokens=num_tokens, max_tokens=num_tokens, block_ids=range(NUM_BLOCKS))
+        )
+    server = aio.server(options=SERVER_OPTIONS)
+    rpc.add_RankServicer_to_server(servicer, server)
+    ready.send(f"127.0.0.1:{server.add_insecure_port(f'127.0.0.1:{port}')}")
+    await server.start()
+    await server.wait_for_termination()

@@ -1,0 +1,129 @@
+"""How soon a sender knows that a receiving rank is gone, and that it costs nobody else anything."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import torch
+
+from cluster.errors import LinkClosed
+from cluster.handoff import Handoff
+from engine.kv_pool import KVPool
+from kvtransfer.passage import Passage, Shipment
+from kvtransfer.sender import Sender
+from tests.kvtransfer.receiving_process import LAYOUT, NUM_BLOCKS, ReceivingProcess, receiving_process
+
+_NUM_TOKENS = NUM_BLOCKS * LAYOUT.block_size
+_SILENCE_S = 3.0  # timeouts.transfer_s
+
+
+class Shipping:
+    """A sender and what became of its handoffs."""
+
+    def __init__(self) -> None:
+        self.shipments: asyncio.Queue[Shipment] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        self.sender = Sender(
+            name="p/0",
+            rank=0,
+            pool=KVPool(LAYOUT, num_blocks=NUM_BLOCKS, device=torch.device("cpu")),
+            wire_dtype="raw",
+            host="127.0.0.1",
+            timeout_s=_SILENCE_S,
+            loop=loop,
+            on_shipped=lambda shipment: loop.call_soon_threadsafe(self.shipments.put_nowait, shipment),
+        )
+
+    def begin(self, peer: ReceivingProcess, number: int) -> Passage:
+        handoff = Handoff(
+            id=f"h{number}",
+            epoch=1,
+            replica="d",
+            ranks=(peer.address,),
+            layout=LAYOUT.fingerprint,
+            num_tokens=_NUM_TOKENS,
+            max_tokens=_NUM_TOKENS,
+            first_token=0,
+            ttl_s=10.0,
+        )
+        passage = self.sender.begin(handoff, range(NUM_BLOCKS))
+        assert passage
+        return passage
+
+    def ship(self, peer: ReceivingProcess, number: int) -> None:
+        passage = self.begin(peer, number)
+        for layer in range(LAYOUT.num_layers):
+            passage.layer_ready(layer, 0, _NUM_TOKENS)
+        passage.commit(_NUM_TOKENS, [1])
+
+    async def ended(self, *, within_s: float) -> Shipment:
+        return await asyncio.wait_for(self.shipments.get(), within_s)
+
+
+@asynccontextmanager
+async def _shipping() -> AsyncIterator[Shipping]:
+    shipping = Shipping()
+    yield shipping
+    await shipping.sender.close()
+
+
+async def test_a_killed_receiver_is_known_within_a_second_in_the_middle_of_a_send_and_costs_its_own_links_only() -> (
+    None
+):
+    with receiving_process() as victim, receiving_process() as bystander:
+        async with _shipping() as shipping:
+            for peer in (victim, bystander):
+                shipping.ship(peer, 0)
+            assert [(await shipping.ended(within_s=20)).error for _ in range(2)] == [None, None]
+            victim.signal(signal.SIGSTOP)  # so that the send cannot get through before the kill
+            shipping.ship(victim, 1)
+            await asyncio.to_thread(time.sleep, 0.2)
+            victim.signal(signal.SIGKILL)
+            shipment = await shipping.ended(within_s=1.0)
+            assert shipment.handoff == "h1" and isinstance(shipment.error, LinkClosed)
+            shipping.ship(bystander, 1)
+            assert (await shipping.ended(within_s=5.0)).error is None
+
+
+async def test_a_frozen_receiver_is_known_by_the_deadline_whether_it_was_connected_or_not() -> None:
+    with receiving_process() as connected, receiving_process() as stranger:
+        async with _shipping() as shipping:
+            shipping.ship(connected, 0)
+            assert (await shipping.ended(within_s=20)).error is None
+            for peer in (connected, stranger):
+                peer.signal(signal.SIGSTOP)
+                shipping.ship(peer, 1)
+            errors = [(await shipping.ended(within_s=_SILENCE_S + 0.5)).error for _ in range(2)]
+            assert all(isinstance(error, LinkClosed) for error in errors)
+
+
+async def test_a_passage_is_aborted_at_once_while_the_link_is_stuck() -> None:
+    with receiving_process() as peer:
+        async with _shipping() as shipping:
+            shipping.ship(peer, 0)
+            assert (await shipping.ended(within_s=20)).error is None
+            peer.signal(signal.SIGSTOP)
+            passage = shipping.begin(peer, 1)
+            passage.layer_ready(0, 0, _NUM_TOKENS)
+            passage.abort()
+            assert (await shipping.ended(within_s=0.5)).error
+            peer.signal(signal.SIGCONT)
+            shipping.ship(peer, 2)
+            assert (await shipping.ended(within_s=10.0)).error is None, "the link lives on"
+
+
+async def test_a_receiver_that_comes_back_is_found_again_under_a_new_epoch() -> None:
+    async with _shipping() as shipping:
+        with receiving_process() as first:
+            shipping.ship(first, 0)
+            assert (await shipping.ended(within_s=20)).error is None
+        for _ in range(3):
+            shipping.ship(first, 1)
+            assert isinstance((await shipping.ended(within_s=2.0)).error, LinkClosed)
+        with receiving_process(int(first.address.rsplit(":", 1)[1])) as second:
+            shipping.ship(second, 2)
+            assert (await shipping.ended(within_s=10.0)).error is None

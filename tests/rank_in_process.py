@@ -1,0 +1,169 @@
+"""A rank in a process of its own, without Ray, so that it can be killed or stopped: at any time, or at a chosen event.
+
+The processes are forked from a server that has imported what they need, so that one takes a tenth of a second to start.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from cluster.request import Role
+
+_ROOT = Path(__file__).parent.parent
+_MODULES = {Role.PREFILL: "prefill_worker.actor", Role.DECODE: "decode_worker.actor"}
+_ANSWER_S = 60.0
+_END_S = 10.0
+
+_forks = multiprocessing.get_context("forkserver")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The process sends itself `number` when `function`, as "module:name.name", is called for the `call`-th time.
+
+    With `after`, when that call has returned.
+    """
+
+    function: str
+    call: int = 1
+    number: signal.Signals = signal.SIGKILL
+    after: bool = False
+
+    def arm(self) -> None:
+        """Put a wrapper in the function's place, in this process."""
+        module, _, path = self.function.partition(":")
+        *parents, name = path.split(".")
+        owner: Any = importlib.import_module(module)
+        for parent in parents:
+            owner = getattr(owner, parent)
+        original: Callable[..., Any] = getattr(owner, name)
+        calls = iter(range(1, 1 << 30))
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            is_time = next(calls) == self.call
+            if is_time and not self.after:
+                os.kill(os.getpid(), self.number)
+            result = original(*args, **kwargs)
+            if is_time and self.after:
+                os.kill(os.getpid(), self.number)
+            return result
+
+        setattr(owner, name, wrapper)
+
+
+class RankInProcess:
+    """Implements cluster.rank.Rank, as far as tests ask. Belongs to one caller at a time."""
+
+    def __init__(
+        self,
+        role: Role,
+        spec: dict[str, Any],
+        *,
+        faults: tuple[Fault, ...] = (),
+        log: str = os.devnull,
+        **arguments: Any,
+    ) -> None:
+        os.environ["PYTHONPATH"] = str(_ROOT)  # the server's, which does not look at ours
+        _forks.set_forkserver_preload([*_MODULES.values(), __name__])
+        self._connection, theirs = _forks.Pipe()
+        self._lock = threading.Lock()
+        self.process = _forks.Process(target=_serve, args=(theirs, role, spec, arguments, faults, log), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid
+        return self.process.pid
+
+    @property
+    def state(self) -> str:
+        """As in /proc: R and S live, T stands still, Z and X are dead."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return "X"
+
+    def send(self, number: signal.Signals) -> None:
+        """A signal. A process that is killed is gone when this returns."""
+        os.kill(self.pid, number)
+        if number is signal.SIGKILL:
+            self.process.join(_END_S)
+
+    def bind(self) -> Any:
+        return self._ask("bind")
+
+    def load(self, addresses: list[str]) -> Any:
+        return self._ask("load", addresses)
+
+    def status(self) -> Any:
+        return self._ask("status")
+
+    def drain(self) -> None:
+        self._ask("drain")
+
+    def stop(self) -> None:
+        """Leave in order; a process that has died or hangs is only buried."""
+        if self.process.is_alive():
+            try:
+                os.kill(self.pid, signal.SIGCONT)
+                self._ask("stop")
+            except (EOFError, OSError, TimeoutError):
+                self.process.kill()
+        self._connection.close()
+        self.process.join(_END_S)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join(_END_S)
+        self.process.close()
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        with self._lock:
+            self._connection.send((method, args))
+            if not self._connection.poll(_ANSWER_S):
+                raise TimeoutError(f"pid {self.pid}: {method} takes more than {_ANSWER_S} s")
+            answer = self._connection.recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def _serve(
+    connection: Connection,
+    role: Role,
+    spec: dict[str, Any],
+    arguments: dict[str, Any],
+    faults: tuple[Fault, ...],
+    log: str,
+) -> None:
+    """The process: do what is asked until told to stop, or until the other side is gone."""
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    logging.basicConfig(level=logging.INFO, force=True)
+    for fault in faults:
+        fault.arm()
+    rank = importlib.import_module(_MODULES[role]).make_rank(spec, log_dir="unused", **arguments)
+    while True:
+        try:
+            method, args = connection.recv()
+        except EOFError:
+            os._exit(1)
+        try:
+            answer = getattr(rank, method)(*args)
+        except Exception as error:  # told to the one who asked
+            answer = RuntimeError(f"{type(error).__name__}: {error}")
+        connection.send(answer)
+        if method == "stop":
+            connection.close()
+            os._exit(0)
