@@ -9,7 +9,6 @@ Both are written in one pipeline, hashes packed 16 bytes each. A replica's set d
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import groupby
 from typing import Any
 
 from redis.asyncio import Redis
@@ -19,6 +18,7 @@ from cluster.hashing import HASH_BYTES
 
 _MAX_EVENTS = 100_000  # of the stream, roughly; who has missed more reads the sets instead
 _SET_TTL_S = 60
+_LONG, _STRIDE = 256, 16  # blocks
 
 
 class PrefixIndex:
@@ -84,22 +84,34 @@ class PrefixIndex:
                 self._sweep()
 
     def match(self, hashes: Sequence[bytes]) -> dict[str, int]:
-        """How many leading blocks of the prefix each replica holds; replicas that hold none are left out."""
+        """How many leading blocks of the prefix each replica holds; replicas that hold none are left out.
+
+        Of a long prefix only every _STRIDE-th block is looked at while nobody drops out: who holds a block has nearly
+        always what comes before it, for tails are evicted before heads.
+        """
         depths: dict[int, int] = {}
         walking, depth = self._alive, 0
-        # Long runs of blocks have the same holders: one step per run, the look-ups and the comparing outside of Python.
-        for holders, run in groupby(map(self._holders.get, hashes)):
-            holding = (holders or 0) & walking
+        stride = _STRIDE if len(hashes) > _LONG else 1
+        while walking and depth < len(hashes):
+            last = min(depth + stride, len(hashes)) - 1
+            if self._holders.get(hashes[last], 0) & walking != walking:  # somebody drops out on the way there
+                walking = self._walk(hashes, depth, last + 1, walking, depths)
+            depth = last + 1
+        if walking and hashes:
+            depths[walking] = len(hashes)
+        return {replica: depth for replica, bit in self._bits.items() for mask, depth in depths.items() if mask & bit}
+
+    def _walk(self, hashes: Sequence[bytes], start: int, end: int, walking: int, depths: dict[int, int]) -> int:
+        """Look at every block of [start, end): note in `depths` who drops out where; returns who is left."""
+        for depth in range(start, end):
+            holding = self._holders.get(hashes[depth], 0) & walking
             if holding != walking:
                 if depth:
                     depths[walking & ~holding] = depth
                 walking = holding
             if not walking:
                 break
-            depth += len(list(run))
-        if walking and hashes:
-            depths[walking] = len(hashes)
-        return {replica: depth for replica, bit in self._bits.items() for mask, depth in depths.items() if mask & bit}
+        return walking
 
     def _bit(self, replica: str) -> int:
         if replica not in self._bits:

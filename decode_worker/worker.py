@@ -75,10 +75,10 @@ class Decoder:
         self._addresses = tuple(addresses)
         self._handoff_s = handoff_s
         self._listeners: dict[Group, GroupListener] = {}
+        self._awaited: dict[Group, Arrival[Group]] = {}  # whose KV comes from elsewhere
         self._arrivals: Arrivals[Group] = Arrivals(
             gate, blocks, num_ranks=len(addresses), close_elsewhere=close_handoff
         )
-        self._awaited: dict[Group, Arrival[Group]] = {}  # requests whose KV is still to come
         self._moves = Moves(rank, blocks, pause=scheduler.remove_choice, resume=scheduler.start, leave=self._end_choice)
         self._tokens: dict[str, list[pb.StreamTokens]] = {}
         self._step_rate = Rate()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
 from engine.sequence import Sequence
 
@@ -35,7 +34,6 @@ class Group:
     source: Source
     num_cached: int = 0  # prompt tokens found in the prefix cache
     choices: list[Choice] = field(default_factory=list)  # empty until the prompt's KV is whole
-    arrival: Any = None  # kvtransfer's, while its KV is awaited from elsewhere: this floor only keeps it
     unwanted: set[int] = field(default_factory=set)  # streams that were stopped, perhaps before they began
 
     @property

@@ -25,13 +25,13 @@ from dataclasses import dataclass
 from router.policy import Demand, Option, ReplicaView
 
 _HORIZON = 64  # tokens of an answer for which the load on a decode replica counts
-_SHORTLIST = 8
+_SHORTLIST = 4
 _STALL = 0.3  # a stream beside a prompt goes on, by one token per chunk
 _KEEP = 1.0
 _PULL_LATENCY_S = 0.002  # of asking a peer, beyond what the bytes take
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Prompt:
     """What it takes to have the prompt's KV on one replica."""
 

@@ -159,6 +159,7 @@ class Dispatch:
         if needs_room:
             num_streams = len(need.request.choices)
             decodes = [r for r in decodes if _decode_has_room(r, num_blocks=need.num_blocks, num_streams=num_streams)]
+            prefills = [r for r in prefills if self._has_room(r.id)] or prefills  # a policy may offer a few only
         found = self._options(need, prefills, decodes, avoid=avoid)
         if needs_room:
             found = [option for option in found if option.prefill is None or self._has_room(option.prefill)]

@@ -8,8 +8,10 @@ from typing import Protocol
 
 from cluster.timing import StepTiming
 
+# Not frozen: a decision makes hundreds of these, and a frozen dataclass sets each field by a call.
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+
+@dataclass(kw_only=True, slots=True)
 class ReplicaView:
     """What the choice knows of one replica."""
 
@@ -36,7 +38,7 @@ class Demand:
     max_local_tokens: int  # uncached tokens that a decode replica may compute itself
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Option:
     """One way to serve the request, and what it is predicted to cost, in seconds."""
 

@@ -146,3 +146,12 @@ def test_what_is_expected_counts_until_it_is_settled() -> None:
     index.drop("a")
     index.settle("a", _HASHES[:8])
     assert index.match(_HASHES) == {}
+
+
+@given(st.lists(st.integers(0, 700), min_size=1, max_size=6))
+def test_a_long_prefix_is_matched_to_the_block(held: list[int]) -> None:
+    prefix = [i.to_bytes(16, "big") for i in range(700)]
+    index = PrefixIndex()
+    for replica, depth in enumerate(held):
+        index.store(f"r{replica}", prefix[:depth])
+    assert index.match(prefix) == {f"r{replica}": depth for replica, depth in enumerate(held) if depth}

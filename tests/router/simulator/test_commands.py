@@ -1,0 +1,73 @@
+"""`cluster simulate` and `cluster plan` as commands, on small made-up traces."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cluster.cli.app import run
+from cluster.kv_arithmetic import KVArithmetic
+from cluster.spec import load_spec
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    path = tmp_path / "trace.jsonl"
+    rows = [
+        {"timestamp": 100 * i, "input_length": 1500, "output_length": 10, "hash_ids": [0, 1 + i % 5, 100 + i]}
+        for i in range(40)
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def test_simulate_prints_what_the_contract_names(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--topology", "2P2D", "--policy", "cost", "--kv-tokens-per-replica", "65536", "--block-size", "64"]
+    limits = ["--slo-ttft-ms", "1000", "--slo-itl-ms", "50", "--host-tokens", "65536", "--speedup", "2"]
+    assert run(["simulate", "--trace", trace, *options, *limits, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["completed"] == 40 and 0 < report["reuse_share"] < 1 and report["goodput_rps"] > 0
+    assert {"mean", "p50", "p90", "p99"} == set(report["ttft_ms"]) == set(report["itl_ms"])
+    assert {"p50", "p95"} == set(report["decision_us"]) and report["wall_s"] > 0
+    assert run(["simulate", "--trace", trace, "--colocated", "2"]) == 0
+    assert "reused" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("pools", [[], ["--topology", "1P1D", "--colocated", "2"], ["--topology", "1P0D"]])
+def test_simulate_needs_one_shape_with_a_decode_replica(trace: str, pools: list[str]) -> None:
+    assert run(["simulate", "--trace", trace, *pools]) == 2
+
+
+def test_a_missing_trace_or_profile_is_the_users_turn(trace: str) -> None:
+    assert run(["simulate", "--trace", "nowhere.jsonl", "--colocated", "1"]) == 2
+    assert run(["simulate", "--trace", trace, "--colocated", "1", "--profile", "nothing"]) == 2
+
+
+def test_a_plan_is_written_as_a_spec(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = tmp_path / "plan.yaml"
+    assert run(["plan", "--trace", trace, "--slo-ttft-ms", "1000", "-o", str(spec), "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["best"]
+    assert load_spec(str(spec)).topology == best["topology"]
+    assert run(["plan", "--trace", trace, "--slo-ttft-ms", "0.001", "--max-replicas", "2"]) == 1
+
+
+def test_kv_arithmetic() -> None:
+    """Llama 3.1 8B: 32 layers, 8 KV heads of 128; the FP8 pool has a bf16 scale per token and head."""
+
+    def kv(dtype: str, ranks: int) -> KVArithmetic:
+        return KVArithmetic(
+            num_layers=32,
+            num_kv_heads=8,
+            head_dim=128,
+            dtype=dtype,
+            block_size=64,
+            tensor_parallel=ranks,
+            memory_bytes=2**30,
+        )
+
+    assert kv("bfloat16", 1).bytes_per_token == kv("bfloat16", 8).bytes_per_token == 131_072
+    assert kv("fp8_e4m3", 1).bytes_per_token == 32 * 2 * 8 * 130
+    assert kv("bfloat16", 16).bytes_per_token == 2 * 131_072  # each head is held twice
+    assert kv("bfloat16", 1).num_blocks == 128 and kv("bfloat16", 1).max_batch(1000) == 8
