@@ -16,6 +16,10 @@ from cluster.model_source import resolve
 # Before anything imports engine.kernels: without a GPU, Triton's kernels run in its interpreter.
 if not Path("/proc/driver/nvidia").exists():
     os.environ["TRITON_INTERPRET"] = "1"
+# Before anything imports Ray, which reads them once: they hold for this process and for every one that it starts.
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # keeps 127.0.0.1 as a node's address
+os.environ["RAY_AUTH_MODE"] = "disabled"
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
 
 @pytest.fixture(scope="module", autouse=True)

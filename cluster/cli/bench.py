@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from cluster.cli.model_options import DEFAULT_DTYPE, DEFAULT_MODEL, DEFAULT_WEIGHTS, Model, ModelDType, ModelWeights
 from cluster.errors import SpecError
-from cluster.spec import ModelSpec
 
 bench = typer.Typer(help="Measure one part alone, in this process: no Ray, no Redis.", no_args_is_help=True)
 
@@ -23,13 +23,13 @@ def _group() -> None:
 
 @bench.command()
 def engine(
-    model: Annotated[str, typer.Option(help="As in a spec.")] = ModelSpec().source,
+    model: Model = DEFAULT_MODEL,
     batch: _Counts = "1,8,32",
     context: _Counts = "128",
     prefill: _Counts = "512,2048",
     threads: Annotated[int | None, typer.Option(min=1, help="Default: one per processor.")] = None,
-    dtype: Annotated[str, typer.Option(help="As in a spec.")] = ModelSpec().dtype,
-    weights: Annotated[str, typer.Option(help="As in a spec.")] = ModelSpec().weights,
+    dtype: ModelDType = DEFAULT_DTYPE,
+    weights: ModelWeights = DEFAULT_WEIGHTS,
     pool_dtype: Annotated[str, typer.Option(help="As in a spec.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:

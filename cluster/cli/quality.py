@@ -10,14 +10,10 @@ from typing import Annotated
 
 import typer
 
+from cluster.cli.model_options import DEFAULT_DTYPE, DEFAULT_MODEL, Model, ModelDType
 from cluster.errors import SpecError
-from cluster.spec import ModelSpec
-
-_DEFAULT = ModelSpec()
 
 evaluate = typer.Typer(help="Measure a model's quality, in this process.", no_args_is_help=True)
-
-Model = Annotated[str, typer.Option(help="As in a spec.")]
 
 
 @evaluate.callback()
@@ -27,7 +23,7 @@ def _group() -> None:
 
 def quantize(
     into: Annotated[Path, typer.Argument(help="The directory to write; must not exist.")],
-    model: Model = _DEFAULT.source,
+    model: Model = DEFAULT_MODEL,
     to: Annotated[str, typer.Option(help="fp8 (blocks of 128 x 128) or int8 (one scale per output).")] = "fp8",
 ) -> None:
     """Write a checkpoint whose matrices have 8 bits, which this cluster and other engines can serve."""
@@ -39,11 +35,11 @@ def quantize(
 
 @evaluate.command()
 def perplexity(
-    model: Model = _DEFAULT.source,
+    model: Model = DEFAULT_MODEL,
     text: Annotated[
         Path | None, typer.Option(help="A text file; default: the Python reference, as pydoc has it.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="As in a spec.")] = _DEFAULT.dtype,
+    dtype: ModelDType = DEFAULT_DTYPE,
     window: Annotated[int, typer.Option(min=32, help="Tokens.")] = 512,
     stride: Annotated[int, typer.Option(min=1, help="Tokens scored in each window.")] = 256,
     windows: Annotated[int, typer.Option(min=1, help="At most so many.")] = 32,

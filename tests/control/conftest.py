@@ -13,10 +13,6 @@ from typing import Any
 import pytest
 
 _HERE = Path(__file__).parent
-# Before Ray is imported: they hold for this process and for every one that Ray starts.
-os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # keeps 127.0.0.1 as the node's address
-os.environ["RAY_AUTH_MODE"] = "disabled"
-os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["PYTHONPATH"] = os.pathsep.join([str(_HERE.parents[1]), str(_HERE), os.environ.get("PYTHONPATH", "")])
 sys.path.insert(0, str(_HERE))
 
