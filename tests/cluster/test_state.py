@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,7 +15,7 @@ from cluster import processes, state
 from cluster.errors import DeployError, SpecError
 from cluster.local_ray import LocalRay
 from cluster.placement import Node
-from cluster.ports import free_port, is_free
+from cluster.ports import free_port
 from cluster.preflight import check_name, check_nodes, check_ports
 from cluster.spec import RouterSpec, parse_spec
 from cluster.state import Command, NotDeployed, State
@@ -94,16 +95,13 @@ def test_what_a_killed_command_left_is_cleared(tmp_path: Path) -> None:
 
 
 def test_ports_in_use_are_found_before_anything_starts() -> None:
-    http = free_port()
-    with subprocess.Popen([sys.executable, "-m", "http.server", str(http), "--bind", "127.0.0.1"], stderr=-3) as server:
-        while is_free("127.0.0.1", http):
-            assert server.poll() is None
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        http = taken.getsockname()[1]
         with pytest.raises(
             DeployError, match=f"HTTP port {http} on 127.0.0.1 is in use; choose another with --http-port"
         ):
             check_ports(RouterSpec(grpc_port=free_port(), http_port=http))
         check_ports(RouterSpec(grpc_port=free_port(), http_port=http), http_is_ours=False)
-        server.terminate()
     with pytest.raises(SpecError, match=r"router.http_port: 7000 is router.grpc_port, too"):
         check_ports(RouterSpec(grpc_port=7000, http_port=7000))
 

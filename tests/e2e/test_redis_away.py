@@ -28,7 +28,7 @@ _TREE: dict[str, Any] = {
     "kv": {"wire_dtype": "raw"},
     "prefill": {"kv_memory_gib": 0.01},
     "decode": {"replicas": 2, "kv_memory_gib": 0.01},
-    "router": {"max_local_prefill": 16},
+    "router": {"max_local_prefill": 16, "policy": "prefix"},  # so that the route shows what the router knows
 }
 
 
