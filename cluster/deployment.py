@@ -9,6 +9,8 @@ was left.
 from __future__ import annotations
 
 import contextlib
+import signal
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,7 +18,6 @@ from cluster import local_ray, preflight
 from cluster import state as states
 from cluster.desired import Parts
 from cluster.errors import DeployError
-from cluster.interrupts import insistent, undisturbed
 from cluster.request import Role
 from cluster.spec import Spec
 from cluster.state import Command, State
@@ -54,13 +55,12 @@ def deploy(
     states.clear_logs(spec.name)
     states.save(state)
     try:
-        with insistent():
-            if state.local_ray:
-                reporter.say("starting a local Ray")
-                _start_ray(state, state.local_ray)
-            _start(state, spec, parts=parts, deadline=deadline, reporter=reporter)
+        if state.local_ray:
+            reporter.say("starting a local Ray")
+            _start_ray(state, state.local_ray)
+        _start(state, spec, parts=parts, deadline=deadline, reporter=reporter)
     except BaseException:
-        with undisturbed():
+        with _undisturbed():
             reporter.say("removing what was started")
             take_down(state, force=True)
         raise
@@ -149,3 +149,13 @@ def _remove_from_ray(state: State) -> None:
     ray.kill(controller)
     driver.stop_index(state.name)
     ray.shutdown()
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """A second Ctrl-C must not leave half of it behind."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
