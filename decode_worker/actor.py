@@ -9,7 +9,6 @@ from typing import Any
 
 from grpc import aio
 
-from cluster import model_source
 from cluster.background import BackgroundThread
 from cluster.errors import ReplicaLost
 from cluster.frames import FrameHub, WorkerServicer
@@ -23,12 +22,13 @@ from decode_worker.server import DecodeServicer, Serving
 from decode_worker.worker import Decoder
 from engine.block_manager import BlockManager
 from engine.decode_scheduler import Scheduler
-from engine.load import device_for, load_runner, max_tokens_of, set_threads
+from engine.load import device_for, max_tokens_of
 from engine.runner import ModelRunner
 from engine.sequence import Sequence
+from kvtransfer import rank_parts
 from kvtransfer.ledger import Landing
 from kvtransfer.passage import Shipment
-from kvtransfer.peers import Peers, open_gang
+from kvtransfer.peers import Peers
 from kvtransfer.rank_servicer import RankServicer
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
@@ -61,11 +61,13 @@ class DecodeBody:
         worker_pb2_grpc.add_DecodeWorkerServicer_to_server(self._requests, server)
 
     def load(self, setup: Setup) -> int:
-        peers, runner = self._open(setup)
+        pool = setup.spec.decode
+        self._peers, parallel = rank_parts.meet(setup, self._ranks, device=self._device)
+        runner = rank_parts.load(setup, pool, parallel, device=self._device, expert_parallel=pool.expert_parallel)
         if setup.rank == 0:
-            self._serve(setup, runner, peers)
+            self._serve(setup, runner, self._peers)
         else:
-            report = functools.partial(_report, setup, peers)
+            report = functools.partial(rank_parts.report, setup, self._peers)
             self._ranks.receiver = self._receiver(setup, runner, report)
             rank = DecodeRank(runner, self._make_sender(setup, runner, report))
             self._following = BackgroundThread(rank.follow, name="following")
@@ -83,38 +85,6 @@ class DecodeBody:
         if self._peers:
             await self._peers.disconnect()
 
-    def _open(self, setup: Setup) -> tuple[Peers, ModelRunner]:
-        """Meet the other ranks and load the weights."""
-        pool, timeouts = setup.spec.decode, setup.spec.timeouts
-        setup.on_progress("finding the model", 0.0)
-        model_dir = model_source.resolve(setup.spec.model.source)
-        set_threads(pool.resources.cpus)
-        setup.on_progress("meeting the other ranks", 0.05)
-        self._peers, parallel = open_gang(
-            self._ranks,
-            setup.host,
-            setup.addresses,
-            rank=setup.rank,
-            device=self._device,
-            start_s=timeouts.start_s,
-            ask_s=timeouts.handoff_s,
-        )
-        runner = load_runner(
-            model_dir,
-            dtype=setup.spec.model.dtype,
-            weights=setup.spec.model.weights,
-            pool_dtype=setup.spec.kv.pool_dtype,
-            block_size=setup.spec.kv.block_size,
-            kv_memory_gib=pool.kv_memory_gib,
-            parallel=parallel,
-            expert_parallel=pool.expert_parallel,
-            device=self._device,
-            progress=lambda fraction: setup.on_progress("loading weights", 0.1 + 0.9 * fraction),
-        )
-        setup.on_progress("waiting for the other ranks", 1.0)
-        parallel.wait_for_all("load", timeout_s=timeouts.start_s)
-        return self._peers, runner
-
     def _receiver(self, setup: Setup, runner: ModelRunner, on_landed: Callable[[Landing], None]) -> Receiver:
         return Receiver(
             rank=setup.rank,
@@ -127,16 +97,7 @@ class DecodeBody:
         )
 
     def _make_sender(self, setup: Setup, runner: ModelRunner, on_shipped: Callable[[Shipment], None]) -> Sender:
-        self._sender = Sender(
-            name=f"{setup.replica}/{setup.rank}",
-            rank=setup.rank,
-            pool=runner.pool,
-            wire_dtype=setup.spec.kv.wire_dtype,
-            host=setup.host.host,
-            timeout_s=setup.spec.timeouts.transfer_s,
-            loop=setup.host.loop,
-            on_shipped=on_shipped,
-        )
+        self._sender = rank_parts.make_sender(setup, runner, on_shipped)
         return self._sender
 
     def _serve(self, setup: Setup, runner: ModelRunner, peers: Peers) -> None:
@@ -217,8 +178,3 @@ class DecodeBody:
             service.post(then)
 
         setup.host.spawn(close())
-
-
-def _report(setup: Setup, peers: Peers, part: Landing | Shipment) -> None:
-    """On the other ranks, from any thread: tell rank 0."""
-    setup.host.spawn(peers.report(part.to_report(rank=setup.rank)))

@@ -8,7 +8,6 @@ from typing import Any
 
 from grpc import aio
 
-from cluster import model_source
 from cluster.background import BackgroundThread
 from cluster.frames import FrameHub, WorkerServicer
 from cluster.membership import Member
@@ -17,12 +16,13 @@ from cluster.replica_service import ReplicaService
 from cluster.request import Role, SequenceRequest
 from cluster.rpc import transfer_pb2, transfer_pb2_grpc, worker_pb2_grpc
 from engine.block_manager import BlockManager
-from engine.load import device_for, load_runner, max_tokens_of, set_threads
+from engine.load import device_for, max_tokens_of
 from engine.prefill_scheduler import Scheduler
 from engine.runner import ModelRunner
 from engine.sequence import Sequence
+from kvtransfer import rank_parts
 from kvtransfer.passage import Shipment
-from kvtransfer.peers import Peers, open_gang
+from kvtransfer.peers import Peers
 from kvtransfer.rank_servicer import RankServicer
 from kvtransfer.sender import Sender
 from prefill_worker.rank import PrefillRank
@@ -55,11 +55,14 @@ class PrefillBody:
         worker_pb2_grpc.add_PrefillWorkerServicer_to_server(self._prompts, server)
 
     def load(self, setup: Setup) -> int:
-        peers, runner = self._open(setup)
+        self._peers, parallel = rank_parts.meet(setup, self._ranks, device=self._device)
+        runner = rank_parts.load(setup, setup.spec.prefill, parallel, device=self._device)
         if setup.rank == 0:
             self._serve(setup, runner)
         else:
-            rank = PrefillRank(runner, self._make_sender(setup, runner, functools.partial(_report, setup, peers)))
+            rank = PrefillRank(
+                runner, self._make_sender(setup, runner, functools.partial(rank_parts.report, setup, self._peers))
+            )
             self._following = BackgroundThread(rank.follow, name="following")
             self._following.start()
         return runner.pool.num_blocks
@@ -75,48 +78,8 @@ class PrefillBody:
         if self._peers:
             await self._peers.disconnect()
 
-    def _open(self, setup: Setup) -> tuple[Peers, ModelRunner]:
-        """Meet the other ranks and load the weights."""
-        pool, timeouts = setup.spec.prefill, setup.spec.timeouts
-        setup.on_progress("finding the model", 0.0)
-        model_dir = model_source.resolve(setup.spec.model.source)
-        set_threads(pool.resources.cpus)
-        setup.on_progress("meeting the other ranks", 0.05)
-        self._peers, parallel = open_gang(
-            self._ranks,
-            setup.host,
-            setup.addresses,
-            rank=setup.rank,
-            device=self._device,
-            start_s=timeouts.start_s,
-            ask_s=timeouts.handoff_s,
-        )
-        runner = load_runner(
-            model_dir,
-            dtype=setup.spec.model.dtype,
-            weights=setup.spec.model.weights,
-            pool_dtype=setup.spec.kv.pool_dtype,
-            block_size=setup.spec.kv.block_size,
-            kv_memory_gib=pool.kv_memory_gib,
-            parallel=parallel,
-            device=self._device,
-            progress=lambda fraction: setup.on_progress("loading weights", 0.1 + 0.9 * fraction),
-        )
-        setup.on_progress("waiting for the other ranks", 1.0)
-        parallel.wait_for_all("load", timeout_s=timeouts.start_s)
-        return self._peers, runner
-
     def _make_sender(self, setup: Setup, runner: ModelRunner, on_shipped: Callable[[Shipment], None]) -> Sender:
-        self._sender = Sender(
-            name=f"{setup.replica}/{setup.rank}",
-            rank=setup.rank,
-            pool=runner.pool,
-            wire_dtype=setup.spec.kv.wire_dtype,
-            host=setup.host.host,
-            timeout_s=setup.spec.timeouts.transfer_s,
-            loop=setup.host.loop,
-            on_shipped=on_shipped,
-        )
+        self._sender = rank_parts.make_sender(setup, runner, on_shipped)
         return self._sender
 
     def _serve(self, setup: Setup, runner: ModelRunner) -> None:
@@ -164,8 +127,3 @@ class PrefillBody:
 
     def _reported(self, report: transfer_pb2.ReportRequest) -> None:
         self._shipped(report.rank, Shipment.from_report(report.shipped))
-
-
-def _report(setup: Setup, peers: Peers, shipment: Shipment) -> None:
-    """On the other ranks, from any thread: tell rank 0."""
-    setup.host.spawn(peers.report(shipment.to_report(rank=setup.rank)))

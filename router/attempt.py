@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,6 +44,7 @@ class Pair:
 
     prefill: Replica | None
     decode: Replica | None
+    hashes: Sequence[bytes] = ()  # of the prompt's full blocks, as it was weighed
     promised_blocks: int = 0  # of the decode replica, as long as the pair is used
     promised_streams: int = 0
 

@@ -118,13 +118,12 @@ class Dispatch:
             pair.decode.promised_streams -= pair.promised_streams
         self._gate.wake()
 
-    def expect(self, request: SequenceRequest, replica: Replica | None) -> Callable[[], None]:
-        """`replica` is about to compute this prompt: let its siblings know. Call what is returned when it is over."""
-        if replica is None:
-            return lambda: None
-        id, hashes = replica.id, self._hashes(request, replica.member.block_size)
-        self._replicas.index.expect(id, hashes)
-        return lambda: self._replicas.index.settle(id, hashes)
+    def expect(self, pair: Pair) -> Callable[[], None]:
+        """A pair is about to compute its prompt: let its siblings know. Call what is returned when it is over."""
+        replica = pair.prefill or pair.decode
+        assert replica
+        self._replicas.index.expect(replica.id, pair.hashes)
+        return lambda: self._replicas.index.settle(replica.id, pair.hashes)
 
     def next_prefill(self, request: SequenceRequest, decode: Replica | None, *, avoid: set[str]) -> Replica | None:
         """Another prefill replica for a request whose decode replica is chosen already."""
@@ -190,21 +189,18 @@ class Dispatch:
             [_view(replica, depths, usual) for replica in _preferred(decodes, avoid)],
         )
 
-    def _hashes(self, request: SequenceRequest, block_size: int) -> list[bytes]:
-        root = root_hash(self._model, adapter=request.adapter, salt=request.salt)
-        return block_hashes(root, request.token_ids, block_size=block_size)
-
     def _pair(self, need: _Need, option: Option) -> Pair:
         request = need.request
         prefill = self._replicas.get(option.prefill) if option.prefill else None
         logger.debug("route request=%s %s", request.id, option)
         if prefill and request.sampling.max_tokens - request.num_generated == 1:
-            return Pair(prefill, None)
+            return Pair(prefill, None, need.hashes)
         decode = self._replicas.get(option.decode)
         assert decode
         decode.promised_blocks += need.num_blocks
         decode.promised_streams += len(request.choices)
-        return Pair(prefill, decode, promised_blocks=need.num_blocks, promised_streams=len(request.choices))
+        num_streams = len(request.choices)
+        return Pair(prefill, decode, need.hashes, promised_blocks=need.num_blocks, promised_streams=num_streams)
 
     def _need(self, request: SequenceRequest) -> _Need:
         members = [replica.member for replica in self._replicas.usable(Role.DECODE)]
@@ -215,7 +211,9 @@ class Dispatch:
         prompt_blocks = len(request.token_ids) // block_size
         # Choices share the full blocks of the prompt.
         per_choice = -(-(len(request.token_ids) + predicted) // block_size) - prompt_blocks
-        return _Need(request, self._hashes(request, block_size), prompt_blocks + per_choice * len(request.choices))
+        root = root_hash(self._model, adapter=request.adapter, salt=request.salt)
+        hashes = block_hashes(root, request.token_ids, block_size=block_size)
+        return _Need(request, hashes, prompt_blocks + per_choice * len(request.choices))
 
     def _predicted_tokens(self, request: SequenceRequest) -> int:
         return self._answers.predict(max(1, request.sampling.max_tokens - request.num_generated))

@@ -147,7 +147,7 @@ class Relay:
             next_place=lambda: self._dispatch.next_place(request),
         )
         self._attempts |= dict.fromkeys(request.choices, attempt)
-        settle = self._dispatch.expect(request, pair.prefill or pair.decode)
+        settle = self._dispatch.expect(pair)
         try:
             await attempt.run()
         except ClusterError:

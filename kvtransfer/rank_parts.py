@@ -1,0 +1,84 @@
+"""What the ranks of both roles are put together from: the gang, its model, and the sender of its blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from cluster import model_source
+from cluster.rpc import transfer_pb2 as pb
+from engine.load import load_runner, set_threads
+from engine.parallel import TensorParallel
+from engine.runner import ModelRunner
+from kvtransfer.passage import Shipment
+from kvtransfer.peers import Peers, open_gang
+from kvtransfer.rank_servicer import RankServicer
+from kvtransfer.sender import Sender
+
+if TYPE_CHECKING:  # they need Ray and pydantic, which this floor does without
+    from cluster.rank_process import Setup
+    from cluster.spec import PoolSpec
+
+
+class Part(Protocol):
+    """A rank's part of a handoff: a Landing or a Shipment."""
+
+    def to_report(self, *, rank: int) -> pb.ReportRequest: ...
+
+
+def meet(setup: Setup, servicer: RankServicer, *, device: torch.device) -> tuple[Peers, TensorParallel]:
+    """The other ranks of the gang. Returns when every one is there; raises ClusterError."""
+    timeouts = setup.spec.timeouts
+    setup.on_progress("meeting the other ranks", 0.0)
+    return open_gang(
+        servicer,
+        setup.host,
+        setup.addresses,
+        rank=setup.rank,
+        device=device,
+        start_s=timeouts.start_s,
+        ask_s=timeouts.handoff_s,
+    )
+
+
+def load(
+    setup: Setup, pool: PoolSpec, parallel: TensorParallel, *, device: torch.device, expert_parallel: bool = False
+) -> ModelRunner:
+    """The rank's share of the weights, and its KV pool. Returns when every rank has them; raises ClusterError."""
+    set_threads(pool.resources.cpus)
+    setup.on_progress("finding the model", 0.05)
+    runner = load_runner(
+        model_source.resolve(setup.spec.model.source),
+        dtype=setup.spec.model.dtype,
+        weights=setup.spec.model.weights,
+        pool_dtype=setup.spec.kv.pool_dtype,
+        block_size=setup.spec.kv.block_size,
+        kv_memory_gib=pool.kv_memory_gib,
+        parallel=parallel,
+        expert_parallel=expert_parallel,
+        device=device,
+        progress=lambda fraction: setup.on_progress("loading weights", 0.1 + 0.9 * fraction),
+    )
+    setup.on_progress("waiting for the other ranks", 1.0)
+    parallel.wait_for_all("load", timeout_s=setup.spec.timeouts.start_s)
+    return runner
+
+
+def make_sender(setup: Setup, runner: ModelRunner, on_shipped: Callable[[Shipment], None]) -> Sender:
+    return Sender(
+        name=f"{setup.replica}/{setup.rank}",
+        rank=setup.rank,
+        pool=runner.pool,
+        wire_dtype=setup.spec.kv.wire_dtype,
+        host=setup.host.host,
+        timeout_s=setup.spec.timeouts.transfer_s,
+        loop=setup.host.loop,
+        on_shipped=on_shipped,
+    )
+
+
+def report(setup: Setup, peers: Peers, part: Part) -> None:
+    """On the other ranks, from any thread: tell rank 0."""
+    setup.host.spawn(peers.report(part.to_report(rank=setup.rank)))
