@@ -50,6 +50,11 @@ class Sequence:
         """Tokens whose KV is still to be computed."""
         return len(self.tokens) - self.num_computed
 
+    def num_reusable(self, num_tokens: int) -> int:
+        """How many leading tokens need not be computed here where so many are held: full blocks, and not the last
+        token, for its logits are wanted."""
+        return min(num_tokens, len(self.tokens) - 1) // self.block_size * self.block_size
+
     def hashes(self) -> list[bytes]:
         """The prefix hashes of every full block of tokens."""
         parent = self._hashes[-1] if self._hashes else self._root
