@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from cluster.hashing import block_hashes, root_hash
 from cluster.request import SampledToken, SequenceRequest, TokenLogprob, choice_seed, finish_reason
@@ -134,6 +134,10 @@ class Sequence:
         return Sequence(
             self.request, choice, model=self.model, block_size=self.block_size, max_context=self.max_context
         )
+
+    def leave_out(self, blocks: Collection[int]) -> None:
+        """These blocks of the table are not this sequence's any more."""
+        self.blocks = [block for block in self.blocks if block not in blocks]
 
     def release(self, blocks: BlockManager) -> None:
         """Give all blocks back. What was sealed stays in the cache until its space is needed."""
