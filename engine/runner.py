@@ -111,8 +111,4 @@ class ModelRunner:
         `on_layer(i)` is called as soon as layer i's keys and values of this batch are in the pool, before the layer's
         attention is computed. On a GPU that means: enqueued on the current stream.
         """
-        return self._model(batch, self.pool, on_layer or _ignore)
-
-
-def _ignore(layer: int) -> None:
-    pass
+        return self._model(batch, self.pool, on_layer)

@@ -15,6 +15,8 @@ from torch import Tensor
 from cluster.model_config import ModelConfig
 from engine.batch import Batch
 from engine.cpu.heads import CompiledHeads
+from engine.cpu.layers import CompiledLayers
+from engine.cpu.matrix import PackedMatrix
 from engine.heads import Heads, TorchHeads
 from engine.kernels.heads import KernelHeads
 from engine.kv_layout import KVLayout
@@ -53,26 +55,44 @@ class DenseDecoder:
         else:
             self._head = reader.linear({"lm_head": reader.parallel.span(config.vocab_size)})
         self._rotary = Rotary(config, reader.device)
+        packed = [
+            layer.mlp for layer in self._layers if isinstance(layer.mlp, GatedMLP) and _is_packed(layer, layer.mlp)
+        ]
+        self._packed_mlps = packed if self._parallel.size == 1 and len(packed) == len(self._layers) else []
+        self._compiled: CompiledLayers | None = None
 
-    def __call__(self, batch: Batch, pool: KVPool, on_layer: OnLayer) -> Tensor:
+    def __call__(self, batch: Batch, pool: KVPool, on_layer: OnLayer | None) -> Tensor:
         """Compute a step. Its KV is in the pool afterwards; `on_layer` is told each layer whose KV is.
 
         Returns the logits (R, V) in fp32, on every rank.
         """
         device = pool.device
-        heads = self._heads(batch, pool)
         x_TE = self._embedding(torch.from_numpy(batch.token_ids).to(device))
-        for layer, window in zip(self._layers, self._config.sliding_windows, strict=True):
-            heads_TND = layer.project(x_TE)
-            q_THD = heads.store(layer.index, heads_TND, q_norm=layer.q_norm, k_norm=layer.k_norm)
-            on_layer(layer.index)
-            x_TE = layer.finish(x_TE, heads.attend(layer.index, q_THD, window=window))
+        angles_T1F = self._rotary(torch.from_numpy(batch.positions).to(device), x_TE.dtype)
+        if compiled := self._compiled_for(pool):
+            x_TE = compiled(x_TE, batch, *angles_T1F, on_layer)
+        else:
+            x_TE = self._layer_by_layer(x_TE, self._heads(batch, pool, *angles_T1F), on_layer)
         wanted_RE = x_TE[torch.from_numpy(batch.logits_rows).to(device)]
         return self._parallel.all_gather(self._head(wanted_RE, before=self._norm), self._config.vocab_size).float()
 
-    def _heads(self, batch: Batch, pool: KVPool) -> Heads:
-        positions_T = torch.from_numpy(batch.positions).to(pool.device)
-        cos_T1F, sin_T1F = self._rotary(positions_T, self._embedding.weight_VO.dtype)
+    def _layer_by_layer(self, x_TE: Tensor, heads: Heads, on_layer: OnLayer | None) -> Tensor:
+        for layer, window in zip(self._layers, self._config.sliding_windows, strict=True):
+            heads_TND = layer.project(x_TE)
+            q_THD = heads.store(layer.index, heads_TND, q_norm=layer.q_norm, k_norm=layer.k_norm)
+            if on_layer is not None:
+                on_layer(layer.index)
+            x_TE = layer.finish(x_TE, heads.attend(layer.index, q_THD, window=window))
+        return x_TE
+
+    def _compiled_for(self, pool: KVPool) -> CompiledLayers | None:
+        """All layers at once, where nothing lies between their calls that is not a CPU kernel."""
+        if self._compiled is None and self._kernels is not None and self._packed_mlps:
+            windows = self._config.sliding_windows
+            self._compiled = CompiledLayers(self._kernels, self._layers, self._packed_mlps, windows, pool)
+        return self._compiled
+
+    def _heads(self, batch: Batch, pool: KVPool, cos_T1F: Tensor, sin_T1F: Tensor) -> Heads:
         if self._kernels is not None:
             return CompiledHeads(self._kernels, batch, pool, cos_T1F, sin_T1F)
         if pool.device.type == "cuda":
@@ -123,6 +143,10 @@ class DecoderLayer:
     def finish(self, x_TE: Tensor, attended_THD: Tensor) -> Tensor:
         x_TE = self.output(attended_THD.flatten(1), residual_TO=x_TE)
         return self.mlp(x_TE, norm=self.mlp_norm)
+
+
+def _is_packed(layer: DecoderLayer, mlp: GatedMLP) -> bool:
+    return all(isinstance(part.matrix, PackedMatrix) for part in (layer.qkv, layer.output, mlp.gate_up, mlp.down))
 
 
 @dataclass(frozen=True)
