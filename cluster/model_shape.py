@@ -115,7 +115,7 @@ class ModelConfig:
     @property
     def attention_scale(self) -> float:
         """What queries are multiplied by: 1 / sqrt(head_dim), and for DeepSeek what YaRN adds to it."""
-        scale, rope = self.head_dim**-0.5, self.rope_scaling
+        scale, rope = 1 / math.sqrt(self.head_dim), self.rope_scaling
         if self.latent and rope.kind == "yarn" and rope.mscale_all_dim and rope.factor > 1:
             scale *= (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
         return scale
