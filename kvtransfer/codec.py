@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -113,6 +114,8 @@ def checksum(payload: Tensor) -> int:
         total = sum_words(kernels, words)
     else:
         total = int((words.view(torch.int64) * _odd_numbers(num_whole // 8, payload.device)).sum())
+    if num_whole == payload.numel():
+        return total % 2**64
     tail = bytes(payload[num_whole:].cpu().numpy())
     return (total + int.from_bytes(tail, "little") * (num_whole // 4 + 1)) % 2**64
 
@@ -121,9 +124,10 @@ def slots_of(pool: KVPool, blocks: Sequence[int], first_token: int, num_tokens: 
     """The pool slots of positions [first_token, first_token + num_tokens) of a table, (num_tokens,) int64."""
     size = pool.layout.block_size
     first_block = first_token // size
-    blocks_B = torch.tensor(blocks[first_block : -(-(first_token + num_tokens) // size)], dtype=torch.int64)
-    offsets_T = torch.arange(first_token, first_token + num_tokens) - first_block * size
-    return (blocks_B[offsets_T // size] * size + offsets_T % size).to(pool.device)
+    blocks_B = np.array(blocks[first_block : -(-(first_token + num_tokens) // size)], dtype=np.int64)
+    slots_BS = blocks_B[:, None] * size + np.arange(size)
+    offset = first_token - first_block * size
+    return torch.from_numpy(slots_BS.ravel()[offset : offset + num_tokens]).to(pool.device)
 
 
 def _odd_numbers(count: int, device: torch.device) -> Tensor:

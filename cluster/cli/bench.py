@@ -1,4 +1,4 @@
-"""`cluster bench …`: what one part of the cluster can do on this machine, measured without the rest of it."""
+"""`cluster bench …`: what one part of the cluster can do on this machine, or what a load does to all of it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ from typing import Annotated, Any
 
 import typer
 
+from cluster.cli.isolation import isolation
 from cluster.cli.model_options import DEFAULT_DTYPE, DEFAULT_MODEL, DEFAULT_WEIGHTS, Model, ModelDType, ModelWeights
 from cluster.errors import SpecError
 
-bench = typer.Typer(help="Measure one part alone, in this process: no Ray, no Redis.", no_args_is_help=True)
+bench = typer.Typer(
+    help="Measure: the engine, its kernels and the KV path alone, without Ray or Redis; or a deployment under load.",
+    no_args_is_help=True,
+)
+bench.command()(isolation)
 
 _MESSAGES = "64,256,1024,4096,16384,65536"
 _Counts = Annotated[str, typer.Option(metavar="N[,N…]")]

