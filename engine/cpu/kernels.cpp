@@ -5,6 +5,7 @@
 #include "attention.h"
 #include "matrix.h"
 #include "rotary.h"
+#include "wire.h"
 
 namespace {
 
@@ -51,3 +52,8 @@ extern "C" void run(const Kind* const* calls, int64_t count, const Step* step) {
         }
     }
 }
+
+// On the calling thread alone: it is a link's, and the others compute.
+extern "C" void pack_wire(const Wire* wire) { pack(*wire); }
+extern "C" void unpack_wire(const Wire* wire) { unpack(*wire); }
+extern "C" void add_up_payload(Payload* payload) { add_up(*payload); }

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from ctypes import c_float, c_int32, c_int64, c_void_p
+from ctypes import c_float, c_int32, c_int64, c_uint64, c_void_p
 from enum import IntEnum
 from functools import lru_cache
 from hashlib import blake2b
@@ -37,14 +37,23 @@ class Kernels:
 
     def __init__(self, path: Path) -> None:
         """Raises OSError if the library cannot be loaded."""
-        self.run = ctypes.CDLL(str(path)).run
+        library = ctypes.CDLL(str(path))
+        self.run = library.run
         self.run.argtypes = (c_void_p, c_int64, ctypes.POINTER(Step))
         self.run.restype = None
+        self.pack_wire = _function(library, "pack_wire", Wire)
+        self.unpack_wire = _function(library, "unpack_wire", Wire)
+        self.add_up_payload = _function(library, "add_up_payload", Payload)
 
 
 def open_kernels(*, dtype: torch.dtype, device: torch.device) -> Kernels | None:
     """The kernels for models of this dtype on this device; None where torch alone is to compute."""
-    return _open() if device.type == "cpu" and dtype == torch.bfloat16 else None
+    return open_copies(device) if dtype == torch.bfloat16 else None
+
+
+def open_copies(device: torch.device) -> Kernels | None:
+    """The kernels that move bytes on this device, whatever the model's dtype; None where torch is to move them."""
+    return _open() if device.type == "cpu" else None
 
 
 class Step(ctypes.Structure):
@@ -149,6 +158,34 @@ class Program:
         step.threads = torch.get_num_threads()
         count = (len(self._calls) if end is None else end) - first
         self._run(ctypes.addressof(self._addresses) + first * ctypes.sizeof(c_void_p), count, ctypes.byref(step))
+
+
+class Wire(ctypes.Structure):
+    """wire.h"""
+
+    _fields_ = (
+        ("pool", Pool),
+        ("row_bytes", c_int64),
+        ("codes", c_void_p),
+        ("scales", c_void_p),
+        ("slots", c_void_p),
+        ("tokens", c_int64),
+        ("first_head", c_int64),
+        ("heads", c_int64),
+    )
+
+
+class Payload(ctypes.Structure):
+    """wire.h"""
+
+    _fields_ = (("bytes", c_void_p), ("num_words", c_int64), ("sum", c_uint64))
+
+
+def _function(library: ctypes.CDLL, name: str, argument: type[ctypes.Structure]) -> ctypes._NamedFuncPointer:
+    function = getattr(library, name)
+    function.argtypes = (ctypes.POINTER(argument),)
+    function.restype = None
+    return function
 
 
 @lru_cache(maxsize=1)

