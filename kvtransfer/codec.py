@@ -11,7 +11,6 @@ A segment is a run of layers and a run of token positions of one sequence. Its p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -23,7 +22,7 @@ from engine.kv_pool import KVPool
 from kvtransfer.segment import Segment
 
 WIRE_VERSION = 2
-# 1: payload as drawn above; checksum as below.
+# 1: payload as drawn above; checksum as in engine.checksum.
 # 2: a commit says how many positions were sent, and its next tokens may be those of a moved sequence.
 
 FP8 = torch.float8_e4m3fn
@@ -96,17 +95,6 @@ class QuantizingCodec:
             unpack_kv(codes_LT2KD[i], scales_LT2K[i], pool.codes[layer], slots_T, segment.heads)
 
 
-def checksum(payload: Tensor) -> int:
-    """A 64-bit sum that changes with any one 8-byte word and with the order of words; runs on the payload's device.
-
-    sum over i of word[i] * (2 i + 1)  mod 2^64        the last word padded with zeros
-    """
-    num_whole = payload.numel() // 8 * 8
-    total = (payload[:num_whole].view(torch.int64) * _odd_numbers(num_whole // 8, payload.device)).sum()
-    tail = bytes(payload[num_whole:].cpu().numpy())
-    return (int(total) + int.from_bytes(tail, "little") * (num_whole // 4 + 1)) % 2**64
-
-
 def slots_of(pool: KVPool, blocks: Sequence[int], first_token: int, num_tokens: int) -> Tensor:
     """The pool slots of positions [first_token, first_token + num_tokens) of a table, (num_tokens,) int64."""
     size = pool.layout.block_size
@@ -114,15 +102,6 @@ def slots_of(pool: KVPool, blocks: Sequence[int], first_token: int, num_tokens: 
     blocks_B = torch.tensor(blocks[first_block : -(-(first_token + num_tokens) // size)], dtype=torch.int64)
     offsets_T = torch.arange(first_token, first_token + num_tokens) - first_block * size
     return (blocks_B[offsets_T // size] * size + offsets_T % size).to(pool.device)
-
-
-def _odd_numbers(count: int, device: torch.device) -> Tensor:
-    return _odd_numbers_at_least(1 << count.bit_length(), device)[:count]
-
-
-@lru_cache(maxsize=16)
-def _odd_numbers_at_least(count: int, device: torch.device) -> Tensor:
-    return torch.arange(count, dtype=torch.int64, device=device) * 2 + 1
 
 
 def _payload_bytes(segment: Segment, layout: KVLayout, dtype: torch.dtype) -> int:
