@@ -1,4 +1,4 @@
-"""`cluster bench …`: what one part of the cluster can do on this machine, measured without the rest of it."""
+"""`cluster bench`: a load on a live deployment; `cluster bench …`: one part of the cluster alone, on this machine."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
+from cluster.cli import load
 from cluster.cli.model_options import DEFAULT_DTYPE, DEFAULT_MODEL, DEFAULT_WEIGHTS, Model, ModelDType, ModelWeights
 from cluster.errors import SpecError
 
-bench = typer.Typer(help="Measure one part alone, in this process: no Ray, no Redis.", no_args_is_help=True)
+bench = typer.Typer(help="Measure a deployment under a load; or, by a command's name, one part of it alone.")
+bench.callback(invoke_without_command=True)(load.load)
 
 _Counts = Annotated[str, typer.Option(metavar="N[,N…]")]
-
-
-@bench.callback()
-def _group() -> None:
-    """Without a callback typer would take the only command for the group itself."""
 
 
 @bench.command()

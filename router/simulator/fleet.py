@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from cluster.bench.trace import TraceRequest
 from cluster.index import PrefixIndex
 from router.plain_policies import make_policy
 from router.policy import Demand, Option, ReplicaView
@@ -12,10 +13,10 @@ from router.simulator.clock import Clock
 from router.simulator.decode_replica import DecodeReplica
 from router.simulator.flight import Flight
 from router.simulator.prefill_replica import PrefillReplica
+from router.simulator.prefix_hashes import PrefixHashes
 from router.simulator.profile import Profile
 from router.simulator.report import Report
 from router.simulator.store import Store
-from router.simulator.trace import PrefixHashes, TraceRequest
 
 _MAX_LOCAL_TOKENS = 16  # as router.max_local_prefill
 
@@ -38,9 +39,9 @@ class Setup:
 
 
 class Fleet:
-    """Takes requests, and tells `report` what becomes of them."""
+    """Takes requests of one trace, whose `hashes` are shared, and tells `report` what becomes of them."""
 
-    def __init__(self, setup: Setup, profile: Profile, clock: Clock, report: Report) -> None:
+    def __init__(self, setup: Setup, profile: Profile, hashes: PrefixHashes, clock: Clock, report: Report) -> None:
         self._setup = setup
         self._profile = profile
         self._timing = profile.timing
@@ -49,7 +50,7 @@ class Fleet:
         self._policy = make_policy(setup.policy, pulls=setup.pulls)
         self._index = PrefixIndex()  # on devices
         self._stored = PrefixIndex() if setup.host_tokens else self._index  # in any tier
-        self._hashes = PrefixHashes(setup.block_size)
+        self._hashes = hashes
         self.prefills = {f"prefill-{i}": self._prefill(f"prefill-{i}") for i in range(setup.num_prefill)}
         self.decodes = {f"decode-{i}": self._decode(f"decode-{i}") for i in range(setup.num_decode)}
         self._busy_until: dict[str, float] = {}  # of the prompts that we have given each replica
