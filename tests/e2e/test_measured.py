@@ -61,7 +61,10 @@ async def test_a_load_is_measured_through_both_doors_and_explained(
     assert await asyncio.to_thread(run, ["generate", "<5>", "--max-tokens", "3", "--endpoint", grpc, "--json"]) == 0
     request_id = json.loads(capsys.readouterr().out.splitlines()[-1])["request_id"]
     assert await asyncio.to_thread(run, ["explain", request_id, "--endpoint", http, "--json"]) == 0
-    [[options]] = json.loads(capsys.readouterr().out).values()
+    [[attempt]] = json.loads(capsys.readouterr().out).values()
+    options = attempt["options"]
+    known = attempt["replicas"]["prefill-0"]["timing"]  # learnt from the load before
+    assert known["base_s"] + known["token_s"] > 0 and 0 <= known["pair_s"] < 1e-3
     assert options[0]["decode"] == "decode-1" and all(option["cost_s"] >= options[0]["cost_s"] for option in options)
     assert await asyncio.to_thread(run, ["explain", request_id, "--endpoint", http]) == 0
     assert "decode-1" in capsys.readouterr().out
