@@ -27,6 +27,7 @@ from router.dispatch import Dispatch
 from router.generation import Route
 from router.plain_policies import make_policy
 from router.replicas import Replicas
+from tests.hosts import Host
 from tests.rank_in_process import Fault, RankInProcess
 
 _MAKERS = {Role.PREFILL: prefill_worker.actor.make_rank, Role.DECODE: decode_worker.actor.make_rank}
@@ -80,12 +81,17 @@ class LocalCluster:
     pools: dict[Role, list[LocalReplica]] = field(default_factory=lambda: {role: [] for role in Role})
     _next_id: int = 0
 
-    async def add(self, role: Role, *faults: Fault, log: str = os.devnull) -> LocalReplica:
-        """Start one more replica and wait until the router sees it. Faults and the log are for ranks in processes."""
+    async def add(self, role: Role, *faults: Fault, log: str = os.devnull, on: Host | None = None) -> LocalReplica:
+        """Start one more replica and wait until the router sees it.
+
+        Faults, the log, and a host other than this one, are for ranks in processes.
+        """
         replica = LocalReplica(f"{role}-{self._next_id}", [])
         self._next_id += 1
         for rank in range(self.spec.pool(role).tensor_parallel):
             arguments = {"replica": replica.id, "rank": rank, "index_url": self.index_url}
+            if on:
+                arguments |= {"host": on.address, "network": on.network}
             if self.processes:
                 made = RankInProcess(role, self.spec.model_dump(), faults=faults, log=log, **arguments)
             else:
