@@ -17,6 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.cpu.library import open_copies
+from engine.cpu.wire import sum_words
 from engine.kernels.wire import pack_kv, unpack_kv
 from engine.kv_layout import KVLayout
 from engine.kv_pool import KVPool
@@ -46,7 +48,11 @@ class Codec(Protocol):
 
 
 def codec_for(layout: KVLayout, wire_dtype: str) -> Codec:
-    """The codec for pools of `layout` over a wire of `wire_dtype` ("fp8_e4m3" or "raw")."""
+    """The codec for pools of `layout` over a wire of `wire_dtype` ("fp8_e4m3" or "raw").
+
+    Takes seconds where the CPU kernels are yet to be compiled: a link's thread must not be the first to ask for them.
+    """
+    open_copies(torch.device("cpu"))
     if wire_dtype == "fp8_e4m3" and not layout.has_scales:
         return QuantizingCodec(layout)
     return RawCodec(layout)
@@ -102,9 +108,13 @@ def checksum(payload: Tensor) -> int:
     sum over i of word[i] * (2 i + 1)  mod 2^64        the last word padded with zeros
     """
     num_whole = payload.numel() // 8 * 8
-    total = (payload[:num_whole].view(torch.int64) * _odd_numbers(num_whole // 8, payload.device)).sum()
+    words = payload[:num_whole]
+    if kernels := open_copies(payload.device):
+        total = sum_words(kernels, words)
+    else:
+        total = int((words.view(torch.int64) * _odd_numbers(num_whole // 8, payload.device)).sum())
     tail = bytes(payload[num_whole:].cpu().numpy())
-    return (int(total) + int.from_bytes(tail, "little") * (num_whole // 4 + 1)) % 2**64
+    return (total + int.from_bytes(tail, "little") * (num_whole // 4 + 1)) % 2**64
 
 
 def slots_of(pool: KVPool, blocks: Sequence[int], first_token: int, num_tokens: int) -> Tensor:

@@ -15,6 +15,7 @@ from cluster.errors import SpecError
 bench = typer.Typer(help="Measure a deployment under a load; or, by a command's name, one part of it alone.")
 bench.callback(invoke_without_command=True)(load.load)
 
+_MESSAGES = "64,256,1024,4096,16384,65536"
 _Counts = Annotated[str, typer.Option(metavar="N[,N…]")]
 
 
@@ -61,6 +62,34 @@ def kernels(as_json: Annotated[bool, typer.Option("--json", help="One JSON objec
         print(f"{row['name']:<24} {row['microseconds']:10.1f} us  {100 * row['share']:5.1f} %")
 
 
+@bench.command()
+def kv(
+    model: Model = DEFAULT_MODEL,
+    message: Annotated[str, typer.Option(metavar="KIB[,KIB…]", help="Sizes of messages in KiB.")] = _MESSAGES,
+    prompt: _Counts = "256,1024,2048,8192",
+    threads: Annotated[int, typer.Option(min=1, help="Of the process that computes prompts.")] = 1,
+    dtype: ModelDType = DEFAULT_DTYPE,
+    wire_dtype: Annotated[str, typer.Option(help="As in a spec.")] = "fp8_e4m3",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """The way of KV blocks from one process to another on this machine's processors.
+
+    Messages over our link, alone (wire) and with packing, checking and unpacking (raw, fp8), beside a bare TCP
+    connection and copies in memory, best of five. Then prompts of a model: how long their transfer takes alone, and how
+    much of it the computation hides.
+    """
+    model_dir = import_module("cluster.model_source").resolve(model)
+    result = import_module("kvtransfer.bench.run").bench_kv(
+        model_dir,
+        dtype=dtype,
+        wire_dtype=wire_dtype,
+        messages=[1024 * size for size in _parse("message", message)],
+        prompts=_parse("prompt", prompt),
+        threads=threads,
+    )
+    print(json.dumps(result) if as_json else "\n".join(_kv_lines(result)))
+
+
 def _parse(option: str, counts: str) -> list[int]:
     try:
         numbers = [int(count) for count in counts.split(",") if count]
@@ -81,4 +110,19 @@ def _lines(result: dict[str, Any]) -> list[str]:
             for row in result["decode"]
         ),
         *(f"prefill  {row['tokens']:6} tokens: {row['tokens_per_s']:9.1f} tokens/s" for row in result["prefill"]),
+    ]
+
+
+def _kv_lines(result: dict[str, Any]) -> list[str]:
+    ways = ("memcpy", "tcp", "wire", "raw", "fp8")
+    return [
+        *(
+            f"{row['bytes'] >> 10:6} KiB  " + "  ".join(f"{way} {row[f'{way}_gb_s']:5.2f} GB/s" for way in ways)
+            for row in result["messages"]
+        ),
+        *(
+            f"{row['tokens']:6} tokens  {row['wire_bytes'] / 1e6:7.2f} MB in {row['transfer_ms']:7.2f} ms, "
+            f"{100 * row['hidden_share']:5.1f} % of it hidden behind {row['prefill_ms']:8.1f} ms of computation"
+            for row in result["prompts"]
+        ),
     ]

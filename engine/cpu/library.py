@@ -13,7 +13,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from ctypes import c_float, c_int32, c_int64, c_void_p
+from ctypes import c_float, c_int32, c_int64, c_uint64, c_void_p
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
@@ -43,11 +43,19 @@ class Kernels:
         self.multiply_int8 = _function(library, "multiply_int8", Product)
         self.turn_and_store = _function(library, "turn_and_store", Turn)
         self.attend_paged = _function(library, "attend_paged", Attention)
+        self.pack_wire = _function(library, "pack_wire", Wire)
+        self.unpack_wire = _function(library, "unpack_wire", Wire)
+        self.add_up_payload = _function(library, "add_up_payload", Payload)
 
 
 def open_kernels(*, dtype: torch.dtype, device: torch.device) -> Kernels | None:
     """The kernels for models of this dtype on this device; None where torch alone is to compute."""
-    return _open() if device.type == "cpu" and dtype == torch.bfloat16 else None
+    return open_copies(device) if dtype == torch.bfloat16 else None
+
+
+def open_copies(device: torch.device) -> Kernels | None:
+    """The kernels that move bytes on this device, whatever the model's dtype; None where torch is to move them."""
+    return _open() if device.type == "cpu" else None
 
 
 class Product(ctypes.Structure):
@@ -118,6 +126,27 @@ class Attention(ctypes.Structure):
         ("window", c_int64),
         ("threads", c_int32),
     )
+
+
+class Wire(ctypes.Structure):
+    """wire.h"""
+
+    _fields_ = (
+        ("pool", Pool),
+        ("row_bytes", c_int64),
+        ("codes", c_void_p),
+        ("scales", c_void_p),
+        ("slots", c_void_p),
+        ("tokens", c_int64),
+        ("first_head", c_int64),
+        ("heads", c_int64),
+    )
+
+
+class Payload(ctypes.Structure):
+    """wire.h"""
+
+    _fields_ = (("bytes", c_void_p), ("num_words", c_int64), ("sum", c_uint64))
 
 
 def _function(library: ctypes.CDLL, name: str, argument: type[ctypes.Structure]) -> ctypes._NamedFuncPointer:
