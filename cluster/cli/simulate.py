@@ -66,10 +66,8 @@ def simulate(
     The policy, the schedulers, the block manager and the eviction are the ones that serve; only time is simulated.
     """
     simulator = Simulator(profile)
-    num_prefill, num_decode = _pools(topology, colocated)
     setup = simulator.setup(
-        num_prefill=num_prefill,
-        num_decode=num_decode,
+        **_pools(topology, colocated),
         policy=policy.value,
         block_size=block_size,
         kv_tokens=kv_tokens_per_replica or simulator.profile.kv.pool_tokens,
@@ -104,18 +102,26 @@ class Simulator:
         return {"profile": self.profile.name, "profile_origin": self.profile.origin} | report
 
 
-def _pools(topology: str | None, colocated: int | None) -> tuple[int, int]:
+def _pools(topology: str | None, colocated: int | None) -> dict[str, int]:
+    """The fields of Setup that follow from what is deployed."""
     from cluster.spec import load_spec
 
     if (topology is None) == (colocated is None):
         raise SpecError("name either --topology, such as 8P8D, or --colocated N")
     if colocated is not None:
-        return 0, colocated
+        return {"num_prefill": 0, "num_decode": colocated}
     assert topology is not None
     spec = load_spec(topology)
     if not spec.decode.replicas:
         raise SpecError(f"{topology}: a topology needs a decode replica")
-    return spec.prefill.replicas, spec.decode.replicas
+    return {
+        "num_prefill": spec.prefill.replicas,
+        "num_decode": spec.decode.replicas,
+        "prefill_batch_tokens": spec.prefill.max_batch_tokens,
+        "decode_batch_tokens": spec.decode.max_batch_tokens,
+        "max_running": spec.decode.max_running,
+        "max_local_tokens": spec.router.max_local_prefill,
+    }
 
 
 def _table(report: dict[str, Any]) -> str:

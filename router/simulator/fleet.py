@@ -10,6 +10,7 @@ from cluster.index import PrefixIndex
 from router.plain_policies import make_policy
 from router.policy import Demand, Option, ReplicaView
 from router.simulator.clock import Clock
+from router.simulator.cores import Cores
 from router.simulator.decode_replica import DecodeReplica
 from router.simulator.flight import Flight
 from router.simulator.prefill_replica import PrefillReplica
@@ -17,8 +18,6 @@ from router.simulator.prefix_hashes import PrefixHashes
 from router.simulator.profile import Profile
 from router.simulator.report import Report
 from router.simulator.store import Store
-
-_MAX_LOCAL_TOKENS = 16  # as router.max_local_prefill
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +35,7 @@ class Setup:
     prefill_batch_tokens: int = 8192
     decode_batch_tokens: int = 2048
     max_running: int = 256
+    max_local_tokens: int = 16  # as router.max_local_prefill
 
 
 class Fleet:
@@ -44,7 +44,8 @@ class Fleet:
     def __init__(self, setup: Setup, profile: Profile, hashes: PrefixHashes, clock: Clock, report: Report) -> None:
         self._setup = setup
         self._profile = profile
-        self._timing = profile.timing
+        self._timing, self._decode_timing = profile.timing, profile.decode_timing
+        self._cores = Cores(clock, profile.slowdown) if profile.slowdown else None
         self._clock = clock
         self._report = report
         self._policy = make_policy(setup.policy, pulls=setup.pulls)
@@ -79,7 +80,7 @@ class Fleet:
             num_tokens=request.num_tokens,
             block_size=self._setup.block_size,
             bytes_per_token=self._profile.kv.wire_bytes_per_token,
-            max_local_tokens=_MAX_LOCAL_TOKENS,
+            max_local_tokens=self._setup.max_local_tokens,
         )
         cached = self._index.match(hashes)
         stored = self._stored.match(hashes) if self._stored is not self._index else cached
@@ -101,7 +102,7 @@ class Fleet:
             num_streams=replica.num_streams,
             num_blocks=blocks.num_blocks,
             available_blocks=blocks.num_available,
-            timing=self._timing,
+            timing=self._timing if is_prefill or not self.prefills else self._decode_timing,
             max_batch_tokens=setup.prefill_batch_tokens if is_prefill else setup.decode_batch_tokens,
             link_bytes_per_s=self._profile.link.bytes_per_s,
             restore_bytes_per_s=self._profile.host_bytes_per_s if setup.host_tokens else 0.0,
@@ -199,6 +200,7 @@ class Fleet:
             max_batch_tokens=self._setup.prefill_batch_tokens,
             max_running=self._setup.max_running,
             finished=self._prefilled,
+            cores=self._cores,
         )
 
     def _decode(self, name: str) -> DecodeReplica:
@@ -206,6 +208,7 @@ class Fleet:
             self._store(name),
             self._clock,
             self._timing,
+            self._decode_timing,
             block_size=self._setup.block_size,
             max_batch_tokens=self._setup.decode_batch_tokens,
             max_running=self._setup.max_running,
@@ -213,4 +216,5 @@ class Fleet:
             prefilled=lambda flight: self._answered(name, flight),
             gaps=self._report.gap,
             ended=self._ended,
+            cores=self._cores,
         )
