@@ -69,7 +69,7 @@ def profile_steps(
     pool_dtype: str,
     threads: int,
     num_replicas: int,
-    seconds: float = 2.0,
+    seconds: float,
 ) -> dict[str, Any]:
     """Returns {"prefill": StepTiming, "decode": StepTiming, "slowdown": [...]}.
 

@@ -190,7 +190,7 @@ class Prefiller:
         self.totals.transfers += 1
         self.totals.transfer_bytes += shipment.wire_bytes
         self.totals.transfer_seconds += shipment.seconds
-        self._link_rate.add(shipment.wire_bytes, shipment.seconds)
+        self._link_rate.add(shipment.wire_bytes, shipment.link_s)
         logger.info(
             "handoff done request=%s handoff=%s bytes=%d ms=%.1f",
             job.id,

@@ -23,7 +23,7 @@ def load(
     trace: Annotated[Path | None, typer.Option("--trace", help="Requests to replay.")] = None,
     format: Annotated[TraceFormat | None, typer.Option(help="Default: by the file's name.")] = None,
     poisson: Annotated[
-        float | None, typer.Option(min=0.0, help="Instead of a trace: so many requests a second.")
+        float | None, typer.Option(min=0.001, help="Instead of a trace: so many requests a second.")
     ] = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Of each request of --poisson.")] = 256,
     output_tokens: Annotated[int, typer.Option(min=1, help="Of each answer of --poisson.")] = 64,

@@ -31,6 +31,7 @@ def profile(
     replicas: Annotated[
         int | None, typer.Option(min=1, help="How many may step at the same time; default: two per processor.")
     ] = None,
+    seconds: Annotated[float, typer.Option(min=0.001, help="Of each measurement of a step.")] = 2.0,
     usd_per_hour: Annotated[float, typer.Option(min=0.0001, help="What one replica costs, for `cluster plan`.")] = 1.0,
 ) -> None:
     """Measure how long a model's steps take on this machine, and what its links carry, for `cluster simulate`.
@@ -43,7 +44,13 @@ def profile(
     _say(f"steps of {model_dir.name}, alone and by up to {count} replicas at a time")
     # By name: this floor does not import the ones above it.
     steps = import_module("engine.step_profile").profile_steps(
-        model_dir, dtype=dtype, weights=weights, pool_dtype=pool_dtype, threads=threads, num_replicas=count
+        model_dir,
+        dtype=dtype,
+        weights=weights,
+        pool_dtype=pool_dtype,
+        threads=threads,
+        num_replicas=count,
+        seconds=seconds,
     )
     _say("KV from process to process")
     kv = _kv(model_dir, dtype=dtype, pool_dtype=pool_dtype, wire_dtype=wire_dtype, kv_memory_gib=kv_memory_gib)
