@@ -8,8 +8,10 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
+import torch
 from grpc import aio
 from torch import Tensor
 
@@ -50,9 +52,12 @@ class OutgoingLink:
         self._frames: asyncio.Queue[pb.SenderFrame] = asyncio.Queue()
         self._lock = threading.Lock()
         self._outlets: dict[tuple[str, int], Outlet] = {}
+        self._last_place: tuple[tuple[int, ...], int, int] = ((), 0, 0)
+        self._last_slots_T = torch.empty(0, dtype=torch.int64, device=sender.pool.device)
         self._failure: TransferError | None = None
         self._link: Link | None = None
-        self._conversation = asyncio.run_coroutine_threadsafe(self._converse(), sender.loop)
+        self._conversation: asyncio.Task[None] | None = None  # belongs to the loop
+        sender.loop.call_soon_threadsafe(self._start)
 
     @property
     def is_closed(self) -> bool:
@@ -86,15 +91,26 @@ class OutgoingLink:
             self._link.close()
         self._sender.link_failed(self._address)
         self._jobs.put(None)
-        self._conversation.cancel()
+        with suppress(RuntimeError):  # the loop has ended, and with it the conversation
+            self._sender.loop.call_soon_threadsafe(self._stop)
         for outlet in outlets:
             outlet.fail(error)
 
     # On the event loop: the conversation.
 
     async def disconnected(self) -> None:
-        """Wait until the conversation has ended and its channel is closed."""
-        await asyncio.wait([asyncio.wrap_future(self._conversation)], timeout=self._sender.timeout_s)
+        """After a failure, wait until the conversation has ended and its channel is closed."""
+        self._stop()
+        if self._conversation:
+            await asyncio.wait([self._conversation], timeout=self._sender.timeout_s)
+
+    def _start(self) -> None:
+        if not self._failure:
+            self._conversation = self._sender.loop.create_task(self._converse())
+
+    def _stop(self) -> None:
+        if self._conversation:
+            self._conversation.cancel()
 
     async def _converse(self) -> None:
         try:
@@ -198,12 +214,17 @@ class OutgoingLink:
         if not outlet.start_reading():
             return None
         try:
-            pool = self._sender.pool
-            slots_T = slots_of(pool, outlet.passage.blocks, segment.first_token, segment.num_tokens)
-            self._sender.codec.pack(pool, segment, slots_T, payload)
+            self._sender.codec.pack(self._sender.pool, segment, self._slots(outlet, segment), payload)
             return checksum(payload)  # its value on the host: from here on the pool is not read any more
         finally:
             outlet.stop_reading()
+
+    def _slots(self, outlet: Outlet, segment: Segment) -> Tensor:
+        """Where a segment's positions lie in the pool: mostly where those of the last one did, of other layers."""
+        place = (outlet.passage.blocks, segment.first_token, segment.num_tokens)
+        if place != self._last_place:
+            self._last_place, self._last_slots_T = place, slots_of(self._sender.pool, *place)
+        return self._last_slots_T
 
     def _commit(self, outlet: Outlet, ending: Ending) -> None:
         if not outlet.is_ended:

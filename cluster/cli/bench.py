@@ -9,11 +9,15 @@ from typing import Annotated, Any
 import typer
 
 from cluster.cli import load
+from cluster.cli.isolation import isolation
 from cluster.cli.model_options import DEFAULT_DTYPE, DEFAULT_MODEL, DEFAULT_WEIGHTS, Model, ModelDType, ModelWeights
 from cluster.errors import SpecError
 
-bench = typer.Typer(help="Measure a deployment under a load; or, by a command's name, one part of it alone.")
+bench = typer.Typer(
+    help="Measure a deployment under a load; or, by a command's name, what it does to running streams, or one part alone."
+)
 bench.callback(invoke_without_command=True)(load.load)
+bench.command()(isolation)
 
 _MESSAGES = "64,256,1024,4096,16384,65536"
 _Counts = Annotated[str, typer.Option(metavar="N[,N…]")]
@@ -106,11 +110,16 @@ def _lines(result: dict[str, Any]) -> list[str]:
         f"{what}, {result['threads']} threads, memory {result['bandwidth_gb_s']} GB/s",
         *(
             f"decode   batch {row['batch']:4}, context {row['context']:6}: {row['tokens_per_s']:9.1f} tokens/s, "
-            f"{row['step_ms']:8.3f} ms a step"
+            f"{row['step_ms']:8.3f} ms a step{_share(row)}"
             for row in result["decode"]
         ),
         *(f"prefill  {row['tokens']:6} tokens: {row['tokens_per_s']:9.1f} tokens/s" for row in result["prefill"]),
     ]
+
+
+def _share(decode: dict[str, Any]) -> str:
+    share = decode["bandwidth_share"]
+    return "" if share is None else f", {share:4.0%} of the bandwidth"
 
 
 def _kv_lines(result: dict[str, Any]) -> list[str]:
