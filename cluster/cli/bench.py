@@ -13,9 +13,7 @@ from cluster.cli.isolation import isolation
 from cluster.cli.model_options import DEFAULT_DTYPE, DEFAULT_MODEL, DEFAULT_WEIGHTS, Model, ModelDType, ModelWeights
 from cluster.errors import SpecError
 
-bench = typer.Typer(
-    help="Measure a deployment under a load; or, by a command's name, what it does to running streams, or one part alone."
-)
+bench = typer.Typer(help="Measure a deployment under a load; or, by a command's name, something else.")
 bench.callback(invoke_without_command=True)(load.load)
 bench.command()(isolation)
 
