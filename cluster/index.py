@@ -18,11 +18,11 @@ from cluster.hashing import HASH_BYTES
 
 _MAX_EVENTS = 100_000  # of the stream, roughly; who has missed more reads the sets instead
 _SET_TTL_S = 60
-_LONG, _STRIDE = 256, 16  # blocks
+_LONG = 256  # blocks of a prefix in which not each is looked at
 
 
 class PrefixIndex:
-    """Hash to holders, in memory. Matching a prefix costs one dictionary look-up per block.
+    """Hash to holders, in memory. Matching costs a dictionary look-up per block, or fewer where the prefix is long.
 
     Each replica is one bit. A replica that is dropped loses its bit at once, without a walk over its blocks; entries
     that nobody alive holds are swept when they outnumber the others.
@@ -86,32 +86,46 @@ class PrefixIndex:
     def match(self, hashes: Sequence[bytes]) -> dict[str, int]:
         """How many leading blocks of the prefix each replica holds; replicas that hold none are left out.
 
-        Of a long prefix only every _STRIDE-th block is looked at while nobody drops out: who holds a block has nearly
-        always what comes before it, for tails are evicted before heads.
+        Where a replica drops out of a long prefix is found by bisection: who holds a block has nearly always what comes
+        before it, for tails are evicted before heads.
         """
-        depths: dict[int, int] = {}
-        walking, depth = self._alive, 0
-        stride = _STRIDE if len(hashes) > _LONG else 1
-        while walking and depth < len(hashes):
-            last = min(depth + stride, len(hashes)) - 1
-            if self._holders.get(hashes[last], 0) & walking != walking:  # somebody drops out on the way there
-                walking = self._walk(hashes, depth, last + 1, walking, depths)
-            depth = last + 1
-        if walking and hashes:
-            depths[walking] = len(hashes)
-        return {replica: depth for replica, bit in self._bits.items() for mask, depth in depths.items() if mask & bit}
+        if not self._alive or not hashes:
+            return {}
+        walk = self._bisect if len(hashes) > _LONG else self._walk
+        depths = walk(hashes, self._alive)
+        return {replica: depth for replica, bit in self._bits.items() for mask, depth in depths if mask & bit}
 
-    def _walk(self, hashes: Sequence[bytes], start: int, end: int, walking: int, depths: dict[int, int]) -> int:
-        """Look at every block of [start, end): note in `depths` who drops out where; returns who is left."""
-        for depth in range(start, end):
-            holding = self._holders.get(hashes[depth], 0) & walking
+    def _walk(self, hashes: Sequence[bytes], walking: int) -> list[tuple[int, int]]:
+        """Look at every block: (replicas, how many leading blocks they hold)."""
+        depths: list[tuple[int, int]] = []
+        for depth, prefix_hash in enumerate(hashes):
+            holding = self._holders.get(prefix_hash, 0) & walking
             if holding != walking:
                 if depth:
-                    depths[walking & ~holding] = depth
+                    depths.append((walking & ~holding, depth))
                 walking = holding
-            if not walking:
-                break
-        return walking
+                if not walking:
+                    return depths
+        return [*depths, (walking, len(hashes))]
+
+    def _bisect(self, hashes: Sequence[bytes], walking: int) -> list[tuple[int, int]]:
+        """As `_walk`, but look only where somebody drops out: between two blocks that are held by others."""
+        depths: list[tuple[int, int]] = []
+        last = len(hashes) - 1
+        walking &= self._holders.get(hashes[0], 0)
+        spans = [(0, last, self._holders.get(hashes[last], 0))]  # (of the first block, of the last, who holds that one)
+        while spans and walking:  # the leftmost span comes next; all that walk hold its first block
+            low, high, holding = spans.pop()
+            if not walking & ~holding:
+                continue
+            if high - low == 1:
+                depths.append((walking & ~holding, high))
+                walking &= holding
+                continue
+            middle = (low + high) // 2
+            spans.append((middle, high, holding))
+            spans.append((low, middle, self._holders.get(hashes[middle], 0)))
+        return [*depths, (walking, len(hashes))] if walking else depths
 
     def _bit(self, replica: str) -> int:
         if replica not in self._bits:

@@ -31,7 +31,15 @@ _GAUGES = (
     ("blocks_total", "kv_blocks", "KV blocks of the pool, whatever their state."),
     ("blocks_free", "kv_blocks_free", "KV blocks that hold nothing."),
     ("blocks_cached", "kv_blocks_cached", "KV blocks that hold a prefix which no sequence uses; they count as room."),
+    ("link_bytes_per_s", "link_bytes_per_second", "What the replica's links have carried while they were busy."),
     ("draining", "replica_draining", "1 while the replica finishes what it has and takes no more."),
+)
+# The rates that it has learnt of itself; absent until there are any.
+_RATES = (
+    ("base_s", "step_base_seconds", "What every step takes, whatever is in it."),
+    ("token_s", "step_token_seconds", "What a step takes for each token."),
+    ("pair_s", "step_pair_seconds", "What a step takes for each pair of a prompt's token and a position before it."),
+    ("context_s", "step_context_seconds", "What a step takes for each position that a decoding sequence reads."),
 )
 # Of its Totals, since the replica started.
 _COUNTERS = (
@@ -107,6 +115,8 @@ class _ReplicaCollector(Collector):
             labels = (status.replica, role.value)
             for field, name, _ in _GAUGES:
                 families[name].add_metric(labels, float(getattr(status, field)))
+            for field, name, _ in _RATES if status.HasField("timing") else ():
+                families[name].add_metric(labels, float(getattr(status.timing, field)))
             for field, name, _ in _COUNTERS:
                 families[name].add_metric(labels, float(getattr(status.totals, field)))
         yield from families.values()
@@ -114,5 +124,5 @@ class _ReplicaCollector(Collector):
 
 def _families() -> dict[str, GaugeMetricFamily | CounterMetricFamily]:
     labels = ("replica", "role")
-    gauges = {name: GaugeMetricFamily(name, meaning, labels=labels) for _, name, meaning in _GAUGES}
+    gauges = {name: GaugeMetricFamily(name, meaning, labels=labels) for _, name, meaning in (*_GAUGES, *_RATES)}
     return gauges | {name: CounterMetricFamily(name, meaning, labels=labels) for _, name, meaning in _COUNTERS}

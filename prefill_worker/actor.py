@@ -133,6 +133,7 @@ class PrefillBody:
             bytes_per_token=layout.bytes_per_token() * layout.tensor_parallel,
             max_tokens=max_tokens,
             max_running=pool.max_running,
+            max_batch_tokens=pool.max_batch_tokens,
         )
         self.service.start(
             index_url=setup.index_url, name=setup.spec.name, member=member, other_ranks=setup.addresses[1:]
