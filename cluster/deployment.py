@@ -21,6 +21,7 @@ from cluster.errors import DeployError
 from cluster.request import Role
 from cluster.spec import Spec
 from cluster.state import Command, State
+from cluster.stopwatch import Stopwatch
 
 if TYPE_CHECKING:  # Ray must not be imported before local_ray.join()
     from cluster.pool_watch import Reporter
@@ -43,6 +44,7 @@ def deploy(
 
     Raises ClusterError. Then, and when it is interrupted, nothing that it started is left.
     """
+    watch = Stopwatch()
     preflight.check_name(spec.name, reporter.say)
     if address is None:
         preflight.check_ports(spec.router)
@@ -54,11 +56,13 @@ def deploy(
         state = _join_ray(spec, address, wait_for_nodes=wait_for_nodes)
     states.clear_logs(spec.name)
     states.save(state)
+    watch.lap("checks")
     try:
         if state.local_ray:
             reporter.say("starting a local Ray")
             _start_ray(state, state.local_ray)
-        _start(state, spec, parts=parts, deadline=deadline, reporter=reporter)
+            watch.lap("Ray")
+        _start(state, spec, parts=parts, deadline=deadline, reporter=reporter, watch=watch)
     except BaseException:
         with _undisturbed():
             reporter.say("removing what was started")
@@ -66,6 +70,7 @@ def deploy(
         raise
     state = replace(state, deploying=None)
     states.save(state)
+    reporter.say(f"it took: {watch}")
     return state
 
 
@@ -120,20 +125,25 @@ def _start_ray(state: State, local: local_ray.LocalRay) -> None:
     driver.connect(local.address, state.name)
 
 
-def _start(state: State, spec: Spec, *, parts: Parts, deadline: float, reporter: Reporter) -> None:
+def _start(state: State, spec: Spec, *, parts: Parts, deadline: float, reporter: Reporter, watch: Stopwatch) -> None:
     """Start the index, the controller and the router; return when everything is ready."""
     from cluster import driver, pool_watch, router_app, router_health
 
     log_dir = str(states.log_dir(spec.name))
     index_url = driver.start_index(spec.name, log_dir) if spec.index == "embedded" else spec.index
+    watch.lap("index")
     controller = driver.start_controller(spec.name)
     plain_spec = spec.model_dump(mode="json")
     driver.ask(controller, "apply", plain_spec, index_url=index_url, log_dir=log_dir, parts=parts)
+    watch.lap("controller")
     reporter.say("starting the router")
     router_app.start_router(spec, import_path=parts.router, index_url=index_url)
+    watch.lap("router")
     pool_watch.await_ready(controller, Role, deadline=deadline, reporter=reporter)
+    watch.lap("replicas after that")
     wanted = {role.value: spec.pool(role).replicas for role in Role}
     router_health.await_seen(state.http, wanted, within_s=_SEE_ALL_S)
+    watch.lap("router sees all")
 
 
 def _remove_from_ray(state: State) -> None:
