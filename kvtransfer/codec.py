@@ -6,10 +6,13 @@ A segment is a run of layers and a run of token positions of one sequence. Its p
     scales  L x (T, 2, K)      bf16; fp8 codes only, and always with them
 
 2 stands for keys, then values. A pool that is already fp8 ships its codes as they are: nothing is quantised twice.
+With latent attention there is one side, K is 1, and a row on an fp8 wire ends with its rotated key in bf16, as it does
+in an fp8 pool (engine/kv_layout.py).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Protocol
@@ -140,14 +143,19 @@ def _odd_numbers_at_least(count: int, device: torch.device) -> Tensor:
 
 
 def _payload_bytes(segment: Segment, layout: KVLayout, dtype: torch.dtype) -> int:
-    rows = segment.num_layers * segment.num_tokens * 2 * segment.num_heads
-    return rows * (layout.head_dim * dtype.itemsize + (torch.bfloat16.itemsize if dtype == FP8 else 0))
+    rows = segment.num_layers * segment.num_tokens * layout.num_sides * segment.num_heads
+    return rows * (_row_dim(layout, dtype) * dtype.itemsize + (torch.bfloat16.itemsize if dtype == FP8 else 0))
+
+
+def _row_dim(layout: KVLayout, dtype: torch.dtype) -> int:
+    return layout.head_dim + (layout.exact_dim if dtype == FP8 else 0)
 
 
 def _views(payload: Tensor, segment: Segment, layout: KVLayout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The payload as codes (L, T, 2, K, D) and scales (L, T, 2, K); scales are empty unless the codes are fp8."""
-    rows = (segment.num_layers, segment.num_tokens, 2, segment.num_heads)
-    num_code_bytes = segment.num_layers * segment.num_tokens * 2 * segment.num_heads * layout.head_dim * dtype.itemsize
-    codes = payload[:num_code_bytes].view(dtype).view(*rows, layout.head_dim)
+    rows = (segment.num_layers, segment.num_tokens, layout.num_sides, segment.num_heads)
+    shape = (*rows, _row_dim(layout, dtype))
+    num_code_bytes = math.prod(shape) * dtype.itemsize
+    codes = payload[:num_code_bytes].view(dtype).view(shape)
     scales = payload[num_code_bytes:].view(torch.bfloat16)
     return codes, scales.view(rows) if dtype == FP8 else scales

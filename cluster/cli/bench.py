@@ -114,11 +114,16 @@ def _lines(result: dict[str, Any]) -> list[str]:
         f"{what}, {result['threads']} threads, memory {result['bandwidth_gb_s']} GB/s",
         *(
             f"decode   batch {row['batch']:4}, context {row['context']:6}: {row['tokens_per_s']:9.1f} tokens/s, "
-            f"{row['step_ms']:8.3f} ms a step"
+            f"{row['step_ms']:8.3f} ms a step{_share(row)}"
             for row in result["decode"]
         ),
         *(f"prefill  {row['tokens']:6} tokens: {row['tokens_per_s']:9.1f} tokens/s" for row in result["prefill"]),
     ]
+
+
+def _share(decode: dict[str, Any]) -> str:
+    share = decode["bandwidth_share"]
+    return "" if share is None else f", {share:4.0%} of the bandwidth"
 
 
 def _kv_lines(result: dict[str, Any]) -> list[str]:
