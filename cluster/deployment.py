@@ -1,6 +1,7 @@
 """Deploying and taking down: the one procedure that starts and ends everything a deployment consists of.
 
-    checks -> state file -> Ray (found or started) -> index -> controller -> router -> every replica -> health
+    checks -> state file -> Ray (found or started) -> index -> controller -> every replica ------+-> health
+                                                   \-> Ray Serve ---------------> router -------/
 
 The state file is written before anything is started, and names all of it: so take_down() undoes it from wherever it
 was left.
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from cluster import local_ray, preflight
 from cluster import state as states
+from cluster.background import BackgroundThread
 from cluster.desired import Parts
 from cluster.errors import DeployError
 from cluster.request import Role
@@ -28,6 +30,7 @@ if TYPE_CHECKING:  # Ray must not be imported before local_ray.join()
 
 _SEE_ALL_S = 60.0  # from every replica being ready until the router has heard of all
 _STOP_S = 60.0
+_SERVE_S = 60.0
 _SERVE_ENVIRONMENT = {"RAY_SERVE_USE_GRPC_BY_DEFAULT": "1"}  # streams of tokens through the HTTP proxy: 0.5 s without
 
 
@@ -130,12 +133,18 @@ def _start(state: State, spec: Spec, *, parts: Parts, deadline: float, reporter:
     from cluster import driver, pool_watch, router_app, router_health
 
     log_dir = str(states.log_dir(spec.name))
+    serving = BackgroundThread(lambda: router_app.start_serve(spec.router), name="serve")
+    serving.start()
+    controller = driver.start_controller(spec.name)  # its process comes up while we wait for the index
     index_url = driver.start_index(spec.name, log_dir) if spec.index == "embedded" else spec.index
     watch.lap("index")
-    controller = driver.start_controller(spec.name)
     plain_spec = spec.model_dump(mode="json")
     driver.ask(controller, "apply", plain_spec, index_url=index_url, log_dir=log_dir, parts=parts)
     watch.lap("controller")
+    serving.join(_SERVE_S)
+    if serving.failure:
+        raise serving.failure
+    watch.lap("Serve")
     reporter.say("starting the router")
     router_app.start_router(spec, import_path=parts.router, index_url=index_url)
     watch.lap("router")
