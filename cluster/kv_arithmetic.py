@@ -14,17 +14,21 @@ class KVArithmetic:
 
     num_layers: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # numbers of a row: of a head's keys or values, or of a latent
     dtype: str  # of the pool: "bfloat16", "float16", "float32" or "fp8_e4m3"
     block_size: int
     tensor_parallel: int
     memory_bytes: float
+    num_sides: int = 2  # keys and values, or one latent for both
+    exact_dim: int = 0  # numbers of a row that FP8 leaves in two bytes
 
     @property
     def bytes_per_token_per_rank(self) -> int:
         """With more ranks than KV heads, heads are held more than once."""
-        per_head = self.head_dim * _ITEM_BYTES[self.dtype] + (_SCALE_BYTES if self.dtype == "fp8_e4m3" else 0)
-        return self.num_layers * 2 * max(1, self.num_kv_heads // self.tensor_parallel) * per_head
+        per_head = self.head_dim * _ITEM_BYTES[self.dtype]
+        if self.dtype == "fp8_e4m3":
+            per_head += self.exact_dim + _SCALE_BYTES
+        return self.num_layers * self.num_sides * max(1, self.num_kv_heads // self.tensor_parallel) * per_head
 
     @property
     def bytes_per_token(self) -> int:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from cluster.errors import SpecError
 from cluster.gguf_table import TABLE, read_table
+from cluster.model_shape import ExpertsConfig, LatentConfig, ModelConfig, RopeScaling
 
 SUPPORTED_ARCHITECTURES = (
     *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
-    *("MixtralForCausalLM", "Qwen3MoeForCausalLM"),
+    *("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"),
+    *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
 )
 QUANTIZATION_METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq")
 
@@ -26,109 +27,6 @@ _ROPE_PARAMETERS = (
 )
 _SAMPLES = 16  # places at which fingerprint() looks into each weight file
 _SAMPLE_BYTES = 16 * 1024
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """How rotary frequencies are stretched; `kind` and the parameters are those of transformers' rope types.
-
-    One kind is ours: "factors" divides each frequency by its own number, as GGUF files of Llama 3.1 and later say it.
-    """
-
-    kind: str = "default"
-    factor: float = 1.0
-    original_max_position: int = 0
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-    factors: tuple[float, ...] = ()  # factors: head_dim / 2 of them
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertsConfig:
-    """The experts of a mixture-of-experts model: gated MLPs, of which each token passes through a few."""
-
-    num_experts: int  # of each sparse layer
-    num_per_token: int
-    intermediate_size: int  # of one expert
-    normalizes_weights: bool  # whether the weights of a token's experts are made to sum to 1
-    is_sparse: tuple[bool, ...]  # per layer; the others have one dense MLP
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """One decoder-only model. Counts are the whole model's, before any tensor parallelism."""
-
-    architecture: str
-    num_layers: int
-    hidden_size: int
-    intermediate_size: int
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    max_position: int  # positions that the rotary embedding was trained for
-    max_context: int  # tokens, prompt and output together; max_position stretched by the rope scaling
-    rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: RopeScaling
-    tie_embeddings: bool
-    has_qkv_bias: bool
-    has_output_bias: bool  # of the attention's output projection
-    has_mlp_bias: bool
-    has_qk_norm: bool
-    sliding_windows: tuple[int | None, ...]  # per layer; a token attends to itself and window - 1 before it
-    bos_token_id: int | None
-    eos_token_ids: tuple[int, ...]
-    dtype: str  # of the checkpoint: "bfloat16", "float16" or "float32"
-    experts: ExpertsConfig | None = None
-
-    def is_sparse(self, layer: int) -> bool:
-        """Whether the layer has experts in the place of its MLP."""
-        return self.experts is not None and self.experts.is_sparse[layer]
-
-    @property
-    def num_parameters(self) -> int:
-        attention = self.head_dim * (2 * self.num_q_heads + 2 * self.num_kv_heads) * self.hidden_size
-        layers = self.num_layers * (attention + 2 * self.hidden_size)
-        layers += sum(3 * self.hidden_size * self._mlp_features(layer) for layer in range(self.num_layers))
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return layers + embeddings + self.hidden_size
-
-    def _mlp_features(self, layer: int) -> int:
-        if self.experts is None or not self.experts.is_sparse[layer]:
-            return self.intermediate_size
-        return self.experts.num_experts * self.experts.intermediate_size
-
-    def kv_values_per_token(self) -> int:
-        """Numbers that one token adds to the KV cache, keys and values, all layers, all heads."""
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim
-
-    def tensor_parallel_choices(self) -> list[int]:
-        """The tensor-parallel sizes that fit: query heads divide evenly, and KV heads divide or are replicated."""
-        sizes = (size for size in range(1, self.num_q_heads + 1) if self.num_q_heads % size == 0)
-        return [size for size in sizes if self.num_kv_heads % size == 0 or size % self.num_kv_heads == 0]
-
-    def check_tensor_parallel(self, size: int) -> None:
-        """Raise SpecError, naming the sizes that fit, unless `size` does."""
-        choices = self.tensor_parallel_choices()
-        if size not in choices:
-            raise SpecError(
-                f"tensor_parallel: {size} does not fit {self.num_q_heads} query and {self.num_kv_heads} KV heads; "
-                f"choose one of {', '.join(map(str, choices))}"
-            )
-
-    def check_expert_parallel(self, size: int) -> None:
-        """Raise SpecError unless there are experts to spread over `size` ranks."""
-        if self.experts is None:
-            raise SpecError(f"expert_parallel: {self.architecture} has no experts; leave it out")
-        if self.experts.num_experts < size:
-            raise SpecError(f"expert_parallel: {self.experts.num_experts} experts do not fill {size} ranks")
 
 
 def load(path: Path) -> ModelConfig:
@@ -201,6 +99,7 @@ def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig
     _refuse_unsupported(architecture, raw)
     hidden_size, num_q_heads = raw["hidden_size"], raw["num_attention_heads"]
     default_head_dim = 128 if architecture == "Qwen3ForCausalLM" else hidden_size // num_q_heads
+    latent = _latent(architecture, raw)
     scaling = _rope_scaling(raw)
     has_bias = bool(raw.get("attention_bias", False))
     return ModelConfig(
@@ -210,8 +109,9 @@ def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig
         intermediate_size=raw["intermediate_size"],
         experts=_experts(architecture, raw),
         num_q_heads=num_q_heads,
-        num_kv_heads=raw.get("num_key_value_heads") or num_q_heads,
-        head_dim=raw.get("head_dim") or default_head_dim,
+        num_kv_heads=1 if latent else raw.get("num_key_value_heads") or num_q_heads,
+        head_dim=latent.nope_dim + latent.rope_dim if latent else raw.get("head_dim") or default_head_dim,
+        latent=latent,
         vocab_size=raw["vocab_size"],
         max_position=raw["max_position_embeddings"],
         max_context=_max_context(raw["max_position_embeddings"], scaling),
@@ -219,7 +119,7 @@ def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig
         rope_theta=_rope(raw).get("rope_theta") or 10000.0,
         rope_scaling=scaling,
         tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        has_qkv_bias=architecture == "Qwen2ForCausalLM" or has_bias,
+        has_qkv_bias=has_bias or (architecture.startswith("Qwen2") and bool(raw.get("qkv_bias", True))),
         has_output_bias=architecture != "Qwen2ForCausalLM" and has_bias,
         has_mlp_bias=bool(raw.get("mlp_bias", False)),
         has_qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
@@ -231,25 +131,73 @@ def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig
 
 
 def _experts(architecture: str, raw: Mapping[str, Any]) -> ExpertsConfig | None:
-    num_layers: int = raw["num_hidden_layers"]
-    if architecture == "MixtralForCausalLM":
-        return ExpertsConfig(
-            num_experts=raw["num_local_experts"],
-            num_per_token=raw["num_experts_per_tok"],
-            intermediate_size=raw["intermediate_size"],
-            normalizes_weights=True,
-            is_sparse=(True,) * num_layers,
-        )
-    if architecture == "Qwen3MoeForCausalLM":
-        step, dense = raw.get("decoder_sparse_step", 1), raw.get("mlp_only_layers") or ()
-        return ExpertsConfig(
-            num_experts=raw["num_experts"] if "num_experts" in raw else raw["num_local_experts"],
-            num_per_token=raw["num_experts_per_tok"],
-            intermediate_size=raw["moe_intermediate_size"],
-            normalizes_weights=bool(raw.get("norm_topk_prob", False)),
-            is_sparse=tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers)),
-        )
+    match architecture:
+        case "MixtralForCausalLM":
+            return ExpertsConfig(
+                num_experts=raw["num_local_experts"],
+                num_per_token=raw["num_experts_per_tok"],
+                intermediate_size=raw["intermediate_size"],
+                normalizes_weights=True,
+                is_sparse=(True,) * raw["num_hidden_layers"],
+            )
+        case "Qwen2MoeForCausalLM" | "Qwen3MoeForCausalLM":
+            return _qwen_experts(raw)
+        case "DeepseekV2ForCausalLM" | "DeepseekV3ForCausalLM":
+            return _deepseek_experts(raw, is_v3=architecture == "DeepseekV3ForCausalLM")
     return None
+
+
+def _qwen_experts(raw: Mapping[str, Any]) -> ExpertsConfig:
+    num_layers: int = raw["num_hidden_layers"]
+    step, dense = raw.get("decoder_sparse_step", 1), raw.get("mlp_only_layers") or ()
+    return ExpertsConfig(
+        num_experts=raw["num_experts"] if "num_experts" in raw else raw["num_local_experts"],
+        num_per_token=raw["num_experts_per_tok"],
+        intermediate_size=raw["moe_intermediate_size"],
+        normalizes_weights=bool(raw.get("norm_topk_prob", False)),
+        is_sparse=tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers)),
+        shared_size=raw.get("shared_expert_intermediate_size", 0),
+        has_shared_gate="shared_expert_intermediate_size" in raw,
+    )
+
+
+def _deepseek_experts(raw: Mapping[str, Any], *, is_v3: bool) -> ExpertsConfig | None:
+    num_layers: int = raw["num_hidden_layers"]
+    if not raw.get("n_routed_experts") or raw.get("first_k_dense_replace", 0) >= num_layers:
+        return None
+    if raw.get("moe_layer_freq", 1) != 1:
+        raise SpecError("moe_layer_freq other than 1 is not supported")
+    method = raw.get("topk_method") or ("noaux_tc" if is_v3 else "greedy")
+    if method not in (("noaux_tc",) if is_v3 else ("greedy", "group_limited_greedy")):
+        raise SpecError(f"topk_method {method} is not supported")
+    has_groups = method != "greedy"
+    return ExpertsConfig(
+        num_experts=raw["n_routed_experts"],
+        num_per_token=raw["num_experts_per_tok"],
+        intermediate_size=raw["moe_intermediate_size"],
+        # V2 says norm_topk_prob, and neither its own code for greedy models nor transformers' heeds it.
+        normalizes_weights=is_v3 and bool(raw.get("norm_topk_prob", True)),
+        is_sparse=tuple(i >= raw.get("first_k_dense_replace", 0) for i in range(num_layers)),
+        shared_size=raw["moe_intermediate_size"] * (raw.get("n_shared_experts") or 0),
+        scores="sigmoid" if is_v3 else "softmax",
+        num_groups=raw.get("n_group") or 1 if has_groups else 1,
+        num_groups_per_token=raw.get("topk_group") or 1 if has_groups else 1,
+        weight_scale=raw.get("routed_scaling_factor", 1.0),
+        scores_in_fp32=True,
+    )
+
+
+def _latent(architecture: str, raw: Mapping[str, Any]) -> LatentConfig | None:
+    if architecture not in ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"):
+        return None
+    return LatentConfig(
+        latent_dim=raw["kv_lora_rank"],
+        rope_dim=raw["qk_rope_head_dim"],
+        nope_dim=raw["qk_nope_head_dim"],
+        value_dim=raw["v_head_dim"],
+        query_dim=raw.get("q_lora_rank"),
+        is_interleaved=architecture == "DeepseekV2ForCausalLM" or bool(raw.get("rope_interleave", True)),
+    )
 
 
 def _refuse_unsupported(architecture: str, raw: Mapping[str, Any]) -> None:
@@ -317,6 +265,8 @@ def _sliding_windows(architecture: str, raw: Mapping[str, Any]) -> tuple[int | N
     if architecture == "Qwen3MoeForCausalLM":
         return (window,) * num_layers
     first = raw.get("max_window_layers", 28)
+    if architecture == "Qwen2MoeForCausalLM" and not raw.get("layer_types"):
+        return tuple(window if i % 2 == 0 and i < first else None for i in range(num_layers))
     types = raw.get("layer_types") or ["full_attention"] * first + ["sliding_attention"] * (num_layers - first)
     return tuple(window if kind == "sliding_attention" else None for kind in types[:num_layers])
 

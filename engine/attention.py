@@ -25,7 +25,7 @@ _MAX_PADDING = 2.0  # gathered keys over needed ones
 
 
 @dataclass(frozen=True)
-class _Prompt:
+class Prompt:
     """One row of several queries."""
 
     first: int  # its queries are tokens [first, end) of the step
@@ -35,7 +35,7 @@ class _Prompt:
 
 
 @dataclass(frozen=True)
-class _Singles:
+class Singles:
     """Rows of one query each, whose contexts are of similar length."""
 
     tokens_R: Tensor
@@ -47,8 +47,8 @@ class _Singles:
 class AttentionPlan:
     """Which blocks each row of a batch attends to, and which keys in them, under one sliding window (or none)."""
 
-    prompts: list[_Prompt]
-    singles: list[_Singles]
+    prompts: list[Prompt]
+    singles: list[Singles]
 
     @classmethod
     def of(cls, batch: Batch, pool: KVPool, *, window: int | None, dtype: torch.dtype) -> AttentionPlan:
@@ -73,7 +73,7 @@ def paged_attention(q_THD: Tensor, pool: KVPool, layer: int, plan: AttentionPlan
     out_TKGD = torch.empty_like(q_TKGD)
     for prompt in plan.prompts:
         k_1KLD, v_1KLD = pool.gather(layer, prompt.runs_2RKB, q_THD.dtype)
-        out_TKGD[prompt.first : prompt.end] = _attend_prompt(
+        out_TKGD[prompt.first : prompt.end] = attend_prompt(
             q_TKGD[prompt.first : prompt.end], k_1KLD[0], v_1KLD[0], prompt.mask_QL
         )
     for singles in plan.singles:
@@ -85,14 +85,19 @@ def paged_attention(q_THD: Tensor, pool: KVPool, layer: int, plan: AttentionPlan
     return out_TKGD.view(num_tokens, num_heads, dim)
 
 
-def _attend_prompt(q_QKGD: Tensor, k_KLD: Tensor, v_KLD: Tensor, mask_QL: Tensor | None) -> Tensor:
-    """-> (Q, K, G, D). Keys and values are shared by G heads without being copied."""
+def attend_prompt(
+    q_QKGD: Tensor, k_KLD: Tensor, v_KLD: Tensor, mask_QL: Tensor | None, *, scale: float | None = None
+) -> Tensor:
+    """-> (Q, K, G, D) of the values. Keys and values are shared by G heads without being copied.
+
+    mask: see Prompt. scale: of the scores, by default 1 / sqrt(D) of the keys.
+    """
     num_queries, _, group, _ = q_QKGD.shape
     if mask_QL is None:
         k_KLD, v_KLD = k_KLD[:, :num_queries], v_KLD[:, :num_queries]
     k_KGLD, v_KGLD = (x_KLD.unsqueeze(1).expand(-1, group, -1, -1) for x_KLD in (k_KLD, v_KLD))
     out_KGQD = F.scaled_dot_product_attention(
-        q_QKGD.permute(1, 2, 0, 3), k_KGLD, v_KGLD, attn_mask=mask_QL, is_causal=mask_QL is None
+        q_QKGD.permute(1, 2, 0, 3), k_KGLD, v_KGLD, attn_mask=mask_QL, is_causal=mask_QL is None, scale=scale
     )
     return out_KGQD.permute(2, 0, 1, 3)
 
@@ -113,23 +118,23 @@ class _Planner:
         self._low = lowest_key // block_size
         self._high = -(-batch.context_lens // block_size)
 
-    def prompt(self, row: int) -> _Prompt:
+    def prompt(self, row: int) -> Prompt:
         first, end = int(self._ends[row] - self._batch.query_lens[row]), int(self._ends[row])
         low, high = int(self._low[row]), int(self._high[row])
         runs_2RKB = self._pool.runs(self._batch.block_tables[row : row + 1, low:high])
         if self._starts[row] == 0 and (self._window is None or self._window >= end - first):
-            return _Prompt(first, end, runs_2RKB, None)
+            return Prompt(first, end, runs_2RKB, None)
         mask_1QL = self._mask(self._batch.positions[None, first:end], self._low[[row]], high - low)
-        return _Prompt(first, end, runs_2RKB, mask_1QL[0])
+        return Prompt(first, end, runs_2RKB, mask_1QL[0])
 
-    def singles(self, rows: Ints) -> _Singles:
+    def singles(self, rows: Ints) -> Singles:
         low, high = self._low[rows], self._high[rows]
         width = int((high - low).max())
         # Shorter rows are padded with their own last block, at positions that the mask hides.
         columns = np.minimum(low[:, None] + np.arange(width), high[:, None] - 1)
         tokens = self._ends[rows] - 1
         mask_R1L = self._mask(self._batch.positions[tokens, None], low, width)
-        return _Singles(
+        return Singles(
             tokens_R=torch.from_numpy(tokens).to(self._pool.device),
             runs_2RKB=self._pool.runs(self._batch.block_tables[rows[:, None], columns]),
             mask_R11L=mask_R1L.unsqueeze(1),

@@ -13,6 +13,11 @@ import torch
 #               scales (B, 2, K, S)      fp8 pools only: one bf16 scale per (token, head), for keys and for values
 #
 # One (layer, block) is one contiguous run, and a range of heads of its keys or values is contiguous inside it.
+#
+# With latent attention (DeepSeek) there is one side and one head, which every rank holds: a row per token of its latent
+# and its rotated key. In FP8 the latent has a scale, and the rotated key stays in bf16, in the place of two codes each:
+#
+#   bf16   | latent, 512 numbers | rotated key, 64 |        fp8   | latent, 512 codes | rotated key, 64 of bf16 |
 
 _DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -38,6 +43,8 @@ class KVLayout:
     dtype: str  # of the pool: "bfloat16", "float16", "float32" or "fp8_e4m3"
     tensor_parallel: int = 1
     weights: str = "as_stored"  # or what they are made into at load; see engine.shards.WEIGHTS
+    num_sides: int = 2  # keys and values; 1: one latent row for both
+    exact_dim: int = 0  # numbers at the end of a row that FP8 leaves in bf16
 
     @property
     def fingerprint(self) -> str:
@@ -50,6 +57,8 @@ class KVLayout:
             self.block_size,
             self.dtype,
             self.weights,
+            self.num_sides,
+            self.exact_dim,
         )
         return blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
@@ -65,6 +74,11 @@ class KVLayout:
     def heads_per_rank(self) -> int:
         return max(1, self.num_kv_heads // self.tensor_parallel)
 
+    @property
+    def row_dim(self) -> int:
+        """Places of `torch_dtype` that one token's row of one head takes in the pool."""
+        return self.head_dim + self.exact_dim if self.has_scales else self.head_dim
+
     def head_range(self, rank: int) -> tuple[int, int]:
         """The model's kv heads [start, end) that `rank` holds."""
         start = rank * self.num_kv_heads // self.tensor_parallel
@@ -72,8 +86,8 @@ class KVLayout:
 
     def bytes_per_token(self) -> int:
         """KV bytes of one token on one rank, all layers, scales included."""
-        per_head = self.head_dim * self.torch_dtype.itemsize + (torch.bfloat16.itemsize if self.has_scales else 0)
-        return self.num_layers * 2 * self.heads_per_rank * per_head
+        per_head = self.row_dim * self.torch_dtype.itemsize + (torch.bfloat16.itemsize if self.has_scales else 0)
+        return self.num_layers * self.num_sides * self.heads_per_rank * per_head
 
     @property
     def block_bytes(self) -> int:

@@ -10,17 +10,19 @@ import torch
 from torch import Tensor
 
 from engine.batch import Ints
-from engine.kernels.fp8 import dequantize_fp8
-from engine.kernels.kv_write import write_kv
+from engine.kernels.fp8 import dequantize_rows
+from engine.kernels.kv_write import write_kv, write_rows
 from engine.kv_layout import KVLayout
 
-# T tokens, R rows (sequences), B blocks, L = B * S positions, K kv heads of this rank, S block_size, D head_dim
+# T tokens, R rows (sequences), B blocks, L = B * S positions, K kv heads of this rank, S block_size, D head_dim;
+# 2: keys, then values, or the one side of a latent layout
 
 
 class KVPool:
     """The blocks of one rank, for every layer. It knows nothing of who uses which block: see BlockManager.
 
-    `codes[layer]` is (B, 2, K, S, D); `scales[layer]` is (B, 2, K, S) bf16 for an fp8 pool, else `scales` is empty.
+    `codes[layer]` is (B, 2, K, S, row_dim); `scales[layer]` is (B, 2, K, S) bf16 for an fp8 pool, else `scales` is
+    empty. See KVLayout.
     A slot is block id * S + offset.
     """
 
@@ -28,7 +30,7 @@ class KVPool:
         self.layout = layout
         self.num_blocks = num_blocks
         self.device = device
-        shape = (num_blocks, 2, layout.heads_per_rank, layout.block_size, layout.head_dim)
+        shape = (num_blocks, layout.num_sides, layout.heads_per_rank, layout.block_size, layout.row_dim)
         self.codes = [_zeros(shape, layout.torch_dtype, device) for _ in range(layout.num_layers)]
         self.scales = [
             _zeros(shape[:-1], torch.bfloat16, device) for _ in range(layout.num_layers if layout.has_scales else 0)
@@ -38,11 +40,15 @@ class KVPool:
         """Store keys and values at `slots_T` (int64), quantising if the pool is fp8."""
         write_kv(self.codes[layer], self.scales[layer] if self.scales else None, slots_T, k_TKD, v_TKD)
 
+    def write_latents(self, layer: int, slots_T: Tensor, rows_TD: Tensor) -> None:
+        """The same for a latent layout: one row per token."""
+        write_rows(self.codes[layer], self.scales[layer] if self.scales else None, slots_T, rows_TD[:, None, None])
+
     def read(self, layer: int, block_ids_B: Tensor, dtype: torch.dtype) -> Tensor:
         """Gather blocks as `dtype`: (2, K, B * S, D), in the order of block_ids_B."""
         kv_B2KSD = as_bytes(self.codes[layer])[block_ids_B].view(self.layout.torch_dtype)
         if self.scales:
-            kv_B2KSD = dequantize_fp8(kv_B2KSD, self.scales[layer][block_ids_B], dtype)
+            kv_B2KSD = dequantize_rows(kv_B2KSD, self.scales[layer][block_ids_B], self.layout.exact_dim, dtype)
         return kv_B2KSD.to(dtype).permute(1, 2, 0, 3, 4).flatten(2, 3)
 
     def synchronize(self) -> None:
@@ -53,23 +59,22 @@ class KVPool:
     def runs(self, tables_RB: Ints) -> Tensor:
         """Where the blocks of R equally long tables lie, for `gather`; the same for every layer. (2, R, K, B) int64."""
         num_heads = self.layout.heads_per_rank
-        kv_2111 = np.arange(2).reshape(2, 1, 1, 1)
+        num_sides = self.layout.num_sides
+        side_2111 = np.arange(num_sides).reshape(num_sides, 1, 1, 1)
         head_K1 = np.arange(num_heads).reshape(num_heads, 1)
-        runs_2RKB = (tables_RB[:, None, :] * 2 + kv_2111) * num_heads + head_K1
+        runs_2RKB = (tables_RB[:, None, :] * num_sides + side_2111) * num_heads + head_K1
         return torch.from_numpy(runs_2RKB).to(self.device)
 
-    def gather(self, layer: int, runs_2RKB: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys and values of whole blocks as `dtype`, each (R, K, B * S, D)."""
-        shape_2RKLD = (*runs_2RKB.shape[:-1], runs_2RKB.shape[-1] * self.layout.block_size, self.layout.head_dim)
+    def gather(self, layer: int, runs_2RKB: Tensor, dtype: torch.dtype) -> Tensor:
+        """Keys and values of whole blocks as `dtype`, (2, R, K, B * S, D)."""
+        shape_2RKLD = (*runs_2RKB.shape[:-1], runs_2RKB.shape[-1] * self.layout.block_size, self.layout.row_dim)
         flat_N = runs_2RKB.flatten()
-        run_size = self.layout.block_size * self.layout.head_dim
+        run_size = self.layout.block_size * self.layout.row_dim
         codes = as_bytes(self.codes[layer]).view(-1, run_size).index_select(0, flat_N).view(shape_2RKLD)
         if not self.scales:
-            k_RKLD, v_RKLD = codes.to(dtype)
-            return k_RKLD, v_RKLD
+            return codes.to(dtype)
         scales = self.scales[layer].view(-1, self.layout.block_size).index_select(0, flat_N).view(shape_2RKLD[:-1])
-        k_RKLD, v_RKLD = dequantize_fp8(codes.view(torch.float8_e4m3fn), scales, dtype)
-        return k_RKLD, v_RKLD
+        return dequantize_rows(codes.view(torch.float8_e4m3fn), scales, self.layout.exact_dim, dtype)
 
     def copy_out(self, blocks: Sequence[int]) -> Tensor:
         """The bytes of whole blocks, (B, block_bytes) uint8 on the pool's device: of each layer the codes, then of each

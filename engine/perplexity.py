@@ -101,8 +101,8 @@ def _send_and_receive(pool: KVPool, num_tokens: int) -> None:
     """Put the pool's first positions through an FP8 wire and back."""
     layout, heads = pool.layout, slice(0, pool.layout.heads_per_rank)
     slots_T = torch.arange(num_tokens, device=pool.device)
-    shape = (num_tokens, 2, layout.heads_per_rank)
-    codes = torch.empty(*shape, layout.head_dim, dtype=torch.float8_e4m3fn, device=pool.device)
+    shape = (num_tokens, layout.num_sides, layout.heads_per_rank)
+    codes = torch.empty(*shape, layout.head_dim + layout.exact_dim, dtype=torch.float8_e4m3fn, device=pool.device)
     scales = torch.empty(shape, dtype=torch.bfloat16, device=pool.device)
     for layer in pool.codes:
         pack_kv(layer, slots_T, heads, codes, scales)

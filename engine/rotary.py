@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from cluster.model_config import ModelConfig, RopeScaling
+from cluster.model_shape import ModelConfig, RopeScaling
 
-# T tokens, D head_dim, F = D / 2 frequencies
+# T tokens, D rotated dimensions of a head, F = D / 2 frequencies
 
 
 class Rotary:
@@ -19,8 +19,8 @@ class Rotary:
         self._theta = config.rope_theta
         self._scaling = config.rope_scaling
         self._max_position = config.max_position
-        self._dim = config.head_dim
-        self._frequencies_F = _frequencies(config.rope_theta, config.head_dim, config.rope_scaling).to(device)
+        self._dim = config.rotary_dim
+        self._frequencies_F = _frequencies(config.rope_theta, config.rotary_dim, config.rope_scaling).to(device)
         self._amplitude = _amplitude(config.rope_scaling)
 
     def __call__(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

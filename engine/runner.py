@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cluster import model_config
 from cluster.errors import SpecError
-from cluster.model_config import ModelConfig
+from cluster.model_shape import ModelConfig
 from engine.batch import Batch
 from engine.cpu.library import open_kernels
 from engine.kv_layout import KVLayout
@@ -40,7 +40,9 @@ def layout_for(
         model=model_config.fingerprint(model_dir),
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        head_dim=config.kv_dim,
+        num_sides=config.kv_sides,
+        exact_dim=config.kv_exact_dim,
         block_size=block_size,
         dtype=dtype if pool_dtype == "auto" else pool_dtype,
         tensor_parallel=tensor_parallel,
@@ -112,8 +114,4 @@ class ModelRunner:
         `on_layer(i)` is called as soon as layer i's keys and values of this batch are in the pool, before the layer's
         attention is computed. On a GPU that means: enqueued on the current stream.
         """
-        return self._model(batch, self.pool, on_layer or _ignore)
-
-
-def _ignore(layer: int) -> None:
-    pass
+        return self._model(batch, self.pool, on_layer)

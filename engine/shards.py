@@ -40,9 +40,9 @@ class ShardReader:
                 "model.weights: int8 needs a CPU, dtype bfloat16 and a C++ compiler on the worker's machine"
             )
 
-    def tensor(self, name: str) -> Tensor:
-        """All of a tensor, by its whole name."""
-        return self._place(self.checkpoint.read(name))
+    def tensor(self, name: str, *, rows: Span | None = None) -> Tensor:
+        """A tensor, or some of its rows, by its whole name."""
+        return self._place(self.checkpoint.read(name, rows=rows))
 
     def norm(self, name: str, eps: float) -> RMSNorm:
         return RMSNorm(self._place(self.checkpoint.read(f"{name}.weight")), eps)

@@ -6,16 +6,21 @@ A segment is a run of layers and a run of token positions of one sequence. Its p
     scales  L x (T, 2, K)      bf16; fp8 codes only, and always with them
 
 2 stands for keys, then values. A pool that is already fp8 ships its codes as they are: nothing is quantised twice.
+With latent attention there is one side, K is 1, and a row on an fp8 wire ends with its rotated key in bf16, as it does
+in an fp8 pool (engine/kv_layout.py).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from engine.cpu.library import open_copies
 from engine.kernels.wire import pack_kv, unpack_kv
 from engine.kv_layout import KVLayout
 from engine.kv_pool import KVPool
@@ -45,7 +50,11 @@ class Codec(Protocol):
 
 
 def codec_for(layout: KVLayout, wire_dtype: str) -> Codec:
-    """The codec for pools of `layout` over a wire of `wire_dtype` ("fp8_e4m3" or "raw")."""
+    """The codec for pools of `layout` over a wire of `wire_dtype` ("fp8_e4m3" or "raw").
+
+    Takes seconds where the CPU kernels are yet to be compiled: a link's thread must not be the first to ask for them.
+    """
+    open_copies(torch.device("cpu"))
     if wire_dtype == "fp8_e4m3" and not layout.has_scales:
         return QuantizingCodec(layout)
     return RawCodec(layout)
@@ -99,20 +108,26 @@ def slots_of(pool: KVPool, blocks: Sequence[int], first_token: int, num_tokens: 
     """The pool slots of positions [first_token, first_token + num_tokens) of a table, (num_tokens,) int64."""
     size = pool.layout.block_size
     first_block = first_token // size
-    blocks_B = torch.tensor(blocks[first_block : -(-(first_token + num_tokens) // size)], dtype=torch.int64)
-    offsets_T = torch.arange(first_token, first_token + num_tokens) - first_block * size
-    return (blocks_B[offsets_T // size] * size + offsets_T % size).to(pool.device)
+    blocks_B = np.array(blocks[first_block : -(-(first_token + num_tokens) // size)], dtype=np.int64)
+    slots_BS = blocks_B[:, None] * size + np.arange(size)
+    offset = first_token - first_block * size
+    return torch.from_numpy(slots_BS.ravel()[offset : offset + num_tokens]).to(pool.device)
 
 
 def _payload_bytes(segment: Segment, layout: KVLayout, dtype: torch.dtype) -> int:
-    rows = segment.num_layers * segment.num_tokens * 2 * segment.num_heads
-    return rows * (layout.head_dim * dtype.itemsize + (torch.bfloat16.itemsize if dtype == FP8 else 0))
+    rows = segment.num_layers * segment.num_tokens * layout.num_sides * segment.num_heads
+    return rows * (_row_dim(layout, dtype) * dtype.itemsize + (torch.bfloat16.itemsize if dtype == FP8 else 0))
+
+
+def _row_dim(layout: KVLayout, dtype: torch.dtype) -> int:
+    return layout.head_dim + (layout.exact_dim if dtype == FP8 else 0)
 
 
 def _views(payload: Tensor, segment: Segment, layout: KVLayout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The payload as codes (L, T, 2, K, D) and scales (L, T, 2, K); scales are empty unless the codes are fp8."""
-    rows = (segment.num_layers, segment.num_tokens, 2, segment.num_heads)
-    num_code_bytes = segment.num_layers * segment.num_tokens * 2 * segment.num_heads * layout.head_dim * dtype.itemsize
-    codes = payload[:num_code_bytes].view(dtype).view(*rows, layout.head_dim)
+    rows = (segment.num_layers, segment.num_tokens, layout.num_sides, segment.num_heads)
+    shape = (*rows, _row_dim(layout, dtype))
+    num_code_bytes = math.prod(shape) * dtype.itemsize
+    codes = payload[:num_code_bytes].view(dtype).view(shape)
     scales = payload[num_code_bytes:].view(torch.bfloat16)
     return codes, scales.view(rows) if dtype == FP8 else scales

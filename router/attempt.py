@@ -21,8 +21,14 @@ from grpc import aio
 
 from cluster.channel import error_of
 from cluster.errors import CapacityError, ClusterError, DeadlineExceeded, LayoutMismatch, ReplicaLost, TransferError
-from cluster.handoff import Handoff
-from cluster.messages import handoff_from_proto, handoff_to_proto, sequence_to_proto, tokens_from_proto
+from cluster.handoff import Handoff, Holder
+from cluster.messages import (
+    handoff_from_proto,
+    handoff_to_proto,
+    holder_to_proto,
+    sequence_to_proto,
+    tokens_from_proto,
+)
 from cluster.request import SampledToken, SequenceRequest
 from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
@@ -48,6 +54,7 @@ class Pair:
     hashes: Sequence[bytes] = ()  # of the prompt's full blocks, as it was weighed
     promised_blocks: int = 0  # of the decode replica, as long as the pair is used
     promised_streams: int = 0
+    holder: Holder | None = None  # from whom the replica that computes the prompt may fetch what it lacks of the prefix
 
 
 def may_retry(error: ClusterError) -> bool:
@@ -77,6 +84,7 @@ class Attempt:
         self._request = request
         self._prefill = pair.prefill
         self._decode = pair.decode
+        self._holder = pair.holder
         self._router = router
         self._route = route
         self._choices = Choices(request.choices, emit, has_prefill=pair.prefill is not None)
@@ -116,7 +124,10 @@ class Attempt:
 
     async def _lease(self, decode: Replica) -> None:
         request = pb.GenerateRequest(
-            sequence=sequence_to_proto(self._request), prefill_here=self._prefill is None, router=self._router
+            sequence=sequence_to_proto(self._request),
+            prefill_here=self._prefill is None,
+            router=self._router,
+            holder=self._holder_for(decode) if self._prefill is None else None,
         )
         decode.num_requests += 1
         call = rpc.DecodeWorkerStub(decode.channel).Generate(request, timeout=self._remaining_s)
@@ -127,6 +138,8 @@ class Attempt:
                     self._reserved(event.reserved)
                 elif kind == "started":
                     self._choices.started(epoch=event.started.epoch)
+                    if self._prefill is None:
+                        self._route.pulled_tokens = event.started.pulled_tokens
         except aio.AioRpcError as error:
             if any(self._places[choice].replica is decode for choice in self._choices.unfinished):
                 self._choices.fail(self._error_of(error, decode))
@@ -213,7 +226,9 @@ class Attempt:
         """Raises ClusterError if the prompt's KV did not arrive."""
         num_tokens = len(self._request.token_ids)
         request = pb.PrefillRequest(
-            sequence=sequence_to_proto(self._request), handoff=handoff_to_proto(handoff) if handoff else None
+            sequence=sequence_to_proto(self._request),
+            handoff=handoff_to_proto(handoff) if handoff else None,
+            holder=self._holder_for(prefill),
         )
         prefill.num_requests += 1
         prefill.pending_tokens += num_tokens
@@ -225,6 +240,7 @@ class Attempt:
                     num_tokens = 0
                     self._route.prefill_replica = prefill.id
                     self._route.cached_tokens = event.first_tokens.cached_tokens
+                    self._route.pulled_tokens = event.first_tokens.pulled_tokens
                     epoch = handoff.epoch if handoff else 0
                     self._choices.first(tokens_from_proto(event.first_tokens.tokens), epoch=epoch)
                 else:
@@ -236,6 +252,9 @@ class Attempt:
             prefill.num_requests -= 1
             prefill.pending_tokens -= num_tokens
             call.cancel()
+
+    def _holder_for(self, replica: Replica) -> pb.Holder | None:
+        return holder_to_proto(self._holder) if self._holder and self._holder.replica != replica.id else None
 
     @property
     def _remaining_s(self) -> float | None:

@@ -26,6 +26,7 @@ from cluster.spec import Spec, parse_spec
 from router.dispatch import Dispatch
 from router.generation import Route
 from router.plain_policies import make_policy
+from router.policy import Policy
 from router.replicas import Replicas
 from tests.hosts import Host
 from tests.rank_in_process import Fault, RankInProcess
@@ -137,9 +138,9 @@ def _is_idle(replica: LocalReplica) -> bool:
 
 @asynccontextmanager
 async def local_cluster(
-    model_dir: Path, redis_url: str, *, processes: bool = False, **tree: Any
+    model_dir: Path, redis_url: str, *, processes: bool = False, policy: Policy | None = None, **tree: Any
 ) -> AsyncIterator[LocalCluster]:
-    """Deploy what `tree` says, as in a spec's YAML, with the model in `model_dir`."""
+    """Deploy what `tree` says, as in a spec's YAML, with the model in `model_dir`. `policy`: another than it names."""
     tree.setdefault("model", {}).update(source=str(model_dir))
     spec = parse_spec(tree)
     redis.Redis.from_url(redis_url).flushall()
@@ -149,7 +150,7 @@ async def local_cluster(
         replicas,
         router="router-0",
         model=fingerprint,
-        policy=make_policy(spec.router.policy),
+        policy=policy or make_policy(spec.router.policy, pulls=True),
         max_local_tokens=spec.router.max_local_prefill,
         queue_s=spec.timeouts.queue_s,
         max_waiting=spec.router.max_waiting,

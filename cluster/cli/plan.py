@@ -123,7 +123,9 @@ def _memory(source: str) -> dict[str, Any]:
         kv = KVArithmetic(
             num_layers=config.num_layers,
             num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
+            head_dim=config.kv_dim,
+            num_sides=config.kv_sides,
+            exact_dim=config.kv_exact_dim,
             dtype=spec.model.dtype if spec.kv.pool_dtype == "auto" else spec.kv.pool_dtype,
             block_size=spec.kv.block_size,
             tensor_parallel=pool.tensor_parallel,

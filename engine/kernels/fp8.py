@@ -38,6 +38,28 @@ def dequantize_fp8(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return values.mul_(scales.float().unsqueeze(-1)).to(dtype)
 
 
+def quantize_rows(x: Tensor, exact: int) -> tuple[Tensor, Tensor]:
+    """Quantise each row but for its last `exact` numbers, which stay in bf16 and take the place of two codes each.
+
+    x: (..., D). Returns codes (..., D + exact) float8_e4m3fn, the last 2 * exact of which are bytes of bf16, and scales
+    (...) bfloat16.
+    """
+    if not exact:
+        return quantize_fp8(x)
+    codes, scales = quantize_fp8(x[..., :-exact])
+    kept = x[..., -exact:].to(torch.bfloat16).contiguous().view(torch.uint8)
+    return torch.cat((codes.view(torch.uint8), kept), dim=-1).view(torch.float8_e4m3fn), scales
+
+
+def dequantize_rows(codes: Tensor, scales: Tensor, exact: int, dtype: torch.dtype) -> Tensor:
+    """The inverse of `quantize_rows`: codes (..., D + exact) -> (..., D) of `dtype`."""
+    if not exact:
+        return dequantize_fp8(codes, scales, dtype)
+    numbers = dequantize_fp8(codes[..., : -2 * exact].contiguous(), scales, dtype)
+    kept = codes[..., -2 * exact :].contiguous().view(torch.bfloat16)
+    return torch.cat((numbers, kept.to(dtype)), dim=-1)
+
+
 def _widen_on_cpu(codes: Tensor) -> Tensor:
     """codes.float() by whole vectors, where torch's own cast goes number by number; NaN becomes 480.
 

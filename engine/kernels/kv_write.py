@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.kernels.fp8 import quantize_fp8, quantize_row
+from engine.kernels.fp8 import quantize_row, quantize_rows
 from engine.kernels.language import cdiv, jit, power_of_2, tl
 
 # T tokens, B blocks, K kv heads of this rank, S block_size, D head_dim; 2: keys, then values
@@ -27,15 +27,20 @@ def write_kv(codes_B2KSD: Tensor, scales_B2KS: Tensor | None, slots_T: Tensor, k
 def reference_write_kv(
     codes_B2KSD: Tensor, scales_B2KS: Tensor | None, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor
 ) -> None:
+    write_rows(codes_B2KSD, scales_B2KS, slots_T, torch.stack((k_TKD, v_TKD), dim=1))
+
+
+def write_rows(codes_B2KSD: Tensor, scales_B2KS: Tensor | None, slots_T: Tensor, rows_T2KD: Tensor) -> None:
+    """By torch, on any device, whatever the number of sides. Where the pool's FP8 rows are longer than those given, the
+    numbers at the end stay in bf16: see quantize_rows."""
     block_size = codes_B2KSD.shape[3]
     blocks_T, offsets_T = slots_T // block_size, slots_T % block_size
-    kv_T2KD = torch.stack((k_TKD, v_TKD), dim=1)
     if scales_B2KS is None:
-        codes_B2KSD[blocks_T, :, :, offsets_T] = kv_T2KD.to(codes_B2KSD.dtype)
+        codes_B2KSD[blocks_T, :, :, offsets_T] = rows_T2KD.to(codes_B2KSD.dtype)
         return
-    kv_T2KD, scales_T2K = quantize_fp8(kv_T2KD)
+    codes_T2KD, scales_T2K = quantize_rows(rows_T2KD, codes_B2KSD.shape[-1] - rows_T2KD.shape[-1])
     scales_B2KS[blocks_T, :, :, offsets_T] = scales_T2K
-    codes_B2KSD.view(torch.uint8)[blocks_T, :, :, offsets_T] = kv_T2KD.view(torch.uint8)  # torch indexes no float8
+    codes_B2KSD.view(torch.uint8)[blocks_T, :, :, offsets_T] = codes_T2KD.view(torch.uint8)  # torch indexes no float8
 
 
 def launch_write_kv(

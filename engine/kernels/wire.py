@@ -1,7 +1,8 @@
 """KV between a pool and the payload of a segment: gathered, re-sliced by heads, and quantised where the wire is FP8.
 
 A payload's rows lie in the order (token, side, head), where side is keys, then values: so a segment's heads of a rank
-that holds more of them, or fewer, are picked while copying. One layer at a time.
+that holds more of them, or fewer, are picked while copying. One layer at a time. A latent layout has one side; on an
+FP8 wire its rows are longer than in the pool, for their last numbers travel in bf16 (quantize_rows).
 """
 
 from __future__ import annotations
@@ -9,10 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.kernels.fp8 import dequantize_fp8, from_code, quantize_fp8, quantize_row
+from engine.cpu.library import Kernels, open_copies
+from engine.cpu.wire import can_carry, compiled_pack_kv, compiled_unpack_kv
+from engine.kernels.fp8 import dequantize_rows, from_code, quantize_row, quantize_rows
 from engine.kernels.language import cdiv, has_fp8_casts, jit, power_of_2, tl
 
-# T tokens, B blocks, P kv heads of the pool, K of them that travel, S block_size, D head_dim; 2: keys, then values
+# T tokens, B blocks, P kv heads of the pool, K of them that travel, S block_size, D head_dim;
+# 2: the sides, keys, then values
 
 _VALUES_PER_PROGRAM = 4096
 _FP8 = torch.float8_e4m3fn
@@ -24,14 +28,29 @@ def pack_kv(pool_B2PSD: Tensor, slots_T: Tensor, heads: slice, codes_T2KD: Tenso
     codes: (T, 2, K, D), contiguous, of the pool's dtype; or float8_e4m3fn with scales (T, 2, K) bf16, for a pool
     (B, 2, P, S, D) of bf16, fp16 or fp32, which is quantised on the way.
     """
-    pack = launch_pack_kv if codes_T2KD.is_cuda else reference_pack_kv
-    pack(pool_B2PSD, slots_T, heads, codes_T2KD, scales_T2K)
+    if codes_T2KD.is_cuda and not _exact(pool_B2PSD, codes_T2KD):
+        launch_pack_kv(pool_B2PSD, slots_T, heads, codes_T2KD, scales_T2K)
+    elif kernels := _compiled_for(pool_B2PSD, codes_T2KD, scales_T2K):
+        compiled_pack_kv(kernels, pool_B2PSD, slots_T, heads, codes_T2KD, scales_T2K)
+    else:
+        reference_pack_kv(pool_B2PSD, slots_T, heads, codes_T2KD, scales_T2K)
 
 
 def unpack_kv(codes_T2KD: Tensor, scales_T2K: Tensor | None, pool_B2PSD: Tensor, slots_T: Tensor, heads: slice) -> None:
     """The inverse of `pack_kv`: write a payload's rows to a pool's layer at `slots_T`."""
-    unpack = launch_unpack_kv if codes_T2KD.is_cuda else reference_unpack_kv
-    unpack(codes_T2KD, scales_T2K, pool_B2PSD, slots_T, heads)
+    if codes_T2KD.is_cuda and not _exact(pool_B2PSD, codes_T2KD):
+        launch_unpack_kv(codes_T2KD, scales_T2K, pool_B2PSD, slots_T, heads)
+    elif kernels := _compiled_for(pool_B2PSD, codes_T2KD, scales_T2K):
+        compiled_unpack_kv(kernels, codes_T2KD, scales_T2K, pool_B2PSD, slots_T, heads)
+    else:
+        reference_unpack_kv(codes_T2KD, scales_T2K, pool_B2PSD, slots_T, heads)
+
+
+def _compiled_for(pool_B2PSD: Tensor, codes_T2KD: Tensor, scales_T2K: Tensor | None) -> Kernels | None:
+    """The CPU kernels, where there are any for this: see engine/cpu/wire.py."""
+    if pool_B2PSD.shape[1] != 2 or _exact(pool_B2PSD, codes_T2KD):
+        return None
+    return open_copies(pool_B2PSD.device) if can_carry(pool_B2PSD, is_quantized=scales_T2K is not None) else None
 
 
 def reference_pack_kv(
@@ -42,7 +61,7 @@ def reference_pack_kv(
     if scales_T2K is None:
         _as_bits(codes_T2KD).copy_(kv_T2KD)
         return
-    codes, scales = quantize_fp8(kv_T2KD)
+    codes, scales = quantize_rows(kv_T2KD, _exact(pool_B2PSD, codes_T2KD))
     codes_T2KD.copy_(codes)
     scales_T2K.copy_(scales)
 
@@ -52,7 +71,7 @@ def reference_unpack_kv(
 ) -> None:
     blocks_T, offsets_T = slots_T // pool_B2PSD.shape[3], slots_T % pool_B2PSD.shape[3]
     if scales_T2K is not None:
-        codes_T2KD = dequantize_fp8(codes_T2KD, scales_T2K, pool_B2PSD.dtype)
+        codes_T2KD = dequantize_rows(codes_T2KD, scales_T2K, _exact(pool_B2PSD, codes_T2KD), pool_B2PSD.dtype)
     _as_bits(pool_B2PSD)[blocks_T, :, heads, offsets_T] = _as_bits(codes_T2KD)
 
 
@@ -76,14 +95,19 @@ def launch_unpack_kv(
 
 
 def _work(pool_B2PSD: Tensor, codes_T2KD: Tensor, heads: slice) -> tuple[tuple[int], dict[str, int]]:
-    num_tokens, _, num_heads, dim = codes_T2KD.shape
+    num_tokens, num_sides, num_heads, dim = codes_T2KD.shape
     assert pool_B2PSD.is_contiguous() and codes_T2KD.is_contiguous()
     block_d = power_of_2(dim)
     rows = max(1, _VALUES_PER_PROGRAM // block_d)
-    grid = (cdiv(num_tokens * 2 * num_heads, rows),)
+    grid = (cdiv(num_tokens * num_sides * num_heads, rows),)
     first, _, _ = heads.indices(pool_B2PSD.shape[2])
     sizes = {"P": pool_B2PSD.shape[2], "S": pool_B2PSD.shape[3], "D": dim, "FIRST": first, "K": num_heads}
-    return grid, sizes | {"ROWS": rows, "BLOCK_D": block_d}
+    return grid, sizes | {"SIDES": num_sides, "ROWS": rows, "BLOCK_D": block_d}
+
+
+def _exact(pool_B2PSD: Tensor, codes_T2KD: Tensor) -> int:
+    """How many numbers at the end of each row are not quantised."""
+    return codes_T2KD.shape[-1] - pool_B2PSD.shape[-1]
 
 
 def _as_bits(x: Tensor) -> Tensor:
@@ -100,15 +124,16 @@ def _rows(
     D: tl.constexpr,
     FIRST: tl.constexpr,
     K: tl.constexpr,
+    SIDES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """-> for each row of this program: its number in the payload, where its values lie in both, and what is real."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    token, side, head = row // (2 * K), row // K % 2, row % K
+    token, side, head = row // (SIDES * K), row // K % SIDES, row % K
     is_row = token < num_tokens
     slot = tl.load(slots + token, mask=is_row, other=0)
-    place = ((slot // S * 2 + side) * P + FIRST + head) * S + slot % S
+    place = ((slot // S * SIDES + side) * P + FIRST + head) * S + slot % S
     d = tl.arange(0, BLOCK_D)
     mask = is_row[:, None] & (d < D)[None, :]
     return row, is_row, place[:, None] * D + d[None, :], row[:, None] * D + d[None, :], mask
@@ -126,11 +151,12 @@ def _pack_kv(
     D: tl.constexpr,
     FIRST: tl.constexpr,
     K: tl.constexpr,
+    SIDES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     IS_FP8: tl.constexpr,
 ):
-    row, is_row, in_pool, in_payload, mask = _rows(slots, num_tokens, P, S, D, FIRST, K, ROWS, BLOCK_D)
+    row, is_row, in_pool, in_payload, mask = _rows(slots, num_tokens, P, S, D, FIRST, K, SIDES, ROWS, BLOCK_D)
     x = tl.load(pool + in_pool, mask=mask, other=0)
     if IS_FP8:
         code, scale = quantize_row(x.to(tl.float32), mask)
@@ -152,12 +178,13 @@ def _unpack_kv(
     D: tl.constexpr,
     FIRST: tl.constexpr,
     K: tl.constexpr,
+    SIDES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     IS_FP8: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    row, is_row, in_pool, in_payload, mask = _rows(slots, num_tokens, P, S, D, FIRST, K, ROWS, BLOCK_D)
+    row, is_row, in_pool, in_payload, mask = _rows(slots, num_tokens, P, S, D, FIRST, K, SIDES, ROWS, BLOCK_D)
     x = tl.load(codes + in_payload, mask=mask, other=0)
     if IS_FP8:
         scale = tl.load(scales + row, mask=is_row, other=0.0).to(tl.float32)

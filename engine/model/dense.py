@@ -1,27 +1,35 @@
 """The decoder of the Llama and Qwen families: Llama 2 and 3, Mistral, SmolLM2, Qwen2, Qwen2.5, Qwen3; and with experts
-in the place of MLPs (experts.py) Mixtral and Qwen3-MoE.
+in the place of MLPs (experts.py) Mixtral, Qwen2-MoE, Qwen3-MoE; and with layers of another kind (latent.py) DeepSeek-V2
+and V3.
 
-They differ in their configs only: biases, a norm on queries and keys, sliding windows, rotary scaling.
+The families differ in their configs only: biases, a norm on queries and keys, sliding windows, rotary scaling.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cluster.model_config import ModelConfig
+from cluster.model_shape import ModelConfig
 from engine.batch import Batch
 from engine.cpu.heads import CompiledHeads
+from engine.cpu.layers import CompiledLayers
+from engine.cpu.matrix import PackedMatrix
 from engine.heads import Heads, TorchHeads
 from engine.kernels.heads import KernelHeads
 from engine.kv_layout import KVLayout
 from engine.kv_pool import KVPool
-from engine.layers import GatedSiLU, Linear, RMSNorm, RowParallelLinear
-from engine.model import experts
+from engine.latent_heads import LatentHeads
+from engine.layers import Linear, RMSNorm, RowParallelLinear
+from engine.model import experts, gated_mlp, latent
 from engine.model.experts import SparseMLP
+from engine.model.gated_mlp import GatedMLP
+from engine.model.latent import LatentLayer
 from engine.rotary import Rotary
 from engine.shards import ShardReader
 from engine.weights import Shape, check_tensors
@@ -37,15 +45,19 @@ class DenseDecoder:
 
     def __init__(self, config: ModelConfig, reader: ShardReader, layout: KVLayout, *, on_read: OnLayer) -> None:
         """Reads the weights; `on_read` is told each layer that is there. Raises SpecError if they do not fit."""
-        optional = frozenset({"lm_head.weight"} if config.tie_embeddings else ())
-        check_tensors(reader.checkpoint.shapes, expected_tensors(config), optional=optional)
+        found = reader.checkpoint.shapes
+        check_tensors(found, expected_tensors(config), optional=_optional_tensors(config, found))
         self._config = config
         self._parallel = reader.parallel
         self._kernels = reader.kernels
         self._embedding = reader.embedding("model.embed_tokens", config.vocab_size)
-        self._layers = []
+        self._layers: list[DecoderLayer | LatentLayer] = []
         for index in range(config.num_layers):
-            self._layers.append(DecoderLayer.read(reader, config, layout, index))
+            self._layers.append(
+                LatentLayer.read(reader, config, index)
+                if config.latent
+                else DecoderLayer.read(reader, config, layout, index)
+            )
             on_read(index)
         self._norm = reader.norm("model.norm", config.rms_norm_eps)
         if config.tie_embeddings:
@@ -53,26 +65,40 @@ class DenseDecoder:
         else:
             self._head = reader.linear({"lm_head": reader.parallel.span(config.vocab_size)})
         self._rotary = Rotary(config, reader.device)
+        self._compiled: CompiledLayers | None = None
 
-    def __call__(self, batch: Batch, pool: KVPool, on_layer: OnLayer) -> Tensor:
+    def __call__(self, batch: Batch, pool: KVPool, on_layer: OnLayer | None) -> Tensor:
         """Compute a step. Its KV is in the pool afterwards; `on_layer` is told each layer whose KV is.
 
         Returns the logits (R, V) in fp32, on every rank.
         """
         device = pool.device
-        heads = self._heads(batch, pool)
         x_TE = self._embedding(torch.from_numpy(batch.token_ids).to(device))
-        for layer, window in zip(self._layers, self._config.sliding_windows, strict=True):
-            heads_TND = layer.project(x_TE)
-            q_THD = heads.store(layer.index, heads_TND, q_norm=layer.q_norm, k_norm=layer.k_norm)
-            on_layer(layer.index)
-            x_TE = layer.finish(x_TE, heads.attend(layer.index, q_THD, window=window))
+        angles_T1F = self._rotary(torch.from_numpy(batch.positions).to(device), x_TE.dtype)
+        if compiled := self._compiled_for(pool):
+            x_TE = compiled(x_TE, batch, *angles_T1F, on_layer)
+        else:
+            heads = self._heads(batch, pool, *angles_T1F)
+            for layer in self._layers:
+                q_THD = layer.store(x_TE, heads)
+                if on_layer is not None:
+                    on_layer(layer.index)
+                x_TE = layer.finish(x_TE, q_THD, heads)
         wanted_RE = x_TE[torch.from_numpy(batch.logits_rows).to(device)]
         return self._parallel.all_gather(self._head(wanted_RE, before=self._norm), self._config.vocab_size).float()
 
-    def _heads(self, batch: Batch, pool: KVPool) -> Heads:
-        positions_T = torch.from_numpy(batch.positions).to(pool.device)
-        cos_T1F, sin_T1F = self._rotary(positions_T, self._embedding.weight_VO.dtype)
+    def _compiled_for(self, pool: KVPool) -> CompiledLayers | None:
+        """All layers at once, where nothing lies between their calls that is not a CPU kernel."""
+        if self._compiled is None and self._kernels is not None and self._parallel.size == 1:
+            if all(_is_packed(layer) for layer in self._layers):
+                self._compiled = CompiledLayers(self._kernels, self._layers, pool)
+        return self._compiled
+
+    def _heads(self, batch: Batch, pool: KVPool, cos_T1F: Tensor, sin_T1F: Tensor) -> Any:
+        """Of the kind that this model's layers use."""
+        if self._config.latent:
+            scale, is_interleaved = self._config.attention_scale, self._config.latent.is_interleaved
+            return LatentHeads(batch, pool, cos_T1F, sin_T1F, scale=scale, is_interleaved=is_interleaved)
         if self._kernels is not None:
             return CompiledHeads(self._kernels, batch, pool, cos_T1F, sin_T1F)
         if pool.device.type == "cuda":
@@ -86,6 +112,7 @@ class DecoderLayer:
 
     index: int
     head_dim: int
+    window: int | None
     input_norm: RMSNorm
     qkv: Linear  # rows: queries, keys, values
     q_norm: RMSNorm | None
@@ -104,6 +131,7 @@ class DecoderLayer:
         return cls(
             index=index,
             head_dim=dim,
+            window=config.sliding_windows[index],
             input_norm=reader.norm(f"{prefix}.input_layernorm", eps),
             qkv=reader.linear(
                 {f"{attention}.q_proj": q_rows, f"{attention}.k_proj": kv_rows, f"{attention}.v_proj": kv_rows},
@@ -116,63 +144,61 @@ class DecoderLayer:
             mlp=(SparseMLP if config.is_sparse(index) else GatedMLP).read(reader, config, index),
         )
 
-    def project(self, x_TE: Tensor) -> Tensor:
-        """Queries, keys and values as they leave the projection: (T, N, D)."""
-        return self.qkv(x_TE, before=self.input_norm).view(len(x_TE), -1, self.head_dim)
+    def store(self, x_TE: Tensor, heads: Heads) -> Tensor:
+        """Put the tokens' keys and values into the pool. Returns the queries (T, H, D)."""
+        heads_TND = self.qkv(x_TE, before=self.input_norm).view(len(x_TE), -1, self.head_dim)
+        return heads.store(self.index, heads_TND, q_norm=self.q_norm, k_norm=self.k_norm)
 
-    def finish(self, x_TE: Tensor, attended_THD: Tensor) -> Tensor:
+    def finish(self, x_TE: Tensor, q_THD: Tensor, heads: Heads) -> Tensor:
+        attended_THD = heads.attend(self.index, q_THD, window=self.window)
         x_TE = self.output(attended_THD.flatten(1), residual_TO=x_TE)
         return self.mlp(x_TE, norm=self.mlp_norm)
 
 
-@dataclass(frozen=True)
-class GatedMLP:
-    """x + down(silu(gate(norm(x))) * up(norm(x)))."""
-
-    gate_up: Linear  # rows: gate, up
-    down: RowParallelLinear
-
-    @classmethod
-    def read(cls, reader: ShardReader, config: ModelConfig, layer: int) -> GatedMLP:
-        name, features = f"model.layers.{layer}.mlp", reader.parallel.span(config.intermediate_size)
-        return cls(
-            reader.linear({f"{name}.gate_proj": features, f"{name}.up_proj": features}, has_bias=config.has_mlp_bias),
-            reader.row_parallel(f"{name}.down_proj", features, has_bias=config.has_mlp_bias),
-        )
-
-    def __call__(self, x_TE: Tensor, *, norm: RMSNorm) -> Tensor:
-        return self.down(self.gate_up(x_TE, before=norm), before=GatedSiLU(), residual_TO=x_TE)
+def _is_packed(layer: DecoderLayer | LatentLayer) -> bool:
+    if not isinstance(layer, DecoderLayer) or not isinstance(layer.mlp, GatedMLP):
+        return False
+    parts = (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)
+    return all(isinstance(part.matrix, PackedMatrix) for part in parts)
 
 
 def expected_tensors(config: ModelConfig) -> Mapping[str, Shape]:
     """The name and shape of every tensor of the checkpoint."""
-    hidden, mlp, dim = config.hidden_size, config.intermediate_size, config.head_dim
-    q_size, kv_size = config.num_q_heads * dim, config.num_kv_heads * dim
-    attention = {  # of one layer: shape, and whether there is a bias
-        "self_attn.q_proj": ((q_size, hidden), config.has_qkv_bias),
-        "self_attn.k_proj": ((kv_size, hidden), config.has_qkv_bias),
-        "self_attn.v_proj": ((kv_size, hidden), config.has_qkv_bias),
-        "self_attn.o_proj": ((hidden, q_size), config.has_output_bias),
-    }
-    dense_mlp = {
-        "mlp.gate_proj": ((mlp, hidden), config.has_mlp_bias),
-        "mlp.up_proj": ((mlp, hidden), config.has_mlp_bias),
-        "mlp.down_proj": ((hidden, mlp), config.has_mlp_bias),
-    }
-    norms: dict[str, Shape] = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
-    if config.has_qk_norm:
-        norms |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
+    hidden = config.hidden_size
     tensors: dict[str, Shape] = {}
     for index in range(config.num_layers):
-        prefix, is_sparse = f"model.layers.{index}", config.is_sparse(index)
-        tensors |= {f"{prefix}.{name}": shape for name, shape in norms.items()}
-        for name, (shape, has_bias) in (attention if is_sparse else attention | dense_mlp).items():
-            tensors[f"{prefix}.{name}.weight"] = shape
-            if has_bias:
-                tensors[f"{prefix}.{name}.bias"] = shape[:1]
-        if is_sparse:
-            tensors |= experts.expected_tensors(config, index)
+        tensors |= latent.expected_tensors(config, index) if config.latent else _expected_attention(config, index)
+        tensors |= (experts if config.is_sparse(index) else gated_mlp).expected_tensors(config, index)
     tensors |= {"model.embed_tokens.weight": (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
     if not config.tie_embeddings:
         tensors["lm_head.weight"] = (config.vocab_size, hidden)
     return tensors
+
+
+def _expected_attention(config: ModelConfig, layer: int) -> Mapping[str, Shape]:
+    """The tensors of one layer, without its MLP."""
+    hidden, dim = config.hidden_size, config.head_dim
+    q_size, kv_size = config.num_q_heads * dim, config.num_kv_heads * dim
+    prefix = f"model.layers.{layer}"
+    norms: dict[str, Shape] = {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
+    if config.has_qk_norm:
+        norms |= {"self_attn.q_norm": (dim,), "self_attn.k_norm": (dim,)}
+    tensors = {f"{prefix}.{name}.weight": shape for name, shape in norms.items()}
+    for name, shape, has_bias in (
+        ("q_proj", (q_size, hidden), config.has_qkv_bias),
+        ("k_proj", (kv_size, hidden), config.has_qkv_bias),
+        ("v_proj", (kv_size, hidden), config.has_qkv_bias),
+        ("o_proj", (hidden, q_size), config.has_output_bias),
+    ):
+        tensors[f"{prefix}.self_attn.{name}.weight"] = shape
+        if has_bias:
+            tensors[f"{prefix}.self_attn.{name}.bias"] = shape[:1]
+    return tensors
+
+
+def _optional_tensors(config: ModelConfig, found: Iterable[str]) -> frozenset[str]:
+    """What may be there and is not read: a tied head, and layers past the last, which predict further tokens."""
+    is_past_the_last = re.compile(r"model\.layers\.(\d+)\.").match
+    layers = {name: int(match[1]) for name in found if (match := is_past_the_last(name))}
+    optional = {name for name, layer in layers.items() if layer >= config.num_layers} if config.latent else set()
+    return frozenset(optional | ({"lm_head.weight"} if config.tie_embeddings else set()))

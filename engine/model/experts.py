@@ -16,18 +16,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cluster.model_config import ExpertsConfig, ModelConfig
-from engine.layers import GatedSiLU, Linear, Matrix, RMSNorm
+from cluster.model_shape import ExpertsConfig, ModelConfig
+from engine.layers import GatedSiLU, Linear, Matrix, RMSNorm, RowParallelLinear
+from engine.model.routing import Routing
 from engine.parallel import TensorParallel
 from engine.shards import ShardReader
 from engine.weights import Shape
 
 # T tokens, E hidden_size, I features of one expert, X experts, C experts chosen for each token, N = choices of tokens
 
-_NAMES = {  # of the block, and of an expert's gate, up and down
-    "MixtralForCausalLM": ("block_sparse_moe", "w1", "w3", "w2"),
-    "Qwen3MoeForCausalLM": ("mlp", "gate_proj", "up_proj", "down_proj"),
-}
+_NAMES = {"MixtralForCausalLM": ("block_sparse_moe", "w1", "w3", "w2")}  # of the block, an expert's gate, up and down
+_USUAL_NAMES = ("mlp", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -54,17 +53,17 @@ class Experts(Protocol):
 
 @dataclass(frozen=True)
 class SparseMLP:
-    """x + experts(norm(x)), where the router weighs a few experts for each token."""
+    """x + experts(norm(x)) + shared(norm(x)), where the router weighs a few experts for each token."""
 
-    router_XE: Tensor
+    routing: Routing
     experts: Experts
-    config: ExpertsConfig
+    shared: SharedExpert | None
 
     @classmethod
     def read(cls, reader: ShardReader, config: ModelConfig, layer: int) -> SparseMLP:
         assert config.experts is not None
         block, gate, up, down = _names(config, layer)
-        router_XE = reader.tensor(f"{block}.gate.weight")
+        routing = Routing.read(reader, config.experts, f"{block}.gate")
 
         def expert(index: int, features: tuple[int, int]) -> Expert:
             name = f"{block}.experts.{index}"
@@ -80,15 +79,38 @@ class SparseMLP:
         else:
             features = parallel.span(num_features)
             experts = SplitExperts([expert(i, features) for i in range(config.experts.num_experts)], parallel)
-        return cls(router_XE, experts, config.experts)
+        shared = SharedExpert.read(reader, config.experts, block) if config.experts.shared_size else None
+        return cls(routing, experts, shared)
 
     def __call__(self, x_TE: Tensor, *, norm: RMSNorm) -> Tensor:
         normed_TE = norm(x_TE)
-        scores_TX = F.linear(normed_TE, self.router_XE).softmax(dim=-1, dtype=torch.float32)
-        weights_TC, chosen_TC = scores_TX.topk(self.config.num_per_token, dim=-1)
-        if self.config.normalizes_weights:
-            weights_TC = weights_TC / weights_TC.sum(dim=-1, keepdim=True)
-        return x_TE + self.experts(normed_TE, chosen_TC, weights_TC)
+        out_TE = x_TE + self.experts(normed_TE, *self.routing(normed_TE))
+        return out_TE if self.shared is None else self.shared(normed_TE, residual_TE=out_TE)
+
+
+@dataclass(frozen=True)
+class SharedExpert:
+    """A gated MLP for every token, whose features all ranks share; Qwen2-MoE weighs it by sigmoid(gate x)."""
+
+    gate_up: Linear
+    down: RowParallelLinear
+    gate_1E: Tensor | None
+
+    @classmethod
+    def read(cls, reader: ShardReader, config: ExpertsConfig, block: str) -> SharedExpert:
+        name, features = f"{block}.{_shared_name(config)}", reader.parallel.span(config.shared_size)
+        return cls(
+            reader.linear({f"{name}.gate_proj": features, f"{name}.up_proj": features}),
+            reader.row_parallel(f"{name}.down_proj", features),
+            reader.tensor(f"{name}_gate.weight") if config.has_shared_gate else None,
+        )
+
+    def __call__(self, x_TE: Tensor, *, residual_TE: Tensor) -> Tensor:
+        gate_up_TI = self.gate_up(x_TE)
+        if self.gate_1E is None:
+            return self.down(gate_up_TI, before=GatedSiLU(), residual_TO=residual_TE)
+        features_TI = GatedSiLU()(gate_up_TI) * F.linear(x_TE, self.gate_1E).sigmoid()
+        return self.down(features_TI, residual_TO=residual_TE)
 
 
 @dataclass(frozen=True)
@@ -152,11 +174,23 @@ def expected_tensors(config: ModelConfig, layer: int) -> Mapping[str, Shape]:
     for index in range(config.experts.num_experts):
         for name, shape in ((gate, (features, hidden)), (up, (features, hidden)), (down, (hidden, features))):
             tensors[f"{block}.experts.{index}.{name}.weight"] = shape
+    if config.experts.scores == "sigmoid":
+        tensors[f"{block}.gate.e_score_correction_bias"] = (config.experts.num_experts,)
+    if width := config.experts.shared_size:
+        shared = f"{block}.{_shared_name(config.experts)}"
+        for name, shape in ((gate, (width, hidden)), (up, (width, hidden)), (down, (hidden, width))):
+            tensors[f"{shared}.{name}.weight"] = shape
+        if config.experts.has_shared_gate:
+            tensors[f"{shared}_gate.weight"] = (1, hidden)
     return tensors
 
 
+def _shared_name(config: ExpertsConfig) -> str:
+    return "shared_expert" if config.has_shared_gate else "shared_experts"
+
+
 def _names(config: ModelConfig, layer: int) -> tuple[str, ...]:
-    block, *matrices = _NAMES[config.architecture]
+    block, *matrices = _NAMES.get(config.architecture, _USUAL_NAMES)
     return (f"model.layers.{layer}.{block}", *matrices)
 
 

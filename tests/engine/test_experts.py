@@ -10,9 +10,10 @@ from cluster.model_config import load
 from tests.engine import gang
 from tests.engine.gang import StartGang
 from tests.engine.steps import prompts, step
-from tests.engine.tiny_models import MakeModel, MakeRunner, reference_logits
+from tests.engine.tiny_models import DEEPSEEK_V2, DEEPSEEK_V3, MakeModel, MakeRunner, reference_logits
 
 TIMEOUT_S = 50.0
+QWEN2_MOE = {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 36, "num_experts": 6}
 MIXTRAL = {"num_local_experts": 5, "num_experts_per_tok": 2}
 QWEN3_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
 
@@ -22,6 +23,8 @@ QWEN3_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size"
     [
         (2, "mixtral", MIXTRAL, False),
         (2, "qwen3_moe", QWEN3_MOE, True),
+        (2, "qwen2_moe", QWEN2_MOE, False),
+        (2, "deepseek_v3", DEEPSEEK_V3, True),
         (4, "mixtral", MIXTRAL, True),  # ranks with 1 and with 2 experts; steps with fewer tokens than ranks
     ],
 )
@@ -73,3 +76,6 @@ def test_expert_parallelism_that_cannot_be_is_refused(tiny_model: MakeModel) -> 
     with pytest.raises(SpecError, match="5 experts do not fill 6 ranks"):
         load(sparse).check_expert_parallel(6)
     assert load(sparse).num_parameters == sum(p.numel() for p in model.parameters()) - 3 * 5 * 48  # routers
+    for family, changes in (("deepseek_v2", DEEPSEEK_V2), ("deepseek_v3", DEEPSEEK_V3)):
+        directory, model = tiny_model(family, **changes)
+        assert load(directory).num_parameters == sum(p.numel() for p in model.parameters()) - 2 * 8 * 48

@@ -16,7 +16,7 @@ from cluster.errors import SpecError
 from engine.batch import Batch, Row
 from engine.runner import ModelRunner, layout_for
 from tests.engine.steps import prompts, step
-from tests.engine.tiny_models import MakeModel, MakeRunner, reference_logits
+from tests.engine.tiny_models import DEEPSEEK_V2, DEEPSEEK_V3, GROUPS, MakeModel, MakeRunner, reference_logits
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -28,6 +28,14 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 
+DEEPSEEK_YARN = {"mscale": 0.7, "mscale_all_dim": 1.1}
+
+QWEN2_MOE = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 36,
+}
 QWEN3_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -66,6 +74,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         QWEN3_MOE | {"mlp_only_layers": [1], "decoder_sparse_step": 1, "norm_topk_prob": False},
     ),
+    "qwen2_moe": ("qwen2_moe", QWEN2_MOE),
+    "deepseek_v2": ("deepseek_v2", DEEPSEEK_V2),
+    "deepseek_v2, groups, short queries": (
+        "deepseek_v2",
+        DEEPSEEK_V2 | GROUPS | {"topk_method": "group_limited_greedy", "q_lora_rank": 20, "attention_bias": True},
+    ),
+    "deepseek_v2, yarn": ("deepseek_v2", DEEPSEEK_V2 | {"rope_parameters": YARN | DEEPSEEK_YARN}),
+    "deepseek_v3": ("deepseek_v3", DEEPSEEK_V3),
+    "deepseek_v3, yarn": ("deepseek_v3", DEEPSEEK_V3 | {"rope_parameters": YARN | DEEPSEEK_YARN}),
+    "deepseek_v3, all dense, long queries, halves": (
+        "deepseek_v3",
+        DEEPSEEK_V3 | {"first_k_dense_replace": 3, "q_lora_rank": None, "rope_interleave": False},
+    ),
+    "deepseek_v3, weights as they are": ("deepseek_v3", DEEPSEEK_V3 | {"norm_topk_prob": False}),
     "qwen3, tied, biases": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True, "head_dim": 24}),
 }
 
@@ -140,8 +162,11 @@ def test_half_precision_stays_within_its_noise(
     assert (ours - theirs).abs().mean() <= (theirs - exact).abs().mean()
 
 
-def test_fp8_pool_is_close_and_chunking_does_not_matter(tiny_model: MakeModel, make_runner: MakeRunner) -> None:
-    directory, model = tiny_model("llama")
+@pytest.mark.parametrize(("name", "changes"), [("llama", {}), ("deepseek_v3", DEEPSEEK_V3)])
+def test_fp8_pool_is_close_and_chunking_does_not_matter(
+    name: str, changes: dict[str, Any], tiny_model: MakeModel, make_runner: MakeRunner
+) -> None:
+    directory, model = tiny_model(name, **changes)
     (tokens,) = prompts(40)
     whole = step(make_runner(directory, pool_dtype="fp8_e4m3"), [tokens], [(0, 0, 40)])
     runner = make_runner(directory, pool_dtype="fp8_e4m3")

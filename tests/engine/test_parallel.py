@@ -15,7 +15,7 @@ from engine.runner import layout_for
 from tests.engine import gang
 from tests.engine.gang import StartGang
 from tests.engine.steps import VOCAB_SIZE, prompts
-from tests.engine.tiny_models import MakeModel, reference_logits
+from tests.engine.tiny_models import DEEPSEEK_V2, DEEPSEEK_V3, MakeModel, reference_logits
 
 TIMEOUT_S = 40.0
 
@@ -28,6 +28,8 @@ TIMEOUT_S = 40.0
         (4, "qwen3", {}),  # 2 kv heads, each on two ranks
         (3, "llama", {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 144}),  # SmolLM2's heads
         (4, "llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+        (2, "deepseek_v2", DEEPSEEK_V2 | {"attention_bias": True}),
+        (4, "deepseek_v3", DEEPSEEK_V3),
     ],
 )
 def test_logits_do_not_depend_on_the_number_of_ranks(

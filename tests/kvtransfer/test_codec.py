@@ -1,5 +1,7 @@
 """What is packed out of one pool arrives in another; damage and disorder change the checksum."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -63,6 +65,43 @@ def test_an_fp8_wire_keeps_each_row_within_its_step(dtype: str) -> None:
     # e4m3 has 3 bits of mantissa: half a step is 1/16 of the value, and 2^-10 of the row's scale near zero.
     bound = before.abs() / 16 + before.abs().amax(-1, keepdim=True) / 448 * 2**-9 + 1e-3
     assert ((before - after).abs() <= bound).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wire", "row_bytes"),
+    [
+        ("float32", "raw", 80 * 4),
+        ("bfloat16", "raw", 80 * 2),
+        ("bfloat16", "fp8_e4m3", 64 + 16 * 2 + 2),  # codes, the rotated key in bf16, a scale
+        ("float32", "fp8_e4m3", 64 + 16 * 2 + 2),
+        ("fp8_e4m3", "fp8_e4m3", 64 + 16 * 2 + 2),
+    ],
+)
+def test_latent_rows_keep_their_rotated_key(dtype: str, wire: str, row_bytes: int) -> None:
+    """One row per token and layer, whatever the number of ranks; on an FP8 wire its last numbers travel in bf16."""
+    layout = KVLayout(
+        model="m", num_layers=4, num_kv_heads=1, head_dim=80, block_size=16, dtype=dtype, num_sides=1, exact_dim=16
+    )
+    segment = replace(_SEGMENT, first_head=0, num_heads=1)
+    source, target = (KVPool(layout, num_blocks=8, device=torch.device("cpu")) for _ in range(2))
+    from_slots, to_slots = torch.randperm(128)[:21], torch.randperm(128)[:21]
+    rows = torch.randn(4, 21, 80, generator=torch.Generator().manual_seed(0))
+    for layer in segment.layers:
+        source.write_latents(layer, from_slots, rows[layer])
+    codec = codec_for(layout, wire)
+    payload = torch.full((codec.num_bytes(segment),), 255, dtype=torch.uint8)
+    assert payload.numel() == 2 * 21 * row_bytes
+    codec.pack(source, segment, from_slots, payload)
+    codec.unpack(payload, target, segment, to_slots)
+    for layer in segment.layers:
+        before, after = (
+            pool.read(layer, torch.arange(8), torch.float32)[0, 0, slots]
+            for pool, slots in ((source, from_slots), (target, to_slots))
+        )
+        if wire == "raw" or dtype == "fp8_e4m3":
+            assert torch.equal(before, after)
+        assert torch.equal(after[:, 64:].bfloat16(), rows[layer][:, 64:].bfloat16())
+        torch.testing.assert_close(after[:, :64], rows[layer][:, :64], atol=5e-3, rtol=1 / 14)
 
 
 def test_fp8_with_its_scales_is_at_most_0_53_of_bf16() -> None:

@@ -1,0 +1,49 @@
+"""The MLP of a dense layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from cluster.model_shape import ModelConfig
+from engine.layers import GatedSiLU, Linear, RMSNorm, RowParallelLinear
+from engine.shards import ShardReader
+from engine.weights import Shape
+
+# T tokens, E hidden_size
+
+
+@dataclass(frozen=True)
+class GatedMLP:
+    """x + down(silu(gate(norm(x))) * up(norm(x)))."""
+
+    gate_up: Linear  # rows: gate, up
+    down: RowParallelLinear
+
+    @classmethod
+    def read(cls, reader: ShardReader, config: ModelConfig, layer: int) -> GatedMLP:
+        name, features = f"model.layers.{layer}.mlp", reader.parallel.span(config.intermediate_size)
+        return cls(
+            reader.linear({f"{name}.gate_proj": features, f"{name}.up_proj": features}, has_bias=config.has_mlp_bias),
+            reader.row_parallel(f"{name}.down_proj", features, has_bias=config.has_mlp_bias),
+        )
+
+    def __call__(self, x_TE: Tensor, *, norm: RMSNorm) -> Tensor:
+        return self.down(self.gate_up(x_TE, before=norm), before=GatedSiLU(), residual_TO=x_TE)
+
+
+def expected_tensors(config: ModelConfig, layer: int) -> Mapping[str, Shape]:
+    """The tensors of one layer's MLP."""
+    hidden, features = config.hidden_size, config.intermediate_size
+    tensors: dict[str, Shape] = {}
+    for name, shape in (
+        ("gate_proj", (features, hidden)),
+        ("up_proj", (features, hidden)),
+        ("down_proj", (hidden, features)),
+    ):
+        tensors[f"model.layers.{layer}.mlp.{name}.weight"] = shape
+        if config.has_mlp_bias:
+            tensors[f"model.layers.{layer}.mlp.{name}.bias"] = shape[:1]
+    return tensors

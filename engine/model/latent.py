@@ -1,0 +1,123 @@
+"""A decoder layer with multi-head latent attention: DeepSeek-V2 and V3. See engine/latent_heads.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from cluster.model_shape import ModelConfig
+from engine.latent_heads import Expansion, LatentHeads
+from engine.layers import Linear, RMSNorm, RowParallelLinear
+from engine.model.experts import SparseMLP
+from engine.model.gated_mlp import GatedMLP
+from engine.shards import ShardReader
+from engine.weights import Shape
+
+# T tokens, E hidden_size, H query heads of this rank, D head_dim of queries, C latent_dim, P rope_dim, N nope_dim,
+# W value_dim
+
+_EPS = 1e-6  # of the norms inside attention, whatever the config says of the others
+
+
+@dataclass(frozen=True)
+class LatentLayer:
+    """x + attention(norm(x)), then x + mlp(norm(x)). Ranks share the heads; each of them makes, and keeps, all rows."""
+
+    index: int
+    head_dim: int
+    input_norm: RMSNorm
+    query_down: Linear | None  # to the short rows that queries are made from; None: from the hidden state
+    query_norm: RMSNorm | None
+    query_up: Linear
+    row: Linear  # outputs: latent, key
+    latent_norm: RMSNorm
+    expansion: Expansion
+    output: RowParallelLinear
+    mlp_norm: RMSNorm
+    mlp: GatedMLP | SparseMLP
+
+    @classmethod
+    def read(cls, reader: ShardReader, config: ModelConfig, index: int) -> LatentLayer:
+        assert config.latent is not None
+        latent, prefix, eps = config.latent, f"model.layers.{index}", config.rms_norm_eps
+        attention, (first, end) = f"{prefix}.self_attn", reader.parallel.span(config.num_q_heads)
+        q_rows = first * config.head_dim, end * config.head_dim
+        has_bias, query_dim = config.has_qkv_bias, latent.query_dim
+        return cls(
+            index=index,
+            head_dim=config.head_dim,
+            input_norm=reader.norm(f"{prefix}.input_layernorm", eps),
+            query_down=reader.linear({f"{attention}.q_a_proj": (0, query_dim)}, has_bias=has_bias)
+            if query_dim
+            else None,
+            query_norm=reader.norm(f"{attention}.q_a_layernorm", _EPS) if query_dim else None,
+            query_up=reader.linear({f"{attention}.{'q_b_proj' if query_dim else 'q_proj'}": q_rows}),
+            row=reader.linear({f"{attention}.kv_a_proj_with_mqa": (0, config.kv_dim)}, has_bias=has_bias),
+            latent_norm=reader.norm(f"{attention}.kv_a_layernorm", _EPS),
+            expansion=_read_expansion(reader, config, f"{attention}.kv_b_proj"),
+            output=reader.row_parallel(
+                f"{attention}.o_proj",
+                (first * latent.value_dim, end * latent.value_dim),
+                has_bias=config.has_output_bias,
+            ),
+            mlp_norm=reader.norm(f"{prefix}.post_attention_layernorm", eps),
+            mlp=(SparseMLP if config.is_sparse(index) else GatedMLP).read(reader, config, index),
+        )
+
+    def store(self, x_TE: Tensor, heads: LatentHeads) -> Tensor:
+        """Put the tokens' rows into the pool. Returns the queries (T, H, D)."""
+        normed_TE = self.input_norm(x_TE)
+        if self.query_down is not None:
+            q_TO = self.query_up(self.query_down(normed_TE), before=self.query_norm)
+        else:
+            q_TO = self.query_up(normed_TE)
+        latent_dim = self.expansion.latent_dim
+        latent_TC, key_TP = self.row(normed_TE).tensor_split((latent_dim,), dim=-1)
+        q_THD = q_TO.view(len(x_TE), -1, self.head_dim)
+        return heads.store(self.index, q_THD, self.latent_norm(latent_TC), key_TP)
+
+    def finish(self, x_TE: Tensor, q_THD: Tensor, heads: LatentHeads) -> Tensor:
+        attended_THW = heads.attend(self.index, q_THD, self.expansion)
+        x_TE = self.output(attended_THW.flatten(1), residual_TO=x_TE)
+        return self.mlp(x_TE, norm=self.mlp_norm)
+
+
+def expected_tensors(config: ModelConfig, layer: int) -> Mapping[str, Shape]:
+    """The tensors of one layer, without its MLP."""
+    assert config.latent is not None
+    hidden, latent, heads = config.hidden_size, config.latent, config.num_q_heads
+    attention: dict[str, Shape] = {
+        "kv_a_proj_with_mqa.weight": (config.kv_dim, hidden),
+        "kv_a_layernorm.weight": (latent.latent_dim,),
+        "kv_b_proj.weight": (heads * (latent.nope_dim + latent.value_dim), latent.latent_dim),
+        "o_proj.weight": (hidden, heads * latent.value_dim),
+    }
+    if latent.query_dim:
+        attention |= {
+            "q_a_proj.weight": (latent.query_dim, hidden),
+            "q_a_layernorm.weight": (latent.query_dim,),
+            "q_b_proj.weight": (heads * config.head_dim, latent.query_dim),
+        }
+    else:
+        attention["q_proj.weight"] = (heads * config.head_dim, hidden)
+    if config.has_qkv_bias:
+        attention["kv_a_proj_with_mqa.bias"] = (config.kv_dim,)
+        if latent.query_dim:
+            attention["q_a_proj.bias"] = (latent.query_dim,)
+    if config.has_output_bias:
+        attention["o_proj.bias"] = (hidden,)
+    prefix = f"model.layers.{layer}"
+    norms = {f"{prefix}.{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
+    return norms | {f"{prefix}.self_attn.{name}": shape for name, shape in attention.items()}
+
+
+def _read_expansion(reader: ShardReader, config: ModelConfig, name: str) -> Expansion:
+    """This rank's heads. As plain numbers, however they are stored: they are multiplied from both sides."""
+    assert config.latent is not None
+    latent, (first, end) = config.latent, reader.parallel.span(config.num_q_heads)
+    width = latent.nope_dim + latent.value_dim
+    rows_OC = reader.tensor(f"{name}.weight", rows=(first * width, end * width))
+    key_HNC, value_HWC = rows_OC.view(end - first, width, -1).split((latent.nope_dim, latent.value_dim), dim=1)
+    return Expansion(key_HNC.contiguous(), value_HWC.contiguous())
