@@ -121,8 +121,11 @@ class DecodeBody:
             max_waiting=pool.max_waiting,
         )
         receiver = rank_parts.make_receiver(setup, runner, self._ranks, functools.partial(self._landed, 0))
-        grants = Grants(blocks, layout)
         rank_tiers = self._open_tiers(setup, runner, functools.partial(self._loaded, 0))
+        tiers: Tiers[Group] = Tiers(
+            blocks, rank_tiers, layout, eviction=eviction, timeout_s=setup.spec.timeouts.handoff_s
+        )
+        grants = Grants(blocks, layout, tiers)
         decoder = Decoder(
             DecodeRank(runner, self._make_sender(setup, runner, functools.partial(self._shipped, 0)), rank_tiers),
             receiver,
@@ -134,7 +137,7 @@ class DecodeBody:
             close_handoff=functools.partial(self._close_handoff, setup, peers),
             pulls=self._make_pulls(setup, runner, peers, receiver, blocks),
             grants=grants,
-            tiers=Tiers(blocks, rank_tiers, layout, eviction=eviction, timeout_s=setup.spec.timeouts.handoff_s),
+            tiers=tiers,
         )
         self.service = ReplicaService(decoder, setup.host, self._hub, replica=setup.replica)
         max_tokens = max_tokens_of(runner, limit=setup.spec.model.max_context)

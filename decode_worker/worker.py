@@ -153,7 +153,7 @@ class Decoder:
     def loaded(self, rank: int, loaded: Loaded) -> None:
         """One rank has brought back what it could of a prefix that lay in its lower tiers."""
         load = self._tiers.loaded(rank, loaded)
-        if load is None:
+        if load is None or self._grants.loaded(load):
             return
         if load.num_loaded:
             num_tokens = load.num_loaded * self._rank.runner.layout.block_size
@@ -436,6 +436,8 @@ class Decoder:
             self._pull_failed(pull, f"nothing came within {pull.timeout_s:.1f} s")
         for group in self._tiers.expired():
             logger.warning("blocks could not be loaded in time request=%s", group.id)
+            if self._grants.expired(group):
+                continue
             group.root.leave_out(self._tiers.cancel(group))
             self._scheduler.fetch_failed(group)
 

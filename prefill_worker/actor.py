@@ -119,15 +119,18 @@ class PrefillBody:
             max_waiting=pool.max_waiting,
         )
         receiver = rank_parts.make_receiver(setup, runner, self._ranks, functools.partial(self._landed, 0))
-        grants = Grants(blocks, layout)
         rank_tiers = self._open_tiers(setup, runner, functools.partial(self._loaded, 0))
+        tiers: Tiers[Job] = Tiers(
+            blocks, rank_tiers, layout, eviction=eviction, timeout_s=setup.spec.timeouts.handoff_s
+        )
+        grants = Grants(blocks, layout, tiers)
         prefiller = Prefiller(
             PrefillRank(runner, self._make_sender(setup, runner, functools.partial(self._shipped, 0)), rank_tiers),
             blocks,
             scheduler,
             pulls=self._make_pulls(setup, runner, peers, receiver, blocks),
             grants=grants,
-            tiers=Tiers(blocks, rank_tiers, layout, eviction=eviction, timeout_s=setup.spec.timeouts.handoff_s),
+            tiers=tiers,
         )
         self.service = ReplicaService(prefiller, setup.host, self._hub, replica=setup.replica)
         max_tokens = max_tokens_of(runner, limit=setup.spec.model.max_context)

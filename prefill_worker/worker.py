@@ -160,7 +160,7 @@ class Prefiller:
     def loaded(self, rank: int, loaded: Loaded) -> None:
         """One rank has brought back what it could of a prefix that lay in its lower tiers."""
         load = self._tiers.loaded(rank, loaded)
-        if load is None:
+        if load is None or self._grants.loaded(load):
             return
         if load.num_loaded:
             num_tokens = load.num_loaded * self._rank.runner.layout.block_size
@@ -245,6 +245,8 @@ class Prefiller:
             self._pull_failed(pull, f"nothing came within {pull.timeout_s:.1f} s")
         for job in self._tiers.expired():
             logger.warning("blocks could not be loaded in time request=%s", job.id)
+            if self._grants.expired(job):
+                continue
             job.sequence.leave_out(self._tiers.cancel(job))
             self._scheduler.fetch_failed(job)
 

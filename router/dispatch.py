@@ -12,7 +12,9 @@ from cluster.errors import CapacityError, ClusterError, ContextLengthExceeded
 from cluster.handoff import Holder
 from cluster.hashing import block_hashes, root_hash
 from cluster.metrics import Metrics
+from cluster.prefix_index import Depths
 from cluster.request import Role, SequenceRequest
+from cluster.rpc import worker_pb2 as pb
 from cluster.timing import StepTiming
 from router.admission import Ticket
 from router.attempt import Pair, may_retry
@@ -40,6 +42,9 @@ class _Need:
 _DEFAULT_PREFILL_TOKENS_PER_S = 1000.0
 _DEFAULT_STEP_S = 0.02
 _DEFAULT_LINK_BYTES_PER_S = 1e9
+_DEFAULT_HOST_BYTES_PER_S = 4e9  # from a replica's memory to its device
+_DEFAULT_DISK_BYTES_PER_S = 5e8
+_NOTHING = Depths(0, 0, 0)
 _ANY_LENGTH = 1 << 30  # the measured rates know nothing of chunks
 
 
@@ -176,7 +181,7 @@ class Dispatch:
         if not decodes:
             return []
         member = decodes[0].member
-        depths = self._replicas.index.match(need.hashes)
+        depths = self._replicas.index.depths(need.hashes)
         demand = Demand(
             num_tokens=len(request.token_ids),
             block_size=member.block_size,
@@ -281,16 +286,16 @@ class _Usual:
         )
 
 
-def _view(replica: Replica, depths: dict[str, int], usual: _Usual) -> ReplicaView:
+def _view(replica: Replica, depths: dict[str, Depths], usual: _Usual) -> ReplicaView:
     status, member = replica.status, replica.member
-    cached_tokens = depths.get(replica.id, 0) * member.block_size
+    held = depths.get(replica.id, _NOTHING)
     token_s = 1 / (status.prefill_tokens_per_s or usual.prefill_tokens_per_s)
     # What we have sent and it has not reported yet counts too.
     queued_tokens = max(status.queued_tokens, replica.pending_tokens)
     return ReplicaView(
         replica=replica.id,
-        cached_tokens=cached_tokens,
-        stored_tokens=cached_tokens,
+        cached_tokens=held.device * member.block_size,
+        stored_tokens=held.disk * member.block_size,
         queue_s=queued_tokens * token_s,
         num_streams=max(status.running + status.waiting, replica.num_requests),
         num_blocks=member.num_blocks,
@@ -299,7 +304,18 @@ def _view(replica: Replica, depths: dict[str, int], usual: _Usual) -> ReplicaVie
         timing=StepTiming(base_s=status.decode_step_s or usual.step_s, token_s=token_s),
         max_batch_tokens=_ANY_LENGTH,
         link_bytes_per_s=status.link_bytes_per_s or usual.link_bytes_per_s,
+        restore_bytes_per_s=_restore_bytes_per_s(held, status),
     )
+
+
+def _restore_bytes_per_s(held: Depths, status: pb.Status) -> float:
+    """At which rate this prefix comes back from where it lies below the device; 0: nothing of it does."""
+    from_host, from_disk = held.host - held.device, held.disk - held.host
+    if not (from_host or from_disk):
+        return 0.0
+    block_s = from_host / (status.host_bytes_per_s or _DEFAULT_HOST_BYTES_PER_S)
+    block_s += from_disk / (status.disk_bytes_per_s or _DEFAULT_DISK_BYTES_PER_S)
+    return (from_host + from_disk) / block_s
 
 
 def _mean(values: Sequence[float], default: float) -> float:

@@ -63,6 +63,10 @@ class Tiers(Generic[T]):
         compute_block_s = size / tokens_per_s if tokens_per_s else 0.0
         return self._table.offer(sequence.hashes(), compute_block_s=compute_block_s) * size
 
+    def depth(self, hashes: Sequence[bytes]) -> int:
+        """How many leading blocks are here, in any tier."""
+        return self._table.depth(hashes)
+
     def begin(self, owner: T, hashes: Sequence[bytes], blocks: Sequence[int]) -> bool:
         """Load what is still here of these blocks, in order, with the next orders. False if that is nothing."""
         load = self._table.begin(owner, hashes, blocks, expires_at=time.monotonic() + self._timeout_s)
