@@ -29,3 +29,12 @@ class Handoff:
     @property
     def num_missing_tokens(self) -> int:
         return self.num_tokens - self.first_token
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holder:
+    """A replica that is said to hold a prefix: a hint, for it has the last word."""
+
+    replica: str
+    address: str  # "host:port" of rank 0
+    num_tokens: int  # leading tokens

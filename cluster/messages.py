@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cluster.handoff import Handoff
+from cluster.handoff import Handoff, Holder
 from cluster.request import FinishReason, SampledToken, Sampling, SequenceRequest, TokenLogprob
 from cluster.rpc import worker_pb2 as pb
 
@@ -93,6 +93,14 @@ def handoff_from_proto(message: pb.Handoff) -> Handoff:
         first_token=message.first_token,
         ttl_s=message.ttl_s,
     )
+
+
+def holder_to_proto(holder: Holder) -> pb.Holder:
+    return pb.Holder(replica=holder.replica, address=holder.address, num_tokens=holder.num_tokens)
+
+
+def holder_from_proto(message: pb.Holder) -> Holder:
+    return Holder(replica=message.replica, address=message.address, num_tokens=message.num_tokens)
 
 
 def tokens_to_proto(tokens: Iterable[SampledToken]) -> list[pb.SampledToken]:

@@ -42,6 +42,10 @@ _COUNTERS = (
     ("transfer_seconds", "kv_transfer_seconds_total", "Time that handoffs took, from first byte to acknowledgement."),
     ("transfers", "kv_transfers_total", "Handoffs carried out."),
     ("transfer_failures", "kv_transfer_failures_total", "Handoffs that failed."),
+    ("pulls", "prefix_pulls_total", "Prefixes fetched from another replica instead of computed."),
+    ("pulled_tokens", "pulled_tokens_total", "Prompt tokens whose KV came from another replica."),
+    ("pull_failures", "prefix_pull_failures_total", "Pulls of which nothing came: what was wanted was computed."),
+    ("pull_seconds", "prefix_pull_seconds_total", "Time that pulls took, from asking to the last byte."),
     ("preemptions", "preemptions_total", "Sequences that lost their blocks and were computed again."),
     ("cancelled", "cancelled_sequences_total", "Sequences ended before they were finished."),
 )

@@ -59,20 +59,31 @@ class RankProcess:
     """Implements cluster.rank.Rank."""
 
     def __init__(
-        self, spec: dict[str, Any], *, body: Body, replica: str, rank: int, index_url: str, log_dir: str
+        self,
+        spec: dict[str, Any],
+        *,
+        body: Body,
+        replica: str,
+        rank: int,
+        index_url: str,
+        log_dir: str,
+        host: str | None = None,
     ) -> None:
+        """host: the address to listen on; otherwise the one by which Ray knows this node."""
         self._spec = parse_spec(spec)
         self._body = body
         self._replica = replica
         self._rank = rank
         self._index_url = index_url
+        self._address = host
         self._host: RankHost | None = None
         self._binding: Binding | None = None
         self._progress: Progress = {"stage": "starting", "fraction": 0.0}
 
     def bind(self) -> Binding:
         if self._binding is None:
-            self._host = RankHost(ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1")
+            own = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
+            self._host = RankHost(self._address or own)
             address = self._host.serve(self._body.register)
             self._binding = {
                 "pid": os.getpid(),

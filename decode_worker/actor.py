@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
 from grpc import aio
 
 from cluster.background import BackgroundThread
-from cluster.errors import ReplicaLost
 from cluster.frames import FrameHub, WorkerServicer
 from cluster.membership import Member
 from cluster.rank_process import RankProcess, Setup
@@ -22,18 +20,21 @@ from decode_worker.server import DecodeServicer, Serving
 from decode_worker.worker import Decoder
 from engine.block_manager import BlockManager
 from engine.decode_scheduler import Scheduler
+from engine.group import Group
 from engine.load import device_for, max_tokens_of
 from engine.runner import ModelRunner
 from engine.sequence import Sequence
 from kvtransfer import rank_parts
+from kvtransfer.grants import Grants
 from kvtransfer.ledger import Landing
 from kvtransfer.passage import Shipment
 from kvtransfer.peers import Peers
+from kvtransfer.pull_calls import PullCalls
+from kvtransfer.pull_servicer import Granting, PullServicer
+from kvtransfer.pulls import Pull, Pulls
 from kvtransfer.rank_servicer import RankServicer
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
-
-logger = logging.getLogger(__name__)
 
 
 def make_rank(spec: dict[str, Any], **arguments: Any) -> RankProcess:
@@ -51,6 +52,8 @@ class DecodeBody:
         self._hub = FrameHub()
         self._ranks = RankServicer()
         self._requests = DecodeServicer()
+        self._prefixes = PullServicer()
+        self._calls: PullCalls | None = None
         self._following: BackgroundThread | None = None
         self._peers: Peers | None = None
         self._sender: Sender | None = None
@@ -59,6 +62,7 @@ class DecodeBody:
         transfer_pb2_grpc.add_RankServicer_to_server(self._ranks, server)
         worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(self._hub), server)
         worker_pb2_grpc.add_DecodeWorkerServicer_to_server(self._requests, server)
+        worker_pb2_grpc.add_PrefixHolderServicer_to_server(self._prefixes, server)
 
     def load(self, setup: Setup) -> int:
         pool = setup.spec.decode
@@ -75,7 +79,7 @@ class DecodeBody:
             self._serve(setup, runner, self._peers)
         else:
             report = functools.partial(rank_parts.report, setup, self._peers)
-            self._ranks.receiver = self._receiver(setup, runner, report)
+            rank_parts.make_receiver(setup, runner, self._ranks, report)
             rank = DecodeRank(runner, self._make_sender(setup, runner, report))
             self._following = BackgroundThread(rank.follow, name="following")
             self._following.start()
@@ -89,19 +93,10 @@ class DecodeBody:
     async def close(self) -> None:
         if self._sender:
             await self._sender.close()
+        if self._calls:
+            await self._calls.close()
         if self._peers:
             await self._peers.disconnect()
-
-    def _receiver(self, setup: Setup, runner: ModelRunner, on_landed: Callable[[Landing], None]) -> Receiver:
-        return Receiver(
-            rank=setup.rank,
-            pool=runner.pool,
-            wire_dtype=setup.spec.kv.wire_dtype,
-            host=setup.host.host,
-            timeout_s=setup.spec.timeouts.transfer_s,
-            meeting=self._ranks.meeting,
-            on_landed=on_landed,
-        )
 
     def _make_sender(self, setup: Setup, runner: ModelRunner, on_shipped: Callable[[Shipment], None]) -> Sender:
         self._sender = rank_parts.make_sender(setup, runner, on_shipped)
@@ -117,7 +112,8 @@ class DecodeBody:
             max_running=pool.max_running,
             max_waiting=pool.max_waiting,
         )
-        self._ranks.receiver = receiver = self._receiver(setup, runner, functools.partial(self._landed, 0))
+        receiver = rank_parts.make_receiver(setup, runner, self._ranks, functools.partial(self._landed, 0))
+        grants = Grants(blocks, layout)
         decoder = Decoder(
             DecodeRank(runner, self._make_sender(setup, runner, functools.partial(self._shipped, 0))),
             receiver,
@@ -126,7 +122,9 @@ class DecodeBody:
             replica=setup.replica,
             addresses=setup.addresses,
             handoff_s=setup.spec.timeouts.handoff_s,
-            close_handoff=lambda handoff, then: self._close_handoff(setup, peers, handoff, then),
+            close_handoff=functools.partial(self._close_handoff, setup, peers),
+            pulls=self._make_pulls(setup, runner, peers, receiver, blocks),
+            grants=grants,
         )
         self.service = ReplicaService(decoder, setup.host, self._hub, replica=setup.replica)
         max_tokens = max_tokens_of(runner, limit=setup.spec.model.max_context)
@@ -137,6 +135,7 @@ class DecodeBody:
             return Sequence(request, first, model=layout.model, block_size=layout.block_size, max_context=max_tokens)
 
         self._requests.serving = Serving(self.service, decoder, peers, sequence_of)
+        self._prefixes.granting = Granting(grants, self.service.post)
         self._ranks.on_report = self._reported
         member = Member(
             replica=setup.replica,
@@ -153,11 +152,32 @@ class DecodeBody:
             index_url=setup.index_url, name=setup.spec.name, member=member, other_ranks=setup.addresses[1:]
         )
 
+    def _make_pulls(
+        self, setup: Setup, runner: ModelRunner, peers: Peers, receiver: Receiver, blocks: BlockManager
+    ) -> Pulls[Group]:
+        self._calls = calls = PullCalls(setup.host, peers)
+        return Pulls(
+            receiver,
+            blocks,
+            replica=setup.replica,
+            addresses=setup.addresses,
+            layout=runner.layout,
+            timeout_s=setup.spec.timeouts.transfer_s,
+            close_elsewhere=functools.partial(self._close_handoff, setup, peers),
+            call=lambda pull: calls.begin(pull, functools.partial(self._missed, pull)),
+        )
+
     def _landed(self, rank: int, landing: Landing) -> None:
-        """On rank 0, from any thread: a handoff's KV is whole on one of our ranks."""
+        """On rank 0, from any thread: a handoff's KV, or a prefix that we fetch, is whole on one of our ranks."""
         serving = self._requests.serving
         assert serving
         serving.service.post(lambda: serving.decoder.landed(rank, landing))
+
+    def _missed(self, pull: Pull[Group], reason: str) -> None:
+        """On rank 0, from any thread: nothing comes of a pull."""
+        serving = self._requests.serving
+        assert serving
+        serving.service.post(lambda: serving.decoder.missed(pull, reason))
 
     def _shipped(self, rank: int, shipment: Shipment) -> None:
         """On rank 0, from any thread: one of our ranks has nothing more to send for a handoff."""
@@ -175,13 +195,4 @@ class DecodeBody:
         """On rank 0's step thread: close a handoff on the other ranks, then run a command on the step thread."""
         service = self.service
         assert service
-
-        async def close() -> None:
-            try:
-                await peers.close_handoff(handoff)
-            except ReplicaLost as error:  # the gang is broken, and with it its pool: the blocks stay in quarantine
-                logger.error("handoff %s cannot be closed: %s", handoff, error)
-                return
-            service.post(then)
-
-        setup.host.spawn(close())
+        rank_parts.close_handoff(setup, peers, handoff, lambda: service.post(then))

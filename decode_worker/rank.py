@@ -11,10 +11,12 @@ from cluster.handoff import Handoff
 from engine.batch import Batch
 from engine.runner import ModelRunner
 from engine.step_message import Orders, decode_step, encode_step
+from kvtransfer import grants
 from kvtransfer.sender import Sender
 
 # Orders of a decode step, beside its batch, in the order in which they are carried out:
 #   copy    blocks (source, target) to copy before the batch is computed
+#   grant   prefixes that are in the pool, and that another replica has asked for; see kvtransfer.grants
 #   begin   handoffs to which a sequence of ours is to be shipped
 #   ship    (id, epoch, block table, start, end): positions whose KV was computed in earlier steps
 #   commit  (id, epoch, num_tokens, next_tokens): nothing more comes
@@ -51,6 +53,8 @@ class DecodeRank:
     def _execute(self, batch: Batch | None, orders: Orders) -> Tensor | None:
         for source, target in orders.get("copy", ()):
             self.runner.pool.copy_block(source, target)
+        for order in orders.get("grant", ()):
+            grants.carry_out(order, self.sender)
         for fields in orders.get("begin", ()):
             self.sender.begin(Handoff(**{**fields, "ranks": tuple(fields["ranks"])}), ())
         for id, epoch, blocks, start, end in orders.get("ship", ()):

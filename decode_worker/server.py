@@ -12,7 +12,7 @@ from grpc import aio
 from cluster.channel import abort_with
 from cluster.errors import ClusterError, ReplicaLost
 from cluster.handoff import Handoff
-from cluster.messages import handoff_from_proto, handoff_to_proto, sequence_from_proto
+from cluster.messages import handoff_from_proto, handoff_to_proto, holder_from_proto, sequence_from_proto
 from cluster.replica_service import ReplicaService
 from cluster.request import SequenceRequest
 from cluster.rpc import transfer_pb2
@@ -49,8 +49,9 @@ class DecodeServicer(rpc.DecodeWorkerServicer):
             await abort_with(context, ReplicaLost("this replica takes no new work"))
         root = serving.sequence_of(sequence_from_proto(request.sequence))
         group = Group(root, router=request.router, source=_source(request))
+        holder = holder_from_proto(request.holder) if request.HasField("holder") else None
         call = _Call()
-        serving.service.post(lambda: serving.decoder.submit(group, call))
+        serving.service.post(lambda: serving.decoder.submit(group, call, holder=holder))
         try:
             while (event := await call.events.get()) is not None:
                 if isinstance(event, ClusterError):
@@ -96,8 +97,9 @@ class _Call:
         ticket = handoff_to_proto(handoff) if handoff else None
         self._put(pb.GenerateEvent(reserved=pb.Reserved(handoff=ticket, cached_tokens=num_cached)))
 
-    def started(self, num_tokens: int, epoch: int) -> None:
-        self._put(pb.GenerateEvent(started=pb.Started(num_tokens=num_tokens, epoch=epoch)))
+    def started(self, num_tokens: int, *, epoch: int, num_pulled: int) -> None:
+        started = pb.Started(num_tokens=num_tokens, epoch=epoch, pulled_tokens=num_pulled)
+        self._put(pb.GenerateEvent(started=started))
 
     def ended(self, error: ClusterError | None) -> None:
         self._put(error)

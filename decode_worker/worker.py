@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from cluster.errors import ClusterError, HandoffExpired, TransferError
-from cluster.handoff import Handoff
+from cluster.handoff import Handoff, Holder
 from cluster.messages import tokens_to_proto
 from cluster.request import SampledToken, TokenLogprob
 from cluster.rpc import transfer_pb2
@@ -26,9 +26,12 @@ from engine.group import Choice, Group, Source
 from engine.rate import Rate
 from engine.sampler import SamplingRow, sample
 from engine.sequence import Sequence
+from engine.step_message import Orders
 from kvtransfer.arrivals import Arrival, Arrivals, Gate
+from kvtransfer.grants import Grants
 from kvtransfer.ledger import Landing
 from kvtransfer.passage import Shipment
+from kvtransfer.pulls import Pull, Pulls
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +43,7 @@ class GroupListener(Protocol):
         """Blocks are set aside. With a handoff, the other ranks must open it too before anyone is told of it."""
         ...
 
-    def started(self, num_tokens: int, epoch: int) -> None:
+    def started(self, num_tokens: int, *, epoch: int, num_pulled: int) -> None:
         """Decoding has begun; the first token that is sent from here has position num_tokens."""
         ...
 
@@ -66,6 +69,8 @@ class Decoder:
         addresses: list[str],
         handoff_s: float,
         close_handoff: Callable[[str, Callable[[], None]], None],
+        pulls: Pulls[Group],
+        grants: Grants,
     ) -> None:
         self.totals = pb.Totals()
         self._rank = rank
@@ -79,6 +84,9 @@ class Decoder:
         self._arrivals: Arrivals[Group] = Arrivals(
             gate, blocks, num_ranks=len(addresses), close_elsewhere=close_handoff
         )
+        self._pulls = pulls
+        self._grants = grants
+        self._holders: dict[Group, Holder] = {}  # of prompts that are computed here, and that a peer may hold
         self._moves = Moves(rank, blocks, pause=scheduler.remove_choice, resume=scheduler.start, leave=self._end_choice)
         self._tokens: dict[str, list[pb.StreamTokens]] = {}
         self._step_rate = Rate()
@@ -86,14 +94,17 @@ class Decoder:
 
     # What the world asks for.
 
-    def submit(self, group: Group, listener: GroupListener) -> None:
-        """Queue a request. An error goes to the listener."""
+    def submit(self, group: Group, listener: GroupListener, *, holder: Holder | None = None) -> None:
+        """Queue a request, of whose prompt `holder` may hold more than is here. An error goes to the listener."""
         try:
+            group.num_offered = holder.num_tokens if holder else 0
             self._scheduler.add(group)
         except ClusterError as error:
             listener.ended(error)
             return
         self._listeners[group] = listener
+        if holder:
+            self._holders[group] = holder
         if group.source is Source.HERE:
             self.totals.prompt_tokens += len(group.root.tokens)
 
@@ -111,7 +122,12 @@ class Decoder:
                 self._end_choice(choice)
 
     def landed(self, rank: int, landing: Landing) -> None:
-        """The KV of a handoff is whole on one rank."""
+        """The KV of a handoff, or of a prefix that we fetch, is whole on one rank."""
+        if pull := self._pulls.landed(rank, landing):
+            self.totals.pulls += 1
+            self.totals.pulled_tokens += pull.num_tokens
+            self.totals.pull_seconds += time.monotonic() - pull.begun_at
+            self._scheduler.fetched(pull.owner, pull.num_tokens)
         arrival = self._arrivals.landed(rank, landing)
         if arrival is None:
             return
@@ -124,6 +140,11 @@ class Decoder:
             self._start(group, [(token, None) for token in arrival.next_tokens], epoch=arrival.epoch)
         else:
             self._fail(group, TransferError(f"{len(arrival.next_tokens)} tokens came for {group.num_choices} choices"))
+
+    def missed(self, pull: Pull[Group], reason: str) -> None:
+        """Nothing comes of a pull."""
+        if self._pulls.missed(pull):
+            self._pull_failed(pull, reason)
 
     def migrate(self, router: str, stream: int, handoff: Handoff, listener: MoveListener) -> None:
         """Ship a choice to the replica that has made this handoff, if it is worth it."""
@@ -140,10 +161,12 @@ class Decoder:
 
     def shipped(self, rank: int, shipment: Shipment) -> None:
         """One of our ranks has nothing more to send for a handoff."""
-        if moved := self._moves.shipped(rank, shipment):
-            self.totals.migrations += 1
-            self.totals.transfer_bytes += moved.wire_bytes
-            self.totals.transfer_seconds += moved.seconds
+        moved = self._moves.shipped(rank, shipment)
+        granted = self._grants.shipped(rank, shipment)
+        self.totals.migrations += moved is not None
+        if whole := moved or granted:
+            self.totals.transfer_bytes += whole.wire_bytes
+            self.totals.transfer_seconds += whole.seconds
 
     # The step.
 
@@ -152,7 +175,7 @@ class Decoder:
         self._expire_handoffs()
         for group in self._scheduler.admit():
             self._admitted(group)
-        orders = self._moves.orders()
+        orders = self._orders()
         chosen = self._scheduler.schedule()
         if not chosen:
             if orders:
@@ -180,12 +203,21 @@ class Decoder:
         if self._rank.runner.parallel.size > 1:
             self._rank.lead(None, {"stop": True})
 
+    def _orders(self) -> Orders:
+        """What the ranks must do in the next step beside its batch; empty when there is nothing."""
+        orders = self._moves.orders()
+        if aborts := self._grants.take_aborts():
+            orders["abort"] = orders.get("abort", []) + aborts
+        if grants := self._grants.take_orders():
+            orders["grant"] = grants
+        return orders
+
     # What the world is told.
 
     @property
     def num_requests(self) -> int:
-        """Requests that live here, and what is still being sent of those that have left."""
-        return len(self._listeners) + len(self._moves)
+        """Requests that live here, what is still being sent of those that have left, and prefixes that others fetch."""
+        return len(self._listeners) + len(self._moves) + len(self._grants)
 
     def take_tokens(self) -> dict[str, list[pb.StreamTokens]]:
         tokens, self._tokens = self._tokens, {}
@@ -200,7 +232,7 @@ class Decoder:
     def status(self) -> pb.Status:
         self.totals.preemptions = self._scheduler.num_preemptions
         return pb.Status(
-            running=self._scheduler.num_running + self._moves.num_paused,
+            running=self._scheduler.num_running + self._moves.num_paused + len(self._grants),
             waiting=self._scheduler.num_waiting,
             queued_tokens=self._scheduler.num_queued_tokens,
             context_tokens=sum(len(choice.sequence.tokens) for choice in self._scheduler.decoding),
@@ -220,6 +252,8 @@ class Decoder:
         self.totals.prefix_hit_tokens += group.num_cached
         if group.source is Source.HERE:
             listener.reserved(None, None, group.num_cached)
+            if group.fetch_end > group.num_cached:
+                self._pull(group)
             return
         opening = opening_for(group, replica=self._replica)
         handoff = ticket_for(
@@ -233,6 +267,24 @@ class Decoder:
         self._awaited[group] = self._arrivals.open(opening, owner=group, expires_at=expires_at)
         listener.reserved(handoff, opening, group.num_cached)
 
+    def _pull(self, group: Group) -> None:
+        """Fetch what the group lacks of its prefix; meanwhile it waits."""
+        size, root = self._rank.runner.layout.block_size, group.root
+        self._pulls.begin(
+            group,
+            self._holders[group],
+            id=group.id,
+            hashes=root.hashes()[: group.fetch_end // size],
+            blocks=root.blocks,
+            first_block=root.num_computed // size,
+        )
+
+    def _pull_failed(self, pull: Pull[Group], reason: str) -> None:
+        logger.info("pull failed request=%s holder=%s: %s", pull.owner.id, pull.holder.replica, reason)
+        self.totals.pull_failures += 1
+        pull.owner.root.leave_out(pull.exposed)
+        self._scheduler.fetch_failed(pull.owner)
+
     def _continue(self, group: Group, arrival: Arrival[Group]) -> None:
         """A sequence has come from another decode replica, with the tokens that it got on the way."""
         root = group.root
@@ -243,7 +295,7 @@ class Decoder:
         root.computed(arrival.num_tokens - root.num_computed, self._blocks)
         self._scheduler.ready(group)
         group.choices = [Choice(group, root, root.request.stream)]
-        self._listeners[group].started(len(root.tokens), arrival.epoch)
+        self._listeners[group].started(len(root.tokens), epoch=arrival.epoch, num_pulled=0)
         if root.request.stream in group.unwanted:
             self._end_choice(group.choices[0])
         else:
@@ -256,7 +308,8 @@ class Decoder:
         sequences = [group.root, *self._fork(group.root, request.choices[1:])]
         group.choices = [Choice(group, sequence, request.stream + i) for i, sequence in enumerate(sequences)]
         is_told = group.source is Source.PREFILL  # the prefill replica has told the router of the first tokens
-        self._listeners[group].started(len(group.root.tokens) + is_told, epoch)
+        self._listeners[group].started(len(group.root.tokens) + is_told, epoch=epoch, num_pulled=group.num_fetched)
+        self._holders.pop(group, None)
         for choice, (token_id, logprob) in zip(list(group.choices), first_tokens, strict=True):
             token = choice.sequence.append(token_id, logprob)
             if not is_told:
@@ -316,6 +369,9 @@ class Decoder:
         for choice in group.choices:
             self._moves.cancel(choice, "it has ended")
         self._scheduler.remove(group)
+        self._holders.pop(group, None)
+        if pull := self._pulls.cancel(group):
+            group.root.leave_out(pull.exposed)
         if arrival := self._awaited.pop(group, None):
             group.root.blocks = group.root.blocks[: group.num_cached // group.root.block_size]
             self._arrivals.give_up(arrival)
@@ -332,6 +388,8 @@ class Decoder:
     def _expire_handoffs(self) -> None:
         for arrival in self._arrivals.expired(time.monotonic()):
             self._fail(arrival.owner, HandoffExpired(f"handoff {arrival.id}: no KV came within {self._handoff_s} s"))
+        for pull in self._pulls.expired(time.monotonic()):
+            self._pull_failed(pull, f"nothing came within {pull.timeout_s:.1f} s")
 
     def _find(self, router: str, stream: int) -> Choice | None:
         groups = (group for group in self._listeners if group.router == router)

@@ -1,5 +1,7 @@
 """The engine alone, in process: tokens per second of decode steps and of prompts, beside the memory's bandwidth.
 
+`bandwidth_share` of a decode step is what reading every weight once would take at that bandwidth, over what it took.
+
 Random token ids, greedy, no end of sequence, no prefix cache, the best of three. What a decode step costs beyond the
 model counts too: making the batch, sampling, the sequences' own bookkeeping.
 """
@@ -61,10 +63,14 @@ def bench_engine(
         device=torch.device("cpu"),
         progress=lambda fraction: None,
     )
+    decodes = [_decode(runner, batch, context) for context, batch in product(contexts, batches)]
+    bandwidth, weight_bytes = read_bandwidth(), _weight_bytes(runner, weights)
+    for row in decodes:
+        row["bandwidth_share"] = weight_bytes and round(weight_bytes / (row["step_ms"] / 1e3) / bandwidth, 3)
     return {
-        "decode": [_decode(runner, batch, context) for context, batch in product(contexts, batches)],
+        "decode": decodes,
         "prefill": [_prefill(runner, num_tokens) for num_tokens in prefills],
-        "bandwidth_gb_s": round(read_bandwidth() / 1e9, 2),
+        "bandwidth_gb_s": round(bandwidth / 1e9, 2),
         "model": model_dir.name,
         "dtype": dtype,
         "weights": weights,
@@ -78,6 +84,17 @@ def read_bandwidth() -> float:
     """Bytes per second at which this process's compute threads read memory."""
     data = torch.ones(_READ_BYTES // 4)
     return _READ_BYTES / min(_timed(lambda: data.sum()) for _ in range(5))
+
+
+def _weight_bytes(runner: ModelRunner, weights: str) -> int | None:
+    """What a step reads of the weights; None where that depends on the rows or on the checkpoint's format."""
+    config = runner.config
+    if config.experts is not None or weights == "quantized":
+        return None
+    num_read = config.num_parameters
+    if not config.tie_embeddings:
+        num_read -= config.vocab_size * config.hidden_size
+    return num_read * (1 if weights == "int8" else runner.dtype.itemsize)
 
 
 def _needs(batches: Seq[int], contexts: Seq[int], prefills: Seq[int]) -> Iterable[tuple[int, int, int]]:

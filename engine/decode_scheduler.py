@@ -14,8 +14,9 @@ from engine.sequence import Sequence
 #
 #   remote   waiting (group) ──blocks──> reserved (group) ──landed──> decoding <──> paused, to be moved
 #   local    waiting (group) ──blocks──> prefilling ──────────────────> decoding
-#                                           ^   blocks                     │
-#                                           └── preempted <──no block left─┘
+#               ^ │                       ^     ^                         │
+#               │ └blocks─> fetching ─────┘     │ blocks                  │
+#               └──failed──────┘                └── preempted <──no block left
 
 
 ROOM_TOKENS = 64  # so far may a sequence grow while its KV is shipped to us; then it must pause
@@ -38,6 +39,7 @@ class Scheduler:
         self._max_waiting = max_waiting
         self._waiting: deque[Group] = deque()
         self._reserved: set[Group] = set()
+        self._fetching: list[Group] = []
         self._prefilling: list[Choice] = []
         self._preempted: deque[Choice] = deque()
 
@@ -47,12 +49,14 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self.decoding) + len(self._prefilling) + sum(group.num_choices for group in self._reserved)
+        to_come = sum(group.num_choices for group in (*self._reserved, *self._fetching))
+        return len(self.decoding) + len(self._prefilling) + to_come
 
     @property
     def num_queued_tokens(self) -> int:
         """Tokens still to be computed here, but for one per decoding sequence."""
         local = sum(group.root.num_missing for group in self._waiting if group.source is Source.HERE)
+        local += sum(len(group.root.tokens) - group.fetch_end for group in self._fetching)
         return local + sum(choice.sequence.num_missing for choice in (*self._prefilling, *self._preempted))
 
     def add(self, group: Group) -> None:
@@ -70,25 +74,47 @@ class Scheduler:
         self._waiting.insert(place, group)
 
     def admit(self) -> list[Group]:
-        """Give blocks to the requests that come next, as far as there is room, and return them."""
+        """Give blocks to the requests that come next, as far as there is room, and return them.
+
+        Of those that are computed here, others may hold more of the prompt than was found: where `fetch_end` lies
+        beyond `num_cached`, the positions between are to be brought into its blocks. Then call `fetched`, or
+        `fetch_failed`.
+        """
         admitted = []
-        while self._waiting and not self._preempted and self._has_room(self._waiting[0]):
-            group = self._waiting.popleft()
-            is_on_its_way = group.source is Source.HERE and group.root.is_behind(
-                (choice.sequence for choice in self._prefilling), self._blocks
-            )
-            reuse_all = group.source is Source.PREFILL
-            if is_on_its_way or not self._allocate(group.root, reuse_all=reuse_all, room=_room(group)):
-                self._waiting.appendleft(group)
+        for group in tuple(self._waiting):
+            if self._preempted or not self._has_room(group):
                 break
+            if group.source is Source.HERE and self._is_on_its_way(group):
+                continue  # others go on meanwhile
+            if not self._allocate(group.root, reuse_all=group.source is Source.PREFILL, room=_room(group)):
+                break
+            self._waiting.remove(group)
             group.num_cached = group.root.num_computed
             admitted.append(group)
-            if group.source is Source.HERE:
-                choice = Choice(group, group.root, group.root.request.stream)
-                insort(self._prefilling, choice, key=_priority)
-            else:
+            if group.source is not Source.HERE:
                 self._reserved.add(group)
+            elif group.fetch_end > group.num_cached:
+                self._fetching.append(group)
+            else:
+                self._prefill(group)
         return admitted
+
+    def fetched(self, group: Group, num_tokens: int) -> None:
+        """The KV of the next `num_tokens` positions is in the group's blocks: what is missing yet is computed."""
+        self._fetching.remove(group)
+        group.num_fetched = num_tokens
+        group.root.computed(num_tokens, self._blocks)
+        self._prefill(group)
+
+    def fetch_failed(self, group: Group) -> None:
+        """What was offered does not come: the group gives its blocks back, and is the next to be admitted again.
+
+        A block that something may still be written to is the caller's, who has taken it out of the table.
+        """
+        self._fetching.remove(group)
+        group.num_offered = 0
+        group.root.release(self._blocks)
+        self._waiting.appendleft(group)
 
     def ready(self, group: Group) -> None:
         """The KV of a request's prompt is whole: it is neither reserved nor prefilling any more."""
@@ -108,6 +134,8 @@ class Scheduler:
         if group in self._waiting:
             self._waiting.remove(group)
         self._reserved.discard(group)
+        if group in self._fetching:
+            self._fetching.remove(group)
         for choice in [c for c in (*self._prefilling, *self._preempted, *self.decoding) if c.group is group]:
             self.remove_choice(choice)
 
@@ -147,12 +175,20 @@ class Scheduler:
             self.num_preemptions += 1
         self.decoding = kept
 
+    def _prefill(self, group: Group) -> None:
+        insort(self._prefilling, Choice(group, group.root, group.root.request.stream), key=_priority)
+
+    def _is_on_its_way(self, group: Group) -> bool:
+        """Another prompt's computation, or a fetch, brings the very block that this one lacks first."""
+        others = [*(choice.sequence for choice in self._prefilling), *(other.root for other in self._fetching)]
+        return group.root.is_behind(others, self._blocks)
+
     def _has_room(self, group: Group) -> bool:
         """Whether one more request leaves each decoding sequence a block to grow into."""
         root = group.root
         needed = self._blocks.num_needed(root.hashes(), root.num_blocks_for(len(root.tokens) + max(1, _room(group))))
         fits = needed + len(self.decoding) <= self._blocks.num_available
-        is_first = not (self.decoding or self._prefilling or self._reserved)
+        is_first = not (self.decoding or self._prefilling or self._reserved or self._fetching)
         return (fits or is_first) and self.num_running + group.num_choices <= max(self._max_running, group.num_choices)
 
     def _allocate(self, sequence: Sequence, *, reuse_all: bool, room: int = 0) -> bool:
@@ -161,8 +197,9 @@ class Scheduler:
         Where it is computed here, at least its last token is; and what is shipped while it decodes lacks the last too.
         """
         num_tokens = len(sequence.tokens)
-        num_reusable = (num_tokens if reuse_all else num_tokens - 1) // sequence.block_size
-        taken = self._blocks.allocate(sequence.hashes()[:num_reusable], sequence.num_blocks_for(num_tokens + room))
+        num_reusable = num_tokens if reuse_all else sequence.num_reusable(num_tokens)
+        reusable = sequence.hashes()[: num_reusable // sequence.block_size]
+        taken = self._blocks.allocate(reusable, sequence.num_blocks_for(num_tokens + room))
         if taken is None:
             return False
         sequence.start_with(*taken)

@@ -100,6 +100,14 @@ class LeastRecentlyUsed:
         return self._candidates.popitem(last=False)[0]
 
 
+def make_eviction(name: str, *, num_blocks: int) -> Eviction:
+    """name: "lru" or "reuse_value". For so many blocks."""
+    return LeastRecentlyUsed() if name == "lru" else ReuseValue(num_ghosts=min(_GHOSTS * num_blocks, _MAX_GHOSTS))
+
+
+_GHOSTS = 2  # evicted blocks remembered, for each one held
+_MAX_GHOSTS = 200_000  # some 50 MB
+
 _MAX_USES = 2  # so many uses and more are one kind
 _NUM_KINDS = len(Origin) + _MAX_USES
 _SPARE = _NUM_KINDS  # the queue of those that others hold too

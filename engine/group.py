@@ -32,13 +32,20 @@ class Group:
     root: Sequence  # holds the prompt's blocks until the choices fork from it
     router: str
     source: Source
+    num_offered: int = 0  # leading tokens that a peer, or a tier below this pool, is said to hold; 0: not counted on
     num_cached: int = 0  # prompt tokens found in the prefix cache
+    num_fetched: int = 0  # tokens after these whose KV came from where it was offered
     choices: list[Choice] = field(default_factory=list)  # empty until the prompt's KV is whole
     unwanted: set[int] = field(default_factory=set)  # streams that were stopped, perhaps before they began
 
     @property
     def id(self) -> str:
         return self.root.request.id
+
+    @property
+    def fetch_end(self) -> int:
+        """Positions before this one are to be fetched, where they are not here."""
+        return self.root.num_reusable(self.num_offered)
 
     @property
     def num_choices(self) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import insort
-from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,12 @@ from cluster.handoff import Handoff
 from engine.block_manager import BlockManager
 from engine.sequence import Sequence
 
+# The life of a job:
+#
+#     waiting ──blocks──────────────────────────────> running ──all computed──> gone
+#        ^ └──blocks, and somebody holds more──> fetching ──fetched──^
+#        └───────────────── fetch_failed ───────────┘
+
 
 @dataclass(eq=False)
 class Job:
@@ -19,19 +25,27 @@ class Job:
 
     sequence: Sequence
     handoff: Handoff | None
+    num_offered: int = 0  # leading tokens that a peer, or a tier below this pool, is said to hold; 0: not counted on
     num_cached: int = 0  # tokens found in the prefix cache when it was admitted
+    num_fetched: int = 0  # tokens after these whose KV came from where it was offered
     departure: Any = None  # kvtransfer's, once its KV is on its way: this floor only keeps it
+    number: int = 0  # of its arrival
 
     @property
     def id(self) -> str:
         return self.sequence.request.id
 
+    @property
+    def fetch_end(self) -> int:
+        """Positions before this one are to be fetched, where they are not here."""
+        return self.sequence.num_reusable(self.num_offered)
+
 
 class Scheduler:
-    """Waiting jobs, and jobs whose prompts are being computed. Owned by the step thread.
+    """Jobs that wait, whose prefixes come from elsewhere, and that are being computed. Owned by the step thread.
 
     A job has all blocks of its prompt from its admission on, so that it can always run to its end. Smaller priorities
-    go first, from the next chunk on; within one, the order of arrival holds.
+    go first, from the next chunk on; within one, the order of arrival holds, however long a prefix was on its way.
     """
 
     def __init__(self, blocks: BlockManager, *, max_batch_tokens: int, max_running: int, max_waiting: int) -> None:
@@ -39,8 +53,10 @@ class Scheduler:
         self._max_batch_tokens = max_batch_tokens
         self._max_running = max_running
         self._max_waiting = max_waiting
-        self._waiting: deque[Job] = deque()
+        self._waiting: list[Job] = []  # this and the others are sorted
+        self._fetching: list[Job] = []
         self._running: list[Job] = []
+        self._numbers = itertools.count()
 
     @property
     def num_waiting(self) -> int:
@@ -48,11 +64,13 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._running) + len(self._fetching)
 
     @property
     def num_queued_tokens(self) -> int:
-        return sum(job.sequence.num_missing for job in (*self._waiting, *self._running))
+        """Tokens that will be computed here, if what is on its way comes."""
+        coming = sum(len(job.sequence.tokens) - job.fetch_end for job in self._fetching)
+        return coming + sum(job.sequence.num_missing for job in (*self._waiting, *self._running))
 
     def add(self, job: Job) -> None:
         """Raises CapacityError when the queue is full, ContextLengthExceeded when the prompt can never fit."""
@@ -64,17 +82,55 @@ class Scheduler:
             )
         if len(self._waiting) >= self._max_waiting:
             raise CapacityError(f"{len(self._waiting)} prompts are waiting already")
-        place = len(self._waiting)
-        while place and self._waiting[place - 1].sequence.request.priority > sequence.request.priority:
-            place -= 1
-        self._waiting.insert(place, job)
+        job.number = next(self._numbers)
+        insort(self._waiting, job, key=_turn)
 
     def remove(self, job: Job) -> None:
         """Take a job out, wherever it is; its blocks stay with the caller."""
-        if job in self._waiting:
-            self._waiting.remove(job)
-        elif job in self._running:
-            self._running.remove(job)
+        for place in (self._waiting, self._fetching, self._running):
+            if job in place:
+                place.remove(job)
+
+    def fetch(self) -> list[Job]:
+        """Jobs that have their blocks from now on, and of which others hold more: the positions from `num_computed` up
+        to `fetch_end` are to be brought into these blocks. Then call `fetched`, or `fetch_failed`.
+
+        That begins before a job's turn to be computed, as soon as there is room for it and for all who came before.
+        """
+        begun = []
+        num_ahead = 0  # blocks for those who came before, at most
+        for job in tuple(self._waiting):
+            if self.num_running >= self._max_running:
+                break
+            needed = job.sequence.num_blocks_for(len(job.sequence.tokens))
+            if not self._is_offered_more(job) or self._is_on_its_way(job):
+                num_ahead += needed
+            elif num_ahead + needed <= self._blocks.num_available or not num_ahead:
+                if not self._admit(job):
+                    break
+                self._waiting.remove(job)
+                insort(self._fetching, job, key=_turn)
+                begun.append(job)
+            else:
+                break
+        return begun
+
+    def fetched(self, job: Job, num_tokens: int) -> None:
+        """The KV of the next `num_tokens` positions is in the job's blocks: what is missing yet is computed."""
+        self._fetching.remove(job)
+        job.num_fetched = num_tokens
+        job.sequence.computed(num_tokens, self._blocks)
+        insort(self._running, job, key=_turn)
+
+    def fetch_failed(self, job: Job) -> None:
+        """What was offered does not come: the job gives its blocks back, and waits again.
+
+        A block that something may still be written to is the caller's, who has taken it out of the table.
+        """
+        self._fetching.remove(job)
+        job.num_offered = 0
+        job.sequence.release(self._blocks)
+        insort(self._waiting, job, key=_turn)
 
     def schedule(self) -> list[tuple[Job, int]]:
         """The next step: jobs, and how many tokens of each. Admits what fits."""
@@ -84,24 +140,35 @@ class Scheduler:
             if budget:
                 chosen.append((job, min(budget, job.sequence.num_missing)))
                 budget -= chosen[-1][1]
-        while budget and self._waiting and len(self._running) < self._max_running:
-            if self._is_on_its_way(self._waiting[0]) or not self._admit(self._waiting[0]):
+        for job in tuple(self._waiting):
+            if not budget or self.num_running >= self._max_running:
                 break
-            job = self._waiting.popleft()
-            insort(self._running, job, key=_priority)
+            if self._is_on_its_way(job):
+                continue  # others go on meanwhile
+            if self._is_offered_more(job) or not self._admit(job):
+                break  # there was no room
+            self._waiting.remove(job)
+            insort(self._running, job, key=_turn)
             chosen.append((job, min(budget, job.sequence.num_missing)))
             budget -= chosen[-1][1]
         return chosen
 
     def _is_on_its_way(self, job: Job) -> bool:
-        """A running job computes the very block that this one lacks first: it waits, and finds it."""
-        return job.sequence.is_behind((other.sequence for other in self._running), self._blocks)
+        """Another job computes or fetches the very block that this one lacks first: it waits, and finds it."""
+        others = (other.sequence for other in (*self._running, *self._fetching))
+        return job.sequence.is_behind(others, self._blocks)
+
+    def _is_offered_more(self, job: Job) -> bool:
+        """More than is here. Once it is not, the offer is forgotten: nothing is fetched behind a gap."""
+        if job.num_offered and self._blocks.match(job.sequence.hashes()) * job.sequence.block_size >= job.fetch_end:
+            job.num_offered = 0
+        return job.num_offered > 0
 
     def _admit(self, job: Job) -> bool:
         """Give the job its blocks. The last token is always computed, for its logits are wanted."""
         sequence = job.sequence
         num_tokens = len(sequence.tokens)
-        reusable = sequence.hashes()[: (num_tokens - 1) // sequence.block_size]
+        reusable = sequence.hashes()[: sequence.num_reusable(num_tokens) // sequence.block_size]
         taken = self._blocks.allocate(reusable, sequence.num_blocks_for(num_tokens))
         if taken is None:
             return False
@@ -110,5 +177,5 @@ class Scheduler:
         return True
 
 
-def _priority(job: Job) -> int:
-    return job.sequence.request.priority
+def _turn(job: Job) -> tuple[int, int]:
+    return job.sequence.request.priority, job.number

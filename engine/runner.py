@@ -52,10 +52,11 @@ def layout_for(
 
 def num_blocks_for(layout: KVLayout, *, gib: float) -> int:
     """How many blocks of one rank fit into this much memory. Raises SpecError if none does."""
-    block_bytes = layout.block_size * layout.bytes_per_token()
-    if gib * GIB < block_bytes:
-        raise SpecError(f"kv_memory_gib: {gib} GiB hold no block of {layout.block_size} tokens: {block_bytes} bytes")
-    return int(gib * GIB) // block_bytes
+    if gib * GIB < layout.block_bytes:
+        raise SpecError(
+            f"kv_memory_gib: {gib} GiB hold no block of {layout.block_size} tokens: {layout.block_bytes} bytes"
+        )
+    return int(gib * GIB) // layout.block_bytes
 
 
 class ModelRunner:
@@ -116,8 +117,4 @@ class ModelRunner:
         `on_layer(i)` is called as soon as layer i's keys and values of this batch are in the pool, before the layer's
         attention is computed. On a GPU that means: enqueued on the current stream.
         """
-        return self._model(batch, self.pool, on_layer or _ignore)
-
-
-def _ignore(layer: int) -> None:
-    pass
+        return self._model(batch, self.pool, on_layer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from cluster.hashing import block_hashes, root_hash
 from cluster.request import SampledToken, SequenceRequest, TokenLogprob, choice_seed, finish_reason
@@ -49,6 +49,11 @@ class Sequence:
     def num_missing(self) -> int:
         """Tokens whose KV is still to be computed."""
         return len(self.tokens) - self.num_computed
+
+    def num_reusable(self, num_tokens: int) -> int:
+        """How many leading tokens need not be computed here where so many are held: full blocks, and not the last
+        token, for its logits are wanted."""
+        return min(num_tokens, len(self.tokens) - 1) // self.block_size * self.block_size
 
     def hashes(self) -> list[bytes]:
         """The prefix hashes of every full block of tokens."""
@@ -129,6 +134,10 @@ class Sequence:
         return Sequence(
             self.request, choice, model=self.model, block_size=self.block_size, max_context=self.max_context
         )
+
+    def leave_out(self, blocks: Collection[int]) -> None:
+        """These blocks of the table are not this sequence's any more."""
+        self.blocks = [block for block in self.blocks if block not in blocks]
 
     def release(self, blocks: BlockManager) -> None:
         """Give all blocks back. What was sealed stays in the cache until its space is needed."""

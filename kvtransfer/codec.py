@@ -14,19 +14,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from engine.cpu.library import open_copies
 from engine.kernels.wire import pack_kv, unpack_kv
 from engine.kv_layout import KVLayout
 from engine.kv_pool import KVPool
 from kvtransfer.segment import Segment
 
 WIRE_VERSION = 2
-# 1: payload as drawn above; checksum as below.
+# 1: payload as drawn above; checksum as in engine.checksum.
 # 2: a commit says how many positions were sent, and its next tokens may be those of a moved sequence.
 
 FP8 = torch.float8_e4m3fn
@@ -49,7 +50,11 @@ class Codec(Protocol):
 
 
 def codec_for(layout: KVLayout, wire_dtype: str) -> Codec:
-    """The codec for pools of `layout` over a wire of `wire_dtype` ("fp8_e4m3" or "raw")."""
+    """The codec for pools of `layout` over a wire of `wire_dtype` ("fp8_e4m3" or "raw").
+
+    Takes seconds where the CPU kernels are yet to be compiled: a link's thread must not be the first to ask for them.
+    """
+    open_copies(torch.device("cpu"))
     if wire_dtype == "fp8_e4m3" and not layout.has_scales:
         return QuantizingCodec(layout)
     return RawCodec(layout)
@@ -99,33 +104,14 @@ class QuantizingCodec:
             unpack_kv(codes_LT2KD[i], scales_LT2K[i], pool.codes[layer], slots_T, segment.heads)
 
 
-def checksum(payload: Tensor) -> int:
-    """A 64-bit sum that changes with any one 8-byte word and with the order of words; runs on the payload's device.
-
-    sum over i of word[i] * (2 i + 1)  mod 2^64        the last word padded with zeros
-    """
-    num_whole = payload.numel() // 8 * 8
-    total = (payload[:num_whole].view(torch.int64) * _odd_numbers(num_whole // 8, payload.device)).sum()
-    tail = bytes(payload[num_whole:].cpu().numpy())
-    return (int(total) + int.from_bytes(tail, "little") * (num_whole // 4 + 1)) % 2**64
-
-
 def slots_of(pool: KVPool, blocks: Sequence[int], first_token: int, num_tokens: int) -> Tensor:
     """The pool slots of positions [first_token, first_token + num_tokens) of a table, (num_tokens,) int64."""
     size = pool.layout.block_size
     first_block = first_token // size
-    blocks_B = torch.tensor(blocks[first_block : -(-(first_token + num_tokens) // size)], dtype=torch.int64)
-    offsets_T = torch.arange(first_token, first_token + num_tokens) - first_block * size
-    return (blocks_B[offsets_T // size] * size + offsets_T % size).to(pool.device)
-
-
-def _odd_numbers(count: int, device: torch.device) -> Tensor:
-    return _odd_numbers_at_least(1 << count.bit_length(), device)[:count]
-
-
-@lru_cache(maxsize=16)
-def _odd_numbers_at_least(count: int, device: torch.device) -> Tensor:
-    return torch.arange(count, dtype=torch.int64, device=device) * 2 + 1
+    blocks_B = np.array(blocks[first_block : -(-(first_token + num_tokens) // size)], dtype=np.int64)
+    slots_BS = blocks_B[:, None] * size + np.arange(size)
+    offset = first_token - first_block * size
+    return torch.from_numpy(slots_BS.ravel()[offset : offset + num_tokens]).to(pool.device)
 
 
 def _payload_bytes(segment: Segment, layout: KVLayout, dtype: torch.dtype) -> int:

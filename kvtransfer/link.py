@@ -17,10 +17,22 @@ MEET_TIMEOUT_S = 20.0
 _MIN_BYTES_PER_S = 16 << 20  # a link slower than this counts as broken
 
 
+class Operation(Protocol):
+    """A send or a receive that has been started."""
+
+    def wait(self, *, timeout_s: float) -> None:
+        """Until a payload that is sent may be overwritten, or one that is received is there.
+
+        Raises LinkClosed, by the deadline at the latest.
+        """
+        ...
+
+
 class Link(Protocol):
     """One direction between two ranks, for one epoch.
 
-    One thread of each side sends or receives, in the same order; `close` may come from any thread. The receiver must
+    One thread of each side sends or receives, in the same order, and may start several operations before it waits for
+    the first; it waits in the order in which it has started them. `close` may come from any thread. The receiver must
     know when something comes and how large it is: both are announced beside the link. After one failed operation, or
     after `close`, every operation raises LinkClosed: a failed link is replaced under a new epoch, never repaired.
     """
@@ -28,12 +40,12 @@ class Link(Protocol):
     backend: str
     device: torch.device  # where payloads must live
 
-    def send(self, payload: Tensor, *, timeout_s: float) -> None:
-        """Send a contiguous uint8 tensor; afterwards it may be overwritten. Raises LinkClosed by the deadline."""
+    def send(self, payload: Tensor) -> Operation:
+        """Start to send a contiguous uint8 tensor. Raises LinkClosed."""
         ...
 
-    def recv(self, payload: Tensor, *, timeout_s: float) -> None:
-        """Receive exactly as many bytes as `payload` (contiguous uint8) holds, and return when they are there."""
+    def recv(self, payload: Tensor) -> Operation:
+        """Start to receive exactly as many bytes as `payload` (contiguous uint8) holds. Raises LinkClosed."""
         ...
 
     def close(self) -> None:

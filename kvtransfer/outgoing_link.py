@@ -7,20 +7,24 @@ import logging
 import queue
 import threading
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
 from grpc import aio
+from torch import Tensor
 
 from cluster.channel import error_of, open_channel
 from cluster.errors import HandoffExpired, LayoutMismatch, LinkClosed, TransferError
 from cluster.rpc import transfer_pb2 as pb
 from cluster.rpc import transfer_pb2_grpc as rpc
-from kvtransfer.codec import WIRE_VERSION, checksum, slots_of
+from engine.checksum import checksum
+from kvtransfer.codec import WIRE_VERSION, slots_of
 from kvtransfer.link import MEET_TIMEOUT_S, Link, LinkEnd, backend_for, open_link, operation_timeout
 from kvtransfer.meeting import remote_store
 from kvtransfer.passage import Ending, Outlet
 from kvtransfer.segment import Segment
+from kvtransfer.staging import StagingRing
 
 if TYPE_CHECKING:
     from kvtransfer.sender import Sender
@@ -48,9 +52,12 @@ class OutgoingLink:
         self._frames: asyncio.Queue[pb.SenderFrame] = asyncio.Queue()
         self._lock = threading.Lock()
         self._outlets: dict[tuple[str, int], Outlet] = {}
+        self._last_place: tuple[tuple[int, ...], int, int] = ((), 0, 0)
+        self._last_slots_T = torch.empty(0, dtype=torch.int64, device=sender.pool.device)
         self._failure: TransferError | None = None
         self._link: Link | None = None
-        self._conversation = asyncio.run_coroutine_threadsafe(self._converse(), sender.loop)
+        self._conversation: asyncio.Task[None] | None = None  # belongs to the loop
+        sender.loop.call_soon_threadsafe(self._start)
 
     @property
     def is_closed(self) -> bool:
@@ -84,15 +91,26 @@ class OutgoingLink:
             self._link.close()
         self._sender.link_failed(self._address)
         self._jobs.put(None)
-        self._conversation.cancel()
+        with suppress(RuntimeError):  # the loop has ended, and with it the conversation
+            self._sender.loop.call_soon_threadsafe(self._stop)
         for outlet in outlets:
             outlet.fail(error)
 
     # On the event loop: the conversation.
 
     async def disconnected(self) -> None:
-        """Wait until the conversation has ended and its channel is closed."""
-        await asyncio.wait([asyncio.wrap_future(self._conversation)], timeout=self._sender.timeout_s)
+        """After a failure, wait until the conversation has ended and its channel is closed."""
+        self._stop()
+        if self._conversation:
+            await asyncio.wait([self._conversation], timeout=self._sender.timeout_s)
+
+    def _start(self) -> None:
+        if not self._failure:
+            self._conversation = self._sender.loop.create_task(self._converse())
+
+    def _stop(self) -> None:
+        if self._conversation:
+            self._conversation.cancel()
 
     async def _converse(self) -> None:
         try:
@@ -148,17 +166,14 @@ class OutgoingLink:
     def _run(self, stub: rpc.RankStub, welcome: pb.Welcome) -> None:
         try:
             self._link = open_link(backend_for(self._sender.pool.device), self._link_end(stub, welcome))
-            staging = torch.empty(0, dtype=torch.uint8, device=self._link.device)
-            while (job := self._jobs.get()) is not None:
+            ring = StagingRing(self._link.device)
+            while (job := self._next_job(ring)) is not None:
                 outlet, item = job
                 if isinstance(item, Ending):
                     self._commit(outlet, item)
-                    continue
-                num_bytes = self._sender.codec.num_bytes(item)
-                if num_bytes > staging.numel():
-                    staging = torch.empty(num_bytes, dtype=torch.uint8, device=self._link.device)
-                self._send(self._link, outlet, item, staging[:num_bytes])
-                outlet.num_sent += 1
+                else:
+                    self._send(self._link, ring, outlet, item)
+                    outlet.num_sent += 1
         except TransferError as error:
             self.fail(error)
         except Exception as error:  # the edge of this thread: whoever waits for these handoffs must hear of it
@@ -168,21 +183,46 @@ class OutgoingLink:
             if self._link:
                 self._link.close()
 
-    def _send(self, link: Link, outlet: Outlet, segment: Segment, payload: torch.Tensor) -> None:
-        if not outlet.start_reading():
-            return
+    def _next_job(self, ring: StagingRing) -> _Job | None:
+        """Wait for it; but first, where none is there, for what is on the wire: an error there must be heard of."""
         try:
-            pool = self._sender.pool
-            slots_T = slots_of(pool, outlet.passage.blocks, segment.first_token, segment.num_tokens)
-            self._sender.codec.pack(pool, segment, slots_T, payload)
-            found = checksum(payload)  # its value on the host: from here on the pool is not read any more
+            return self._jobs.get_nowait()
+        except queue.Empty:
+            ring.drain()
+            return self._jobs.get()
+
+    def _send(self, link: Link, ring: StagingRing, outlet: Outlet, segment: Segment) -> None:
+        """Pack one segment and put it on the wire, where the one before may still be."""
+        if outlet.is_ended:
+            return
+        ring.make_room()
+        payload = ring.take(self._sender.codec.num_bytes(segment))
+        found = self._pack(outlet, segment, payload)
+        if found is None or outlet.is_ended:
+            ring.put_back()
+            return
+        announced = outlet.announce(segment, num_bytes=payload.numel(), checksum=found)
+        self._announce(outlet, pb.SenderFrame(segment=announced))
+        timeout_s = operation_timeout(self._sender.timeout_s, payload.numel())
+        ring.start(link.send(payload), timeout_s=timeout_s)
+        outlet.wire_bytes += payload.numel()
+
+    def _pack(self, outlet: Outlet, segment: Segment, payload: Tensor) -> int | None:
+        """Fill the payload; its checksum, or None if the outlet has ended."""
+        if not outlet.start_reading():
+            return None
+        try:
+            self._sender.codec.pack(self._sender.pool, segment, self._slots(outlet, segment), payload)
+            return checksum(payload)  # its value on the host: from here on the pool is not read any more
         finally:
             outlet.stop_reading()
-        if not outlet.is_ended:
-            announced = outlet.announce(segment, num_bytes=payload.numel(), checksum=found)
-            self._announce(outlet, pb.SenderFrame(segment=announced))
-            link.send(payload, timeout_s=operation_timeout(self._sender.timeout_s, payload.numel()))
-            outlet.wire_bytes += payload.numel()
+
+    def _slots(self, outlet: Outlet, segment: Segment) -> Tensor:
+        """Where a segment's positions lie in the pool: mostly where those of the last one did, of other layers."""
+        place = (outlet.passage.blocks, segment.first_token, segment.num_tokens)
+        if place != self._last_place:
+            self._last_place, self._last_slots_T = place, slots_of(self._sender.pool, *place)
+        return self._last_slots_T
 
     def _commit(self, outlet: Outlet, ending: Ending) -> None:
         if not outlet.is_ended:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from engine.kv_layout import KVLayout
     from kvtransfer.plan import HeadCopy
 
-_GROUP_BYTES = 1 << 20  # layers are sent together until a message has this size; small messages waste the link
+GROUP_BYTES = 1 << 20  # layers are sent together until a message has this size; small messages waste the link
 
 Key = tuple[str, int]  # handoff id, epoch
 
@@ -199,13 +199,20 @@ class Passage:
     """
 
     def __init__(
-        self, handoff: Handoff, blocks: Sequence[int], *, layout: KVLayout, on_shipped: Callable[[Shipment], None]
+        self,
+        handoff: Handoff,
+        blocks: Sequence[int],
+        *,
+        layout: KVLayout,
+        on_shipped: Callable[[Shipment], None],
+        group_bytes: int = GROUP_BYTES,
     ) -> None:
         self.handoff = handoff
         self.blocks = tuple(blocks)
         self.outlets: list[Outlet] = []
         self._layout = layout
         self._on_shipped = on_shipped
+        self._group_bytes = group_bytes
         self._group: Segment | None = None  # layers handed over and not yet sent
         self._started_at: float | None = None
         self._lock = threading.Lock()
@@ -242,7 +249,7 @@ class Passage:
             )
         self._group = group
         num_bytes = num_tokens * group.num_layers * self._layout.bytes_per_token() // self._layout.num_layers
-        if num_bytes >= _GROUP_BYTES or group.layers.stop == self._layout.num_layers:
+        if num_bytes >= self._group_bytes or group.layers.stop == self._layout.num_layers:
             self._flush()
 
     def commit(self, num_tokens: int, next_tokens: Sequence[int] = ()) -> None:

@@ -1,25 +1,31 @@
-"""What the ranks of both roles are put together from: the gang, its model, and the sender of its blocks."""
+"""What the ranks of both roles are put together from: the gang, its model, and what moves its blocks."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from cluster import model_source
+from cluster.errors import ReplicaLost
 from cluster.rpc import transfer_pb2 as pb
 from engine.load import load_runner, set_threads
 from engine.parallel import TensorParallel
 from engine.runner import ModelRunner
+from kvtransfer.ledger import Landing
 from kvtransfer.passage import Shipment
 from kvtransfer.peers import Peers, open_gang
 from kvtransfer.rank_servicer import RankServicer
+from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
 
 if TYPE_CHECKING:  # they need Ray and pydantic, which this floor does without
     from cluster.rank_process import Setup
     from cluster.spec import PoolSpec
+
+logger = logging.getLogger(__name__)
 
 
 class Part(Protocol):
@@ -84,6 +90,36 @@ def make_sender(setup: Setup, runner: ModelRunner, on_shipped: Callable[[Shipmen
         loop=setup.host.loop,
         on_shipped=on_shipped,
     )
+
+
+def make_receiver(
+    setup: Setup, runner: ModelRunner, servicer: RankServicer, on_landed: Callable[[Landing], None]
+) -> Receiver:
+    """The rank's receiver, which serves senders elsewhere from now on."""
+    servicer.receiver = Receiver(
+        rank=setup.rank,
+        pool=runner.pool,
+        wire_dtype=setup.spec.kv.wire_dtype,
+        host=setup.host.host,
+        timeout_s=setup.spec.timeouts.transfer_s,
+        meeting=servicer.meeting,
+        on_landed=on_landed,
+    )
+    return servicer.receiver
+
+
+def close_handoff(setup: Setup, peers: Peers, handoff: str, then: Callable[[], None]) -> None:
+    """On rank 0, from any thread: close a handoff on the other ranks, then call `then` on the event loop."""
+
+    async def close() -> None:
+        try:
+            await peers.close_handoff(handoff)
+        except ReplicaLost as error:  # the gang is broken, and with it its pool: the blocks stay in quarantine
+            logger.error("handoff %s cannot be closed: %s", handoff, error)
+            return
+        then()
+
+    setup.host.spawn(close())
 
 
 def report(setup: Setup, peers: Peers, part: Part) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
@@ -24,6 +25,7 @@ from kvtransfer.meeting import Meeting, local_store
 from kvtransfer.plan import HeadCopy, plan_heads
 from kvtransfer.register import Register
 from kvtransfer.segment import Segment
+from kvtransfer.staging import StagingRing
 
 logger = logging.getLogger(__name__)
 
@@ -148,17 +150,7 @@ class _IncomingLink:
     def _run(self) -> None:
         try:
             self._link = link = open_link(self._backend, self._receiver.link_end(self._prefix))
-            staging = torch.empty(0, dtype=torch.uint8, device=link.device)
-            while (frame := self._announced.get()) is not None:
-                kind = frame.WhichOneof("frame")
-                if kind == "segment":
-                    num_bytes = self._expected_bytes(frame.segment)
-                    if num_bytes > staging.numel():
-                        staging = torch.empty(num_bytes, dtype=torch.uint8, device=link.device)
-                    link.recv(staging[:num_bytes], timeout_s=operation_timeout(self._receiver.timeout_s, num_bytes))
-                    self._guard(frame.segment, self._write, staging[:num_bytes])
-                elif kind == "commit":
-                    self._guard(frame.commit, self._commit)
+            self._receive(link, StagingRing(link.device))
         except TransferError as error:
             if not self._has_ended:
                 logger.warning("link failed prefix=%s: %s", self._prefix, error)
@@ -168,6 +160,39 @@ class _IncomingLink:
             if self._link:
                 self._link.close()
             self._answer(None)
+
+    def _receive(self, link: Link, ring: StagingRing) -> None:
+        """Take everything in the order in which it is announced; while one payload is written, the next arrives."""
+        begun: deque[tuple[pb.SenderFrame, torch.Tensor | None] | None] = deque()
+
+        def begin_announced() -> None:
+            while not begun or (ring.has_room and not self._announced.empty()):
+                frame = self._announced.get()
+                begun.append(None if frame is None else (frame, self._begin(frame, link, ring)))
+
+        while True:
+            begin_announced()
+            if (next_one := begun.popleft()) is None:
+                return
+            frame, payload = next_one
+            if payload is None:
+                self._guard(frame.commit, self._commit)
+                continue
+            ring.wait()
+            if begun or not self._announced.empty():
+                begin_announced()
+            self._guard(frame.segment, self._write, payload)
+            ring.release()
+
+    def _begin(self, frame: pb.SenderFrame, link: Link, ring: StagingRing) -> torch.Tensor | None:
+        """Start to receive what was announced. Where it will be; None for a commit, which has no payload."""
+        if frame.WhichOneof("frame") != "segment":
+            return None
+        num_bytes = self._expected_bytes(frame.segment)
+        payload = ring.take(num_bytes)
+        timeout_s = operation_timeout(self._receiver.timeout_s, num_bytes)
+        ring.start(link.recv(payload), timeout_s=timeout_s)
+        return payload
 
     def _expected_bytes(self, announced: pb.Segment) -> int:
         """What the segment says of its size must follow from its place, or the two sides do not speak of the same."""

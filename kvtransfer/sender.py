@@ -13,7 +13,7 @@ from cluster.handoff import Handoff
 from engine.kv_pool import KVPool
 from kvtransfer.codec import codec_for
 from kvtransfer.outgoing_link import OutgoingLink
-from kvtransfer.passage import Key, Outlet, Passage, Shipment
+from kvtransfer.passage import GROUP_BYTES, Key, Outlet, Passage, Shipment
 from kvtransfer.plan import plan_heads
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ class Sender:
         timeout_s: float,
         loop: asyncio.AbstractEventLoop,
         on_shipped: Callable[[Shipment], None],
+        group_bytes: int = GROUP_BYTES,
     ) -> None:
         self.name = name
         self.rank = rank
@@ -49,6 +50,7 @@ class Sender:
         self.timeout_s = timeout_s
         self.loop = loop
         self._on_shipped = on_shipped
+        self._group_bytes = group_bytes
         self._passages: dict[Key, Passage] = {}
         self._links: dict[str, OutgoingLink] = {}
         self._failures: dict[str, int] = {}  # of links to an address, since one was welcome there
@@ -61,7 +63,7 @@ class Sender:
         mine = [copy for copy in copies if copy.sender == self.rank]
         if not mine:
             return None
-        passage = Passage(handoff, blocks, layout=layout, on_shipped=self._shipped)
+        passage = Passage(handoff, blocks, layout=layout, on_shipped=self._shipped, group_bytes=self._group_bytes)
         self._passages[passage.key] = passage
         links = [self._link_to(handoff.ranks[copy.receiver]) for copy in mine]
         passage.outlets = [Outlet(passage, copy, link) for copy, link in zip(mine, links, strict=True)]

@@ -17,13 +17,19 @@ from cluster.request import Role, SequenceRequest
 from cluster.rpc import transfer_pb2, transfer_pb2_grpc, worker_pb2_grpc
 from engine.block_manager import BlockManager
 from engine.load import device_for, max_tokens_of
-from engine.prefill_scheduler import Scheduler
+from engine.prefill_scheduler import Job, Scheduler
 from engine.runner import ModelRunner
 from engine.sequence import Sequence
 from kvtransfer import rank_parts
+from kvtransfer.grants import Grants
+from kvtransfer.ledger import Landing
 from kvtransfer.passage import Shipment
 from kvtransfer.peers import Peers
+from kvtransfer.pull_calls import PullCalls
+from kvtransfer.pull_servicer import Granting, PullServicer
+from kvtransfer.pulls import Pull, Pulls
 from kvtransfer.rank_servicer import RankServicer
+from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
 from prefill_worker.rank import PrefillRank
 from prefill_worker.server import PrefillServicer, Serving
@@ -45,6 +51,8 @@ class PrefillBody:
         self._hub = FrameHub()
         self._ranks = RankServicer()
         self._prompts = PrefillServicer()
+        self._prefixes = PullServicer()
+        self._calls: PullCalls | None = None
         self._following: BackgroundThread | None = None
         self._peers: Peers | None = None
         self._sender: Sender | None = None
@@ -53,16 +61,17 @@ class PrefillBody:
         transfer_pb2_grpc.add_RankServicer_to_server(self._ranks, server)
         worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(self._hub), server)
         worker_pb2_grpc.add_PrefillWorkerServicer_to_server(self._prompts, server)
+        worker_pb2_grpc.add_PrefixHolderServicer_to_server(self._prefixes, server)
 
     def load(self, setup: Setup) -> int:
         self._peers, parallel = rank_parts.meet(setup, self._ranks, device=self._device)
         runner = rank_parts.load(setup, setup.spec.prefill, parallel, device=self._device)
         if setup.rank == 0:
-            self._serve(setup, runner)
+            self._serve(setup, runner, self._peers)
         else:
-            rank = PrefillRank(
-                runner, self._make_sender(setup, runner, functools.partial(rank_parts.report, setup, self._peers))
-            )
+            report = functools.partial(rank_parts.report, setup, self._peers)
+            rank_parts.make_receiver(setup, runner, self._ranks, report)
+            rank = PrefillRank(runner, self._make_sender(setup, runner, report))
             self._following = BackgroundThread(rank.follow, name="following")
             self._following.start()
         return runner.pool.num_blocks
@@ -75,6 +84,8 @@ class PrefillBody:
     async def close(self) -> None:
         if self._sender:
             await self._sender.close()
+        if self._calls:
+            await self._calls.close()
         if self._peers:
             await self._peers.disconnect()
 
@@ -82,7 +93,7 @@ class PrefillBody:
         self._sender = rank_parts.make_sender(setup, runner, on_shipped)
         return self._sender
 
-    def _serve(self, setup: Setup, runner: ModelRunner) -> None:
+    def _serve(self, setup: Setup, runner: ModelRunner, peers: Peers) -> None:
         """Rank 0: begin to take prompts."""
         pool, layout = setup.spec.prefill, runner.layout
         blocks = BlockManager(runner.pool.num_blocks)
@@ -92,8 +103,15 @@ class PrefillBody:
             max_running=pool.max_running,
             max_waiting=pool.max_waiting,
         )
-        on_shipped = functools.partial(self._shipped, 0)
-        prefiller = Prefiller(PrefillRank(runner, self._make_sender(setup, runner, on_shipped)), blocks, scheduler)
+        receiver = rank_parts.make_receiver(setup, runner, self._ranks, functools.partial(self._landed, 0))
+        grants = Grants(blocks, layout)
+        prefiller = Prefiller(
+            PrefillRank(runner, self._make_sender(setup, runner, functools.partial(self._shipped, 0))),
+            blocks,
+            scheduler,
+            pulls=self._make_pulls(setup, runner, peers, receiver, blocks),
+            grants=grants,
+        )
         self.service = ReplicaService(prefiller, setup.host, self._hub, replica=setup.replica)
         max_tokens = max_tokens_of(runner, limit=setup.spec.model.max_context)
 
@@ -103,6 +121,7 @@ class PrefillBody:
             return Sequence(request, first, model=layout.model, block_size=layout.block_size, max_context=max_tokens)
 
         self._prompts.serving = Serving(self.service, prefiller, sequence_of)
+        self._prefixes.granting = Granting(grants, self.service.post)
         self._ranks.on_report = self._reported
         member = Member(
             replica=setup.replica,
@@ -119,6 +138,33 @@ class PrefillBody:
             index_url=setup.index_url, name=setup.spec.name, member=member, other_ranks=setup.addresses[1:]
         )
 
+    def _make_pulls(
+        self, setup: Setup, runner: ModelRunner, peers: Peers, receiver: Receiver, blocks: BlockManager
+    ) -> Pulls[Job]:
+        self._calls = calls = PullCalls(setup.host, peers)
+        return Pulls(
+            receiver,
+            blocks,
+            replica=setup.replica,
+            addresses=setup.addresses,
+            layout=runner.layout,
+            timeout_s=setup.spec.timeouts.transfer_s,
+            close_elsewhere=functools.partial(self._close_handoff, setup, peers),
+            call=lambda pull: calls.begin(pull, functools.partial(self._missed, pull)),
+        )
+
+    def _landed(self, rank: int, landing: Landing) -> None:
+        """On rank 0, from any thread: a prefix that we fetch is whole on one of our ranks."""
+        serving = self._prompts.serving
+        assert serving
+        serving.service.post(lambda: serving.prefiller.landed(rank, landing))
+
+    def _missed(self, pull: Pull[Job], reason: str) -> None:
+        """On rank 0, from any thread: nothing comes of a pull."""
+        serving = self._prompts.serving
+        assert serving
+        serving.service.post(lambda: serving.prefiller.missed(pull, reason))
+
     def _shipped(self, rank: int, shipment: Shipment) -> None:
         """On rank 0, from any thread: one of our ranks has nothing more to send for a handoff."""
         serving = self._prompts.serving
@@ -126,4 +172,13 @@ class PrefillBody:
         serving.service.post(lambda: serving.prefiller.shipped(rank, shipment))
 
     def _reported(self, report: transfer_pb2.ReportRequest) -> None:
-        self._shipped(report.rank, Shipment.from_report(report.shipped))
+        if report.WhichOneof("part") == "landed":
+            self._landed(report.rank, Landing.from_report(report.landed))
+        else:
+            self._shipped(report.rank, Shipment.from_report(report.shipped))
+
+    def _close_handoff(self, setup: Setup, peers: Peers, handoff: str, then: Callable[[], None]) -> None:
+        """On rank 0's step thread: close a handoff on the other ranks, then run a command on the step thread."""
+        service = self.service
+        assert service
+        rank_parts.close_handoff(setup, peers, handoff, lambda: service.post(then))

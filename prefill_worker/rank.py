@@ -11,18 +11,20 @@ from cluster.handoff import Handoff
 from engine.batch import Batch
 from engine.runner import ModelRunner
 from engine.step_message import Orders, decode_step, encode_step
+from kvtransfer import grants
 from kvtransfer.passage import Key, Passage
 from kvtransfer.sender import Sender
 
 # Orders of a prefill step, beside its batch:
-#   begin  handoffs whose first chunk is in this batch: the handoff, its sequence's blocks, how many tokens were cached
+#   grant  prefixes that are in the pool, and that another replica has asked for; see kvtransfer.grants
+#   begin  handoffs whose first chunk is in this batch: the handoff, its sequence's blocks, how many tokens are here
 #   rows   for each row of the batch, the handoff (id, epoch) that its KV belongs to, or null
 #   abort  handoffs (id, epoch) that are no longer wanted
 #   stop   true: the replica ends
 
 
-def begin_order(handoff: Handoff, blocks: list[int], *, num_cached: int) -> dict[str, Any]:
-    return {"handoff": asdict(handoff), "blocks": blocks, "cached": num_cached}
+def begin_order(handoff: Handoff, blocks: list[int], *, num_tokens: int) -> dict[str, Any]:
+    return {"handoff": asdict(handoff), "blocks": blocks, "num_tokens": num_tokens}
 
 
 class PrefillRank:
@@ -54,6 +56,8 @@ class PrefillRank:
             passage.commit(passage.handoff.num_tokens, first_tokens)
 
     def _execute(self, batch: Batch | None, orders: Orders) -> Tensor | None:
+        for order in orders.get("grant", ()):
+            grants.carry_out(order, self.sender)
         for order in orders.get("begin", ()):
             self._begin(order)
         for id, epoch in orders.get("abort", ()):
@@ -74,7 +78,7 @@ class PrefillRank:
         handoff = Handoff(**{**fields, "ranks": tuple(fields["ranks"])})
         passage = self.sender.begin(handoff, order["blocks"])
         if passage:
-            passage.layer_ready(0, 0, order["cached"], num_layers=self.runner.layout.num_layers)
+            passage.layer_ready(0, 0, order["num_tokens"], num_layers=self.runner.layout.num_layers)
 
     def _spans(self, batch: Batch, orders: Orders) -> list[tuple[Passage | None, int, int]]:
         """Each row's passage, and the positions [start, end) that the row computes."""

@@ -11,7 +11,7 @@ from grpc import aio
 
 from cluster.channel import abort_with
 from cluster.errors import ClusterError, ReplicaLost
-from cluster.messages import handoff_from_proto, sequence_from_proto, tokens_to_proto
+from cluster.messages import handoff_from_proto, holder_from_proto, sequence_from_proto, tokens_to_proto
 from cluster.replica_service import ReplicaService
 from cluster.request import SampledToken, SequenceRequest
 from cluster.rpc import worker_pb2 as pb
@@ -45,8 +45,9 @@ class PrefillServicer(rpc.PrefillWorkerServicer):
             await abort_with(context, ReplicaLost("this replica takes no new work"))
         handoff = handoff_from_proto(request.handoff) if request.HasField("handoff") else None
         job = Job(serving.sequence_of(sequence_from_proto(request.sequence)), handoff)
+        holder = holder_from_proto(request.holder) if request.HasField("holder") else None
         call = _Call(job)
-        serving.service.post(lambda: serving.prefiller.submit(job, call))
+        serving.service.post(lambda: serving.prefiller.submit(job, call, holder=holder))
         try:
             while (event := await call.events.get()) is not None:
                 if isinstance(event, ClusterError):
@@ -64,8 +65,10 @@ class _Call:
         self._job = job
         self._loop = asyncio.get_running_loop()
 
-    def first_tokens(self, tokens: list[SampledToken], num_cached: int) -> None:
-        first_tokens = pb.FirstTokens(tokens=tokens_to_proto(tokens), cached_tokens=num_cached)
+    def first_tokens(self, tokens: list[SampledToken]) -> None:
+        first_tokens = pb.FirstTokens(
+            tokens=tokens_to_proto(tokens), cached_tokens=self._job.num_cached, pulled_tokens=self._job.num_fetched
+        )
         self._put(pb.PrefillEvent(first_tokens=first_tokens))
 
     def ended(self, shipment: Shipment | None, error: ClusterError | None) -> None:

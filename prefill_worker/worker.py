@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from cluster.errors import ClusterError, HandoffExpired, TransferError
-from cluster.handoff import Handoff
+from cluster.handoff import Handoff, Holder
 from cluster.request import SampledToken
 from cluster.rpc import worker_pb2 as pb
 from engine.batch import Batch
@@ -18,8 +18,11 @@ from engine.prefill_scheduler import Job, Scheduler
 from engine.rate import Rate
 from engine.sampler import SamplingRow, sample
 from kvtransfer.departures import Departures
+from kvtransfer.grants import Grants
+from kvtransfer.ledger import Landing
 from kvtransfer.passage import Key, Shipment
 from kvtransfer.plan import sending_ranks
+from kvtransfer.pulls import Pull, Pulls
 from prefill_worker.rank import PrefillRank, begin_order
 
 logger = logging.getLogger(__name__)
@@ -28,7 +31,7 @@ logger = logging.getLogger(__name__)
 class JobListener(Protocol):
     """Who waits for a job. Called on the step thread."""
 
-    def first_tokens(self, tokens: list[SampledToken], num_cached: int) -> None: ...
+    def first_tokens(self, tokens: list[SampledToken]) -> None: ...
 
     def ended(self, shipment: Shipment | None, error: ClusterError | None) -> None:
         """Last, and once: the KV has landed (the shipment of all ranks together), or an error says why not."""
@@ -41,31 +44,39 @@ class Prefiller:
     A job holds its blocks while it is computed; its departure holds them until every rank has stopped reading them.
     """
 
-    def __init__(self, rank: PrefillRank, blocks: BlockManager, scheduler: Scheduler) -> None:
+    def __init__(
+        self, rank: PrefillRank, blocks: BlockManager, scheduler: Scheduler, *, pulls: Pulls[Job], grants: Grants
+    ) -> None:
         self.totals = pb.Totals()
         self._blocks = blocks
         self._scheduler = scheduler
         self._prefill_rate = Rate()
         self._link_rate = Rate()
         self._rank = rank
+        self._pulls = pulls
+        self._grants = grants
+        self._holders: dict[Job, Holder] = {}  # of jobs whose prefix a peer may hold
         self._listeners: dict[Job, JobListener] = {}
         self._departures: Departures[Job] = Departures(blocks)
 
     @property
     def num_requests(self) -> int:
-        """Jobs that wait, compute or ship."""
-        return len(self._listeners) + len(self._departures)
+        """Jobs that wait, compute or ship, and prefixes that others fetch."""
+        return len(self._listeners) + len(self._departures) + len(self._grants)
 
-    def submit(self, job: Job, listener: JobListener) -> None:
-        """Queue a job. An error goes to the listener."""
+    def submit(self, job: Job, listener: JobListener, *, holder: Holder | None = None) -> None:
+        """Queue a job, of whose prompt `holder` may hold more than is here. An error goes to the listener."""
         try:
             if job.handoff and (self._is_known(job.handoff) or _key(job.handoff) in self._departures):
                 raise HandoffExpired(f"{job.id}: its handoff is under way already")
+            job.num_offered = holder.num_tokens if holder else 0
             self._scheduler.add(job)
         except ClusterError as error:
             listener.ended(None, error)
             return
         self._listeners[job] = listener
+        if holder:
+            self._holders[job] = holder
         self.totals.prompt_tokens += len(job.sequence.tokens)
 
     def cancel(self, job: Job) -> None:
@@ -77,16 +88,21 @@ class Prefiller:
 
     def step(self) -> bool:
         """One step; False when there was nothing to do."""
+        self._expire_pulls()
+        for job in self._scheduler.fetch():
+            self._pull(job)
         chosen = self._scheduler.schedule()
         orders = {
+            "grant": self._grants.take_orders(),
             "begin": [self._begin(job, job.handoff) for job, _ in chosen if job.handoff and job.departure is None],
             "rows": [_key(job.handoff) if job.handoff else None for job, _ in chosen],
-            "abort": self._departures.take_aborts(),
+            "abort": self._departures.take_aborts() + self._grants.take_aborts(),
         }
         if not chosen:
-            if orders["abort"]:
+            has_orders = any(orders.values())
+            if has_orders:
                 self._rank.lead(None, orders)
-            return bool(orders["abort"])
+            return has_orders
         started = time.monotonic()
         rows = [job.sequence.row(count) for job, count in chosen]
         batch = Batch.of(rows, block_size=self._rank.runner.layout.block_size)
@@ -99,6 +115,8 @@ class Prefiller:
 
     def shipped(self, rank: int, shipment: Shipment) -> None:
         """One of our ranks has nothing more to send for a handoff."""
+        if granted := self._grants.shipped(rank, shipment):
+            self._count(granted)
         departure = self._departures.ended(rank, shipment)
         if departure is None:
             return
@@ -110,8 +128,22 @@ class Prefiller:
         elif departure.is_over and not departure.error:
             self._landed(job, departure.shipment)
 
+    def landed(self, rank: int, landing: Landing) -> None:
+        """A prefix that we fetch is whole on one rank."""
+        if pull := self._pulls.landed(rank, landing):
+            self.totals.pulls += 1
+            self.totals.pulled_tokens += pull.num_tokens
+            self.totals.pull_seconds += time.monotonic() - pull.begun_at
+            self._scheduler.fetched(pull.owner, pull.num_tokens)
+
+    def missed(self, pull: Pull[Job], reason: str) -> None:
+        """Nothing comes of a pull."""
+        if self._pulls.missed(pull):
+            self._pull_failed(pull, reason)
+
     def heartbeat(self) -> None:
-        """Keep the other ranks from giving us up while there is nothing to do."""
+        """Keep the other ranks from giving us up while there is nothing to do, and watch the pulls' time."""
+        self._expire_pulls()
         if self._rank.runner.parallel.size > 1:
             self._rank.lead(None, {})
 
@@ -131,7 +163,7 @@ class Prefiller:
 
     def status(self) -> pb.Status:
         return pb.Status(
-            running=self._scheduler.num_running + len(self._departures),
+            running=self._scheduler.num_running + len(self._departures) + len(self._grants),
             waiting=self._scheduler.num_waiting,
             queued_tokens=self._scheduler.num_queued_tokens,
             blocks_total=self._blocks.num_blocks,
@@ -146,7 +178,29 @@ class Prefiller:
         layout = self._rank.runner.layout
         ranks = sending_ranks(layout, num_receivers=len(handoff.ranks))
         job.departure = self._departures.begin(handoff, job.sequence.blocks, ranks=ranks, owner=job)
-        return begin_order(handoff, job.sequence.blocks, num_cached=job.num_cached)
+        return begin_order(handoff, job.sequence.blocks, num_tokens=job.sequence.num_computed)
+
+    def _pull(self, job: Job) -> None:
+        """Fetch what the job lacks of its prefix; meanwhile it waits."""
+        size, sequence = self._rank.runner.layout.block_size, job.sequence
+        self._pulls.begin(
+            job,
+            self._holders[job],
+            id=job.id,
+            hashes=sequence.hashes()[: job.fetch_end // size],
+            blocks=sequence.blocks,
+            first_block=sequence.num_computed // size,
+        )
+
+    def _pull_failed(self, pull: Pull[Job], reason: str) -> None:
+        logger.info("pull failed request=%s holder=%s: %s", pull.owner.id, pull.holder.replica, reason)
+        self.totals.pull_failures += 1
+        pull.owner.sequence.leave_out(pull.exposed)
+        self._scheduler.fetch_failed(pull.owner)
+
+    def _expire_pulls(self) -> None:
+        for pull in self._pulls.expired(time.monotonic()):
+            self._pull_failed(pull, f"nothing came within {pull.timeout_s:.1f} s")
 
     def _advance(self, job: Job, num_tokens: int) -> bool:
         """Book one chunk; True when the prompt is complete."""
@@ -163,9 +217,10 @@ class Prefiller:
             self.totals.generated_tokens += len(tokens)
             self.totals.prefix_hit_tokens += job.num_cached
             self._scheduler.remove(job)
+            self._holders.pop(job, None)
             firsts = [job.sequence.peek(token_id, logprob) for token_id, logprob in tokens]
             if listener := self._listeners.get(job):
-                listener.first_tokens(firsts, job.num_cached)
+                listener.first_tokens(firsts)
             job.sequence.release(self._blocks)
             if job.handoff:
                 self._rank.commit(_key(job.handoff), [token.token_id for token in firsts])
@@ -175,16 +230,16 @@ class Prefiller:
     def _stop(self, job: Job, error: TransferError) -> None:
         """Do no more for a job: its blocks come back when the ranks have stopped reading them."""
         self._scheduler.remove(job)
+        self._holders.pop(job, None)
+        if pull := self._pulls.cancel(job):
+            job.sequence.leave_out(pull.exposed)
         job.sequence.release(self._blocks)
         if job.departure:
             self._departures.abort(job.departure, error)
 
     def _landed(self, job: Job, shipment: Shipment) -> None:
         """Every rank of the decode replica has all of it."""
-        self.totals.transfers += 1
-        self.totals.transfer_bytes += shipment.wire_bytes
-        self.totals.transfer_seconds += shipment.seconds
-        self._link_rate.add(shipment.wire_bytes, shipment.seconds)
+        self._count(shipment)
         logger.info(
             "handoff done request=%s handoff=%s bytes=%d ms=%.1f",
             job.id,
@@ -193,6 +248,12 @@ class Prefiller:
             shipment.seconds * 1e3,
         )
         self._end(job, shipment, None)
+
+    def _count(self, shipment: Shipment) -> None:
+        self.totals.transfers += 1
+        self.totals.transfer_bytes += shipment.wire_bytes
+        self.totals.transfer_seconds += shipment.seconds
+        self._link_rate.add(shipment.wire_bytes, shipment.seconds)
 
     def _is_known(self, handoff: Handoff) -> bool:
         return any(job.handoff and _key(job.handoff) == _key(handoff) for job in self._listeners)

@@ -21,11 +21,18 @@ from grpc import aio
 
 from cluster.channel import error_of
 from cluster.errors import CapacityError, ClusterError, DeadlineExceeded, LayoutMismatch, ReplicaLost, TransferError
-from cluster.handoff import Handoff
-from cluster.messages import handoff_from_proto, handoff_to_proto, sequence_to_proto, tokens_from_proto
+from cluster.handoff import Handoff, Holder
+from cluster.messages import (
+    handoff_from_proto,
+    handoff_to_proto,
+    holder_to_proto,
+    sequence_to_proto,
+    tokens_from_proto,
+)
 from cluster.request import SampledToken, SequenceRequest
 from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
+from router.choices import Choices
 from router.generation import Route
 from router.move import Lease, Move, Place, hold
 from router.replicas import Replica
@@ -47,6 +54,7 @@ class Pair:
     hashes: Sequence[bytes] = ()  # of the prompt's full blocks, as it was weighed
     promised_blocks: int = 0  # of the decode replica, as long as the pair is used
     promised_streams: int = 0
+    holder: Holder | None = None  # from whom the replica that computes the prompt may fetch what it lacks of the prefix
 
 
 def may_retry(error: ClusterError) -> bool:
@@ -76,21 +84,15 @@ class Attempt:
         self._request = request
         self._prefill = pair.prefill
         self._decode = pair.decode
+        self._holder = pair.holder
         self._router = router
         self._route = route
-        self._emit = emit
+        self._choices = Choices(request.choices, emit, has_prefill=pair.prefill is not None)
         self._next_prefill = next_prefill
         self._expires_at = None if request.deadline_s is None else time.monotonic() + request.deadline_s
         self._next_place = next_place
-        self._unfinished = set(request.choices)
-        self._awaiting_first = set(request.choices) if pair.prefill else set()
         self._places: dict[int, Place] = {}  # where each choice decodes
-        self._emitted: dict[int, list[int]] = {choice: [] for choice in request.choices}
-        self._arrived = asyncio.Event()  # set at each token
         self._leases: list[asyncio.Task[None]] = []  # on the replicas that choices have moved to
-        self._early: list[tuple[int, SampledToken]] = []  # of D, come before the first ones of P
-        self._error: ClusterError | None = None
-        self._ended = asyncio.Event()
         self._prefilling: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -100,9 +102,7 @@ class Attempt:
         if self._decode:
             tasks.append(self._spawn(self._move_when_draining(self._decode)))
         try:
-            await self._ended.wait()
-            if self._error:
-                raise self._error
+            await self._choices.wait()
             if self._prefilling and self._decode:
                 await asyncio.wait({self._prefilling}, timeout=_SHIPPED_S)
         finally:
@@ -114,8 +114,8 @@ class Attempt:
 
     async def stop(self, choice: int) -> None:
         """This choice needs no more tokens; none will follow."""
-        self._finish(choice)
-        if self._unfinished and (place := self._places.get(choice)):
+        self._choices.finish(choice)
+        if self._choices.unfinished and (place := self._places.get(choice)):
             request = pb.StopRequest(router=self._router, streams=[place.stream])
             with suppress(aio.AioRpcError):  # a replica that is lost generates nothing any more
                 await rpc.DecodeWorkerStub(place.replica.channel).Stop(request, timeout=_STOP_S)
@@ -124,17 +124,25 @@ class Attempt:
 
     async def _lease(self, decode: Replica) -> None:
         request = pb.GenerateRequest(
-            sequence=sequence_to_proto(self._request), prefill_here=self._prefill is None, router=self._router
+            sequence=sequence_to_proto(self._request),
+            prefill_here=self._prefill is None,
+            router=self._router,
+            holder=self._holder_for(decode) if self._prefill is None else None,
         )
         decode.num_requests += 1
         call = rpc.DecodeWorkerStub(decode.channel).Generate(request, timeout=self._remaining_s)
         try:
             async for event in call:
-                if event.WhichOneof("event") == "reserved":
+                kind = event.WhichOneof("event")
+                if kind == "reserved":
                     self._reserved(event.reserved)
+                elif kind == "started":
+                    self._choices.started(epoch=event.started.epoch)
+                    if self._prefill is None:
+                        self._route.pulled_tokens = event.started.pulled_tokens
         except aio.AioRpcError as error:
-            if any(self._places[choice].replica is decode for choice in self._unfinished):
-                self._fail(self._error_of(error, decode))
+            if any(self._places[choice].replica is decode for choice in self._choices.unfinished):
+                self._choices.fail(self._error_of(error, decode))
         finally:
             decode.num_requests -= 1
             call.cancel()
@@ -144,10 +152,10 @@ class Attempt:
     async def _move_when_draining(self, decode: Replica) -> None:
         """Take every choice that decodes away, one after the other, as long as some are left there."""
         await decode.is_draining.wait()
-        while staying := [c for c in self._unfinished if self._places[c].replica is decode]:
+        while staying := [c for c in self._choices.unfinished if self._places[c].replica is decode]:
             for choice in staying:
                 place = self._next_place()
-                if place and choice in self._unfinished and self._emitted[choice]:
+                if place and choice in self._choices.unfinished and self._choices.emitted[choice]:
                     await self._move(choice, place)
             await asyncio.sleep(_MOVE_AGAIN_S)
 
@@ -155,7 +163,7 @@ class Attempt:
         source = self._places[choice]
         sequence = replace(
             self._request,
-            token_ids=self._request.token_ids + tuple(self._emitted[choice]),
+            token_ids=self._request.token_ids + tuple(self._choices.emitted[choice]),
             choices=(choice,),
             stream=target.stream,
         )
@@ -168,9 +176,7 @@ class Attempt:
         held = self._spawn(self._hold(lease, target.replica))
         held.add_done_callback(lambda _: lease.cancel())  # also when it is cancelled before it has begun
         self._leases.append(held)
-        while choice in self._unfinished and len(self._request.token_ids) + len(self._emitted[choice]) < num_tokens:
-            self._arrived.clear()
-            await self._arrived.wait()
+        await self._choices.wait_for(choice, num_tokens - len(self._request.token_ids))
         source.replica.unsubscribe(source.stream)
         self._places[choice] = target
         self._route.decode_replica = target.replica.id
@@ -182,7 +188,7 @@ class Attempt:
         try:
             await hold(lease, peer=replica.id)
         except ClusterError as error:
-            self._fail(error)
+            self._choices.fail(error)
         finally:
             replica.num_requests -= 1
 
@@ -211,17 +217,18 @@ class Attempt:
             try:
                 return await self._prefill.unless_lost(call(self._prefill, epoch))
             except ClusterError as error:
-                has_emitted = self._awaiting_first != set(self._request.choices)
-                self._prefill = None if has_emitted or not may_retry(error) else self._next_prefill()
+                self._prefill = None if self._choices.has_first or not may_retry(error) else self._next_prefill()
                 if self._prefill is None:
-                    self._fail(error)
+                    self._choices.fail(error)
             epoch += 1
 
     async def _call_prefill(self, prefill: Replica, handoff: Handoff | None) -> None:
         """Raises ClusterError if the prompt's KV did not arrive."""
         num_tokens = len(self._request.token_ids)
         request = pb.PrefillRequest(
-            sequence=sequence_to_proto(self._request), handoff=handoff_to_proto(handoff) if handoff else None
+            sequence=sequence_to_proto(self._request),
+            handoff=handoff_to_proto(handoff) if handoff else None,
+            holder=self._holder_for(prefill),
         )
         prefill.num_requests += 1
         prefill.pending_tokens += num_tokens
@@ -233,7 +240,9 @@ class Attempt:
                     num_tokens = 0
                     self._route.prefill_replica = prefill.id
                     self._route.cached_tokens = event.first_tokens.cached_tokens
-                    self._first_tokens(tokens_from_proto(event.first_tokens.tokens))
+                    self._route.pulled_tokens = event.first_tokens.pulled_tokens
+                    epoch = handoff.epoch if handoff else 0
+                    self._choices.first(tokens_from_proto(event.first_tokens.tokens), epoch=epoch)
                 else:
                     self._route.blocks_shipped += event.shipped.blocks
                     self._route.wire_bytes += event.shipped.wire_bytes
@@ -243,6 +252,9 @@ class Attempt:
             prefill.num_requests -= 1
             prefill.pending_tokens -= num_tokens
             call.cancel()
+
+    def _holder_for(self, replica: Replica) -> pb.Holder | None:
+        return holder_to_proto(self._holder) if self._holder and self._holder.replica != replica.id else None
 
     @property
     def _remaining_s(self) -> float | None:
@@ -260,48 +272,17 @@ class Attempt:
         def done(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()):
                 logger.error("attempt failed request=%s", self._request.id, exc_info=error)
-                self._fail(ClusterError(f"internal error: {error!r}"))
+                self._choices.fail(ClusterError(f"internal error: {error!r}"))
 
         task = asyncio.create_task(work)
         task.add_done_callback(done)
         return task
 
-    # Tokens.
-
-    def _first_tokens(self, tokens: list[SampledToken]) -> None:
-        self._awaiting_first.clear()
-        for choice, token in zip(self._request.choices, tokens, strict=True):
-            self._take(choice, token)
-        early, self._early = self._early, []
-        for choice, token in early:
-            self._take(choice, token)
-
     def _from_decode(self, choice: int, tokens: list[SampledToken] | ReplicaLost) -> None:
         if isinstance(tokens, ReplicaLost):
-            self._fail(tokens)
-            return
-        for token in tokens:
-            if choice in self._awaiting_first:
-                self._early.append((choice, token))
-            else:
-                self._take(choice, token)
-
-    def _take(self, choice: int, token: SampledToken) -> None:
-        if choice in self._unfinished:
-            self._emit(choice, token)
-            self._emitted[choice].append(token.token_id)
-            self._arrived.set()
-            if token.finish_reason:
-                self._finish(choice)
-
-    def _finish(self, choice: int) -> None:
-        self._unfinished.discard(choice)
-        if not self._unfinished:
-            self._ended.set()
-
-    def _fail(self, error: ClusterError) -> None:
-        self._error = self._error or error
-        self._ended.set()
+            self._choices.fail(tokens)
+        else:
+            self._choices.decoded(choice, tokens)
 
     def _subscribe(self, decode: Replica) -> None:
         for i, choice in enumerate(self._request.choices):

@@ -155,7 +155,7 @@ class Completion:
         return Usage(
             prompt_tokens=len(self.prompt_ids),
             completion_tokens=sum(choice.num_tokens for choice in self._choices),
-            cached_tokens=self._route.cached_tokens,
+            cached_tokens=self._route.cached_tokens + self._route.pulled_tokens,
         )
 
     def _sequence(self) -> SequenceRequest:
@@ -203,9 +203,10 @@ class Completion:
         self._metrics.cached_tokens.inc(usage.cached_tokens)
         self._metrics.generated_tokens.inc(usage.completion_tokens)
         logger.info(
-            "request done request=%s outcome=%s prompt_tokens=%d cached_tokens=%d completion_tokens=%d prefill=%s "
-            "decode=%s blocks=%d bytes=%d attempts=%d ttft_ms=%.1f itl_ms=%.1f ms=%.1f",
-            self.request.id, outcome, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens,
+            "request done request=%s outcome=%s prompt_tokens=%d cached_tokens=%d pulled_tokens=%d "
+            "completion_tokens=%d prefill=%s decode=%s blocks=%d bytes=%d attempts=%d ttft_ms=%.1f itl_ms=%.1f ms=%.1f",
+            self.request.id, outcome, usage.prompt_tokens, route.cached_tokens, route.pulled_tokens,
+            usage.completion_tokens,
             route.prefill_replica, route.decode_replica, route.blocks_shipped, route.wire_bytes, route.attempts,
             clock.ttft_s * 1e3, clock.itl_s * 1e3, clock.elapsed_s * 1e3,
         )  # fmt: skip

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from cluster.errors import CapacityError, ClusterError, ContextLengthExceeded
+from cluster.handoff import Holder
 from cluster.hashing import block_hashes, root_hash
 from cluster.metrics import Metrics
 from cluster.request import Role, SequenceRequest
@@ -194,13 +195,26 @@ class Dispatch:
         prefill = self._replicas.get(option.prefill) if option.prefill else None
         logger.debug("route request=%s %s", request.id, option)
         if prefill and request.sampling.max_tokens - request.num_generated == 1:
-            return Pair(prefill, None, need.hashes)
+            return Pair(prefill, None, need.hashes, holder=self._holder(option))
         decode = self._replicas.get(option.decode)
         assert decode
         decode.promised_blocks += need.num_blocks
         decode.promised_streams += len(request.choices)
-        num_streams = len(request.choices)
-        return Pair(prefill, decode, need.hashes, promised_blocks=need.num_blocks, promised_streams=num_streams)
+        return Pair(
+            prefill,
+            decode,
+            need.hashes,
+            promised_blocks=need.num_blocks,
+            promised_streams=len(request.choices),
+            holder=self._holder(option),
+        )
+
+    def _holder(self, option: Option) -> Holder | None:
+        """The peer that gives its blocks, where the option counts on one."""
+        peer = self._replicas.get(option.pull_from) if option.pull_from else None
+        if peer is None or peer.id == (option.prefill or option.decode):
+            return None
+        return Holder(replica=peer.id, address=peer.member.address, num_tokens=option.pull_tokens)
 
     def _need(self, request: SequenceRequest) -> _Need:
         members = [replica.member for replica in self._replicas.usable(Role.DECODE)]

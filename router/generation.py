@@ -15,7 +15,8 @@ class Route:
 
     prefill_replica: str = ""  # empty: the decode replica computed the prompt itself
     decode_replica: str = ""  # empty: the first token was the last
-    cached_tokens: int = 0  # prompt tokens whose KV was not computed again
+    cached_tokens: int = 0  # prompt tokens whose KV the replica that computed the prompt held already
+    pulled_tokens: int = 0  # prompt tokens after these whose KV it fetched from another one
     blocks_shipped: int = 0
     wire_bytes: int = 0
     attempts: int = 0

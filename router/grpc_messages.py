@@ -98,4 +98,5 @@ def _trace(summary: Summary) -> pb.Trace:
         itl_ms=summary.itl_s * 1e3,
         attempts=route.attempts,
         migrations=route.migrations,
+        pulled_tokens=route.pulled_tokens,
     )

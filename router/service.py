@@ -59,7 +59,7 @@ class RouterService:
             replicas,
             router=router,
             model=model_config.fingerprint(model_dir),
-            policy=make_policy(spec.router.policy),
+            policy=make_policy(spec.router.policy, pulls=True),
             max_local_tokens=spec.router.max_local_prefill,
             queue_s=spec.timeouts.queue_s,
             max_waiting=spec.router.max_waiting,

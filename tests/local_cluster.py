@@ -26,7 +26,9 @@ from cluster.spec import Spec, parse_spec
 from router.dispatch import Dispatch
 from router.generation import Route
 from router.plain_policies import make_policy
+from router.policy import Policy
 from router.replicas import Replicas
+from tests.hosts import Host
 from tests.rank_in_process import Fault, RankInProcess
 
 _MAKERS = {Role.PREFILL: prefill_worker.actor.make_rank, Role.DECODE: decode_worker.actor.make_rank}
@@ -80,12 +82,17 @@ class LocalCluster:
     pools: dict[Role, list[LocalReplica]] = field(default_factory=lambda: {role: [] for role in Role})
     _next_id: int = 0
 
-    async def add(self, role: Role, *faults: Fault, log: str = os.devnull) -> LocalReplica:
-        """Start one more replica and wait until the router sees it. Faults and the log are for ranks in processes."""
+    async def add(self, role: Role, *faults: Fault, log: str = os.devnull, on: Host | None = None) -> LocalReplica:
+        """Start one more replica and wait until the router sees it.
+
+        Faults, the log, and a host other than this one, are for ranks in processes.
+        """
         replica = LocalReplica(f"{role}-{self._next_id}", [])
         self._next_id += 1
         for rank in range(self.spec.pool(role).tensor_parallel):
             arguments = {"replica": replica.id, "rank": rank, "index_url": self.index_url}
+            if on:
+                arguments |= {"host": on.address, "network": on.network}
             if self.processes:
                 made = RankInProcess(role, self.spec.model_dump(), faults=faults, log=log, **arguments)
             else:
@@ -131,9 +138,9 @@ def _is_idle(replica: LocalReplica) -> bool:
 
 @asynccontextmanager
 async def local_cluster(
-    model_dir: Path, redis_url: str, *, processes: bool = False, **tree: Any
+    model_dir: Path, redis_url: str, *, processes: bool = False, policy: Policy | None = None, **tree: Any
 ) -> AsyncIterator[LocalCluster]:
-    """Deploy what `tree` says, as in a spec's YAML, with the model in `model_dir`."""
+    """Deploy what `tree` says, as in a spec's YAML, with the model in `model_dir`. `policy`: another than it names."""
     tree.setdefault("model", {}).update(source=str(model_dir))
     spec = parse_spec(tree)
     redis.Redis.from_url(redis_url).flushall()
@@ -143,7 +150,7 @@ async def local_cluster(
         replicas,
         router="router-0",
         model=fingerprint,
-        policy=make_policy(spec.router.policy),
+        policy=policy or make_policy(spec.router.policy, pulls=True),
         max_local_tokens=spec.router.max_local_prefill,
         queue_s=spec.timeouts.queue_s,
         max_waiting=spec.router.max_waiting,

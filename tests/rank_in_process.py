@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.request import Role
+from tests import hosts
 
 _ROOT = Path(__file__).parent.parent
 _MODULES = {Role.PREFILL: "prefill_worker.actor", Role.DECODE: "decode_worker.actor"}
@@ -71,13 +72,17 @@ class RankInProcess:
         *,
         faults: tuple[Fault, ...] = (),
         log: str = os.devnull,
+        network: str = "",
         **arguments: Any,
     ) -> None:
+        """network: the name of a network namespace to live in."""
         os.environ["PYTHONPATH"] = str(_ROOT)  # the server's, which does not look at ours
         _forks.set_forkserver_preload([*_MODULES.values(), __name__])
         self._connection, theirs = _forks.Pipe()
         self._lock = threading.Lock()
-        self.process = _forks.Process(target=_serve, args=(theirs, role, spec, arguments, faults, log), daemon=True)
+        self.process = _forks.Process(
+            target=_serve, args=(theirs, role, spec, arguments, faults, log, network), daemon=True
+        )
         self.process.start()
         theirs.close()
 
@@ -145,12 +150,15 @@ def _serve(
     arguments: dict[str, Any],
     faults: tuple[Fault, ...],
     log: str,
+    network: str,
 ) -> None:
     """The process: do what is asked until told to stop, or until the other side is gone."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(output, 1)
     os.dup2(output, 2)
     logging.basicConfig(level=logging.INFO, force=True)
+    if network:
+        hosts.enter(network)
     for fault in faults:
         fault.arm()
     rank = importlib.import_module(_MODULES[role]).make_rank(spec, log_dir="unused", **arguments)

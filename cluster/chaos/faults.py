@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,6 +17,9 @@ if TYPE_CHECKING:  # the command line shows the names before it may import Ray
     from cluster.chaos.site import Site, Target
 
 _STOPPED_S = 6.0  # longer than any of our deadlines for silence
+_SLOW_S = 6.0
+_SLOW_TURN_S = 0.1
+_SLOW_SHARE = 0.25  # of each turn, the part in which a slow rank may run
 _STORM_S = 6.0
 _STORM_SHARE = 0.7  # of the requests of a storm, those that are given up
 
@@ -51,6 +55,20 @@ def _stop(role: Role) -> Callable[[Scene], Awaitable[str]]:
     return strike
 
 
+def _slow(role: Role) -> Callable[[Scene], Awaitable[str]]:
+    async def strike(scene: Scene) -> str:
+        if not (targets := await scene.site.ranks(role)):
+            return ""
+        target = scene.random.choice(targets)
+        end_at = time.monotonic() + _SLOW_S
+        while time.monotonic() < end_at:
+            await _pause(target, _SLOW_TURN_S * (1 - _SLOW_SHARE))
+            await asyncio.sleep(_SLOW_TURN_S * _SLOW_SHARE)
+        return target.name
+
+    return strike
+
+
 async def _kill_redis(scene: Scene) -> str:
     return _send(scene, scene.site.redis(), signal.SIGKILL)
 
@@ -79,6 +97,8 @@ FAULTS: Mapping[str, Fault] = {
     "kill-decode": Fault("kill -9 of a decode rank", _kill(Role.DECODE)),
     "stop-prefill": Fault(f"a prefill rank stands still for {_STOPPED_S:g} s", _stop(Role.PREFILL)),
     "stop-decode": Fault(f"a decode rank stands still for {_STOPPED_S:g} s", _stop(Role.DECODE)),
+    "slow-prefill": Fault(f"a prefill rank has {_SLOW_SHARE:.0%} of its time for {_SLOW_S:g} s", _slow(Role.PREFILL)),
+    "slow-decode": Fault(f"a decode rank has {_SLOW_SHARE:.0%} of its time for {_SLOW_S:g} s", _slow(Role.DECODE)),
     "redis-down": Fault("kill -9 of the embedded Redis, which comes back empty", _kill_redis),
     "redis-stop": Fault(f"the embedded Redis stands still for {_STOPPED_S:g} s", _stop_redis),
     "controller": Fault("kill -9 of the controller", _kill_controller),
@@ -96,13 +116,17 @@ def _send(scene: Scene, targets: list[Target], number: signal.Signals) -> str:
 
 
 async def _hold(scene: Scene, targets: list[Target]) -> str:
-    """SIGSTOP, and after a while SIGCONT, however this ends."""
     if not targets:
         return ""
     target = scene.random.choice(targets)
+    await _pause(target, _STOPPED_S)
+    return target.name
+
+
+async def _pause(target: Target, seconds: float) -> None:
+    """SIGSTOP, and after a while SIGCONT, however this ends."""
     target.send(signal.SIGSTOP)
     try:
-        await asyncio.sleep(_STOPPED_S)
+        await asyncio.sleep(seconds)
     finally:
         target.send(signal.SIGCONT)
-    return target.name

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 import grpc
 from google.rpc.error_details_pb2 import ErrorInfo
@@ -25,15 +26,22 @@ _UNDISTURBED_AT_ONCE = 4
 
 
 class Load:
-    """Asks `questions` in random order, `rate` a second, whatever comes back. Use it as an `async with` block."""
+    """Asks `questions` in random order, whatever comes back: `rate` a second, or so that `streams` always run.
 
-    def __init__(self, endpoint: str, questions: Sequence[Question], *, rate: float, seed: int) -> None:
+    Use it as an `async with` block.
+    """
+
+    def __init__(
+        self, endpoint: str, questions: Sequence[Question], *, rate: float, streams: int = 0, seed: int
+    ) -> None:
+        """streams: 0 means that `rate` counts."""
         self.tally = Tally()
         self.num_running = 0
         self.abort_share = 0.0  # of the requests, those that the client gives up at a random moment
         self._endpoint = endpoint
         self._questions = questions
         self._rate = rate
+        self._streams = streams
         self._random = random.Random(seed)
         self._undisturbed: dict[int, Answer] = {}
         self._running: set[asyncio.Task[None]] = set()
@@ -71,13 +79,25 @@ class Load:
     async def run(self, seconds: float) -> None:
         """Send for so long, then wait for the last answers."""
         end_at = time.monotonic() + seconds
+        if self._streams:
+            for _ in range(self._streams):
+                self._start(self._ask_on(end_at))
+            await asyncio.sleep(seconds)
         while time.monotonic() < end_at:
-            task = asyncio.create_task(self._one(self._random.choice(self._questions)))
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
+            self._start(self._one(self._random.choice(self._questions)))
             await asyncio.sleep(self._random.expovariate(self._rate))
         if self._running:
             await asyncio.wait(self._running, timeout=_ANSWER_S)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def _ask_on(self, end_at: float) -> None:
+        """One stream after another."""
+        while time.monotonic() < end_at:
+            await self._one(self._random.choice(self._questions))
 
     async def _one(self, question: Question) -> None:
         self.tally.counts["sent"] += 1

@@ -27,7 +27,8 @@ class Plan:
 
     faults: Sequence[str]  # names of FAULTS, struck in turn
     seconds: float
-    rate: float  # requests a second
+    rate: float  # requests a second; or,
+    streams: int = 0  # unless 0, so many at any time
     rest_s: float  # between a recovery and the next stroke
     num_questions: int
     max_tokens: int
@@ -39,11 +40,12 @@ async def run(plan: Plan, site: Site, endpoint: str, *, say: Callable[[str], Non
     if not await _is_whole(site):
         raise DeployError("not every replica is ready; see `cluster status`")
     asked = questions(plan.num_questions, max_tokens=plan.max_tokens)
-    async with Load(endpoint, asked, rate=plan.rate, seed=plan.seed) as load:
+    async with Load(endpoint, asked, rate=plan.rate, streams=plan.streams, seed=plan.seed) as load:
         say(f"learning the undisturbed answers of {plan.num_questions} questions")
         await load.learn()
         tally = load.tally
-        say(f"{plan.rate:g} requests a second for {plan.seconds:.0f} s; faults: {', '.join(plan.faults) or 'none'}")
+        offered = f"{plan.streams} streams" if plan.streams else f"{plan.rate:g} requests a second"
+        say(f"{offered} for {plan.seconds:.0f} s; faults: {', '.join(plan.faults) or 'none'}")
         async with asyncio.TaskGroup() as group:
             group.create_task(load.run(plan.seconds))
             group.create_task(_strike(plan, Scene(site, load, random.Random(plan.seed)), tally, say=say))

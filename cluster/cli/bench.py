@@ -1,4 +1,4 @@
-"""`cluster bench …`: what one part of the cluster can do on this machine, measured without the rest of it."""
+"""`cluster bench …`: what one part of the cluster can do on this machine, or what a load does to all of it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ from typing import Annotated, Any
 
 import typer
 
+from cluster.cli.isolation import isolation
 from cluster.cli.model_options import DEFAULT_DTYPE, DEFAULT_MODEL, DEFAULT_WEIGHTS, Model, ModelDType, ModelWeights
 from cluster.errors import SpecError
 
-bench = typer.Typer(help="Measure one part alone, in this process: no Ray, no Redis.", no_args_is_help=True)
+bench = typer.Typer(
+    help="Measure: the engine, its kernels and the KV path alone, without Ray or Redis; or a deployment under load.",
+    no_args_is_help=True,
+)
+bench.command()(isolation)
 
+_MESSAGES = "64,256,1024,4096,16384,65536"
 _Counts = Annotated[str, typer.Option(metavar="N[,N…]")]
 
 
@@ -64,6 +70,34 @@ def kernels(as_json: Annotated[bool, typer.Option("--json", help="One JSON objec
         print(f"{row['name']:<24} {row['microseconds']:10.1f} us  {100 * row['share']:5.1f} %")
 
 
+@bench.command()
+def kv(
+    model: Model = DEFAULT_MODEL,
+    message: Annotated[str, typer.Option(metavar="KIB[,KIB…]", help="Sizes of messages in KiB.")] = _MESSAGES,
+    prompt: _Counts = "256,1024,2048,8192",
+    threads: Annotated[int, typer.Option(min=1, help="Of the process that computes prompts.")] = 1,
+    dtype: ModelDType = DEFAULT_DTYPE,
+    wire_dtype: Annotated[str, typer.Option(help="As in a spec.")] = "fp8_e4m3",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """The way of KV blocks from one process to another on this machine's processors.
+
+    Messages over our link, alone (wire) and with packing, checking and unpacking (raw, fp8), beside a bare TCP
+    connection and copies in memory, best of five. Then prompts of a model: how long their transfer takes alone, and how
+    much of it the computation hides.
+    """
+    model_dir = import_module("cluster.model_source").resolve(model)
+    result = import_module("kvtransfer.bench.run").bench_kv(
+        model_dir,
+        dtype=dtype,
+        wire_dtype=wire_dtype,
+        messages=[1024 * size for size in _parse("message", message)],
+        prompts=_parse("prompt", prompt),
+        threads=threads,
+    )
+    print(json.dumps(result) if as_json else "\n".join(_kv_lines(result)))
+
+
 def _parse(option: str, counts: str) -> list[int]:
     try:
         numbers = [int(count) for count in counts.split(",") if count]
@@ -80,8 +114,28 @@ def _lines(result: dict[str, Any]) -> list[str]:
         f"{what}, {result['threads']} threads, memory {result['bandwidth_gb_s']} GB/s",
         *(
             f"decode   batch {row['batch']:4}, context {row['context']:6}: {row['tokens_per_s']:9.1f} tokens/s, "
-            f"{row['step_ms']:8.3f} ms a step"
+            f"{row['step_ms']:8.3f} ms a step{_share(row)}"
             for row in result["decode"]
         ),
         *(f"prefill  {row['tokens']:6} tokens: {row['tokens_per_s']:9.1f} tokens/s" for row in result["prefill"]),
+    ]
+
+
+def _share(decode: dict[str, Any]) -> str:
+    share = decode["bandwidth_share"]
+    return "" if share is None else f", {share:4.0%} of the bandwidth"
+
+
+def _kv_lines(result: dict[str, Any]) -> list[str]:
+    ways = ("memcpy", "tcp", "wire", "raw", "fp8")
+    return [
+        *(
+            f"{row['bytes'] >> 10:6} KiB  " + "  ".join(f"{way} {row[f'{way}_gb_s']:5.2f} GB/s" for way in ways)
+            for row in result["messages"]
+        ),
+        *(
+            f"{row['tokens']:6} tokens  {row['wire_bytes'] / 1e6:7.2f} MB in {row['transfer_ms']:7.2f} ms, "
+            f"{100 * row['hidden_share']:5.1f} % of it hidden behind {row['prefill_ms']:8.1f} ms of computation"
+            for row in result["prompts"]
+        ),
     ]

@@ -80,13 +80,47 @@ class Handoff(_message.Message):
     max_tokens: int
     def __init__(self, id: _Optional[str] = ..., epoch: _Optional[int] = ..., replica: _Optional[str] = ..., ranks: _Optional[_Iterable[str]] = ..., layout: _Optional[str] = ..., num_tokens: _Optional[int] = ..., first_token: _Optional[int] = ..., ttl_s: _Optional[float] = ..., max_tokens: _Optional[int] = ...) -> None: ...
 
+class Holder(_message.Message):
+    __slots__ = ("replica", "address", "num_tokens")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    address: str
+    num_tokens: int
+    def __init__(self, replica: _Optional[str] = ..., address: _Optional[str] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+
+class PullRequest(_message.Message):
+    __slots__ = ("handoff", "hashes")
+    HANDOFF_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    handoff: Handoff
+    hashes: bytes
+    def __init__(self, handoff: _Optional[_Union[Handoff, _Mapping]] = ..., hashes: _Optional[bytes] = ...) -> None: ...
+
+class PullEvent(_message.Message):
+    __slots__ = ("granted", "shipped")
+    GRANTED_FIELD_NUMBER: _ClassVar[int]
+    SHIPPED_FIELD_NUMBER: _ClassVar[int]
+    granted: Granted
+    shipped: Shipped
+    def __init__(self, granted: _Optional[_Union[Granted, _Mapping]] = ..., shipped: _Optional[_Union[Shipped, _Mapping]] = ...) -> None: ...
+
+class Granted(_message.Message):
+    __slots__ = ("num_tokens",)
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    num_tokens: int
+    def __init__(self, num_tokens: _Optional[int] = ...) -> None: ...
+
 class PrefillRequest(_message.Message):
-    __slots__ = ("sequence", "handoff")
+    __slots__ = ("sequence", "handoff", "holder")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
     sequence: Sequence
     handoff: Handoff
-    def __init__(self, sequence: _Optional[_Union[Sequence, _Mapping]] = ..., handoff: _Optional[_Union[Handoff, _Mapping]] = ...) -> None: ...
+    holder: Holder
+    def __init__(self, sequence: _Optional[_Union[Sequence, _Mapping]] = ..., handoff: _Optional[_Union[Handoff, _Mapping]] = ..., holder: _Optional[_Union[Holder, _Mapping]] = ...) -> None: ...
 
 class PrefillEvent(_message.Message):
     __slots__ = ("first_tokens", "shipped")
@@ -97,12 +131,14 @@ class PrefillEvent(_message.Message):
     def __init__(self, first_tokens: _Optional[_Union[FirstTokens, _Mapping]] = ..., shipped: _Optional[_Union[Shipped, _Mapping]] = ...) -> None: ...
 
 class FirstTokens(_message.Message):
-    __slots__ = ("tokens", "cached_tokens")
+    __slots__ = ("tokens", "cached_tokens", "pulled_tokens")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PULLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedCompositeFieldContainer[SampledToken]
     cached_tokens: int
-    def __init__(self, tokens: _Optional[_Iterable[_Union[SampledToken, _Mapping]]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    pulled_tokens: int
+    def __init__(self, tokens: _Optional[_Iterable[_Union[SampledToken, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., pulled_tokens: _Optional[int] = ...) -> None: ...
 
 class Shipped(_message.Message):
     __slots__ = ("blocks", "wire_bytes", "seconds")
@@ -115,16 +151,18 @@ class Shipped(_message.Message):
     def __init__(self, blocks: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("sequence", "prefill_here", "router", "continues")
+    __slots__ = ("sequence", "prefill_here", "router", "continues", "holder")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_HERE_FIELD_NUMBER: _ClassVar[int]
     ROUTER_FIELD_NUMBER: _ClassVar[int]
     CONTINUES_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
     sequence: Sequence
     prefill_here: bool
     router: str
     continues: bool
-    def __init__(self, sequence: _Optional[_Union[Sequence, _Mapping]] = ..., prefill_here: bool = ..., router: _Optional[str] = ..., continues: bool = ...) -> None: ...
+    holder: Holder
+    def __init__(self, sequence: _Optional[_Union[Sequence, _Mapping]] = ..., prefill_here: bool = ..., router: _Optional[str] = ..., continues: bool = ..., holder: _Optional[_Union[Holder, _Mapping]] = ...) -> None: ...
 
 class GenerateEvent(_message.Message):
     __slots__ = ("reserved", "started", "finished")
@@ -145,12 +183,14 @@ class Reserved(_message.Message):
     def __init__(self, handoff: _Optional[_Union[Handoff, _Mapping]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("num_tokens", "epoch")
+    __slots__ = ("num_tokens", "epoch", "pulled_tokens")
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PULLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_tokens: int
     epoch: int
-    def __init__(self, num_tokens: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+    pulled_tokens: int
+    def __init__(self, num_tokens: _Optional[int] = ..., epoch: _Optional[int] = ..., pulled_tokens: _Optional[int] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ()
@@ -273,7 +313,7 @@ class Status(_message.Message):
     def __init__(self, replica: _Optional[str] = ..., draining: bool = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., link_bytes_per_s: _Optional[float] = ..., totals: _Optional[_Union[Totals, _Mapping]] = ...) -> None: ...
 
 class Totals(_message.Message):
-    __slots__ = ("prompt_tokens", "prefix_hit_tokens", "generated_tokens", "transfer_bytes", "transfer_seconds", "transfers", "transfer_failures", "preemptions", "cancelled", "migrations", "computed_tokens")
+    __slots__ = ("prompt_tokens", "prefix_hit_tokens", "generated_tokens", "transfer_bytes", "transfer_seconds", "transfers", "transfer_failures", "preemptions", "cancelled", "migrations", "computed_tokens", "pulls", "pulled_tokens", "pull_failures", "pull_seconds")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -285,6 +325,10 @@ class Totals(_message.Message):
     CANCELLED_FIELD_NUMBER: _ClassVar[int]
     MIGRATIONS_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PULLS_FIELD_NUMBER: _ClassVar[int]
+    PULLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PULL_FAILURES_FIELD_NUMBER: _ClassVar[int]
+    PULL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     prefix_hit_tokens: int
     generated_tokens: int
@@ -296,4 +340,8 @@ class Totals(_message.Message):
     cancelled: int
     migrations: int
     computed_tokens: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., transfers: _Optional[int] = ..., transfer_failures: _Optional[int] = ..., preemptions: _Optional[int] = ..., cancelled: _Optional[int] = ..., migrations: _Optional[int] = ..., computed_tokens: _Optional[int] = ...) -> None: ...
+    pulls: int
+    pulled_tokens: int
+    pull_failures: int
+    pull_seconds: float
+    def __init__(self, prompt_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., transfers: _Optional[int] = ..., transfer_failures: _Optional[int] = ..., preemptions: _Optional[int] = ..., cancelled: _Optional[int] = ..., migrations: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., pulls: _Optional[int] = ..., pulled_tokens: _Optional[int] = ..., pull_failures: _Optional[int] = ..., pull_seconds: _Optional[float] = ...) -> None: ...

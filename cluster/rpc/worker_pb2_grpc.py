@@ -338,3 +338,80 @@ class DecodeWorker(object):
             timeout,
             metadata,
             _registered_method=True)
+
+
+class PrefixHolderStub(object):
+    """Served by both roles to each other.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Pull = channel.unary_stream(
+                '/cluster.worker.v1.PrefixHolder/Pull',
+                request_serializer=cluster_dot_rpc_dot_worker__pb2.PullRequest.SerializeToString,
+                response_deserializer=cluster_dot_rpc_dot_worker__pb2.PullEvent.FromString,
+                _registered_method=True)
+
+
+class PrefixHolderServicer(object):
+    """Served by both roles to each other.
+    """
+
+    def Pull(self, request, context):
+        """Ships what this replica holds of a prefix to a replica that lacks it. The call is the lease: ending it aborts the
+        passage. How much is here, only the holder knows: what an index says is a hint.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_PrefixHolderServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Pull': grpc.unary_stream_rpc_method_handler(
+                    servicer.Pull,
+                    request_deserializer=cluster_dot_rpc_dot_worker__pb2.PullRequest.FromString,
+                    response_serializer=cluster_dot_rpc_dot_worker__pb2.PullEvent.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'cluster.worker.v1.PrefixHolder', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('cluster.worker.v1.PrefixHolder', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class PrefixHolder(object):
+    """Served by both roles to each other.
+    """
+
+    @staticmethod
+    def Pull(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/cluster.worker.v1.PrefixHolder/Pull',
+            cluster_dot_rpc_dot_worker__pb2.PullRequest.SerializeToString,
+            cluster_dot_rpc_dot_worker__pb2.PullEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -10,8 +10,6 @@
 // Sums run over keys in the order of their positions, in tiles that begin at multiples of 32: what a query gets depends
 // neither on the queries beside it nor on how its prompt was cut.
 #pragma once
-#include <omp.h>
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -19,19 +17,18 @@
 #include <vector>
 
 #include "pool.h"
+#include "team.h"
 
 namespace {
 
 struct Attention {
+    Kind kind;
     Pool pool;
     const bf16* q;           // (tokens, q heads, head_dim), a token every q_stride
     int64_t q_stride;
     bf16* out;               // (tokens, q heads, head_dim)
-    int64_t q_heads, sequences, table_width;
-    const int64_t *tables;   // (sequences, table_width)
-    const int64_t *query_lens, *context_lens;  // (sequences)
+    int64_t q_heads;
     int64_t window;          // 0: none
-    int32_t threads;
 };
 
 struct Piece {
@@ -42,12 +39,6 @@ struct Piece {
 
 constexpr int64_t POSITIONS = 16;  // of one piece
 constexpr int KEYS = 2 * LANES;    // of one tile
-
-// What a thread needs for a piece.
-struct Desk {
-    std::vector<float> q, scores, out, tile;
-    std::vector<Floats> columns;
-};
 
 // columns: (2, dim), for the first and the second 16 keys of the tile
 template <int ROWS> inline void score(const float* q, int64_t dim, const Floats* columns, float* scores, int64_t stride) {
@@ -89,12 +80,13 @@ template <int ROWS> inline void mix_all(const float* weights, int64_t stride, co
 
 struct Work {
     const Attention& a;
+    const Step& step;
     const Piece& piece;
     Desk& desk;
     int64_t dim, rows, first, end, width;  // head_dim in whole vectors; keys [first, end), first in whole tiles
     int64_t stride;                        // of a row of scores: beyond its width, lest all rows meet in the same cache sets
 
-    Work(const Attention& a, const Piece& piece, Desk& desk) : a(a), piece(piece), desk(desk) {
+    Work(const Attention& a, const Step& step, const Piece& piece, Desk& desk) : a(a), step(step), piece(piece), desk(desk) {
         const int64_t lowest = a.window ? std::max<int64_t>(0, piece.position - a.window + 1) : 0;
         dim = round_up(a.pool.head_dim, LANES);
         rows = piece.count * group();
@@ -128,7 +120,7 @@ struct Work {
     }
 
     void read_tile(int64_t key, int64_t kind) {
-        const int64_t* table = a.tables + piece.sequence * a.table_width;
+        const int64_t* table = step.tables + piece.sequence * step.table_width;
         const int64_t size = a.pool.block_size, last = std::min(key + KEYS, end);
         float* to = desk.tile.data();
         for (int64_t k = key, count; k < last; k += count) {  // the keys that lie in one block follow each other
@@ -189,27 +181,22 @@ struct Work {
     }
 };
 
-inline std::vector<Piece> cut(const Attention& a) {
+inline std::vector<Piece> cut(const Attention& a, const Step& step) {
     std::vector<Piece> pieces;
-    for (int64_t s = 0, token = 0; s < a.sequences; token += a.query_lens[s++])
-        for (int64_t q = 0; q < a.query_lens[s]; q += POSITIONS)
+    for (int64_t s = 0, token = 0; s < step.sequences; token += step.query_lens[s++])
+        for (int64_t q = 0; q < step.query_lens[s]; q += POSITIONS)
             for (int64_t h = 0; h < a.pool.kv_heads; h++) {
-                const int64_t count = std::min(POSITIONS, a.query_lens[s] - q);
-                pieces.push_back({s, h, token + q, a.context_lens[s] - a.query_lens[s] + q, count});
+                const int64_t count = std::min(POSITIONS, step.query_lens[s] - q);
+                pieces.push_back({s, h, token + q, step.context_lens[s] - step.query_lens[s] + q, count});
             }
     // The longest first, so that no thread is left with one at the end.
     std::stable_sort(pieces.begin(), pieces.end(), [](const Piece& x, const Piece& y) { return x.position > y.position; });
     return pieces;
 }
 
-inline void attend(const Attention& a) {
-    const std::vector<Piece> pieces = cut(a);
-#pragma omp parallel num_threads(a.threads)
-    {
-        Desk desk;
-#pragma omp for schedule(dynamic)
-        for (size_t i = 0; i < pieces.size(); i++) Work(a, pieces[i], desk).run();
-    }
+inline void attend(const Attention& a, const Step& step, Worker& me) {
+    const std::vector<Piece> pieces = cut(a, step);
+    for (size_t i; (i = me.take()) < pieces.size();) Work(a, step, pieces[i], me.desk).run();
 }
 
 }  // namespace

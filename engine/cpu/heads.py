@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from ctypes import byref
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.batch import Batch
-from engine.cpu.library import Attention, Kernels, Pool, Turn
+from engine.cpu.library import Attention, Kernels, Kind, Pool, Program, Step, Turn
 from engine.kv_pool import KVPool
 from engine.layers import RMSNorm
 
@@ -25,40 +23,62 @@ class CompiledHeads:
     def __init__(self, kernels: Kernels, batch: Batch, pool: KVPool, cos_T1F: Tensor, sin_T1F: Tensor) -> None:
         self._kernels = kernels
         self._pool = pool
-        self._views = [_view(pool, layer) for layer in range(pool.layout.num_layers)]
-        # Their memory is what the structs below point to.
+        self._rows = StepRows(batch, cos_T1F, sin_T1F)
+
+    def store(self, layer: int, heads_TND: Tensor, *, q_norm: RMSNorm | None, k_norm: RMSNorm | None) -> Tensor:
+        turn = turn_call(self._pool, layer, heads_TND, q_norm=q_norm, k_norm=k_norm)
+        Program(self._kernels, [turn]).run(self._rows.step)
+        return heads_TND[:, : turn.q_heads]
+
+    def attend(self, layer: int, q_THD: Tensor, *, window: int | None) -> Tensor:
+        out_THD = torch.empty(q_THD.shape, dtype=torch.bfloat16)
+        Program(self._kernels, [attention_call(self._pool, layer, q_THD, out_THD, window=window)]).run(self._rows.step)
+        return out_THD
+
+
+class StepRows:
+    """A batch as the kernels read it; owns what `step` points to."""
+
+    def __init__(self, batch: Batch, cos_T1F: Tensor, sin_T1F: Tensor) -> None:
         self._arrays = [
             np.ascontiguousarray(a) for a in (batch.slots, batch.block_tables, batch.query_lens, batch.context_lens)
         ]
         self._angles = cos_T1F.contiguous(), sin_T1F.contiguous()
         slots, tables, query_lens, context_lens = (array.ctypes.data for array in self._arrays)
         cos, sin = (angle.data_ptr() for angle in self._angles)
-        threads = torch.get_num_threads()
-        self._turn = Turn(cos=cos, sin=sin, slots=slots, tokens=batch.num_tokens, threads=threads)
-        self._attention = Attention(
+        self.step = Step(
+            tokens=batch.num_tokens,
             sequences=len(batch.query_lens),
             table_width=batch.block_tables.shape[1],
+            slots=slots,
+            cos=cos,
+            sin=sin,
             tables=tables,
             query_lens=query_lens,
             context_lens=context_lens,
-            threads=threads,
         )
 
-    def store(self, layer: int, heads_TND: Tensor, *, q_norm: RMSNorm | None, k_norm: RMSNorm | None) -> Tensor:
-        turn, num_q = self._turn, heads_TND.shape[1] - 2 * self._pool.layout.heads_per_rank
-        turn.pool, turn.heads, turn.q_heads = self._views[layer], heads_TND.data_ptr(), num_q
-        if q_norm is not None and k_norm is not None:
-            turn.q_norm, turn.k_norm, turn.eps = q_norm.weight.data_ptr(), k_norm.weight.data_ptr(), q_norm.eps
-        self._kernels.turn_and_store(byref(turn))
-        return heads_TND[:, :num_q]
 
-    def attend(self, layer: int, q_THD: Tensor, *, window: int | None) -> Tensor:
-        out_THD = torch.empty(q_THD.shape, dtype=torch.bfloat16)
-        attention = self._attention
-        attention.pool, attention.q, attention.q_stride = self._views[layer], q_THD.data_ptr(), q_THD.stride(0)
-        attention.out, attention.q_heads, attention.window = out_THD.data_ptr(), q_THD.shape[1], window or 0
-        self._kernels.attend_paged(byref(attention))
-        return out_THD
+def turn_call(pool: KVPool, layer: int, heads_TND: Tensor, *, q_norm: RMSNorm | None, k_norm: RMSNorm | None) -> Turn:
+    """Norm and turn queries and keys in place, and put keys and values into the pool."""
+    turn = Turn(kind=Kind.TURN, pool=_view(pool, layer), heads=heads_TND.data_ptr())
+    turn.q_heads = heads_TND.shape[1] - 2 * pool.layout.heads_per_rank
+    if q_norm is not None and k_norm is not None:
+        turn.q_norm, turn.k_norm, turn.eps = q_norm.weight.data_ptr(), k_norm.weight.data_ptr(), q_norm.eps
+    return turn
+
+
+def attention_call(pool: KVPool, layer: int, q_THD: Tensor, out_THD: Tensor, *, window: int | None) -> Attention:
+    """q_THD may be a part of wider rows; out_THD is contiguous."""
+    return Attention(
+        kind=Kind.ATTEND,
+        pool=_view(pool, layer),
+        q=q_THD.data_ptr(),
+        q_stride=q_THD.stride(0),
+        out=out_THD.data_ptr(),
+        q_heads=q_THD.shape[1],
+        window=window or 0,
+    )
 
 
 def _view(pool: KVPool, layer: int) -> Pool:

@@ -1,13 +1,59 @@
-// What Python calls: one function per step of a layer. Every argument is a struct, laid out as in engine/cpu/library.py.
+// What Python calls: a list of kernel calls, which one team of threads goes through. Every argument is a struct, laid out
+// as in engine/cpu/library.py.
+#include <omp.h>
+
 #include "attention.h"
 #include "matrix.h"
 #include "rotary.h"
+#include "wire.h"
 
-extern "C" {
+namespace {
 
-void multiply_bf16(const Product* product) { multiply<Bf16>(*product); }
-void multiply_int8(const Product* product) { multiply<Int8>(*product); }
-void turn_and_store(const Turn* what) { turn(*what); }
-void attend_paged(const Attention* attention) { attend(*attention); }
+template <class Arguments> const Arguments& as(const Kind* call) { return *reinterpret_cast<const Arguments*>(call); }
 
+void perform(const Kind* call, const Step& step, Worker& me) {
+    switch (*call) {
+        case MULTIPLY_BF16: return multiply<Bf16>(as<Product>(call), step, me);
+        case MULTIPLY_INT8: return multiply<Int8>(as<Product>(call), step, me);
+        case TURN: return turn(as<Turn>(call), step, me);
+        case ATTEND: return attend(as<Attention>(call), step, me);
+    }
 }
+
+int64_t scratch_bytes(const Kind* call, const Step& step) {
+    switch (*call) {
+        case MULTIPLY_BF16: return Rows<Bf16>(as<Product>(call), step.tokens).bytes();
+        case MULTIPLY_INT8: return Rows<Int8>(as<Product>(call), step.tokens).bytes();
+        default: return 0;
+    }
+}
+
+// What this thread will read first.
+Ahead ahead_of(const Kind* call, const Worker& me) {
+    switch (*call) {
+        case MULTIPLY_BF16: return share_of<Bf16>(as<Product>(call), me);
+        case MULTIPLY_INT8: return share_of<Int8>(as<Product>(call), me);
+        default: return {};
+    }
+}
+
+}  // namespace
+
+extern "C" void run(const Kind* const* calls, int64_t count, const Step* step) {
+    int64_t most = 0;
+    for (int64_t i = 0; i < count; i++) most = std::max(most, scratch_bytes(calls[i], *step));
+    Team team(most);
+#pragma omp parallel num_threads(step->threads)
+    {
+        Worker me(team, omp_get_thread_num(), omp_get_num_threads());
+        for (int64_t i = 0; i < count; i++) {
+            perform(calls[i], *step, me);
+            if (i + 1 < count) me.wait(ahead_of(calls[i + 1], me));
+        }
+    }
+}
+
+// On the calling thread alone: it is a link's, and the others compute.
+extern "C" void pack_wire(const Wire* wire) { pack(*wire); }
+extern "C" void unpack_wire(const Wire* wire) { unpack(*wire); }
+extern "C" void add_up_payload(Payload* payload) { add_up(*payload); }

@@ -13,7 +13,9 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from ctypes import c_float, c_int32, c_int64, c_void_p
+from collections.abc import Sequence
+from ctypes import c_float, c_int32, c_int64, c_uint64, c_void_p
+from enum import IntEnum
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
@@ -31,29 +33,60 @@ _COMPILE_S = 300.0
 
 
 class Kernels:
-    """The compiled functions. Each takes one struct of those below, by reference; see the headers for what they do.
-
-    They run on as many threads as torch has been given, and on torch's own: both use the same OpenMP library.
-    """
+    """The compiled functions. They run on torch's own threads: both use the same OpenMP library."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError if the library cannot be loaded."""
         library = ctypes.CDLL(str(path))
-        self.multiply_bf16 = _function(library, "multiply_bf16", Product)
-        self.multiply_int8 = _function(library, "multiply_int8", Product)
-        self.turn_and_store = _function(library, "turn_and_store", Turn)
-        self.attend_paged = _function(library, "attend_paged", Attention)
+        self.run = library.run
+        self.run.argtypes = (c_void_p, c_int64, ctypes.POINTER(Step))
+        self.run.restype = None
+        self.pack_wire = _function(library, "pack_wire", Wire)
+        self.unpack_wire = _function(library, "unpack_wire", Wire)
+        self.add_up_payload = _function(library, "add_up_payload", Payload)
 
 
 def open_kernels(*, dtype: torch.dtype, device: torch.device) -> Kernels | None:
     """The kernels for models of this dtype on this device; None where torch alone is to compute."""
-    return _open() if device.type == "cpu" and dtype == torch.bfloat16 else None
+    return open_copies(device) if dtype == torch.bfloat16 else None
+
+
+def open_copies(device: torch.device) -> Kernels | None:
+    """The kernels that move bytes on this device, whatever the model's dtype; None where torch is to move them."""
+    return _open() if device.type == "cpu" else None
+
+
+class Step(ctypes.Structure):
+    """team.h: what all calls of a run have in common."""
+
+    _fields_ = (
+        ("tokens", c_int64),
+        ("sequences", c_int64),
+        ("table_width", c_int64),
+        ("slots", c_void_p),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("tables", c_void_p),
+        ("query_lens", c_void_p),
+        ("context_lens", c_void_p),
+        ("threads", c_int32),
+    )
+
+
+class Kind(IntEnum):
+    """team.h: what a call does; every struct below begins with it."""
+
+    MULTIPLY_BF16 = 0
+    MULTIPLY_INT8 = 1
+    TURN = 2
+    ATTEND = 3
 
 
 class Product(ctypes.Structure):
     """matrix.h"""
 
     _fields_ = (
+        ("kind", c_int32),
         ("panels", c_void_p),
         ("scales", c_void_p),
         ("sums", c_void_p),
@@ -66,8 +99,6 @@ class Product(ctypes.Structure):
         ("x", c_void_p),
         ("residual", c_void_p),
         ("out", c_void_p),
-        ("rows", c_int64),
-        ("threads", c_int32),
     )
 
 
@@ -87,17 +118,13 @@ class Turn(ctypes.Structure):
     """rotary.h"""
 
     _fields_ = (
+        ("kind", c_int32),
         ("pool", Pool),
         ("heads", c_void_p),
-        ("cos", c_void_p),
-        ("sin", c_void_p),
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
         ("eps", c_float),
-        ("slots", c_void_p),
-        ("tokens", c_int64),
         ("q_heads", c_int64),
-        ("threads", c_int32),
     )
 
 
@@ -105,19 +132,53 @@ class Attention(ctypes.Structure):
     """attention.h"""
 
     _fields_ = (
+        ("kind", c_int32),
         ("pool", Pool),
         ("q", c_void_p),
         ("q_stride", c_int64),
         ("out", c_void_p),
         ("q_heads", c_int64),
-        ("sequences", c_int64),
-        ("table_width", c_int64),
-        ("tables", c_void_p),
-        ("query_lens", c_void_p),
-        ("context_lens", c_void_p),
         ("window", c_int64),
-        ("threads", c_int32),
     )
+
+
+Call = Product | Turn | Attention
+
+
+class Program:
+    """Calls, in order, that one team of threads goes through. What they point to belongs to whoever made them."""
+
+    def __init__(self, kernels: Kernels, calls: Sequence[Call]) -> None:
+        self._run = kernels.run
+        self._calls = calls  # keeps their memory
+        self._addresses = (c_void_p * len(calls))(*(ctypes.addressof(call) for call in calls))
+
+    def run(self, step: Step, *, first: int = 0, end: int | None = None) -> None:
+        """Carry out the calls [first, end), on as many threads as torch has been given."""
+        step.threads = torch.get_num_threads()
+        count = (len(self._calls) if end is None else end) - first
+        self._run(ctypes.addressof(self._addresses) + first * ctypes.sizeof(c_void_p), count, ctypes.byref(step))
+
+
+class Wire(ctypes.Structure):
+    """wire.h"""
+
+    _fields_ = (
+        ("pool", Pool),
+        ("row_bytes", c_int64),
+        ("codes", c_void_p),
+        ("scales", c_void_p),
+        ("slots", c_void_p),
+        ("tokens", c_int64),
+        ("first_head", c_int64),
+        ("heads", c_int64),
+    )
+
+
+class Payload(ctypes.Structure):
+    """wire.h"""
+
+    _fields_ = (("bytes", c_void_p), ("num_words", c_int64), ("sum", c_uint64))
 
 
 def _function(library: ctypes.CDLL, name: str, argument: type[ctypes.Structure]) -> ctypes._NamedFuncPointer:

@@ -10,12 +10,11 @@
 // Every output is summed up over the inputs in one order, whatever the number of rows: a row's result does not depend on
 // the rows beside it.
 #pragma once
-#include <omp.h>
-
 #include <algorithm>
 #include <cmath>
 #include <memory>
 
+#include "team.h"
 #include "vectors.h"
 #if defined(__AVX512BF16__) || defined(__AVX512VNNI__)
 #include <immintrin.h>
@@ -26,6 +25,7 @@ namespace {
 enum Before : int32_t { NOTHING, NORM, SILU };
 
 struct Product {
+    Kind kind;
     // the matrix
     const void* panels;
     const float* scales;     // int8: one per output, which undoes its quantisation
@@ -36,15 +36,14 @@ struct Product {
     Before before;
     float eps;               // NORM
     const bf16* norm;        // NORM
-    // the rows
+    // the rows: the step's tokens
     const bf16* x;           // (rows, inputs); SILU: (rows, 2 inputs), gates and then ups
-    const bf16* residual;    // (rows, outputs) to add, or null
+    const bf16* residual;    // (rows, outputs) to add, or null; may be `out`
     bf16* out;               // (rows, outputs)
-    int64_t rows;
-    int32_t threads;
 };
 
 constexpr int MOST_ROWS = 12;     // of one tile of registers
+constexpr int SPARE_ROWS = 3;     // beyond the last one, at which its tile may look
 constexpr int BLOCK_ROWS = 96;    // of one walk over the panels: their inputs stay in the second cache
 
 // ---- what a row becomes before it is multiplied; rounds to bf16 wherever transformers does ----
@@ -163,10 +162,31 @@ struct Int8 {
 
 // ---- multiplying ----
 
-template <class Kind> struct Rows {
-    const typename Kind::Input* x;
-    const float* scales;
-    int64_t stride;
+// Rows as they are multiplied: their scales, then their inputs.
+template <class Weights> struct Rows {
+    typedef typename Weights::Input Input;
+    int64_t count, stride;
+    float* scales;
+    Input* x;
+
+    Rows(const Product& p, int64_t count, char* memory = nullptr)
+        : count(count), stride(round_up(p.inputs, Weights::GROUP)), scales(reinterpret_cast<float*>(memory)),
+          x(reinterpret_cast<Input*>(memory + scales_bytes())) {}
+    int64_t scales_bytes() const { return round_up((count + SPARE_ROWS) * sizeof(float), 64); }
+    int64_t bytes() const { return scales_bytes() + (count + SPARE_ROWS) * stride * sizeof(Input); }
+
+    void prepare(const Product& p, int64_t first, int64_t end, std::vector<float>& y) const {
+        y.resize(p.inputs);
+        for (int64_t row = first; row < end; row++) {
+            prepared(p, row, y.data());
+            Weights::keep(y.data(), p.inputs, x + row * stride, scales[row]);
+            std::fill(x + row * stride + p.inputs, x + (row + 1) * stride, Input{});
+        }
+        if (end == count) {
+            std::fill_n(x + count * stride, SPARE_ROWS * stride, Input{});
+            std::fill_n(scales + count, SPARE_ROWS, 0.0f);
+        }
+    }
 };
 
 inline void put(const Product& p, Floats value, int64_t row, int64_t first) {
@@ -184,37 +204,37 @@ inline void put(const Product& p, Floats value, int64_t row, int64_t first) {
     if (count < LANES) std::copy_n(edge[2], count, out);
 }
 
-template <class Kind, int ROWS, int PANELS>
-inline void tile(const Product& p, const Rows<Kind>& rows, int64_t row, int64_t panel) {
-    const int64_t groups = rows.stride / Kind::GROUP;
+template <class Weights, int ROWS, int PANELS>
+inline void tile(const Product& p, const Rows<Weights>& rows, int64_t row, int64_t panel) {
+    const int64_t groups = rows.stride / Weights::GROUP;
     const uint32_t* w = static_cast<const uint32_t*>(p.panels) + panel * groups * LANES;
-    const typename Kind::Input* x = rows.x + row * rows.stride;
-    typename Kind::Sum sums[ROWS][PANELS] = {};
+    const typename Weights::Input* x = rows.x + row * rows.stride;
+    typename Weights::Sum sums[ROWS][PANELS] = {};
     for (int64_t g = 0; g < groups; g++) {
         Words group[PANELS];
         for (int i = 0; i < PANELS; i++) group[i] = load<Words>(w + (i * groups + g) * LANES);
-        Kind::template add<ROWS, PANELS>(sums, x + g * Kind::GROUP, rows.stride, group);
+        Weights::template add<ROWS, PANELS>(sums, x + g * Weights::GROUP, rows.stride, group);
     }
-    for (int r = 0; r < ROWS && row + r < p.rows; r++)
+    for (int r = 0; r < ROWS && row + r < rows.count; r++)
         for (int i = 0; i < PANELS; i++)
-            put(p, Kind::value(sums[r][i], p, (panel + i) * LANES, rows.scales[row + r]), row + r, (panel + i) * LANES);
+            put(p, Weights::value(sums[r][i], p, (panel + i) * LANES, rows.scales[row + r]), row + r, (panel + i) * LANES);
 }
 
 // As many panels at once as the 32 registers hold: few rows need many, or each sum would wait for the one before.
 template <int ROWS> constexpr int PANELS_OF = std::min(8, 30 / (ROWS + 2));
 
-template <class Kind, int ROWS, int PANELS = PANELS_OF<ROWS>>
-inline void panels(const Product& p, const Rows<Kind>& rows, int64_t row, int64_t first, int64_t end) {
-    for (; first + PANELS <= end; first += PANELS) tile<Kind, ROWS, PANELS>(p, rows, row, first);
+template <class Weights, int ROWS, int PANELS = PANELS_OF<ROWS>>
+inline void panels(const Product& p, const Rows<Weights>& rows, int64_t row, int64_t first, int64_t end) {
+    for (; first + PANELS <= end; first += PANELS) tile<Weights, ROWS, PANELS>(p, rows, row, first);
     if constexpr (PANELS > 1)
-        if (first < end) panels<Kind, ROWS, PANELS / 2>(p, rows, row, first, end);
+        if (first < end) panels<Weights, ROWS, PANELS / 2>(p, rows, row, first, end);
 }
 
-template <class Kind>
-inline void rows_of(const Product& p, const Rows<Kind>& rows, int64_t row, int64_t end, int64_t first, int64_t last) {
+template <class Weights>
+inline void rows_of(const Product& p, const Rows<Weights>& rows, int64_t row, int64_t end, int64_t first, int64_t last) {
     for (int64_t left; (left = end - row) > 0;) {
         switch (left >= MOST_ROWS ? MOST_ROWS : left) {
-#define TILE_OF(N) panels<Kind, N>(p, rows, row, first, last); row += N; break
+#define TILE_OF(N) panels<Weights, N>(p, rows, row, first, last); row += N; break
             case 1: TILE_OF(1);
             case 2: TILE_OF(2);
             case 3: TILE_OF(3);
@@ -229,30 +249,32 @@ inline void rows_of(const Product& p, const Rows<Kind>& rows, int64_t row, int64
 
 constexpr int PANELS_AT_ONCE = 24;  // as many as all rows of a block meet, one tile after the other: in the second cache
 
-template <class Kind> void multiply(const Product& p) {
-    typedef typename Kind::Input Input;
-    const int64_t stride = round_up(p.inputs, Kind::GROUP), all_panels = round_up(p.outputs, LANES) / LANES;
-    const int64_t kept_rows = p.rows + MOST_ROWS;  // the last tile may look at rows that are not there
-    std::unique_ptr<Input[]> x(new Input[kept_rows * stride]);
-    std::unique_ptr<float[]> scales(new float[kept_rows]);
-    std::fill_n(x.get() + p.rows * stride, MOST_ROWS * stride, Input{});
-    std::fill_n(scales.get() + p.rows, MOST_ROWS, 0.0f);
-    const Rows<Kind> rows{x.get(), scales.get(), stride};
-#pragma omp parallel num_threads(p.threads)
-    {
-        std::unique_ptr<float[]> y(new float[p.inputs]);
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < p.rows; row++) {
-            prepared(p, row, y.get());
-            Kind::keep(y.get(), p.inputs, x.get() + row * stride, scales[row]);
-            std::fill(x.get() + row * stride + p.inputs, x.get() + (row + 1) * stride, Input{});
-        }
-        const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
-        const int64_t first = all_panels * thread / threads, end = all_panels * (thread + 1) / threads;
-        for (int64_t row = 0; row < p.rows; row += BLOCK_ROWS)
-            for (int64_t panel = first; panel < end; panel += PANELS_AT_ONCE)
-                rows_of(p, rows, row, std::min(row + BLOCK_ROWS, p.rows), panel, std::min(panel + PANELS_AT_ONCE, end));
+// The panels of this thread.
+template <class Weights> inline Ahead share_of(const Product& p, const Worker& me) {
+    const int64_t panels = round_up(p.outputs, LANES) / LANES, panel_bytes = round_up(p.inputs, Weights::GROUP) / Weights::GROUP * 64;
+    const char* start = static_cast<const char*>(p.panels);
+    return {start + me.first(panels) * panel_bytes, start + me.end(panels) * panel_bytes};
+}
+
+template <class Weights> inline Rows<Weights> prepared_rows(const Product& p, int64_t count, Worker& me) {
+    if (count == 1) {  // prepared sooner than waited for: each thread does it for itself
+        me.desk.kept.resize(std::max<size_t>(me.desk.kept.size(), Rows<Weights>(p, 1).bytes()));
+        const Rows<Weights> rows(p, 1, me.desk.kept.data());
+        rows.prepare(p, 0, 1, me.desk.row);
+        return rows;
     }
+    const Rows<Weights> rows(p, count, me.team.scratch.get());
+    rows.prepare(p, me.first(count), me.end(count), me.desk.row);
+    me.wait(share_of<Weights>(p, me));
+    return rows;
+}
+
+template <class Weights> void multiply(const Product& p, const Step& step, Worker& me) {
+    const Rows<Weights> rows = prepared_rows<Weights>(p, step.tokens, me);
+    const int64_t panels = round_up(p.outputs, LANES) / LANES, first = me.first(panels), end = me.end(panels);
+    for (int64_t row = 0; row < rows.count; row += BLOCK_ROWS)
+        for (int64_t panel = first; panel < end; panel += PANELS_AT_ONCE)
+            rows_of(p, rows, row, std::min(row + BLOCK_ROWS, rows.count), panel, std::min(panel + PANELS_AT_ONCE, end));
 }
 
 }  // namespace

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from ctypes import byref
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.cpu.library import Kernels, Product
+from engine.cpu.library import Kernels, Kind, Product, Program, Step
 from engine.layers import Before, RMSNorm
 
 # T tokens, I input features, O output features, P panels of 16 outputs, N groups of inputs, C inputs of one group
@@ -20,23 +16,19 @@ _NOTHING, _NORM, _SILU = 0, 1, 2  # enum Before of matrix.h
 
 
 class PackedMatrix:
-    """A (O, I) matrix in the order of matrix.h. A row's product does not depend on the rows beside it.
+    """A (O, I) matrix in the order of matrix.h. A row's product does not depend on the rows beside it."""
 
-    Owned by the step thread: the arguments of a call are kept and filled in again.
-    """
-
-    def __init__(self, function: Callable[[Any], None], shape_OI: torch.Size, **parts: Tensor) -> None:
+    def __init__(self, kernels: Kernels, kind: Kind, shape_OI: torch.Size, **parts: Tensor) -> None:
         """See `bf16` and `int8`. `parts`: what of the struct points to this matrix's own tensors."""
-        self._function = function
-        self._parts = parts  # keeps their memory
-        addresses = {name: tensor.data_ptr() for name, tensor in parts.items()}
-        self._product = Product(outputs=shape_OI[0], inputs=shape_OI[1], **addresses)
-        self._reference = byref(self._product)
+        self._kernels = kernels
+        self._kind = kind
+        self.num_outputs, self.num_inputs = shape_OI
+        self._parts = parts
 
     @classmethod
     def bf16(cls, kernels: Kernels, weight_OI: Tensor) -> PackedMatrix:
         panels_PN16C = _panels(weight_OI.to(torch.bfloat16), group=2)
-        return cls(kernels.multiply_bf16, weight_OI.shape, panels=panels_PN16C)
+        return cls(kernels, Kind.MULTIPLY_BF16, weight_OI.shape, panels=panels_PN16C)
 
     @classmethod
     def int8(cls, kernels: Kernels, weight_OI: Tensor) -> PackedMatrix:
@@ -48,7 +40,8 @@ class PackedMatrix:
         scales_O = wide_OI.abs().amax(dim=1).clamp_min(1e-30) / 127
         codes_OI = (wide_OI / scales_O.unsqueeze(1)).round().to(torch.int8)
         return cls(
-            kernels.multiply_int8,
+            kernels,
+            Kind.MULTIPLY_INT8,
             weight_OI.shape,
             panels=_panels(codes_OI, group=4),
             scales=_pad(scales_O),
@@ -64,18 +57,35 @@ class PackedMatrix:
         residual_TO: Tensor | None = None,
     ) -> Tensor:
         """As engine.layers.Matrix says; all tensors are bf16 and contiguous."""
-        product, num_rows = self._product, x_TI.shape[0]
-        out_TO = torch.empty(num_rows, product.outputs, dtype=torch.bfloat16)
-        if isinstance(before, RMSNorm):
-            product.before, product.eps, product.norm = _NORM, before.eps, before.weight.data_ptr()
-        else:
-            product.before = _NOTHING if before is None else _SILU
-        product.bias = None if bias_O is None else bias_O.data_ptr()
-        product.residual = None if residual_TO is None else residual_TO.data_ptr()
-        product.x, product.out = x_TI.data_ptr(), out_TO.data_ptr()
-        product.rows, product.threads = num_rows, torch.get_num_threads()
-        self._function(self._reference)
+        out_TO = torch.empty(len(x_TI), self.num_outputs, dtype=torch.bfloat16)
+        call = self.call(x_TI, out_TO, bias_O=bias_O, before=before, residual_TO=residual_TO)
+        Program(self._kernels, [call]).run(Step(tokens=len(x_TI)))
         return out_TO
+
+    def call(
+        self,
+        x_TI: Tensor,
+        out_TO: Tensor,
+        *,
+        bias_O: Tensor | None,
+        before: Before | None,
+        residual_TO: Tensor | None,
+    ) -> Product:
+        """The same for a program, with the step's tokens as rows; `out_TO` may be the residual."""
+        norm = before if isinstance(before, RMSNorm) else None
+        return Product(
+            kind=self._kind,
+            outputs=self.num_outputs,
+            inputs=self.num_inputs,
+            before=_NORM if norm else _NOTHING if before is None else _SILU,
+            eps=norm.eps if norm else 0.0,
+            norm=norm.weight.data_ptr() if norm else None,
+            bias=None if bias_O is None else bias_O.data_ptr(),
+            residual=None if residual_TO is None else residual_TO.data_ptr(),
+            x=x_TI.data_ptr(),
+            out=out_TO.data_ptr(),
+            **{name: tensor.data_ptr() for name, tensor in self._parts.items()},
+        )
 
 
 def _panels(weight_OI: Tensor, *, group: int) -> Tensor:

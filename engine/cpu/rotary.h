@@ -1,21 +1,18 @@
 // What lies between the projection and the attention: a norm on the heads, the rotation, and the keys' and values' way
 // into the pool. Rounds to bf16 wherever transformers does.
 #pragma once
-#include <omp.h>
-
 #include "pool.h"
+#include "team.h"
 
 namespace {
 
 struct Turn {
+    Kind kind;
     Pool pool;
     bf16* heads;                     // (tokens, q heads + 2 kv heads, head_dim): queries, keys, values; turned in place
-    const bf16 *cos, *sin;           // (tokens, head_dim / 2)
     const bf16 *q_norm, *k_norm;     // (head_dim), or null
     float eps;
-    const int64_t* slots;            // (tokens)
-    int64_t tokens, q_heads;
-    int32_t threads;
+    int64_t q_heads;
 };
 
 inline void norm_head(bf16* x, const bf16* weight, int64_t dim, float eps) {
@@ -34,17 +31,16 @@ inline void rotate_head(bf16* x, const bf16* cos, const bf16* sin, int64_t dim) 
     }
 }
 
-inline void turn(const Turn& t) {
+inline void turn(const Turn& t, const Step& step, const Worker& me) {
     const int64_t dim = t.pool.head_dim, kv_heads = t.pool.kv_heads, all_heads = t.q_heads + 2 * kv_heads;
-#pragma omp parallel for schedule(static) num_threads(t.threads) if (t.tokens > 1)
-    for (int64_t token = 0; token < t.tokens; token++) {
+    for (int64_t token = me.first(step.tokens); token < me.end(step.tokens); token++) {
         bf16* heads = t.heads + token * all_heads * dim;
         for (int64_t h = 0; h < t.q_heads + kv_heads; h++) {
             const bf16* weight = h < t.q_heads ? t.q_norm : t.k_norm;
             if (weight) norm_head(heads + h * dim, weight, dim, t.eps);
-            rotate_head(heads + h * dim, t.cos + token * dim / 2, t.sin + token * dim / 2, dim);
+            rotate_head(heads + h * dim, step.cos + token * dim / 2, step.sin + token * dim / 2, dim);
         }
-        const int64_t block = t.slots[token] / t.pool.block_size, offset = t.slots[token] % t.pool.block_size;
+        const int64_t block = step.slots[token] / t.pool.block_size, offset = step.slots[token] % t.pool.block_size;
         for (int64_t kind = 0; kind < 2; kind++)
             for (int64_t h = 0; h < kv_heads; h++) {
                 const bf16* head = heads + (t.q_heads + kind * kv_heads + h) * dim;

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.cpu.library import Kernels, open_copies
+from engine.cpu.wire import can_carry, compiled_pack_kv, compiled_unpack_kv
 from engine.kernels.fp8 import dequantize_rows, from_code, quantize_row, quantize_rows
 from engine.kernels.language import cdiv, has_fp8_casts, jit, power_of_2, tl
 
@@ -26,14 +28,29 @@ def pack_kv(pool_B2PSD: Tensor, slots_T: Tensor, heads: slice, codes_T2KD: Tenso
     codes: (T, 2, K, D), contiguous, of the pool's dtype; or float8_e4m3fn with scales (T, 2, K) bf16, for a pool
     (B, 2, P, S, D) of bf16, fp16 or fp32, which is quantised on the way.
     """
-    pack = launch_pack_kv if codes_T2KD.is_cuda and not _exact(pool_B2PSD, codes_T2KD) else reference_pack_kv
-    pack(pool_B2PSD, slots_T, heads, codes_T2KD, scales_T2K)
+    if codes_T2KD.is_cuda and not _exact(pool_B2PSD, codes_T2KD):
+        launch_pack_kv(pool_B2PSD, slots_T, heads, codes_T2KD, scales_T2K)
+    elif kernels := _compiled_for(pool_B2PSD, codes_T2KD, scales_T2K):
+        compiled_pack_kv(kernels, pool_B2PSD, slots_T, heads, codes_T2KD, scales_T2K)
+    else:
+        reference_pack_kv(pool_B2PSD, slots_T, heads, codes_T2KD, scales_T2K)
 
 
 def unpack_kv(codes_T2KD: Tensor, scales_T2K: Tensor | None, pool_B2PSD: Tensor, slots_T: Tensor, heads: slice) -> None:
     """The inverse of `pack_kv`: write a payload's rows to a pool's layer at `slots_T`."""
-    unpack = launch_unpack_kv if codes_T2KD.is_cuda and not _exact(pool_B2PSD, codes_T2KD) else reference_unpack_kv
-    unpack(codes_T2KD, scales_T2K, pool_B2PSD, slots_T, heads)
+    if codes_T2KD.is_cuda and not _exact(pool_B2PSD, codes_T2KD):
+        launch_unpack_kv(codes_T2KD, scales_T2K, pool_B2PSD, slots_T, heads)
+    elif kernels := _compiled_for(pool_B2PSD, codes_T2KD, scales_T2K):
+        compiled_unpack_kv(kernels, codes_T2KD, scales_T2K, pool_B2PSD, slots_T, heads)
+    else:
+        reference_unpack_kv(codes_T2KD, scales_T2K, pool_B2PSD, slots_T, heads)
+
+
+def _compiled_for(pool_B2PSD: Tensor, codes_T2KD: Tensor, scales_T2K: Tensor | None) -> Kernels | None:
+    """The CPU kernels, where there are any for this: see engine/cpu/wire.py."""
+    if pool_B2PSD.shape[1] != 2 or _exact(pool_B2PSD, codes_T2KD):
+        return None
+    return open_copies(pool_B2PSD.device) if can_carry(pool_B2PSD, is_quantized=scales_T2K is not None) else None
 
 
 def reference_pack_kv(

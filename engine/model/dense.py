@@ -18,6 +18,8 @@ from torch import Tensor
 from cluster.model_shape import ModelConfig
 from engine.batch import Batch
 from engine.cpu.heads import CompiledHeads
+from engine.cpu.layers import CompiledLayers
+from engine.cpu.matrix import PackedMatrix
 from engine.heads import Heads, TorchHeads
 from engine.kernels.heads import KernelHeads
 from engine.kv_layout import KVLayout
@@ -63,26 +65,37 @@ class DenseDecoder:
         else:
             self._head = reader.linear({"lm_head": reader.parallel.span(config.vocab_size)})
         self._rotary = Rotary(config, reader.device)
+        self._compiled: CompiledLayers | None = None
 
-    def __call__(self, batch: Batch, pool: KVPool, on_layer: OnLayer) -> Tensor:
+    def __call__(self, batch: Batch, pool: KVPool, on_layer: OnLayer | None) -> Tensor:
         """Compute a step. Its KV is in the pool afterwards; `on_layer` is told each layer whose KV is.
 
         Returns the logits (R, V) in fp32, on every rank.
         """
         device = pool.device
-        heads = self._heads(batch, pool)
         x_TE = self._embedding(torch.from_numpy(batch.token_ids).to(device))
-        for layer in self._layers:
-            q_THD = layer.store(x_TE, heads)
-            on_layer(layer.index)
-            x_TE = layer.finish(x_TE, q_THD, heads)
+        angles_T1F = self._rotary(torch.from_numpy(batch.positions).to(device), x_TE.dtype)
+        if compiled := self._compiled_for(pool):
+            x_TE = compiled(x_TE, batch, *angles_T1F, on_layer)
+        else:
+            heads = self._heads(batch, pool, *angles_T1F)
+            for layer in self._layers:
+                q_THD = layer.store(x_TE, heads)
+                if on_layer is not None:
+                    on_layer(layer.index)
+                x_TE = layer.finish(x_TE, q_THD, heads)
         wanted_RE = x_TE[torch.from_numpy(batch.logits_rows).to(device)]
         return self._parallel.all_gather(self._head(wanted_RE, before=self._norm), self._config.vocab_size).float()
 
-    def _heads(self, batch: Batch, pool: KVPool) -> Any:
+    def _compiled_for(self, pool: KVPool) -> CompiledLayers | None:
+        """All layers at once, where nothing lies between their calls that is not a CPU kernel."""
+        if self._compiled is None and self._kernels is not None and self._parallel.size == 1:
+            if all(_is_packed(layer) for layer in self._layers):
+                self._compiled = CompiledLayers(self._kernels, self._layers, pool)
+        return self._compiled
+
+    def _heads(self, batch: Batch, pool: KVPool, cos_T1F: Tensor, sin_T1F: Tensor) -> Any:
         """Of the kind that this model's layers use."""
-        positions_T = torch.from_numpy(batch.positions).to(pool.device)
-        cos_T1F, sin_T1F = self._rotary(positions_T, self._embedding.weight_VO.dtype)
         if self._config.latent:
             scale, is_interleaved = self._config.attention_scale, self._config.latent.is_interleaved
             return LatentHeads(batch, pool, cos_T1F, sin_T1F, scale=scale, is_interleaved=is_interleaved)
@@ -140,6 +153,13 @@ class DecoderLayer:
         attended_THD = heads.attend(self.index, q_THD, window=self.window)
         x_TE = self.output(attended_THD.flatten(1), residual_TO=x_TE)
         return self.mlp(x_TE, norm=self.mlp_norm)
+
+
+def _is_packed(layer: DecoderLayer | LatentLayer) -> bool:
+    if not isinstance(layer, DecoderLayer) or not isinstance(layer.mlp, GatedMLP):
+        return False
+    parts = (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)
+    return all(isinstance(part.matrix, PackedMatrix) for part in parts)
 
 
 def expected_tensors(config: ModelConfig) -> Mapping[str, Shape]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Work
 
 from cluster.errors import LinkClosed
-from kvtransfer.link import LinkEnd
+from kvtransfer.link import LinkEnd, Operation
 
 _SENDER, _RECEIVER = 0, 1
 _TAG = 0
@@ -43,20 +43,33 @@ class GlooLink:
         except RuntimeError as error:
             raise LinkClosed(f"link {end.prefix}: the peer did not come: {error}") from error
 
-    def send(self, payload: Tensor, *, timeout_s: float) -> None:
-        self._run(lambda: self._group.send([payload], self._peer, _TAG), timeout_s)
+    def send(self, payload: Tensor) -> Operation:
+        return self._start(lambda: self._group.send([payload], self._peer, _TAG))
 
-    def recv(self, payload: Tensor, *, timeout_s: float) -> None:
-        self._run(lambda: self._group.recv([payload], self._peer, _TAG), timeout_s)
+    def recv(self, payload: Tensor) -> Operation:
+        return self._start(lambda: self._group.recv([payload], self._peer, _TAG))
 
     def close(self) -> None:
         self._closed.set()
 
-    def _run(self, start: Callable[[], Work], timeout_s: float) -> None:
+    def _start(self, start: Callable[[], Work]) -> Operation:
         if self._closed.is_set():
             raise LinkClosed("the link is closed")
         try:
-            start().wait(timedelta(seconds=timeout_s))
+            return _GlooOperation(start(), self._closed)
+        except RuntimeError as error:
+            self._closed.set()
+            raise LinkClosed(f"gloo: {error}") from error
+
+
+class _GlooOperation:
+    def __init__(self, work: Work, closed: threading.Event) -> None:
+        self._work = work
+        self._closed = closed  # the link's
+
+    def wait(self, *, timeout_s: float) -> None:
+        try:
+            self._work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             self._closed.set()
             raise LinkClosed(f"gloo: {error}") from error

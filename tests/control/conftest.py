@@ -17,25 +17,35 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(_HERE.parents[1]), str(_HERE), o
 sys.path.insert(0, str(_HERE))
 
 
+NODE = {"num_cpus": 4, "object_store_memory": 80_000_000, "node_ip_address": "127.0.0.1"}
+
+
 @pytest.fixture(scope="session")
-def three_nodes() -> Iterator[str]:
-    """A Ray of three nodes on this machine, told apart by the label `pool`: none, prefill and decode. Its address."""
+def ray_nodes() -> Iterator[Any]:
+    """A ray.cluster_utils.Cluster of three nodes on this machine, told apart by the label `pool`: none, prefill and
+    decode. A test may add nodes of its own."""
     import ray
     from ray.cluster_utils import Cluster
 
-    node = {"num_cpus": 4, "object_store_memory": 80_000_000, "node_ip_address": "127.0.0.1"}
-    cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+    cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
     for pool in ("prefill", "decode"):
-        cluster.add_node(**node, labels={"pool": pool})
+        cluster.add_node(**NODE, labels={"pool": pool})
     ray.init(
         address=cluster.address,
         log_to_driver=False,
         logging_level="ERROR",
         _node_ip_address="127.0.0.1",
     )
-    yield cluster.address
+    yield cluster
     ray.shutdown()
     cluster.shutdown()
+
+
+@pytest.fixture(scope="session")
+def three_nodes(ray_nodes: Any) -> str:
+    """Their address."""
+    address: str = ray_nodes.address
+    return address
 
 
 class Deployment:

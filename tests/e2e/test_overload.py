@@ -150,9 +150,10 @@ async def test_without_a_replica_a_request_waits_and_then_hears_that_there_is_no
 
 
 @pytest.mark.slow
-async def test_twice_what_can_be_served_costs_no_goodput(checkpoint: Checkpoint, redis_url: str) -> None:
+@pytest.mark.timeout(400)
+async def test_two_minutes_at_twice_what_can_be_served_cost_no_goodput(checkpoint: Checkpoint, redis_url: str) -> None:
     """Answers a second under twice the load that saturates it, against those at saturation."""
-    seconds = 15.0
+    peak_s, overload_s = 30.0, 120.0
     tree = _tree(max_running=8, queue_s=2.0)
     async with local_cluster(checkpoint("llama"), redis_url, processes=True, **tree) as cluster:
         numbers = itertools.count()
@@ -165,8 +166,8 @@ async def test_twice_what_can_be_served_costs_no_goodput(checkpoint: Checkpoint,
             return served
 
         await saturate(time.monotonic() + 1)  # what is measured is measured by then
-        end_at = time.monotonic() + seconds
-        peak = sum(await asyncio.gather(*(saturate(end_at) for _ in range(16)))) / seconds
+        end_at = time.monotonic() + peak_s
+        peak = sum(await asyncio.gather(*(saturate(end_at) for _ in range(16)))) / peak_s
         served, refusals_s = 0, list[float]()
 
         async def ask() -> None:
@@ -179,14 +180,15 @@ async def test_twice_what_can_be_served_costs_no_goodput(checkpoint: Checkpoint,
                 refusals_s.append(time.monotonic() - begin)
 
         async with asyncio.TaskGroup() as group:
-            end_at = time.monotonic() + seconds
-            while time.monotonic() < end_at:
+            begin = time.monotonic()
+            for number in range(int(2 * peak * overload_s)):
+                await asyncio.sleep(begin + number / (2 * peak) - time.monotonic())
                 group.create_task(ask())
-                await asyncio.sleep(1 / (2 * peak))
-        goodput = served / (time.monotonic() - end_at + seconds)
-        late = sum(seconds > 0.2 for seconds in refusals_s)
-        print(f"peak {peak:.1f}/s, goodput {goodput:.1f}/s, refused {len(refusals_s)}, of them late {late}")
-        # Predictions err by more on a machine that has other work to do.
-        assert goodput >= 0.8 * peak
-        assert refusals_s and late <= 0.1 * len(refusals_s)
+        goodput = served / (time.monotonic() - begin)
+        print(
+            f"peak {peak:.1f}/s, goodput {goodput:.1f}/s, {len(refusals_s)} refused within {max(refusals_s):.3f} s,"
+            f" {sum(seconds > 0.2 for seconds in refusals_s)} of them later than 0.2 s"
+        )
+        assert goodput >= 0.9 * peak
+        assert max(refusals_s) <= 0.2
         await cluster.idle()

@@ -34,6 +34,7 @@ def test_it_prints_what_it_measured(
     assert [(row["batch"], row["context"]) for row in result["decode"]] == [(1, 20), (3, 20)]
     for row in result["decode"]:
         assert row["tokens_per_s"] == pytest.approx(row["batch"] / row["step_ms"] * 1e3, rel=0.05)
+        assert row["bandwidth_share"] > 0
     assert [row["tokens"] for row in result["prefill"]] == [33] and result["prefill"][0]["tokens_per_s"] > 0
     assert result["bandwidth_gb_s"] > 0 and result["threads"] >= 1
 

@@ -14,7 +14,9 @@ from engine.cpu import library
 from engine.cpu.heads import CompiledHeads
 from engine.cpu.library import Kernels, open_kernels
 from engine.cpu.matrix import PackedMatrix
+from engine.cpu.wire import compiled_pack_kv, compiled_unpack_kv, sum_words
 from engine.heads import Heads, TorchHeads
+from engine.kernels.wire import reference_pack_kv, reference_unpack_kv
 from engine.kv_layout import KVLayout
 from engine.kv_pool import KVPool
 from engine.layers import Before, GatedSiLU, RMSNorm, TorchMatrix
@@ -173,3 +175,52 @@ def test_without_a_compiler_torch_computes(monkeypatch: pytest.MonkeyPatch) -> N
 def test_they_are_for_bf16_on_a_cpu() -> None:
     assert open_kernels(dtype=torch.float32, device=CPU) is None
     assert open_kernels(dtype=torch.bfloat16, device=torch.device("cuda", 0)) is None
+
+
+@pytest.mark.parametrize("kind", ["float32 raw", "bfloat16 raw", "fp8 raw", "bfloat16 fp8"])
+@pytest.mark.parametrize("dim", [64, 40])
+def test_payloads_are_those_of_torch(kernels: Kernels, kind: str, dim: int) -> None:
+    """Bit for bit, whichever heads travel, and slots in any order."""
+    num_tokens, num_heads, pool_dtype, is_fp8 = 29, 3, kind.split()[0], kind.endswith(" fp8")
+    slots, others = torch.cat([torch.arange(11, 32), torch.randperm(8) + 64]), torch.randperm(80)[:num_tokens]
+    numbers = torch.randn(10, 2, num_heads + 2, BLOCK_SIZE, dim) * torch.tensor([1e-3, 1.0, 300.0]).repeat(dim)[:dim]
+    numbers[0, 0, 1] = 0.0
+    pool = numbers.to(torch.float8_e4m3fn if pool_dtype == "fp8" else getattr(torch, pool_dtype))
+
+    def payload() -> tuple[Tensor, Tensor | None]:
+        codes = torch.zeros(num_tokens, 2, num_heads, dim, dtype=torch.float8_e4m3fn if is_fp8 else pool.dtype)
+        return codes, torch.zeros(codes.shape[:-1], dtype=torch.bfloat16) if is_fp8 else None
+
+    ours, expected = payload(), payload()
+    compiled_pack_kv(kernels, pool, slots, slice(1, 1 + num_heads), *ours)
+    reference_pack_kv(pool, slots, slice(1, 1 + num_heads), *expected)
+    assert torch.equal(_bits(ours[0]), _bits(expected[0])) and _bits(ours[0]).any()
+    assert expected[1] is None or (ours[1] is not None and torch.equal(ours[1], expected[1]))
+    targets = [torch.zeros(10, 2, num_heads, BLOCK_SIZE, dim).to(pool.dtype) for _ in range(2)]
+    compiled_unpack_kv(kernels, *expected, targets[0], others, slice(0, num_heads))
+    reference_unpack_kv(*expected, targets[1], others, slice(0, num_heads))
+    assert torch.equal(_bits(targets[0]), _bits(targets[1])) and _bits(targets[0]).any()
+
+
+def test_every_code_is_that_of_torch(kernels: Kernels) -> None:
+    """All e4m3 numbers, the midpoints between them, both sides of each: as bf16, in rows whose scale is 1."""
+    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    values = torch.cat([codes, (codes[1:] + codes[:-1]) / 2]).bfloat16()
+    values = torch.cat([values * (1 + nudge) for nudge in (-(2.0**-8), 0, 2.0**-7)]).clamp(max=448)
+    values = torch.cat([values, -values, torch.full((-2 * len(values) % 15,), 448.0, dtype=torch.bfloat16)])
+    rows = torch.cat([values.view(-1, 15), torch.full((len(values) // 15, 1), 448.0)], dim=1).bfloat16()
+    pool = torch.stack([rows, rows]).view(1, 2, 1, *rows.shape)
+    slots = torch.arange(len(rows))
+    got = torch.zeros(len(rows), 2, 1, 16, dtype=torch.float8_e4m3fn), torch.zeros(len(rows), 2, 1).bfloat16()
+    compiled_pack_kv(kernels, pool, slots, slice(0, 1), *got)
+    assert torch.equal(_bits(got[0][:, 0, 0]), _bits(rows.float().to(torch.float8_e4m3fn)))
+
+
+@pytest.mark.parametrize("num_words", [0, 1, 8, 1001])
+def test_sums_of_words_are_those_of_torch(kernels: Kernels, num_words: int) -> None:
+    words = torch.randint(-(2**62), 2**62, (num_words,))
+    assert sum_words(kernels, words.view(torch.uint8)) == int((words * (torch.arange(num_words) * 2 + 1)).sum()) % 2**64
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x

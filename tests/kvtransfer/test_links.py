@@ -34,10 +34,10 @@ def _serve_peer(backend: str, place: str, orders: Connection) -> None:
     while True:
         order, value = orders.recv()
         if order == "send":
-            link.send(torch.frombuffer(bytearray(value), dtype=torch.uint8).to(link.device), timeout_s=10)
+            link.send(torch.frombuffer(bytearray(value), dtype=torch.uint8).to(link.device)).wait(timeout_s=10)
         else:
             payload = torch.empty(value, dtype=torch.uint8, device=link.device)
-            link.recv(payload, timeout_s=10)
+            link.recv(payload).wait(timeout_s=10)
             orders.send(bytes(payload.cpu().numpy()))
 
 
@@ -80,7 +80,19 @@ def test_bytes_arrive_in_order_whatever_their_size(backend: str, tmp_path: Path)
         for size in (1, 7, 1000, 65_536, 5_000_001):
             payload = _payload(peer.link, size)
             peer.orders.send(("recv", size))
-            peer.link.send(payload, timeout_s=10)
+            peer.link.send(payload).wait(timeout_s=10)
+            assert peer.orders.recv() == bytes(payload.cpu().numpy())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_several_payloads_may_be_on_their_way(backend: str, tmp_path: Path) -> None:
+    with _peer(backend, tmp_path, we_send=True) as peer:
+        payloads = [_payload(peer.link, size) for size in (300_000, 1, 2_000_000)]
+        for payload in payloads:
+            peer.orders.send(("recv", len(payload)))
+        operations = [peer.link.send(payload) for payload in payloads]
+        for payload, operation in zip(payloads, operations, strict=True):
+            operation.wait(timeout_s=10)
             assert peer.orders.recv() == bytes(payload.cpu().numpy())
 
 
@@ -92,10 +104,10 @@ def test_a_killed_peer_fails_the_operation_by_its_deadline_and_the_link_for_good
         started = time.monotonic()
         with pytest.raises(LinkClosed):
             for _ in range(8):  # the first may still fit into a buffer
-                peer.link.send(_payload(peer.link, 8 << 20), timeout_s=_TIMEOUT_S)
+                peer.link.send(_payload(peer.link, 8 << 20)).wait(timeout_s=_TIMEOUT_S)
         assert time.monotonic() - started < 8 * _TIMEOUT_S
         with pytest.raises(LinkClosed):
-            peer.link.send(_payload(peer.link, 1), timeout_s=_TIMEOUT_S)
+            peer.link.send(_payload(peer.link, 1)).wait(timeout_s=_TIMEOUT_S)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -104,7 +116,7 @@ def test_a_frozen_peer_fails_a_receive_at_the_deadline(backend: str, tmp_path: P
         peer.kill(signal.SIGSTOP)
         started = time.monotonic()
         with pytest.raises(LinkClosed):
-            peer.link.recv(torch.empty(1 << 20, dtype=torch.uint8, device=peer.link.device), timeout_s=_TIMEOUT_S)
+            peer.link.recv(torch.empty(1 << 20, dtype=torch.uint8, device=peer.link.device)).wait(timeout_s=_TIMEOUT_S)
         assert time.monotonic() - started < 10 * _TIMEOUT_S
 
 
@@ -114,7 +126,7 @@ def test_a_closed_link_refuses_and_closing_twice_is_fine(backend: str, tmp_path:
         peer.link.close()
         peer.link.close()
         with pytest.raises(LinkClosed):
-            peer.link.send(_payload(peer.link, 1), timeout_s=_TIMEOUT_S)
+            peer.link.send(_payload(peer.link, 1)).wait(timeout_s=_TIMEOUT_S)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -1,0 +1,103 @@
+"""`cluster bench isolation`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cluster import state as states
+from cluster.cli.model_options import DEFAULT_MODEL, Model
+
+if TYPE_CHECKING:
+    from cluster.bench.isolation import Plan
+    from cluster.state import State
+
+_OF_ITS_OWN = "bench-isolation"
+
+
+def isolation(
+    rate: Annotated[float, typer.Option(min=0.01, help="Prompts a second.")] = 0.4,
+    streams: Annotated[int, typer.Option(min=1)] = 4,
+    prompt_tokens: Annotated[int, typer.Option(min=1)] = 1024,
+    seconds: Annotated[
+        float, typer.Option(min=1.0, help="Under load; before it, the streams alone for a quarter.")
+    ] = 40.0,
+    name: Annotated[
+        str | None, typer.Option(help="A running deployment; otherwise 1P1D is deployed, and taken down.")
+    ] = None,
+    model: Model = DEFAULT_MODEL,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """What running streams notice of long prompts: the time between their tokens, with and without such a load.
+
+    A deployment of one prefill and one decode replica, each with one compute thread, asked through its gRPC door.
+    """
+    from cluster.bench.isolation import Plan
+
+    plan = Plan(
+        prefills_per_s=rate, streams=streams, prompt_tokens=prompt_tokens, loaded_s=seconds, quiet_s=seconds / 4
+    )
+    if name is not None:
+        result = _measure(plan, states.find(name))
+    else:
+        with _deployment(model) as state:
+            result = _measure(plan, state)
+    print(json.dumps(result) if as_json else "\n".join(_lines(result)))
+
+
+def _measure(plan: Plan, state: State) -> dict[str, Any]:
+    from cluster.bench.grpc_door import GrpcDoor
+    from cluster.bench.isolation import measure
+
+    async def run() -> dict[str, Any]:
+        async with GrpcDoor(state.grpc) as door:
+            return await measure(plan, door.ask)
+
+    return asyncio.run(run())
+
+
+@contextmanager
+def _deployment(model: str) -> Iterator[State]:
+    """1P1D on a Ray of its own, on ports that nobody uses."""
+    from cluster import deployment
+    from cluster.cli.console import reporter
+    from cluster.desired import Parts
+    from cluster.ports import free_port
+    from cluster.spec import load_spec
+
+    ports = [f"router.grpc_port={free_port()}", f"router.http_port={free_port()}"]
+    spec = load_spec("1P1D", overrides=[f"name={_OF_ITS_OWN}", f"model.source={model}", *ports])
+    with reporter(is_new=True) as report:
+        state = deployment.deploy(
+            spec,
+            address=None,
+            deadline=time.monotonic() + spec.timeouts.start_s,
+            wait_for_nodes=False,
+            parts=Parts(),
+            reporter=report,
+        )
+    try:
+        yield state
+    finally:
+        deployment.take_down(state)
+
+
+def _lines(result: dict[str, Any]) -> Iterator[str]:
+    for phase in ("quiet", "loaded"):
+        row = result[phase]
+        yield (
+            f"{phase:<7} tokens {row['itl_p50_ms']} ms apart (p50), {row['itl_p99_ms']} ms (p99), "
+            f"{row['itl_max_ms']} ms at most; {row['tokens_per_s']} tokens/s in {result['streams']} streams"
+        )
+    row = result["loaded"]
+    yield (
+        f"{result['prompt_tokens']}-token prompts, {result['prefills_per_s']} a second: first token after "
+        f"{row['ttft_p50_ms']} ms (p50), {row['ttft_p99_ms']} ms (p99); {row['prefills_answered']} answered, "
+        f"{row['prefills_failed']} failed"
+    )

@@ -1,0 +1,93 @@
+// The threads that go through a run together: shares, pieces, and the place where they wait for each other.
+#pragma once
+#include <sched.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "vectors.h"
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+enum Kind : int32_t { MULTIPLY_BF16, MULTIPLY_INT8, TURN, ATTEND };  // of a call; its arguments begin with it
+
+// What the rows of a step are, and where they belong. The same for every layer.
+struct Step {
+    int64_t tokens, sequences, table_width;
+    const int64_t* slots;                      // (tokens)
+    const bf16 *cos, *sin;                     // (tokens, head_dim / 2)
+    const int64_t *tables;                     // (sequences, table_width)
+    const int64_t *query_lens, *context_lens;  // (sequences)
+    int32_t threads;
+};
+
+inline void relax() {
+#if defined(__x86_64__)
+    _mm_pause();
+#endif
+}
+
+// Memory that a thread will read next, one line after the other.
+struct Ahead {
+    const char *line = nullptr, *end = nullptr;
+
+    void fetch(int lines) {
+        for (; lines > 0 && line < end; lines--, line += 64) __builtin_prefetch(line, 0, 2);
+    }
+};
+
+struct Team {
+    alignas(64) std::atomic<int64_t> next{0};   // of the pieces that whoever is free takes
+    alignas(64) std::atomic<int32_t> arrived{0};
+    alignas(64) std::atomic<uint32_t> round{0};
+    std::unique_ptr<char[]> scratch;            // of all of them
+
+    explicit Team(int64_t scratch_bytes) : scratch(new char[scratch_bytes]) {}
+};
+
+// What a thread needs for itself; kept from one call to the next.
+struct Desk {
+    std::vector<float> row, q, scores, out, tile;
+    std::vector<Floats> columns;
+    std::vector<char> kept;
+};
+
+class Worker {
+public:
+    Team& team;
+    const int64_t index, threads;
+    Desk desk;
+
+    Worker(Team& team, int64_t index, int64_t threads) : team(team), index(index), threads(threads) {}
+
+    int64_t first(int64_t total) const { return total * index / threads; }  // of this thread's share
+    int64_t end(int64_t total) const { return total * (index + 1) / threads; }
+    int64_t take() { return team.next.fetch_add(1, std::memory_order_relaxed); }
+
+    // Until all have come. A wait of microseconds is spent fetching what comes next; a longer one, when another thread
+    // has lost its processor, lets others have this one.
+    void wait(Ahead ahead = {}) {
+        const uint32_t round = team.round.load(std::memory_order_relaxed);
+        if (team.arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
+            team.arrived.store(0, std::memory_order_relaxed);
+            team.next.store(0, std::memory_order_relaxed);
+            team.round.store(round + 1, std::memory_order_release);
+            return;
+        }
+        for (int turns = 0; team.round.load(std::memory_order_acquire) == round; turns++) {
+            ahead.fetch(4);
+            if (turns < PATIENCE) relax();
+            else sched_yield();
+        }
+    }
+
+private:
+    static constexpr int PATIENCE = 2000;  // pauses of 20 to 60 ns
+};
+
+}  // namespace

@@ -1,0 +1,66 @@
+"""KV between a pool and a payload by the CPU kernels, on the calling thread and without Python's lock. See wire.h."""
+
+from __future__ import annotations
+
+from ctypes import byref
+
+import torch
+from torch import Tensor
+
+from engine.cpu.library import Kernels, Payload, Pool, Wire
+
+# T tokens, B blocks, P kv heads of the pool, K of them that travel, S block_size, D head_dim; 2: keys, then values
+
+
+def can_carry(pool_B2PSD: Tensor, *, is_quantized: bool) -> bool:
+    """Raw, rows of any dtype; quantised, those of bf16 only."""
+    return pool_B2PSD.dtype == torch.bfloat16 or not is_quantized
+
+
+def compiled_pack_kv(
+    kernels: Kernels,
+    pool_B2PSD: Tensor,
+    slots_T: Tensor,
+    heads: slice,
+    codes_T2KD: Tensor,
+    scales_T2K: Tensor | None,
+) -> None:
+    """As engine.kernels.wire.pack_kv."""
+    kernels.pack_wire(byref(_wire(pool_B2PSD, slots_T, heads, codes_T2KD, scales_T2K)))
+
+
+def compiled_unpack_kv(
+    kernels: Kernels,
+    codes_T2KD: Tensor,
+    scales_T2K: Tensor | None,
+    pool_B2PSD: Tensor,
+    slots_T: Tensor,
+    heads: slice,
+) -> None:
+    """As engine.kernels.wire.unpack_kv."""
+    kernels.unpack_wire(byref(_wire(pool_B2PSD, slots_T, heads, codes_T2KD, scales_T2K)))
+
+
+def sum_words(kernels: Kernels, words: Tensor) -> int:
+    """sum over i of word[i] * (2 i + 1)  mod 2^64. words: uint8, contiguous, a whole number of 8 bytes."""
+    payload = Payload(bytes=words.data_ptr(), num_words=words.numel() // 8)
+    kernels.add_up_payload(byref(payload))
+    return int(payload.sum)
+
+
+def _wire(pool_B2PSD: Tensor, slots_T: Tensor, heads: slice, codes_T2KD: Tensor, scales_T2K: Tensor | None) -> Wire:
+    num_tokens, _, num_heads, dim = codes_T2KD.shape
+    assert pool_B2PSD.is_contiguous() and codes_T2KD.is_contiguous() and slots_T.is_contiguous()
+    assert len(slots_T) == num_tokens and slots_T.dtype == torch.int64
+    return Wire(
+        pool=Pool(
+            codes=pool_B2PSD.data_ptr(), kv_heads=pool_B2PSD.shape[2], block_size=pool_B2PSD.shape[3], head_dim=dim
+        ),
+        row_bytes=dim * pool_B2PSD.element_size(),
+        codes=codes_T2KD.data_ptr(),
+        scales=None if scales_T2K is None else scales_T2K.data_ptr(),
+        slots=slots_T.data_ptr(),
+        tokens=num_tokens,
+        first_head=heads.start,
+        heads=num_heads,
+    )

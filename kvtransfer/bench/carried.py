@@ -1,0 +1,92 @@
+"""The same bytes, message after message: over our link alone, over a bare TCP connection, and from memory to memory.
+
+Both ends of each way are here. Buffers are used again and again, as they are by links.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from uuid import uuid4
+
+import torch
+from grpc.aio import Channel
+
+from cluster.channel import open_channel
+from cluster.rpc.transfer_pb2_grpc import RankStub
+from kvtransfer.bench.near_side import HOST, TIMEOUT_S, NearSide
+from kvtransfer.link import LinkEnd, open_link
+from kvtransfer.meeting import Meeting, local_store, remote_store
+from kvtransfer.staging import StagingRing
+
+_CPU = torch.device("cpu")
+_AREA_BYTES = 256 << 20  # copies run through so much, so that neither side stays in a cache
+
+
+def send_over_link(near: NearSide, *, num_bytes: int, count: int) -> float:
+    """Seconds for `count` messages from process to process, by the link that the workers use."""
+    prefix = f"bench/{uuid4().hex}"
+    near.tell("receive_over_link", prefix=prefix, num_bytes=num_bytes, count=count)
+
+    async def connect() -> Channel:
+        return open_channel(near.address)
+
+    channel = near.host.call(connect(), timeout_s=TIMEOUT_S)  # it belongs to the loop that makes it
+    store = remote_store(RankStub(channel), near.host.loop, timeout_s=TIMEOUT_S)
+    link = open_link("gloo", _end(store, prefix, is_sender=True))
+    near.host.call(channel.close(), timeout_s=TIMEOUT_S)
+    ring = StagingRing(_CPU)
+    begin = time.monotonic()
+    for _ in range(count):
+        ring.make_room()
+        ring.start(link.send(ring.take(num_bytes)), timeout_s=TIMEOUT_S)
+    seconds: float = near.answer() - begin
+    link.close()
+    return seconds
+
+
+def receive_over_link(meeting: Meeting, prefix: str, *, num_bytes: int, count: int) -> None:
+    link = open_link("gloo", _end(local_store(meeting, timeout_s=TIMEOUT_S), prefix, is_sender=False))
+    ring = StagingRing(_CPU)
+    for _ in range(count):
+        ring.make_room()
+        ring.start(link.recv(ring.take(num_bytes)), timeout_s=TIMEOUT_S)
+    ring.drain()
+
+
+def send_over_tcp(near: NearSide, *, num_bytes: int, count: int) -> float:
+    """Seconds for the same over a bare socket."""
+    payload = memoryview(bytearray(num_bytes))
+    with socket.create_server((HOST, 0)) as server:
+        near.tell("receive_over_tcp", port=server.getsockname()[1], num_bytes=num_bytes, count=count)
+        server.settimeout(TIMEOUT_S)
+        connection, _ = server.accept()
+    with connection:
+        connection.settimeout(TIMEOUT_S)
+        begin = time.monotonic()
+        for _ in range(count):
+            connection.sendall(payload)
+        return float(near.answer() - begin)
+
+
+def receive_over_tcp(port: int, *, num_bytes: int, count: int) -> None:
+    payload = memoryview(bytearray(num_bytes))
+    with socket.create_connection((HOST, port), TIMEOUT_S) as connection:
+        for _ in range(count):
+            left = payload
+            while left:
+                left = left[connection.recv_into(left) :]
+
+
+def copy_in_memory(*, num_bytes: int, count: int) -> float:
+    """Seconds for the same from one place of memory to another, by one thread."""
+    places = max(1, _AREA_BYTES // num_bytes)
+    source, target = torch.ones(places, num_bytes, dtype=torch.uint8), torch.ones(places, num_bytes, dtype=torch.uint8)
+    begin = time.monotonic()
+    for i in range(count):
+        target[i % places].copy_(source[i % places])
+    return time.monotonic() - begin
+
+
+def _end(store: torch.distributed.Store, prefix: str, *, is_sender: bool) -> LinkEnd:
+    return LinkEnd(store=store, prefix=prefix, is_sender=is_sender, host=HOST, device=_CPU, timeout_s=TIMEOUT_S)

