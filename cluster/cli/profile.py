@@ -31,7 +31,7 @@ def profile(
     replicas: Annotated[
         int | None, typer.Option(min=1, help="How many may step at the same time; default: two per processor.")
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.001, help="Of each measurement of a step.")] = 2.0,
+    seconds: Annotated[float, typer.Option(min=0.001, help="Of each measurement of a step.")] = 1.0,
     usd_per_hour: Annotated[float, typer.Option(min=0.0001, help="What one replica costs, for `cluster plan`.")] = 1.0,
 ) -> None:
     """Measure how long a model's steps take on this machine, and what its links carry, for `cluster simulate`.
