@@ -19,6 +19,7 @@ Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Port = Annotated[int, Field(ge=1, le=65_535)]
 DType = Literal["bfloat16", "float16", "float32"]
 Weights = Literal["as_stored", "int8", "quantized"]
+Eviction = Literal["reuse_value", "lru"]
 Policy = Literal["cost", "prefix", "least_loaded", "round_robin"]
 
 
@@ -48,6 +49,8 @@ class KVSpec(_Section):
     block_size: Literal[8, 16, 32, 64, 128] = 16  # tokens; small blocks share more, large ones move faster
     pool_dtype: Literal["auto", "fp8_e4m3"] = "auto"  # auto: the model's dtype
     wire_dtype: Literal["fp8_e4m3", "raw"] = "fp8_e4m3"  # raw: the pool's own bytes
+    # Which cached blocks give way first. reuse_value: those of a kind that is asked for again least. lru: the oldest.
+    eviction: Eviction = "reuse_value"
 
 
 class Resources(_Section):
@@ -68,6 +71,10 @@ class PoolSpec(_Section):
     kv_memory_gib: Annotated[float, Field(gt=0)] | None = (
         None  # per rank; None: 1 on a CPU, 85 % of what is free on a GPU
     )
+    # What the pool has no room for goes to memory, and from there to files; both per rank. 0: there is no such tier.
+    kv_host_gib: Annotated[float, Field(ge=0)] = 0.0
+    kv_disk_gib: Annotated[float, Field(ge=0)] = 0.0
+    kv_disk_path: str = "~/.cache/xpyd/blocks"  # on a local disk; its blocks outlive the replica
     max_running: Annotated[int, Field(ge=1)] = 64  # sequences in one step
     max_batch_tokens: Annotated[int, Field(ge=16)] = 512  # tokens in one step; longer prompts are computed in chunks
     max_waiting: Annotated[int, Field(ge=1)] = 1024  # requests queued on a replica before it refuses more

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from engine.eviction import Eviction, LeastRecentlyUsed, Origin
 
@@ -13,6 +13,7 @@ from engine.eviction import Eviction, LeastRecentlyUsed, Origin
 #                        │ └──free, sealed──> cached ──allocate, by hash──> held
 #                        │                     └──evicted, worth least first──> held by someone else
 #                        └──quarantine──> quarantined ──release──> free
+#     free ──adopt──> cached                       content of an earlier life
 #
 # free + held + cached + quarantined == total, always.
 
@@ -35,6 +36,20 @@ class BlockManager:
         self._hash_of: dict[int, bytes] = {}  # sealed blocks, held or cached
         self._block_of: dict[bytes, int] = {}
         self._changes: dict[bytes, bool] = {}
+        self.on_evict: Callable[[int, bytes], None] = _ignore  # a block and its content, which is still there
+
+    def __contains__(self, prefix_hash: bytes) -> bool:
+        """Whether this block can be matched now, whatever came before it."""
+        return prefix_hash in self._block_of
+
+    def block_of(self, prefix_hash: bytes) -> int:
+        """Where a block is that can be matched now. Raises KeyError."""
+        return self._block_of[prefix_hash]
+
+    @property
+    def num_sealed(self) -> int:
+        """Blocks that can be matched now."""
+        return len(self._block_of)
 
     @property
     def num_free(self) -> int:
@@ -109,6 +124,28 @@ class BlockManager:
             self._changes[prefix_hash] = True
         return [self._block_of[prefix_hash] for prefix_hash in hashes]
 
+    def adopt(self, content: Mapping[int, bytes]) -> None:
+        """These blocks hold sealed content already: those that are free are cached from now on. The first in order is
+        evicted first; a hash that is already known keeps its block."""
+        free = set(self._free)
+        for block, prefix_hash in content.items():
+            if block in free and prefix_hash not in self._block_of:
+                free.remove(block)
+                self._hash_of[block], self._block_of[prefix_hash] = prefix_hash, block
+                self._cached.sealed(prefix_hash)
+                self._cached.add(block, prefix_hash, Origin.FIRST)
+                self._changes[prefix_hash] = True
+        self._free = deque(block for block in self._free if block in free)
+
+    def discard(self, prefix_hash: bytes) -> None:
+        """The content of this block is lost. Does nothing while somebody holds it, or when it is not here."""
+        block = self._block_of.get(prefix_hash)
+        if block is not None and block in self._cached:
+            self._cached.used(block, prefix_hash)
+            self._cached.forget(prefix_hash)
+            self._forget(block)
+            self._free.append(block)
+
     def share(self, blocks: Iterable[int]) -> None:
         """Take one more reference to each of these held blocks: a sequence forks."""
         for block in blocks:
@@ -166,7 +203,7 @@ class BlockManager:
                 self._free.append(block)
 
     def clear_cache(self) -> None:
-        """Forget every cached prefix that no sequence holds."""
+        """Forget every cached prefix that no sequence holds: evict it."""
         while self._cached:
             self._free.append(self._evict())
 
@@ -210,6 +247,7 @@ class BlockManager:
 
     def _evict(self) -> int:
         block = self._cached.pop()
+        self.on_evict(block, self._hash_of[block])
         self._forget(block)
         return block
 
@@ -217,3 +255,7 @@ class BlockManager:
         if prefix_hash := self._hash_of.pop(block, None):
             del self._block_of[prefix_hash]
             self._changes[prefix_hash] = False
+
+
+def _ignore(block: int, prefix_hash: bytes) -> None:
+    pass

@@ -100,6 +100,14 @@ class LeastRecentlyUsed:
         return self._candidates.popitem(last=False)[0]
 
 
+def make_eviction(name: str, *, num_blocks: int) -> Eviction:
+    """name: "lru" or "reuse_value". For so many blocks."""
+    return LeastRecentlyUsed() if name == "lru" else ReuseValue(num_ghosts=min(_GHOSTS * num_blocks, _MAX_GHOSTS))
+
+
+_GHOSTS = 2  # evicted blocks remembered, for each one held
+_MAX_GHOSTS = 200_000  # some 50 MB
+
 # The kinds: one for each origin as long as nobody has asked for the block again, and then
 _USED_ONCE = len(Origin)
 _USED_OFTEN = _USED_ONCE + 1

@@ -88,3 +88,8 @@ class KVLayout:
         """KV bytes of one token on one rank, all layers, scales included."""
         per_head = self.row_dim * self.torch_dtype.itemsize + (torch.bfloat16.itemsize if self.has_scales else 0)
         return self.num_layers * self.num_sides * self.heads_per_rank * per_head
+
+    @property
+    def block_bytes(self) -> int:
+        """KV bytes of one block on one rank, all layers, scales included."""
+        return self.block_size * self.bytes_per_token()

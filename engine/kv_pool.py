@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -75,6 +76,25 @@ class KVPool:
         scales = self.scales[layer].view(-1, self.layout.block_size).index_select(0, flat_N).view(shape_2RKLD[:-1])
         return dequantize_rows(codes.view(torch.float8_e4m3fn), scales, self.layout.exact_dim, dtype)
 
+    def copy_out(self, blocks: Sequence[int]) -> Tensor:
+        """The bytes of whole blocks, (B, block_bytes) uint8 on the pool's device: of each layer the codes, then of each
+        layer the scales."""
+        index_B = torch.tensor(blocks, dtype=torch.int64, device=self.device)
+        return torch.cat([part_BN[index_B] for part_BN in self._parts()], dim=1)
+
+    def copy_in(self, payloads_BN: Tensor, blocks: Sequence[int]) -> None:
+        """Fill blocks with what `copy_out` made of others, on any device."""
+        index_B = torch.tensor(blocks, dtype=torch.int64, device=self.device)
+        start = 0
+        for part_BN in self._parts():
+            end = start + part_BN.shape[1]
+            part_BN.index_copy_(0, index_B, payloads_BN[:, start:end].to(self.device))
+            start = end
+
+    def _parts(self) -> list[Tensor]:
+        """Codes and scales of every layer as bytes, each (num_blocks, N)."""
+        return [part.view(torch.uint8).flatten(1) for part in (*self.codes, *self.scales)]
+
     def copy_block(self, source: int, target: int) -> None:
         """Copy one block, all layers: for a sequence that forks inside a block."""
         for codes in self.codes:
@@ -89,11 +109,13 @@ def as_bytes(x: Tensor) -> Tensor:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On a CPU, memory that is mapped when it is first touched: a pool costs what its used blocks cost.
+    return torch.zeros(shape, dtype=dtype, device=device) if device.type != "cpu" else lazy_zeros(shape, dtype)
+
+
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Memory of the host that is mapped when it is first touched: it costs what is used of it.
 
     torch.zeros touches all of it at once: a second per GiB, and resident from the start.
     """
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
     return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)

@@ -52,10 +52,11 @@ def layout_for(
 
 def num_blocks_for(layout: KVLayout, *, gib: float) -> int:
     """How many blocks of one rank fit into this much memory. Raises SpecError if none does."""
-    block_bytes = layout.block_size * layout.bytes_per_token()
-    if gib * GIB < block_bytes:
-        raise SpecError(f"kv_memory_gib: {gib} GiB hold no block of {layout.block_size} tokens: {block_bytes} bytes")
-    return int(gib * GIB) // block_bytes
+    if gib * GIB < layout.block_bytes:
+        raise SpecError(
+            f"kv_memory_gib: {gib} GiB hold no block of {layout.block_size} tokens: {layout.block_bytes} bytes"
+        )
+    return int(gib * GIB) // layout.block_bytes
 
 
 class ModelRunner:

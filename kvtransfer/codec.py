@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -22,14 +21,13 @@ import torch
 from torch import Tensor
 
 from engine.cpu.library import open_copies
-from engine.cpu.wire import sum_words
 from engine.kernels.wire import pack_kv, unpack_kv
 from engine.kv_layout import KVLayout
 from engine.kv_pool import KVPool
 from kvtransfer.segment import Segment
 
 WIRE_VERSION = 2
-# 1: payload as drawn above; checksum as below.
+# 1: payload as drawn above; checksum as in engine.checksum.
 # 2: a commit says how many positions were sent, and its next tokens may be those of a moved sequence.
 
 FP8 = torch.float8_e4m3fn
@@ -106,23 +104,6 @@ class QuantizingCodec:
             unpack_kv(codes_LT2KD[i], scales_LT2K[i], pool.codes[layer], slots_T, segment.heads)
 
 
-def checksum(payload: Tensor) -> int:
-    """A 64-bit sum that changes with any one 8-byte word and with the order of words; runs on the payload's device.
-
-    sum over i of word[i] * (2 i + 1)  mod 2^64        the last word padded with zeros
-    """
-    num_whole = payload.numel() // 8 * 8
-    words = payload[:num_whole]
-    if kernels := open_copies(payload.device):
-        total = sum_words(kernels, words)
-    else:
-        total = int((words.view(torch.int64) * _odd_numbers(num_whole // 8, payload.device)).sum())
-    if num_whole == payload.numel():
-        return total % 2**64
-    tail = bytes(payload[num_whole:].cpu().numpy())
-    return (total + int.from_bytes(tail, "little") * (num_whole // 4 + 1)) % 2**64
-
-
 def slots_of(pool: KVPool, blocks: Sequence[int], first_token: int, num_tokens: int) -> Tensor:
     """The pool slots of positions [first_token, first_token + num_tokens) of a table, (num_tokens,) int64."""
     size = pool.layout.block_size
@@ -131,15 +112,6 @@ def slots_of(pool: KVPool, blocks: Sequence[int], first_token: int, num_tokens: 
     slots_BS = blocks_B[:, None] * size + np.arange(size)
     offset = first_token - first_block * size
     return torch.from_numpy(slots_BS.ravel()[offset : offset + num_tokens]).to(pool.device)
-
-
-def _odd_numbers(count: int, device: torch.device) -> Tensor:
-    return _odd_numbers_at_least(1 << count.bit_length(), device)[:count]
-
-
-@lru_cache(maxsize=16)
-def _odd_numbers_at_least(count: int, device: torch.device) -> Tensor:
-    return torch.arange(count, dtype=torch.int64, device=device) * 2 + 1
 
 
 def _payload_bytes(segment: Segment, layout: KVLayout, dtype: torch.dtype) -> int:

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from cluster.errors import ChecksumMismatch
 from cluster.rpc import transfer_pb2 as pb
+from engine.checksum import checksum
 from engine.kv_pool import KVPool
-from kvtransfer.codec import Codec, checksum, slots_of
+from kvtransfer.codec import Codec, slots_of
 from kvtransfer.ledger import Landing, Ledger
 from kvtransfer.plan import HeadCopy
 from kvtransfer.segment import Segment

@@ -19,7 +19,8 @@ from cluster.channel import error_of, open_channel
 from cluster.errors import HandoffExpired, LayoutMismatch, LinkClosed, TransferError
 from cluster.rpc import transfer_pb2 as pb
 from cluster.rpc import transfer_pb2_grpc as rpc
-from kvtransfer.codec import WIRE_VERSION, checksum, slots_of
+from engine.checksum import checksum
+from kvtransfer.codec import WIRE_VERSION, slots_of
 from kvtransfer.link import MEET_TIMEOUT_S, Link, LinkEnd, backend_for, open_link, operation_timeout
 from kvtransfer.meeting import remote_store
 from kvtransfer.passage import Ending, Outlet

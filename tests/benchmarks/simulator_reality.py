@@ -83,7 +83,7 @@ def _measure(topology: str, load: list[str], num_requests: int) -> dict[str, Any
 
 
 def _simulate(topology: str, load: list[str], num_requests: int, profile: str) -> dict[str, Any]:
-    same = ["--block-size", "16", "--eviction", "lru", "--max-requests", str(num_requests)]
+    same = ["--block-size", "16", "--max-requests", str(num_requests)]
     simulated: dict[str, Any] = json.loads(
         _cluster("simulate", *load, "--topology", topology, *same, "--profile", profile, "--json")
     )

@@ -192,3 +192,19 @@ def test_single_tokens_are_gathered_with_little_padding(monkeypatch: pytest.Monk
     assert len(gathered_blocks()) <= 3 and sum(gathered_blocks()) <= 2 * needed
     monkeypatch.setattr(attention, "_MAX_GATHERED", 420)
     assert max(gathered_blocks()) * BLOCK_SIZE <= 420
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_whole_blocks_come_back_bit_for_bit(dtype: str) -> None:
+    source, target = make_pool(dtype), make_pool(dtype)
+    blocks = list(range(8))
+    slots_T = torch.arange(8 * BLOCK_SIZE)
+    for layer in range(2):
+        source.write(layer, slots_T, *(random(len(slots_T), 2, 16, seed=2 * layer + kv) for kv in range(2)))
+    payloads = source.copy_out(blocks)
+    assert payloads.shape == (8, source.layout.block_bytes)
+    target.copy_in(payloads[[5, 3]], [1, 2])
+    assert torch.equal(target.copy_out([2, 1]), source.copy_out([3, 5]))
+    assert torch.equal(
+        target.read(1, torch.tensor([1, 2]), torch.float32), source.read(1, torch.tensor([5, 3]), torch.float32)
+    )

@@ -7,9 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.checksum import checksum
 from engine.kv_layout import KVLayout
 from engine.kv_pool import KVPool
-from kvtransfer.codec import checksum, codec_for
+from kvtransfer.codec import codec_for
 from kvtransfer.segment import Segment, combine_checksums
 
 _SEGMENT = Segment(first_layer=1, num_layers=2, first_token=3, num_tokens=21, first_head=1, num_heads=2)

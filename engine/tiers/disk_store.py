@@ -1,0 +1,156 @@
+"""Blocks in files, written behind the back of whoever puts them there."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from pathlib import Path
+
+from torch import Tensor
+
+from engine.tiers.block_file import Stamp, read_block, read_hash, write_block
+
+logger = logging.getLogger(__name__)
+
+_SUFFIX = ".kv"
+_MAX_QUEUED_BYTES = 256 << 20
+_CLOSE_S = 5.0
+
+
+class DiskStore:
+    """Implements BlockStore: one file per place, in a directory that is this rank's alone.
+
+    A thread of its own first looks through the files of an earlier life (`take_found`), then writes. What does not fit
+    into its queue is dropped, and so is everything until it has looked. A directory that cannot be written to ends the
+    writing for good, with one warning; what is there can still be read.
+    """
+
+    def __init__(
+        self, directory: Path, stamp: Stamp, *, num_places: int, max_queued_bytes: int = _MAX_QUEUED_BYTES
+    ) -> None:
+        self.num_places = num_places
+        self.num_dropped = 0
+        self._directory = directory
+        self._stamp = stamp
+        self._max_queued = max(1, max_queued_bytes // stamp.payload_bytes)
+        self._queued: dict[int, tuple[bytes, Tensor]] = {}  # by place, the one under way included
+        self._order: deque[int] = deque()
+        self._changed = threading.Condition()  # guards all of these
+        self._found: dict[int, bytes] = {}
+        self._lost: list[tuple[int, bytes]] = []
+        self._has_looked = False
+        self._is_writable = True
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._work, name="kv-disk", daemon=True)
+        self._thread.start()
+
+    def put(self, place: int, prefix_hash: bytes, payload: Tensor) -> bool:
+        with self._changed:
+            is_known = place in self._queued
+            has_room = is_known or len(self._queued) < self._max_queued
+            if not (self._has_looked and self._is_writable and has_room):
+                self.num_dropped += 1
+                return False
+            self._queued[place] = (prefix_hash, payload.to("cpu", copy=True))
+            if place not in self._order:
+                self._order.append(place)
+            self._changed.notify_all()
+            return True
+
+    def get(self, place: int, prefix_hash: bytes) -> Tensor | None:
+        with self._changed:
+            queued = self._queued.get(place)
+        if queued:
+            return queued[1] if queued[0] == prefix_hash else None
+        path = self._path(place)
+        try:
+            payload = read_block(path, self._stamp, prefix_hash)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            logger.warning("KV block %s cannot be read: %s", path, error)
+            return None
+        if payload is None:
+            logger.warning("KV block %s is not the one that was written there, and is deleted", path)
+            self._delete(path)
+        return payload
+
+    def take_found(self) -> dict[int, bytes]:
+        """Blocks of an earlier life by place, the oldest first; each is told once."""
+        with self._changed:
+            found, self._found = self._found, {}
+        return found
+
+    def take_lost(self) -> list[tuple[int, bytes]]:
+        """Blocks that were accepted and could not be written; each is told once."""
+        with self._changed:
+            lost, self._lost = self._lost, []
+        return lost
+
+    def wait_until_written(self, *, timeout_s: float) -> bool:
+        """Until nothing is queued, and the files have been looked through; False after `timeout_s`."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._has_looked and not self._queued, timeout_s)
+
+    def close(self) -> None:
+        """Write what is queued, for some seconds at most, and end."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        self._thread.join(_CLOSE_S)
+
+    def _work(self) -> None:
+        found = self._look()
+        with self._changed:
+            self._found, self._has_looked = found, True
+            self._changed.notify_all()
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._order or self._is_closing)
+                if not self._order:
+                    return
+                place = self._order.popleft()
+                prefix_hash, payload = block = self._queued[place]
+            is_written = self._write(place, prefix_hash, payload)
+            with self._changed:
+                if self._queued[place] is block:
+                    del self._queued[place]
+                if not is_written:
+                    self._lost.append((place, prefix_hash))
+                self._changed.notify_all()
+
+    def _look(self) -> dict[int, bytes]:
+        """The files of an earlier life, by age; what is none of ours, or has no place here, is deleted."""
+        found: list[tuple[float, int, bytes]] = []
+        for path in self._directory.iterdir():
+            try:
+                is_place = path.suffix == _SUFFIX and path.stem.isdigit() and int(path.stem) < self.num_places
+                prefix_hash = read_hash(path, self._stamp) if is_place else None
+                if prefix_hash:
+                    found.append((path.stat().st_mtime, int(path.stem), prefix_hash))
+                else:
+                    self._delete(path)
+            except OSError as error:
+                logger.warning("KV block %s cannot be read: %s", path, error)
+        return {place: prefix_hash for _, place, prefix_hash in sorted(found)}
+
+    def _write(self, place: int, prefix_hash: bytes, payload: Tensor) -> bool:
+        if self._is_writable:
+            try:
+                write_block(self._path(place), self._stamp, prefix_hash, payload)
+                return True
+            except OSError as error:
+                self._is_writable = False
+                logger.warning("no more KV blocks are written to %s: %s", self._directory, error)
+        self._delete(self._path(place))  # of what was in its place before
+        return False
+
+    def _path(self, place: int) -> Path:
+        return self._directory / f"{place:08d}{_SUFFIX}"
+
+    def _delete(self, path: Path) -> None:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("%s cannot be deleted: %s", path, error)

@@ -1,0 +1,289 @@
+"""Which blocks of a replica lie in which tier, and what moves between them: rank 0's decisions. No bytes are touched.
+
+    device ──evicted──> host ──evicted──> disk ──evicted──> gone
+      ^                  │                 │
+      └──────load────────┴─────────────────┘     a copy stays below
+
+What the device evicts goes down to the next tier, and so on. A block that is never evicted, for it is always in use,
+would be lost with the process, and with it the use of all that follows it: so blocks are also copied to the disk while
+there is nothing else to do (`save_ahead`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from cluster.tier import Tier
+from engine.block_manager import BlockManager
+from engine.rate import Rate
+from engine.tiers.orders import Loaded, LoadOrder, Save, Source, Spill, TierOrders
+
+T = TypeVar("T")
+
+_TRY_AGAIN = 16  # so many times a load is passed over as too dear before it is measured once more
+
+
+@dataclass(eq=False)
+class Load(Generic[T]):
+    """Blocks on their way back to the device, for `owner`."""
+
+    owner: T
+    order: LoadOrder
+    expires_at: float  # on the caller's clock
+    is_given_up: bool = False
+    answers: dict[int, Loaded] = field(default_factory=dict)  # of each rank
+
+    @property
+    def blocks(self) -> list[int]:
+        return [source.block for source in self.order.sources]
+
+    @property
+    def num_loaded(self) -> int:
+        """Leading blocks that every rank has."""
+        return min(answer.num_blocks for answer in self.answers.values())
+
+
+class TierTable(Generic[T]):
+    """Owned by the step thread of rank 0. `lower` are the places of the tiers below the device, without gaps."""
+
+    def __init__(
+        self, device: BlockManager, lower: Mapping[Tier, BlockManager], *, num_ranks: int, block_bytes: int
+    ) -> None:
+        """block_bytes: of one rank."""
+        self.num_hits = dict.fromkeys(lower, 0)  # blocks loaded
+        self.num_saved = dict.fromkeys(lower, 0)  # blocks that came down to each tier
+        self._device = device
+        self._lower = dict(sorted(lower.items()))
+        self._num_ranks = num_ranks
+        self._block_bytes = block_bytes
+        self._rates = {tier: Rate() for tier in lower}  # bytes
+        self._num_passed_over = 0
+        self._loads: dict[int, Load[T]] = {}
+        self._ids = itertools.count()
+        self._evicted: list[tuple[int, bytes]] = []  # of the device, since the last orders
+        self._orders = TierOrders()
+        self._unsaved: dict[bytes, None] = {}  # on the device and not on the disk, where there is one; the oldest first
+        if self._lower:
+            device.on_evict = lambda block, prefix_hash: self._evicted.append((block, prefix_hash))
+        for tier, below in itertools.pairwise(self._lower):
+            self._lower[tier].on_evict = self._spiller(below)
+
+    def take_orders(self) -> list[TierOrders]:
+        """What every rank is to do, before anything is written to a block that was allocated since the last call."""
+        evicted, self._evicted = self._evicted, []
+        done: list[TierOrders] = []
+        for block, prefix_hash in evicted:
+            self._save(block, prefix_hash, done)
+        orders, self._orders = self._orders, TierOrders()
+        return [*done, orders] if orders else done
+
+    def save_ahead(self, max_blocks: int) -> None:
+        """Copy blocks to the disk that are only on the device, the oldest first: with the next orders."""
+        disk = self._lower.get(Tier.DISK)
+        for prefix_hash in list(itertools.islice(self._unsaved, max_blocks)):
+            del self._unsaved[prefix_hash]
+            if disk is None or prefix_hash in disk or prefix_hash not in self._device:
+                continue
+            if (place := _take(disk, prefix_hash)) is None:
+                return
+            self._orders.saves.append(Save(Tier.DISK, self._device.block_of(prefix_hash), place, prefix_hash))
+            self.num_saved[Tier.DISK] += 1
+
+    @property
+    def has_unsaved(self) -> bool:
+        return bool(self._unsaved)
+
+    # Back to the device.
+
+    def offer(self, hashes: Sequence[bytes], *, compute_block_s: float) -> int:
+        """How many leading blocks are here or can be loaded sooner than computed; 0 if none needs to be loaded.
+
+        compute_block_s: what it takes to compute a block; 0: nobody knows, and loading is right.
+        """
+        if not self._lower:
+            return 0
+        start = self._device.match(hashes)
+        tiers = [tier for tier, _ in self._find(hashes[start:])]
+        if not tiers:
+            return 0
+        num_worth = worth_loading(tiers, {tier: self.block_s(tier) for tier in self._lower}, compute_block_s)
+        self._num_passed_over = 0 if num_worth else self._num_passed_over + 1
+        if self._num_passed_over > _TRY_AGAIN:
+            self._num_passed_over, num_worth = 0, len(tiers)
+        return start + num_worth if num_worth else 0
+
+    def begin(self, owner: T, hashes: Sequence[bytes], blocks: Sequence[int], *, expires_at: float) -> Load[T] | None:
+        """Load as many of these as are here, in order, into the owner's blocks. None if that is none."""
+        sources = []
+        for (tier, manager), prefix_hash, block in zip(self._find(hashes), hashes, blocks, strict=False):
+            taken = manager.allocate([prefix_hash], 1)
+            assert taken
+            sources.append(Source(tier, taken[0][0], prefix_hash, block))
+        if not sources:
+            return None
+        order = LoadOrder(next(self._ids), sources)
+        load = self._loads[order.id] = Load(owner, order, expires_at)
+        self._orders.loads.append(order)
+        return load
+
+    def loaded(self, rank: int, loaded: Loaded) -> Load[T] | None:
+        """One rank has done with a load. The load, once, when every rank has and its owner still waits for it."""
+        load = self._loads.get(loaded.id)
+        if load is None:
+            return None
+        load.answers[rank] = loaded
+        if len(load.answers) < self._num_ranks:
+            return None
+        del self._loads[loaded.id]
+        self._let_go(load)
+        if load.is_given_up:
+            self._device.release(load.blocks)
+            return None
+        return load
+
+    def give_up(self, load: Load[T]) -> None:
+        """Nobody waits for it any more. Takes over the owner's reference to the blocks that it fills."""
+        load.is_given_up = True
+        self._device.quarantine(load.blocks)
+
+    def expired(self, now: float) -> list[Load[T]]:
+        """Those that have waited long enough: give them up."""
+        return [load for load in self._loads.values() if load.expires_at < now and not load.is_given_up]
+
+    # What has become of blocks below.
+
+    def found(self, places: Mapping[int, bytes]) -> None:
+        """The disk has these from an earlier life, the oldest first."""
+        self._lower[Tier.DISK].adopt(places)
+
+    def lost(self, tier: Tier, prefix_hash: bytes) -> None:
+        """What was to be kept there is not."""
+        self._lower[tier].discard(prefix_hash)
+
+    # What the world is told.
+
+    @property
+    def num_loads(self) -> int:
+        return len(self._loads)
+
+    def num_blocks(self, tier: Tier) -> int:
+        return self._lower[tier].num_sealed if tier in self._lower else 0
+
+    def bytes_per_s(self, tier: Tier) -> float:
+        """Of all ranks, from there to the device; 0 until something was measured."""
+        return self._rates[tier].per_s * self._num_ranks if tier in self._rates else 0.0
+
+    def block_s(self, tier: Tier) -> float:
+        """What it takes to load a block; 0 until something was measured."""
+        rate = self._rates[tier].per_s
+        return self._block_bytes / rate if rate else 0.0
+
+    def take_changes(self) -> dict[bytes, Tier | None]:
+        """Every hash whose place may have changed since the last call, and the best tier that holds it."""
+        changed: set[bytes] = set()
+        for manager in (self._device, *self._lower.values()):
+            changed.update(manager.take_changes())
+        if disk := self._lower.get(Tier.DISK):
+            for prefix_hash in changed:
+                if prefix_hash not in self._device or prefix_hash in disk:
+                    self._unsaved.pop(prefix_hash, None)
+                else:
+                    self._unsaved.setdefault(prefix_hash)
+        return {prefix_hash: self._tier_of(prefix_hash) for prefix_hash in changed}
+
+    def held(self) -> dict[bytes, Tier]:
+        """Every block that is here, and the best tier that holds it."""
+        held: dict[bytes, Tier] = {}
+        for tier, manager in reversed(self._lower.items()):
+            held.update(dict.fromkeys(manager.sealed_hashes(), tier))
+        return held | dict.fromkeys(self._device.sealed_hashes(), Tier.DEVICE)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every block and every place is in one state, and only loads hold places."""
+        self._device.check_integrity()
+        for tier, manager in self._lower.items():
+            manager.check_integrity()
+            sources = [source for load in self._loads.values() for source in load.order.sources]
+            held = {source.place for source in sources if source.tier is tier}
+            assert manager.num_blocks - manager.num_available == len(held), f"{tier.name}: places held by nobody"
+
+    def _find(self, hashes: Sequence[bytes]) -> list[tuple[Tier, BlockManager]]:
+        """Where each of the leading blocks lies."""
+        found = []
+        for prefix_hash in hashes:
+            place = next(((t, manager) for t, manager in self._lower.items() if prefix_hash in manager), None)
+            if place is None:
+                break
+            found.append(place)
+        return found
+
+    def _tier_of(self, prefix_hash: bytes) -> Tier | None:
+        if prefix_hash in self._device:
+            return Tier.DEVICE
+        return next((tier for tier, manager in self._lower.items() if prefix_hash in manager), None)
+
+    def _save(self, block: int, prefix_hash: bytes, done: list[TierOrders]) -> None:
+        """Bring a block down to the next tier. Orders that must be carried out before go to `done`."""
+        tier, manager = next(iter(self._lower.items()))
+        orders = self._orders
+        num_spills = len(orders.spills)
+        if prefix_hash in manager or (place := _take(manager, prefix_hash)) is None:
+            return
+        if len(orders.spills) > num_spills and any(save.place == place for save in orders.saves):
+            done.append(TierOrders(orders.spills[:-1], orders.saves))  # what is spilled now was saved a moment ago
+            orders.spills, orders.saves = orders.spills[-1:], []
+        orders.saves.append(Save(tier, block, place, prefix_hash))
+        self.num_saved[tier] += 1
+
+    def _spiller(self, below: Tier) -> Callable[[int, bytes], None]:
+        def spill(place: int, prefix_hash: bytes) -> None:
+            manager = self._lower[below]
+            if prefix_hash in manager:
+                return
+            if (target := _take(manager, prefix_hash)) is not None:
+                self.num_saved[below] += 1
+                self._orders.spills.append(Spill(place, target, prefix_hash))
+
+        return spill
+
+    def _let_go(self, load: Load[T]) -> None:
+        """Every rank has done with a load: learn from it, and let its places go."""
+        for tier in {source.tier for source in load.order.sources}:
+            slowest = max(load.answers.values(), key=lambda answer: answer.seconds.get(tier, 0.0))
+            if seconds := slowest.seconds.get(tier, 0.0):
+                self._rates[tier].add(slowest.num_bytes[tier], seconds)
+        for i, source in enumerate(load.order.sources):
+            manager = self._lower[source.tier]
+            manager.free([source.place])
+            self.num_hits[source.tier] += i < load.num_loaded
+            if i == load.num_loaded:
+                manager.discard(source.prefix_hash)
+
+
+def worth_loading(tiers: Sequence[Tier], load_s: Mapping[Tier, float], compute_s: float) -> int:
+    """How many leading blocks to load, so that the least time goes by until all are there. Pure.
+
+    load_s: seconds for a block of each tier, 0 where unknown; compute_s: to compute one.
+    """
+    if not compute_s:
+        return len(tiers)
+    best, best_s, saved_s = 0, 0.0, 0.0
+    for count, tier in enumerate(tiers, 1):
+        saved_s += compute_s - load_s[tier]
+        if saved_s > best_s:
+            best, best_s = count, saved_s
+    return best
+
+
+def _take(manager: BlockManager, prefix_hash: bytes) -> int | None:
+    """A place for this block. None if loads hold them all."""
+    taken = manager.allocate([], 1)
+    if taken is None:
+        return None
+    [place], _ = taken
+    manager.seal(place, prefix_hash)
+    manager.free([place])
+    return place

@@ -1,0 +1,226 @@
+"""Every store by the same suite; then what files alone can suffer."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.kv_layout import KVLayout
+from engine.tiers import disk_store
+from engine.tiers.block_file import Stamp
+from engine.tiers.disk_store import DiskStore
+from engine.tiers.host_store import HostStore
+from engine.tiers.store import BlockStore
+
+_LAYOUT = KVLayout(model="m", num_layers=2, num_kv_heads=2, head_dim=8, block_size=4, dtype="fp8_e4m3")
+_STAMP = Stamp(_LAYOUT, rank=0)
+_NUM_PLACES = 6
+_WAIT_S = 10.0
+
+Make = Callable[[], BlockStore]
+
+
+def _hash(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def _payload(number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(0, 256, (_LAYOUT.block_bytes,), dtype=torch.uint8, generator=generator)
+
+
+def _disk(directory: Path, stamp: Stamp = _STAMP, **changes: Any) -> DiskStore:
+    store = DiskStore(directory, stamp, num_places=_NUM_PLACES, **changes)
+    assert store.wait_until_written(timeout_s=_WAIT_S)
+    return store
+
+
+@pytest.fixture(params=["host", "disk"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BlockStore]:
+    if request.param == "host":
+        made: BlockStore = HostStore(
+            num_places=_NUM_PLACES, block_bytes=_LAYOUT.block_bytes, device=torch.device("cpu")
+        )
+    else:
+        made = _disk(tmp_path)
+    yield made
+    made.close()
+
+
+def _settle(store: BlockStore) -> None:
+    if isinstance(store, DiskStore):
+        assert store.wait_until_written(timeout_s=_WAIT_S)
+
+
+@pytest.mark.parametrize("is_settled", [True, False])
+def test_what_was_put_is_got_bit_for_bit(store: BlockStore, is_settled: bool) -> None:
+    for number in range(_NUM_PLACES):
+        assert store.put(number, _hash(number), _payload(number))
+    if is_settled:
+        _settle(store)
+    for number in range(_NUM_PLACES):
+        payload = store.get(number, _hash(number))
+        assert payload is not None and torch.equal(payload, _payload(number))
+
+
+def test_another_block_is_a_miss(store: BlockStore) -> None:
+    assert store.get(0, _hash(0)) is None
+    store.put(0, _hash(0), _payload(0))
+    assert store.get(0, _hash(1)) is None
+    assert store.get(1, _hash(0)) is None
+
+
+def test_a_place_holds_what_was_put_last(store: BlockStore) -> None:
+    for number in range(5):
+        store.put(3, _hash(number), _payload(number))
+    _settle(store)
+    assert store.get(3, _hash(3)) is None
+    store.put(3, _hash(9), _payload(9))
+    _settle(store)
+    payload = store.get(3, _hash(9))
+    assert payload is not None and torch.equal(payload, _payload(9))
+
+
+def test_a_payload_is_the_callers_again(store: BlockStore) -> None:
+    payload = _payload(1)
+    store.put(1, _hash(1), payload)
+    payload.zero_()
+    _settle(store)
+    found = store.get(1, _hash(1))
+    assert found is not None and torch.equal(found, _payload(1))
+
+
+# The disk alone.
+
+
+def _write(directory: Path, *numbers: int) -> None:
+    store = _disk(directory)
+    for number in numbers:
+        assert store.put(number, _hash(number), _payload(number))
+    store.close()
+
+
+def _file(directory: Path, place: int) -> Path:
+    return directory / f"{place:08d}.kv"
+
+
+def test_another_life_finds_the_blocks(tmp_path: Path) -> None:
+    _write(tmp_path, 4, 2, 0)
+    for age, place in enumerate((0, 4, 2)):
+        os.utime(_file(tmp_path, place), (1000 - age, 1000 - age))
+    store = _disk(tmp_path)
+    assert list(store.take_found().items()) == [(2, _hash(2)), (4, _hash(4)), (0, _hash(0))]
+    assert store.take_found() == {}
+    payload = store.get(4, _hash(4))
+    assert payload is not None and torch.equal(payload, _payload(4))
+    store.close()
+
+
+def _flip(position: int) -> Callable[[Path], None]:
+    def flip(path: Path) -> None:
+        data = bytearray(path.read_bytes())
+        data[position] ^= 0x10
+        path.write_bytes(data)
+
+    return flip
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def _lengthen(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"more")
+
+
+_HARM: dict[str, Callable[[Path], None]] = {
+    "payload": _flip(200),
+    "end": _flip(-1),
+    "magic": _flip(0),
+    "version": _flip(8),
+    "prefix hash": _flip(45),
+    "checksum": _flip(60),
+    "truncated": _truncate,
+    "longer": _lengthen,
+    "empty": lambda path: path.write_bytes(b""),  # type: ignore[dict-item, return-value]
+    "header alone": lambda path: path.write_bytes(path.read_bytes()[:64]),  # type: ignore[dict-item, return-value]
+}
+
+
+@pytest.mark.parametrize("harm", _HARM.values(), ids=_HARM)
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_harmed_file_is_a_miss_and_is_deleted(
+    tmp_path: Path, harm: Callable[[Path], None], is_restarted: bool
+) -> None:
+    store = _disk(tmp_path)
+    store.put(1, _hash(1), _payload(1))
+    _settle(store)
+    if is_restarted:
+        store.close()
+    harm(_file(tmp_path, 1))
+    if is_restarted:
+        store = _disk(tmp_path)
+    assert store.get(1, _hash(1)) is None
+    assert not _file(tmp_path, 1).exists()
+    store.close()
+
+
+@pytest.mark.parametrize(
+    "stamp",
+    [
+        Stamp(KVLayout(model="other", num_layers=2, num_kv_heads=2, head_dim=8, block_size=4, dtype="fp8_e4m3"), 0),
+        Stamp(_LAYOUT, rank=1),
+    ],
+    ids=["model", "rank"],
+)
+def test_a_foreign_file_is_deleted(tmp_path: Path, stamp: Stamp) -> None:
+    _write(tmp_path, 0, 1)
+    (tmp_path / "00000002.part").write_bytes(b"half")
+    (tmp_path / "note.txt").write_text("nothing of ours")
+    store = _disk(tmp_path, stamp)
+    assert store.take_found() == {} and list(tmp_path.iterdir()) == []
+    store.close()
+
+
+def test_a_smaller_store_deletes_what_has_no_place_in_it(tmp_path: Path) -> None:
+    _write(tmp_path, 1, 5)
+    store = DiskStore(tmp_path, _STAMP, num_places=3)
+    assert store.wait_until_written(timeout_s=_WAIT_S)
+    assert store.take_found() == {1: _hash(1)} and not _file(tmp_path, 5).exists()
+    store.close()
+
+
+def test_a_full_disk_ends_the_writing_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _write(tmp_path, 0, 1)
+    store = _disk(tmp_path)
+    for place in (1, 2, 3):
+        _file(tmp_path, place).with_suffix(".part").symlink_to("/dev/full")
+    with caplog.at_level(logging.WARNING):
+        for number in (1, 2, 3):
+            store.put(number, _hash(10 + number), _payload(number))
+            _settle(store)
+    assert len(caplog.records) == 1 and "no more KV blocks" in caplog.text
+    assert store.take_lost() == [(1, _hash(11))]
+    assert not store.put(4, _hash(4), _payload(4))
+    assert store.get(0, _hash(0)) is not None and store.get(1, _hash(1)) is None
+    store.close()
+
+
+def test_what_does_not_fit_into_the_queue_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = _disk(tmp_path, max_queued_bytes=2 * _LAYOUT.block_bytes)
+    goes_on = threading.Event()
+    monkeypatch.setattr(disk_store, "write_block", lambda *_: goes_on.wait(_WAIT_S))
+    assert [store.put(number, _hash(number), _payload(number)) for number in range(4)] == [True, True, False, False]
+    assert store.num_dropped == 2
+    goes_on.set()
+    _settle(store)
+    assert store.put(3, _hash(3), _payload(3))
+    store.close()

@@ -1,0 +1,242 @@
+"""A replica's table and its ranks' stores together: whatever happens, a block that is found has its own content."""
+
+from __future__ import annotations
+
+import queue
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from cluster.hashing import block_hashes, root_hash
+from cluster.tier import Tier
+from engine.block_manager import BlockManager
+from engine.eviction import make_eviction
+from engine.kv_layout import KVLayout
+from engine.kv_pool import KVPool
+from engine.tiers.block_file import Stamp
+from engine.tiers.disk_store import DiskStore
+from engine.tiers.host_store import HostStore
+from engine.tiers.orders import Loaded, TierOrders
+from engine.tiers.rank_tiers import RankTiers
+from engine.tiers.store import BlockStore
+from engine.tiers.table import Load, TierTable, worth_loading
+
+_CPU = torch.device("cpu")
+_LAYOUT = KVLayout(
+    model="m", num_layers=2, num_kv_heads=2, head_dim=4, block_size=1, dtype="float32", tensor_parallel=2
+)
+_ROOT = root_hash("m")
+_NUM_BLOCKS = 6
+_WAIT_S = 10.0
+# Prompts that share beginnings, of a token a block.
+_PROMPTS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 9, 9], [1, 2, 7], [8], [11, 12, 13, 14], [21, 22, 23, 24, 25]]
+
+
+def _content(prefix_hash: bytes, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(int.from_bytes(prefix_hash[:6], "little") + rank)
+    return torch.randint(0, 256, (1, _LAYOUT.block_bytes), dtype=torch.uint8, generator=generator)
+
+
+class _Rank:
+    def __init__(self, rank: int, places: dict[Tier, int], directory: Path, answers: queue.SimpleQueue) -> None:
+        self.rank = rank
+        self.pool = KVPool(_LAYOUT, num_blocks=_NUM_BLOCKS, device=_CPU)
+        self.stores: dict[Tier, BlockStore] = {}
+        if count := places.get(Tier.HOST):
+            self.stores[Tier.HOST] = HostStore(num_places=count, block_bytes=_LAYOUT.block_bytes, device=_CPU)
+        if count := places.get(Tier.DISK):
+            directory.mkdir(exist_ok=True)
+            disk = DiskStore(directory, Stamp(_LAYOUT, rank), num_places=count)
+            assert disk.wait_until_written(timeout_s=_WAIT_S)
+            self.stores[Tier.DISK] = disk
+        self.tiers = RankTiers(self.pool, self.stores, on_loaded=lambda loaded: answers.put((rank, loaded)))
+
+
+class _Replica:
+    """Two ranks, and somebody who knows what belongs into each block."""
+
+    def __init__(self, directory: Path, *, host: int, disk: int, eviction: str = "lru") -> None:
+        self.directory = directory
+        places = {tier: count for tier, count in ((Tier.HOST, host), (Tier.DISK, disk)) if count}
+        self.answers: queue.SimpleQueue[tuple[int, Loaded]] = queue.SimpleQueue()
+        self.ranks = [_Rank(rank, places, directory / str(rank), self.answers) for rank in range(2)]
+        self.blocks = BlockManager(_NUM_BLOCKS, make_eviction(eviction, num_blocks=_NUM_BLOCKS))
+        lower = {tier: BlockManager(count) for tier, count in places.items()}
+        self.table: TierTable[str] = TierTable(self.blocks, lower, num_ranks=2, block_bytes=_LAYOUT.block_bytes)
+        self.known: dict[bytes, Tier] = {}  # as somebody has it who only hears of changes
+        if disk:
+            self.table.found(self.ranks[0].stores[Tier.DISK].take_found())  # type: ignore[attr-defined]
+
+    def begin(self, prompt: list[int]) -> tuple[list[bytes], list[int], int, Load[str] | None]:
+        """Take blocks for a prompt, and have loaded what is not on the device. -> hashes, blocks, cached, load"""
+        hashes = block_hashes(_ROOT, prompt, block_size=1)
+        end = self.table.offer(hashes, compute_block_s=0.0)
+        taken = self.blocks.allocate(hashes, len(prompt))
+        assert taken
+        blocks, num_cached = taken
+        self.check(hashes[:num_cached], blocks)
+        self.carry_out()
+        load = self.table.begin("it", hashes[num_cached:end], blocks[num_cached:], expires_at=0.0)
+        self.carry_out()
+        return hashes, blocks, num_cached, load
+
+    def serve(self, prompt: list[int]) -> tuple[int, int]:
+        """How many blocks were cached, and how many were loaded."""
+        hashes, blocks, num_cached, load = self.begin(prompt)
+        num_loaded = self.finish(load).num_loaded if load else 0  # type: ignore[union-attr]
+        num_here = num_cached + num_loaded
+        self.check(hashes[:num_here], blocks)
+        for rank in self.ranks:
+            for prefix_hash, block in zip(hashes[num_here:], blocks[num_here:], strict=True):
+                rank.pool.copy_in(_content(prefix_hash, rank.rank), [block])
+        for prefix_hash, block in zip(hashes[num_cached:], blocks[num_cached:], strict=True):
+            self.blocks.seal(block, prefix_hash)
+        self.blocks.free(blocks)
+        self.note()
+        return num_cached, num_loaded
+
+    def give_up(self, prompt: list[int]) -> None:
+        """Its client goes away while blocks are loaded."""
+        _, blocks, num_cached, load = self.begin(prompt)
+        if load:
+            self.table.give_up(load)
+            rest = blocks[num_cached + len(load.blocks) :]
+            self.blocks.free([*blocks[:num_cached], *rest])
+            self.table.check_integrity()
+            assert self.finish(load) is None
+        else:
+            self.blocks.free(blocks)
+        self.note()
+
+    def idle(self) -> None:
+        self.table.save_ahead(4)
+        self.carry_out()
+        self.note()
+
+    def finish(self, load: Load[str]) -> Load[str] | None:
+        ended = [self.table.loaded(*self.answers.get(timeout=_WAIT_S)) for _ in self.ranks]
+        assert ended[0] is None and ended[1] in (None, load)
+        return ended[1]
+
+    def carry_out(self) -> None:
+        for orders in self.table.take_orders():
+            for rank in self.ranks:
+                rank.tiers.carry_out(TierOrders.from_json(orders.to_json()))
+
+    def check(self, hashes: list[bytes], blocks: list[int]) -> None:
+        for rank in self.ranks:
+            for prefix_hash, block in zip(hashes, blocks, strict=False):
+                assert torch.equal(rank.pool.copy_out([block]), _content(prefix_hash, rank.rank))
+
+    def note(self) -> None:
+        for tier, prefix_hash in self.ranks[0].tiers.take_dropped():
+            self.table.lost(tier, prefix_hash)
+        for prefix_hash, tier in self.table.take_changes().items():
+            if tier is None:
+                self.known.pop(prefix_hash, None)
+            else:
+                self.known[prefix_hash] = tier
+        self.table.check_integrity()
+        assert self.known == self.table.held()
+
+    def settle(self) -> None:
+        for rank in self.ranks:
+            if disk := rank.stores.get(Tier.DISK):
+                assert disk.wait_until_written(timeout_s=_WAIT_S)  # type: ignore[attr-defined]
+
+    def harm(self, rank: int, how: Callable[[Path], None]) -> None:
+        self.settle()
+        for path in sorted((self.directory / str(rank)).glob("*.kv")):
+            how(path)
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.tiers.close()
+
+
+_steps = st.lists(
+    st.tuples(st.sampled_from(["serve", "serve", "serve", "idle", "give_up", "harm"]), st.sampled_from(_PROMPTS)),
+    max_size=25,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(_steps, st.integers(0, 4), st.integers(0, 5), st.sampled_from(["lru", "reuse_value"]))
+def test_what_is_found_is_what_was_kept(
+    steps: list[tuple[str, list[int]]], host: int, disk: int, eviction: str
+) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        replica = _Replica(Path(directory), host=host, disk=disk, eviction=eviction)
+        for name, prompt in steps:
+            if name == "serve":
+                replica.serve(prompt)
+            elif name == "give_up":
+                replica.give_up(prompt)
+            elif name == "idle":
+                replica.idle()
+            elif disk:
+                replica.harm(len(prompt) % 2, lambda path: path.write_bytes(b"no block"))  # type: ignore[arg-type, return-value]
+        replica.close()
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., _Replica]:
+    return lambda **arguments: _Replica(tmp_path, **arguments)
+
+
+def test_what_the_device_evicts_comes_back_from_memory_and_from_disk(make: Callable[..., _Replica]) -> None:
+    replica = make(host=5, disk=20)
+    first, *others = _PROMPTS[0], _PROMPTS[5], _PROMPTS[4]
+    assert replica.serve(first) == (0, 0)
+    for other in others:
+        assert replica.serve(other) == (0, 0)
+    assert replica.serve(first) == (0, 6)
+    assert replica.table.num_hits[Tier.HOST] + replica.table.num_hits[Tier.DISK] == 6
+    assert replica.table.num_hits[Tier.DISK] > 0
+    replica.close()
+
+
+def test_another_life_serves_what_the_disk_has(make: Callable[..., _Replica]) -> None:
+    replica = make(host=0, disk=20)
+    replica.serve(_PROMPTS[0])
+    while replica.table.has_unsaved:
+        replica.idle()
+    replica.settle()
+    replica.close()
+    replica = make(host=0, disk=20)
+    replica.note()
+    assert set(replica.known.values()) == {Tier.DISK}
+    assert replica.serve(_PROMPTS[0]) == (0, 6)
+    replica.close()
+
+
+def test_a_rank_that_has_lost_a_block_is_no_worse_than_all_of_them(make: Callable[..., _Replica]) -> None:
+    replica = make(host=0, disk=20)
+    replica.serve(_PROMPTS[0])
+    replica.serve([31, 32, 33, 34, 35, 36])
+    replica.harm(1, lambda path: path.unlink())  # type: ignore[arg-type]
+    assert replica.serve(_PROMPTS[0]) == (0, 0)
+    replica.close()
+
+
+@pytest.mark.parametrize(
+    ("tiers", "compute_s", "expected"),
+    [
+        ([Tier.HOST] * 3, 1.0, 3),
+        ([Tier.HOST] * 3, 0.05, 0),
+        ([Tier.HOST, Tier.DISK, Tier.DISK], 1.0, 1),
+        ([Tier.DISK, Tier.HOST, Tier.HOST], 1.0, 0),  # 2.0 for the first is not made good
+        ([Tier.DISK, *[Tier.HOST] * 3], 1.0, 4),
+        ([Tier.DISK, Tier.HOST], 0.0, 2),  # nobody knows what computing takes
+    ],
+)
+def test_loading_that_takes_longer_than_computing_is_not_done(
+    tiers: list[Tier], compute_s: float, expected: int
+) -> None:
+    assert worth_loading(tiers, {Tier.HOST: 0.5 if compute_s == 1.0 else 0.1, Tier.DISK: 2.0}, compute_s) == expected
