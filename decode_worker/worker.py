@@ -285,6 +285,7 @@ class Decoder:
     def _pull_failed(self, pull: Pull[Group], reason: str) -> None:
         logger.info("pull failed request=%s holder=%s: %s", pull.owner.id, pull.holder.replica, reason)
         self.totals.pull_failures += 1
+        self.totals.prefix_hit_tokens -= pull.owner.num_cached  # it is admitted again
         pull.owner.root.leave_out(pull.exposed)
         self._scheduler.fetch_failed(pull.owner)
 

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from engine.kv_layout import KVLayout
     from kvtransfer.plan import HeadCopy
 
-GROUP_BYTES = 1 << 20  # layers are sent together until a message has this size; small messages waste the link
-
 Key = tuple[str, int]  # handoff id, epoch
 
 
@@ -199,7 +197,8 @@ class Passage:
     """All outlets of one handoff on this rank. Handed layer after layer by the thread that computes or orders them.
 
     `blocks` is the sequence's table from position 0 on; the caller keeps the blocks until `on_shipped` has been called,
-    once, from any thread.
+    once, from any thread. Layers are sent together until they have `group_rows` rows, a row being one position of one
+    layer: short prompts so go in one message, long ones in groups of layers.
     """
 
     def __init__(
@@ -209,14 +208,14 @@ class Passage:
         *,
         layout: KVLayout,
         on_shipped: Callable[[Shipment], None],
-        group_bytes: int = GROUP_BYTES,
+        group_rows: int = 1 << 16,
     ) -> None:
         self.handoff = handoff
         self.blocks = tuple(blocks)
         self.outlets: list[Outlet] = []
         self._layout = layout
         self._on_shipped = on_shipped
-        self._group_bytes = group_bytes
+        self._group_rows = group_rows
         self._group: Segment | None = None  # layers handed over and not yet sent
         self._started_at: float | None = None
         self._lock = threading.Lock()
@@ -252,8 +251,7 @@ class Passage:
                 num_heads=self._layout.heads_per_rank,
             )
         self._group = group
-        num_bytes = num_tokens * group.num_layers * self._layout.bytes_per_token() // self._layout.num_layers
-        if num_bytes >= self._group_bytes or group.layers.stop == self._layout.num_layers:
+        if num_tokens * group.num_layers >= self._group_rows or group.layers.stop == self._layout.num_layers:
             self._flush()
 
     def commit(self, num_tokens: int, next_tokens: Sequence[int] = ()) -> None:
