@@ -112,6 +112,7 @@ class Dispatch:
 
     def give_back(self, pair: Pair) -> None:
         """A pair is not used any more."""
+        pair.answered()
         if pair.decode:
             pair.decode.promised_blocks -= pair.promised_blocks
             pair.decode.promised_streams -= pair.promised_streams
@@ -198,8 +199,9 @@ class Dispatch:
         request = need.request
         prefill = self._replicas.get(option.prefill) if option.prefill else None
         logger.debug("route request=%s %s", request.id, option)
+        answered = prefill.expect_answer(len(request.token_ids)) if prefill else lambda: None
         if prefill and request.sampling.max_tokens - request.num_generated == 1:
-            return Pair(prefill, None, need.hashes, holder=self._holder(option))
+            return Pair(prefill, None, need.hashes, answered=answered, holder=self._holder(option))
         decode = self._replicas.get(option.decode)
         assert decode
         decode.promised_blocks += need.num_blocks
@@ -210,6 +212,7 @@ class Dispatch:
             need.hashes,
             promised_blocks=need.num_blocks,
             promised_streams=len(request.choices),
+            answered=answered,
             holder=self._holder(option),
         )
 
