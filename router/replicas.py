@@ -13,9 +13,10 @@ from redis.exceptions import RedisError
 
 from cluster.channel import error_of, open_channel
 from cluster.errors import ReplicaLost
-from cluster.index import IndexReader, PrefixIndex
+from cluster.index import IndexReader
 from cluster.membership import Member, Membership
 from cluster.messages import tokens_from_proto
+from cluster.prefix_index import PrefixIndex
 from cluster.request import Role, SampledToken
 from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
@@ -191,7 +192,7 @@ class Replicas:
                 self._replicas[replica] = Replica(member, router=self._router, on_change=self._wake)
                 logger.info("replica found replica=%s address=%s", replica, member.address)
         for replica in [r for r in self._replicas if r not in members and not self._replicas[r].is_alive]:
-            self.index.drop(replica)
+            await self._reader.forget(replica)
             await self._replicas.pop(replica).close()
             logger.info("replica gone replica=%s", replica)
         await asyncio.sleep(_REFRESH_S)
