@@ -66,9 +66,11 @@ def _ids(tokens: list[list[SampledToken]]) -> list[list[int]]:
 async def _totals(cluster: LocalCluster, replica: str) -> Totals:
     """What the replica counts, once it has said so: its frames come a little after its answers."""
     await cluster.idle()
-    await cluster.replicas.changed(timeout_s=2)
     seen = cluster.replicas.get(replica)
     assert seen
+    async with asyncio.timeout(5):
+        while seen.status.running or seen.status.waiting or not seen.status.totals.computed_tokens:
+            await cluster.replicas.changed(timeout_s=5)
     return seen.status.totals
 
 
