@@ -1,6 +1,7 @@
 """Deploying and taking down: the one procedure that starts and ends everything a deployment consists of.
 
-    checks -> state file -> Ray (found or started) -> index -> controller -> router -> every replica -> health
+    checks -> state file -> Ray (found or started) -> index -> controller -> every replica ------+-> health
+                                                   \-> Ray Serve ---------------> router -------/
 
 The state file is written before anything is started, and names all of it: so take_down() undoes it from wherever it
 was left.
@@ -16,17 +17,20 @@ from typing import TYPE_CHECKING
 
 from cluster import local_ray, preflight
 from cluster import state as states
+from cluster.background import BackgroundThread
 from cluster.desired import Parts
 from cluster.errors import DeployError
 from cluster.request import Role
 from cluster.spec import Spec
 from cluster.state import Command, State
+from cluster.stopwatch import Stopwatch
 
 if TYPE_CHECKING:  # Ray must not be imported before local_ray.join()
     from cluster.pool_watch import Reporter
 
 _SEE_ALL_S = 60.0  # from every replica being ready until the router has heard of all
 _STOP_S = 60.0
+_SERVE_S = 60.0
 _SERVE_ENVIRONMENT = {"RAY_SERVE_USE_GRPC_BY_DEFAULT": "1"}  # streams of tokens through the HTTP proxy: 0.5 s without
 
 
@@ -43,6 +47,7 @@ def deploy(
 
     Raises ClusterError. Then, and when it is interrupted, nothing that it started is left.
     """
+    watch = Stopwatch()
     preflight.check_name(spec.name, reporter.say)
     if address is None:
         preflight.check_ports(spec.router)
@@ -54,11 +59,13 @@ def deploy(
         state = _join_ray(spec, address, wait_for_nodes=wait_for_nodes)
     states.clear_logs(spec.name)
     states.save(state)
+    watch.lap("checks")
     try:
         if state.local_ray:
             reporter.say("starting a local Ray")
             _start_ray(state, state.local_ray)
-        _start(state, spec, parts=parts, deadline=deadline, reporter=reporter)
+            watch.lap("Ray")
+        _start(state, spec, parts=parts, deadline=deadline, reporter=reporter, watch=watch)
     except BaseException:
         with _undisturbed():
             reporter.say("removing what was started")
@@ -66,6 +73,7 @@ def deploy(
         raise
     state = replace(state, deploying=None)
     states.save(state)
+    reporter.say(f"it took: {watch}")
     return state
 
 
@@ -120,20 +128,31 @@ def _start_ray(state: State, local: local_ray.LocalRay) -> None:
     driver.connect(local.address, state.name)
 
 
-def _start(state: State, spec: Spec, *, parts: Parts, deadline: float, reporter: Reporter) -> None:
+def _start(state: State, spec: Spec, *, parts: Parts, deadline: float, reporter: Reporter, watch: Stopwatch) -> None:
     """Start the index, the controller and the router; return when everything is ready."""
     from cluster import driver, pool_watch, router_app, router_health
 
     log_dir = str(states.log_dir(spec.name))
+    serving = BackgroundThread(lambda: router_app.start_serve(spec.router), name="serve")
+    serving.start()
+    controller = driver.start_controller(spec.name)  # its process comes up while we wait for the index
     index_url = driver.start_index(spec.name, log_dir) if spec.index == "embedded" else spec.index
-    controller = driver.start_controller(spec.name)
+    watch.lap("index")
     plain_spec = spec.model_dump(mode="json")
     driver.ask(controller, "apply", plain_spec, index_url=index_url, log_dir=log_dir, parts=parts)
+    watch.lap("controller")
+    serving.join(_SERVE_S)
+    if serving.failure:
+        raise serving.failure
+    watch.lap("Serve")
     reporter.say("starting the router")
     router_app.start_router(spec, import_path=parts.router, index_url=index_url)
+    watch.lap("router")
     pool_watch.await_ready(controller, Role, deadline=deadline, reporter=reporter)
+    watch.lap("replicas after that")
     wanted = {role.value: spec.pool(role).replicas for role in Role}
     router_health.await_seen(state.http, wanted, within_s=_SEE_ALL_S)
+    watch.lap("router sees all")
 
 
 def _remove_from_ray(state: State) -> None:

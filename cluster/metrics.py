@@ -35,7 +35,15 @@ _GAUGES = (
     ("blocks_disk", "kv_blocks_on_disk", "KV blocks that the replica keeps in files."),
     ("host_bytes_per_s", "kv_host_bytes_per_second", "Measured, from memory to the device."),
     ("disk_bytes_per_s", "kv_disk_bytes_per_second", "Measured, from files to the device."),
+    ("link_bytes_per_s", "link_bytes_per_second", "What the replica's links have carried while they were busy."),
     ("draining", "replica_draining", "1 while the replica finishes what it has and takes no more."),
+)
+# The rates that it has learnt of itself; absent until there are any.
+_RATES = (
+    ("base_s", "step_base_seconds", "What every step takes, whatever is in it."),
+    ("token_s", "step_token_seconds", "What a step takes for each token."),
+    ("pair_s", "step_pair_seconds", "What a step takes for each pair of a prompt's token and a position before it."),
+    ("context_s", "step_context_seconds", "What a step takes for each position that a decoding sequence reads."),
 )
 # Of its Totals, since the replica started.
 _COUNTERS = (
@@ -120,6 +128,8 @@ class _ReplicaCollector(Collector):
             labels = (status.replica, role.value)
             for field, name, _ in _GAUGES:
                 families[name].add_metric(labels, float(getattr(status, field)))
+            for field, name, _ in _RATES if status.HasField("timing") else ():
+                families[name].add_metric(labels, float(getattr(status.timing, field)))
             for field, name, _ in _COUNTERS:
                 families[name].add_metric(labels, float(getattr(status.totals, field)))
         yield from families.values()
@@ -127,5 +137,5 @@ class _ReplicaCollector(Collector):
 
 def _families() -> dict[str, GaugeMetricFamily | CounterMetricFamily]:
     labels = ("replica", "role")
-    gauges = {name: GaugeMetricFamily(name, meaning, labels=labels) for _, name, meaning in _GAUGES}
+    gauges = {name: GaugeMetricFamily(name, meaning, labels=labels) for _, name, meaning in (*_GAUGES, *_RATES)}
     return gauges | {name: CounterMetricFamily(name, meaning, labels=labels) for _, name, meaning in _COUNTERS}

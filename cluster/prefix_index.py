@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from cluster.tier import Tier
 
-_LONG, _STRIDE = 256, 16  # blocks
+_LONG = 256  # blocks of a prefix in which not each is looked at
 _WIDTH = len(Tier)
 
 
@@ -19,8 +19,11 @@ class Depths(NamedTuple):
     disk: int  # anywhere
 
 
+NOTHING = Depths(0, 0, 0)
+
+
 class PrefixIndex:
-    """Hash to holders. Matching a prefix costs one dictionary look-up per block.
+    """Hash to holders. Matching costs a dictionary look-up per block, or fewer where the prefix is long.
 
     Each replica is three bits: that it holds a block on the device; there or in memory; anywhere. A replica that is
     dropped loses its bits at once, without a walk over its blocks; entries that nobody alive holds are swept when they
@@ -87,36 +90,49 @@ class PrefixIndex:
     def depths(self, hashes: Sequence[bytes]) -> dict[str, Depths]:
         """How deep each replica holds the prefix; replicas that hold nothing of it are left out.
 
-        Of a long prefix only every _STRIDE-th block is looked at while nobody drops out: who holds a block has nearly
-        always what comes before it, for tails are evicted before heads.
+        Where a replica drops out of a long prefix is found by bisection: who holds a block has nearly always what comes
+        before it, for tails are evicted before heads.
         """
-        dropouts: dict[int, int] = {}  # depth -> who holds so much and no more
-        walking, depth = self._alive, 0
-        stride = _STRIDE if len(hashes) > _LONG else 1
-        while walking and depth < len(hashes):
-            last = min(depth + stride, len(hashes)) - 1
-            if self._holders.get(hashes[last], 0) & walking != walking:  # somebody drops out on the way there
-                walking = self._walk(hashes, depth, last + 1, walking, dropouts)
-            depth = last + 1
-        if walking and hashes:
-            dropouts[len(hashes)] = walking
-        return self._depths_by_replica(dropouts)
+        if not self._alive or not hashes:
+            return {}
+        walk = self._bisect if len(hashes) > _LONG else self._walk
+        return self._depths_by_replica(walk(hashes, self._alive))
 
-    def _walk(self, hashes: Sequence[bytes], start: int, end: int, walking: int, dropouts: dict[int, int]) -> int:
-        """Look at every block of [start, end): note in `dropouts` who drops out where; returns who is left."""
-        for depth in range(start, end):
-            holding = self._holders.get(hashes[depth], 0) & walking
+    def _walk(self, hashes: Sequence[bytes], walking: int) -> list[tuple[int, int]]:
+        """Look at every block: (who drops out, after how many blocks)."""
+        dropouts: list[tuple[int, int]] = []
+        for depth, prefix_hash in enumerate(hashes):
+            holding = self._holders.get(prefix_hash, 0) & walking
             if holding != walking:
                 if depth:
-                    dropouts[depth] = walking & ~holding
+                    dropouts.append((walking & ~holding, depth))
                 walking = holding
-            if not walking:
-                break
-        return walking
+                if not walking:
+                    return dropouts
+        return [*dropouts, (walking, len(hashes))]
 
-    def _depths_by_replica(self, dropouts: dict[int, int]) -> dict[str, Depths]:
+    def _bisect(self, hashes: Sequence[bytes], walking: int) -> list[tuple[int, int]]:
+        """As `_walk`, but look only where somebody drops out: between two blocks that are held by others."""
+        dropouts: list[tuple[int, int]] = []
+        last = len(hashes) - 1
+        walking &= self._holders.get(hashes[0], 0)
+        spans = [(0, last, self._holders.get(hashes[last], 0))]  # (of the first block, of the last, who holds that one)
+        while spans and walking:  # the leftmost span comes next; all that walk hold its first block
+            low, high, holding = spans.pop()
+            if not walking & ~holding:
+                continue
+            if high - low == 1:
+                dropouts.append((walking & ~holding, high))
+                walking &= holding
+                continue
+            middle = (low + high) // 2
+            spans.append((middle, high, holding))
+            spans.append((low, middle, self._holders.get(hashes[middle], 0)))
+        return [*dropouts, (walking, len(hashes))] if walking else dropouts
+
+    def _depths_by_replica(self, dropouts: list[tuple[int, int]]) -> dict[str, Depths]:
         found: dict[str, list[int]] = {}
-        for depth, mask in dropouts.items():
+        for mask, depth in dropouts:
             while mask:
                 low = mask & -mask
                 shift, tier = divmod(low.bit_length() - 1, _WIDTH)

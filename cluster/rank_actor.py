@@ -7,10 +7,14 @@ that what goes wrong while importing is reported like everything else.
 from __future__ import annotations
 
 import importlib
+import logging
+import time
 from typing import Any, cast
 
 from cluster.rank import Binding, Loaded, Progress, Rank, RankStatus
 from cluster.rank_log import LogPart, log_path, read_log, redirect_output
+
+logger = logging.getLogger(__name__)
 
 # A call of run_forever stays for good, and a controller that restarted adds another: they have threads of their own, so
 # that they never keep `status` or `drain` waiting.
@@ -33,7 +37,9 @@ class RankActor:
     def bind(self) -> Binding:
         if self._rank is None:
             module, _, name = self._import_path.partition(":")
+            began_at = time.monotonic()
             make = getattr(importlib.import_module(module), name)
+            logger.info("%s imported in %.1f s", module, time.monotonic() - began_at)
             self._rank = cast(Rank, make(self._spec, **self._arguments))
         return self._rank.bind()
 

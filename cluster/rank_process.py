@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Callable
@@ -15,6 +16,9 @@ from cluster.rank import Binding, Loaded, Progress, RankStatus
 from cluster.rank_host import RankHost
 from cluster.replica_service import ReplicaService
 from cluster.spec import Spec, parse_spec
+from cluster.stopwatch import Stopwatch
+
+logger = logging.getLogger(__name__)
 
 _CLOSE_S = 10.0
 
@@ -78,6 +82,7 @@ class RankProcess:
         self._address = host
         self._host: RankHost | None = None
         self._binding: Binding | None = None
+        self._watch = Stopwatch()
         self._progress: Progress = {"stage": "starting", "fraction": 0.0}
 
     def bind(self) -> Binding:
@@ -104,8 +109,10 @@ class RankProcess:
             host=self._host,
             on_progress=self._note_progress,
         )
+        self._watch = Stopwatch()
         blocks = self._body.load(setup)
         self._note_progress("serving", 1.0)
+        logger.info("loaded: %s", self._watch)
         return {"blocks": blocks}
 
     def progress(self) -> Progress:
@@ -131,4 +138,5 @@ class RankProcess:
             self._host.stop()
 
     def _note_progress(self, stage: str, fraction: float) -> None:
+        self._watch.lap(self._progress["stage"])
         self._progress = {"stage": stage, "fraction": fraction}

@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
 from cluster.errors import DeployError
-from cluster.spec import Spec
+from cluster.spec import RouterSpec, Spec
 
 _START_S = 120.0
 _POLL_S = 0.1
@@ -27,13 +27,21 @@ def is_serve_running() -> bool:
     return True
 
 
-def start_router(spec: Spec, *, import_path: str, index_url: str) -> None:
-    """Deploy the router and return when Serve calls it running. Raises DeployError with Serve's reason."""
+def start_serve(router: RouterSpec) -> None:
+    """Start Ray Serve and its HTTP proxy, if they do not run yet. Raises DeployError."""
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    try:
+        serve.start(http_options={"host": router.host, "port": router.http_port})
+    except (RayServeException, RayError, RuntimeError, ValueError) as error:
+        raise DeployError(f"Ray Serve: {' '.join(str(error).split())}") from error
+
+
+def start_router(spec: Spec, *, import_path: str, index_url: str) -> None:
+    """Deploy the router on a Serve that runs, and return when Serve calls it running. Raises DeployError with its
+    reason."""
     module, _, build = import_path.partition(":")
     application = getattr(importlib.import_module(module), build)(spec.model_dump(mode="json"), index_url)
     try:
-        serve.start(http_options={"host": spec.router.host, "port": spec.router.http_port})
         serve.run_many(
             [serve.RunTarget(application, name=spec.name, route_prefix="/")],
             wait_for_ingress_deployment_creation=False,

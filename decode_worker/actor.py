@@ -34,7 +34,7 @@ from kvtransfer.grants import Grants
 from kvtransfer.ledger import Landing
 from kvtransfer.passage import Shipment
 from kvtransfer.peers import Peers
-from kvtransfer.pull_calls import PullCalls
+from kvtransfer.pull_call import ask_holder
 from kvtransfer.pull_servicer import Granting, PullServicer
 from kvtransfer.pulls import Pull, Pulls
 from kvtransfer.rank_servicer import RankServicer
@@ -59,7 +59,6 @@ class DecodeBody:
         self._ranks = RankServicer()
         self._requests = DecodeServicer()
         self._prefixes = PullServicer()
-        self._calls: PullCalls | None = None
         self._following: BackgroundThread | None = None
         self._peers: Peers | None = None
         self._sender: Sender | None = None
@@ -96,8 +95,6 @@ class DecodeBody:
             await self._sender.close()
         if self._tiers:
             await asyncio.to_thread(self._tiers.close)
-        if self._calls:
-            await self._calls.close()
         if self._peers:
             await self._peers.disconnect()
 
@@ -160,6 +157,7 @@ class DecodeBody:
             bytes_per_token=layout.bytes_per_token() * layout.tensor_parallel,
             max_tokens=max_tokens,
             max_running=pool.max_running,
+            max_batch_tokens=pool.max_batch_tokens,
         )
         self.service.start(
             index_url=setup.index_url, name=setup.spec.name, member=member, other_ranks=setup.addresses[1:]
@@ -168,7 +166,6 @@ class DecodeBody:
     def _make_pulls(
         self, setup: Setup, runner: ModelRunner, peers: Peers, receiver: Receiver, blocks: BlockManager
     ) -> Pulls[Group]:
-        self._calls = calls = PullCalls(setup.host, peers)
         return Pulls(
             receiver,
             blocks,
@@ -177,7 +174,7 @@ class DecodeBody:
             layout=runner.layout,
             timeout_s=setup.spec.timeouts.transfer_s,
             close_elsewhere=functools.partial(self._close_handoff, setup, peers),
-            call=lambda pull: calls.begin(pull, functools.partial(self._missed, pull)),
+            call=lambda pull: setup.host.spawn(ask_holder(pull, peers, functools.partial(self._missed, pull))),
         )
 
     def _landed(self, rank: int, landing: Landing) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cluster.errors import ClusterError, HandoffExpired, TransferError
 from cluster.handoff import Handoff, Holder
-from cluster.messages import tokens_to_proto
+from cluster.messages import timing_to_proto, tokens_to_proto
 from cluster.request import SampledToken, TokenLogprob
 from cluster.rpc import transfer_pb2
 from cluster.rpc import worker_pb2 as pb
@@ -24,6 +24,7 @@ from engine.batch import Batch
 from engine.block_manager import BlockManager
 from engine.decode_scheduler import Scheduler
 from engine.group import Choice, Group, Source
+from engine.learnt_timing import LearntTiming
 from engine.rate import Rate
 from engine.sampler import SamplingRow, sample
 from engine.sequence import Sequence
@@ -97,6 +98,7 @@ class Decoder:
         self._tokens: dict[str, list[pb.StreamTokens]] = {}
         self._step_rate = Rate()
         self._prefill_rate = Rate()
+        self._timing = LearntTiming()
 
     # What the world asks for.
 
@@ -212,10 +214,10 @@ class Decoder:
         logits = self._rank.lead(batch, orders)
         assert logits is not None
         self.totals.computed_tokens += batch.num_tokens - len(self._scheduler.decoding)
-        self._measure(batch, len(chosen), time.monotonic() - started)
         for choice, count in chosen:
             choice.sequence.computed(count, self._blocks)
         self._sample([choice for choice, _ in chosen if not choice.sequence.num_missing], logits)
+        self._measure(batch, len(chosen), time.monotonic() - started)
         return True
 
     def heartbeat(self) -> None:
@@ -277,6 +279,7 @@ class Decoder:
             blocks_disk=self._tiers.num_blocks(Tier.DISK),
             host_bytes_per_s=self._tiers.bytes_per_s(Tier.HOST),
             disk_bytes_per_s=self._tiers.bytes_per_s(Tier.DISK),
+            timing=timing_to_proto(self._timing.timing),
             totals=self.totals,
         )
 
@@ -325,6 +328,7 @@ class Decoder:
     def _pull_failed(self, pull: Pull[Group], reason: str) -> None:
         logger.info("pull failed request=%s holder=%s: %s", pull.owner.id, pull.holder.replica, reason)
         self.totals.pull_failures += 1
+        self.totals.prefix_hit_tokens -= pull.owner.num_cached  # it is admitted again
         pull.owner.root.leave_out(pull.exposed)
         self._scheduler.fetch_failed(pull.owner)
 
@@ -452,6 +456,7 @@ class Decoder:
 
     def _measure(self, batch: Batch, num_rows: int, seconds: float) -> None:
         """Learn our rates: of steps that only decode, and of tokens in steps that also compute prompts."""
+        self._timing.saw(batch, seconds)
         if batch.num_tokens == num_rows:
             self._step_rate.add(1, seconds)
         else:

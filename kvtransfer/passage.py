@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from engine.kv_layout import KVLayout
     from kvtransfer.plan import HeadCopy
 
-GROUP_BYTES = 1 << 20  # layers are sent together until a message has this size; small messages waste the link
-
 Key = tuple[str, int]  # handoff id, epoch
 
 
@@ -41,7 +39,8 @@ class Shipment:
     handoff: str
     epoch: int
     wire_bytes: int  # payloads and announcements
-    seconds: float  # from the first layer handed over to the last acknowledgement
+    seconds: float  # from the first layer handed over to the last acknowledgement: with the computation meanwhile
+    link_s: float  # what the busiest of its links was at work for it: packing, and waiting for the wire
     error: TransferError | None = None  # None: it has landed
 
     def to_report(self, *, rank: int) -> pb.ReportRequest:
@@ -51,6 +50,7 @@ class Shipment:
             epoch=self.epoch,
             wire_bytes=self.wire_bytes,
             seconds=self.seconds,
+            link_s=self.link_s,
             error=str(self.error) if self.error else "",
         )
         return pb.ReportRequest(rank=rank, shipped=part)
@@ -62,6 +62,7 @@ class Shipment:
             epoch=part.epoch,
             wire_bytes=part.wire_bytes,
             seconds=part.seconds,
+            link_s=part.link_s,
             error=TransferError(part.error) if part.error else None,
         )
 
@@ -102,6 +103,7 @@ class Outlet:
         self.state = OutletState.SENDING
         self.error: TransferError | None = None
         self.wire_bytes = 0
+        self.link_s = 0.0
         self.num_put = 0  # segments given to the carrier, which belongs to the thread that hands them over
         self.num_sent = 0  # of these; belongs to the carrier's thread
         self._carrier = carrier
@@ -195,7 +197,8 @@ class Passage:
     """All outlets of one handoff on this rank. Handed layer after layer by the thread that computes or orders them.
 
     `blocks` is the sequence's table from position 0 on; the caller keeps the blocks until `on_shipped` has been called,
-    once, from any thread.
+    once, from any thread. Layers are sent together until they have `group_rows` rows, a row being one position of one
+    layer: short prompts so go in one message, long ones in groups of layers.
     """
 
     def __init__(
@@ -205,14 +208,14 @@ class Passage:
         *,
         layout: KVLayout,
         on_shipped: Callable[[Shipment], None],
-        group_bytes: int = GROUP_BYTES,
+        group_rows: int = 1 << 16,
     ) -> None:
         self.handoff = handoff
         self.blocks = tuple(blocks)
         self.outlets: list[Outlet] = []
         self._layout = layout
         self._on_shipped = on_shipped
-        self._group_bytes = group_bytes
+        self._group_rows = group_rows
         self._group: Segment | None = None  # layers handed over and not yet sent
         self._started_at: float | None = None
         self._lock = threading.Lock()
@@ -248,8 +251,7 @@ class Passage:
                 num_heads=self._layout.heads_per_rank,
             )
         self._group = group
-        num_bytes = num_tokens * group.num_layers * self._layout.bytes_per_token() // self._layout.num_layers
-        if num_bytes >= self._group_bytes or group.layers.stop == self._layout.num_layers:
+        if num_tokens * group.num_layers >= self._group_rows or group.layers.stop == self._layout.num_layers:
             self._flush()
 
     def commit(self, num_tokens: int, next_tokens: Sequence[int] = ()) -> None:
@@ -276,6 +278,7 @@ class Passage:
                 epoch=self.handoff.epoch,
                 wire_bytes=sum(outlet.wire_bytes for outlet in self.outlets),
                 seconds=time.monotonic() - (self._started_at or time.monotonic()),
+                link_s=max((outlet.link_s for outlet in self.outlets), default=0.0),
                 error=next((outlet.error for outlet in self.outlets if outlet.error), None),
             )
         )

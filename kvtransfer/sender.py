@@ -10,14 +10,18 @@ from dataclasses import replace
 
 from cluster.errors import LinkClosed
 from cluster.handoff import Handoff
+from engine.kv_layout import KVLayout
 from engine.kv_pool import KVPool
 from kvtransfer.codec import codec_for
 from kvtransfer.outgoing_link import OutgoingLink
-from kvtransfer.passage import GROUP_BYTES, Key, Outlet, Passage, Shipment
+from kvtransfer.passage import Key, Outlet, Passage, Shipment
 from kvtransfer.plan import plan_heads
+from kvtransfer.segment import Segment
 
 logger = logging.getLogger(__name__)
 
+# Layers are sent together until a message has this size: docs/benchmarks/kv_path.md says why this one.
+GROUP_BYTES = 1 << 20
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.05, 1.0
 
 
@@ -50,7 +54,7 @@ class Sender:
         self.timeout_s = timeout_s
         self.loop = loop
         self._on_shipped = on_shipped
-        self._group_bytes = group_bytes
+        self._group_rows = max(1, group_bytes // self.codec.num_bytes(_one_row(pool.layout)))
         self._passages: dict[Key, Passage] = {}
         self._links: dict[str, OutgoingLink] = {}
         self._failures: dict[str, int] = {}  # of links to an address, since one was welcome there
@@ -63,7 +67,7 @@ class Sender:
         mine = [copy for copy in copies if copy.sender == self.rank]
         if not mine:
             return None
-        passage = Passage(handoff, blocks, layout=layout, on_shipped=self._shipped, group_bytes=self._group_bytes)
+        passage = Passage(handoff, blocks, layout=layout, on_shipped=self._shipped, group_rows=self._group_rows)
         self._passages[passage.key] = passage
         links = [self._link_to(handoff.ranks[copy.receiver]) for copy in mine]
         passage.outlets = [Outlet(passage, copy, link) for copy, link in zip(mine, links, strict=True)]
@@ -101,3 +105,10 @@ class Sender:
     def _shipped(self, shipment: Shipment) -> None:
         self._passages.pop((shipment.handoff, shipment.epoch), None)
         self._on_shipped(shipment)
+
+
+def _one_row(layout: KVLayout) -> Segment:
+    """One position of one layer, all heads of a rank."""
+    return Segment(
+        first_layer=0, num_layers=1, first_token=0, num_tokens=1, first_head=0, num_heads=layout.heads_per_rank
+    )

@@ -30,7 +30,7 @@ from kvtransfer.grants import Grants
 from kvtransfer.ledger import Landing
 from kvtransfer.passage import Shipment
 from kvtransfer.peers import Peers
-from kvtransfer.pull_calls import PullCalls
+from kvtransfer.pull_call import ask_holder
 from kvtransfer.pull_servicer import Granting, PullServicer
 from kvtransfer.pulls import Pull, Pulls
 from kvtransfer.rank_servicer import RankServicer
@@ -58,7 +58,6 @@ class PrefillBody:
         self._ranks = RankServicer()
         self._prompts = PrefillServicer()
         self._prefixes = PullServicer()
-        self._calls: PullCalls | None = None
         self._following: BackgroundThread | None = None
         self._peers: Peers | None = None
         self._sender: Sender | None = None
@@ -94,8 +93,6 @@ class PrefillBody:
             await self._sender.close()
         if self._tiers:
             await asyncio.to_thread(self._tiers.close)
-        if self._calls:
-            await self._calls.close()
         if self._peers:
             await self._peers.disconnect()
 
@@ -153,6 +150,7 @@ class PrefillBody:
             bytes_per_token=layout.bytes_per_token() * layout.tensor_parallel,
             max_tokens=max_tokens,
             max_running=pool.max_running,
+            max_batch_tokens=pool.max_batch_tokens,
         )
         self.service.start(
             index_url=setup.index_url, name=setup.spec.name, member=member, other_ranks=setup.addresses[1:]
@@ -161,7 +159,6 @@ class PrefillBody:
     def _make_pulls(
         self, setup: Setup, runner: ModelRunner, peers: Peers, receiver: Receiver, blocks: BlockManager
     ) -> Pulls[Job]:
-        self._calls = calls = PullCalls(setup.host, peers)
         return Pulls(
             receiver,
             blocks,
@@ -170,7 +167,7 @@ class PrefillBody:
             layout=runner.layout,
             timeout_s=setup.spec.timeouts.transfer_s,
             close_elsewhere=functools.partial(self._close_handoff, setup, peers),
-            call=lambda pull: calls.begin(pull, functools.partial(self._missed, pull)),
+            call=lambda pull: setup.host.spawn(ask_holder(pull, peers, functools.partial(self._missed, pull))),
         )
 
     def _landed(self, rank: int, landing: Landing) -> None:

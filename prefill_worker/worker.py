@@ -10,11 +10,13 @@ from torch import Tensor
 
 from cluster.errors import ClusterError, HandoffExpired, TransferError
 from cluster.handoff import Handoff, Holder
+from cluster.messages import timing_to_proto
 from cluster.request import SampledToken
 from cluster.rpc import worker_pb2 as pb
 from cluster.tier import Tier
 from engine.batch import Batch
 from engine.block_manager import BlockManager
+from engine.learnt_timing import LearntTiming
 from engine.prefill_scheduler import Job, Scheduler
 from engine.rate import Rate
 from engine.sampler import SamplingRow, sample
@@ -62,6 +64,7 @@ class Prefiller:
         self._blocks = blocks
         self._scheduler = scheduler
         self._prefill_rate = Rate()
+        self._timing = LearntTiming()
         self._link_rate = Rate()
         self._rank = rank
         self._pulls = pulls
@@ -124,9 +127,11 @@ class Prefiller:
         batch = Batch.of(rows, block_size=self._rank.runner.layout.block_size)
         logits = self._rank.lead(batch, orders)
         assert logits is not None
-        self._prefill_rate.add(batch.num_tokens, time.monotonic() - started)
         self.totals.computed_tokens += batch.num_tokens
         self._finish([job for job, count in chosen if self._advance(job, count)], logits)
+        seconds = time.monotonic() - started
+        self._prefill_rate.add(batch.num_tokens, seconds)
+        self._timing.saw(batch, seconds)
         return True
 
     def shipped(self, rank: int, shipment: Shipment) -> None:
@@ -210,6 +215,7 @@ class Prefiller:
             blocks_disk=self._tiers.num_blocks(Tier.DISK),
             host_bytes_per_s=self._tiers.bytes_per_s(Tier.HOST),
             disk_bytes_per_s=self._tiers.bytes_per_s(Tier.DISK),
+            timing=timing_to_proto(self._timing.timing),
             totals=self.totals,
         )
 
@@ -302,7 +308,7 @@ class Prefiller:
         self.totals.transfers += 1
         self.totals.transfer_bytes += shipment.wire_bytes
         self.totals.transfer_seconds += shipment.seconds
-        self._link_rate.add(shipment.wire_bytes, shipment.seconds)
+        self._link_rate.add(shipment.wire_bytes, shipment.link_s)
 
     def _is_known(self, handoff: Handoff) -> bool:
         return any(job.handoff and _key(job.handoff) == _key(handoff) for job in self._listeners)

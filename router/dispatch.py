@@ -12,10 +12,8 @@ from cluster.errors import CapacityError, ClusterError, ContextLengthExceeded
 from cluster.handoff import Holder
 from cluster.hashing import block_hashes, root_hash
 from cluster.metrics import Metrics
-from cluster.prefix_index import Depths
+from cluster.prefix_index import NOTHING
 from cluster.request import Role, SequenceRequest
-from cluster.rpc import worker_pb2 as pb
-from cluster.timing import StepTiming
 from router.admission import Ticket
 from router.attempt import Pair, may_retry
 from router.decisions import Decisions
@@ -24,6 +22,7 @@ from router.generation import Generation
 from router.move import Place
 from router.policy import Demand, Option, Policy, ReplicaView
 from router.relay import Relay
+from router.replica_view import Usual, view_of
 from router.replicas import Replica, Replicas
 from router.room import AnswerLength, DecodeLoad, decode_has_room, prefill_has_room
 
@@ -37,15 +36,6 @@ class _Need:
     request: SequenceRequest
     hashes: list[bytes]
     num_blocks: int  # with the answer that is predicted
-
-
-_DEFAULT_PREFILL_TOKENS_PER_S = 1000.0
-_DEFAULT_STEP_S = 0.02
-_DEFAULT_LINK_BYTES_PER_S = 1e9
-_DEFAULT_HOST_BYTES_PER_S = 4e9  # from a replica's memory to its device
-_DEFAULT_DISK_BYTES_PER_S = 5e8
-_NOTHING = Depths(0, 0, 0)
-_ANY_LENGTH = 1 << 30  # the measured rates know nothing of chunks
 
 
 class Dispatch:
@@ -165,21 +155,27 @@ class Dispatch:
             num_streams = len(need.request.choices)
             decodes = [r for r in decodes if _decode_has_room(r, num_blocks=need.num_blocks, num_streams=num_streams)]
             prefills = [r for r in prefills if self._has_room(r.id)] or prefills  # a policy may offer a few only
-        found = self._options(need, prefills, decodes, avoid=avoid)
+        found, views = self._weigh(need, prefills, decodes, avoid=avoid)
         if needs_room:
             found = [option for option in found if option.prefill is None or self._has_room(option.prefill)]
         if not found:
             return None
-        self.decisions.add(need.request.id, found)
+        self.decisions.add(need.request.id, found, views)
         return self._pair(need, found[0])
 
     def _options(
         self, need: _Need, prefills: list[Replica], decodes: list[Replica], *, avoid: set[str]
     ) -> Sequence[Option]:
+        return self._weigh(need, prefills, decodes, avoid=avoid)[0]
+
+    def _weigh(
+        self, need: _Need, prefills: list[Replica], decodes: list[Replica], *, avoid: set[str]
+    ) -> tuple[Sequence[Option], list[ReplicaView]]:
+        """The options, and what they were weighed by."""
         request = need.request
         decodes = [replica for replica in decodes if len(request.token_ids) < replica.member.max_tokens]
         if not decodes:
-            return []
+            return [], []
         member = decodes[0].member
         depths = self._replicas.index.depths(need.hashes)
         demand = Demand(
@@ -188,12 +184,12 @@ class Dispatch:
             bytes_per_token=member.bytes_per_token,
             max_local_tokens=self._max_local_tokens,
         )
-        usual = _Usual.of([*prefills, *decodes])
-        return self._policy.options(
-            demand,
-            [_view(replica, depths, usual) for replica in _preferred(prefills, avoid)],
-            [_view(replica, depths, usual) for replica in _preferred(decodes, avoid)],
+        usual = Usual.of([*prefills, *decodes])
+        views, decode_views = (
+            [view_of(replica, depths.get(replica.id, NOTHING), usual) for replica in _preferred(replicas, avoid)]
+            for replicas in (prefills, decodes)
         )
+        return self._policy.options(demand, views, decode_views), [*views, *decode_views]
 
     def _pair(self, need: _Need, option: Option) -> Pair:
         request = need.request
@@ -266,62 +262,6 @@ def _decode_has_room(replica: Replica, *, num_blocks: int, num_streams: int) -> 
         num_waiting=status.waiting,
     )
     return decode_has_room(load, num_blocks=num_blocks, num_streams=num_streams)
-
-
-@dataclass(frozen=True)
-class _Usual:
-    """What to assume of a replica that has not measured something yet: what the others have, or a default."""
-
-    prefill_tokens_per_s: float
-    step_s: float
-    link_bytes_per_s: float
-
-    @classmethod
-    def of(cls, replicas: Sequence[Replica]) -> _Usual:
-        statuses = [replica.status for replica in replicas]
-        return cls(
-            _mean([status.prefill_tokens_per_s for status in statuses], _DEFAULT_PREFILL_TOKENS_PER_S),
-            _mean([status.decode_step_s for status in statuses], _DEFAULT_STEP_S),
-            _mean([status.link_bytes_per_s for status in statuses], _DEFAULT_LINK_BYTES_PER_S),
-        )
-
-
-def _view(replica: Replica, depths: dict[str, Depths], usual: _Usual) -> ReplicaView:
-    status, member = replica.status, replica.member
-    held = depths.get(replica.id, _NOTHING)
-    token_s = 1 / (status.prefill_tokens_per_s or usual.prefill_tokens_per_s)
-    # What we have sent and it has not reported yet counts too.
-    queued_tokens = max(status.queued_tokens, replica.pending_tokens)
-    return ReplicaView(
-        replica=replica.id,
-        cached_tokens=held.device * member.block_size,
-        stored_tokens=held.disk * member.block_size,
-        queue_s=queued_tokens * token_s,
-        num_streams=max(status.running + status.waiting, replica.num_requests),
-        num_blocks=member.num_blocks,
-        available_blocks=status.blocks_free + status.blocks_cached,
-        # A prefill step is taken to have a decode step's constant part, until workers report their own.
-        timing=StepTiming(base_s=status.decode_step_s or usual.step_s, token_s=token_s),
-        max_batch_tokens=_ANY_LENGTH,
-        link_bytes_per_s=status.link_bytes_per_s or usual.link_bytes_per_s,
-        restore_bytes_per_s=_restore_bytes_per_s(held, status),
-    )
-
-
-def _restore_bytes_per_s(held: Depths, status: pb.Status) -> float:
-    """At which rate this prefix comes back from where it lies below the device; 0: nothing of it does."""
-    from_host, from_disk = held.host - held.device, held.disk - held.host
-    if not (from_host or from_disk):
-        return 0.0
-    block_s = from_host / (status.host_bytes_per_s or _DEFAULT_HOST_BYTES_PER_S)
-    block_s += from_disk / (status.disk_bytes_per_s or _DEFAULT_DISK_BYTES_PER_S)
-    return (from_host + from_disk) / block_s
-
-
-def _mean(values: Sequence[float], default: float) -> float:
-    """Of what was measured."""
-    measured = [value for value in values if value > 0]
-    return sum(measured) / len(measured) if measured else default
 
 
 def _preferred(replicas: list[Replica], avoid: Iterable[str]) -> list[Replica]:

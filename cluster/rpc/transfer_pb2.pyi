@@ -159,18 +159,20 @@ class LandedPart(_message.Message):
     def __init__(self, handoff: _Optional[str] = ..., epoch: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class ShippedPart(_message.Message):
-    __slots__ = ("handoff", "epoch", "wire_bytes", "seconds", "error")
+    __slots__ = ("handoff", "epoch", "wire_bytes", "seconds", "error", "link_s")
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     WIRE_BYTES_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    LINK_S_FIELD_NUMBER: _ClassVar[int]
     handoff: str
     epoch: int
     wire_bytes: int
     seconds: float
     error: str
-    def __init__(self, handoff: _Optional[str] = ..., epoch: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., error: _Optional[str] = ...) -> None: ...
+    link_s: float
+    def __init__(self, handoff: _Optional[str] = ..., epoch: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., error: _Optional[str] = ..., link_s: _Optional[float] = ...) -> None: ...
 
 class LoadedPart(_message.Message):
     __slots__ = ("id", "num_blocks", "num_bytes", "seconds")

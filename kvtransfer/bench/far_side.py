@@ -65,13 +65,10 @@ class FarSide:
         return at
 
     def receive_over_link(self, prefix: str, num_bytes: int, count: int) -> float:
-        """When all had come."""
-        receive_over_link(self._servicer.meeting, prefix, num_bytes=num_bytes, count=count)
-        return time.monotonic()
+        return receive_over_link(self._servicer.meeting, prefix, num_bytes=num_bytes, count=count)
 
     def receive_over_tcp(self, port: int, num_bytes: int, count: int) -> float:
-        receive_over_tcp(port, num_bytes=num_bytes, count=count)
-        return time.monotonic()
+        return receive_over_tcp(port, num_bytes=num_bytes, count=count)
 
     def _landed(self, landing: Landing) -> None:
         self._landings.put((landing.handoff, time.monotonic()))

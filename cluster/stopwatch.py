@@ -1,0 +1,22 @@
+"""Where the time of a long procedure goes."""
+
+from __future__ import annotations
+
+import time
+
+
+class Stopwatch:
+    """Laps, each from the end of the one before. A name that comes again is added up."""
+
+    def __init__(self) -> None:
+        self.laps_s: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def lap(self, name: str) -> None:
+        """What has just ended."""
+        now = time.monotonic()
+        self.laps_s[name] = self.laps_s.get(name, 0.0) + now - self._last
+        self._last = now
+
+    def __str__(self) -> str:
+        return " · ".join(f"{name} {seconds:.1f} s" for name, seconds in self.laps_s.items())
