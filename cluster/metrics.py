@@ -31,11 +31,11 @@ _GAUGES = (
     ("blocks_total", "kv_blocks", "KV blocks of the pool, whatever their state."),
     ("blocks_free", "kv_blocks_free", "KV blocks that hold nothing."),
     ("blocks_cached", "kv_blocks_cached", "KV blocks that hold a prefix which no sequence uses; they count as room."),
+    ("link_bytes_per_s", "link_bytes_per_second", "What the replica's links have carried while they were busy."),
     ("blocks_host", "kv_blocks_in_memory", "KV blocks that the replica keeps in the machine's memory."),
     ("blocks_disk", "kv_blocks_on_disk", "KV blocks that the replica keeps in files."),
     ("host_bytes_per_s", "kv_host_bytes_per_second", "Measured, from memory to the device."),
     ("disk_bytes_per_s", "kv_disk_bytes_per_second", "Measured, from files to the device."),
-    ("link_bytes_per_s", "link_bytes_per_second", "What the replica's links have carried while they were busy."),
     ("draining", "replica_draining", "1 while the replica finishes what it has and takes no more."),
 )
 # The rates that it has learnt of itself; absent until there are any.

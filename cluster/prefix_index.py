@@ -19,9 +19,6 @@ class Depths(NamedTuple):
     disk: int  # anywhere
 
 
-NOTHING = Depths(0, 0, 0)
-
-
 class PrefixIndex:
     """Hash to holders. Matching costs a dictionary look-up per block, or fewer where the prefix is long.
 
@@ -99,21 +96,21 @@ class PrefixIndex:
         return self._depths_by_replica(walk(hashes, self._alive))
 
     def _walk(self, hashes: Sequence[bytes], walking: int) -> list[tuple[int, int]]:
-        """Look at every block: (who drops out, after how many blocks)."""
-        dropouts: list[tuple[int, int]] = []
+        """Look at every block: (who drops out, how many leading blocks they hold)."""
+        depths: list[tuple[int, int]] = []
         for depth, prefix_hash in enumerate(hashes):
             holding = self._holders.get(prefix_hash, 0) & walking
             if holding != walking:
                 if depth:
-                    dropouts.append((walking & ~holding, depth))
+                    depths.append((walking & ~holding, depth))
                 walking = holding
                 if not walking:
-                    return dropouts
-        return [*dropouts, (walking, len(hashes))]
+                    return depths
+        return [*depths, (walking, len(hashes))]
 
     def _bisect(self, hashes: Sequence[bytes], walking: int) -> list[tuple[int, int]]:
         """As `_walk`, but look only where somebody drops out: between two blocks that are held by others."""
-        dropouts: list[tuple[int, int]] = []
+        depths: list[tuple[int, int]] = []
         last = len(hashes) - 1
         walking &= self._holders.get(hashes[0], 0)
         spans = [(0, last, self._holders.get(hashes[last], 0))]  # (of the first block, of the last, who holds that one)
@@ -122,15 +119,15 @@ class PrefixIndex:
             if not walking & ~holding:
                 continue
             if high - low == 1:
-                dropouts.append((walking & ~holding, high))
+                depths.append((walking & ~holding, high))
                 walking &= holding
                 continue
             middle = (low + high) // 2
             spans.append((middle, high, holding))
             spans.append((low, middle, self._holders.get(hashes[middle], 0)))
-        return [*dropouts, (walking, len(hashes))] if walking else dropouts
+        return [*depths, (walking, len(hashes))] if walking else depths
 
-    def _depths_by_replica(self, dropouts: list[tuple[int, int]]) -> dict[str, Depths]:
+    def _depths_by_replica(self, dropouts: Iterable[tuple[int, int]]) -> dict[str, Depths]:
         found: dict[str, list[int]] = {}
         for mask, depth in dropouts:
             while mask:

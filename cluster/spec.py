@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from cluster.errors import SpecError
 from cluster.request import Role
@@ -86,6 +86,13 @@ class PrefillPoolSpec(PoolSpec):
 
 class DecodePoolSpec(PoolSpec):
     expert_parallel: bool = False  # each rank holds some experts whole, instead of a share of every one
+    redundant_experts: Annotated[int, Field(ge=0)] = 0  # of each layer: places for copies of those that are chosen most
+
+    @model_validator(mode="after")
+    def _redundant_experts_are_whole(self) -> DecodePoolSpec:
+        if self.redundant_experts and not self.expert_parallel:
+            raise ValueError("redundant_experts: only with expert_parallel: true, where ranks hold experts whole")
+        return self
 
 
 class RouterSpec(_Section):

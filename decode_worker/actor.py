@@ -73,7 +73,14 @@ class DecodeBody:
     def load(self, setup: Setup) -> int:
         pool = setup.spec.decode
         self._peers, parallel = rank_parts.meet(setup, self._ranks, device=self._device)
-        runner = rank_parts.load(setup, pool, parallel, device=self._device, expert_parallel=pool.expert_parallel)
+        runner = rank_parts.load(
+            setup,
+            pool,
+            parallel,
+            device=self._device,
+            expert_parallel=pool.expert_parallel,
+            redundant_experts=pool.redundant_experts,
+        )
         if setup.rank == 0:
             self._serve(setup, runner, self._peers)
         else:

@@ -16,8 +16,8 @@ from cluster.errors import ReplicaLost
 from cluster.timing import StepTiming, pairs
 from engine.learnt_timing import LearntTiming
 
-_PROMPTS = (32, 96, 256, 640, 1536)  # tokens
-_BATCHES, _CONTEXTS = (1, 2, 4, 8), (64, 512)
+_PROMPTS = (32, 128, 512, 1024)  # tokens
+_BATCHES, _CONTEXTS = (1, 4), (64, 512)
 _BESIDE = {"prefill": {"num_tokens": 256}, "decode": {"batch": 2, "context": 128}}
 _ANSWER_S = 300.0
 

@@ -211,11 +211,11 @@ class Prefiller:
             blocks_cached=self._blocks.num_cached,
             prefill_tokens_per_s=self._prefill_rate.per_s,
             link_bytes_per_s=self._link_rate.per_s,
+            timing=timing_to_proto(self._timing.timing),
             blocks_host=self._tiers.num_blocks(Tier.HOST),
             blocks_disk=self._tiers.num_blocks(Tier.DISK),
             host_bytes_per_s=self._tiers.bytes_per_s(Tier.HOST),
             disk_bytes_per_s=self._tiers.bytes_per_s(Tier.DISK),
-            timing=timing_to_proto(self._timing.timing),
             totals=self.totals,
         )
 

@@ -59,13 +59,13 @@ def view_of(replica: Replica, held: Depths, usual: Usual) -> ReplicaView:
 
 
 def _restore_bytes_per_s(held: Depths, status: pb.Status) -> float:
-    """At which rate what lies below the device comes back; 0: nothing of this prompt does."""
+    """At which rate this prefix comes back from where it lies below the device; 0: nothing of it does."""
     from_host, from_disk = held.host - held.device, held.disk - held.host
     if not (from_host or from_disk):
         return 0.0
-    host_s = from_host / (status.host_bytes_per_s or _DEFAULT_HOST_BYTES_PER_S)
-    disk_s = from_disk / (status.disk_bytes_per_s or _DEFAULT_DISK_BYTES_PER_S)
-    return (from_host + from_disk) / (host_s + disk_s)
+    block_s = from_host / (status.host_bytes_per_s or _DEFAULT_HOST_BYTES_PER_S)
+    block_s += from_disk / (status.disk_bytes_per_s or _DEFAULT_DISK_BYTES_PER_S)
+    return (from_host + from_disk) / block_s
 
 
 def _timing(replica: Replica, usual: StepTiming) -> StepTiming:

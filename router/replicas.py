@@ -39,7 +39,7 @@ class Replica:
         self.status = pb.Status(replica=member.replica)
         self.is_alive = False  # its frames are coming
         self.is_draining = asyncio.Event()  # set for good once it says so
-        self.pending_tokens = 0  # prompt tokens that we gave it and that it has not answered yet
+        self.pending_tokens = 0  # of prompts that were meant for it, and that it has not answered yet
         self.num_requests = 0  # of ours, under way there
         self.promised_blocks = 0  # to requests of ours
         self.promised_streams = 0
@@ -64,6 +64,17 @@ class Replica:
 
     def unsubscribe(self, stream: int) -> None:
         self._sinks.pop(stream, None)
+
+    def expect_answer(self, num_tokens: int) -> Callable[[], None]:
+        """A prompt of so many tokens is meant for it. Call what is returned, once or more, when it has answered."""
+        self.pending_tokens += num_tokens
+        left = [num_tokens]
+
+        def answered() -> None:
+            if left:
+                self.pending_tokens -= left.pop()
+
+        return answered
 
     async def unless_lost(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work`, but raise ReplicaLost as soon as the frames end: its calls may stay open for longer."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,66 +30,64 @@ class Usage:
 
 
 class Door(Protocol):
-    """One connection to a deployment. Lives on one event loop."""
+    """One connection to a deployment; lives on one event loop."""
 
-    async def ask(
-        self, token_ids: Sequence[int], *, max_tokens: int, timeout_s: float, tokens: Callable[[int], None]
-    ) -> Usage:
-        """Have exactly `max_tokens` generated, greedily; `tokens(count)` is called as they come.
+    def ask(self, token_ids: Sequence[int], *, max_tokens: int, timeout_s: float) -> AsyncGenerator[int | Usage, None]:
+        """Have exactly `max_tokens` generated, greedily. Yields how many tokens each event brings, and last the usage.
 
-        Raises RequestFailed.
+        Leaving the iteration cancels the request. Raises RequestFailed.
         """
         ...
 
-    async def close(self) -> None: ...
 
-
-def open_door(endpoint: str) -> Door:
+@asynccontextmanager
+async def open_door(endpoint: str) -> AsyncIterator[Door]:
     """`endpoint` is HOST:PORT of a gRPC door, or http://HOST:PORT of an OpenAI door."""
-    return HttpDoor(endpoint) if endpoint.startswith(("http://", "https://")) else GrpcDoor(endpoint)
+    if endpoint.startswith(("http://", "https://")):
+        no_limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)  # the load decides how many
+        async with httpx.AsyncClient(base_url=endpoint, limits=no_limits, trust_env=False) as client:
+            yield HttpDoor(client)
+    else:
+        async with aio.insecure_channel(endpoint, options=CLIENT_OPTIONS) as channel:
+            yield GrpcDoor(channel)
 
 
 class GrpcDoor:
     """Implements Door over cluster.v1.Inference."""
 
-    def __init__(self, endpoint: str) -> None:
-        self._channel = aio.insecure_channel(endpoint, options=CLIENT_OPTIONS)
-        self._stub = rpc.InferenceStub(self._channel)
+    def __init__(self, channel: aio.Channel) -> None:
+        self._stub = rpc.InferenceStub(channel)
 
     async def ask(
-        self, token_ids: Sequence[int], *, max_tokens: int, timeout_s: float, tokens: Callable[[int], None]
-    ) -> Usage:
+        self, token_ids: Sequence[int], *, max_tokens: int, timeout_s: float
+    ) -> AsyncGenerator[int | Usage, None]:
         request = pb.GenerateRequest(
             token_ids=pb.TokenIds(ids=token_ids),
             sampling=pb.SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True),
         )
-        usage = None
+        call = self._stub.Generate(request, timeout=timeout_s)
         try:
-            async for event in self._stub.Generate(request, timeout=timeout_s):
+            async for event in call:
                 if event.HasField("delta") and event.delta.token_ids:
-                    tokens(len(event.delta.token_ids))
+                    yield len(event.delta.token_ids)
                 elif event.HasField("summary"):
                     usage = event.summary.usage
+                    yield Usage(prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens)
         except aio.AioRpcError as error:
             raise RequestFailed(f"{error.code().name.lower()}: {error.details()}") from None
-        if usage is None:
-            raise RequestFailed("the answer ended without a summary")
-        return Usage(prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens)
-
-    async def close(self) -> None:
-        await self._channel.close()
+        finally:
+            call.cancel()
 
 
 class HttpDoor:
     """Implements Door over the OpenAI API, /v1/completions."""
 
-    def __init__(self, endpoint: str) -> None:
-        no_limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)  # the load decides how many
-        self._client = httpx.AsyncClient(base_url=endpoint, limits=no_limits, trust_env=False)
+    def __init__(self, client: httpx.AsyncClient) -> None:
+        self._client = client
 
     async def ask(
-        self, token_ids: Sequence[int], *, max_tokens: int, timeout_s: float, tokens: Callable[[int], None]
-    ) -> Usage:
+        self, token_ids: Sequence[int], *, max_tokens: int, timeout_s: float
+    ) -> AsyncGenerator[int | Usage, None]:
         body = {
             "prompt": list(token_ids),
             "max_tokens": max_tokens,
@@ -98,26 +97,24 @@ class HttpDoor:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        usage: dict[str, Any] | None = None
         try:
             async with self._client.stream("POST", "/v1/completions", json=body, timeout=timeout_s) as answer:
                 if answer.is_error:
                     raise RequestFailed(f"{answer.status_code}: {(await answer.aread()).decode(errors='replace')}")
                 async for line in answer.aiter_lines():
-                    chunk = _chunk(line)
-                    usage = chunk.get("usage") or usage
-                    for choice in chunk.get("choices", ()):
-                        if choice.get("token_ids"):
-                            tokens(len(choice["token_ids"]))
+                    for item in _items(_chunk(line)):
+                        yield item
         except httpx.HTTPError as error:
             raise RequestFailed(str(error) or type(error).__name__) from None
-        if usage is None:
-            raise RequestFailed("the answer ended without its usage")
-        details = usage.get("prompt_tokens_details") or {}
-        return Usage(prompt_tokens=usage["prompt_tokens"], cached_tokens=details.get("cached_tokens") or 0)
 
-    async def close(self) -> None:
-        await self._client.aclose()
+
+def _items(chunk: dict[str, Any]) -> Iterator[int | Usage]:
+    for choice in chunk.get("choices", ()):
+        if choice.get("token_ids"):
+            yield len(choice["token_ids"])
+    if usage := chunk.get("usage"):
+        details = usage.get("prompt_tokens_details") or {}
+        yield Usage(prompt_tokens=usage["prompt_tokens"], cached_tokens=details.get("cached_tokens") or 0)
 
 
 def _chunk(line: str) -> dict[str, Any]:

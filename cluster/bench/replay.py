@@ -71,14 +71,15 @@ async def replay(
         request = answered.request
         await asyncio.sleep(request.arrival_s - (time.perf_counter() - begin))
         try:
-            answered.usage = await door.ask(
-                token_ids,
-                max_tokens=request.num_output,
-                timeout_s=timeout_s,
-                tokens=lambda count: answered.came(time.perf_counter() - begin, count),
-            )
+            async for item in door.ask(token_ids, max_tokens=request.num_output, timeout_s=timeout_s):
+                if isinstance(item, Usage):
+                    answered.usage = item
+                else:
+                    answered.came(time.perf_counter() - begin, item)
+            if answered.usage is None:
+                raise RequestFailed("the answer ended without its usage")
         except RequestFailed as error:
-            answered.error = str(error)
+            answered.usage, answered.error = None, str(error)
         on_end(answered)
 
     found = [Answered(request) for request in trace]

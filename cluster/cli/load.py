@@ -85,12 +85,9 @@ def _measure(
     from cluster.bench.replay import Answered, replay
 
     async def run() -> list[Answered]:
-        door = open_door(endpoint)
-        try:
-            with _progress(len(asked)) as advance:
+        with _progress(len(asked)) as advance:
+            async with open_door(endpoint) as door:
                 return await replay(asked, door, seed=seed, timeout_s=timeout_s, on_end=lambda answered: advance())
-        finally:
-            await door.close()
 
     slo_ttft_s, slo_itl_s = (None if limit is None else limit / 1e3 for limit in slo)
     return summary(asyncio.run(run()), slo_ttft_s=slo_ttft_s, slo_itl_s=slo_itl_s)

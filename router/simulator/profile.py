@@ -27,8 +27,8 @@ class _Section(BaseModel):
 class Steps(_Section):
     """See cluster.timing."""
 
-    base_s: Positive
-    token_s: Positive
+    base_s: NotNegative
+    token_s: NotNegative
     pair_s: NotNegative
     context_s: NotNegative
 

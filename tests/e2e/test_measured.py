@@ -12,16 +12,22 @@ import pytest
 from cluster.cli.app import run
 from cluster.ports import free_port
 from router.service import RouterService
+from router.simulator.profile import load_profile
 from tests.e2e.conftest import Checkpoint
 from tests.local_cluster import local_cluster
 from tests.router.http_server import serve_http
 
 
 @pytest.fixture
-async def doors(checkpoint: Checkpoint, redis_url: str) -> AsyncIterator[tuple[str, str]]:
+def model(checkpoint: Checkpoint) -> Path:
+    return checkpoint("llama")
+
+
+@pytest.fixture
+async def doors(model: Path, redis_url: str) -> AsyncIterator[tuple[str, str]]:
     """The gRPC and the OpenAI door of 1P1D."""
     tree = {"model": {"dtype": "float32"}, "router": {"grpc_port": free_port()}}
-    async with local_cluster(checkpoint("llama"), redis_url, **tree) as cluster:
+    async with local_cluster(model, redis_url, **tree) as cluster:
         service = await RouterService.open(cluster.spec, index_url=redis_url)
         try:
             async with serve_http(service.http_app()) as (host, port):
@@ -44,7 +50,7 @@ def trace(tmp_path: Path) -> str:
 
 
 async def test_a_load_is_measured_through_both_doors_and_explained(
-    doors: tuple[str, str], trace: str, capsys: pytest.CaptureFixture[str]
+    doors: tuple[str, str], model: Path, trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     grpc, http = doors
     for seed, door in enumerate(doors):
@@ -57,6 +63,12 @@ async def test_a_load_is_measured_through_both_doors_and_explained(
     assert await asyncio.to_thread(run, ["bench", *load]) == 0
     assert "5 requests" in capsys.readouterr().out
     assert await asyncio.to_thread(run, ["bench", "--trace", trace, "--endpoint", grpc]) == 1  # far beyond its context
+
+    path = tmp_path / "live.json"
+    live = ["profile", "--live", "--endpoint", http, "--model", str(model), "--dtype", "float32", "-o", str(path)]
+    assert await asyncio.to_thread(run, live) == 0
+    assert load_profile(str(path)).timing.prefill_s(64, after=0, chunk=512) > 0
+    capsys.readouterr()
 
     assert await asyncio.to_thread(run, ["generate", "<5>", "--max-tokens", "3", "--endpoint", grpc, "--json"]) == 0
     request_id = json.loads(capsys.readouterr().out.splitlines()[-1])["request_id"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 import pytest
 
@@ -21,18 +21,15 @@ class FakeDoor:
         self._barrier = asyncio.Barrier(expected)
 
     async def ask(
-        self, token_ids: Sequence[int], *, max_tokens: int, timeout_s: float, tokens: Callable[[int], None]
-    ) -> Usage:
+        self, token_ids: Sequence[int], *, max_tokens: int, timeout_s: float
+    ) -> AsyncGenerator[int | Usage, None]:
         if len(token_ids) == 1:
             raise RequestFailed("too short")
         async with asyncio.timeout(timeout_s):
             await self._barrier.wait()
-        tokens(1)
-        tokens(max_tokens - 1)
-        return Usage(prompt_tokens=len(token_ids), cached_tokens=len(token_ids) // 2)
-
-    async def close(self) -> None:
-        pass
+        yield 1
+        yield max_tokens - 1
+        yield Usage(prompt_tokens=len(token_ids), cached_tokens=len(token_ids) // 2)
 
 
 def _request(number: int, num_tokens: int) -> TraceRequest:
