@@ -8,6 +8,7 @@ from types import TracebackType
 from grpc import aio
 
 from cluster.channel import CLIENT_OPTIONS
+from cluster.errors import DeployError
 from cluster.rpc import inference_pb2 as pb
 from cluster.rpc import inference_pb2_grpc as rpc
 
@@ -31,7 +32,7 @@ class GrpcDoor:
         await self._channel.close()
 
     async def ask(self, token_ids: list[int], max_tokens: int) -> AsyncIterator[int]:
-        """Greedy, to the last token that was asked for. Yields how many tokens each event brings."""
+        """Greedy, to the last token that was asked for. Yields how many tokens each event brings. Raises DeployError."""
         request = pb.GenerateRequest(
             token_ids=pb.TokenIds(ids=token_ids),
             sampling=pb.SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
@@ -41,5 +42,7 @@ class GrpcDoor:
             async for event in call:
                 if event.HasField("delta"):
                     yield len(event.delta.token_ids)
+        except aio.AioRpcError as error:
+            raise DeployError(f"{self._endpoint}: {error.code().name}: {error.details()}") from None
         finally:
             call.cancel()
