@@ -32,7 +32,7 @@ class GrpcDoor:
         await self._channel.close()
 
     async def ask(self, token_ids: list[int], max_tokens: int) -> AsyncIterator[int]:
-        """Greedy, to the last token that was asked for. Yields how many tokens each event brings. Raises DeployError."""
+        """Greedy, as many tokens as were asked for. Yields how many each event brings. Raises DeployError."""
         request = pb.GenerateRequest(
             token_ids=pb.TokenIds(ids=token_ids),
             sampling=pb.SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
