@@ -1,4 +1,4 @@
-"""Deploying and taking down: the one procedure that starts and ends everything a deployment consists of.
+r"""Deploying and taking down: the one procedure that starts and ends everything a deployment consists of.
 
     checks -> state file -> Ray (found or started) -+-> index, controller -> every replica -+-> health
                                                     '-> Ray Serve ---------> router --------'

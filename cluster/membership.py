@@ -33,6 +33,7 @@ class Member:
     bytes_per_token: int  # of KV on the wire, all ranks
     max_tokens: int  # of one sequence: what its context and its pool allow
     max_running: int = 64  # sequences in one step
+    max_batch_tokens: int = 2048  # in one step; longer prompts are computed in chunks
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

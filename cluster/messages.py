@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 
 from cluster.handoff import Handoff, Holder
 from cluster.request import FinishReason, SampledToken, Sampling, SequenceRequest, TokenLogprob
 from cluster.rpc import worker_pb2 as pb
+from cluster.timing import StepTiming
 
 
 def sequence_to_proto(request: SequenceRequest) -> pb.Sequence:
@@ -132,3 +134,11 @@ def _logprob_to_proto(logprob: TokenLogprob) -> pb.Logprob:
 
 def _logprob_from_proto(message: pb.Logprob) -> TokenLogprob:
     return TokenLogprob(logprob=message.logprob, top=tuple((top.token_id, top.logprob) for top in message.top))
+
+
+def timing_to_proto(timing: StepTiming | None) -> pb.StepTiming | None:
+    return pb.StepTiming(**asdict(timing)) if timing else None
+
+
+def timing_from_proto(timing: pb.StepTiming) -> StepTiming:
+    return StepTiming(base_s=timing.base_s, token_s=timing.token_s, pair_s=timing.pair_s, context_s=timing.context_s)

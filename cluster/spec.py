@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from cluster.errors import SpecError
 from cluster.request import Role
@@ -74,7 +74,7 @@ class PoolSpec(_Section):
     # What the pool has no room for goes to memory, and from there to files; both per rank. 0: there is no such tier.
     kv_host_gib: Annotated[float, Field(ge=0)] = 0.0
     kv_disk_gib: Annotated[float, Field(ge=0)] = 0.0
-    kv_disk_path: str = "~/.cache/xpyd/blocks"  # on a local disk; its blocks outlive the replica
+    kv_disk_path: str | None = None  # a directory of a local disk; None: `blocks` in the cache. Blocks outlive replicas
     max_running: Annotated[int, Field(ge=1)] = 64  # sequences in one step
     max_batch_tokens: Annotated[int, Field(ge=16)] = 512  # tokens in one step; longer prompts are computed in chunks
     max_waiting: Annotated[int, Field(ge=1)] = 1024  # requests queued on a replica before it refuses more
@@ -86,6 +86,13 @@ class PrefillPoolSpec(PoolSpec):
 
 class DecodePoolSpec(PoolSpec):
     expert_parallel: bool = False  # each rank holds some experts whole, instead of a share of every one
+    redundant_experts: Annotated[int, Field(ge=0)] = 0  # of each layer: places for copies of those that are chosen most
+
+    @model_validator(mode="after")
+    def _redundant_experts_are_whole(self) -> DecodePoolSpec:
+        if self.redundant_experts and not self.expert_parallel:
+            raise ValueError("redundant_experts: only with expert_parallel: true, where ranks hold experts whole")
+        return self
 
 
 class RouterSpec(_Section):

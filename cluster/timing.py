@@ -27,9 +27,7 @@ class StepTiming:
     def prefill_s(self, num_tokens: int, *, after: int, chunk: int) -> float:
         """Computing `num_tokens` of a prompt behind `after` cached ones, alone, in steps of at most `chunk` tokens."""
         num_steps = -(-num_tokens // chunk)
-        return self.step_s(num_tokens=num_tokens, num_pairs=pairs(num_tokens, after=after), num_context=0) + (
-            self.base_s * (num_steps - 1)
-        )
+        return self.base_s * num_steps + self.token_s * num_tokens + self.pair_s * pairs(num_tokens, after=after)
 
 
 def pairs(num_tokens: int, *, after: int) -> int:

@@ -129,7 +129,7 @@ class Moves:
             del self._under_way[move.choice]
             num_tokens = len(move.choice.sequence.tokens)
             shipment = departure.shipment
-            self.link_rate.add(shipment.wire_bytes, shipment.seconds)
+            self.link_rate.add(shipment.wire_bytes, shipment.link_s)
             self._leave(move.choice)
             move.listener.moved(num_tokens, shipment, time.monotonic() - move.paused_at)
             return shipment

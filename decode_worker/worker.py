@@ -12,10 +12,11 @@ from torch import Tensor
 
 from cluster.errors import ClusterError, HandoffExpired, TransferError
 from cluster.handoff import Handoff, Holder
-from cluster.messages import tokens_to_proto
+from cluster.messages import timing_to_proto, tokens_to_proto
 from cluster.request import SampledToken, TokenLogprob
 from cluster.rpc import transfer_pb2
 from cluster.rpc import worker_pb2 as pb
+from cluster.tier import Tier
 from decode_worker.moves import MoveListener, Moves
 from decode_worker.opening import opening_for, ticket_for
 from decode_worker.rank import DecodeRank
@@ -23,15 +24,19 @@ from engine.batch import Batch
 from engine.block_manager import BlockManager
 from engine.decode_scheduler import Scheduler
 from engine.group import Choice, Group, Source
+from engine.learnt_timing import LearntTiming
 from engine.rate import Rate
 from engine.sampler import SamplingRow, sample
 from engine.sequence import Sequence
 from engine.step_message import Orders
+from engine.tiers.orders import Loaded
+from engine.tiers.tiers import Tiers
 from kvtransfer.arrivals import Arrival, Arrivals, Gate
 from kvtransfer.grants import Grants
 from kvtransfer.ledger import Landing
 from kvtransfer.passage import Shipment
 from kvtransfer.pulls import Pull, Pulls
+from kvtransfer.tier_parts import count_tiers
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +76,7 @@ class Decoder:
         close_handoff: Callable[[str, Callable[[], None]], None],
         pulls: Pulls[Group],
         grants: Grants,
+        tiers: Tiers[Group],
     ) -> None:
         self.totals = pb.Totals()
         self._rank = rank
@@ -86,18 +92,23 @@ class Decoder:
         )
         self._pulls = pulls
         self._grants = grants
+        self._tiers = tiers
         self._holders: dict[Group, Holder] = {}  # of prompts that are computed here, and that a peer may hold
         self._moves = Moves(rank, blocks, pause=scheduler.remove_choice, resume=scheduler.start, leave=self._end_choice)
         self._tokens: dict[str, list[pb.StreamTokens]] = {}
         self._step_rate = Rate()
         self._prefill_rate = Rate()
+        self._timing = LearntTiming()
 
     # What the world asks for.
 
     def submit(self, group: Group, listener: GroupListener, *, holder: Holder | None = None) -> None:
         """Queue a request, of whose prompt `holder` may hold more than is here. An error goes to the listener."""
         try:
-            group.num_offered = holder.num_tokens if holder else 0
+            in_tiers = self._offered_by_tiers(group)
+            if holder and holder.num_tokens <= in_tiers:
+                holder = None
+            group.num_offered = holder.num_tokens if holder else in_tiers
             self._scheduler.add(group)
         except ClusterError as error:
             listener.ended(error)
@@ -141,6 +152,18 @@ class Decoder:
         else:
             self._fail(group, TransferError(f"{len(arrival.next_tokens)} tokens came for {group.num_choices} choices"))
 
+    def loaded(self, rank: int, loaded: Loaded) -> None:
+        """One rank has brought back what it could of a prefix that lay in its lower tiers."""
+        load = self._tiers.loaded(rank, loaded)
+        if load is None or self._grants.loaded(load):
+            return
+        if load.num_loaded:
+            num_tokens = load.num_loaded * self._rank.runner.layout.block_size
+            self.totals.prefix_hit_tokens += num_tokens
+            self._scheduler.fetched(load.owner, num_tokens)
+        else:
+            self._scheduler.fetch_failed(load.owner)
+
     def missed(self, pull: Pull[Group], reason: str) -> None:
         """Nothing comes of a pull."""
         if self._pulls.missed(pull):
@@ -172,11 +195,15 @@ class Decoder:
 
     def step(self) -> bool:
         """One step; False when there was nothing to do."""
-        self._expire_handoffs()
-        for group in self._scheduler.admit():
+        self._expire_arrivals()
+        if admitted := self._scheduler.admit():
+            self._save_evicted()
+        for group in admitted:
             self._admitted(group)
         orders = self._orders()
         chosen = self._scheduler.schedule()
+        if saves := self._tiers.take_orders():
+            orders["tiers"] = saves
         if not chosen:
             if orders:
                 self._rank.lead(None, orders)
@@ -187,19 +214,24 @@ class Decoder:
         logits = self._rank.lead(batch, orders)
         assert logits is not None
         self.totals.computed_tokens += batch.num_tokens - len(self._scheduler.decoding)
-        self._measure(batch, len(chosen), time.monotonic() - started)
         for choice, count in chosen:
             choice.sequence.computed(count, self._blocks)
         self._sample([choice for choice, _ in chosen if not choice.sequence.num_missing], logits)
+        self._measure(batch, len(chosen), time.monotonic() - started)
         return True
 
     def heartbeat(self) -> None:
-        """Keep the other ranks from giving us up while there is nothing to do, and watch the handoffs' time."""
-        self._expire_handoffs()
-        if self._rank.runner.parallel.size > 1:
-            self._rank.lead(None, {})
+        """Keep the other ranks from giving us up while there is nothing to do, and watch what is on its way here."""
+        self._expire_arrivals()
+        self._tiers.save_ahead()
+        orders = self._tiers.take_orders()
+        if orders or self._rank.runner.parallel.size > 1:
+            self._rank.lead(None, {"tiers": orders})
 
     def stop(self) -> None:
+        self._tiers.save_ahead(is_last=True)
+        if orders := self._tiers.take_orders():
+            self._rank.lead(None, {"tiers": orders})
         if self._rank.runner.parallel.size > 1:
             self._rank.lead(None, {"stop": True})
 
@@ -223,14 +255,15 @@ class Decoder:
         tokens, self._tokens = self._tokens, {}
         return tokens
 
-    def take_changes(self) -> dict[bytes, bool]:
-        return self._blocks.take_changes()
+    def take_changes(self) -> dict[bytes, Tier | None]:
+        return self._tiers.take_changes()
 
-    def sealed_hashes(self) -> list[bytes]:
-        return self._blocks.sealed_hashes()
+    def held(self) -> dict[bytes, Tier]:
+        return self._tiers.held()
 
     def status(self) -> pb.Status:
         self.totals.preemptions = self._scheduler.num_preemptions
+        count_tiers(self._tiers, self.totals)
         return pb.Status(
             running=self._scheduler.num_running + self._moves.num_paused + len(self._grants),
             waiting=self._scheduler.num_waiting,
@@ -242,6 +275,11 @@ class Decoder:
             prefill_tokens_per_s=self._prefill_rate.per_s,
             link_bytes_per_s=self._moves.link_rate.per_s,
             decode_step_s=self._step_s,
+            timing=timing_to_proto(self._timing.timing),
+            blocks_host=self._tiers.num_blocks(Tier.HOST),
+            blocks_disk=self._tiers.num_blocks(Tier.DISK),
+            host_bytes_per_s=self._tiers.bytes_per_s(Tier.HOST),
+            disk_bytes_per_s=self._tiers.bytes_per_s(Tier.DISK),
             totals=self.totals,
         )
 
@@ -253,7 +291,7 @@ class Decoder:
         if group.source is Source.HERE:
             listener.reserved(None, None, group.num_cached)
             if group.fetch_end > group.num_cached:
-                self._pull(group)
+                self._fetch(group)
             return
         opening = opening_for(group, replica=self._replica)
         handoff = ticket_for(
@@ -267,21 +305,30 @@ class Decoder:
         self._awaited[group] = self._arrivals.open(opening, owner=group, expires_at=expires_at)
         listener.reserved(handoff, opening, group.num_cached)
 
-    def _pull(self, group: Group) -> None:
-        """Fetch what the group lacks of its prefix; meanwhile it waits."""
+    def _offered_by_tiers(self, group: Group) -> int:
+        """Of a prompt that is computed here: tokens that our lower tiers bring sooner."""
+        if group.source is not Source.HERE:
+            return 0
+        return self._tiers.offer(group.root, tokens_per_s=self._prefill_rate.per_s)
+
+    def _fetch(self, group: Group) -> None:
+        """Bring here what the group lacks of its prefix, from a peer or from a lower tier; meanwhile it waits."""
         size, root = self._rank.runner.layout.block_size, group.root
-        self._pulls.begin(
-            group,
-            self._holders[group],
-            id=group.id,
-            hashes=root.hashes()[: group.fetch_end // size],
-            blocks=root.blocks,
-            first_block=root.num_computed // size,
-        )
+        hashes, first_block = root.hashes()[: group.fetch_end // size], root.num_computed // size
+        if holder := self._holders.get(group):
+            self._pulls.begin(group, holder, id=group.id, hashes=hashes, blocks=root.blocks, first_block=first_block)
+        elif not self._tiers.begin(group, hashes[first_block:], root.blocks[first_block:]):
+            self._scheduler.fetch_failed(group)
+
+    def _save_evicted(self) -> None:
+        """What was evicted is copied on every rank before a peer may write to its block."""
+        if orders := self._tiers.take_orders():
+            self._rank.lead(None, {"tiers": orders, "meet": True})
 
     def _pull_failed(self, pull: Pull[Group], reason: str) -> None:
         logger.info("pull failed request=%s holder=%s: %s", pull.owner.id, pull.holder.replica, reason)
         self.totals.pull_failures += 1
+        self.totals.prefix_hit_tokens -= pull.owner.num_cached  # it is admitted again
         pull.owner.root.leave_out(pull.exposed)
         self._scheduler.fetch_failed(pull.owner)
 
@@ -324,7 +371,7 @@ class Decoder:
         forks = [(index, root.fork(index, self._blocks)) for index in indices]
         copies = [fork[1] for _, fork in forks if fork and fork[1]]
         if copies:
-            self._rank.lead(None, {"copy": copies})
+            self._rank.lead(None, {"tiers": self._tiers.take_orders(), "copy": copies})
         return [fork[0] if fork else root.without_blocks(index) for index, fork in forks]
 
     def _sample(self, ready: list[Choice], logits_RV: Tensor) -> None:
@@ -372,6 +419,7 @@ class Decoder:
         self._holders.pop(group, None)
         if pull := self._pulls.cancel(group):
             group.root.leave_out(pull.exposed)
+        group.root.leave_out(self._tiers.cancel(group))
         if arrival := self._awaited.pop(group, None):
             group.root.blocks = group.root.blocks[: group.num_cached // group.root.block_size]
             self._arrivals.give_up(arrival)
@@ -385,11 +433,17 @@ class Decoder:
         self._free(group)
         listener.ended(error)
 
-    def _expire_handoffs(self) -> None:
+    def _expire_arrivals(self) -> None:
         for arrival in self._arrivals.expired(time.monotonic()):
             self._fail(arrival.owner, HandoffExpired(f"handoff {arrival.id}: no KV came within {self._handoff_s} s"))
         for pull in self._pulls.expired(time.monotonic()):
             self._pull_failed(pull, f"nothing came within {pull.timeout_s:.1f} s")
+        for group in self._tiers.expired():
+            logger.warning("blocks could not be loaded in time request=%s", group.id)
+            if self._grants.expired(group):
+                continue
+            group.root.leave_out(self._tiers.cancel(group))
+            self._scheduler.fetch_failed(group)
 
     def _find(self, router: str, stream: int) -> Choice | None:
         groups = (group for group in self._listeners if group.router == router)
@@ -402,6 +456,7 @@ class Decoder:
 
     def _measure(self, batch: Batch, num_rows: int, seconds: float) -> None:
         """Learn our rates: of steps that only decode, and of tokens in steps that also compute prompts."""
+        self._timing.saw(batch, seconds)
         if batch.num_tokens == num_rows:
             self._step_rate.add(1, seconds)
         else:

@@ -110,12 +110,12 @@ def _blocks_for(num_tokens: int) -> int:
 def _decode(runner: ModelRunner, batch: int, context: int) -> dict[str, Any]:
     def run() -> float:
         blocks = BlockManager(runner.pool.num_blocks)
-        sequences = [_sequence(runner, blocks, context, seed) for seed in range(batch)]
+        sequences = [make_sequence(runner, blocks, context, seed) for seed in range(batch)]
         for sequence in sequences:
-            _compute(runner, blocks, [sequence], [len(sequence.tokens)])
+            take_step(runner, blocks, [sequence], [len(sequence.tokens)])
         ones = [1] * batch
-        _compute(runner, blocks, sequences, ones)
-        return _timed(lambda: [_compute(runner, blocks, sequences, ones) for _ in range(_NUM_STEPS)])
+        take_step(runner, blocks, sequences, ones)
+        return _timed(lambda: [take_step(runner, blocks, sequences, ones) for _ in range(_NUM_STEPS)])
 
     seconds = min(run() for _ in range(_NUM_TRIES))
     return {
@@ -129,16 +129,17 @@ def _decode(runner: ModelRunner, batch: int, context: int) -> dict[str, Any]:
 def _prefill(runner: ModelRunner, num_tokens: int) -> dict[str, Any]:
     def run() -> float:
         blocks = BlockManager(runner.pool.num_blocks)
-        sequence = _sequence(runner, blocks, num_tokens, 0)
+        sequence = make_sequence(runner, blocks, num_tokens, 0)
         cuts = [*range(0, num_tokens, _CHUNK), num_tokens]
-        return _timed(lambda: [_compute(runner, blocks, [sequence], [end - start]) for start, end in pairwise(cuts)])
+        return _timed(lambda: [take_step(runner, blocks, [sequence], [end - start]) for start, end in pairwise(cuts)])
 
     run()  # the first pass meets memory that was never touched
     seconds = min(run() for _ in range(_NUM_TRIES))
     return {"tokens": num_tokens, "tokens_per_s": round(num_tokens / seconds, 1)}
 
 
-def _sequence(runner: ModelRunner, blocks: BlockManager, num_tokens: int, seed: int) -> Sequence:
+def make_sequence(runner: ModelRunner, blocks: BlockManager, num_tokens: int, seed: int) -> Sequence:
+    """A prompt of random tokens, with blocks for it and for the steps of one measurement."""
     token_ids = tuple(np.random.default_rng(seed).integers(0, runner.config.vocab_size, num_tokens).tolist())
     sampling = Sampling(temperature=0.0, max_tokens=_NUM_STEPS + 2)
     request = SequenceRequest(id=str(seed), token_ids=token_ids, num_prompt_tokens=num_tokens, sampling=sampling)
@@ -150,7 +151,7 @@ def _sequence(runner: ModelRunner, blocks: BlockManager, num_tokens: int, seed: 
     return sequence
 
 
-def _compute(runner: ModelRunner, blocks: BlockManager, sequences: Seq[Sequence], counts: Seq[int]) -> None:
+def take_step(runner: ModelRunner, blocks: BlockManager, sequences: Seq[Sequence], counts: Seq[int]) -> None:
     """One step, as a worker takes it."""
     rows = [sequence.row(count) for sequence, count in zip(sequences, counts, strict=True)]
     logits = runner.forward(Batch.of(rows, block_size=runner.layout.block_size))

@@ -108,8 +108,10 @@ def make_eviction(name: str, *, num_blocks: int) -> Eviction:
 _GHOSTS = 2  # evicted blocks remembered, for each one held
 _MAX_GHOSTS = 200_000  # some 50 MB
 
-_MAX_USES = 2  # so many uses and more are one kind
-_NUM_KINDS = len(Origin) + _MAX_USES
+# The kinds: one for each origin as long as nobody has asked for the block again, and then
+_USED_ONCE = len(Origin)
+_USED_OFTEN = _USED_ONCE + 1
+_NUM_KINDS = _USED_OFTEN + 1
 _SPARE = _NUM_KINDS  # the queue of those that others hold too
 _PRIOR = [1.0, 0.5, 0.5, 2.0, 4.0]  # of each kind to be used again, before anything is known
 
@@ -184,10 +186,11 @@ class ReuseValue:
         past = self._past.get(prefix_hash)
         if past is None:
             past = self._past[prefix_hash] = _Past(origin, now)
-        past.kind = len(Origin) - 1 + min(past.uses, _MAX_USES) if past.uses else origin
+        uses = past.uses
+        past.kind = kind = int(origin) if not uses else _USED_ONCE if uses == 1 else _USED_OFTEN
         past.since_s = now
-        self._queues[past.kind][block] = prefix_hash
-        self._queue_of[block] = past.kind
+        self._queues[kind][block] = prefix_hash
+        self._queue_of[block] = kind
         self._adds_left -= 1
         if self._adds_left <= 0:
             self._learn(now)

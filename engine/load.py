@@ -36,6 +36,7 @@ def load_runner(
     kv_memory_gib: float | None,
     parallel: TensorParallel,
     expert_parallel: bool = False,
+    redundant_experts: int = 0,
     device: torch.device,
     progress: Callable[[float], None],
 ) -> ModelRunner:
@@ -58,6 +59,7 @@ def load_runner(
         device=device,
         parallel=parallel,
         expert_parallel=expert_parallel,
+        redundant_experts=redundant_experts,
         progress=progress,
     )
 

@@ -59,6 +59,7 @@ class Departure(Generic[T]):
             epoch=self.handoff.epoch,
             wire_bytes=sum(shipment.wire_bytes for shipment in self.done),
             seconds=max(shipment.seconds for shipment in self.done),
+            link_s=max(shipment.link_s for shipment in self.done),
             error=self.error,
         )
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -172,7 +173,9 @@ class OutgoingLink:
                 if isinstance(item, Ending):
                     self._commit(outlet, item)
                 else:
+                    begin = time.monotonic()
                     self._send(self._link, ring, outlet, item)
+                    outlet.link_s += time.monotonic() - begin
                     outlet.num_sent += 1
         except TransferError as error:
             self.fail(error)

@@ -39,7 +39,8 @@ class Shipment:
     handoff: str
     epoch: int
     wire_bytes: int  # payloads and announcements
-    seconds: float  # from the first layer handed over to the last acknowledgement
+    seconds: float  # from the first layer handed over to the last acknowledgement: with the computation meanwhile
+    link_s: float  # what the busiest of its links was at work for it: packing, and waiting for the wire
     error: TransferError | None = None  # None: it has landed
 
     def to_report(self, *, rank: int) -> pb.ReportRequest:
@@ -49,6 +50,7 @@ class Shipment:
             epoch=self.epoch,
             wire_bytes=self.wire_bytes,
             seconds=self.seconds,
+            link_s=self.link_s,
             error=str(self.error) if self.error else "",
         )
         return pb.ReportRequest(rank=rank, shipped=part)
@@ -60,6 +62,7 @@ class Shipment:
             epoch=part.epoch,
             wire_bytes=part.wire_bytes,
             seconds=part.seconds,
+            link_s=part.link_s,
             error=TransferError(part.error) if part.error else None,
         )
 
@@ -100,6 +103,7 @@ class Outlet:
         self.state = OutletState.SENDING
         self.error: TransferError | None = None
         self.wire_bytes = 0
+        self.link_s = 0.0
         self.num_put = 0  # segments given to the carrier, which belongs to the thread that hands them over
         self.num_sent = 0  # of these; belongs to the carrier's thread
         self._carrier = carrier
@@ -274,6 +278,7 @@ class Passage:
                 epoch=self.handoff.epoch,
                 wire_bytes=sum(outlet.wire_bytes for outlet in self.outlets),
                 seconds=time.monotonic() - (self._started_at or time.monotonic()),
+                link_s=max((outlet.link_s for outlet in self.outlets), default=0.0),
                 error=next((outlet.error for outlet in self.outlets if outlet.error), None),
             )
         )

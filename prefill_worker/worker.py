@@ -10,19 +10,25 @@ from torch import Tensor
 
 from cluster.errors import ClusterError, HandoffExpired, TransferError
 from cluster.handoff import Handoff, Holder
+from cluster.messages import timing_to_proto
 from cluster.request import SampledToken
 from cluster.rpc import worker_pb2 as pb
+from cluster.tier import Tier
 from engine.batch import Batch
 from engine.block_manager import BlockManager
+from engine.learnt_timing import LearntTiming
 from engine.prefill_scheduler import Job, Scheduler
 from engine.rate import Rate
 from engine.sampler import SamplingRow, sample
+from engine.tiers.orders import Loaded
+from engine.tiers.tiers import Tiers
 from kvtransfer.departures import Departures
 from kvtransfer.grants import Grants
 from kvtransfer.ledger import Landing
 from kvtransfer.passage import Key, Shipment
 from kvtransfer.plan import sending_ranks
 from kvtransfer.pulls import Pull, Pulls
+from kvtransfer.tier_parts import count_tiers
 from prefill_worker.rank import PrefillRank, begin_order
 
 logger = logging.getLogger(__name__)
@@ -45,16 +51,25 @@ class Prefiller:
     """
 
     def __init__(
-        self, rank: PrefillRank, blocks: BlockManager, scheduler: Scheduler, *, pulls: Pulls[Job], grants: Grants
+        self,
+        rank: PrefillRank,
+        blocks: BlockManager,
+        scheduler: Scheduler,
+        *,
+        pulls: Pulls[Job],
+        grants: Grants,
+        tiers: Tiers[Job],
     ) -> None:
         self.totals = pb.Totals()
         self._blocks = blocks
         self._scheduler = scheduler
         self._prefill_rate = Rate()
+        self._timing = LearntTiming()
         self._link_rate = Rate()
         self._rank = rank
         self._pulls = pulls
         self._grants = grants
+        self._tiers = tiers
         self._holders: dict[Job, Holder] = {}  # of jobs whose prefix a peer may hold
         self._listeners: dict[Job, JobListener] = {}
         self._departures: Departures[Job] = Departures(blocks)
@@ -69,7 +84,10 @@ class Prefiller:
         try:
             if job.handoff and (self._is_known(job.handoff) or _key(job.handoff) in self._departures):
                 raise HandoffExpired(f"{job.id}: its handoff is under way already")
-            job.num_offered = holder.num_tokens if holder else 0
+            in_tiers = self._tiers.offer(job.sequence, tokens_per_s=self._prefill_rate.per_s)
+            if holder and holder.num_tokens <= in_tiers:
+                holder = None
+            job.num_offered = holder.num_tokens if holder else in_tiers
             self._scheduler.add(job)
         except ClusterError as error:
             listener.ended(None, error)
@@ -88,11 +106,12 @@ class Prefiller:
 
     def step(self) -> bool:
         """One step; False when there was nothing to do."""
-        self._expire_pulls()
+        self._expire_fetches()
         for job in self._scheduler.fetch():
-            self._pull(job)
+            self._fetch(job)
         chosen = self._scheduler.schedule()
         orders = {
+            "tiers": self._tiers.take_orders(),
             "grant": self._grants.take_orders(),
             "begin": [self._begin(job, job.handoff) for job, _ in chosen if job.handoff and job.departure is None],
             "rows": [_key(job.handoff) if job.handoff else None for job, _ in chosen],
@@ -108,9 +127,11 @@ class Prefiller:
         batch = Batch.of(rows, block_size=self._rank.runner.layout.block_size)
         logits = self._rank.lead(batch, orders)
         assert logits is not None
-        self._prefill_rate.add(batch.num_tokens, time.monotonic() - started)
         self.totals.computed_tokens += batch.num_tokens
         self._finish([job for job, count in chosen if self._advance(job, count)], logits)
+        seconds = time.monotonic() - started
+        self._prefill_rate.add(batch.num_tokens, seconds)
+        self._timing.saw(batch, seconds)
         return True
 
     def shipped(self, rank: int, shipment: Shipment) -> None:
@@ -141,27 +162,46 @@ class Prefiller:
         if self._pulls.missed(pull):
             self._pull_failed(pull, reason)
 
+    def loaded(self, rank: int, loaded: Loaded) -> None:
+        """One rank has brought back what it could of a prefix that lay in its lower tiers."""
+        load = self._tiers.loaded(rank, loaded)
+        if load is None or self._grants.loaded(load):
+            return
+        if load.num_loaded:
+            num_tokens = load.num_loaded * self._rank.runner.layout.block_size
+            self._scheduler.fetched(load.owner, num_tokens)
+            load.owner.num_cached += num_tokens
+            load.owner.num_fetched = 0
+        else:
+            self._scheduler.fetch_failed(load.owner)
+
     def heartbeat(self) -> None:
-        """Keep the other ranks from giving us up while there is nothing to do, and watch the pulls' time."""
-        self._expire_pulls()
-        if self._rank.runner.parallel.size > 1:
-            self._rank.lead(None, {})
+        """Keep the other ranks from giving us up while there is nothing to do, and watch what is on its way here."""
+        self._expire_fetches()
+        self._tiers.save_ahead()
+        orders = self._tiers.take_orders()
+        if orders or self._rank.runner.parallel.size > 1:
+            self._rank.lead(None, {"tiers": orders})
 
     def stop(self) -> None:
         """Let the other ranks go."""
+        self._tiers.save_ahead(is_last=True)
+        if orders := self._tiers.take_orders():
+            self._rank.lead(None, {"tiers": orders})
         if self._rank.runner.parallel.size > 1:
             self._rank.lead(None, {"stop": True})
 
     def take_tokens(self) -> dict[str, list[pb.StreamTokens]]:
         return {}  # first tokens travel in each job's own call
 
-    def take_changes(self) -> dict[bytes, bool]:
-        return self._blocks.take_changes()
+    def take_changes(self) -> dict[bytes, Tier | None]:
+        return self._tiers.take_changes()
 
-    def sealed_hashes(self) -> list[bytes]:
-        return self._blocks.sealed_hashes()
+    def held(self) -> dict[bytes, Tier]:
+        return self._tiers.held()
 
     def status(self) -> pb.Status:
+        count_tiers(self._tiers, self.totals)
         return pb.Status(
             running=self._scheduler.num_running + len(self._departures) + len(self._grants),
             waiting=self._scheduler.num_waiting,
@@ -171,6 +211,11 @@ class Prefiller:
             blocks_cached=self._blocks.num_cached,
             prefill_tokens_per_s=self._prefill_rate.per_s,
             link_bytes_per_s=self._link_rate.per_s,
+            timing=timing_to_proto(self._timing.timing),
+            blocks_host=self._tiers.num_blocks(Tier.HOST),
+            blocks_disk=self._tiers.num_blocks(Tier.DISK),
+            host_bytes_per_s=self._tiers.bytes_per_s(Tier.HOST),
+            disk_bytes_per_s=self._tiers.bytes_per_s(Tier.DISK),
             totals=self.totals,
         )
 
@@ -180,17 +225,20 @@ class Prefiller:
         job.departure = self._departures.begin(handoff, job.sequence.blocks, ranks=ranks, owner=job)
         return begin_order(handoff, job.sequence.blocks, num_tokens=job.sequence.num_computed)
 
-    def _pull(self, job: Job) -> None:
-        """Fetch what the job lacks of its prefix; meanwhile it waits."""
+    def _fetch(self, job: Job) -> None:
+        """Bring here what the job lacks of its prefix, from a peer or from a lower tier; meanwhile it waits."""
         size, sequence = self._rank.runner.layout.block_size, job.sequence
-        self._pulls.begin(
-            job,
-            self._holders[job],
-            id=job.id,
-            hashes=sequence.hashes()[: job.fetch_end // size],
-            blocks=sequence.blocks,
-            first_block=sequence.num_computed // size,
-        )
+        hashes, first_block = sequence.hashes()[: job.fetch_end // size], sequence.num_computed // size
+        if holder := self._holders.get(job):
+            self._save_evicted()
+            self._pulls.begin(job, holder, id=job.id, hashes=hashes, blocks=sequence.blocks, first_block=first_block)
+        elif not self._tiers.begin(job, hashes[first_block:], sequence.blocks[first_block:]):
+            self._scheduler.fetch_failed(job)
+
+    def _save_evicted(self) -> None:
+        """What was evicted is copied on every rank before a peer may write to its block."""
+        if orders := self._tiers.take_orders():
+            self._rank.lead(None, {"tiers": orders, "meet": True})
 
     def _pull_failed(self, pull: Pull[Job], reason: str) -> None:
         logger.info("pull failed request=%s holder=%s: %s", pull.owner.id, pull.holder.replica, reason)
@@ -198,9 +246,15 @@ class Prefiller:
         pull.owner.sequence.leave_out(pull.exposed)
         self._scheduler.fetch_failed(pull.owner)
 
-    def _expire_pulls(self) -> None:
+    def _expire_fetches(self) -> None:
         for pull in self._pulls.expired(time.monotonic()):
             self._pull_failed(pull, f"nothing came within {pull.timeout_s:.1f} s")
+        for job in self._tiers.expired():
+            logger.warning("blocks could not be loaded in time request=%s", job.id)
+            if self._grants.expired(job):
+                continue
+            job.sequence.leave_out(self._tiers.cancel(job))
+            self._scheduler.fetch_failed(job)
 
     def _advance(self, job: Job, num_tokens: int) -> bool:
         """Book one chunk; True when the prompt is complete."""
@@ -233,6 +287,7 @@ class Prefiller:
         self._holders.pop(job, None)
         if pull := self._pulls.cancel(job):
             job.sequence.leave_out(pull.exposed)
+        job.sequence.leave_out(self._tiers.cancel(job))
         job.sequence.release(self._blocks)
         if job.departure:
             self._departures.abort(job.departure, error)
@@ -253,7 +308,7 @@ class Prefiller:
         self.totals.transfers += 1
         self.totals.transfer_bytes += shipment.wire_bytes
         self.totals.transfer_seconds += shipment.seconds
-        self._link_rate.add(shipment.wire_bytes, shipment.seconds)
+        self._link_rate.add(shipment.wire_bytes, shipment.link_s)
 
     def _is_known(self, handoff: Handoff) -> bool:
         return any(job.handoff and _key(job.handoff) == _key(handoff) for job in self._listeners)

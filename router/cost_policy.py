@@ -36,16 +36,21 @@ class _Prompt:
     """What it takes to have the prompt's KV on one replica."""
 
     view: ReplicaView
-    queue_s: float
+    cost_s: float
     compute_s: float
+    keep_s: float
     pull_from: str | None = None
     pull_tokens: int = 0
     pull_s: float = 0.0
-    keep_s: float = 0.0
 
-    @property
-    def cost_s(self) -> float:
-        return max(self.queue_s, self.pull_s) + self.compute_s + self.keep_s
+
+@dataclass(slots=True)
+class _End:
+    """What it takes to decode on one replica what another has computed."""
+
+    view: ReplicaView
+    num_bytes: int  # that must come there
+    decode_s: float
 
 
 class CostPolicy:
@@ -67,9 +72,12 @@ class CostPolicy:
             prompts = [_prompt(demand, view, holders) for view in prefills]
             prompts = heapq.nsmallest(_SHORTLIST, prompts, key=lambda prompt: prompt.cost_s)
             link = max(prompt.view.link_bytes_per_s for prompt in prompts)
-            ends = [(_uncached_bytes(demand, view) / link + _decode_s(demand, view), view) for view in decodes]
-            ends = heapq.nsmallest(_SHORTLIST, ends, key=lambda end: end[0])
-            found += [_pair(demand, prompt, view) for prompt in prompts for _, view in ends]
+            ends = [
+                _End(view, _uncached(demand, view) * demand.bytes_per_token, _decode_s(demand, view))
+                for view in decodes
+            ]
+            ends = heapq.nsmallest(_SHORTLIST, ends, key=lambda end: end.num_bytes / link + end.decode_s)
+            found += [_pair(prompt, end) for prompt in prompts for end in ends]
         streams = {view.replica: view.num_streams for view in (*prefills, *decodes)}
         return sorted(found, key=lambda o: (o.cost_s, streams[o.prefill or o.decode], streams[o.decode]))
 
@@ -78,7 +86,7 @@ def _alone(demand: Demand, prompt: _Prompt) -> Option:
     return Option(
         prefill=None,
         decode=prompt.view.replica,
-        queue_s=prompt.queue_s,
+        queue_s=prompt.view.queue_s,
         pull_from=prompt.pull_from,
         pull_tokens=prompt.pull_tokens,
         pull_s=prompt.pull_s,
@@ -89,18 +97,18 @@ def _alone(demand: Demand, prompt: _Prompt) -> Option:
     )
 
 
-def _pair(demand: Demand, prompt: _Prompt, decode: ReplicaView) -> Option:
+def _pair(prompt: _Prompt, end: _End) -> Option:
     return Option(
         prefill=prompt.view.replica,
-        decode=decode.replica,
-        queue_s=prompt.queue_s,
+        decode=end.view.replica,
+        queue_s=prompt.view.queue_s,
         pull_from=prompt.pull_from,
         pull_tokens=prompt.pull_tokens,
         pull_s=prompt.pull_s,
         compute_s=prompt.compute_s,
         keep_s=prompt.keep_s,
-        transfer_s=_uncached_bytes(demand, decode) / prompt.view.link_bytes_per_s,
-        decode_s=_decode_s(demand, decode),
+        transfer_s=end.num_bytes / prompt.view.link_bytes_per_s,
+        decode_s=end.decode_s,
     )
 
 
@@ -108,24 +116,27 @@ def _prompt(demand: Demand, view: ReplicaView, holders: Sequence[ReplicaView]) -
     """The quickest way to the prompt's KV: compute what is not cached, or fetch some of it first."""
     compute_s = _compute_s(demand, view, view.cached_tokens)
     keep_s = _KEEP * compute_s
-    best = _Prompt(view, view.queue_s, compute_s, keep_s=keep_s)
+    best = _Prompt(view, view.queue_s + compute_s + keep_s, compute_s, keep_s)
     if view.restore_bytes_per_s and view.stored_tokens > view.cached_tokens:
         restore_s = (view.stored_tokens - view.cached_tokens) * demand.bytes_per_token / view.restore_bytes_per_s
-        best = _quicker(best, _fetch(demand, view, view.replica, view.stored_tokens, restore_s, keep_s))
+        _try_fetch(best, demand, view, restore_s)
     for holder in holders:
-        if holder.replica != view.replica and holder.stored_tokens > view.stored_tokens:
+        if holder.stored_tokens > view.stored_tokens and holder is not view:
             num_bytes = (holder.stored_tokens - view.cached_tokens) * demand.bytes_per_token
-            pull_s = _PULL_LATENCY_S + num_bytes / holder.link_bytes_per_s
-            best = _quicker(best, _fetch(demand, view, holder.replica, holder.stored_tokens, pull_s, keep_s))
+            _try_fetch(best, demand, holder, _PULL_LATENCY_S + num_bytes / holder.link_bytes_per_s)
     return best
 
 
-def _fetch(demand: Demand, view: ReplicaView, source: str, tokens: int, pull_s: float, keep_s: float) -> _Prompt:
-    return _Prompt(view, view.queue_s, _compute_s(demand, view, tokens), source, tokens, pull_s, keep_s)
-
-
-def _quicker(one: _Prompt, other: _Prompt) -> _Prompt:
-    return other if other.cost_s < one.cost_s else one
+def _try_fetch(best: _Prompt, demand: Demand, source: ReplicaView, pull_s: float) -> None:
+    """Fetch all that `source` stores and compute the rest, if that is quicker than the best way so far."""
+    view = best.view
+    before_s = max(view.queue_s, pull_s) + best.keep_s
+    if before_s >= best.cost_s:
+        return
+    compute_s = _compute_s(demand, view, source.stored_tokens)
+    if before_s + compute_s < best.cost_s:
+        best.cost_s, best.compute_s = before_s + compute_s, compute_s
+        best.pull_from, best.pull_tokens, best.pull_s = source.replica, source.stored_tokens, pull_s
 
 
 def _compute_s(demand: Demand, view: ReplicaView, after: int) -> float:
@@ -138,15 +149,12 @@ def _decode_s(demand: Demand, view: ReplicaView) -> float:
     """Our own steps there, and by how much each of them delays the others."""
     slower_s = view.timing.token_s + view.timing.context_s * demand.num_tokens
     step_s = view.timing.base_s + slower_s * (view.num_streams + 1)
+    decode_s = _HORIZON * (step_s + slower_s * view.num_streams)
     missing = -(-(_uncached(demand, view) + 1) // demand.block_size) - view.available_blocks
-    # Blocks come back as streams end: each missing one is a share of a stream's remaining life.
-    waiting_s = max(0, missing) / view.num_blocks * max(1, view.num_streams) * _HORIZON * step_s
-    return _HORIZON * (step_s + slower_s * view.num_streams) + waiting_s
+    if missing > 0:  # blocks come back as streams end: each missing one is a share of a stream's remaining life
+        decode_s += missing / view.num_blocks * max(1, view.num_streams) * _HORIZON * step_s
+    return decode_s
 
 
 def _uncached(demand: Demand, view: ReplicaView) -> int:
     return max(0, demand.num_tokens - view.cached_tokens)
-
-
-def _uncached_bytes(demand: Demand, view: ReplicaView) -> int:
-    return _uncached(demand, view) * demand.bytes_per_token

@@ -12,8 +12,8 @@ from cluster.errors import CapacityError, ClusterError, ContextLengthExceeded
 from cluster.handoff import Holder
 from cluster.hashing import block_hashes, root_hash
 from cluster.metrics import Metrics
+from cluster.prefix_index import Depths
 from cluster.request import Role, SequenceRequest
-from cluster.timing import StepTiming
 from router.admission import Ticket
 from router.attempt import Pair, may_retry
 from router.decisions import Decisions
@@ -22,6 +22,7 @@ from router.generation import Generation
 from router.move import Place
 from router.policy import Demand, Option, Policy, ReplicaView
 from router.relay import Relay
+from router.replica_view import Usual, view_of
 from router.replicas import Replica, Replicas
 from router.room import AnswerLength, DecodeLoad, decode_has_room, prefill_has_room
 
@@ -37,10 +38,7 @@ class _Need:
     num_blocks: int  # with the answer that is predicted
 
 
-_DEFAULT_PREFILL_TOKENS_PER_S = 1000.0
-_DEFAULT_STEP_S = 0.02
-_DEFAULT_LINK_BYTES_PER_S = 1e9
-_ANY_LENGTH = 1 << 30  # the measured rates know nothing of chunks
+_NOTHING = Depths(0, 0, 0)
 
 
 class Dispatch:
@@ -114,6 +112,7 @@ class Dispatch:
 
     def give_back(self, pair: Pair) -> None:
         """A pair is not used any more."""
+        pair.answered()
         if pair.decode:
             pair.decode.promised_blocks -= pair.promised_blocks
             pair.decode.promised_streams -= pair.promised_streams
@@ -160,42 +159,49 @@ class Dispatch:
             num_streams = len(need.request.choices)
             decodes = [r for r in decodes if _decode_has_room(r, num_blocks=need.num_blocks, num_streams=num_streams)]
             prefills = [r for r in prefills if self._has_room(r.id)] or prefills  # a policy may offer a few only
-        found = self._options(need, prefills, decodes, avoid=avoid)
+        found, views = self._weigh(need, prefills, decodes, avoid=avoid)
         if needs_room:
             found = [option for option in found if option.prefill is None or self._has_room(option.prefill)]
         if not found:
             return None
-        self.decisions.add(need.request.id, found)
+        self.decisions.add(need.request.id, found, views)
         return self._pair(need, found[0])
 
     def _options(
         self, need: _Need, prefills: list[Replica], decodes: list[Replica], *, avoid: set[str]
     ) -> Sequence[Option]:
+        return self._weigh(need, prefills, decodes, avoid=avoid)[0]
+
+    def _weigh(
+        self, need: _Need, prefills: list[Replica], decodes: list[Replica], *, avoid: set[str]
+    ) -> tuple[Sequence[Option], list[ReplicaView]]:
+        """The options, and what they were weighed by."""
         request = need.request
         decodes = [replica for replica in decodes if len(request.token_ids) < replica.member.max_tokens]
         if not decodes:
-            return []
+            return [], []
         member = decodes[0].member
-        depths = self._replicas.index.match(need.hashes)
+        depths = self._replicas.index.depths(need.hashes)
         demand = Demand(
             num_tokens=len(request.token_ids),
             block_size=member.block_size,
             bytes_per_token=member.bytes_per_token,
             max_local_tokens=self._max_local_tokens,
         )
-        usual = _Usual.of([*prefills, *decodes])
-        return self._policy.options(
-            demand,
-            [_view(replica, depths, usual) for replica in _preferred(prefills, avoid)],
-            [_view(replica, depths, usual) for replica in _preferred(decodes, avoid)],
+        usual = Usual.of([*prefills, *decodes])
+        views, decode_views = (
+            [view_of(replica, depths.get(replica.id, _NOTHING), usual) for replica in _preferred(replicas, avoid)]
+            for replicas in (prefills, decodes)
         )
+        return self._policy.options(demand, views, decode_views), [*views, *decode_views]
 
     def _pair(self, need: _Need, option: Option) -> Pair:
         request = need.request
         prefill = self._replicas.get(option.prefill) if option.prefill else None
         logger.debug("route request=%s %s", request.id, option)
+        answered = prefill.expect_answer(len(request.token_ids)) if prefill else lambda: None
         if prefill and request.sampling.max_tokens - request.num_generated == 1:
-            return Pair(prefill, None, need.hashes, holder=self._holder(option))
+            return Pair(prefill, None, need.hashes, answered=answered, holder=self._holder(option))
         decode = self._replicas.get(option.decode)
         assert decode
         decode.promised_blocks += need.num_blocks
@@ -206,6 +212,7 @@ class Dispatch:
             need.hashes,
             promised_blocks=need.num_blocks,
             promised_streams=len(request.choices),
+            answered=answered,
             holder=self._holder(option),
         )
 
@@ -261,51 +268,6 @@ def _decode_has_room(replica: Replica, *, num_blocks: int, num_streams: int) -> 
         num_waiting=status.waiting,
     )
     return decode_has_room(load, num_blocks=num_blocks, num_streams=num_streams)
-
-
-@dataclass(frozen=True)
-class _Usual:
-    """What to assume of a replica that has not measured something yet: what the others have, or a default."""
-
-    prefill_tokens_per_s: float
-    step_s: float
-    link_bytes_per_s: float
-
-    @classmethod
-    def of(cls, replicas: Sequence[Replica]) -> _Usual:
-        statuses = [replica.status for replica in replicas]
-        return cls(
-            _mean([status.prefill_tokens_per_s for status in statuses], _DEFAULT_PREFILL_TOKENS_PER_S),
-            _mean([status.decode_step_s for status in statuses], _DEFAULT_STEP_S),
-            _mean([status.link_bytes_per_s for status in statuses], _DEFAULT_LINK_BYTES_PER_S),
-        )
-
-
-def _view(replica: Replica, depths: dict[str, int], usual: _Usual) -> ReplicaView:
-    status, member = replica.status, replica.member
-    cached_tokens = depths.get(replica.id, 0) * member.block_size
-    token_s = 1 / (status.prefill_tokens_per_s or usual.prefill_tokens_per_s)
-    # What we have sent and it has not reported yet counts too.
-    queued_tokens = max(status.queued_tokens, replica.pending_tokens)
-    return ReplicaView(
-        replica=replica.id,
-        cached_tokens=cached_tokens,
-        stored_tokens=cached_tokens,
-        queue_s=queued_tokens * token_s,
-        num_streams=max(status.running + status.waiting, replica.num_requests),
-        num_blocks=member.num_blocks,
-        available_blocks=status.blocks_free + status.blocks_cached,
-        # A prefill step is taken to have a decode step's constant part, until workers report their own.
-        timing=StepTiming(base_s=status.decode_step_s or usual.step_s, token_s=token_s),
-        max_batch_tokens=_ANY_LENGTH,
-        link_bytes_per_s=status.link_bytes_per_s or usual.link_bytes_per_s,
-    )
-
-
-def _mean(values: Sequence[float], default: float) -> float:
-    """Of what was measured."""
-    measured = [value for value in values if value > 0]
-    return sum(measured) / len(measured) if measured else default
 
 
 def _preferred(replicas: list[Replica], avoid: Iterable[str]) -> list[Replica]:

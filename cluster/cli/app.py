@@ -12,7 +12,7 @@ import sys
 
 import typer
 
-from cluster.cli import bench, chaos, deploy, explain, generate, operate, plan, quality, simulate, status
+from cluster.cli import bench, chaos, deploy, explain, generate, operate, plan, profile, quality, simulate, status
 from cluster.errors import ClusterError
 
 app = typer.Typer(
@@ -35,6 +35,7 @@ for command in (
     chaos.chaos,
     simulate.simulate,
     plan.plan,
+    profile.profile,
     quality.quantize,
 ):
     app.command()(command)

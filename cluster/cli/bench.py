@@ -1,4 +1,4 @@
-"""`cluster bench …`: what one part of the cluster can do on this machine, or what a load does to all of it."""
+"""`cluster bench`: a load on a live deployment; `cluster bench …`: one part of the cluster alone, on this machine."""
 
 from __future__ import annotations
 
@@ -8,23 +8,17 @@ from typing import Annotated, Any
 
 import typer
 
+from cluster.cli import load
 from cluster.cli.isolation import isolation
 from cluster.cli.model_options import DEFAULT_DTYPE, DEFAULT_MODEL, DEFAULT_WEIGHTS, Model, ModelDType, ModelWeights
 from cluster.errors import SpecError
 
-bench = typer.Typer(
-    help="Measure: the engine, its kernels and the KV path alone, without Ray or Redis; or a deployment under load.",
-    no_args_is_help=True,
-)
+bench = typer.Typer(help="Measure a deployment under a load; or, by a command's name, something else.")
+bench.callback(invoke_without_command=True)(load.load)
 bench.command()(isolation)
 
 _MESSAGES = "64,256,1024,4096,16384,65536"
 _Counts = Annotated[str, typer.Option(metavar="N[,N…]")]
-
-
-@bench.callback()
-def _group() -> None:
-    """Without a callback typer would take the only command for the group itself."""
 
 
 @bench.command()

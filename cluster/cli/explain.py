@@ -36,9 +36,11 @@ def explain(
         print(json.dumps(requests, indent=1))
         return
     for id, attempts in requests.items():
-        for number, options in enumerate(attempts, start=1):
+        for number, attempt in enumerate(attempts, start=1):
             print(f"request {id}, attempt {number}: milliseconds, the first line was taken")
-            print(_table(options))
+            print(_options_table(attempt["options"]))
+            print("what was known of the replicas, with the rates learnt from their steps")
+            print(_replicas_table(attempt["replicas"]))
 
 
 def _ask(http: str, request_id: str) -> dict[str, Any]:
@@ -57,11 +59,26 @@ def _ask(http: str, request_id: str) -> dict[str, Any]:
         raise ClusterError(f"no router answers at {http}: {error}") from None
 
 
-def _table(options: list[dict[str, Any]]) -> str:
+def _options_table(options: list[dict[str, Any]]) -> str:
     from cluster.cli.console import columns
 
     rows = [["PREFILL", "DECODE", "PULL FROM", *(part.removesuffix("_s").upper() for part in _PARTS)]]
     for option in options:
         names = [option["prefill"] or "-", option["decode"], option["pull_from"] or "-"]
         rows.append([*names, *(f"{option[part] * 1e3:.1f}" for part in _PARTS)])
+    return columns(rows)
+
+
+def _replicas_table(replicas: dict[str, dict[str, Any]]) -> str:
+    from cluster.cli.console import columns
+
+    rows = [
+        ["REPLICA", "CACHED", "QUEUE ms", "STREAMS", "BLOCKS", "STEP ms", "TOKEN us", "PAIR ns", "CONTEXT ns", "MB/S"]
+    ]
+    for name, view in replicas.items():
+        timing = view["timing"]
+        rates = [timing["base_s"] * 1e3, timing["token_s"] * 1e6, timing["pair_s"] * 1e9, timing["context_s"] * 1e9]
+        numbers = [view["cached_tokens"], round(view["queue_s"] * 1e3), view["num_streams"], view["available_blocks"]]
+        cells = [*map(str, numbers), *(f"{rate:.3g}" for rate in (*rates, view["link_bytes_per_s"] / 1e6))]
+        rows.append([name, *cells])
     return columns(rows)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from cluster.state import State
 
 _OF_ITS_OWN = "bench-isolation"
+_ANSWER_S = 300.0
 
 
 def isolation(
@@ -52,12 +53,19 @@ def isolation(
 
 
 def _measure(plan: Plan, state: State) -> dict[str, Any]:
-    from cluster.bench.grpc_door import GrpcDoor
+    from cluster.bench.doors import open_door
     from cluster.bench.isolation import measure
 
     async def run() -> dict[str, Any]:
-        async with GrpcDoor(state.grpc) as door:
-            return await measure(plan, door.ask)
+        async with open_door(state.grpc) as door:
+
+            async def ask(token_ids: list[int], max_tokens: int) -> AsyncIterator[int]:
+                async with aclosing(door.ask(token_ids, max_tokens=max_tokens, timeout_s=_ANSWER_S)) as items:
+                    async for item in items:
+                        if isinstance(item, int):
+                            yield item
+
+            return await measure(plan, ask)
 
     return asyncio.run(run())
 

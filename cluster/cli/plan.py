@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cluster.bench.trace import read_trace
 from cluster.cli.simulate import BlockSize, HostTokens, ProfileName, Simulator, Speedup
 from cluster.errors import SpecError
 
@@ -54,7 +55,7 @@ def plan(
     found = importlib.import_module("router.simulator.plan").make_plan(
         setup,
         simulator.profile,
-        simulator.read_trace(trace, speedup=speedup)[:max_requests],
+        read_trace(trace, speedup=speedup, max_requests=max_requests),
         slo_ttft_s=slo_ttft_ms / 1e3,
         slo_itl_s=slo_itl_ms / 1e3,
         good_share=good,

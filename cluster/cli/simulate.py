@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cluster.bench.trace import read_trace
 from cluster.errors import SpecError
 
 TraceFile = Annotated[Path, typer.Option("--trace", help="Requests to replay.")]
@@ -17,6 +18,7 @@ ProfileName = Annotated[str | None, typer.Option("--profile", help="A JSON file,
 BlockSize = Annotated[int, typer.Option(help="Tokens.")]
 HostTokens = Annotated[int, typer.Option(min=0, help="Of host memory behind each replica.")]
 Speedup = Annotated[float, typer.Option(help="Requests arrive so many times as fast as in the trace.")]
+Scale = Annotated[str, typer.Option("--scale-tokens", metavar="SHARE", help="All lengths times this, such as 1/16.")]
 SloTtft = Annotated[float | None, typer.Option("--slo-ttft-ms", help="Limit for a request to count as goodput.")]
 SloItl = Annotated[float | None, typer.Option("--slo-itl-ms", help="The same, for its mean time between tokens.")]
 
@@ -52,6 +54,7 @@ def simulate(
     pull: Annotated[bool, typer.Option(help="Policy cost: replicas may fetch blocks from each other.")] = True,
     eviction: EvictionName = EvictionName.REUSE,
     speedup: Speedup = 1.0,
+    scale_tokens: Scale = "1",
     slo_ttft_ms: SloTtft = None,
     slo_itl_ms: SloItl = None,
     profile: ProfileName = None,
@@ -63,10 +66,8 @@ def simulate(
     The policy, the schedulers, the block manager and the eviction are the ones that serve; only time is simulated.
     """
     simulator = Simulator(profile)
-    num_prefill, num_decode = _pools(topology, colocated)
     setup = simulator.setup(
-        num_prefill=num_prefill,
-        num_decode=num_decode,
+        **_pools(topology, colocated),
         policy=policy.value,
         block_size=block_size,
         kv_tokens=kv_tokens_per_replica or simulator.profile.kv.pool_tokens,
@@ -74,7 +75,9 @@ def simulate(
         pulls=pull and policy is PolicyName.COST,
         eviction=eviction.value,
     )
-    requests = simulator.read_trace(trace, format=format.value if format else None, speedup=speedup)[:max_requests]
+    requests = read_trace(
+        trace, format=format and format.value, speedup=speedup, scale=scale_tokens, max_requests=max_requests
+    )
     report = simulator.run(setup, requests, slo_ttft_ms=slo_ttft_ms, slo_itl_ms=slo_itl_ms)
     print(json.dumps(report, indent=1) if as_json else _table(report))
 
@@ -87,7 +90,6 @@ class Simulator:
         profiles = importlib.import_module("router.simulator.profile")
         self.profile: Any = profiles.load_profile(profile or profiles.DEFAULT)
         self.setup: Any = importlib.import_module("router.simulator.fleet").Setup
-        self.read_trace: Any = importlib.import_module("router.simulator.trace").read_trace
 
     def run(self, setup: Any, requests: Any, *, slo_ttft_ms: float | None, slo_itl_ms: float | None) -> dict[str, Any]:
         report: dict[str, Any] = importlib.import_module("router.simulator.run").simulate(
@@ -100,18 +102,26 @@ class Simulator:
         return {"profile": self.profile.name, "profile_origin": self.profile.origin} | report
 
 
-def _pools(topology: str | None, colocated: int | None) -> tuple[int, int]:
+def _pools(topology: str | None, colocated: int | None) -> dict[str, int]:
+    """The fields of Setup that follow from what is deployed."""
     from cluster.spec import load_spec
 
     if (topology is None) == (colocated is None):
         raise SpecError("name either --topology, such as 8P8D, or --colocated N")
     if colocated is not None:
-        return 0, colocated
+        return {"num_prefill": 0, "num_decode": colocated}
     assert topology is not None
     spec = load_spec(topology)
     if not spec.decode.replicas:
         raise SpecError(f"{topology}: a topology needs a decode replica")
-    return spec.prefill.replicas, spec.decode.replicas
+    return {
+        "num_prefill": spec.prefill.replicas,
+        "num_decode": spec.decode.replicas,
+        "prefill_batch_tokens": spec.prefill.max_batch_tokens,
+        "decode_batch_tokens": spec.decode.max_batch_tokens,
+        "max_running": spec.decode.max_running,
+        "max_local_tokens": spec.router.max_local_prefill,
+    }
 
 
 def _table(report: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ from cluster.timing import StepTiming, pairs
 from engine.decode_scheduler import Scheduler
 from engine.group import Choice, Group, Source
 from router.simulator.clock import Clock
+from router.simulator.cores import Cores
 from router.simulator.flight import Flight
 from router.simulator.prefill_replica import NO_LIMIT
 from router.simulator.store import Store
@@ -44,6 +45,7 @@ class DecodeReplica:
         store: Store,
         clock: Clock,
         timing: StepTiming,
+        decode_timing: StepTiming,
         *,
         block_size: int,
         max_batch_tokens: int,
@@ -52,11 +54,15 @@ class DecodeReplica:
         prefilled: Callable[[Flight], None],
         gaps: Callable[[float, int], None],
         ended: Callable[[Flight], None],
+        cores: Cores | None = None,
     ) -> None:
+        """decode_timing: of steps that only decode. cores: what it shares with other replicas; None: nothing."""
         self.store = store
         self.busy_s = 0.0
         self._clock = clock
         self._timing = timing
+        self._decode_timing = decode_timing
+        self._cores = cores
         self._block_size = block_size
         self._scheduler = Scheduler(
             store.blocks, max_batch_tokens=max_batch_tokens, max_running=max_running, max_waiting=NO_LIMIT
@@ -127,13 +133,19 @@ class DecodeReplica:
         is_plain = len(chosen) == len(self._scheduler.decoding)
         num_steps = self._num_plain_steps() if is_plain else 1
         decoding = self._scheduler.decoding
-        seconds = self._timing.step_s(
+        timing = self._decode_timing if is_plain else self._timing
+        seconds = timing.step_s(
             num_tokens=sum(count for _, count in chosen),
             num_pairs=0 if is_plain else sum(_pairs(choice, count) for choice, count in chosen[len(decoding) :]),
             num_context=sum(len(choice.sequence.tokens) for choice in decoding),
         )
-        self._leap = _Leap(self._clock.now, num_steps, seconds, self._timing.context_s * len(decoding))
-        self._end_at(self._leap.after(num_steps))
+        self._leap = _Leap(self._clock.now, num_steps, seconds, timing.context_s * len(decoding))
+        if self._cores:
+            self._step_number += 1
+            number = self._step_number
+            self._cores.run(seconds, lambda: self._end(number))
+        else:
+            self._end_at(self._leap.after(num_steps))
 
     def _give_up_restored(self) -> None:
         """Blocks that were fetched for requests that wait must not be what they wait for."""
@@ -146,7 +158,7 @@ class DecodeReplica:
     def _num_plain_steps(self) -> int:
         """How many steps nothing but time can change: until a sequence ends, or blocks run out."""
         decoding = self._scheduler.decoding
-        if self._scheduler.num_waiting:
+        if self._scheduler.num_waiting or self._cores:  # how long a step takes on shared cores is known when it ends
             return 1
         num_steps = min(c.sequence.request.sampling.max_tokens - c.sequence.num_generated for c in decoding)
         blocks = self.store.blocks
@@ -186,7 +198,8 @@ class DecodeReplica:
             self._start(choice.group, emit=True)
             return
         flight = self._flights[choice.group]
-        self._gaps(leap.after(1) - flight.last_token_at, 1)
+        first_at = leap.after(1) if leap.num_steps > 1 else self._clock.now
+        self._gaps(first_at - flight.last_token_at, 1)
         if leap.num_steps > 1:
             self._gaps((self._clock.now - leap.after(1)) / (leap.num_steps - 1), leap.num_steps - 1)
         flight.last_token_at = self._clock.now

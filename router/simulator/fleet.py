@@ -5,19 +5,19 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from cluster.index import PrefixIndex
+from cluster.bench.trace import TraceRequest
+from cluster.prefix_index import PrefixIndex
 from router.plain_policies import make_policy
 from router.policy import Demand, Option, ReplicaView
 from router.simulator.clock import Clock
+from router.simulator.cores import Cores
 from router.simulator.decode_replica import DecodeReplica
 from router.simulator.flight import Flight
 from router.simulator.prefill_replica import PrefillReplica
+from router.simulator.prefix_hashes import PrefixHashes
 from router.simulator.profile import Profile
 from router.simulator.report import Report
 from router.simulator.store import Store
-from router.simulator.trace import PrefixHashes, TraceRequest
-
-_MAX_LOCAL_TOKENS = 16  # as router.max_local_prefill
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,21 +35,23 @@ class Setup:
     prefill_batch_tokens: int = 8192
     decode_batch_tokens: int = 2048
     max_running: int = 256
+    max_local_tokens: int = 16  # as router.max_local_prefill
 
 
 class Fleet:
-    """Takes requests, and tells `report` what becomes of them."""
+    """Takes requests of one trace, whose `hashes` are shared, and tells `report` what becomes of them."""
 
-    def __init__(self, setup: Setup, profile: Profile, clock: Clock, report: Report) -> None:
+    def __init__(self, setup: Setup, profile: Profile, hashes: PrefixHashes, clock: Clock, report: Report) -> None:
         self._setup = setup
         self._profile = profile
-        self._timing = profile.timing
+        self._timing, self._decode_timing = profile.timing, profile.decode_timing
+        self._cores = Cores(clock, profile.slowdown) if profile.slowdown else None
         self._clock = clock
         self._report = report
         self._policy = make_policy(setup.policy, pulls=setup.pulls)
         self._index = PrefixIndex()  # on devices
         self._stored = PrefixIndex() if setup.host_tokens else self._index  # in any tier
-        self._hashes = PrefixHashes(setup.block_size)
+        self._hashes = hashes
         self.prefills = {f"prefill-{i}": self._prefill(f"prefill-{i}") for i in range(setup.num_prefill)}
         self.decodes = {f"decode-{i}": self._decode(f"decode-{i}") for i in range(setup.num_decode)}
         self._busy_until: dict[str, float] = {}  # of the prompts that we have given each replica
@@ -78,7 +80,7 @@ class Fleet:
             num_tokens=request.num_tokens,
             block_size=self._setup.block_size,
             bytes_per_token=self._profile.kv.wire_bytes_per_token,
-            max_local_tokens=_MAX_LOCAL_TOKENS,
+            max_local_tokens=self._setup.max_local_tokens,
         )
         cached = self._index.match(hashes)
         stored = self._stored.match(hashes) if self._stored is not self._index else cached
@@ -100,7 +102,7 @@ class Fleet:
             num_streams=replica.num_streams,
             num_blocks=blocks.num_blocks,
             available_blocks=blocks.num_available,
-            timing=self._timing,
+            timing=self._timing if is_prefill or not self.prefills else self._decode_timing,
             max_batch_tokens=setup.prefill_batch_tokens if is_prefill else setup.decode_batch_tokens,
             link_bytes_per_s=self._profile.link.bytes_per_s,
             restore_bytes_per_s=self._profile.host_bytes_per_s if setup.host_tokens else 0.0,
@@ -198,6 +200,7 @@ class Fleet:
             max_batch_tokens=self._setup.prefill_batch_tokens,
             max_running=self._setup.max_running,
             finished=self._prefilled,
+            cores=self._cores,
         )
 
     def _decode(self, name: str) -> DecodeReplica:
@@ -205,6 +208,7 @@ class Fleet:
             self._store(name),
             self._clock,
             self._timing,
+            self._decode_timing,
             block_size=self._setup.block_size,
             max_batch_tokens=self._setup.decode_batch_tokens,
             max_running=self._setup.max_running,
@@ -212,4 +216,5 @@ class Fleet:
             prefilled=lambda flight: self._answered(name, flight),
             gaps=self._report.gap,
             ended=self._ended,
+            cores=self._cores,
         )

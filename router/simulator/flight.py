@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from cluster.bench.trace import TraceRequest
 from cluster.request import Sampling, SequenceRequest
 from engine.sequence import Sequence
 from router.policy import Option
-from router.simulator.trace import TraceRequest
 
 _MODEL = "simulated"
 

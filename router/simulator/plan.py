@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from cluster.bench.trace import TraceRequest
 from cluster.errors import SpecError
 from router.simulator.fleet import Setup
 from router.simulator.profile import Profile
 from router.simulator.run import simulate
-from router.simulator.trace import TraceRequest
 
 
 @dataclass(frozen=True, kw_only=True)

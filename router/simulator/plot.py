@@ -27,7 +27,8 @@ def plot(plan: Plan, path: Path, *, good_share: float) -> None:
         axes.annotate(candidate.topology, place, textcoords="offset points", xytext=(4, -12))
     axes.set_xlabel("USD per hour")
     axes.set_ylabel("share of requests within the SLO")
-    axes.legend(loc="lower right")
+    axes.margins(x=0.15, y=0.15)  # the names of the topologies stand beside their points
+    figure.legend(loc="outside upper center", ncols=3)
     try:
         figure.savefig(path)
     except ValueError as error:

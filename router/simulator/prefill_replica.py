@@ -7,6 +7,7 @@ from collections.abc import Callable
 from cluster.timing import StepTiming, pairs
 from engine.prefill_scheduler import Job, Scheduler
 from router.simulator.clock import Clock
+from router.simulator.cores import Cores
 from router.simulator.flight import Flight
 from router.simulator.store import Store
 
@@ -29,11 +30,14 @@ class PrefillReplica:
         max_batch_tokens: int,
         max_running: int,
         finished: Callable[[Flight], None],
+        cores: Cores | None = None,
     ) -> None:
+        """cores: what it shares with other replicas; None: nothing."""
         self.store = store
         self.busy_s = 0.0
         self._clock = clock
         self._timing = timing
+        self._cores = cores
         self._block_size = block_size
         self._scheduler = Scheduler(
             store.blocks, max_batch_tokens=max_batch_tokens, max_running=max_running, max_waiting=NO_LIMIT
@@ -77,8 +81,11 @@ class PrefillReplica:
             num_pairs=sum(pairs(count, after=job.sequence.num_computed) for job, count in chosen),
             num_context=0,
         )
-        self.busy_s += seconds
-        self._clock.at(self._clock.now + seconds, lambda: self._end(chosen))
+        began_at = self._clock.now
+        if self._cores:
+            self._cores.run(seconds, lambda: self._end(chosen, began_at))
+        else:
+            self._clock.at(began_at + seconds, lambda: self._end(chosen, began_at))
 
     def _give_up_restored(self) -> None:
         """Blocks that were fetched for jobs that wait must not be what they wait for."""
@@ -88,7 +95,8 @@ class PrefillReplica:
                 flight.restored = []
             self._step()
 
-    def _end(self, chosen: list[tuple[Job, int]]) -> None:
+    def _end(self, chosen: list[tuple[Job, int]], began_at: float) -> None:
+        self.busy_s += self._clock.now - began_at
         for job, count in chosen:
             job.sequence.computed(count, self.store.blocks)
             if not job.sequence.num_missing:

@@ -27,8 +27,8 @@ class _Section(BaseModel):
 class Steps(_Section):
     """See cluster.timing."""
 
-    base_s: Positive
-    token_s: Positive
+    base_s: NotNegative
+    token_s: NotNegative
     pair_s: NotNegative
     context_s: NotNegative
 
@@ -50,6 +50,9 @@ class Profile(_Section):
     origin: Literal["derived", "measured"]
     derivation: list[str]  # where each figure comes from
     steps: Steps
+    decode_steps: Steps | None = None  # of steps that only decode; None: as `steps`
+    # How much longer steps take while 1, 2, 3 … replicas step at the same time; empty: each has a device of its own.
+    slowdown: list[Positive] = []
     kv: KV
     link: Link
     host_bytes_per_s: Positive  # between a replica's device and its host memory
@@ -58,6 +61,10 @@ class Profile(_Section):
     @property
     def timing(self) -> StepTiming:
         return StepTiming(**self.steps.model_dump())
+
+    @property
+    def decode_timing(self) -> StepTiming:
+        return StepTiming(**(self.decode_steps or self.steps).model_dump())
 
 
 def load_profile(name: str) -> Profile:

@@ -6,11 +6,9 @@ from array import array
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from cluster.bench.spread import spread
 from router.simulator.flight import Flight
-
-_QUANTILES = (50, 90, 99)
 
 
 class Report:
@@ -51,8 +49,8 @@ class Report:
             "reuse_share": sum(flight.num_cached for flight in self.flights) / max(1, prompt_tokens),
             "prompt_tokens": prompt_tokens,
             "output_tokens": sum(flight.request.num_output for flight in self.flights),
-            "ttft_ms": _spread(ttft, np.ones(len(ttft))),
-            "itl_ms": _spread(itl, np.asarray(self._gap_counts, dtype=float)),
+            "ttft_ms": spread(ttft),
+            "itl_ms": spread(itl, self._gap_counts),
             "goodput_rps": sum(map(self._is_good, self.flights)) * per_s,
             "good_share": sum(map(self._is_good, self.flights)) / max(1, len(self.flights)),
             "transfer_bytes": self.shipped_bytes,
@@ -63,17 +61,3 @@ class Report:
     def _is_good(self, flight: Flight) -> bool:
         ttft_s, itl_s = self._slo
         return (ttft_s is None or flight.ttft_s <= ttft_s) and (itl_s is None or flight.mean_itl_s <= itl_s)
-
-
-def _spread(values: NDArray[np.float64], counts: NDArray[np.float64]) -> dict[str, float]:
-    """Mean and quantiles of `values`, each of which stands for `counts` equal ones."""
-    if not len(values):
-        return {"mean": 0.0} | {f"p{q}": 0.0 for q in _QUANTILES}
-    order = np.argsort(values)
-    values, counts = values[order], counts[order]
-    places = np.cumsum(counts)
-    spread = {"mean": float(np.average(values, weights=counts))}
-    for q in _QUANTILES:
-        place = min(int(np.searchsorted(places, places[-1] * q / 100)), len(values) - 1)
-        spread[f"p{q}"] = float(values[place])
-    return spread

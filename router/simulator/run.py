@@ -7,11 +7,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from cluster.bench.trace import TraceRequest
 from router.simulator.clock import Clock
 from router.simulator.fleet import Fleet, Setup
+from router.simulator.prefix_hashes import PrefixHashes
 from router.simulator.profile import Profile
 from router.simulator.report import Report
-from router.simulator.trace import TraceRequest
 
 
 def simulate(
@@ -29,7 +30,8 @@ def simulate(
     begin = time.perf_counter()
     clock = Clock()
     report = Report(slo_ttft_s=slo_ttft_s, slo_itl_s=slo_itl_s)
-    fleet = Fleet(setup, profile, clock, report)
+    hashes = PrefixHashes(setup.block_size, trace[0].tokens_per_id)
+    fleet = Fleet(setup, profile, hashes, clock, report)
     was_enabled = gc.isenabled()
     gc.disable()  # nothing here is freed by the collector, and it would walk millions of hashes again and again
     try:

@@ -6,7 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.metrics import Metrics
 from cluster.request import Role
-from cluster.rpc.worker_pb2 import Status, Totals
+from cluster.rpc.worker_pb2 import Status, StepTiming, Totals
 
 
 def scrape(metrics: Metrics) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -26,7 +26,17 @@ def test_a_request_is_counted() -> None:
 def test_replicas_are_exported_as_they_last_said() -> None:
     statuses = [
         (Role.PREFILL, Status(replica="prefill-0", waiting=3, totals=Totals(transfer_bytes=1 << 40))),
-        (Role.DECODE, Status(replica="decode-0", blocks_total=10, blocks_free=4, blocks_cached=5, draining=True)),
+        (
+            Role.DECODE,
+            Status(
+                replica="decode-0",
+                timing=StepTiming(base_s=0.5),
+                blocks_total=10,
+                blocks_free=4,
+                blocks_cached=5,
+                draining=True,
+            ),
+        ),
     ]
     metrics = Metrics()
     metrics.watch(lambda: statuses)
@@ -37,6 +47,7 @@ def test_replicas_are_exported_as_they_last_said() -> None:
     assert found["kv_transfer_bytes_total", prefill] == 1 << 40
     assert [found[f"kv_blocks{kind}", decode] for kind in ("", "_free", "_cached")] == [10, 4, 5]
     assert found["replica_draining", decode] == 1
+    assert found["step_base_seconds", decode] == 0.5 and ("step_base_seconds", prefill) not in found
 
     statuses.pop(0)
     assert ("sequences_waiting", prefill) not in scrape(metrics)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel
 from tokenizers.models import WordLevel
 
 from cluster.request import SampledToken, Sampling
@@ -33,7 +34,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
         if key not in made:
             made[key] = directory = tmp_path_factory.mktemp(family)
             random_model(tiny_config(family, **changes)).save_pretrained(directory)
-            Tokenizer(WordLevel({f"<{i}>": i for i in range(VOCAB_SIZE)})).save(str(directory / "tokenizer.json"))
+            tokenizer = Tokenizer(WordLevel({f"<{i}>": i for i in range(VOCAB_SIZE)}))
+            tokenizer.decoder = ByteLevel()
+            tokenizer.save(str(directory / "tokenizer.json"))
         return made[key]
 
     return make

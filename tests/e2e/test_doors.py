@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from pathlib import Path
 
 import grpc
@@ -12,6 +11,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from cluster.ports import free_port
 from cluster.rpc import inference_pb2 as pb
 from cluster.rpc import inference_pb2_grpc as rpc
 from router.service import RouterService
@@ -22,17 +22,11 @@ _QUESTION = "What is the capital of France?"
 _MESSAGES = [{"role": "user", "content": _QUESTION}]
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
-
-
 @pytest.mark.timeout(180)
 async def test_chat_streams_seeds_stops_and_errors_at_both_doors(smollm2_dir: Path, redis_url: str) -> None:
     # Seeds are tried: neither what else is in a bf16 batch nor an fp8 wire on one of two ways may change a token.
     model, kv = {"served_name": "smollm2", "dtype": "float32"}, {"wire_dtype": "raw"}
-    tree = {"model": model, "kv": kv, "router": {"grpc_port": _free_port()}}
+    tree = {"model": model, "kv": kv, "router": {"grpc_port": free_port()}}
     async with local_cluster(smollm2_dir, redis_url, **tree) as cluster:
         service = await RouterService.open(cluster.spec, index_url=redis_url)
         try:

@@ -3,60 +3,77 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import redis
 
-from cluster.request import Role, Sampling
+from cluster.hashing import block_hashes, root_hash
+from cluster.request import Role, SampledToken, Sampling
+from cluster.rpc.worker_pb2 import Totals
+from cluster.timing import StepTiming
+from router.cost_policy import CostPolicy
 from router.policy import Demand, Option, ReplicaView
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
 from tests.local_cluster import Answer, LocalCluster, local_cluster
+from tests.rank_in_process import Fault
 
 _GREEDY = Sampling(max_tokens=24, temperature=0.0)
 
 
 class FakePolicy:
-    """Sends every request where the test says, whatever it costs."""
+    """Sends each prompt where the test says, whatever it costs: the first of its ways whose replicas are there."""
 
     def __init__(self) -> None:
-        self.prefill: str | None = None
-        self.decode = ""
-        self.pull_from: str | None = None
-        self.pull_tokens: int | None = None  # None: as many as the router believes
+        self.ways: dict[int, list[Option]] = {}  # by the prompt's length
 
     def options(
         self, demand: Demand, prefills: Sequence[ReplicaView], decodes: Sequence[ReplicaView]
     ) -> Sequence[Option]:
-        known = {view.replica: view.cached_tokens for view in (*prefills, *decodes)}
-        tokens = known.get(self.pull_from or "", 0) if self.pull_tokens is None else self.pull_tokens
-        return [Option(prefill=self.prefill, decode=self.decode, pull_from=self.pull_from, pull_tokens=tokens)]
+        there = {view.replica for view in (*prefills, *decodes)}
+        return [way for way in self.ways[demand.num_tokens] if {way.prefill or way.decode, way.decode} <= there]
 
 
-def _tree(prefill: int, decode: int, *, tp: int = 1, **router: Any) -> dict[str, Any]:
+def _tree(prefill: int, decode: int, *, tp: int = 1, **sections: Any) -> dict[str, Any]:
     return {
         "model": {"dtype": "float32"},
         "kv": {"wire_dtype": "raw"},
         "prefill": {"replicas": prefill, "kv_memory_gib": 0.01, "max_batch_tokens": 32, "tensor_parallel": tp},
         "decode": {"replicas": decode, "kv_memory_gib": 0.01},
-        "router": {"max_local_prefill": 0} | router,
+        "router": {"max_local_prefill": 0},
+        **sections,
     }
 
 
-async def _indexed(cluster: LocalCluster, replica: str, num_tokens: int) -> None:
-    """Wait until the router knows that this replica holds so many tokens' blocks more than none."""
-    async with asyncio.timeout(10):
-        while cluster.replicas.index.num_held(replica) * 16 < num_tokens:
-            await asyncio.sleep(0.01)
-
-
-async def _ask(cluster: LocalCluster, policy: FakePolicy, prompt: list[int], way: str) -> Answer:
-    """way: "P > D", or "P < S > D" where S gives what P lacks; P may be missing."""
-    left, _, policy.decode = way.replace(" ", "").rpartition(">")
-    prefill, _, source = left.partition("<")
-    policy.prefill, policy.pull_from = prefill or None, source or None
+async def _ask(cluster: LocalCluster, policy: FakePolicy, prompt: list[int], *ways: str, pull: int = 0) -> Answer:
+    """A way is "P > D", or "P < S > D" where S is said to hold `pull` tokens of what P lacks; P may be missing."""
+    policy.ways[len(prompt)] = options = []
+    for way in ways:
+        left, _, decode = way.replace(" ", "").rpartition(">")
+        prefill, _, source = left.partition("<")
+        options.append(Option(prefill=prefill or None, decode=decode, pull_from=source or None, pull_tokens=pull))
     return await cluster.generate(prompt, _GREEDY)
+
+
+def _ids(tokens: list[list[SampledToken]]) -> list[list[int]]:
+    return [[token.token_id for token in choice] for choice in tokens]
+
+
+async def _totals(cluster: LocalCluster, replica: str, *, num_pulls: int) -> Totals:
+    """What the replica counts, once so many of its pulls are over: its frames come a little after its answers."""
+    await cluster.idle()
+    async with asyncio.timeout(10):
+        while True:
+            seen = cluster.replicas.get(replica)
+            assert seen
+            totals = seen.status.totals
+            if totals.pulls + totals.pull_failures >= num_pulls:
+                return totals
+            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -65,15 +82,185 @@ async def test_a_prefix_is_pulled_from_another_prefill_replica(
 ) -> None:
     model_dir, prompt, policy = checkpoint("llama"), prompts(70)[0], FakePolicy()
     longer = prompt + prompts(30)[0]
-    expected = [[t.token_id for t in tokens] for tokens in reference(model_dir, [prompt, longer], _GREEDY)]
     async with local_cluster(model_dir, redis_url, policy=policy, **_tree(2, 2, tp=tp)) as cluster:
-        (p0, p1), (d0, d1) = (sorted(r.id for r in cluster.pools[role]) for role in (Role.PREFILL, Role.DECODE))
-        policy.pull_tokens = 64
-        first = await _ask(cluster, policy, prompt, f"{p0} > {d0}")
-        second = await _ask(cluster, policy, longer, f"{p1} < {p0} > {d1}")
-        assert [first.ids, second.ids] == expected
+        first = await _ask(cluster, policy, prompt, "prefill-0 > decode-2")
+        second = await _ask(cluster, policy, longer, "prefill-1 < prefill-0 > decode-3", pull=64)
+        assert [first.ids, second.ids] == _ids(reference(model_dir, [prompt, longer], _GREEDY))
         assert (second.route.cached_tokens, second.route.pulled_tokens) == (0, 64)
-        totals = cluster.replicas.get(p1).status.totals
+        totals = await _totals(cluster, "prefill-1", num_pulls=1)
         assert (totals.pulls, totals.pulled_tokens, totals.pull_failures) == (1, 64, 0)
         assert totals.computed_tokens == 100 - 64
+        again = await _ask(cluster, policy, longer, "prefill-1 > decode-2")
+        assert (again.ids, again.route.cached_tokens) == (second.ids, 96), "what was pulled is cached"
+        await cluster.idle()
+
+
+async def test_the_answer_of_one_turn_is_pulled_for_the_next(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str
+) -> None:
+    """From a decode replica to a prefill replica, to one that decodes, and back."""
+    model_dir, turn, policy = checkpoint("llama"), prompts(20)[0], FakePolicy()
+    async with local_cluster(model_dir, redis_url, policy=policy, **_tree(1, 2)) as cluster:
+        ways = ["prefill-0 > decode-1", "prefill-0 < decode-1 > decode-2", "< decode-2 > decode-1"]
+        pulled = []
+        for way in ways:
+            answer = await _ask(cluster, policy, turn, way, pull=len(turn))
+            assert [answer.ids] == _ids(reference(model_dir, [turn], _GREEDY))
+            pulled.append((answer.route.cached_tokens, answer.route.pulled_tokens))
+            turn = turn + answer.ids + prompts(8)[0]
+        # 43 positions after the first turn, 75 after the second; the prefill replica had one block, the first decode
+        # replica two.
+        assert pulled == [(0, 0), (16, 16), (32, 32)]
+        await cluster.idle()
+
+
+async def test_the_holder_has_the_last_word(checkpoint: Checkpoint, reference: Reference, redis_url: str) -> None:
+    model_dir, (prompt, other), policy = checkpoint("llama"), prompts(70, 40), FakePolicy()
+    async with local_cluster(model_dir, redis_url, policy=policy, **_tree(2, 1)) as cluster:
+        await _ask(cluster, policy, prompt[:40], "prefill-0 > decode-2")
+        some = await _ask(cluster, policy, prompt, "prefill-1 < prefill-0 > decode-2", pull=64)
+        none = await _ask(cluster, policy, other, "prefill-1 < prefill-0 > decode-2", pull=32)
+        gone = await _ask(cluster, policy, other[1:], "prefill-1 < prefill-9 > decode-2", pull=32)
+        assert [some.ids, none.ids, gone.ids] == _ids(reference(model_dir, [prompt, other, other[1:]], _GREEDY))
+        assert [answer.route.pulled_tokens for answer in (some, none, gone)] == [32, 0, 0]
+        totals = await _totals(cluster, "prefill-1", num_pulls=2)
+        assert (totals.pulls, totals.pull_failures) == (1, 1)
+
+
+_HOLDER_EVENTS = {
+    "it is asked": Fault("kvtransfer.grants:Grants.give"),
+    "it has taken what is wanted": Fault("kvtransfer.grants:Grants.give", after=True),
+    "it ships": Fault("kvtransfer.outgoing_link:OutgoingLink._send"),
+    "it has shipped": Fault("kvtransfer.grants:Grants.shipped"),
+}
+
+
+def _cases() -> Iterator[Any]:
+    for event in _HOLDER_EVENTS:
+        yield pytest.param(event, signal.SIGKILL, id=f"{event}-killed")
+        marks = () if event == "it ships" else pytest.mark.slow
+        yield pytest.param(event, signal.SIGSTOP, id=f"{event}-stopped", marks=marks)
+
+
+@pytest.mark.parametrize(("event", "number"), list(_cases()))
+async def test_the_holder_dies_in_a_pull(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str, event: str, number: signal.Signals
+) -> None:
+    """Its own request is over by then: it ships to nobody else. Meanwhile the puller goes on with other prompts."""
+    model_dir, (prompt, other), policy = checkpoint("llama"), prompts(70, 40), FakePolicy()
+    fault = replace(_HOLDER_EVENTS[event], number=number)
+    async with local_cluster(model_dir, redis_url, processes=True, policy=policy, **_tree(1, 1)) as cluster:
+        holder = await cluster.add(Role.DECODE, fault)
+        prefill, decode = (cluster.pools[role][0].id for role in (Role.PREFILL, Role.DECODE))
+        first = await _ask(cluster, policy, prompt, f"> {holder.id}")
+        async with asyncio.timeout(20):
+            pulling = asyncio.create_task(
+                _ask(cluster, policy, prompt + first.ids[:9], f"{prefill} < {holder.id} > {decode}", pull=64)
+            )
+            beside = await _ask(cluster, policy, other, f"{prefill} > {decode}")
+            answer = await pulling
+        assert [answer.ids, beside.ids] == _ids(reference(model_dir, [prompt + first.ids[:9], other], _GREEDY))
+        assert holder.has_been_hit, "the fault never happened"
+        assert answer.route.attempts == 1
+        if number is signal.SIGSTOP:
+            holder.send(signal.SIGCONT)
+        await cluster.idle(timeout_s=5.0)
+
+
+async def test_the_puller_dies_in_a_pull(checkpoint: Checkpoint, reference: Reference, redis_url: str) -> None:
+    model_dir, prompt, policy = checkpoint("llama"), prompts(70)[0], FakePolicy()
+    async with local_cluster(model_dir, redis_url, processes=True, policy=policy, **_tree(1, 1)) as cluster:
+        prefill, decode = (cluster.pools[role][0].id for role in (Role.PREFILL, Role.DECODE))
+        doomed = await cluster.add(Role.PREFILL, Fault("prefill_worker.worker:Prefiller.landed"))
+        await _ask(cluster, policy, prompt, f"{prefill} > {decode}")
+        ways = f"{doomed.id} < {prefill} > {decode}", f"{prefill} > {decode}"
+        async with asyncio.timeout(20):
+            answer = await _ask(cluster, policy, prompt, *ways, pull=64)
+        assert [answer.ids] == _ids(reference(model_dir, [prompt], _GREEDY))
+        assert doomed.has_been_hit and answer.route.prefill_replica == prefill
+        await cluster.idle(timeout_s=5.0)
+
+
+async def test_a_pull_that_nobody_waits_for_leaves_nothing(checkpoint: Checkpoint, redis_url: str) -> None:
+    prompt, policy = prompts(70)[0], FakePolicy()
+    async with local_cluster(checkpoint("llama"), redis_url, processes=True, policy=policy, **_tree(1, 1)) as cluster:
+        holder = await cluster.add(Role.DECODE)
+        prefill, decode = (cluster.pools[role][0].id for role in (Role.PREFILL, Role.DECODE))
+        await _ask(cluster, policy, prompt, f"> {holder.id}")
+        holder.send(signal.SIGSTOP)
+        asking = asyncio.create_task(_ask(cluster, policy, prompt, f"{prefill} < {holder.id} > {decode}", pull=64))
+        async with asyncio.timeout(5):
+            while not (seen := cluster.replicas.get(prefill)) or not seen.status.running:
+                await cluster.replicas.changed(timeout_s=5)
+        asking.cancel()
+        async with asyncio.timeout(2):
+            while any(replica.status.running for replica in cluster.replicas if replica.id != holder.id):
+                await cluster.replicas.changed(timeout_s=2)
+        holder.send(signal.SIGCONT)
+        await cluster.idle()
+
+
+class SteadyRates:
+    """The cost policy, on rates that do not depend on what else this machine does."""
+
+    def __init__(self) -> None:
+        self._policy = CostPolicy(pulls=True)
+
+    def options(
+        self, demand: Demand, prefills: Sequence[ReplicaView], decodes: Sequence[ReplicaView]
+    ) -> Sequence[Option]:
+        return self._policy.options(demand, [_steady(view) for view in prefills], [_steady(view) for view in decodes])
+
+
+def _steady(view: ReplicaView) -> ReplicaView:
+    timing = StepTiming(base_s=0.0, token_s=1e-3)
+    queue_s = view.queue_s / view.timing.token_s * timing.token_s
+    return replace(view, timing=timing, queue_s=queue_s, link_bytes_per_s=1e8)
+
+
+async def _known(cluster: LocalCluster, tokens: list[int], num_tokens: int) -> None:
+    """Wait until the router knows that some replica holds so many leading tokens."""
+    hashes = block_hashes(root_hash(cluster.model), tokens, block_size=16)
+    async with asyncio.timeout(10):
+        while max(cluster.replicas.index.match(hashes).values(), default=0) * 16 < num_tokens:
+            await asyncio.sleep(0.01)
+
+
+async def test_each_turn_of_a_chat_computes_only_what_is_new(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str
+) -> None:
+    """Policy and index as they are: nobody says who is to pull from whom. Before the last turn Redis is emptied."""
+    model_dir, turn, num_known = checkpoint("llama", max_position_embeddings=512), prompts(52)[0], 0
+    async with local_cluster(model_dir, redis_url, policy=SteadyRates(), **_tree(2, 2)) as cluster:
+        for number in range(4):
+            await _known(cluster, turn, num_known)
+            if number == 3:
+                redis.Redis.from_url(redis_url).flushall()
+            answer = await cluster.generate(turn, _GREEDY)
+            assert [answer.ids] == _ids(reference(model_dir, [turn], _GREEDY))
+            if number < 3:
+                assert answer.route.cached_tokens + answer.route.pulled_tokens == num_known
+                assert answer.route.pulled_tokens >= 16 * (number > 0), "the answer comes from who gave it"
+            num_known = (len(turn) + len(answer.ids) - 1) // 16 * 16
+            turn = turn + answer.ids + prompts(21)[0]
+        await cluster.idle()
+
+
+async def test_a_hot_prefix_is_copied_before_it_queues(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str
+) -> None:
+    model_dir, prefix = checkpoint("llama", max_position_embeddings=512), prompts(320)[0]
+    asked = [prefix + prompts(40 + i)[0][::-1] for i in range(8)]
+    async with local_cluster(model_dir, redis_url, policy=SteadyRates(), **_tree(2, 1)) as cluster:
+        first = await cluster.generate(prefix, _GREEDY)
+        await _known(cluster, prefix, 320)
+        answers = await asyncio.gather(*(cluster.generate(p, _GREEDY, id=str(i)) for i, p in enumerate(asked)))
+        assert [answer.ids for answer in answers] == _ids(reference(model_dir, asked, _GREEDY))
+        other = next(r.id for r in cluster.pools[Role.PREFILL] if r.id != first.route.prefill_replica)
+        assert {answer.route.prefill_replica for answer in answers} == {first.route.prefill_replica, other}
+        totals = await _totals(cluster, other, num_pulls=1)
+        assert totals.pulls >= 1 and totals.pulled_tokens >= 320
+        # A sibling that overtakes the one that pulls may compute the prefix itself.
+        reused = sum(answer.route.cached_tokens + answer.route.pulled_tokens for answer in answers)
+        assert reused >= 6 * 320
         await cluster.idle()

@@ -18,19 +18,22 @@ from cluster.handoff import Handoff
 from cluster.rpc import transfer_pb2 as pb
 from engine.block_manager import BlockManager
 from engine.kv_layout import KVLayout
+from engine.tiers.tiers import Tiers
 from kvtransfer.arrivals import Arrival, Arrivals, ArrivalState
 from kvtransfer.departures import Departure, Departures
+from kvtransfer.grants import GrantListener, Grants
 from kvtransfer.ledger import Landing, Ledger
 from kvtransfer.passage import Ending, Key, Outlet, Passage, Shipment
 from kvtransfer.plan import HeadCopy, plan_heads, sending_ranks
 from kvtransfer.register import Register
 from kvtransfer.segment import Segment
+from tests.kvtransfer.pull_world import Puller, Want, content_of, hashes_of
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_LAYERS = 2, 8, 2
 _LAYOUT = KVLayout(model="m", num_layers=NUM_LAYERS, num_kv_heads=2, head_dim=4, block_size=BLOCK_SIZE, dtype="float32")
 
 
-def _layout(tp: int) -> KVLayout:
+def layout(tp: int) -> KVLayout:
     return replace(_LAYOUT, tensor_parallel=tp)
 
 
@@ -137,10 +140,10 @@ class SendingRank:
         self.orders: deque[Callable[[], None]] = deque()  # of rank 0, carried out one after the other
 
     def begin(self, job: Job) -> None:
-        copies = plan_heads(sender=_layout(self.replica.tp), receiver=_layout(len(job.handoff.ranks)))
+        copies = plan_heads(sender=layout(self.replica.tp), receiver=layout(len(job.handoff.ranks)))
         mine = [copy for copy in copies if copy.sender == self.rank]
         if mine:
-            passage = Passage(job.handoff, job.blocks, layout=_layout(self.replica.tp), on_shipped=self._shipped)
+            passage = Passage(job.handoff, job.blocks, layout=layout(self.replica.tp), on_shipped=self._shipped)
             self.passages[passage.key] = passage
             passage.outlets = [Outlet(passage, copy, self._link_to(copy)) for copy in mine]
             for outlet, copy in zip(passage.outlets, mine, strict=True):
@@ -157,6 +160,20 @@ class SendingRank:
             if end == job.handoff.num_tokens:
                 passage.commit(end, [7] if self.rank == 0 else [])
 
+    def fill(self, prefix: int, blocks: list[int], first_block: int) -> None:
+        """It comes to hold blocks of a prefix, whoever computed them."""
+        for position in range(first_block * BLOCK_SIZE, len(blocks) * BLOCK_SIZE):
+            slot = blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+            self.pool[slot] = (content_of(prefix), position)
+
+    def grant(self, handoff: Handoff, blocks: list[int], num_tokens: int) -> None:
+        """What kvtransfer.grants.carry_out does."""
+        self.begin(Job(handoff, blocks))
+        if passage := self.passages.get((handoff.id, handoff.epoch)):
+            for layer in range(NUM_LAYERS):
+                passage.layer_ready(layer, 0, num_tokens)
+            passage.commit(num_tokens)
+
     def follow(self) -> None:
         self.orders.popleft()()
 
@@ -169,7 +186,8 @@ class SendingRank:
             block = passage.blocks[position // BLOCK_SIZE]
             self.replica.blocks.is_shared(block)  # raises KeyError unless somebody holds it
             slot = block * BLOCK_SIZE + position % BLOCK_SIZE
-            assert self.pool.get(slot) == (passage.handoff.id, position), "read from a block that is another's by now"
+            content = self.replica.contents.get(passage.handoff.id, passage.handoff.id)
+            assert self.pool.get(slot) == (content, position), "read from a block that is another's by now"
 
     def _link_to(self, copy: HeadCopy) -> Link:
         link = self.links.get(copy.receiver)
@@ -184,12 +202,15 @@ class SendingRank:
 
 
 class Prefill:
-    """What prefill_worker.worker does with its departures."""
+    """What prefill_worker.worker does with its departures and grants."""
 
     def __init__(self, world: World, tp: int) -> None:
         self.world, self.tp = world, tp
         self.blocks = BlockManager(NUM_BLOCKS)
         self.departures: Departures[Job] = Departures(self.blocks)
+        no_tiers: Tiers[object] = Tiers(self.blocks, None, layout(tp), eviction="lru", timeout_s=1.0)
+        self.grants = Grants(self.blocks, layout(tp), no_tiers)
+        self.contents: dict[str, str] = {}  # of grants' handoffs: which prefix
         self.ranks = [SendingRank(self, rank) for rank in range(tp)]
         self.jobs: list[Job] = []
         self.is_alive = True
@@ -203,7 +224,7 @@ class Prefill:
         """One chunk of one prompt, and whatever has to be aborted."""
         start, end = job.num_computed, min(job.num_computed + num_tokens, job.handoff.num_tokens)
         if job.departure is None:
-            ranks = sending_ranks(_layout(self.tp), num_receivers=len(job.handoff.ranks))
+            ranks = sending_ranks(layout(self.tp), num_receivers=len(job.handoff.ranks))
             job.departure = self.departures.begin(job.handoff, job.blocks, ranks=ranks, owner=job)
             self._order(lambda rank: rank.begin(job))
         self._order(lambda rank: rank.compute(job, start, end))
@@ -211,16 +232,38 @@ class Prefill:
         if end == job.handoff.num_tokens:
             self._release(job)
 
+    def hold(self, prefix: int, num_blocks: int) -> None:
+        """It has the leading blocks of a prefix in its cache from now on, or until they are evicted."""
+        hashes = hashes_of(prefix)[:num_blocks]
+        if taken := self.blocks.allocate(hashes, num_blocks):
+            blocks, num_cached = taken
+            self._order(lambda rank: rank.fill(prefix, blocks, num_cached))
+            for block, prefix_hash in zip(blocks, hashes, strict=True):
+                self.blocks.seal(block, prefix_hash)
+            self.blocks.free(blocks)
+
+    def grant(self, handoff: Handoff, prefix: int, listener: GrantListener) -> None:
+        self.contents[handoff.id] = content_of(prefix)
+        self.grants.give(handoff, hashes_of(prefix), listener)
+        for order in self.grants.take_orders():
+            self._order(lambda rank, o=order: rank.grant(handoff, o["blocks"], o["num_tokens"]))
+
+    def ungrant(self, listener: GrantListener) -> None:
+        self.grants.cancel(listener)
+        self.order_aborts()
+
     def cancel(self, job: Job) -> None:
         self._stop(job, HandoffExpired("not wanted"))
 
     def order_aborts(self) -> None:
-        for key in self.departures.take_aborts():
+        for key in self.departures.take_aborts() + self.grants.take_aborts():
             self._order(lambda rank, key=key: rank.abort(key))
 
     def shipped(self, rank: int, shipment: Shipment) -> None:
+        self.grants.shipped(rank, shipment)
         if (departure := self.departures.ended(rank, shipment)) and departure.error:
             self._stop(departure.owner, departure.error)
+        self.order_aborts()
 
     def _stop(self, job: Job, error: TransferError) -> None:
         job.is_wanted = False
@@ -257,7 +300,7 @@ class ReceivingRank:
             ledger.close()
 
     def take(self, frame: pb.Segment | pb.Commit, link: Link) -> None:
-        copies = plan_heads(sender=_layout(link.sender.replica.tp), receiver=_layout(self.replica.tp))
+        copies = plan_heads(sender=layout(link.sender.replica.tp), receiver=layout(self.replica.tp))
         mine = [copy for copy in copies if copy.receiver == self.rank]
         copy = next(copy for copy in mine if copy.sender == link.sender.rank)
         ledger = self.register.find(frame.handoff)
@@ -281,18 +324,19 @@ class ReceivingRank:
 
 
 class Decode:
-    """What decode_worker.worker does with its arrivals."""
+    """What decode_worker.worker does with its arrivals and pulls."""
 
     def __init__(self, world: World, tp: int) -> None:
         self.world, self.tp = world, tp
         self.blocks = BlockManager(NUM_BLOCKS)
         self.ranks = [ReceivingRank(self, rank) for rank in range(tp)]
         self.arrivals: Arrivals[Request] = Arrivals(
-            self.ranks[0], self.blocks, num_ranks=tp, close_elsewhere=self._close_elsewhere
+            self.ranks[0], self.blocks, num_ranks=tp, close_elsewhere=self.close_elsewhere
         )
         self.requests: list[Request] = []
         self.is_alive = True
-        self._openings: dict[str, tuple[Request, list[int]]] = {}
+        self._openings: dict[str, tuple[Request | Want, list[int]]] = {}
+        self.puller = Puller(world, self)
 
     def admit(self, num_tokens: int) -> None:
         taken = self.blocks.allocate([], -(-num_tokens // BLOCK_SIZE))
@@ -301,11 +345,15 @@ class Decode:
         request = Request(taken[0], num_tokens, set(range(1, self.tp)))
         id = f"h{next(self.world.ids)}"
         opening = pb.OpenRequest(handoff=id, num_tokens=num_tokens, max_tokens=num_tokens, block_ids=request.blocks)
-        self._openings[id] = (request, list(request.blocks))
+        self.opened(opening, request)
         request.arrival = self.arrivals.open(opening, owner=request, expires_at=0.0)
         for rank in request.unopened:
             self.world.post(partial(self._open_on, rank, opening, request))
         self.requests.append(request)
+
+    def opened(self, opening: pb.OpenRequest, owner: Request | Want) -> None:
+        """The owner's blocks may be written for this handoff."""
+        self._openings[opening.handoff] = (owner, list(opening.block_ids))
 
     def ticket(self, request: Request) -> Handoff:
         """For the next prefill replica that is to fill it."""
@@ -332,12 +380,14 @@ class Decode:
             self.blocks.free(request.blocks)
 
     def landed(self, rank: int, landing: Landing) -> None:
+        if pull := self.puller.pulls.landed(rank, landing):
+            self.puller.landed(pull)
         if arrival := self.arrivals.landed(rank, landing):
             request = arrival.owner
             request.arrival, request.is_running = None, True
             self.check_whole(request, arrival.id)
 
-    def check_whole(self, request: Request, handoff: str) -> None:
+    def check_whole(self, request: Request | Want, handoff: str) -> None:
         """Every position of every head is there, and on each rank all of it from one sender."""
         for rank in self.ranks:
             found = [
@@ -345,7 +395,7 @@ class Decode:
                     (layer, head, request.blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
                 )
                 for layer in range(NUM_LAYERS)
-                for head in range(_layout(self.tp).heads_per_rank)
+                for head in range(layout(self.tp).heads_per_rank)
                 for position in range(request.num_tokens)
             ]
             positions = [*range(request.num_tokens)] * (len(found) // request.num_tokens)
@@ -359,7 +409,8 @@ class Decode:
         assert not request.is_running, "a write after the handoff was whole"
         arrival = request.arrival
         assert arrival and arrival.state in (ArrivalState.OPEN, ArrivalState.CLOSING), "a write after it was closed"
-        others = {block for other in self.requests if other is not request for block in other.blocks}
+        tables = [*self.requests, *self.puller.wants]
+        others = {block for other in tables if other is not request for block in other.blocks}
         assert others.isdisjoint(blocks), "a write into the blocks of another request"
         assert set(self.blocks._free).isdisjoint(blocks), "a write into a block that anybody may take"
         return blocks
@@ -368,7 +419,7 @@ class Decode:
         self.ranks[rank].open(opening)
         request.unopened.discard(rank)
 
-    def _close_elsewhere(self, handoff: str, then: Callable[[], None]) -> None:
+    def close_elsewhere(self, handoff: str, then: Callable[[], None]) -> None:
         waiting = set(range(1, self.tp))
 
         def close_on(rank: int) -> None:
@@ -404,11 +455,15 @@ class World:
             link.frames.clear()
             link.answers.clear()
             link.fail("the receiver is gone")
+        for call in self.decode.puller.calls:
+            call.cancel()
         self.decode = Decode(self, self.decode_tp)
 
     def kill_prefill(self, index: int) -> None:
         dead, self.prefills[index] = self.prefills[index], Prefill(self, self.prefill_tp)
         self.messages = [m for m in self.messages if not _belongs_to(m, dead)]
+        for call in [call for call in self.decode.puller.calls if call.holder is dead]:
+            call.fail()
         for link in self.links:
             if link.sender.replica is dead:
                 link.jobs.clear()
@@ -447,10 +502,10 @@ class World:
         self.check()
         for replica in (self.decode, *self.prefills):
             assert replica.blocks.num_available == NUM_BLOCKS, "blocks leaked"
-        assert not len(self.decode.arrivals)
+        assert not len(self.decode.arrivals) and not len(self.decode.puller.pulls)
         assert not any(len(rank.register) for rank in self.decode.ranks), "a handoff is open for ever"
         for prefill in self.prefills:
-            assert not len(prefill.departures)
+            assert not len(prefill.departures) and not len(prefill.grants)
             assert not any(rank.passages for rank in prefill.ranks)
 
 

@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 )
 
 from tests.kvtransfer.protocol_world import Job, Link, Prefill, Request, World
+from tests.kvtransfer.pull_world import MAX_BLOCKS
 
 _RANDOM = st.randoms(use_true_random=False)
 
@@ -47,6 +48,31 @@ class Protocol(RuleBasedStateMachine):
     def give_to_another_prefill_replica(self, random: Random, prefill: int) -> None:
         request = random.choice(self._open_requests())
         self.world.prefills[prefill].give(self.world.decode.ticket(request))
+
+    @rule(prefix=st.integers(0, 1), num_blocks=st.integers(1, MAX_BLOCKS), prefill=st.integers(0, 1))
+    def hold_a_prefix(self, prefix: int, num_blocks: int, prefill: int) -> None:
+        self.world.prefills[prefill].hold(prefix, num_blocks)
+
+    @rule(
+        prefix=st.integers(0, 1),
+        num_held=st.integers(0, MAX_BLOCKS),
+        num_blocks=st.integers(1, MAX_BLOCKS),
+        prefill=st.integers(0, 1),
+    )
+    def pull(self, prefix: int, num_held: int, num_blocks: int, prefill: int) -> None:
+        """What it is said to hold, and what it holds, may be two things."""
+        holder = self.world.prefills[prefill]
+        holder.hold(prefix, num_held)
+        self.world.decode.puller.want(prefix, num_blocks, holder)
+
+    @precondition(lambda self: self.world.decode.puller.wants)
+    @rule(random=_RANDOM, is_late=st.booleans())
+    def end_a_pull(self, random: Random, is_late: bool) -> None:
+        puller = self.world.decode.puller
+        if is_late:
+            puller.expire()
+        else:
+            puller.end(random.choice(puller.wants))
 
     @rule(num_events=st.integers(1, 12), random=_RANDOM)
     def go_on(self, num_events: int, random: Random) -> None:
@@ -119,6 +145,8 @@ class Protocol(RuleBasedStateMachine):
             return
         for request in list(self.world.decode.requests):
             self.world.decode.end(request)
+        for want in list(self.world.decode.puller.wants):
+            self.world.decode.puller.end(want)
         for prefill, job in self._jobs():
             prefill.cancel(job)
         self.world.settle()

@@ -53,6 +53,15 @@ def test_a_plan_is_written_as_a_spec(trace: str, tmp_path: Path, capsys: pytest.
     assert run(["plan", "--trace", trace, "--slo-ttft-ms", "0.001", "--max-replicas", "2"]) == 1
 
 
+@pytest.mark.parametrize(("name", "begin"), [("frontier.png", b"\x89PNG"), ("frontier.svg", b"<?xml")])
+def test_a_plan_is_drawn(trace: str, tmp_path: Path, name: str, begin: bytes) -> None:
+    pytest.importorskip("matplotlib", reason="an optional dependency")
+    picture = tmp_path / name
+    assert run(["plan", "--trace", trace, "--slo-ttft-ms", "1000", "--plot", str(picture)]) == 0
+    assert picture.read_bytes().startswith(begin)
+    assert run(["plan", "--trace", trace, "--slo-ttft-ms", "1000", "--plot", str(tmp_path / "picture.txt")]) == 2
+
+
 def test_kv_arithmetic() -> None:
     """Llama 3.1 8B: 32 layers, 8 KV heads of 128; the FP8 pool has a bf16 scale per token and head."""
 

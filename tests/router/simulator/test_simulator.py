@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from cluster.bench.trace import TraceRequest, read_trace
 from cluster.errors import SpecError
 from router.simulator.fleet import Setup
 from router.simulator.plan import make_plan
+from router.simulator.prefix_hashes import PrefixHashes
 from router.simulator.profile import load_profile, shipped_profiles
 from router.simulator.run import simulate
-from router.simulator.trace import PrefixHashes, TraceRequest, read_trace
 
 _PROFILE = load_profile("h100-llama-3.1-8b")
 _SETUP = Setup(num_prefill=0, num_decode=2, policy="cost", block_size=64, kv_tokens=65_536)
@@ -113,22 +113,6 @@ def test_the_plan_is_the_smallest_that_keeps_the_slo() -> None:
     assert all(c.good_share < 0.9 for c in plan.tried if c.num_replicas < plan.best.num_replicas)
     shares = [c.good_share for c in plan.frontier]
     assert shares == sorted(set(shares))
-
-
-def test_traces_of_both_formats_are_read(tmp_path: Path) -> None:
-    mooncake = tmp_path / "a.jsonl"
-    rows = [{"timestamp": 3000, "input_length": 600, "output_length": 5, "hash_ids": [7, 8]}]
-    rows.append({"timestamp": 1000, "input_length": 512, "output_length": 0, "hash_ids": [7]})
-    mooncake.write_text("\n".join(map(json.dumps, rows)))
-    first, second = read_trace(mooncake, speedup=2.0)
-    assert (first.ids, first.arrival_s, first.num_output, second.arrival_s) == ((7,), 0.0, 1, 1.0)
-    azure = tmp_path / "a.csv"
-    azure.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n")
-    assert read_trace(azure)[0].num_tokens == 374
-    for broken in ("not json", '{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1]}', ""):
-        mooncake.write_text(broken)
-        with pytest.raises(SpecError):
-            read_trace(mooncake)
 
 
 def test_equal_ids_and_only_they_have_equal_hashes() -> None:

@@ -1,0 +1,128 @@
+"""The two doors of a deployment, as a load sees them: a prompt goes in, tokens come out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import httpx
+from grpc import aio
+
+from cluster.channel import CLIENT_OPTIONS
+from cluster.errors import ClusterError
+from cluster.rpc import inference_pb2 as pb
+from cluster.rpc import inference_pb2_grpc as rpc
+
+
+class RequestFailed(ClusterError):
+    """The deployment refused a request, or did not carry it out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """What the deployment says of a request that it has answered."""
+
+    prompt_tokens: int
+    cached_tokens: int  # of these, those whose KV was not computed again
+
+
+class Door(Protocol):
+    """One connection to a deployment; lives on one event loop."""
+
+    def ask(self, token_ids: Sequence[int], *, max_tokens: int, timeout_s: float) -> AsyncGenerator[int | Usage, None]:
+        """Have exactly `max_tokens` generated, greedily. Yields how many tokens each event brings, and last the usage.
+
+        Leaving the iteration cancels the request. Raises RequestFailed.
+        """
+        ...
+
+
+@asynccontextmanager
+async def open_door(endpoint: str) -> AsyncIterator[Door]:
+    """`endpoint` is HOST:PORT of a gRPC door, or http://HOST:PORT of an OpenAI door."""
+    if endpoint.startswith(("http://", "https://")):
+        no_limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)  # the load decides how many
+        async with httpx.AsyncClient(base_url=endpoint, limits=no_limits, trust_env=False) as client:
+            yield HttpDoor(client)
+    else:
+        async with aio.insecure_channel(endpoint, options=CLIENT_OPTIONS) as channel:
+            yield GrpcDoor(channel)
+
+
+class GrpcDoor:
+    """Implements Door over cluster.v1.Inference."""
+
+    def __init__(self, channel: aio.Channel) -> None:
+        self._stub = rpc.InferenceStub(channel)
+
+    async def ask(
+        self, token_ids: Sequence[int], *, max_tokens: int, timeout_s: float
+    ) -> AsyncGenerator[int | Usage, None]:
+        request = pb.GenerateRequest(
+            token_ids=pb.TokenIds(ids=token_ids),
+            sampling=pb.SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True),
+        )
+        call = self._stub.Generate(request, timeout=timeout_s)
+        try:
+            async for event in call:
+                if event.HasField("delta") and event.delta.token_ids:
+                    yield len(event.delta.token_ids)
+                elif event.HasField("summary"):
+                    usage = event.summary.usage
+                    yield Usage(prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens)
+        except aio.AioRpcError as error:
+            raise RequestFailed(f"{error.code().name.lower()}: {error.details()}") from None
+        finally:
+            call.cancel()
+
+
+class HttpDoor:
+    """Implements Door over the OpenAI API, /v1/completions."""
+
+    def __init__(self, client: httpx.AsyncClient) -> None:
+        self._client = client
+
+    async def ask(
+        self, token_ids: Sequence[int], *, max_tokens: int, timeout_s: float
+    ) -> AsyncGenerator[int | Usage, None]:
+        body = {
+            "prompt": list(token_ids),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        try:
+            async with self._client.stream("POST", "/v1/completions", json=body, timeout=timeout_s) as answer:
+                if answer.is_error:
+                    raise RequestFailed(f"{answer.status_code}: {(await answer.aread()).decode(errors='replace')}")
+                async for line in answer.aiter_lines():
+                    for item in _items(_chunk(line)):
+                        yield item
+        except httpx.HTTPError as error:
+            raise RequestFailed(str(error) or type(error).__name__) from None
+
+
+def _items(chunk: dict[str, Any]) -> Iterator[int | Usage]:
+    for choice in chunk.get("choices", ()):
+        if choice.get("token_ids"):
+            yield len(choice["token_ids"])
+    if usage := chunk.get("usage"):
+        details = usage.get("prompt_tokens_details") or {}
+        yield Usage(prompt_tokens=usage["prompt_tokens"], cached_tokens=details.get("cached_tokens") or 0)
+
+
+def _chunk(line: str) -> dict[str, Any]:
+    """The object of one line of a stream of server-sent events; empty where it carries none."""
+    data = line.removeprefix("data: ")
+    if data == line or data == "[DONE]":
+        return {}
+    chunk: dict[str, Any] = json.loads(data)
+    if error := chunk.get("error"):
+        raise RequestFailed(str(error.get("message", error)))
+    return chunk

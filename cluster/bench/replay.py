@@ -1,0 +1,89 @@
+"""A load on a live deployment: requests leave at their times, whatever comes back, and each one's tokens are timed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from cluster.bench.doors import Door, RequestFailed, Usage
+from cluster.bench.prompts import Prompts
+from cluster.bench.trace import TraceRequest
+
+
+@dataclass
+class Answered:
+    """What became of one request. Times are seconds after the load began; a request is due at its trace's time."""
+
+    request: TraceRequest
+    first_token_at: float = 0.0
+    last_token_at: float = 0.0
+    num_output: int = 0
+    gaps: list[tuple[float, int]] = field(
+        default_factory=list
+    )  # (seconds, so many tokens came that long after another)
+    usage: Usage | None = None
+    error: str = ""
+
+    @property
+    def ttft_s(self) -> float:
+        """From when it was due: a load that cannot keep up does not hide it."""
+        return self.first_token_at - self.request.arrival_s
+
+    @property
+    def mean_itl_s(self) -> float:
+        later = self.num_output - 1
+        return (self.last_token_at - self.first_token_at) / later if later > 0 else 0.0
+
+    @property
+    def e2e_s(self) -> float:
+        return self.last_token_at - self.request.arrival_s
+
+    def came(self, now: float, count: int) -> None:
+        """`count` tokens have come together; each is taken to have taken its share of the time."""
+        if self.num_output:
+            self.gaps.append(((now - self.last_token_at) / count, count))
+        else:
+            self.first_token_at = now
+            if count > 1:
+                self.gaps.append((0.0, count - 1))
+        self.last_token_at = now
+        self.num_output += count
+
+
+async def replay(
+    trace: Sequence[TraceRequest],
+    door: Door,
+    *,
+    seed: int,
+    timeout_s: float,
+    on_end: Callable[[Answered], None] = lambda answered: None,
+) -> list[Answered]:
+    """Send every request at its time and wait for all answers, in the order of the trace.
+
+    seed: another one makes other prompts. timeout_s: of one answer.
+    """
+    prompts = [Prompts(seed=seed).of(request) for request in trace]  # beforehand: it takes time of its own
+    begin = time.perf_counter()
+
+    async def one(answered: Answered, token_ids: list[int]) -> None:
+        request = answered.request
+        await asyncio.sleep(request.arrival_s - (time.perf_counter() - begin))
+        try:
+            async for item in door.ask(token_ids, max_tokens=request.num_output, timeout_s=timeout_s):
+                if isinstance(item, Usage):
+                    answered.usage = item
+                else:
+                    answered.came(time.perf_counter() - begin, item)
+            if answered.usage is None:
+                raise RequestFailed("the answer ended without its usage")
+        except RequestFailed as error:
+            answered.usage, answered.error = None, str(error)
+        on_end(answered)
+
+    found = [Answered(request) for request in trace]
+    async with asyncio.TaskGroup() as group:
+        for answered, token_ids in zip(found, prompts, strict=True):
+            group.create_task(one(answered, token_ids))
+    return found

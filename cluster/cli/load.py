@@ -1,0 +1,136 @@
+"""`cluster bench` itself: a load on a live deployment."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cluster.bench.trace import TraceRequest, read_trace
+from cluster.bench.trace import poisson as make_poisson
+from cluster.cli.deploy import Name
+from cluster.cli.simulate import Scale, SloItl, SloTtft, Speedup, TraceFormat
+from cluster.errors import SpecError
+
+
+def load(
+    context: typer.Context,
+    trace: Annotated[Path | None, typer.Option("--trace", help="Requests to replay.")] = None,
+    format: Annotated[TraceFormat | None, typer.Option(help="Default: by the file's name.")] = None,
+    poisson: Annotated[
+        float | None, typer.Option(min=0.001, help="Instead of a trace: so many requests a second.")
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of each request of --poisson.")] = 256,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Of each answer of --poisson.")] = 64,
+    requests: Annotated[
+        int | None, typer.Option("--requests", min=1, help="Only so many; with --poisson 100 by default.")
+    ] = None,
+    speedup: Speedup = 1.0,
+    scale_tokens: Scale = "1",
+    http: Annotated[bool, typer.Option("--http", help="Through the OpenAI door instead of gRPC.")] = False,
+    endpoint: Annotated[
+        str | None, typer.Option(help="HOST:PORT (gRPC) or http://HOST:PORT of a router; default: the deployment's.")
+    ] = None,
+    slo_ttft_ms: SloTtft = None,
+    slo_itl_ms: SloItl = None,
+    timeout: Annotated[float, typer.Option(help="Seconds for one answer.")] = 600.0,
+    seed: Annotated[int, typer.Option(min=0, help="Another one makes other prompts, of which nothing is cached.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    name: Name = None,
+) -> None:
+    """Replay a trace, or requests at random moments, against a deployment: latencies, goodput, reuse.
+
+    Prompts are made from the trace's hash_ids: equal ids give equal tokens. Answers have exactly as many tokens as in
+    the trace. --scale-tokens shortens both, so that a small model can take them. Exit code 1 when a request failed.
+    """
+    if context.invoked_subcommand:
+        return
+    if (trace is None) == (poisson is None):
+        raise SpecError("name either a --trace to replay, or a rate of requests with --poisson")
+    if trace:
+        asked = read_trace(
+            trace, format=format and format.value, speedup=speedup, scale=scale_tokens, max_requests=requests
+        )
+    else:
+        assert poisson is not None
+        asked = make_poisson(
+            rate=poisson, num_requests=requests or 100, num_tokens=prompt_tokens, num_output=output_tokens, seed=seed
+        )
+    report = _measure(
+        asked, endpoint or _door(name, http=http), seed=seed, timeout_s=timeout, slo=(slo_ttft_ms, slo_itl_ms)
+    )
+    print(json.dumps(report, indent=1) if as_json else _table(report))
+    raise typer.Exit(1 if report["failed"] else 0)
+
+
+def _door(name: str | None, *, http: bool) -> str:
+    from cluster import state as states
+
+    state = states.find(name)
+    return state.http if http else state.grpc
+
+
+def _measure(
+    asked: Sequence[TraceRequest], endpoint: str, *, seed: int, timeout_s: float, slo: tuple[float | None, float | None]
+) -> dict[str, Any]:
+    import asyncio
+
+    from cluster.bench.doors import open_door
+    from cluster.bench.measured import summary
+    from cluster.bench.replay import Answered, replay
+
+    async def run() -> list[Answered]:
+        with _progress(len(asked)) as advance:
+            async with open_door(endpoint) as door:
+                return await replay(asked, door, seed=seed, timeout_s=timeout_s, on_end=lambda answered: advance())
+
+    slo_ttft_s, slo_itl_s = (None if limit is None else limit / 1e3 for limit in slo)
+    return summary(asyncio.run(run()), slo_ttft_s=slo_ttft_s, slo_itl_s=slo_itl_s)
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[], None]]:
+    """A bar on stderr, where that is a terminal; yields what is to be called whenever a request has ended."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    parts = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*parts, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as progress:
+        task = progress.add_task("requests", total=total)
+        yield lambda: progress.advance(task)
+
+
+def _table(report: dict[str, Any]) -> str:
+    from cluster.cli.console import columns
+
+    rows = [["", "MEAN", "P50", "P90", "P99"]]
+    for key, title in (("ttft_ms", "TTFT ms"), ("itl_ms", "ITL ms"), ("e2e_ms", "E2E ms")):
+        rows.append([title, *(f"{report[key][q]:,.1f}" for q in ("mean", "p50", "p90", "p99"))])
+    return "\n".join(
+        [
+            f"{report['completed']:,} requests in {report['duration_s']:,.1f} s, {report['failed']} failed",
+            f"reused {report['reuse_share']:.2%} of {report['prompt_tokens']:,} prompt tokens"
+            f" · {report['output_tokens_per_s']:,.1f} output tokens/s",
+            columns(rows),
+            f"goodput {report['goodput_rps']:.2f} requests/s, {report['good_share']:.1%} of all",
+            *(f"{count} x {error}" for error, count in report["errors"].items()),
+        ]
+    )

@@ -1,0 +1,181 @@
+"""`cluster profile`: measure this machine for the simulator."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import sys
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cluster import state as states
+from cluster.cli.deploy import Name
+from cluster.cli.model_options import DEFAULT_DTYPE, DEFAULT_MODEL, DEFAULT_WEIGHTS, Model, ModelDType, ModelWeights
+
+_PROMPTS = (64, 1024)  # tokens, whose transfers tell a link's latency and rate
+_LATENCY_S = 0.003  # of a link, where it is not measured
+_COPY_BYTES, _NUM_COPIES = 1 << 20, 512
+
+
+def profile(
+    output: Annotated[Path, typer.Option("--output", "-o", help="The JSON file to write.")],
+    model: Model = DEFAULT_MODEL,
+    dtype: ModelDType = DEFAULT_DTYPE,
+    weights: ModelWeights = DEFAULT_WEIGHTS,
+    pool_dtype: Annotated[str, typer.Option(help="As in a spec.")] = "auto",
+    wire_dtype: Annotated[str, typer.Option(help="As in a spec.")] = "fp8_e4m3",
+    kv_memory_gib: Annotated[float, typer.Option(min=0.001, help="Of one replica, as in a spec.")] = 1.0,
+    threads: Annotated[int, typer.Option(min=1, help="Compute threads of one replica.")] = 1,
+    replicas: Annotated[
+        int | None, typer.Option(min=1, help="How many may step at the same time; default: two per processor.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.001, help="Of each measurement of a step.")] = 1.0,
+    live: Annotated[
+        bool, typer.Option("--live", help="Take what a deployment has learnt under its last load; measure nothing.")
+    ] = False,
+    name: Name = None,
+    endpoint: Annotated[str | None, typer.Option(help="http://HOST:PORT of a router, for --live.")] = None,
+    usd_per_hour: Annotated[float, typer.Option(min=0.0001, help="What one replica costs, for `cluster plan`.")] = 1.0,
+) -> None:
+    """Measure how long a model's steps take on this machine, and what its links carry, for `cluster simulate`.
+
+    Starts processes that each hold the model and do what replicas do: prompts and decoding of several sizes, alone
+    and side by side, and KV from one to another. Takes a minute or two; nothing else should run meanwhile.
+    """
+    model_dir = import_module("cluster.model_source").resolve(model)
+    of = {"dtype": dtype, "weights": weights, "pool_dtype": pool_dtype, "threads": threads}
+    if live:
+        steps = _learnt(endpoint or states.find(name).http)
+    else:
+        count = replicas or 2 * (os.cpu_count() or 1)
+        steps = _measured(model_dir, of, wire_dtype=wire_dtype, num_replicas=count, seconds=seconds)
+    kv = _kv(model_dir, dtype=dtype, pool_dtype=pool_dtype, wire_dtype=wire_dtype, kv_memory_gib=kv_memory_gib)
+    machine = f"{os.cpu_count()} processors, {platform.processor() or platform.machine()}"
+    derivation = [
+        f"On {datetime.date.today()}, {machine}; {model}, wire {wire_dtype}, {_words(of)}.",
+        *steps.pop("derivation"),
+        "host_bytes_per_s: copies of 1 MiB within memory. usd_per_hour: as asked for.",
+    ]
+    tree = {"name": output.stem, "origin": "measured", "derivation": derivation, **steps, "kv": kv}
+    tree |= {"host_bytes_per_s": _copied_bytes_per_s(), "usd_per_hour": usd_per_hour}
+    found = import_module("router.simulator.profile").Profile.model_validate(tree)
+    output.write_text(found.model_dump_json(indent=1) + "\n")
+    print(_table(tree))
+
+
+def _measured(
+    model_dir: Path, of: dict[str, Any], *, wire_dtype: str, num_replicas: int, seconds: float
+) -> dict[str, Any]:
+    _say(f"steps of {model_dir.name}, alone and by up to {num_replicas} replicas at a time")
+    # By name: this floor does not import the ones above it.
+    measured = import_module("engine.step_profile").profile_steps(
+        model_dir, **of, num_replicas=num_replicas, seconds=seconds
+    )
+    _say("KV from process to process")
+    return {
+        "derivation": [
+            "steps: least squares over prompts of several lengths; decode_steps: over several batches and contexts.",
+            "slowdown: mean over prompts and decoding of the time beside others, over the time alone.",
+            "link: transfers of two prompts with nothing to hide behind, packing and checking included.",
+        ],
+        "steps": asdict(measured["prefill"]) | {"context_s": measured["decode"].context_s},
+        "decode_steps": asdict(measured["decode"]),
+        "slowdown": measured["slowdown"],
+        "link": _link(model_dir, dtype=of["dtype"], wire_dtype=wire_dtype, threads=of["threads"]),
+    }
+
+
+def _learnt(http: str) -> dict[str, Any]:
+    from cluster.bench.learnt import read_learnt
+    from cluster.request import Role
+
+    learnt = read_learnt(http)
+    prefill, decode = learnt.steps[Role.PREFILL], learnt.steps[Role.DECODE]
+    return {
+        "derivation": [
+            "steps, decode_steps: what the replicas of each pool have learnt of their own steps under their last load,",
+            "whatever else kept the machine busy then included: so there is no slowdown beside others.",
+            "link: the bytes that links carried while they were at work; its latency is assumed.",
+        ],
+        "steps": asdict(prefill) | {"context_s": decode.context_s},
+        "decode_steps": asdict(decode),
+        "slowdown": [],
+        "link": {"latency_s": _LATENCY_S, "bytes_per_s": learnt.link_bytes_per_s},
+    }
+
+
+def _kv(model_dir: Path, *, dtype: str, pool_dtype: str, wire_dtype: str, kv_memory_gib: float) -> dict[str, int]:
+    from cluster import model_config
+    from cluster.kv_arithmetic import KVArithmetic
+
+    config = model_config.load(model_dir)
+
+    def of(kind: str) -> KVArithmetic:
+        return KVArithmetic(
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=kind,
+            block_size=1,
+            tensor_parallel=1,
+            memory_bytes=kv_memory_gib * 2**30,
+        )
+
+    pool = of(dtype if pool_dtype == "auto" else pool_dtype)
+    wire = pool if wire_dtype == "raw" else of(wire_dtype)
+    return {
+        "bytes_per_token": pool.bytes_per_token,
+        "wire_bytes_per_token": wire.bytes_per_token,
+        "num_layers": config.num_layers,
+        "pool_tokens": pool.num_blocks,
+    }
+
+
+def _link(model_dir: Path, *, dtype: str, wire_dtype: str, threads: int) -> dict[str, float]:
+    """seconds = latency + bytes / rate, through two points."""
+    measured = import_module("kvtransfer.bench.run").bench_kv(
+        model_dir, dtype=dtype, wire_dtype=wire_dtype, messages=[], prompts=_PROMPTS, threads=threads
+    )
+    small, large = measured["prompts"]
+    seconds = (large["transfer_ms"] - small["transfer_ms"]) / 1e3
+    num_bytes = large["wire_bytes"] - small["wire_bytes"]
+    per_byte_s = max(seconds, 1e-6) / num_bytes
+    latency_s = max(0.0, small["transfer_ms"] / 1e3 - small["wire_bytes"] * per_byte_s)
+    return {"latency_s": latency_s, "bytes_per_s": 1 / per_byte_s}
+
+
+def _copied_bytes_per_s() -> float:
+    copy = import_module("kvtransfer.bench.carried").copy_in_memory
+    return float(_COPY_BYTES * _NUM_COPIES / copy(num_bytes=_COPY_BYTES, count=_NUM_COPIES))
+
+
+def _table(tree: dict[str, Any]) -> str:
+    from cluster.cli.console import columns
+
+    rows = [["", "STEP ms", "TOKEN us", "PAIR ns", "CONTEXT ns"]]
+    for key, title in (("steps", "prompts"), ("decode_steps", "decoding")):
+        of = tree[key]
+        rates = (of["base_s"] * 1e3, of["token_s"] * 1e6, of["pair_s"] * 1e9, of["context_s"] * 1e9)
+        rows.append([title, *(f"{rate:.4g}" for rate in rates)])
+    slowdown = ", ".join(f"{k} at a time {factor:.2f}" for k, factor in enumerate(tree["slowdown"], start=1)) or "none"
+    link = tree["link"]
+    return "\n".join(
+        [
+            columns(rows),
+            f"slowdown: {slowdown}",
+            f"link: {link['latency_s'] * 1e3:.2f} ms + bytes / {link['bytes_per_s'] / 1e6:,.0f} MB/s",
+        ]
+    )
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _words(of: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in of.items())

@@ -1,0 +1,71 @@
+"""How long this replica's steps take, learnt from the steps themselves."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cluster.timing import StepTiming
+from engine.batch import Batch
+
+_KEEP = 0.99  # weight of the past at each new step of the same kind: about the last hundred count
+_RIDGE = 1e-6  # of what was seen of a feature: where two of them never differ, each gets a share
+_SOLVE_EVERY = 8  # steps
+_NUM_FEATURES = 4  # as StepTiming has numbers
+
+
+class LearntTiming:
+    """Least squares with forgetting over steps of seconds ~ base + token · T + pair · A + context · C, none below 0.
+
+    Relative errors count, so that a step of a second does not drown a hundred short ones. Steps that only decode and
+    steps that compute prompts are forgotten apart: while nobody sends a prompt, what prompts cost is not lost.
+    """
+
+    def __init__(self) -> None:
+        self._sums = {kind: np.zeros((_NUM_FEATURES, _NUM_FEATURES)) for kind in (False, True)}
+        self._targets = {kind: np.zeros(_NUM_FEATURES) for kind in (False, True)}
+        self._num_steps = 0
+        self._timing: StepTiming | None = None
+
+    def add(self, *, num_tokens: int, num_pairs: int, num_context: int, seconds: float) -> None:
+        """One step; see cluster.timing."""
+        relative = np.array([1.0, num_tokens, num_pairs, num_context]) / seconds
+        kind = num_pairs > 0
+        self._sums[kind] = self._sums[kind] * _KEEP + np.outer(relative, relative)
+        self._targets[kind] = self._targets[kind] * _KEEP + relative
+        self._num_steps += 1
+
+    def saw(self, batch: Batch, seconds: float) -> None:
+        """One step with this batch. A row of one token counts as one that decodes."""
+        queries, contexts = batch.query_lens, batch.context_lens
+        decodes = queries == 1
+        own = queries * (queries + 1) // 2
+        self.add(
+            num_tokens=batch.num_tokens,
+            num_pairs=int((queries * (contexts - queries) + own)[~decodes].sum()),
+            num_context=int(contexts[decodes].sum()),
+            seconds=seconds,
+        )
+
+    @property
+    def timing(self) -> StepTiming | None:
+        """None until something was measured; worked out anew now and then."""
+        if self._num_steps and (self._timing is None or self._num_steps % _SOLVE_EVERY == 0):
+            sums = self._sums[False] + self._sums[True]
+            solved = _non_negative(sums, self._targets[False] + self._targets[True])
+            self._timing = StepTiming(**dict(zip(("base_s", "token_s", "pair_s", "context_s"), solved, strict=True)))
+        return self._timing
+
+
+def _non_negative(sums: np.ndarray, targets: np.ndarray) -> list[float]:
+    """The solution of sums · x = targets without what would have to be negative, which is left out worst first."""
+    scale = np.sqrt(np.diag(sums))
+    kept = [i for i in range(len(targets)) if scale[i] > 0]
+    solved = np.zeros(len(targets))
+    while kept:
+        scaled = sums[np.ix_(kept, kept)] / np.outer(scale[kept], scale[kept])
+        found = np.linalg.solve(scaled + _RIDGE * np.eye(len(kept)), targets[kept] / scale[kept])
+        if found.min() >= 0:
+            solved[kept] = found / scale[kept]
+            break
+        del kept[int(found.argmin())]
+    return [float(value) for value in solved]

@@ -1,0 +1,83 @@
+"""`cluster bench` and `cluster explain` against a live router, through both doors."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from cluster.cli.app import run
+from cluster.ports import free_port
+from router.service import RouterService
+from router.simulator.profile import load_profile
+from tests.e2e.conftest import Checkpoint
+from tests.local_cluster import local_cluster
+from tests.router.http_server import serve_http
+
+
+@pytest.fixture
+def model(checkpoint: Checkpoint) -> Path:
+    return checkpoint("llama")
+
+
+@pytest.fixture
+async def doors(model: Path, redis_url: str) -> AsyncIterator[tuple[str, str]]:
+    """The gRPC and the OpenAI door of 1P1D."""
+    tree = {"model": {"dtype": "float32"}, "router": {"grpc_port": free_port()}}
+    async with local_cluster(model, redis_url, **tree) as cluster:
+        service = await RouterService.open(cluster.spec, index_url=redis_url)
+        try:
+            async with serve_http(service.http_app()) as (host, port):
+                while not all(service.health().values()):
+                    await asyncio.sleep(0.01)
+                yield f"127.0.0.1:{service.grpc_port}", f"http://{host}:{port}"
+        finally:
+            await service.close()
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    """Ten prompts of which each begins like the one before."""
+    path = tmp_path / "trace.jsonl"
+    rows = [
+        {"timestamp": 100 * i, "input_length": 1024, "output_length": 128, "hash_ids": [0, 1 + i]} for i in range(10)
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+async def test_a_load_is_measured_through_both_doors_and_explained(
+    doors: tuple[str, str], model: Path, trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grpc, http = doors
+    for seed, door in enumerate(doors):
+        options = ["--scale-tokens", "1/16", "--speedup", "2", "--seed", str(seed), "--endpoint", door, "--json"]
+        assert await asyncio.to_thread(run, ["bench", "--trace", trace, *options]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert (report["completed"], report["prompt_tokens"], report["output_tokens"]) == (10, 640, 80)
+        assert 0.3 < report["reuse_share"] <= 0.5 and report["ttft_ms"]["mean"] > 0 and report["itl_ms"]["mean"] > 0
+    load = ["--poisson", "20", "--requests", "5", "--prompt-tokens", "20", "--output-tokens", "3", "--endpoint", grpc]
+    assert await asyncio.to_thread(run, ["bench", *load]) == 0
+    assert "5 requests" in capsys.readouterr().out
+    assert await asyncio.to_thread(run, ["bench", "--trace", trace, "--endpoint", grpc]) == 1  # far beyond its context
+
+    path = tmp_path / "live.json"
+    live = ["profile", "--live", "--endpoint", http, "--model", str(model), "--dtype", "float32", "-o", str(path)]
+    assert await asyncio.to_thread(run, live) == 0
+    assert load_profile(str(path)).timing.prefill_s(64, after=0, chunk=512) > 0
+    capsys.readouterr()
+
+    assert await asyncio.to_thread(run, ["generate", "<5>", "--max-tokens", "3", "--endpoint", grpc, "--json"]) == 0
+    request_id = json.loads(capsys.readouterr().out.splitlines()[-1])["request_id"]
+    assert await asyncio.to_thread(run, ["explain", request_id, "--endpoint", http, "--json"]) == 0
+    [[attempt]] = json.loads(capsys.readouterr().out).values()
+    options = attempt["options"]
+    known = attempt["replicas"]["prefill-0"]["timing"]  # learnt from the load before
+    assert known["base_s"] + known["token_s"] > 0 and 0 <= known["pair_s"] < 1e-3
+    assert options[0]["decode"] == "decode-1" and all(option["cost_s"] >= options[0]["cost_s"] for option in options)
+    assert await asyncio.to_thread(run, ["explain", request_id, "--endpoint", http]) == 0
+    assert "decode-1" in capsys.readouterr().out
+    assert await asyncio.to_thread(run, ["explain", "nobody", "--endpoint", http]) == 2

@@ -1,0 +1,151 @@
+"""Prefixes that the decode replica of protocol_world pulls from its prefill replicas: the real Pulls and Grants."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from cluster.errors import TransferError
+from cluster.handoff import Holder
+from cluster.messages import handoff_from_proto
+from cluster.rpc import transfer_pb2 as pb
+from kvtransfer.arrivals import Arrival
+from kvtransfer.passage import Shipment
+from kvtransfer.pulls import Pull, Pulls
+
+if TYPE_CHECKING:
+    from tests.kvtransfer.protocol_world import Decode, Prefill, World
+
+MAX_BLOCKS = 3
+
+
+def hashes_of(prefix: int) -> list[bytes]:
+    return [b"prefix %d block %2d" % (prefix, i) for i in range(MAX_BLOCKS)]
+
+
+def content_of(prefix: int) -> str:
+    return f"prefix {prefix}"
+
+
+@dataclass(eq=False)
+class Want:
+    """On the decode replica: blocks whose content is pulled."""
+
+    prefix: int
+    blocks: list[int]
+    pull: Pull[Want] | None = None
+    num_tokens: int = 0  # that have come
+    is_running: bool = False  # they have come, and nothing is written any more
+
+    @property
+    def arrival(self) -> Arrival[Pull[Want]] | None:
+        return self.pull.arrival if self.pull else None
+
+
+class Call:
+    """From the puller to the holder: what either end says comes in its time, or never if the other is dead."""
+
+    def __init__(self, puller: Puller, pull: Pull[Want], holder: Prefill) -> None:
+        self.puller, self.pull, self.holder = puller, pull, holder
+        self._unopened = set(range(1, puller.replica.tp))
+
+    def opened(self, rank: int) -> None:
+        self._unopened.discard(rank)
+        if not self._unopened:
+            self.ask()
+
+    def ask(self) -> None:
+        if self.holder not in self.puller.world.prefills:  # it has died meanwhile
+            self.fail()
+            return
+        handoff = handoff_from_proto(self.pull.request.handoff)
+        self.puller.world.post(partial(self.holder.grant, handoff, self.pull.owner.prefix, self))
+
+    def cancel(self) -> None:
+        self.puller.world.post(partial(self.holder.ungrant, self))
+
+    def granted(self, num_tokens: int) -> None:
+        if num_tokens <= self.pull.opening.first_token:
+            self.fail()
+
+    def ended(self, shipment: Shipment | None, error: TransferError | None) -> None:
+        if error:
+            self.fail()
+
+    def fail(self) -> None:
+        self.puller.world.post(partial(self.puller.missed, self.pull))
+
+
+class Puller:
+    """What both workers do with their pulls, but for the prompts that wait for them."""
+
+    def __init__(self, world: World, replica: Decode) -> None:
+        from tests.kvtransfer.protocol_world import layout
+
+        self.world, self.replica = world, replica
+        self.wants: list[Want] = []
+        self.calls: list[Call] = []
+        self.pulls: Pulls[Want] = Pulls(
+            replica.ranks[0],
+            replica.blocks,
+            replica="d",
+            addresses=[str(rank) for rank in range(replica.tp)],
+            layout=layout(replica.tp),
+            timeout_s=1.0,
+            close_elsewhere=replica.close_elsewhere,
+            call=self._call,
+        )
+        self._holder: Prefill | None = None
+
+    def want(self, prefix: int, num_blocks: int, holder: Prefill) -> None:
+        taken = self.replica.blocks.allocate([], num_blocks)
+        if taken is None:
+            return
+        want = Want(prefix, taken[0])
+        self.wants.append(want)
+        self._holder = holder
+        said = Holder(replica="p", address="p", num_tokens=num_blocks * 2)
+        hashes = hashes_of(prefix)[:num_blocks]
+        self.pulls.begin(want, said, id="r", hashes=hashes, blocks=want.blocks, first_block=0)
+
+    def landed(self, pull: Pull[Want]) -> None:
+        want = pull.owner
+        want.num_tokens, want.is_running = pull.num_tokens, True
+        self.replica.check_whole(want, pull.id)
+
+    def missed(self, pull: Pull[Want]) -> None:
+        if self.pulls.missed(pull):
+            self._free(pull.owner)
+
+    def expire(self) -> None:
+        for pull in self.pulls.expired(math.inf):
+            self._free(pull.owner)
+
+    def end(self, want: Want) -> None:
+        """Nobody wants it any more."""
+        self.pulls.cancel(want)
+        self._free(want)
+
+    def _free(self, want: Want) -> None:
+        """Its blocks come back; those that were opened have been taken over where nothing has landed."""
+        self.wants.remove(want)
+        if want.is_running:
+            self.replica.blocks.free(want.blocks)
+
+    def _call(self, pull: Pull[Want]) -> Call:
+        assert self._holder and pull.arrival
+        pull.owner.pull = pull
+        self.replica.opened(pull.opening, pull.owner)
+        call = Call(self, pull, self._holder)
+        self.calls.append(call)
+        for rank in range(1, self.replica.tp):
+            self.world.post(partial(self._open_on, rank, pull.opening, call))
+        if self.replica.tp == 1:
+            call.ask()
+        return call
+
+    def _open_on(self, rank: int, opening: pb.OpenRequest, call: Call) -> None:
+        self.replica.ranks[rank].open(opening)
+        call.opened(rank)
