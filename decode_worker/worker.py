@@ -32,6 +32,7 @@ from engine.step_message import Orders
 from engine.tiers.orders import Loaded
 from engine.tiers.tiers import Tiers
 from kvtransfer.arrivals import Arrival, Arrivals, Gate
+from kvtransfer.fetches import Fetches
 from kvtransfer.grants import Grants
 from kvtransfer.ledger import Landing
 from kvtransfer.passage import Shipment
@@ -90,10 +91,18 @@ class Decoder:
         self._arrivals: Arrivals[Group] = Arrivals(
             gate, blocks, num_ranks=len(addresses), close_elsewhere=close_handoff
         )
-        self._pulls = pulls
         self._grants = grants
         self._tiers = tiers
-        self._holders: dict[Group, Holder] = {}  # of prompts that are computed here, and that a peer may hold
+        self._fetches = Fetches(
+            scheduler,
+            pulls,
+            grants,
+            tiers,
+            self.totals,
+            block_size=rank.runner.layout.block_size,
+            sequence_of=lambda group: group.root,
+            loaded_here=self._loaded_here,
+        )
         self._moves = Moves(rank, blocks, pause=scheduler.remove_choice, resume=scheduler.start, leave=self._end_choice)
         self._tokens: dict[str, list[pb.StreamTokens]] = {}
         self._step_rate = Rate()
@@ -105,17 +114,14 @@ class Decoder:
     def submit(self, group: Group, listener: GroupListener, *, holder: Holder | None = None) -> None:
         """Queue a request, of whose prompt `holder` may hold more than is here. An error goes to the listener."""
         try:
-            in_tiers = self._offered_by_tiers(group)
-            if holder and holder.num_tokens <= in_tiers:
-                holder = None
-            group.num_offered = holder.num_tokens if holder else in_tiers
+            if group.source is Source.HERE:
+                self._fetches.offer(group, holder, tokens_per_s=self._prefill_rate.per_s)
             self._scheduler.add(group)
         except ClusterError as error:
+            self._fetches.forget(group)
             listener.ended(error)
             return
         self._listeners[group] = listener
-        if holder:
-            self._holders[group] = holder
         if group.source is Source.HERE:
             self.totals.prompt_tokens += len(group.root.tokens)
 
@@ -134,11 +140,7 @@ class Decoder:
 
     def landed(self, rank: int, landing: Landing) -> None:
         """The KV of a handoff, or of a prefix that we fetch, is whole on one rank."""
-        if pull := self._pulls.landed(rank, landing):
-            self.totals.pulls += 1
-            self.totals.pulled_tokens += pull.num_tokens
-            self.totals.pull_seconds += time.monotonic() - pull.begun_at
-            self._scheduler.fetched(pull.owner, pull.num_tokens)
+        self._fetches.landed(rank, landing)
         arrival = self._arrivals.landed(rank, landing)
         if arrival is None:
             return
@@ -154,20 +156,11 @@ class Decoder:
 
     def loaded(self, rank: int, loaded: Loaded) -> None:
         """One rank has brought back what it could of a prefix that lay in its lower tiers."""
-        load = self._tiers.loaded(rank, loaded)
-        if load is None or self._grants.loaded(load):
-            return
-        if load.num_loaded:
-            num_tokens = load.num_loaded * self._rank.runner.layout.block_size
-            self.totals.prefix_hit_tokens += num_tokens
-            self._scheduler.fetched(load.owner, num_tokens)
-        else:
-            self._scheduler.fetch_failed(load.owner)
+        self._fetches.loaded(rank, loaded)
 
     def missed(self, pull: Pull[Group], reason: str) -> None:
         """Nothing comes of a pull."""
-        if self._pulls.missed(pull):
-            self._pull_failed(pull, reason)
+        self._fetches.missed(pull, reason)
 
     def migrate(self, router: str, stream: int, handoff: Handoff, listener: MoveListener) -> None:
         """Ship a choice to the replica that has made this handoff, if it is worth it."""
@@ -287,11 +280,10 @@ class Decoder:
 
     def _admitted(self, group: Group) -> None:
         listener = self._listeners[group]
-        self.totals.prefix_hit_tokens += group.num_cached
         if group.source is Source.HERE:
             listener.reserved(None, None, group.num_cached)
             if group.fetch_end > group.num_cached:
-                self._fetch(group)
+                self._fetches.begin(group)
             return
         opening = opening_for(group, replica=self._replica)
         handoff = ticket_for(
@@ -305,32 +297,13 @@ class Decoder:
         self._awaited[group] = self._arrivals.open(opening, owner=group, expires_at=expires_at)
         listener.reserved(handoff, opening, group.num_cached)
 
-    def _offered_by_tiers(self, group: Group) -> int:
-        """Of a prompt that is computed here: tokens that our lower tiers bring sooner."""
-        if group.source is not Source.HERE:
-            return 0
-        return self._tiers.offer(group.root, tokens_per_s=self._prefill_rate.per_s)
-
-    def _fetch(self, group: Group) -> None:
-        """Bring here what the group lacks of its prefix, from a peer or from a lower tier; meanwhile it waits."""
-        size, root = self._rank.runner.layout.block_size, group.root
-        hashes, first_block = root.hashes()[: group.fetch_end // size], root.num_computed // size
-        if holder := self._holders.get(group):
-            self._pulls.begin(group, holder, id=group.id, hashes=hashes, blocks=root.blocks, first_block=first_block)
-        elif not self._tiers.begin(group, hashes[first_block:], root.blocks[first_block:]):
-            self._scheduler.fetch_failed(group)
-
     def _save_evicted(self) -> None:
         """What was evicted is copied on every rank before a peer may write to its block."""
         if orders := self._tiers.take_orders():
             self._rank.lead(None, {"tiers": orders, "meet": True})
 
-    def _pull_failed(self, pull: Pull[Group], reason: str) -> None:
-        logger.info("pull failed request=%s holder=%s: %s", pull.owner.id, pull.holder.replica, reason)
-        self.totals.pull_failures += 1
-        self.totals.prefix_hit_tokens -= pull.owner.num_cached  # it is admitted again
-        pull.owner.root.leave_out(pull.exposed)
-        self._scheduler.fetch_failed(pull.owner)
+    def _loaded_here(self, group: Group, num_tokens: int) -> None:
+        self.totals.prefix_hit_tokens += num_tokens
 
     def _continue(self, group: Group, arrival: Arrival[Group]) -> None:
         """A sequence has come from another decode replica, with the tokens that it got on the way."""
@@ -338,6 +311,7 @@ class Decoder:
         if len(root.tokens) + len(arrival.next_tokens) != arrival.num_tokens + 1:
             self._fail(group, TransferError(f"{arrival.num_tokens} positions came with other tokens than theirs"))
             return
+        self.totals.prefix_hit_tokens += group.num_cached
         root.tokens += arrival.next_tokens
         root.computed(arrival.num_tokens - root.num_computed, self._blocks)
         self._scheduler.ready(group)
@@ -356,7 +330,8 @@ class Decoder:
         group.choices = [Choice(group, sequence, request.stream + i) for i, sequence in enumerate(sequences)]
         is_told = group.source is Source.PREFILL  # the prefill replica has told the router of the first tokens
         self._listeners[group].started(len(group.root.tokens) + is_told, epoch=epoch, num_pulled=group.num_fetched)
-        self._holders.pop(group, None)
+        self._fetches.forget(group)
+        self.totals.prefix_hit_tokens += group.num_cached
         for choice, (token_id, logprob) in zip(list(group.choices), first_tokens, strict=True):
             token = choice.sequence.append(token_id, logprob)
             if not is_told:
@@ -416,10 +391,7 @@ class Decoder:
         for choice in group.choices:
             self._moves.cancel(choice, "it has ended")
         self._scheduler.remove(group)
-        self._holders.pop(group, None)
-        if pull := self._pulls.cancel(group):
-            group.root.leave_out(pull.exposed)
-        group.root.leave_out(self._tiers.cancel(group))
+        self._fetches.cancel(group)
         if arrival := self._awaited.pop(group, None):
             group.root.blocks = group.root.blocks[: group.num_cached // group.root.block_size]
             self._arrivals.give_up(arrival)
@@ -436,14 +408,7 @@ class Decoder:
     def _expire_arrivals(self) -> None:
         for arrival in self._arrivals.expired(time.monotonic()):
             self._fail(arrival.owner, HandoffExpired(f"handoff {arrival.id}: no KV came within {self._handoff_s} s"))
-        for pull in self._pulls.expired(time.monotonic()):
-            self._pull_failed(pull, f"nothing came within {pull.timeout_s:.1f} s")
-        for group in self._tiers.expired():
-            logger.warning("blocks could not be loaded in time request=%s", group.id)
-            if self._grants.expired(group):
-                continue
-            group.root.leave_out(self._tiers.cancel(group))
-            self._scheduler.fetch_failed(group)
+        self._fetches.expire()
 
     def _find(self, router: str, stream: int) -> Choice | None:
         groups = (group for group in self._listeners if group.router == router)

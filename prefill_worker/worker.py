@@ -23,6 +23,7 @@ from engine.sampler import SamplingRow, sample
 from engine.tiers.orders import Loaded
 from engine.tiers.tiers import Tiers
 from kvtransfer.departures import Departures
+from kvtransfer.fetches import Fetches
 from kvtransfer.grants import Grants
 from kvtransfer.ledger import Landing
 from kvtransfer.passage import Key, Shipment
@@ -67,10 +68,18 @@ class Prefiller:
         self._timing = LearntTiming()
         self._link_rate = Rate()
         self._rank = rank
-        self._pulls = pulls
         self._grants = grants
         self._tiers = tiers
-        self._holders: dict[Job, Holder] = {}  # of jobs whose prefix a peer may hold
+        self._fetches = Fetches(
+            scheduler,
+            pulls,
+            grants,
+            tiers,
+            self.totals,
+            block_size=rank.runner.layout.block_size,
+            sequence_of=lambda job: job.sequence,
+            loaded_here=_loaded_here,
+        )
         self._listeners: dict[Job, JobListener] = {}
         self._departures: Departures[Job] = Departures(blocks)
 
@@ -84,17 +93,13 @@ class Prefiller:
         try:
             if job.handoff and (self._is_known(job.handoff) or _key(job.handoff) in self._departures):
                 raise HandoffExpired(f"{job.id}: its handoff is under way already")
-            in_tiers = self._tiers.offer(job.sequence, tokens_per_s=self._prefill_rate.per_s)
-            if holder and holder.num_tokens <= in_tiers:
-                holder = None
-            job.num_offered = holder.num_tokens if holder else in_tiers
+            self._fetches.offer(job, holder, tokens_per_s=self._prefill_rate.per_s)
             self._scheduler.add(job)
         except ClusterError as error:
+            self._fetches.forget(job)
             listener.ended(None, error)
             return
         self._listeners[job] = listener
-        if holder:
-            self._holders[job] = holder
         self.totals.prompt_tokens += len(job.sequence.tokens)
 
     def cancel(self, job: Job) -> None:
@@ -106,9 +111,11 @@ class Prefiller:
 
     def step(self) -> bool:
         """One step; False when there was nothing to do."""
-        self._expire_fetches()
+        self._fetches.expire()
         for job in self._scheduler.fetch():
-            self._fetch(job)
+            if self._fetches.is_pull(job):
+                self._save_evicted()
+            self._fetches.begin(job)
         chosen = self._scheduler.schedule()
         orders = {
             "tiers": self._tiers.take_orders(),
@@ -151,33 +158,19 @@ class Prefiller:
 
     def landed(self, rank: int, landing: Landing) -> None:
         """A prefix that we fetch is whole on one rank."""
-        if pull := self._pulls.landed(rank, landing):
-            self.totals.pulls += 1
-            self.totals.pulled_tokens += pull.num_tokens
-            self.totals.pull_seconds += time.monotonic() - pull.begun_at
-            self._scheduler.fetched(pull.owner, pull.num_tokens)
+        self._fetches.landed(rank, landing)
 
     def missed(self, pull: Pull[Job], reason: str) -> None:
         """Nothing comes of a pull."""
-        if self._pulls.missed(pull):
-            self._pull_failed(pull, reason)
+        self._fetches.missed(pull, reason)
 
     def loaded(self, rank: int, loaded: Loaded) -> None:
         """One rank has brought back what it could of a prefix that lay in its lower tiers."""
-        load = self._tiers.loaded(rank, loaded)
-        if load is None or self._grants.loaded(load):
-            return
-        if load.num_loaded:
-            num_tokens = load.num_loaded * self._rank.runner.layout.block_size
-            self._scheduler.fetched(load.owner, num_tokens)
-            load.owner.num_cached += num_tokens
-            load.owner.num_fetched = 0
-        else:
-            self._scheduler.fetch_failed(load.owner)
+        self._fetches.loaded(rank, loaded)
 
     def heartbeat(self) -> None:
         """Keep the other ranks from giving us up while there is nothing to do, and watch what is on its way here."""
-        self._expire_fetches()
+        self._fetches.expire()
         self._tiers.save_ahead()
         orders = self._tiers.take_orders()
         if orders or self._rank.runner.parallel.size > 1:
@@ -225,36 +218,10 @@ class Prefiller:
         job.departure = self._departures.begin(handoff, job.sequence.blocks, ranks=ranks, owner=job)
         return begin_order(handoff, job.sequence.blocks, num_tokens=job.sequence.num_computed)
 
-    def _fetch(self, job: Job) -> None:
-        """Bring here what the job lacks of its prefix, from a peer or from a lower tier; meanwhile it waits."""
-        size, sequence = self._rank.runner.layout.block_size, job.sequence
-        hashes, first_block = sequence.hashes()[: job.fetch_end // size], sequence.num_computed // size
-        if holder := self._holders.get(job):
-            self._save_evicted()
-            self._pulls.begin(job, holder, id=job.id, hashes=hashes, blocks=sequence.blocks, first_block=first_block)
-        elif not self._tiers.begin(job, hashes[first_block:], sequence.blocks[first_block:]):
-            self._scheduler.fetch_failed(job)
-
     def _save_evicted(self) -> None:
         """What was evicted is copied on every rank before a peer may write to its block."""
         if orders := self._tiers.take_orders():
             self._rank.lead(None, {"tiers": orders, "meet": True})
-
-    def _pull_failed(self, pull: Pull[Job], reason: str) -> None:
-        logger.info("pull failed request=%s holder=%s: %s", pull.owner.id, pull.holder.replica, reason)
-        self.totals.pull_failures += 1
-        pull.owner.sequence.leave_out(pull.exposed)
-        self._scheduler.fetch_failed(pull.owner)
-
-    def _expire_fetches(self) -> None:
-        for pull in self._pulls.expired(time.monotonic()):
-            self._pull_failed(pull, f"nothing came within {pull.timeout_s:.1f} s")
-        for job in self._tiers.expired():
-            logger.warning("blocks could not be loaded in time request=%s", job.id)
-            if self._grants.expired(job):
-                continue
-            job.sequence.leave_out(self._tiers.cancel(job))
-            self._scheduler.fetch_failed(job)
 
     def _advance(self, job: Job, num_tokens: int) -> bool:
         """Book one chunk; True when the prompt is complete."""
@@ -271,7 +238,7 @@ class Prefiller:
             self.totals.generated_tokens += len(tokens)
             self.totals.prefix_hit_tokens += job.num_cached
             self._scheduler.remove(job)
-            self._holders.pop(job, None)
+            self._fetches.forget(job)
             firsts = [job.sequence.peek(token_id, logprob) for token_id, logprob in tokens]
             if listener := self._listeners.get(job):
                 listener.first_tokens(firsts)
@@ -284,10 +251,7 @@ class Prefiller:
     def _stop(self, job: Job, error: TransferError) -> None:
         """Do no more for a job: its blocks come back when the ranks have stopped reading them."""
         self._scheduler.remove(job)
-        self._holders.pop(job, None)
-        if pull := self._pulls.cancel(job):
-            job.sequence.leave_out(pull.exposed)
-        job.sequence.leave_out(self._tiers.cancel(job))
+        self._fetches.cancel(job)
         job.sequence.release(self._blocks)
         if job.departure:
             self._departures.abort(job.departure, error)
@@ -316,6 +280,12 @@ class Prefiller:
     def _end(self, job: Job, shipment: Shipment | None, error: ClusterError | None) -> None:
         if listener := self._listeners.pop(job, None):
             listener.ended(shipment, error)
+
+
+def _loaded_here(job: Job, num_tokens: int) -> None:
+    """What comes from a lower tier was here, and counts as found in the cache."""
+    job.num_cached += num_tokens
+    job.num_fetched = 0
 
 
 def _key(handoff: Handoff) -> Key:

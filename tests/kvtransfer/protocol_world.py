@@ -324,7 +324,7 @@ class ReceivingRank:
 
 
 class Decode:
-    """What decode_worker.worker does with its arrivals and pulls."""
+    """What decode_worker.worker does with its arrivals and fetches."""
 
     def __init__(self, world: World, tp: int) -> None:
         self.world, self.tp = world, tp
