@@ -174,3 +174,8 @@ class ModelConfig:
             raise SpecError(f"expert_parallel: {self.experts.num_experts} experts do not fill {size} ranks")
         if redundant > (most := (size - 1) * self.experts.num_experts):
             raise SpecError(f"redundant_experts: {redundant} are more than the {most} that {size} ranks do not hold")
+
+    def check_deterministic(self) -> None:
+        """Raise SpecError unless a row of a step can be computed without regard to the rows beside it."""
+        if self.experts is not None or self.latent is not None:
+            raise SpecError(f"engine: deterministic is not to be had with {self.architecture} yet: torch computes it")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from cluster.errors import SpecError
 from cluster.request import Role
@@ -95,6 +95,14 @@ class DecodePoolSpec(PoolSpec):
         return self
 
 
+class EngineSpec(_Section):
+    """How every rank computes."""
+
+    # The same tokens for a request, whatever is computed beside it, however its prompt is cut, on whichever replica.
+    # On CPUs of one kind, in bfloat16; what cannot keep the promise is refused.
+    deterministic: bool = False
+
+
 class RouterSpec(_Section):
     replicas: Annotated[int, Field(ge=1)] = 1
     host: str = "127.0.0.1"  # where both doors listen; 0.0.0.0 opens them to the network
@@ -122,6 +130,7 @@ class Spec(_Section):
     kv: KVSpec = KVSpec()
     prefill: PrefillPoolSpec = PrefillPoolSpec()
     decode: DecodePoolSpec = DecodePoolSpec()
+    engine: EngineSpec = EngineSpec()
     router: RouterSpec = RouterSpec()
     index: str = "embedded"  # or redis://HOST:PORT[/DB], rediss://…
     timeouts: TimeoutSpec = TimeoutSpec()
@@ -133,6 +142,15 @@ class Spec(_Section):
             return value
         raise ValueError("must be 'embedded' or a redis://, rediss:// or unix:// URL")
 
+    @field_validator("engine")
+    @classmethod
+    def _deterministic_can_be_kept(cls, engine: EngineSpec, info: ValidationInfo) -> EngineSpec:
+        others = info.data
+        if engine.deterministic and {"model", "kv", "prefill", "decode"} <= others.keys():  # else they are refused
+            if unmet := _unmet_by(others["model"], others["kv"], others["prefill"], others["decode"]):
+                raise ValueError(f"deterministic needs {', and '.join(unmet)}")
+        return engine
+
     def pool(self, role: Role) -> PoolSpec:
         return self.prefill if role is Role.PREFILL else self.decode
 
@@ -140,6 +158,20 @@ class Spec(_Section):
     def topology(self) -> str:
         """The shorthand, e.g. "2P4D"."""
         return f"{self.prefill.replicas}P{self.decode.replicas}D"
+
+
+def _unmet_by(model: ModelSpec, kv: KVSpec, prefill: PoolSpec, decode: PoolSpec) -> list[str]:
+    """What `engine.deterministic` lacks."""
+    has_fp8_wire_alone = kv.wire_dtype == "fp8_e4m3" and kv.pool_dtype != "fp8_e4m3"
+    needs = {
+        "model.dtype bfloat16: only its kernels sum in one order": model.dtype != "bfloat16",
+        "model.weights as_stored or int8": model.weights == "quantized",
+        "pools without GPUs": bool(prefill.resources.gpus or decode.resources.gpus),
+        "kv.wire_dtype raw, or kv.pool_dtype fp8_e4m3: else only what is shipped is rounded": has_fp8_wire_alone,
+        "prefill.tensor_parallel equal to decode.tensor_parallel": prefill.tensor_parallel != decode.tensor_parallel,
+        "a tensor_parallel of 1 or 2: more ranks sum in an order of their own": decode.tensor_parallel > 2,
+    }
+    return [need for need, is_unmet in needs.items() if is_unmet]
 
 
 def load_spec(source: str, *, overrides: list[str] | None = None) -> Spec:

@@ -37,6 +37,7 @@ def load_runner(
     parallel: TensorParallel,
     expert_parallel: bool = False,
     redundant_experts: int = 0,
+    is_deterministic: bool = False,
     device: torch.device,
     progress: Callable[[float], None],
 ) -> ModelRunner:
@@ -60,6 +61,7 @@ def load_runner(
         parallel=parallel,
         expert_parallel=expert_parallel,
         redundant_experts=redundant_experts,
+        is_deterministic=is_deterministic,
         progress=progress,
     )
 

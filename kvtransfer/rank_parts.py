@@ -71,6 +71,7 @@ def load(
         parallel=parallel,
         expert_parallel=expert_parallel,
         redundant_experts=redundant_experts,
+        is_deterministic=setup.spec.engine.deterministic,
         device=device,
         progress=lambda fraction: setup.on_progress("loading weights", 0.1 + 0.9 * fraction),
     )

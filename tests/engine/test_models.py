@@ -225,3 +225,13 @@ def test_a_truncated_file_is_named(tiny_model: MakeModel, make_runner: MakeRunne
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(SpecError, match=r"model\.safetensors: not a usable safetensors file"):
         make_runner(tmp_path)
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("mixtral", "bfloat16"), ("llama", "float32")])
+def test_deterministic_is_refused_where_it_cannot_be_kept(tiny_model: MakeModel, family: str, dtype: str) -> None:
+    directory, _ = tiny_model(family)
+    layout, cpu = layout_for(directory, dtype=dtype), torch.device("cpu")
+    with pytest.raises(SpecError, match="engine: deterministic"):
+        ModelRunner(
+            directory, layout=layout, num_blocks=1, dtype=getattr(torch, dtype), device=cpu, is_deterministic=True
+        )
