@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import time
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 _BATCH = 16  # blocks that are copied to the pool together
 _CLOSE_S = 5.0
+_MAX_DROPPED = 10_000
 
 
 class RankTiers:
@@ -42,7 +44,7 @@ class RankTiers:
         stores = {Tier.HOST: host, Tier.DISK: disk}
         self._stores: dict[Tier, BlockStore] = {tier: store for tier, store in stores.items() if store}
         self._on_loaded = on_loaded
-        self._dropped: list[tuple[Tier, bytes]] = []
+        self._dropped: deque[tuple[Tier, bytes]] = deque(maxlen=_MAX_DROPPED)  # the other ranks are not asked
         self._orders: queue.SimpleQueue[LoadOrder | None] = queue.SimpleQueue()
         self._thread = BackgroundThread(self._load_forever, name="kv-load")
         self._thread.start()
@@ -67,7 +69,8 @@ class RankTiers:
 
     def take_lost(self) -> list[tuple[Tier, bytes]]:
         """Blocks that were to be kept and are not; each is told once. On the thread of `carry_out`."""
-        lost, self._dropped = self._dropped, []
+        lost = list(self._dropped)
+        self._dropped.clear()
         return lost + [(Tier.DISK, prefix_hash) for _, prefix_hash in self._disk.take_lost()] if self._disk else lost
 
     def take_found(self) -> dict[int, bytes]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import redis
 from cluster.hashing import block_hashes, root_hash
 from cluster.prefix_index import Depths
 from cluster.request import Role, Sampling
+from router.policy import Demand, Option, ReplicaView
 from router.replicas import Replica
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
@@ -189,3 +190,31 @@ async def test_a_client_that_goes_away_while_blocks_are_loaded_leaves_nothing_be
         await cluster.idle()
         await _ask_all(cluster, expected)
         await cluster.idle()
+
+
+async def test_a_peer_is_given_what_the_holder_has_in_a_lower_tier(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path
+) -> None:
+    model_dir, policy = checkpoint("llama"), FakePolicy()
+    expected = _expected(reference, model_dir)
+    tree = _tree(tmp_path, host=5, disk=60, prefill=2)
+    async with local_cluster(model_dir, redis_url, policy=policy, **tree) as cluster:
+        for prompt, tokens in zip(_PROMPTS, expected, strict=True):
+            policy.option = Option(prefill="prefill-0", decode="decode-2")
+            assert (await cluster.generate(prompt, _GREEDY)).ids == tokens
+        policy.option = Option(prefill="prefill-1", decode="decode-2", pull_from="prefill-0", pull_tokens=96)
+        answer = await cluster.generate(_PROMPTS[0], _GREEDY)
+        assert (answer.ids, answer.route.cached_tokens, answer.route.pulled_tokens) == (expected[0], 0, 96)
+        await cluster.idle()
+
+
+class FakePolicy:
+    """Sends every request where the test says."""
+
+    def __init__(self) -> None:
+        self.option: Option | None = None
+
+    def options(
+        self, demand: Demand, prefills: Sequence[ReplicaView], decodes: Sequence[ReplicaView]
+    ) -> Sequence[Option]:
+        return [self.option] if self.option else []
