@@ -10,14 +10,17 @@ from engine.batch import Batch
 _KEEP = 0.99  # weight of the past at each new step of the same kind: about the last hundred count
 _RIDGE = 1e-6  # of what was seen of a feature: where two of them never differ, each gets a share
 _SOLVE_EVERY = 8  # steps
+_MOST_SURPRISE = 10.0  # times what was expected: beyond that the expectation is worth nothing
 _NUM_FEATURES = 4  # as StepTiming has numbers
 
 
 class LearntTiming:
     """Least squares with forgetting over steps of seconds ~ base + token · T + pair · A + context · C, none below 0.
 
-    Relative errors count, so that a step of a second does not drown a hundred short ones. Steps that only decode and
-    steps that compute prompts are forgotten apart: while nobody sends a prompt, what prompts cost is not lost.
+    Errors count relative to what was expected, so that a step of a second does not drown many short ones. (Relative
+    to what came, slow steps would count for less than quick ones, and the mean of a noisy machine come out too low.)
+    Steps that only decode and steps that compute prompts are forgotten apart: while nobody sends a prompt, what prompts
+    cost is not lost.
     """
 
     def __init__(self) -> None:
@@ -28,10 +31,14 @@ class LearntTiming:
 
     def add(self, *, num_tokens: int, num_pairs: int, num_context: int, seconds: float) -> None:
         """One step; see cluster.timing."""
-        relative = np.array([1.0, num_tokens, num_pairs, num_context]) / seconds
+        expected_s = seconds
+        if self._timing:
+            learnt_s = self._timing.step_s(num_tokens=num_tokens, num_pairs=num_pairs, num_context=num_context)
+            expected_s = max(learnt_s, seconds / _MOST_SURPRISE)
+        relative = np.array([1.0, num_tokens, num_pairs, num_context]) / expected_s
         kind = num_pairs > 0
         self._sums[kind] = self._sums[kind] * _KEEP + np.outer(relative, relative)
-        self._targets[kind] = self._targets[kind] * _KEEP + relative
+        self._targets[kind] = self._targets[kind] * _KEEP + relative * (seconds / expected_s)
         self._num_steps += 1
 
     def saw(self, batch: Batch, seconds: float) -> None:

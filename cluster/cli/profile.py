@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import os
 import platform
+import statistics
 import sys
+import time
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -16,9 +19,11 @@ import typer
 from cluster import state as states
 from cluster.cli.deploy import Name
 from cluster.cli.model_options import DEFAULT_DTYPE, DEFAULT_MODEL, DEFAULT_WEIGHTS, Model, ModelDType, ModelWeights
+from cluster.timing import StepTiming
 
 _PROMPTS = (64, 1024)  # tokens, whose transfers tell a link's latency and rate
 _LATENCY_S = 0.003  # of a link, where it is not measured
+_SHORT, _NUM_SHORT = 64, 9  # tokens; prompts that tell what a request takes beside its steps
 _COPY_BYTES, _NUM_COPIES = 1 << 20, 512
 
 
@@ -36,7 +41,7 @@ def profile(
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.001, help="Of each measurement of a step.")] = 1.0,
     live: Annotated[
-        bool, typer.Option("--live", help="Take what a deployment has learnt under its last load; measure nothing.")
+        bool, typer.Option("--live", help="Instead: what a deployment has learnt under its last load.")
     ] = False,
     name: Name = None,
     endpoint: Annotated[str | None, typer.Option(help="http://HOST:PORT of a router, for --live.")] = None,
@@ -95,18 +100,40 @@ def _learnt(http: str) -> dict[str, Any]:
     from cluster.request import Role
 
     learnt = read_learnt(http)
+    request_s = max(0.0, asyncio.run(_first_token_s(http)) - _prefill_s(learnt.steps[Role.PREFILL]))
     prefill, decode = learnt.steps[Role.PREFILL], learnt.steps[Role.DECODE]
     return {
         "derivation": [
             "steps, decode_steps: what the replicas of each pool have learnt of their own steps under their last load,",
             "whatever else kept the machine busy then included: so there is no slowdown beside others.",
             "link: the bytes that links carried while they were at work; its latency is assumed.",
+            f"request_s: the median of {_NUM_SHORT} prompts of {_SHORT} tokens, one by one, less their step.",
         ],
+        "request_s": request_s,
         "steps": asdict(prefill) | {"context_s": decode.context_s},
         "decode_steps": asdict(decode),
         "slowdown": [],
         "link": {"latency_s": _LATENCY_S, "bytes_per_s": learnt.link_bytes_per_s},
     }
+
+
+async def _first_token_s(http: str) -> float:
+    """Of short prompts, one after the other, while nothing else is asked for."""
+    from cluster.bench.doors import open_door
+    from cluster.bench.replay import replay
+    from cluster.bench.trace import TraceRequest
+
+    seed = time.time_ns()  # nothing of these prompts is cached
+    async with open_door(http) as door:
+        answers = []
+        for number in range(_NUM_SHORT):
+            request = TraceRequest(number=number, arrival_s=0.0, num_tokens=_SHORT, num_output=2, ids=None)
+            answers += await replay([request], door, seed=seed, timeout_s=60.0)
+    return statistics.median(answer.ttft_s for answer in answers)
+
+
+def _prefill_s(steps: StepTiming) -> float:
+    return steps.prefill_s(_SHORT, after=0, chunk=_SHORT)
 
 
 def _kv(model_dir: Path, *, dtype: str, pool_dtype: str, wire_dtype: str, kv_memory_gib: float) -> dict[str, int]:

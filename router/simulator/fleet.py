@@ -70,7 +70,9 @@ class Fleet:
         self._busy_until[computes] = max(now, self._busy_until.get(computes, 0.0)) + option.compute_s
         self._unanswered[computes] = self._unanswered.get(computes, 0) + 1
         self._index.expect(computes, hashes)
-        if option.pull_from is None:
+        if option.pull_from is None and self._profile.request_s:
+            self._clock.at(now + self._profile.request_s, lambda: self._submit(flight))
+        elif option.pull_from is None:
             self._submit(flight)
         else:
             self._fetch(flight, option.pull_from, computes)

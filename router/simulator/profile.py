@@ -53,6 +53,7 @@ class Profile(_Section):
     decode_steps: Steps | None = None  # of steps that only decode; None: as `steps`
     # How much longer steps take while 1, 2, 3 … replicas step at the same time; empty: each has a device of its own.
     slowdown: list[Positive] = []
+    request_s: NotNegative = 0.0  # that a request takes beside its steps, from a client to its first token
     kv: KV
     link: Link
     host_bytes_per_s: Positive  # between a replica's device and its host memory

@@ -31,6 +31,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=30)
     parser.add_argument("--speedup", type=float, default=0.2)
     parser.add_argument("--scale-tokens", default="1/4")
+    parser.add_argument("--profile", type=Path, help="Of this machine; default: measure one before each topology.")
     parser.add_argument("-o", "--output", help="Write what was measured there, as JSON.")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
@@ -38,9 +39,11 @@ def main() -> None:
         load = ["--trace", options.trace, "--scale-tokens", options.scale_tokens, "--speedup", str(options.speedup)]
         found = {}
         for topology in options.topologies:
-            before, live = Path(directory) / f"{topology}.json", Path(directory) / f"{topology}-live.json"
+            before = options.profile or Path(directory) / f"{topology}.json"
+            live = Path(directory) / f"{topology}-live.json"
             begin = _stolen()
-            _cluster("profile", "-o", str(before))
+            if not options.profile:
+                _cluster("profile", "-o", str(before))
             between = _stolen()
             measured = _measure(topology, load, options.requests, live)
             found[topology] = {

@@ -43,6 +43,18 @@ def test_all_four_numbers_are_found_through_noise() -> None:
         assert getattr(learnt.timing, name) == pytest.approx(getattr(_TRUE, name), rel=0.25)
 
 
+def test_noise_that_only_slows_steps_down_is_part_of_the_mean() -> None:
+    """Every third step takes three times as long: the machine is shared. What counts is what steps take on average."""
+    learnt = LearntTiming()
+    for number in range(600):
+        batch = 1 + number % 4
+        step = {"num_tokens": batch, "num_pairs": 0, "num_context": batch * 100}
+        learnt.add(**step, seconds=_TRUE.step_s(**step) * (3 if number % 3 == 0 else 1))
+        timing = learnt.timing
+    step = {"num_tokens": 2, "num_pairs": 0, "num_context": 200}
+    assert timing and timing.step_s(**step) == pytest.approx(_TRUE.step_s(**step) * 5 / 3, rel=0.05)
+
+
 def test_what_prompts_cost_outlives_a_long_answer() -> None:
     learnt = LearntTiming()
     _prompts(learnt, _TRUE, number=96)
