@@ -118,7 +118,7 @@ class PrefillBody:
         receiver = rank_parts.make_receiver(setup, runner, self._ranks, functools.partial(self._landed, 0))
         rank_tiers = self._open_tiers(setup, runner, functools.partial(self._loaded, 0))
         tiers: Tiers[Job] = Tiers(
-            blocks, rank_tiers, layout, eviction=eviction, timeout_s=setup.spec.timeouts.handoff_s
+            blocks, rank_tiers, layout, eviction=eviction, timeout_s=setup.spec.timeouts.transfer_s
         )
         grants = Grants(blocks, layout, tiers)
         prefiller = Prefiller(

@@ -17,6 +17,7 @@ from engine.tiers.table import Load, TierTable
 
 T = TypeVar("T")
 
+_MIN_BYTES_PER_S = 20e6  # of a rank; what is slower is not waited for
 _AHEAD = 64  # blocks that are copied to the disk each time there is nothing else to do
 
 
@@ -30,7 +31,8 @@ class Tiers(Generic[T]):
     def __init__(
         self, blocks: BlockManager, rank: RankTiers | None, layout: KVLayout, *, eviction: str, timeout_s: float
     ) -> None:
-        """rank: of rank 0 itself. eviction: of the memory; files are given up by age. timeout_s: of a load."""
+        """rank: of rank 0 itself. eviction: of the memory; files are given up by age. timeout_s: of a load, beyond what
+        its bytes need, and those of the loads before it."""
         self.num_losses = 0
         self._rank = rank
         self._layout = layout
@@ -69,7 +71,9 @@ class Tiers(Generic[T]):
 
     def begin(self, owner: T, hashes: Sequence[bytes], blocks: Sequence[int]) -> bool:
         """Load what is still here of these blocks, in order, with the next orders. False if that is nothing."""
-        load = self._table.begin(owner, hashes, blocks, expires_at=time.monotonic() + self._timeout_s)
+        num_queued = len(hashes) + sum(len(load.blocks) for load in self._loads.values())
+        timeout_s = self._timeout_s + num_queued * self._layout.block_bytes / _MIN_BYTES_PER_S
+        load = self._table.begin(owner, hashes, blocks, expires_at=time.monotonic() + timeout_s)
         if load:
             self._loads[owner] = load
         return load is not None

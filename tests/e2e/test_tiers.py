@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
+from torch import Tensor
 
 from cluster.hashing import block_hashes, root_hash
 from cluster.prefix_index import Depths
 from cluster.request import Role, Sampling
+from engine.tiers.disk_store import DiskStore
 from router.policy import Demand, Option, ReplicaView
 from router.replicas import Replica
 from tests.e2e.conftest import Checkpoint, Reference
@@ -172,6 +175,29 @@ async def test_a_decode_replica_that_computes_prompts_loads_them_too(
         [decode] = cluster.replicas
         totals = decode.status.totals
         assert totals.host_hit_tokens + totals.disk_hit_tokens == 96 and totals.tier_losses == 0
+
+
+async def test_a_disk_that_hangs_is_not_waited_for(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_dir = checkpoint("llama")
+    expected = _expected(reference, model_dir)
+    goes_on = threading.Event()
+    get = DiskStore.get
+
+    def hang(store: DiskStore, place: int, prefix_hash: bytes) -> Tensor | None:
+        goes_on.wait(30)
+        return get(store, place, prefix_hash)
+
+    async with local_cluster(model_dir, redis_url, **_tree(tmp_path, disk=60), timeouts={"transfer_s": 0.3}) as cluster:
+        await _ask_all(cluster, expected)
+        monkeypatch.setattr(DiskStore, "get", hang)
+        again = await cluster.generate(_PROMPTS[0], _GREEDY)
+        assert (again.ids, again.route.cached_tokens) == (expected[0], 0)
+        [blocks] = [replica.blocks for replica in cluster.pools[Role.PREFILL]]
+        assert blocks["free"] + blocks["cached"] == blocks["total"] - 6, "what the disk may still write to is kept away"
+        goes_on.set()
+        await cluster.idle()
 
 
 async def test_a_client_that_goes_away_while_blocks_are_loaded_leaves_nothing_behind(
