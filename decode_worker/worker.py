@@ -108,6 +108,7 @@ class Decoder:
         self._step_rate = Rate()
         self._prefill_rate = Rate()
         self._timing = LearntTiming()
+        self._stepped_at: float | None = None  # the end of the step before, where this one follows at once
 
     # What the world asks for.
 
@@ -198,19 +199,21 @@ class Decoder:
         if saves := self._tiers.take_orders():
             orders["tiers"] = saves
         if not chosen:
+            self._stepped_at = None
             if orders:
                 self._rank.lead(None, orders)
             return bool(orders)
         rows = [choice.sequence.row(count) for choice, count in chosen]
         batch = Batch.of(rows, block_size=self._rank.runner.layout.block_size)
-        started = time.monotonic()
+        started = self._stepped_at or time.monotonic()
         logits = self._rank.lead(batch, orders)
         assert logits is not None
         self.totals.computed_tokens += batch.num_tokens - len(self._scheduler.decoding)
         for choice, count in chosen:
             choice.sequence.computed(count, self._blocks)
         self._sample([choice for choice, _ in chosen if not choice.sequence.num_missing], logits)
-        self._measure(batch, len(chosen), time.monotonic() - started)
+        self._stepped_at = time.monotonic()
+        self._measure(batch, len(chosen), self._stepped_at - started)
         return True
 
     def heartbeat(self) -> None:

@@ -66,6 +66,7 @@ class Prefiller:
         self._scheduler = scheduler
         self._prefill_rate = Rate()
         self._timing = LearntTiming()
+        self._stepped_at: float | None = None  # the end of the step before, where this one follows at once
         self._link_rate = Rate()
         self._rank = rank
         self._grants = grants
@@ -125,18 +126,20 @@ class Prefiller:
             "abort": self._departures.take_aborts() + self._grants.take_aborts(),
         }
         if not chosen:
+            self._stepped_at = None
             has_orders = any(orders.values())
             if has_orders:
                 self._rank.lead(None, orders)
             return has_orders
-        started = time.monotonic()
+        started = self._stepped_at or time.monotonic()
         rows = [job.sequence.row(count) for job, count in chosen]
         batch = Batch.of(rows, block_size=self._rank.runner.layout.block_size)
         logits = self._rank.lead(batch, orders)
         assert logits is not None
         self.totals.computed_tokens += batch.num_tokens
         self._finish([job for job, count in chosen if self._advance(job, count)], logits)
-        seconds = time.monotonic() - started
+        self._stepped_at = time.monotonic()
+        seconds = self._stepped_at - started
         self._prefill_rate.add(batch.num_tokens, seconds)
         self._timing.saw(batch, seconds)
         return True
