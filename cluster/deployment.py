@@ -1,7 +1,7 @@
-"""Deploying and taking down: the one procedure that starts and ends everything a deployment consists of.
+r"""Deploying and taking down: the one procedure that starts and ends everything a deployment consists of.
 
-    checks -> state file -> Ray (found or started) -> index -> controller -> every replica ------+-> health
-                                                   \-> Ray Serve ---------------> router -------/
+    checks -> state file -> Ray (found or started) -+-> index, controller -> every replica -+-> health
+                                                    '-> Ray Serve ---------> router --------'
 
 The state file is written before anything is started, and names all of it: so take_down() undoes it from wherever it
 was left.

@@ -32,6 +32,10 @@ _GAUGES = (
     ("blocks_free", "kv_blocks_free", "KV blocks that hold nothing."),
     ("blocks_cached", "kv_blocks_cached", "KV blocks that hold a prefix which no sequence uses; they count as room."),
     ("link_bytes_per_s", "link_bytes_per_second", "What the replica's links have carried while they were busy."),
+    ("blocks_host", "kv_blocks_in_memory", "KV blocks that the replica keeps in the machine's memory."),
+    ("blocks_disk", "kv_blocks_on_disk", "KV blocks that the replica keeps in files."),
+    ("host_bytes_per_s", "kv_host_bytes_per_second", "Measured, from memory to the device."),
+    ("disk_bytes_per_s", "kv_disk_bytes_per_second", "Measured, from files to the device."),
     ("draining", "replica_draining", "1 while the replica finishes what it has and takes no more."),
 )
 # The rates that it has learnt of itself; absent until there are any.
@@ -46,6 +50,15 @@ _COUNTERS = (
     ("prompt_tokens", "replica_prompt_tokens_total", "Prompt tokens admitted."),
     ("prefix_hit_tokens", "prefix_hit_tokens_total", "Prompt tokens whose KV the replica already held."),
     ("generated_tokens", "replica_generated_tokens_total", "Tokens sampled."),
+    ("host_hit_tokens", "kv_host_hit_tokens_total", "Prompt tokens whose KV came back from memory."),
+    ("disk_hit_tokens", "kv_disk_hit_tokens_total", "Prompt tokens whose KV came back from files."),
+    ("host_saved_bytes", "kv_host_saved_bytes_total", "KV copied to memory."),
+    ("disk_saved_bytes", "kv_disk_saved_bytes_total", "KV handed on to be written to files."),
+    (
+        "tier_losses",
+        "kv_tier_losses_total",
+        "Blocks dropped on their way to memory or files, or not whole there.",
+    ),
     ("transfer_bytes", "kv_transfer_bytes_total", "Bytes on the links, headers included."),
     ("transfer_seconds", "kv_transfer_seconds_total", "Time that handoffs took, from first byte to acknowledgement."),
     ("transfers", "kv_transfers_total", "Handoffs carried out."),

@@ -109,7 +109,7 @@ class ModelConfig:
 
     @property
     def kv_exact_dim(self) -> int:
-        """How many of them, the last, an FP8 cache keeps in bf16: the rotated key, whose rounding costs most."""
+        """How many of them, the last, an FP8 cache keeps in bf16: the rotated key, as DeepSeek's own FP8 cache does."""
         return self.latent.rope_dim if self.latent else 0
 
     @property
@@ -166,9 +166,16 @@ class ModelConfig:
                 f"choose one of {', '.join(map(str, choices))}"
             )
 
-    def check_expert_parallel(self, size: int) -> None:
-        """Raise SpecError unless there are experts to spread over `size` ranks."""
+    def check_expert_parallel(self, size: int, *, redundant: int = 0) -> None:
+        """Raise SpecError unless there are experts to spread over `size` ranks, and room for so many copies."""
         if self.experts is None:
             raise SpecError(f"expert_parallel: {self.architecture} has no experts; leave it out")
         if self.experts.num_experts < size:
             raise SpecError(f"expert_parallel: {self.experts.num_experts} experts do not fill {size} ranks")
+        if redundant > (most := (size - 1) * self.experts.num_experts):
+            raise SpecError(f"redundant_experts: {redundant} are more than the {most} that {size} ranks do not hold")
+
+    def check_deterministic(self) -> None:
+        """Raise SpecError unless a row of a step can be computed without regard to the rows beside it."""
+        if self.experts is not None or self.latent is not None:
+            raise SpecError(f"engine: deterministic is not to be had with {self.architecture} yet: torch computes it")

@@ -41,6 +41,8 @@ def check_model(spec: Spec, say: Callable[[str], None]) -> None:
     from cluster import model_config, model_source
 
     config = model_config.load(model_source.resolve(spec.model.source, progress=say))
+    if spec.engine.deterministic:
+        config.check_deterministic()
     for role in Role:
         try:
             config.check_tensor_parallel(spec.pool(role).tensor_parallel)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
@@ -13,6 +13,7 @@ from redis.exceptions import RedisError
 
 from cluster.index import IndexWriter
 from cluster.membership import RENEW_S, Member, Membership
+from cluster.tier import Tier
 
 logger = logging.getLogger(__name__)
 
@@ -40,20 +41,20 @@ class Presence:
     """
 
     def __init__(
-        self, redis: Redis, *, name: str, member: Member, snapshot: Callable[[], Awaitable[Sequence[bytes]]]
+        self, redis: Redis, *, name: str, member: Member, snapshot: Callable[[], Awaitable[Mapping[bytes, Tier]]]
     ) -> None:
         self._redis = redis
         self._member = member
         self._membership = Membership(redis, name=name)
         self._writer = IndexWriter(redis, name=name, replica=member.replica)
         self._snapshot = snapshot
-        self._changes: dict[bytes, bool] = {}
+        self._changes: dict[bytes, Tier | None] = {}
         self._changed = asyncio.Event()
         self._is_whole = False  # Redis has everything up to what waits here
         self._is_away = False
 
-    def publish(self, changes: Mapping[bytes, bool]) -> None:
-        """Blocks that are now held (True) or no longer held (False). The last word on each counts."""
+    def publish(self, changes: Mapping[bytes, Tier | None]) -> None:
+        """Where blocks are now held; None: no longer. The last word on each counts."""
         self._changes.update(changes)
         self._changed.set()
 
@@ -80,22 +81,21 @@ class Presence:
 
     async def _renew(self) -> None:
         stayed = await self._membership.renew(self._member)
-        if not (stayed and self._is_whole):
+        if not (stayed and self._is_whole and await self._writer.renew()):
+            self._is_whole = False
             self._changes = {}
             await self._writer.reset(await self._snapshot())
             self._is_whole = True
-        await self._writer.renew()
+            self._changed.set()  # what has come meanwhile waits to be flushed
 
     async def _flush(self) -> None:
         if self._is_whole and self._changes:
             changes, self._changes = self._changes, {}
-            stored = [prefix_hash for prefix_hash, is_held in changes.items() if is_held]
-            removed = [prefix_hash for prefix_hash, is_held in changes.items() if not is_held]
-            await self._writer.publish(stored=stored, removed=removed)
+            await self._writer.publish(changes)
 
     async def _leave(self) -> None:
         await self._membership.leave(self._member.replica)
-        await self._writer.reset([])
+        await self._writer.reset({})
 
     async def _try(self, action: Callable[[], Awaitable[None]]) -> None:
         try:

@@ -18,6 +18,7 @@ from cluster.rank import RankStatus
 from cluster.rank_host import RankHost
 from cluster.rpc import worker_pb2 as pb
 from cluster.step_loop import Command, StepLoop
+from cluster.tier import Tier
 
 logger = logging.getLogger(__name__)
 
@@ -47,12 +48,12 @@ class Engine(Protocol):
         """The tokens sampled since the last call, per router."""
         ...
 
-    def take_changes(self) -> Mapping[bytes, bool]:
-        """Blocks stored (True) and removed (False) since the last call, by prefix hash."""
+    def take_changes(self) -> Mapping[bytes, Tier | None]:
+        """Where the blocks are now whose place has changed since the last call, by prefix hash; None: gone."""
         ...
 
-    def sealed_hashes(self) -> list[bytes]:
-        """Every block that the replica holds, by prefix hash."""
+    def held(self) -> Mapping[bytes, Tier]:
+        """Every block that the replica holds, by prefix hash, and where."""
         ...
 
 
@@ -147,12 +148,12 @@ class ReplicaService:
             self._status = status
             self._host.post(self._tell, tokens, status, changes)
 
-    def _tell(self, tokens: Mapping[str, Any], status: pb.Status, changes: Mapping[bytes, bool]) -> None:
+    def _tell(self, tokens: Mapping[str, Any], status: pb.Status, changes: Mapping[bytes, Tier | None]) -> None:
         self._hub.publish(tokens, status)
         if changes and self._presence:
             self._presence.publish(changes)
 
-    async def _snapshot(self) -> list[bytes]:
-        answer: asyncio.Future[list[bytes]] = asyncio.get_running_loop().create_future()
-        self.post(lambda: self._host.post(answer.set_result, self._engine.sealed_hashes()))
+    async def _snapshot(self) -> Mapping[bytes, Tier]:
+        answer: asyncio.Future[Mapping[bytes, Tier]] = asyncio.get_running_loop().create_future()
+        self.post(lambda: self._host.post(answer.set_result, self._engine.held()))
         return await answer

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from cluster.errors import SpecError
 from cluster.request import Role
@@ -74,7 +74,7 @@ class PoolSpec(_Section):
     # What the pool has no room for goes to memory, and from there to files; both per rank. 0: there is no such tier.
     kv_host_gib: Annotated[float, Field(ge=0)] = 0.0
     kv_disk_gib: Annotated[float, Field(ge=0)] = 0.0
-    kv_disk_path: str = "~/.cache/xpyd/blocks"  # on a local disk; its blocks outlive the replica
+    kv_disk_path: str | None = None  # a directory of a local disk; None: `blocks` in the cache. Blocks outlive replicas
     max_running: Annotated[int, Field(ge=1)] = 64  # sequences in one step
     max_batch_tokens: Annotated[int, Field(ge=16)] = 512  # tokens in one step; longer prompts are computed in chunks
     max_waiting: Annotated[int, Field(ge=1)] = 1024  # requests queued on a replica before it refuses more
@@ -86,6 +86,21 @@ class PrefillPoolSpec(PoolSpec):
 
 class DecodePoolSpec(PoolSpec):
     expert_parallel: bool = False  # each rank holds some experts whole, instead of a share of every one
+    redundant_experts: Annotated[int, Field(ge=0)] = 0  # of each layer: places for copies of those that are chosen most
+
+    @model_validator(mode="after")
+    def _redundant_experts_are_whole(self) -> DecodePoolSpec:
+        if self.redundant_experts and not self.expert_parallel:
+            raise ValueError("redundant_experts: only with expert_parallel: true, where ranks hold experts whole")
+        return self
+
+
+class EngineSpec(_Section):
+    """How every rank computes."""
+
+    # The same tokens for a request, whatever is computed beside it, however its prompt is cut, on whichever replica.
+    # On CPUs of one kind, in bfloat16; what cannot keep the promise is refused.
+    deterministic: bool = False
 
 
 class RouterSpec(_Section):
@@ -115,6 +130,7 @@ class Spec(_Section):
     kv: KVSpec = KVSpec()
     prefill: PrefillPoolSpec = PrefillPoolSpec()
     decode: DecodePoolSpec = DecodePoolSpec()
+    engine: EngineSpec = EngineSpec()
     router: RouterSpec = RouterSpec()
     index: str = "embedded"  # or redis://HOST:PORT[/DB], rediss://…
     timeouts: TimeoutSpec = TimeoutSpec()
@@ -126,6 +142,15 @@ class Spec(_Section):
             return value
         raise ValueError("must be 'embedded' or a redis://, rediss:// or unix:// URL")
 
+    @field_validator("engine")
+    @classmethod
+    def _deterministic_can_be_kept(cls, engine: EngineSpec, info: ValidationInfo) -> EngineSpec:
+        others = info.data
+        if engine.deterministic and {"model", "kv", "prefill", "decode"} <= others.keys():  # else they are refused
+            if unmet := _unmet_by(others["model"], others["kv"], others["prefill"], others["decode"]):
+                raise ValueError(f"deterministic needs {', and '.join(unmet)}")
+        return engine
+
     def pool(self, role: Role) -> PoolSpec:
         return self.prefill if role is Role.PREFILL else self.decode
 
@@ -133,6 +158,20 @@ class Spec(_Section):
     def topology(self) -> str:
         """The shorthand, e.g. "2P4D"."""
         return f"{self.prefill.replicas}P{self.decode.replicas}D"
+
+
+def _unmet_by(model: ModelSpec, kv: KVSpec, prefill: PoolSpec, decode: PoolSpec) -> list[str]:
+    """What `engine.deterministic` lacks."""
+    has_fp8_wire_alone = kv.wire_dtype == "fp8_e4m3" and kv.pool_dtype != "fp8_e4m3"
+    needs = {
+        "model.dtype bfloat16: only its kernels sum in one order": model.dtype != "bfloat16",
+        "model.weights as_stored or int8": model.weights == "quantized",
+        "pools without GPUs": bool(prefill.resources.gpus or decode.resources.gpus),
+        "kv.wire_dtype raw, or kv.pool_dtype fp8_e4m3: else only what is shipped is rounded": has_fp8_wire_alone,
+        "prefill.tensor_parallel equal to decode.tensor_parallel": prefill.tensor_parallel != decode.tensor_parallel,
+        "a tensor_parallel of 1 or 2: more ranks sum in an order of their own": decode.tensor_parallel > 2,
+    }
+    return [need for need, is_unmet in needs.items() if is_unmet]
 
 
 def load_spec(source: str, *, overrides: list[str] | None = None) -> Spec:

@@ -11,10 +11,14 @@ from cluster.handoff import Handoff
 from engine.batch import Batch
 from engine.runner import ModelRunner
 from engine.step_message import Orders, decode_step, encode_step
+from engine.tiers.orders import TierOrders
+from engine.tiers.rank_tiers import RankTiers
 from kvtransfer import grants
 from kvtransfer.sender import Sender
 
 # Orders of a decode step, beside its batch, in the order in which they are carried out:
+#   tiers   blocks that go down to a lower tier, and come back: before anything is written to the pool
+#   meet    true: wait until every rank has carried that out
 #   copy    blocks (source, target) to copy before the batch is computed
 #   grant   prefixes that are in the pool, and that another replica has asked for; see kvtransfer.grants
 #   begin   handoffs to which a sequence of ours is to be shipped
@@ -32,9 +36,10 @@ class DecodeRank:
     """One rank's model and its links to other decode replicas. Belongs to the step thread on rank 0, to the following
     thread elsewhere."""
 
-    def __init__(self, runner: ModelRunner, sender: Sender) -> None:
+    def __init__(self, runner: ModelRunner, sender: Sender, tiers: RankTiers | None) -> None:
         self.runner = runner
         self.sender = sender
+        self.tiers = tiers
 
     def lead(self, batch: Batch | None, orders: Orders) -> Tensor | None:
         """On rank 0: do a step together with the other ranks. Logits of the rows that want them."""
@@ -51,6 +56,11 @@ class DecodeRank:
             self._execute(batch, orders)
 
     def _execute(self, batch: Batch | None, orders: Orders) -> Tensor | None:
+        for fields in orders.get("tiers", ()):
+            assert self.tiers, "orders for tiers that this rank does not have"
+            self.tiers.carry_out(TierOrders.from_json(fields))
+        if orders.get("meet"):
+            self.runner.parallel.meet()
         for source, target in orders.get("copy", ()):
             self.runner.pool.copy_block(source, target)
         for order in orders.get("grant", ()):

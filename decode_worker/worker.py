@@ -16,6 +16,7 @@ from cluster.messages import timing_to_proto, tokens_to_proto
 from cluster.request import SampledToken, TokenLogprob
 from cluster.rpc import transfer_pb2
 from cluster.rpc import worker_pb2 as pb
+from cluster.tier import Tier
 from decode_worker.moves import MoveListener, Moves
 from decode_worker.opening import opening_for, ticket_for
 from decode_worker.rank import DecodeRank
@@ -28,11 +29,15 @@ from engine.rate import Rate
 from engine.sampler import SamplingRow, sample
 from engine.sequence import Sequence
 from engine.step_message import Orders
+from engine.tiers.orders import Loaded
+from engine.tiers.tiers import Tiers
 from kvtransfer.arrivals import Arrival, Arrivals, Gate
+from kvtransfer.fetches import Fetches
 from kvtransfer.grants import Grants
 from kvtransfer.ledger import Landing
 from kvtransfer.passage import Shipment
 from kvtransfer.pulls import Pull, Pulls
+from kvtransfer.tier_parts import count_tiers
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +77,7 @@ class Decoder:
         close_handoff: Callable[[str, Callable[[], None]], None],
         pulls: Pulls[Group],
         grants: Grants,
+        tiers: Tiers[Group],
     ) -> None:
         self.totals = pb.Totals()
         self._rank = rank
@@ -85,9 +91,18 @@ class Decoder:
         self._arrivals: Arrivals[Group] = Arrivals(
             gate, blocks, num_ranks=len(addresses), close_elsewhere=close_handoff
         )
-        self._pulls = pulls
         self._grants = grants
-        self._holders: dict[Group, Holder] = {}  # of prompts that are computed here, and that a peer may hold
+        self._tiers = tiers
+        self._fetches = Fetches(
+            scheduler,
+            pulls,
+            grants,
+            tiers,
+            self.totals,
+            block_size=rank.runner.layout.block_size,
+            sequence_of=lambda group: group.root,
+            loaded_here=self._loaded_here,
+        )
         self._moves = Moves(rank, blocks, pause=scheduler.remove_choice, resume=scheduler.start, leave=self._end_choice)
         self._tokens: dict[str, list[pb.StreamTokens]] = {}
         self._step_rate = Rate()
@@ -100,14 +115,14 @@ class Decoder:
     def submit(self, group: Group, listener: GroupListener, *, holder: Holder | None = None) -> None:
         """Queue a request, of whose prompt `holder` may hold more than is here. An error goes to the listener."""
         try:
-            group.num_offered = holder.num_tokens if holder else 0
+            if group.source is Source.HERE:
+                self._fetches.offer(group, holder, tokens_per_s=self._prefill_rate.per_s)
             self._scheduler.add(group)
         except ClusterError as error:
+            self._fetches.forget(group)
             listener.ended(error)
             return
         self._listeners[group] = listener
-        if holder:
-            self._holders[group] = holder
         if group.source is Source.HERE:
             self.totals.prompt_tokens += len(group.root.tokens)
 
@@ -126,11 +141,7 @@ class Decoder:
 
     def landed(self, rank: int, landing: Landing) -> None:
         """The KV of a handoff, or of a prefix that we fetch, is whole on one rank."""
-        if pull := self._pulls.landed(rank, landing):
-            self.totals.pulls += 1
-            self.totals.pulled_tokens += pull.num_tokens
-            self.totals.pull_seconds += time.monotonic() - pull.begun_at
-            self._scheduler.fetched(pull.owner, pull.num_tokens)
+        self._fetches.landed(rank, landing)
         arrival = self._arrivals.landed(rank, landing)
         if arrival is None:
             return
@@ -144,10 +155,13 @@ class Decoder:
         else:
             self._fail(group, TransferError(f"{len(arrival.next_tokens)} tokens came for {group.num_choices} choices"))
 
+    def loaded(self, rank: int, loaded: Loaded) -> None:
+        """One rank has brought back what it could of a prefix that lay in its lower tiers."""
+        self._fetches.loaded(rank, loaded)
+
     def missed(self, pull: Pull[Group], reason: str) -> None:
         """Nothing comes of a pull."""
-        if self._pulls.missed(pull):
-            self._pull_failed(pull, reason)
+        self._fetches.missed(pull, reason)
 
     def migrate(self, router: str, stream: int, handoff: Handoff, listener: MoveListener) -> None:
         """Ship a choice to the replica that has made this handoff, if it is worth it."""
@@ -175,11 +189,15 @@ class Decoder:
 
     def step(self) -> bool:
         """One step; False when there was nothing to do."""
-        self._expire_handoffs()
-        for group in self._scheduler.admit():
+        self._expire_arrivals()
+        if admitted := self._scheduler.admit():
+            self._save_evicted()
+        for group in admitted:
             self._admitted(group)
         orders = self._orders()
         chosen = self._scheduler.schedule()
+        if saves := self._tiers.take_orders():
+            orders["tiers"] = saves
         if not chosen:
             self._stepped_at = None
             if orders:
@@ -199,12 +217,17 @@ class Decoder:
         return True
 
     def heartbeat(self) -> None:
-        """Keep the other ranks from giving us up while there is nothing to do, and watch the handoffs' time."""
-        self._expire_handoffs()
-        if self._rank.runner.parallel.size > 1:
-            self._rank.lead(None, {})
+        """Keep the other ranks from giving us up while there is nothing to do, and watch what is on its way here."""
+        self._expire_arrivals()
+        self._tiers.save_ahead()
+        orders = self._tiers.take_orders()
+        if orders or self._rank.runner.parallel.size > 1:
+            self._rank.lead(None, {"tiers": orders})
 
     def stop(self) -> None:
+        self._tiers.save_ahead(is_last=True)
+        if orders := self._tiers.take_orders():
+            self._rank.lead(None, {"tiers": orders})
         if self._rank.runner.parallel.size > 1:
             self._rank.lead(None, {"stop": True})
 
@@ -228,14 +251,15 @@ class Decoder:
         tokens, self._tokens = self._tokens, {}
         return tokens
 
-    def take_changes(self) -> dict[bytes, bool]:
-        return self._blocks.take_changes()
+    def take_changes(self) -> dict[bytes, Tier | None]:
+        return self._tiers.take_changes()
 
-    def sealed_hashes(self) -> list[bytes]:
-        return self._blocks.sealed_hashes()
+    def held(self) -> dict[bytes, Tier]:
+        return self._tiers.held()
 
     def status(self) -> pb.Status:
         self.totals.preemptions = self._scheduler.num_preemptions
+        count_tiers(self._tiers, self.totals)
         return pb.Status(
             running=self._scheduler.num_running + self._moves.num_paused + len(self._grants),
             waiting=self._scheduler.num_waiting,
@@ -248,6 +272,10 @@ class Decoder:
             link_bytes_per_s=self._moves.link_rate.per_s,
             decode_step_s=self._step_s,
             timing=timing_to_proto(self._timing.timing),
+            blocks_host=self._tiers.num_blocks(Tier.HOST),
+            blocks_disk=self._tiers.num_blocks(Tier.DISK),
+            host_bytes_per_s=self._tiers.bytes_per_s(Tier.HOST),
+            disk_bytes_per_s=self._tiers.bytes_per_s(Tier.DISK),
             totals=self.totals,
         )
 
@@ -255,11 +283,10 @@ class Decoder:
 
     def _admitted(self, group: Group) -> None:
         listener = self._listeners[group]
-        self.totals.prefix_hit_tokens += group.num_cached
         if group.source is Source.HERE:
             listener.reserved(None, None, group.num_cached)
             if group.fetch_end > group.num_cached:
-                self._pull(group)
+                self._fetches.begin(group)
             return
         opening = opening_for(group, replica=self._replica)
         handoff = ticket_for(
@@ -273,24 +300,13 @@ class Decoder:
         self._awaited[group] = self._arrivals.open(opening, owner=group, expires_at=expires_at)
         listener.reserved(handoff, opening, group.num_cached)
 
-    def _pull(self, group: Group) -> None:
-        """Fetch what the group lacks of its prefix; meanwhile it waits."""
-        size, root = self._rank.runner.layout.block_size, group.root
-        self._pulls.begin(
-            group,
-            self._holders[group],
-            id=group.id,
-            hashes=root.hashes()[: group.fetch_end // size],
-            blocks=root.blocks,
-            first_block=root.num_computed // size,
-        )
+    def _save_evicted(self) -> None:
+        """What was evicted is copied on every rank before a peer may write to its block."""
+        if orders := self._tiers.take_orders():
+            self._rank.lead(None, {"tiers": orders, "meet": True})
 
-    def _pull_failed(self, pull: Pull[Group], reason: str) -> None:
-        logger.info("pull failed request=%s holder=%s: %s", pull.owner.id, pull.holder.replica, reason)
-        self.totals.pull_failures += 1
-        self.totals.prefix_hit_tokens -= pull.owner.num_cached  # it is admitted again
-        pull.owner.root.leave_out(pull.exposed)
-        self._scheduler.fetch_failed(pull.owner)
+    def _loaded_here(self, group: Group, num_tokens: int) -> None:
+        self.totals.prefix_hit_tokens += num_tokens
 
     def _continue(self, group: Group, arrival: Arrival[Group]) -> None:
         """A sequence has come from another decode replica, with the tokens that it got on the way."""
@@ -298,6 +314,7 @@ class Decoder:
         if len(root.tokens) + len(arrival.next_tokens) != arrival.num_tokens + 1:
             self._fail(group, TransferError(f"{arrival.num_tokens} positions came with other tokens than theirs"))
             return
+        self.totals.prefix_hit_tokens += group.num_cached
         root.tokens += arrival.next_tokens
         root.computed(arrival.num_tokens - root.num_computed, self._blocks)
         self._scheduler.ready(group)
@@ -316,7 +333,8 @@ class Decoder:
         group.choices = [Choice(group, sequence, request.stream + i) for i, sequence in enumerate(sequences)]
         is_told = group.source is Source.PREFILL  # the prefill replica has told the router of the first tokens
         self._listeners[group].started(len(group.root.tokens) + is_told, epoch=epoch, num_pulled=group.num_fetched)
-        self._holders.pop(group, None)
+        self._fetches.forget(group)
+        self.totals.prefix_hit_tokens += group.num_cached
         for choice, (token_id, logprob) in zip(list(group.choices), first_tokens, strict=True):
             token = choice.sequence.append(token_id, logprob)
             if not is_told:
@@ -331,7 +349,7 @@ class Decoder:
         forks = [(index, root.fork(index, self._blocks)) for index in indices]
         copies = [fork[1] for _, fork in forks if fork and fork[1]]
         if copies:
-            self._rank.lead(None, {"copy": copies})
+            self._rank.lead(None, {"tiers": self._tiers.take_orders(), "copy": copies})
         return [fork[0] if fork else root.without_blocks(index) for index, fork in forks]
 
     def _sample(self, ready: list[Choice], logits_RV: Tensor) -> None:
@@ -376,9 +394,7 @@ class Decoder:
         for choice in group.choices:
             self._moves.cancel(choice, "it has ended")
         self._scheduler.remove(group)
-        self._holders.pop(group, None)
-        if pull := self._pulls.cancel(group):
-            group.root.leave_out(pull.exposed)
+        self._fetches.cancel(group)
         if arrival := self._awaited.pop(group, None):
             group.root.blocks = group.root.blocks[: group.num_cached // group.root.block_size]
             self._arrivals.give_up(arrival)
@@ -392,11 +408,10 @@ class Decoder:
         self._free(group)
         listener.ended(error)
 
-    def _expire_handoffs(self) -> None:
+    def _expire_arrivals(self) -> None:
         for arrival in self._arrivals.expired(time.monotonic()):
             self._fail(arrival.owner, HandoffExpired(f"handoff {arrival.id}: no KV came within {self._handoff_s} s"))
-        for pull in self._pulls.expired(time.monotonic()):
-            self._pull_failed(pull, f"nothing came within {pull.timeout_s:.1f} s")
+        self._fetches.expire()
 
     def _find(self, router: str, stream: int) -> Choice | None:
         groups = (group for group in self._listeners if group.router == router)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor
 from cluster.errors import SpecError
 from engine.kernels.decode_attention import decode_attention, splits_for
 from engine.kernels.fp8 import quantize_fp8
+from engine.kernels.fused_experts import fused_experts
 from engine.kernels.kv_write import write_kv
 from engine.kernels.prefill_attention import QueryTiles, prefill_attention
 from engine.kernels.rms_norm import add_rms_norm
@@ -42,7 +44,7 @@ def bench_kernels() -> dict[str, Any]:
     device = torch.device("cuda", 0)
     copy_bytes_s, flops_s = _copy_rate(device), _matmul_rate(device)
     results = []
-    for name, run, amount, unit in [*_copies(device), *_elementwise(device), *_attention(device)]:
+    for name, run, amount, unit in [*_copies(device), *_elementwise(device), *_attention(device), *_experts(device)]:
         seconds = _seconds(run)
         peak = copy_bytes_s if unit == "bytes" else flops_s
         rate = {"gb_s": amount / seconds / 1e9} if unit == "bytes" else {"tflops": amount / seconds / 1e12}
@@ -136,6 +138,25 @@ def _attention(device: torch.device) -> list[_Case]:
         cases.append((f"decode_attention {kind}", _decode(q, codes, scales, tables), num_bytes, "bytes"))
         flops = 4 * _H * _D * _PROMPT * (_PROMPT + 1) / 2
         cases.append((f"prefill_attention {kind}", _prefill(q, codes, scales, tables), flops, "flops"))
+    return cases
+
+
+def _experts(device: torch.device) -> list[_Case]:
+    """Qwen3 30B-A3B's layer: few tokens wait for the weights, many for the products."""
+    num_experts, per_token, hidden, features = 128, 8, 2048, 768
+    shapes = (num_experts, 2 * features, hidden), (num_experts, hidden, features)
+    gate_up, down = (torch.randn(shape, device=device, dtype=torch.bfloat16) / shape[-1] ** 0.5 for shape in shapes)
+    cases: list[_Case] = []
+    for name, num_tokens in (("decode", _ROWS), ("prefill", _PROMPT)):
+        x = torch.randn(num_tokens, hidden, device=device, dtype=torch.bfloat16)
+        chosen = torch.rand(num_tokens, num_experts, device=device).topk(per_token, dim=-1).indices
+        run = partial(fused_experts, x, gate_up, down, chosen)
+        if name == "decode":
+            weights = len(chosen.unique()) * (gate_up[0].nbytes + down[0].nbytes)
+            cases.append((f"fused_experts {name}", run, weights, "bytes"))
+        else:
+            flops = 2 * chosen.numel() * 3 * hidden * features
+            cases.append((f"fused_experts {name}", run, flops, "flops"))
     return cases
 
 

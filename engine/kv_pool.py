@@ -80,20 +80,22 @@ class KVPool:
         """The bytes of whole blocks, (B, block_bytes) uint8 on the pool's device: of each layer the codes, then of each
         layer the scales."""
         index_B = torch.tensor(blocks, dtype=torch.int64, device=self.device)
-        return torch.cat([part_BN[index_B] for part_BN in self._parts()], dim=1)
+        payloads = torch.cat([part_BN.index_select(0, index_B) for part_BN in self._parts()], dim=1)
+        return payloads.view(torch.uint8)
 
     def copy_in(self, payloads_BN: Tensor, blocks: Sequence[int]) -> None:
         """Fill blocks with what `copy_out` made of others, on any device."""
         index_B = torch.tensor(blocks, dtype=torch.int64, device=self.device)
-        start = 0
-        for part_BN in self._parts():
-            end = start + part_BN.shape[1]
-            part_BN.index_copy_(0, index_B, payloads_BN[:, start:end].to(self.device))
-            start = end
+        parts = self._parts()
+        payloads = payloads_BN.view(parts[0].dtype).split([part_BN.shape[1] for part_BN in parts], dim=1)
+        for part_BN, payload in zip(parts, payloads, strict=True):
+            part_BN.index_copy_(0, index_B, payload.to(self.device))
 
     def _parts(self) -> list[Tensor]:
-        """Codes and scales of every layer as bytes, each (num_blocks, N)."""
-        return [part.view(torch.uint8).flatten(1) for part in (*self.codes, *self.scales)]
+        """Codes and scales of every layer, each (num_blocks, N), as whole numbers: torch copies bytes one by one."""
+        parts = [part.view(torch.uint8).flatten(1) for part in (*self.codes, *self.scales)]
+        is_even = all(part.shape[1] % 8 == 0 for part in parts)
+        return [part.view(torch.int64) for part in parts] if is_even else parts
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy one block, all layers: for a sequence that forks inside a block."""

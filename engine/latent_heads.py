@@ -15,12 +15,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention import AttentionPlan, Prompt, Singles, attend_prompt
 from engine.batch import Batch
+from engine.kernels.decode_attention import splits_for
+from engine.kernels.heads import tables_of
+from engine.kernels.language import cdiv
+from engine.kernels.latent_attention import HEADS_AT_ONCE, latent_decode_attention
 from engine.kernels.rotary import rotate
 from engine.kv_pool import KVPool
 
@@ -39,18 +44,32 @@ class Expansion:
     def latent_dim(self) -> int:
         return self.key_HNC.shape[2]
 
-    @property
-    def nope_dim(self) -> int:
-        return self.key_HNC.shape[1]
+    def absorb_keys(self, q_RHD: Tensor) -> Tensor:
+        """Queries that can be multiplied with rows: (R, H, C + P)."""
+        q_nope_RHN, q_rope_RHP = q_RHD.tensor_split((self.key_HNC.shape[1],), dim=-1)
+        return torch.cat((torch.einsum("rhn,hnc->rhc", q_nope_RHN, self.key_HNC), q_rope_RHP), dim=-1)
+
+    def values_of(self, latents_RHC: Tensor) -> Tensor:
+        """What weighed sums of latents stand for: (R, H, W)."""
+        return torch.einsum("rhc,hwc->rhw", latents_RHC, self.value_HWC)
 
 
 class LatentHeads:
-    """One step's heads, made once and used by every layer. By torch operations, on any device."""
+    """One step's heads, made once and used by every layer."""
 
     def __init__(
-        self, batch: Batch, pool: KVPool, cos_T1F: Tensor, sin_T1F: Tensor, *, scale: float, is_interleaved: bool
+        self,
+        batch: Batch,
+        pool: KVPool,
+        cos_T1F: Tensor,
+        sin_T1F: Tensor,
+        *,
+        scale: float,
+        is_interleaved: bool,
+        uses_kernel: bool,
     ) -> None:
-        """scale: of queries. is_interleaved: whether rotary pairs come side by side."""
+        """scale: of queries. is_interleaved: whether rotary pairs lie side by side. uses_kernel: rows of one query read
+        the pool's blocks in place, where torch gathers them first."""
         self._pool = pool
         self._cos_T1F = cos_T1F
         self._sin_T1F = sin_T1F
@@ -58,6 +77,7 @@ class LatentHeads:
         self._is_interleaved = is_interleaved
         self._slots_T = torch.from_numpy(batch.slots).to(pool.device)
         self._plan = AttentionPlan.of(batch, pool, window=None, dtype=cos_T1F.dtype)
+        self._in_place = _InPlace(batch, pool) if uses_kernel else None
 
     def store(self, layer: int, q_THD: Tensor, latent_TC: Tensor, key_TP: Tensor) -> Tensor:
         """Rotate what is to be rotated and put the tokens' rows into the pool. Returns the queries.
@@ -75,6 +95,9 @@ class LatentHeads:
         out_THW = q_THD.new_empty(*q_THD.shape[:2], expansion.value_HWC.shape[1])
         for prompt in self._plan.prompts:
             out_THW[prompt.first : prompt.end] = self._attend_prompt(layer, q_THD, prompt, expansion)
+        if self._in_place is not None:
+            self._in_place.attend(layer, q_THD, expansion, self._scale, out_THW)
+            return out_THW
         for singles in self._plan.singles:
             out_THW[singles.tokens_R] = self._attend_singles(layer, q_THD, singles, expansion)
         return out_THW
@@ -89,18 +112,48 @@ class LatentHeads:
 
     def _attend_singles(self, layer: int, q_THD: Tensor, singles: Singles, expansion: Expansion) -> Tensor:
         rows_R1LD = self._pool.gather(layer, singles.runs_2RKB, q_THD.dtype)[0]
-        q_nope_RHN, q_rope_RHP = q_THD[singles.tokens_R].tensor_split((expansion.nope_dim,), dim=-1)
-        absorbed_RHC = torch.einsum("rhn,hnc->rhc", q_nope_RHN, expansion.key_HNC)
-        q_R1HD = torch.cat((absorbed_RHC, q_rope_RHP), dim=-1).unsqueeze(1)
+        q_R1HD = expansion.absorb_keys(q_THD[singles.tokens_R]).unsqueeze(1)
         mask_R1HL = singles.mask_R11L.expand(-1, -1, q_R1HD.shape[2], -1)
         latents_R1LC = rows_R1LD[..., : expansion.latent_dim]
         out_R1HC = F.scaled_dot_product_attention(
             q_R1HD, rows_R1LD, latents_R1LC, attn_mask=mask_R1HL, scale=self._scale
         )
-        return torch.einsum("rhc,hwc->rhw", out_R1HC.squeeze(1), expansion.value_HWC)
+        return expansion.values_of(out_R1HC.squeeze(1))
 
     def _rotate(self, x_THP: Tensor) -> Tensor:
         """Queries and keys are turned into the same order, so that their products do not show it."""
         if self._is_interleaved:
             x_THP = x_THP.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         return rotate(x_THP, self._cos_T1F, self._sin_T1F)
+
+
+class _InPlace:
+    """The rows of one query each, by the kernel; on a CPU by its reference."""
+
+    def __init__(self, batch: Batch, pool: KVPool) -> None:
+        self._pool = pool
+        rows = np.flatnonzero(batch.query_lens == 1)
+        self._num_rows = len(rows)
+        if not len(rows):
+            return
+        self._tokens_R = torch.from_numpy(np.cumsum(batch.query_lens)[rows] - 1).to(pool.device)
+        self._tables_RB, self._contexts_R = tables_of(pool, batch, rows)
+        self._longest = int(batch.context_lens[rows].max())
+
+    def attend(self, layer: int, q_THD: Tensor, expansion: Expansion, scale: float, out_THW: Tensor) -> None:
+        if not self._num_rows:
+            return
+        num_splits, device = 1, self._pool.device
+        if device.type == "cuda":
+            num_splits = splits_for(self._num_rows, cdiv(q_THD.shape[1], HEADS_AT_ONCE), self._longest, device)
+        latents_RHC = latent_decode_attention(
+            expansion.absorb_keys(q_THD[self._tokens_R]),
+            self._pool.codes[layer],
+            self._pool.scales[layer] if self._pool.scales else None,
+            latent_dim=expansion.latent_dim,
+            scale=scale,
+            tables_RB=self._tables_RB,
+            contexts_R=self._contexts_R,
+            num_splits=num_splits,
+        )
+        out_THW[self._tokens_R] = expansion.values_of(latents_RHC)

@@ -36,6 +36,8 @@ def load_runner(
     kv_memory_gib: float | None,
     parallel: TensorParallel,
     expert_parallel: bool = False,
+    redundant_experts: int = 0,
+    is_deterministic: bool = False,
     device: torch.device,
     progress: Callable[[float], None],
 ) -> ModelRunner:
@@ -58,6 +60,8 @@ def load_runner(
         device=device,
         parallel=parallel,
         expert_parallel=expert_parallel,
+        redundant_experts=redundant_experts,
+        is_deterministic=is_deterministic,
         progress=progress,
     )
 

@@ -3,6 +3,9 @@
     window   |------ context ------|------ scored ------|      the next window begins `stride` tokens later, so that
                                     <---- stride ----->        every token is scored once, behind at least a context
 
+Settings are compared token by token: what a setting costs is the mean of its differences from the baseline, whose noise
+is far below that of either perplexity. Its standard error comes from the windows' means, for tokens of one are alike.
+
 The context is computed as a prefill replica would, and its KV travels as the wire would carry it; the scored part is
 computed behind it, as a decode replica would after a migration.
 """
@@ -27,7 +30,7 @@ from engine.kernels.wire import pack_kv, unpack_kv
 from engine.kv_pool import KVPool
 from engine.runner import ModelRunner, layout_for
 
-# T tokens of a part, K kv heads, D head_dim, V vocabulary
+# W windows, T scored tokens of one, K kv heads, D head_dim, V vocabulary
 
 _BLOCK_SIZE = 16
 
@@ -44,18 +47,32 @@ class Setting:
 def compare(
     settings: dict[str, Setting], text: str, *, dtype: str, window: int, stride: int, max_windows: int
 ) -> dict[str, Any]:
-    """Perplexity of each setting, and its distance from the first in per cent; plain JSON values. Raises SpecError."""
+    """Perplexity of each setting, and its distance from the first in per cent; plain JSON values. Raises SpecError.
+
+    `standard_error_percent` is of that distance: two of them on either side hold the true one 19 times of 20.
+    """
     if not 0 < stride < window:
         raise SpecError(f"--stride {stride}: must be above 0 and below --window {window}")
     rows: list[dict[str, Any]] = []
+    baseline_WT: Tensor | None = None
     for name, setting in settings.items():
         windows = _windows(setting.model_dir, text, window, stride, max_windows)
-        loss, count = _loss(setting, windows, dtype=dtype, context=window - stride)
-        perplexity = math.exp(loss / count)
-        baseline = rows[0]["perplexity"] if rows else perplexity
-        difference = 100 * (perplexity / baseline - 1)
-        rows.append({"setting": name, "perplexity": perplexity, "difference_percent": difference, "tokens": count})
+        losses_WT = _losses(setting, windows, dtype=dtype, context=window - stride)
+        baseline_WT = losses_WT if baseline_WT is None else baseline_WT
+        rows.append({"setting": name, **_figures(losses_WT, baseline_WT)})
     return {"window": window, "stride": stride, "dtype": dtype, "results": rows}
+
+
+def _figures(losses_WT: Tensor, baseline_WT: Tensor) -> dict[str, Any]:
+    difference_W = (losses_WT - baseline_WT).mean(dim=1)
+    ratio = math.exp(float(difference_W.mean()))
+    error = float(difference_W.std()) / math.sqrt(len(difference_W)) if len(difference_W) > 1 else math.nan
+    return {
+        "perplexity": math.exp(float(losses_WT.mean())),
+        "difference_percent": 100 * (ratio - 1),
+        "standard_error_percent": None if math.isnan(error) else 100 * ratio * error,
+        "tokens": losses_WT.numel(),
+    }
 
 
 def _windows(model_dir: Path, text: str, window: int, stride: int, max_windows: int) -> list[list[int]]:
@@ -66,8 +83,8 @@ def _windows(model_dir: Path, text: str, window: int, stride: int, max_windows: 
     return windows
 
 
-def _loss(setting: Setting, windows: list[list[int]], *, dtype: str, context: int) -> tuple[float, int]:
-    """The sum of the scored tokens' negative log likelihoods, and how many they are."""
+def _losses(setting: Setting, windows: list[list[int]], *, dtype: str, context: int) -> Tensor:
+    """The scored tokens' negative log likelihoods, (W, T) float64 on the host."""
     layout = layout_for(setting.model_dir, dtype=dtype, pool_dtype=setting.pool_dtype, block_size=_BLOCK_SIZE)
     num_blocks = -(-len(windows[0]) // _BLOCK_SIZE)
     runner = ModelRunner(
@@ -77,17 +94,15 @@ def _loss(setting: Setting, windows: list[list[int]], *, dtype: str, context: in
         dtype=getattr(torch, dtype),
         device=torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"),
     )
-    total, count = 0.0, 0
+    losses_WT = []
     for ids in windows:
         first = _logits(runner, ids, 0, context, last_only=True)
         if setting.wire_dtype != "raw" and not layout.has_scales:
             _send_and_receive(runner.pool, context)
         logits_TV = torch.cat((first, _logits(runner, ids, context, len(ids) - 1, last_only=False)))
-        total += float(
-            F.cross_entropy(logits_TV, torch.tensor(ids[context:], device=logits_TV.device), reduction="sum")
-        )
-        count += len(logits_TV)
-    return total, count
+        scored_T = torch.tensor(ids[context:], device=logits_TV.device)
+        losses_WT.append(F.cross_entropy(logits_TV, scored_T, reduction="none").double().cpu())
+    return torch.stack(losses_WT)
 
 
 def _logits(runner: ModelRunner, ids: list[int], start: int, end: int, *, last_only: bool) -> Tensor:

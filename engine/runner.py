@@ -72,11 +72,15 @@ class ModelRunner:
         device: torch.device,
         parallel: TensorParallel | None = None,
         expert_parallel: bool = False,
+        redundant_experts: int = 0,
+        is_deterministic: bool = False,
         progress: Callable[[float], None] | None = None,
     ) -> None:
         """Loads this rank's weights, which takes a while: `progress` is told the fraction done. Raises SpecError.
 
-        expert_parallel: each rank holds some experts whole, instead of a share of every one.
+        expert_parallel: each rank holds some experts whole, instead of a share of every one; redundant_experts: places
+        for further copies of the experts that are chosen most.
+        is_deterministic: refuse to compute in a way in which a row's bits depend on the rows beside it.
         """
         self.config: ModelConfig = model_config.load(model_dir)
         self.layout = layout
@@ -85,8 +89,14 @@ class ModelRunner:
         self.parallel = parallel or TensorParallel()
         assert layout.tensor_parallel == self.parallel.size
         if expert_parallel:
-            self.config.check_expert_parallel(self.parallel.size)
+            self.config.check_expert_parallel(self.parallel.size, redundant=redundant_experts)
         kernels = open_kernels(dtype=dtype, device=device)
+        if is_deterministic:
+            self.config.check_deterministic()
+            if kernels is None or layout.weights == "quantized":
+                raise SpecError(
+                    "engine: deterministic needs a CPU, bfloat16 and a C++ compiler on the worker's machine"
+                )
         reader = ShardReader(
             open_checkpoint(model_dir),
             self.parallel,
@@ -95,6 +105,7 @@ class ModelRunner:
             kernels,
             weights=layout.weights,
             spreads_experts=expert_parallel,
+            redundant_experts=redundant_experts,
         )
         num_layers = self.config.num_layers
 

@@ -141,7 +141,7 @@ def _keep_top_p(scaled_NV: Tensor, top_p: Seq[float]) -> Tensor:
         return scaled_NV
     wanted_N1 = torch.tensor([top_p[i] for i in rows], dtype=torch.float64, device=scaled_NV.device).unsqueeze(-1)
     chosen_NV = scaled_NV[rows]
-    mass_N1 = chosen_NV.exp().sum(dim=-1, keepdim=True, dtype=torch.float64) * wanted_N1
+    mass_N1 = _sum(chosen_NV.exp()) * wanted_N1
     for num_greatest in (min(_FEW, chosen_NV.shape[-1]), chosen_NV.shape[-1]):
         greatest_NK = chosen_NV.topk(num_greatest, dim=-1).values
         reached_NK = greatest_NK.exp().cumsum(dim=-1, dtype=torch.float64)
@@ -161,7 +161,7 @@ def _logprobs(logits_RV: Tensor, chosen_R: Tensor, rows: Seq[SamplingRow]) -> li
     if not wanted:
         return found
     logits_NV = logits_RV[wanted]
-    norms_N1 = logits_NV.logsumexp(dim=-1, keepdim=True)
+    norms_N1 = _logsumexp(logits_NV)
     chosen = (logits_NV.gather(-1, chosen_R[wanted].unsqueeze(-1)) - norms_N1).squeeze(-1).tolist()
     most = max(rows[i].sampling.num_logprobs or 0 for i in wanted)
     top_NK = logits_NV.topk(min(most, logits_NV.shape[-1]), dim=-1)
@@ -171,3 +171,13 @@ def _logprobs(logits_RV: Tensor, chosen_R: Tensor, rows: Seq[SamplingRow]) -> li
         top = tuple(zip(ids[n][:count], values[n][:count], strict=True))
         found[i] = TokenLogprob(logprob=chosen[n], top=top)
     return found
+
+
+def _logsumexp(logits_NV: Tensor) -> Tensor:
+    most_N1 = logits_NV.amax(dim=-1, keepdim=True)
+    return most_N1 + _sum((logits_NV - most_N1).exp()).log().float()
+
+
+def _sum(x_NV: Tensor) -> Tensor:
+    """-> (N, 1) fp64. Torch's own sum shares one row out among threads, but not a row among others: other bits."""
+    return x_NV.cumsum(dim=-1, dtype=torch.float64)[:, -1:]

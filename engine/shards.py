@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,10 @@ from engine.weights import Checkpoint, Span
 WEIGHTS = ("as_stored", "int8", "quantized")
 
 
+# Is given every matrix of a layer with the names of what it is made of, and returns what takes its place.
+OnMatrix = Callable[[Sequence[str], Matrix], Matrix]
+
+
 @dataclass(frozen=True)
 class ShardReader:
     """Reads what one rank needs. Names are Hugging Face's, without `.weight` and `.bias`."""
@@ -33,6 +37,8 @@ class ShardReader:
     kernels: Kernels | None = None  # for which matrices are packed; None: for torch
     weights: str = "as_stored"  # one of WEIGHTS
     spreads_experts: bool = False  # whole experts on each rank; else a share of each on all
+    redundant_experts: int = 0  # places for further copies, over all ranks, where experts are whole
+    on_matrix: OnMatrix | None = None
 
     def __post_init__(self) -> None:
         if self.weights == "int8" and self.kernels is None:
@@ -62,13 +68,13 @@ class ShardReader:
         parts = [self._quantized(name, rows=span) for name, span in rows.items()]
         kept = [part for part in parts if part is not None]
         matrix = QuantizedMatrix(tuple(kept)) if len(kept) == len(parts) else self.matrix(fused("weight"))
-        return Linear(matrix, fused("bias") if has_bias else None)
+        return Linear(self._seen(tuple(rows), matrix), fused("bias") if has_bias else None)
 
     def columns(self, name: str, columns: Span) -> Matrix:
         """Some columns of a matrix, whose product the caller sums over the ranks."""
         if (kept := self._quantized(name, columns=columns)) is not None:
-            return QuantizedMatrix((kept,))
-        return self.matrix(self._place(self.checkpoint.read(f"{name}.weight", columns=columns)))
+            return self._seen((name,), QuantizedMatrix((kept,)))
+        return self._seen((name,), self.matrix(self._place(self.checkpoint.read(f"{name}.weight", columns=columns))))
 
     def row_parallel(self, name: str, columns: Span, *, has_bias: bool = False) -> RowParallelLinear:
         """The columns that meet the features which this rank's part of the layer before computes."""
@@ -82,6 +88,9 @@ class ShardReader:
             return TorchMatrix(weight_OI)
         pack = PackedMatrix.int8 if self.weights == "int8" else PackedMatrix.bf16
         return pack(self.kernels, weight_OI)
+
+    def _seen(self, names: Sequence[str], matrix: Matrix) -> Matrix:
+        return matrix if self.on_matrix is None else self.on_matrix(names, matrix)
 
     def _quantized(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> QuantizedWeight | None:
         if self.weights != "quantized":

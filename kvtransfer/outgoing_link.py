@@ -168,7 +168,8 @@ class OutgoingLink:
         try:
             self._link = open_link(backend_for(self._sender.pool.device), self._link_end(stub, welcome))
             ring = StagingRing(self._link.device)
-            while (job := self._next_job(ring)) is not None:
+            outlet: Outlet | None = None
+            while (job := self._next_job(ring, outlet)) is not None:
                 outlet, item = job
                 if isinstance(item, Ending):
                     self._commit(outlet, item)
@@ -186,12 +187,16 @@ class OutgoingLink:
             if self._link:
                 self._link.close()
 
-    def _next_job(self, ring: StagingRing) -> _Job | None:
-        """Wait for it; but first, where none is there, for what is on the wire: an error there must be heard of."""
+    def _next_job(self, ring: StagingRing, last: Outlet | None) -> _Job | None:
+        """Wait for it; but first, where none is there, for what is on the wire: an error there must be heard of, and
+        the time counts as that of the outlet that was served last."""
         try:
             return self._jobs.get_nowait()
         except queue.Empty:
+            begin = time.monotonic()
             ring.drain()
+            if last:
+                last.link_s += time.monotonic() - begin
             return self._jobs.get()
 
     def _send(self, link: Link, ring: StagingRing, outlet: Outlet, segment: Segment) -> None:

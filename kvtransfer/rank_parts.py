@@ -50,7 +50,13 @@ def meet(setup: Setup, servicer: RankServicer, *, device: torch.device) -> tuple
 
 
 def load(
-    setup: Setup, pool: PoolSpec, parallel: TensorParallel, *, device: torch.device, expert_parallel: bool = False
+    setup: Setup,
+    pool: PoolSpec,
+    parallel: TensorParallel,
+    *,
+    device: torch.device,
+    expert_parallel: bool = False,
+    redundant_experts: int = 0,
 ) -> ModelRunner:
     """The rank's share of the weights, and its KV pool. Returns when every rank has them; raises ClusterError."""
     set_threads(pool.resources.cpus)
@@ -64,6 +70,8 @@ def load(
         kv_memory_gib=pool.kv_memory_gib,
         parallel=parallel,
         expert_parallel=expert_parallel,
+        redundant_experts=redundant_experts,
+        is_deterministic=setup.spec.engine.deterministic,
         device=device,
         progress=lambda fraction: setup.on_progress("loading weights", 0.1 + 0.9 * fraction),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -16,10 +17,14 @@ from cluster.replica_service import ReplicaService
 from cluster.request import Role, SequenceRequest
 from cluster.rpc import transfer_pb2, transfer_pb2_grpc, worker_pb2_grpc
 from engine.block_manager import BlockManager
+from engine.eviction import make_eviction
 from engine.load import device_for, max_tokens_of
 from engine.prefill_scheduler import Job, Scheduler
 from engine.runner import ModelRunner
 from engine.sequence import Sequence
+from engine.tiers.orders import Loaded
+from engine.tiers.rank_tiers import RankTiers
+from engine.tiers.tiers import Tiers
 from kvtransfer import rank_parts
 from kvtransfer.grants import Grants
 from kvtransfer.ledger import Landing
@@ -31,6 +36,7 @@ from kvtransfer.pulls import Pull, Pulls
 from kvtransfer.rank_servicer import RankServicer
 from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
+from kvtransfer.tier_parts import LoadedPart, loaded_from_report, open_tiers
 from prefill_worker.rank import PrefillRank
 from prefill_worker.server import PrefillServicer, Serving
 from prefill_worker.worker import Prefiller
@@ -55,6 +61,7 @@ class PrefillBody:
         self._following: BackgroundThread | None = None
         self._peers: Peers | None = None
         self._sender: Sender | None = None
+        self._tiers: RankTiers | None = None
 
     def register(self, server: aio.Server) -> None:
         transfer_pb2_grpc.add_RankServicer_to_server(self._ranks, server)
@@ -70,7 +77,8 @@ class PrefillBody:
         else:
             report = functools.partial(rank_parts.report, setup, self._peers)
             rank_parts.make_receiver(setup, runner, self._ranks, report)
-            rank = PrefillRank(runner, self._make_sender(setup, runner, report))
+            tiers = self._open_tiers(setup, runner, lambda loaded: report(LoadedPart(loaded)))
+            rank = PrefillRank(runner, self._make_sender(setup, runner, report), tiers)
             self._following = BackgroundThread(rank.follow, name="following")
             self._following.start()
         return runner.pool.num_blocks
@@ -83,6 +91,8 @@ class PrefillBody:
     async def close(self) -> None:
         if self._sender:
             await self._sender.close()
+        if self._tiers:
+            await asyncio.to_thread(self._tiers.close)
         if self._peers:
             await self._peers.disconnect()
 
@@ -90,10 +100,15 @@ class PrefillBody:
         self._sender = rank_parts.make_sender(setup, runner, on_shipped)
         return self._sender
 
+    def _open_tiers(self, setup: Setup, runner: ModelRunner, on_loaded: Callable[[Loaded], None]) -> RankTiers | None:
+        self._tiers = open_tiers(setup, Role.PREFILL, runner, on_loaded)
+        return self._tiers
+
     def _serve(self, setup: Setup, runner: ModelRunner, peers: Peers) -> None:
         """Rank 0: begin to take prompts."""
         pool, layout = setup.spec.prefill, runner.layout
-        blocks = BlockManager(runner.pool.num_blocks)
+        num_blocks, eviction = runner.pool.num_blocks, setup.spec.kv.eviction
+        blocks = BlockManager(num_blocks, make_eviction(eviction, num_blocks=num_blocks))
         scheduler = Scheduler(
             blocks,
             max_batch_tokens=pool.max_batch_tokens,
@@ -101,13 +116,18 @@ class PrefillBody:
             max_waiting=pool.max_waiting,
         )
         receiver = rank_parts.make_receiver(setup, runner, self._ranks, functools.partial(self._landed, 0))
-        grants = Grants(blocks, layout)
+        rank_tiers = self._open_tiers(setup, runner, functools.partial(self._loaded, 0))
+        tiers: Tiers[Job] = Tiers(
+            blocks, rank_tiers, layout, eviction=eviction, timeout_s=setup.spec.timeouts.transfer_s
+        )
+        grants = Grants(blocks, layout, tiers)
         prefiller = Prefiller(
-            PrefillRank(runner, self._make_sender(setup, runner, functools.partial(self._shipped, 0))),
+            PrefillRank(runner, self._make_sender(setup, runner, functools.partial(self._shipped, 0)), rank_tiers),
             blocks,
             scheduler,
             pulls=self._make_pulls(setup, runner, peers, receiver, blocks),
             grants=grants,
+            tiers=tiers,
         )
         self.service = ReplicaService(prefiller, setup.host, self._hub, replica=setup.replica)
         max_tokens = max_tokens_of(runner, limit=setup.spec.model.max_context)
@@ -168,11 +188,20 @@ class PrefillBody:
         assert serving
         serving.service.post(lambda: serving.prefiller.shipped(rank, shipment))
 
+    def _loaded(self, rank: int, loaded: Loaded) -> None:
+        """On rank 0, from any thread: one of our ranks has done with a load from its lower tiers."""
+        serving = self._prompts.serving
+        assert serving
+        serving.service.post(lambda: serving.prefiller.loaded(rank, loaded))
+
     def _reported(self, report: transfer_pb2.ReportRequest) -> None:
-        if report.WhichOneof("part") == "landed":
+        part = report.WhichOneof("part")
+        if part == "landed":
             self._landed(report.rank, Landing.from_report(report.landed))
-        else:
+        elif part == "shipped":
             self._shipped(report.rank, Shipment.from_report(report.shipped))
+        elif part == "loaded":
+            self._loaded(report.rank, loaded_from_report(report.loaded))
 
     def _close_handoff(self, setup: Setup, peers: Peers, handoff: str, then: Callable[[], None]) -> None:
         """On rank 0's step thread: close a handoff on the other ranks, then run a command on the step thread."""

@@ -11,11 +11,15 @@ from cluster.handoff import Handoff
 from engine.batch import Batch
 from engine.runner import ModelRunner
 from engine.step_message import Orders, decode_step, encode_step
+from engine.tiers.orders import TierOrders
+from engine.tiers.rank_tiers import RankTiers
 from kvtransfer import grants
 from kvtransfer.passage import Key, Passage
 from kvtransfer.sender import Sender
 
 # Orders of a prefill step, beside its batch:
+#   tiers  blocks that go down to a lower tier, and come back: before anything is written to the pool
+#   meet   true: wait until every rank has carried that out
 #   grant  prefixes that are in the pool, and that another replica has asked for; see kvtransfer.grants
 #   begin  handoffs whose first chunk is in this batch: the handoff, its sequence's blocks, how many tokens are here
 #   rows   for each row of the batch, the handoff (id, epoch) that its KV belongs to, or null
@@ -30,9 +34,10 @@ def begin_order(handoff: Handoff, blocks: list[int], *, num_tokens: int) -> dict
 class PrefillRank:
     """One rank's model and its passages. Belongs to the step thread on rank 0, to the following thread elsewhere."""
 
-    def __init__(self, runner: ModelRunner, sender: Sender) -> None:
+    def __init__(self, runner: ModelRunner, sender: Sender, tiers: RankTiers | None) -> None:
         self.runner = runner
         self.sender = sender
+        self.tiers = tiers
 
     def lead(self, batch: Batch | None, orders: Orders) -> Tensor | None:
         """On rank 0: do a step together with the other ranks. Logits of the rows that end their prompts."""
@@ -56,6 +61,11 @@ class PrefillRank:
             passage.commit(passage.handoff.num_tokens, first_tokens)
 
     def _execute(self, batch: Batch | None, orders: Orders) -> Tensor | None:
+        for fields in orders.get("tiers", ()):
+            assert self.tiers, "orders for tiers that this rank does not have"
+            self.tiers.carry_out(TierOrders.from_json(fields))
+        if orders.get("meet"):
+            self.runner.parallel.meet()
         for order in orders.get("grant", ()):
             grants.carry_out(order, self.sender)
         for order in orders.get("begin", ()):

@@ -13,18 +13,23 @@ from cluster.handoff import Handoff, Holder
 from cluster.messages import timing_to_proto
 from cluster.request import SampledToken
 from cluster.rpc import worker_pb2 as pb
+from cluster.tier import Tier
 from engine.batch import Batch
 from engine.block_manager import BlockManager
 from engine.learnt_timing import LearntTiming
 from engine.prefill_scheduler import Job, Scheduler
 from engine.rate import Rate
 from engine.sampler import SamplingRow, sample
+from engine.tiers.orders import Loaded
+from engine.tiers.tiers import Tiers
 from kvtransfer.departures import Departures
+from kvtransfer.fetches import Fetches
 from kvtransfer.grants import Grants
 from kvtransfer.ledger import Landing
 from kvtransfer.passage import Key, Shipment
 from kvtransfer.plan import sending_ranks
 from kvtransfer.pulls import Pull, Pulls
+from kvtransfer.tier_parts import count_tiers
 from prefill_worker.rank import PrefillRank, begin_order
 
 logger = logging.getLogger(__name__)
@@ -47,7 +52,14 @@ class Prefiller:
     """
 
     def __init__(
-        self, rank: PrefillRank, blocks: BlockManager, scheduler: Scheduler, *, pulls: Pulls[Job], grants: Grants
+        self,
+        rank: PrefillRank,
+        blocks: BlockManager,
+        scheduler: Scheduler,
+        *,
+        pulls: Pulls[Job],
+        grants: Grants,
+        tiers: Tiers[Job],
     ) -> None:
         self.totals = pb.Totals()
         self._blocks = blocks
@@ -57,9 +69,18 @@ class Prefiller:
         self._stepped_at: float | None = None  # the end of the step before, where this one follows at once
         self._link_rate = Rate()
         self._rank = rank
-        self._pulls = pulls
         self._grants = grants
-        self._holders: dict[Job, Holder] = {}  # of jobs whose prefix a peer may hold
+        self._tiers = tiers
+        self._fetches = Fetches(
+            scheduler,
+            pulls,
+            grants,
+            tiers,
+            self.totals,
+            block_size=rank.runner.layout.block_size,
+            sequence_of=lambda job: job.sequence,
+            loaded_here=_loaded_here,
+        )
         self._listeners: dict[Job, JobListener] = {}
         self._departures: Departures[Job] = Departures(blocks)
 
@@ -73,14 +94,13 @@ class Prefiller:
         try:
             if job.handoff and (self._is_known(job.handoff) or _key(job.handoff) in self._departures):
                 raise HandoffExpired(f"{job.id}: its handoff is under way already")
-            job.num_offered = holder.num_tokens if holder else 0
+            self._fetches.offer(job, holder, tokens_per_s=self._prefill_rate.per_s)
             self._scheduler.add(job)
         except ClusterError as error:
+            self._fetches.forget(job)
             listener.ended(None, error)
             return
         self._listeners[job] = listener
-        if holder:
-            self._holders[job] = holder
         self.totals.prompt_tokens += len(job.sequence.tokens)
 
     def cancel(self, job: Job) -> None:
@@ -92,11 +112,14 @@ class Prefiller:
 
     def step(self) -> bool:
         """One step; False when there was nothing to do."""
-        self._expire_pulls()
+        self._fetches.expire()
         for job in self._scheduler.fetch():
-            self._pull(job)
+            if self._fetches.is_pull(job):
+                self._save_evicted()
+            self._fetches.begin(job)
         chosen = self._scheduler.schedule()
         orders = {
+            "tiers": self._tiers.take_orders(),
             "grant": self._grants.take_orders(),
             "begin": [self._begin(job, job.handoff) for job, _ in chosen if job.handoff and job.departure is None],
             "rows": [_key(job.handoff) if job.handoff else None for job, _ in chosen],
@@ -138,38 +161,43 @@ class Prefiller:
 
     def landed(self, rank: int, landing: Landing) -> None:
         """A prefix that we fetch is whole on one rank."""
-        if pull := self._pulls.landed(rank, landing):
-            self.totals.pulls += 1
-            self.totals.pulled_tokens += pull.num_tokens
-            self.totals.pull_seconds += time.monotonic() - pull.begun_at
-            self._scheduler.fetched(pull.owner, pull.num_tokens)
+        self._fetches.landed(rank, landing)
 
     def missed(self, pull: Pull[Job], reason: str) -> None:
         """Nothing comes of a pull."""
-        if self._pulls.missed(pull):
-            self._pull_failed(pull, reason)
+        self._fetches.missed(pull, reason)
+
+    def loaded(self, rank: int, loaded: Loaded) -> None:
+        """One rank has brought back what it could of a prefix that lay in its lower tiers."""
+        self._fetches.loaded(rank, loaded)
 
     def heartbeat(self) -> None:
-        """Keep the other ranks from giving us up while there is nothing to do, and watch the pulls' time."""
-        self._expire_pulls()
-        if self._rank.runner.parallel.size > 1:
-            self._rank.lead(None, {})
+        """Keep the other ranks from giving us up while there is nothing to do, and watch what is on its way here."""
+        self._fetches.expire()
+        self._tiers.save_ahead()
+        orders = self._tiers.take_orders()
+        if orders or self._rank.runner.parallel.size > 1:
+            self._rank.lead(None, {"tiers": orders})
 
     def stop(self) -> None:
         """Let the other ranks go."""
+        self._tiers.save_ahead(is_last=True)
+        if orders := self._tiers.take_orders():
+            self._rank.lead(None, {"tiers": orders})
         if self._rank.runner.parallel.size > 1:
             self._rank.lead(None, {"stop": True})
 
     def take_tokens(self) -> dict[str, list[pb.StreamTokens]]:
         return {}  # first tokens travel in each job's own call
 
-    def take_changes(self) -> dict[bytes, bool]:
-        return self._blocks.take_changes()
+    def take_changes(self) -> dict[bytes, Tier | None]:
+        return self._tiers.take_changes()
 
-    def sealed_hashes(self) -> list[bytes]:
-        return self._blocks.sealed_hashes()
+    def held(self) -> dict[bytes, Tier]:
+        return self._tiers.held()
 
     def status(self) -> pb.Status:
+        count_tiers(self._tiers, self.totals)
         return pb.Status(
             running=self._scheduler.num_running + len(self._departures) + len(self._grants),
             waiting=self._scheduler.num_waiting,
@@ -180,6 +208,10 @@ class Prefiller:
             prefill_tokens_per_s=self._prefill_rate.per_s,
             link_bytes_per_s=self._link_rate.per_s,
             timing=timing_to_proto(self._timing.timing),
+            blocks_host=self._tiers.num_blocks(Tier.HOST),
+            blocks_disk=self._tiers.num_blocks(Tier.DISK),
+            host_bytes_per_s=self._tiers.bytes_per_s(Tier.HOST),
+            disk_bytes_per_s=self._tiers.bytes_per_s(Tier.DISK),
             totals=self.totals,
         )
 
@@ -189,27 +221,10 @@ class Prefiller:
         job.departure = self._departures.begin(handoff, job.sequence.blocks, ranks=ranks, owner=job)
         return begin_order(handoff, job.sequence.blocks, num_tokens=job.sequence.num_computed)
 
-    def _pull(self, job: Job) -> None:
-        """Fetch what the job lacks of its prefix; meanwhile it waits."""
-        size, sequence = self._rank.runner.layout.block_size, job.sequence
-        self._pulls.begin(
-            job,
-            self._holders[job],
-            id=job.id,
-            hashes=sequence.hashes()[: job.fetch_end // size],
-            blocks=sequence.blocks,
-            first_block=sequence.num_computed // size,
-        )
-
-    def _pull_failed(self, pull: Pull[Job], reason: str) -> None:
-        logger.info("pull failed request=%s holder=%s: %s", pull.owner.id, pull.holder.replica, reason)
-        self.totals.pull_failures += 1
-        pull.owner.sequence.leave_out(pull.exposed)
-        self._scheduler.fetch_failed(pull.owner)
-
-    def _expire_pulls(self) -> None:
-        for pull in self._pulls.expired(time.monotonic()):
-            self._pull_failed(pull, f"nothing came within {pull.timeout_s:.1f} s")
+    def _save_evicted(self) -> None:
+        """What was evicted is copied on every rank before a peer may write to its block."""
+        if orders := self._tiers.take_orders():
+            self._rank.lead(None, {"tiers": orders, "meet": True})
 
     def _advance(self, job: Job, num_tokens: int) -> bool:
         """Book one chunk; True when the prompt is complete."""
@@ -226,7 +241,7 @@ class Prefiller:
             self.totals.generated_tokens += len(tokens)
             self.totals.prefix_hit_tokens += job.num_cached
             self._scheduler.remove(job)
-            self._holders.pop(job, None)
+            self._fetches.forget(job)
             firsts = [job.sequence.peek(token_id, logprob) for token_id, logprob in tokens]
             if listener := self._listeners.get(job):
                 listener.first_tokens(firsts)
@@ -239,9 +254,7 @@ class Prefiller:
     def _stop(self, job: Job, error: TransferError) -> None:
         """Do no more for a job: its blocks come back when the ranks have stopped reading them."""
         self._scheduler.remove(job)
-        self._holders.pop(job, None)
-        if pull := self._pulls.cancel(job):
-            job.sequence.leave_out(pull.exposed)
+        self._fetches.cancel(job)
         job.sequence.release(self._blocks)
         if job.departure:
             self._departures.abort(job.departure, error)
@@ -270,6 +283,12 @@ class Prefiller:
     def _end(self, job: Job, shipment: Shipment | None, error: ClusterError | None) -> None:
         if listener := self._listeners.pop(job, None):
             listener.ended(shipment, error)
+
+
+def _loaded_here(job: Job, num_tokens: int) -> None:
+    """What comes from a lower tier was here, and counts as found in the cache."""
+    job.num_cached += num_tokens
+    job.num_fetched = 0
 
 
 def _key(handoff: Handoff) -> Key:

@@ -54,6 +54,7 @@ class Pair:
     hashes: Sequence[bytes] = ()  # of the prompt's full blocks, as it was weighed
     promised_blocks: int = 0  # of the decode replica, as long as the pair is used
     promised_streams: int = 0
+    answered: Callable[[], None] = lambda: None  # to be called when the prefill replica has computed the prompt
     holder: Holder | None = None  # from whom the replica that computes the prompt may fetch what it lacks of the prefix
 
 
@@ -85,6 +86,7 @@ class Attempt:
         self._prefill = pair.prefill
         self._decode = pair.decode
         self._holder = pair.holder
+        self._answered = pair.answered
         self._router = router
         self._route = route
         self._choices = Choices(request.choices, emit, has_prefill=pair.prefill is not None)
@@ -106,6 +108,7 @@ class Attempt:
             if self._prefilling and self._decode:
                 await asyncio.wait({self._prefilling}, timeout=_SHIPPED_S)
         finally:
+            self._answered()
             self._unsubscribe()
             tasks += self._leases + ([self._prefilling] if self._prefilling else [])
             for task in tasks:
@@ -218,26 +221,26 @@ class Attempt:
                 return await self._prefill.unless_lost(call(self._prefill, epoch))
             except ClusterError as error:
                 self._prefill = None if self._choices.has_first or not may_retry(error) else self._next_prefill()
+                self._answered()
                 if self._prefill is None:
                     self._choices.fail(error)
+                else:
+                    self._answered = self._prefill.expect_answer(len(self._request.token_ids))
             epoch += 1
 
     async def _call_prefill(self, prefill: Replica, handoff: Handoff | None) -> None:
         """Raises ClusterError if the prompt's KV did not arrive."""
-        num_tokens = len(self._request.token_ids)
         request = pb.PrefillRequest(
             sequence=sequence_to_proto(self._request),
             handoff=handoff_to_proto(handoff) if handoff else None,
             holder=self._holder_for(prefill),
         )
         prefill.num_requests += 1
-        prefill.pending_tokens += num_tokens
         call = rpc.PrefillWorkerStub(prefill.channel).Prefill(request, timeout=self._remaining_s)
         try:
             async for event in call:
                 if event.WhichOneof("event") == "first_tokens":
-                    prefill.pending_tokens -= num_tokens
-                    num_tokens = 0
+                    self._answered()
                     self._route.prefill_replica = prefill.id
                     self._route.cached_tokens = event.first_tokens.cached_tokens
                     self._route.pulled_tokens = event.first_tokens.pulled_tokens
@@ -250,7 +253,7 @@ class Attempt:
             raise self._error_of(error, prefill) from error
         finally:
             prefill.num_requests -= 1
-            prefill.pending_tokens -= num_tokens
+            self._answered()
             call.cancel()
 
     def _holder_for(self, replica: Replica) -> pb.Holder | None:

@@ -12,6 +12,7 @@ from cluster.errors import CapacityError, ClusterError, ContextLengthExceeded
 from cluster.handoff import Holder
 from cluster.hashing import block_hashes, root_hash
 from cluster.metrics import Metrics
+from cluster.prefix_index import Depths
 from cluster.request import Role, SequenceRequest
 from router.admission import Ticket
 from router.attempt import Pair, may_retry
@@ -35,6 +36,9 @@ class _Need:
     request: SequenceRequest
     hashes: list[bytes]
     num_blocks: int  # with the answer that is predicted
+
+
+_NOTHING = Depths(0, 0, 0)
 
 
 class Dispatch:
@@ -108,6 +112,7 @@ class Dispatch:
 
     def give_back(self, pair: Pair) -> None:
         """A pair is not used any more."""
+        pair.answered()
         if pair.decode:
             pair.decode.promised_blocks -= pair.promised_blocks
             pair.decode.promised_streams -= pair.promised_streams
@@ -176,7 +181,7 @@ class Dispatch:
         if not decodes:
             return [], []
         member = decodes[0].member
-        depths = self._replicas.index.match(need.hashes)
+        depths = self._replicas.index.depths(need.hashes)
         demand = Demand(
             num_tokens=len(request.token_ids),
             block_size=member.block_size,
@@ -185,7 +190,7 @@ class Dispatch:
         )
         usual = Usual.of([*prefills, *decodes])
         views, decode_views = (
-            [view_of(replica, depths.get(replica.id, 0), usual) for replica in _preferred(replicas, avoid)]
+            [view_of(replica, depths.get(replica.id, _NOTHING), usual) for replica in _preferred(replicas, avoid)]
             for replicas in (prefills, decodes)
         )
         return self._policy.options(demand, views, decode_views), [*views, *decode_views]
@@ -194,8 +199,9 @@ class Dispatch:
         request = need.request
         prefill = self._replicas.get(option.prefill) if option.prefill else None
         logger.debug("route request=%s %s", request.id, option)
+        answered = prefill.expect_answer(len(request.token_ids)) if prefill else lambda: None
         if prefill and request.sampling.max_tokens - request.num_generated == 1:
-            return Pair(prefill, None, need.hashes, holder=self._holder(option))
+            return Pair(prefill, None, need.hashes, answered=answered, holder=self._holder(option))
         decode = self._replicas.get(option.decode)
         assert decode
         decode.promised_blocks += need.num_blocks
@@ -206,6 +212,7 @@ class Dispatch:
             need.hashes,
             promised_blocks=need.num_blocks,
             promised_streams=len(request.choices),
+            answered=answered,
             holder=self._holder(option),
         )
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.messages import timing_from_proto
+from cluster.prefix_index import Depths
+from cluster.rpc import worker_pb2 as pb
 from cluster.timing import StepTiming
 from router.policy import ReplicaView
 from router.replicas import Replica
@@ -13,6 +15,8 @@ from router.replicas import Replica
 _DEFAULT_PREFILL_TOKENS_PER_S = 1000.0
 _DEFAULT_STEP_S = 0.02
 _DEFAULT_LINK_BYTES_PER_S = 1e9
+_DEFAULT_HOST_BYTES_PER_S = 4e9  # from a replica's memory to its device
+_DEFAULT_DISK_BYTES_PER_S = 5e8
 
 
 @dataclass(frozen=True)
@@ -33,17 +37,16 @@ class Usual:
         )
 
 
-def view_of(replica: Replica, cached_blocks: int, usual: Usual) -> ReplicaView:
-    """`cached_blocks`: how many leading blocks of the prompt the index finds there."""
+def view_of(replica: Replica, held: Depths, usual: Usual) -> ReplicaView:
+    """`held`: how many leading blocks of the prompt the index finds there."""
     status, member = replica.status, replica.member
-    cached_tokens = cached_blocks * member.block_size
     tokens_per_s = status.prefill_tokens_per_s or usual.prefill_tokens_per_s
     # What we have sent and it has not reported yet counts too.
     queued_tokens = max(status.queued_tokens, replica.pending_tokens)
     return ReplicaView(
         replica=replica.id,
-        cached_tokens=cached_tokens,
-        stored_tokens=cached_tokens,
+        cached_tokens=held.device * member.block_size,
+        stored_tokens=held.disk * member.block_size,
         queue_s=queued_tokens / tokens_per_s,
         num_streams=max(status.running + status.waiting, replica.num_requests),
         num_blocks=member.num_blocks,
@@ -51,7 +54,18 @@ def view_of(replica: Replica, cached_blocks: int, usual: Usual) -> ReplicaView:
         timing=_timing(replica, StepTiming(base_s=usual.step_s, token_s=1 / tokens_per_s)),
         max_batch_tokens=member.max_batch_tokens,
         link_bytes_per_s=status.link_bytes_per_s or usual.link_bytes_per_s,
+        restore_bytes_per_s=_restore_bytes_per_s(held, status),
     )
+
+
+def _restore_bytes_per_s(held: Depths, status: pb.Status) -> float:
+    """At which rate this prefix comes back from where it lies below the device; 0: nothing of it does."""
+    from_host, from_disk = held.host - held.device, held.disk - held.host
+    if not (from_host or from_disk):
+        return 0.0
+    block_s = from_host / (status.host_bytes_per_s or _DEFAULT_HOST_BYTES_PER_S)
+    block_s += from_disk / (status.disk_bytes_per_s or _DEFAULT_DISK_BYTES_PER_S)
+    return (from_host + from_disk) / block_s
 
 
 def _timing(replica: Replica, usual: StepTiming) -> StepTiming:

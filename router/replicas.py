@@ -13,9 +13,10 @@ from redis.exceptions import RedisError
 
 from cluster.channel import error_of, open_channel
 from cluster.errors import ReplicaLost
-from cluster.index import IndexReader, PrefixIndex
+from cluster.index import IndexReader
 from cluster.membership import Member, Membership
 from cluster.messages import tokens_from_proto
+from cluster.prefix_index import PrefixIndex
 from cluster.request import Role, SampledToken
 from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
@@ -38,7 +39,7 @@ class Replica:
         self.status = pb.Status(replica=member.replica)
         self.is_alive = False  # its frames are coming
         self.is_draining = asyncio.Event()  # set for good once it says so
-        self.pending_tokens = 0  # prompt tokens that we gave it and that it has not answered yet
+        self.pending_tokens = 0  # of prompts that were meant for it, and that it has not answered yet
         self.num_requests = 0  # of ours, under way there
         self.promised_blocks = 0  # to requests of ours
         self.promised_streams = 0
@@ -63,6 +64,17 @@ class Replica:
 
     def unsubscribe(self, stream: int) -> None:
         self._sinks.pop(stream, None)
+
+    def expect_answer(self, num_tokens: int) -> Callable[[], None]:
+        """A prompt of so many tokens is meant for it. Call what is returned, once or more, when it has answered."""
+        self.pending_tokens += num_tokens
+        left = [num_tokens]
+
+        def answered() -> None:
+            if left:
+                self.pending_tokens -= left.pop()
+
+        return answered
 
     async def unless_lost(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work`, but raise ReplicaLost as soon as the frames end: its calls may stay open for longer."""
@@ -180,7 +192,7 @@ class Replicas:
                 self._replicas[replica] = Replica(member, router=self._router, on_change=self._wake)
                 logger.info("replica found replica=%s address=%s", replica, member.address)
         for replica in [r for r in self._replicas if r not in members and not self._replicas[r].is_alive]:
-            self.index.drop(replica)
+            await self._reader.forget(replica)
             await self._replicas.pop(replica).close()
             logger.info("replica gone replica=%s", replica)
         await asyncio.sleep(_REFRESH_S)

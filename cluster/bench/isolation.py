@@ -67,13 +67,16 @@ class _Seen:
 
 
 async def measure(plan: Plan, ask: Ask) -> dict[str, Any]:
-    """Run the plan; plain JSON values, times in milliseconds."""
+    """Run the plan; plain JSON values, times in milliseconds. Raises what `ask` raised to a stream."""
     load = _Load(plan, ask)
     streams = [asyncio.create_task(load.stream(seed)) for seed in range(plan.streams)]
     try:
         await load.phase(_WARM_UP_S)
         quiet = await load.phase(plan.quiet_s)
         loaded = await load.phase(plan.loaded_s, prefills_per_s=plan.prefills_per_s)
+        for task in streams:
+            if task.done():
+                task.result()
     finally:
         for task in streams:
             task.cancel()
@@ -102,14 +105,14 @@ class _Load:
         self._seen = _Seen()  # in the present phase
 
     async def phase(self, seconds: float, *, prefills_per_s: float = 0.0) -> _Seen:
-        """Look on for so long; then wait for the prompts that are still under way. Raises what ends a stream."""
+        """Look on for so long; then wait for the prompts that are still under way."""
         self._seen = seen = _Seen()
-        end_at = time.monotonic() + seconds
+        begin = time.monotonic()
         sending: list[asyncio.Task[None]] = []
-        while prefills_per_s and (next_at := end_at - seconds + len(sending) / prefills_per_s) < end_at:
-            await asyncio.sleep(max(0.0, next_at - time.monotonic()))
-            sending.append(asyncio.create_task(self._prefill(seen, seed=1000 + len(sending))))
-        await asyncio.sleep(max(0.0, end_at - time.monotonic()))
+        for i in range(round(seconds * prefills_per_s)):
+            await asyncio.sleep(max(0.0, begin + i / prefills_per_s - time.monotonic()))
+            sending.append(asyncio.create_task(self._prefill(seen, seed=1000 + i)))
+        await asyncio.sleep(max(0.0, begin + seconds - time.monotonic()))
         self._seen = _Seen()  # what the streams do from here on does not count
         if sending:
             await asyncio.wait(sending, timeout=_LAST_S)

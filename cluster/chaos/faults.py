@@ -20,6 +20,8 @@ _STOPPED_S = 6.0  # longer than any of our deadlines for silence
 _SLOW_S = 6.0
 _SLOW_TURN_S = 0.1
 _SLOW_SHARE = 0.25  # of each turn, the part in which a slow rank may run
+_DRAIN_S = 120.0
+_POLL_S = 0.2
 _STORM_S = 6.0
 _STORM_SHARE = 0.7  # of the requests of a storm, those that are given up
 
@@ -69,6 +71,23 @@ def _slow(role: Role) -> Callable[[Scene], Awaitable[str]]:
     return strike
 
 
+def _rescale(role: Role) -> Callable[[Scene], Awaitable[str]]:
+    async def strike(scene: Scene) -> str:
+        count = await scene.site.size(role)
+        if count < 2:
+            return ""
+        await scene.site.scale(role, 1)
+        try:
+            async with asyncio.timeout(_DRAIN_S):
+                while await scene.site.size(role) != 1:
+                    await asyncio.sleep(_POLL_S)
+        finally:
+            await scene.site.scale(role, count)
+        return f"{count} to 1 to {count}"
+
+    return strike
+
+
 async def _kill_redis(scene: Scene) -> str:
     return _send(scene, scene.site.redis(), signal.SIGKILL)
 
@@ -99,6 +118,8 @@ FAULTS: Mapping[str, Fault] = {
     "stop-decode": Fault(f"a decode rank stands still for {_STOPPED_S:g} s", _stop(Role.DECODE)),
     "slow-prefill": Fault(f"a prefill rank has {_SLOW_SHARE:.0%} of its time for {_SLOW_S:g} s", _slow(Role.PREFILL)),
     "slow-decode": Fault(f"a decode rank has {_SLOW_SHARE:.0%} of its time for {_SLOW_S:g} s", _slow(Role.DECODE)),
+    "rescale-prefill": Fault("the prefill pool is scaled to one replica, and back", _rescale(Role.PREFILL)),
+    "rescale-decode": Fault("the decode pool is scaled to one replica, and back", _rescale(Role.DECODE)),
     "redis-down": Fault("kill -9 of the embedded Redis, which comes back empty", _kill_redis),
     "redis-stop": Fault(f"the embedded Redis stands still for {_STOPPED_S:g} s", _stop_redis),
     "controller": Fault("kill -9 of the controller", _kill_controller),

@@ -8,7 +8,7 @@ import signal
 from dataclasses import dataclass
 from typing import Any
 
-from cluster import processes
+from cluster import driver, processes
 from cluster.errors import ClusterError, SpecError
 from cluster.request import Role
 from cluster.state import State
@@ -61,6 +61,15 @@ class Site:
             if replica["state"] == "ready"
             for number, rank in enumerate(replica["ranks"])
         ]
+
+    async def size(self, role: Role) -> int:
+        """How many replicas a pool has, those that drain or start included; 0 while the controller does not answer."""
+        status = await self.status()
+        return len(status["pools"][role.value]["replicas"]) if status else 0
+
+    async def scale(self, role: Role, count: int) -> None:
+        """`cluster scale`: how many replicas a pool is to have. Raises ClusterError."""
+        await asyncio.to_thread(driver.ask, self._controller, "scale", {role.value: count})
 
     def named(self, part: str) -> list[Target]:
         """The controller, the router or the index's actor, as Ray titles its processes."""

@@ -13,6 +13,8 @@ import typer
 from cluster.cli.model_options import DEFAULT_DTYPE, DEFAULT_MODEL, Model, ModelDType
 from cluster.errors import SpecError
 
+_WRITE, _CALIBRATION = "engine.quantization.write", "engine.quantization.calibration"
+
 evaluate = typer.Typer(help="Measure a model's quality, in this process.", no_args_is_help=True)
 
 
@@ -25,11 +27,16 @@ def quantize(
     into: Annotated[Path, typer.Argument(help="The directory to write; must not exist.")],
     model: Model = DEFAULT_MODEL,
     to: Annotated[str, typer.Option(help="fp8 (blocks of 128 x 128) or int8 (one scale per output).")] = "fp8",
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(help="A text file like what will be served: rounding then keeps products close, not numbers."),
+    ] = None,
 ) -> None:
     """Write a checkpoint whose matrices have 8 bits, which this cluster and other engines can serve."""
     model_dir = import_module("cluster.model_source").resolve(model)
     # By name: this floor does not import the ones above it.
-    import_module("engine.quantization.write").quantize_checkpoint(model_dir, into, to)
+    grams = import_module(_CALIBRATION).inputs_of_text(model_dir, _read(calibrate)) if calibrate else {}
+    import_module(_WRITE).quantize_checkpoint(model_dir, into, to, grams=grams)
     print(f"wrote {into}")
 
 
@@ -45,16 +52,22 @@ def perplexity(
     windows: Annotated[int, typer.Option(min=1, help="At most so many.")] = 32,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """What FP8 and INT8 weights, an FP8 pool and an FP8 wire cost in perplexity, each by itself and together."""
+    """What FP8 and INT8 weights, an FP8 pool and an FP8 wire cost in perplexity, each by itself and together.
+
+    Windows come from the first half of the text; weights that are "calibrated" have seen the second.
+    """
     model_dir = import_module("cluster.model_source").resolve(model)
     words = _read(text) if text else "\n".join(import_module("pydoc_data.topics").topics.values())
+    words, seen = words[: len(words) // 2], words[len(words) // 2 :]
     module = import_module("engine.perplexity")
     with tempfile.TemporaryDirectory() as scratch:
         others = []
-        for kind in ("fp8", "int8"):
-            directory = Path(scratch) / kind
-            import_module("engine.quantization.write").quantize_checkpoint(model_dir, directory, kind)
-            others.append((kind, directory))
+        grams = import_module(_CALIBRATION).inputs_of_text(model_dir, seen)
+        for name, kind, known in (("fp8", "fp8", {}), ("fp8 calibrated", "fp8", grams), ("int8", "int8", {})):
+            directory = Path(scratch) / name.replace(" ", "-")
+            import_module(_WRITE).quantize_checkpoint(model_dir, directory, kind, grams=known)
+            others.append((name, directory))
+        del grams
         result = module.compare(
             module.settings_for(model_dir, others),
             words,
@@ -67,7 +80,8 @@ def perplexity(
         print(json.dumps(result))
         return
     for row in result["results"]:
-        print(f"{row['setting']:<32} {row['perplexity']:9.4f}  {row['difference_percent']:+7.3f} %")
+        error = "" if row["standard_error_percent"] is None else f" +- {row['standard_error_percent']:.3f}"
+        print(f"{row['setting']:<32} {row['perplexity']:9.4f}  {row['difference_percent']:+7.3f}{error} %")
 
 
 def _read(path: Path) -> str:

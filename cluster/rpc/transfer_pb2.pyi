@@ -137,14 +137,16 @@ class CloseReply(_message.Message):
     def __init__(self) -> None: ...
 
 class ReportRequest(_message.Message):
-    __slots__ = ("rank", "landed", "shipped")
+    __slots__ = ("rank", "landed", "shipped", "loaded")
     RANK_FIELD_NUMBER: _ClassVar[int]
     LANDED_FIELD_NUMBER: _ClassVar[int]
     SHIPPED_FIELD_NUMBER: _ClassVar[int]
+    LOADED_FIELD_NUMBER: _ClassVar[int]
     rank: int
     landed: LandedPart
     shipped: ShippedPart
-    def __init__(self, rank: _Optional[int] = ..., landed: _Optional[_Union[LandedPart, _Mapping]] = ..., shipped: _Optional[_Union[ShippedPart, _Mapping]] = ...) -> None: ...
+    loaded: LoadedPart
+    def __init__(self, rank: _Optional[int] = ..., landed: _Optional[_Union[LandedPart, _Mapping]] = ..., shipped: _Optional[_Union[ShippedPart, _Mapping]] = ..., loaded: _Optional[_Union[LoadedPart, _Mapping]] = ...) -> None: ...
 
 class LandedPart(_message.Message):
     __slots__ = ("handoff", "epoch", "num_tokens")
@@ -171,6 +173,32 @@ class ShippedPart(_message.Message):
     error: str
     link_s: float
     def __init__(self, handoff: _Optional[str] = ..., epoch: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., error: _Optional[str] = ..., link_s: _Optional[float] = ...) -> None: ...
+
+class LoadedPart(_message.Message):
+    __slots__ = ("id", "num_blocks", "num_bytes", "seconds")
+    class NumBytesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
+    class SecondsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: float
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
+    ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    num_blocks: int
+    num_bytes: _containers.ScalarMap[int, int]
+    seconds: _containers.ScalarMap[int, float]
+    def __init__(self, id: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_bytes: _Optional[_Mapping[int, int]] = ..., seconds: _Optional[_Mapping[int, float]] = ...) -> None: ...
 
 class ReportReply(_message.Message):
     __slots__ = ()

@@ -78,7 +78,7 @@ class RankServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Open(self, request, context):
-        """Rank 0 of a decode replica to its other ranks. Closed means that no further byte of this handoff will be written.
+        """Rank 0 of a replica to its other ranks. Closed means that no further byte of this handoff will be written.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -20,6 +20,12 @@ void perform(const Kind* call, const Step& step, Worker& me) {
     }
 }
 
+// Multiplications; the others' work goes with them.
+int64_t work(const Kind* call, const Step& step) {
+    if (*call != MULTIPLY_BF16 && *call != MULTIPLY_INT8) return 0;
+    return step.tokens * as<Product>(call).outputs * as<Product>(call).inputs;
+}
+
 int64_t scratch_bytes(const Kind* call, const Step& step) {
     switch (*call) {
         case MULTIPLY_BF16: return Rows<Bf16>(as<Product>(call), step.tokens).bytes();
@@ -39,11 +45,17 @@ Ahead ahead_of(const Kind* call, const Worker& me) {
 
 }  // namespace
 
+constexpr int64_t WORTH_SHARING = 1 << 18;  // multiplications of a run: a few microseconds for each time that threads meet
+
 extern "C" void run(const Kind* const* calls, int64_t count, const Step* step) {
-    int64_t most = 0;
-    for (int64_t i = 0; i < count; i++) most = std::max(most, scratch_bytes(calls[i], *step));
+    int64_t most = 0, total = 0;
+    for (int64_t i = 0; i < count; i++) {
+        most = std::max(most, scratch_bytes(calls[i], *step));
+        total += work(calls[i], *step);
+    }
     Team team(most);
-#pragma omp parallel num_threads(step->threads)
+    const bool is_small = total && total < WORTH_SHARING;
+#pragma omp parallel num_threads(is_small ? 1 : step->threads)
     {
         Worker me(team, omp_get_thread_num(), omp_get_num_threads());
         for (int64_t i = 0; i < count; i++) {

@@ -28,7 +28,7 @@ from cluster.model_source import cache_root
 logger = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
+_FLAGS = ("-O3", "-march=native", "-std=c++2a", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
 _COMPILE_S = 300.0
 
 

@@ -123,7 +123,7 @@ def launch_decode_attention(
         NATIVE=has_fp8_casts(q_THD.device),
         num_stages=3,
     )
-    _combine_splits[(num_rows, num_heads)](
+    combine_splits[(num_rows, num_heads)](
         part_RHPD,
         largest_RHP,
         total_RHP,
@@ -216,7 +216,7 @@ def _attend_split(
 
 
 @jit
-def _combine_splits(
+def combine_splits(
     part,
     largest_in,
     total_in,

@@ -61,7 +61,7 @@ class _Singles:
         if not len(rows):
             return
         self._tokens_R = torch.from_numpy(begins_R[rows]).to(pool.device)
-        self._tables_RB, self._contexts_R = _tables(pool, batch, rows)
+        self._tables_RB, self._contexts_R = tables_of(pool, batch, rows)
         longest, num_heads = int(batch.context_lens[rows].max()), pool.layout.heads_per_rank
         self._num_splits = splits_for(len(rows), num_heads, longest, pool.device) if pool.device.type == "cuda" else 1
 
@@ -88,7 +88,7 @@ class _Prompts:
         self._num_rows = len(rows)
         if not len(rows):
             return
-        self._tables_RB, self._contexts_R = _tables(pool, batch, rows)
+        self._tables_RB, self._contexts_R = tables_of(pool, batch, rows)
         self._tiles = QueryTiles.of(begins_R[rows], batch.query_lens[rows], batch.context_lens[rows], pool.device)
 
     def attend(self, layer: int, q_THD: Tensor, window: int | None, out_THD: Tensor) -> None:
@@ -105,7 +105,8 @@ class _Prompts:
             )
 
 
-def _tables(pool: KVPool, batch: Batch, rows: Ints) -> tuple[Tensor, Tensor]:
+def tables_of(pool: KVPool, batch: Batch, rows: Ints) -> tuple[Tensor, Tensor]:
+    """The block tables (R, B) and contexts (R,) of some rows, int32 on the pool's device."""
     numbers = (batch.block_tables[rows], batch.context_lens[rows])
     tables_RB, contexts_R = (torch.from_numpy(n.astype(np.int32)).to(pool.device) for n in numbers)
     return tables_RB, contexts_R

@@ -97,8 +97,15 @@ class DenseDecoder:
     def _heads(self, batch: Batch, pool: KVPool, cos_T1F: Tensor, sin_T1F: Tensor) -> Any:
         """Of the kind that this model's layers use."""
         if self._config.latent:
-            scale, is_interleaved = self._config.attention_scale, self._config.latent.is_interleaved
-            return LatentHeads(batch, pool, cos_T1F, sin_T1F, scale=scale, is_interleaved=is_interleaved)
+            return LatentHeads(
+                batch,
+                pool,
+                cos_T1F,
+                sin_T1F,
+                scale=self._config.attention_scale,
+                is_interleaved=self._config.latent.is_interleaved,
+                uses_kernel=pool.device.type == "cuda",
+            )
         if self._kernels is not None:
             return CompiledHeads(self._kernels, batch, pool, cos_T1F, sin_T1F)
         if pool.device.type == "cuda":

@@ -3,22 +3,25 @@
 The ranks of a replica share the experts in one of two ways, with equal results:
 
     SplitExperts    every rank has a share of each expert's features and computes all tokens; the outputs are summed
-    SpreadExperts   every rank has some experts whole; tokens travel to them and back (expert parallelism)
+    SpreadExperts   every rank has some experts whole; tokens travel to them and back (spread_experts.py)
+
+What a rank holds, it computes in one of two ways: expert by expert, or on a GPU all at once (kernels/fused_experts.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from cluster.model_shape import ExpertsConfig, ModelConfig
-from engine.layers import GatedSiLU, Linear, Matrix, RMSNorm, RowParallelLinear
+from engine.kernels.fused_experts import fused_experts
+from engine.layers import GatedSiLU, Linear, Matrix, RMSNorm, RowParallelLinear, TorchMatrix
 from engine.model.routing import Routing
+from engine.model.spread_experts import Bank, Experts, SpreadExperts, weigh
 from engine.parallel import TensorParallel
 from engine.shards import ShardReader
 from engine.weights import Shape
@@ -40,15 +43,32 @@ class Expert:
         return self.down.multiply(self.gate_up(x_TE), before=GatedSiLU())
 
 
-class Experts(Protocol):
-    """All experts of one layer, shared by the ranks of a replica."""
+@dataclass(frozen=True)
+class ExpertList:
+    """Expert by expert, whatever form their matrices have."""
 
-    def __call__(self, x_TE: Tensor, chosen_TC: Tensor, weights_TC: Tensor) -> Tensor:
-        """For each token the weighted sum of its chosen experts, (T, E), complete on every rank.
+    experts: list[Expert]
 
-        Every rank gives the same arguments. chosen: int64, in no order; weights: fp32.
-        """
-        ...
+    def __call__(self, x_TE: Tensor, chosen_TC: Tensor) -> Tensor:
+        flat_N = chosen_TC.flatten()
+        order_N, counts_X = flat_N.argsort(stable=True), flat_N.bincount(minlength=len(self.experts))
+        parts = x_TE[order_N // chosen_TC.shape[1]].split(counts_X.tolist())
+        out_NE = x_TE.new_empty(len(flat_N), x_TE.shape[1])
+        computed = [expert(part) for expert, part in zip(self.experts, parts, strict=True) if len(part)]
+        if computed:
+            out_NE[order_N] = torch.cat(computed)
+        return out_NE.view(*chosen_TC.shape, x_TE.shape[1])
+
+
+@dataclass(frozen=True)
+class ExpertStack:
+    """All at once, of matrices that lie in one tensor."""
+
+    gate_up_X2IE: Tensor
+    down_XEI: Tensor
+
+    def __call__(self, x_TE: Tensor, chosen_TC: Tensor) -> Tensor:
+        return fused_experts(x_TE, self.gate_up_X2IE, self.down_XEI, chosen_TC)
 
 
 @dataclass(frozen=True)
@@ -62,23 +82,23 @@ class SparseMLP:
     @classmethod
     def read(cls, reader: ShardReader, config: ModelConfig, layer: int) -> SparseMLP:
         assert config.experts is not None
-        block, gate, up, down = _names(config, layer)
+        block = _names(config, layer)[0]
         routing = Routing.read(reader, config.experts, f"{block}.gate")
 
-        def expert(index: int, features: tuple[int, int]) -> Expert:
-            name = f"{block}.experts.{index}"
-            gate_up = reader.linear({f"{name}.{gate}": features, f"{name}.{up}": features})
-            return Expert(gate_up, reader.columns(f"{name}.{down}", features))
-
-        parallel, num_features = reader.parallel, config.experts.intermediate_size
+        parallel, num_experts = reader.parallel, config.experts.num_experts
         experts: Experts
         if reader.spreads_experts:
-            ours = range(*parallel.span(config.experts.num_experts))
-            whole = [expert(index, (0, num_features)) for index in ours]
-            experts = SpreadExperts(whole, config.experts.num_experts, parallel)
+            whole = 0, config.experts.intermediate_size
+            experts = SpreadExperts(
+                lambda ours: _read_bank(reader, config, layer, ours, whole),
+                num_experts,
+                parallel,
+                redundant=reader.redundant_experts,
+                turn=layer,
+            )
         else:
-            features = parallel.span(num_features)
-            experts = SplitExperts([expert(i, features) for i in range(config.experts.num_experts)], parallel)
+            features = parallel.span(config.experts.intermediate_size)
+            experts = SplitExperts(_read_bank(reader, config, layer, range(num_experts), features), parallel)
         shared = SharedExpert.read(reader, config.experts, block) if config.experts.shared_size else None
         return cls(routing, experts, shared)
 
@@ -117,52 +137,11 @@ class SharedExpert:
 class SplitExperts:
     """Each expert's features are shared out; see Experts."""
 
-    experts: list[Expert]
+    bank: Bank
     parallel: TensorParallel
 
     def __call__(self, x_TE: Tensor, chosen_TC: Tensor, weights_TC: Tensor) -> Tensor:
-        order_N, counts_X = _by_expert(chosen_TC, len(self.experts))
-        out_NE = _compute(self.experts, x_TE[order_N // chosen_TC.shape[1]], counts_X.tolist())
-        return self.parallel.all_reduce(_combine(out_NE, order_N, weights_TC))
-
-
-@dataclass(frozen=True)
-class SpreadExperts:
-    """Whole experts on each rank; see Experts.
-
-    1  each rank takes its share of the tokens          3  experts compute what has come, and send it back
-    2  and sends them to the ranks of their experts     4  each rank weighs and sums for its tokens, all get all of it
-    """
-
-    experts: list[Expert]  # this rank's: its span of all
-    num_experts: int
-    parallel: TensorParallel
-
-    def __call__(self, x_TE: Tensor, chosen_TC: Tensor, weights_TC: Tensor) -> Tensor:
-        parallel, (first, end) = self.parallel, self.parallel.span(len(x_TE))
-        chosen_TC, weights_TC = chosen_TC[first:end], weights_TC[first:end]
-        order_N, counts_X = _by_expert(chosen_TC, self.num_experts)
-        sent_NE = x_TE[first:end][order_N // chosen_TC.shape[1]]
-
-        bounds = [self.num_experts * rank // parallel.size for rank in range(parallel.size + 1)]
-        experts_per_rank = [bounds[rank + 1] - bounds[rank] for rank in range(parallel.size)]
-        ours = [len(self.experts)] * parallel.size
-        # Who sends how much to each expert of ours: (ranks, our experts).
-        arriving = parallel.all_to_all(counts_X, experts_per_rank, ours).view(parallel.size, -1)
-        to_each = [int(counts.sum()) for counts in counts_X.split(experts_per_rank)]
-        from_each = arriving.sum(dim=1).tolist()
-        come_ME = parallel.all_to_all(sent_NE, to_each, from_each)
-
-        # They come in the order (rank, expert); experts want (expert, rank).
-        expert_M = torch.arange(len(self.experts), device=x_TE.device).repeat(parallel.size)
-        expert_M = expert_M.repeat_interleave(arriving.flatten())
-        order_M = expert_M.argsort(stable=True)
-        out_ME = torch.empty_like(come_ME)
-        out_ME[order_M] = _compute(self.experts, come_ME[order_M], arriving.sum(dim=0).tolist())
-
-        out_NE = parallel.all_to_all(out_ME, from_each, to_each)
-        own_TE = _combine(out_NE, order_N, weights_TC)
-        return parallel.all_gather(own_TE.T, len(x_TE)).T.contiguous()
+        return self.parallel.all_reduce(weigh(self.bank(x_TE, chosen_TC), weights_TC))
 
 
 def expected_tensors(config: ModelConfig, layer: int) -> Mapping[str, Shape]:
@@ -194,21 +173,24 @@ def _names(config: ModelConfig, layer: int) -> tuple[str, ...]:
     return (f"model.layers.{layer}.{block}", *matrices)
 
 
-def _by_expert(chosen_TC: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """All choices in the order of their experts, as places in the flattened `chosen`, and how many each expert has."""
-    flat_N = chosen_TC.flatten()
-    return flat_N.argsort(stable=True), flat_N.bincount(minlength=num_experts)
+def _read_bank(
+    reader: ShardReader, config: ModelConfig, layer: int, experts: Iterable[int], features: tuple[int, int]
+) -> Bank:
+    """Of some experts of a layer, the features [start, end) of each."""
+    block, gate, up, down = _names(config, layer)
+    names = [f"{block}.experts.{index}" for index in experts]
+    read = [
+        Expert(
+            reader.linear({f"{name}.{gate}": features, f"{name}.{up}": features}),
+            reader.columns(f"{name}.{down}", features),
+        )
+        for name in names
+    ]
+    gate_up, down_matrices = [expert.gate_up.matrix for expert in read], [expert.down for expert in read]
+    if reader.device.type != "cuda" or not all(isinstance(m, TorchMatrix) for m in (*gate_up, *down_matrices)):
+        return ExpertList(read)
+    return ExpertStack(_stack(gate_up), _stack(down_matrices))
 
 
-def _compute(experts: list[Expert], x_NE: Tensor, counts: list[int]) -> Tensor:
-    """Each expert computes its rows, which lie in the experts' order."""
-    parts = x_NE.split(counts)
-    return torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True) if len(part)] or [x_NE])
-
-
-def _combine(out_NE: Tensor, order_N: Tensor, weights_TC: Tensor) -> Tensor:
-    """Weigh and sum each token's experts, in the order in which the router chose them, wherever they were computed."""
-    by_token_NE = torch.empty(out_NE.shape, dtype=torch.float32, device=out_NE.device)
-    by_token_NE[order_N] = out_NE.float()
-    by_token_TCE = by_token_NE.view(*weights_TC.shape, out_NE.shape[-1])
-    return (by_token_TCE * weights_TC.unsqueeze(-1)).sum(dim=1).to(out_NE.dtype)
+def _stack(matrices: list[Matrix]) -> Tensor:
+    return torch.stack([matrix.weight_OI for matrix in matrices if isinstance(matrix, TorchMatrix)])

@@ -1,7 +1,7 @@
 """Safetensors checkpoints with quantised matrices, in the formats that people have, told apart by their tensors' names.
 
-    FP8     weight e4m3; weight_scale_inv (O / block, I / block), or weight_scale (O, 1), or one number
-    INT8    weight int8; weight_scale (O, 1), as compressed-tensors writes it
+    FP8     weight e4m3; weight_scale_inv or weight_scale (O / block, I / block), or weight_scale (O, 1), or one number
+    INT8    weight int8; weight_scale (O, 1) or (O, G), as compressed-tensors writes it
     AWQ     qweight (I, O / 8), qzeros (G, O / 8), scales (G, O); nibbles in the order below ("gemm")
     GPTQ    qweight (I / 8, O), qzeros (G, O / 8), scales (G, O), g_idx (I); nibbles in their own order
 
@@ -65,6 +65,19 @@ class QuantizedCheckpoint:
     def _is_awq(self) -> bool:
         return self._config.get("quant_method") == "awq"
 
+    @property
+    def _block_size(self) -> tuple[int, int] | None:
+        """Outputs and inputs that share a scale; None: all inputs of one output do, or all of the matrix."""
+        if block := self._config.get("weight_block_size"):
+            return block[0], block[1]
+        groups = self._config.get("config_groups") or {}
+        for weights in (group.get("weights") or {} for group in groups.values()):
+            if block := weights.get("block_structure"):
+                return block[0], block[1]
+            if weights.get("group_size"):
+                return 1, weights["group_size"]
+        return None
+
     def _packed_shape(self, stem: str) -> Shape:
         first, second = self._plain.shapes[f"{stem}.qweight"]
         return (second * 8, first) if self._is_awq else (second, first * 8)
@@ -76,7 +89,7 @@ class QuantizedCheckpoint:
             num_outputs, num_inputs = self.shapes[f"{stem}.weight"]
             scales = self._plain.read(scale_name).float()
             scales = scales.view(-1, 1) if scales.dim() < 2 else scales
-            block_o, block_i = self._config.get("weight_block_size") or (1, num_inputs)
+            block_o, block_i = self._block_size or (1, num_inputs)
             if len(scales) == 1 and num_outputs > block_o:  # one number for all of it
                 block_o = num_outputs
             if scales.shape != (-(-num_outputs // block_o), -(-num_inputs // block_i)):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn.functional import pad
 from cluster.errors import SpecError
 from cluster.gguf_table import TABLE
 from engine.kernels.fp8 import FP8_MAX
+from engine.quantization.rounding import round_with_compensation
 from engine.weights import Checkpoint, open_checkpoint
 
 # O outputs, I inputs
@@ -27,25 +29,41 @@ _MATRICES = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")  # of att
 _Parts = dict[str, Tensor]  # by suffix
 
 
-def fp8_parts(weight_OI: Tensor) -> _Parts:
-    """e4m3 with one fp32 scale per block of 128 x 128; blocks at the edges may be smaller."""
+def fp8_parts(weight_OI: Tensor, gram_II: Tensor | None = None) -> _Parts:
+    """e4m3 with one fp32 scale per block of 128 x 128; blocks at the edges may be smaller.
+
+    gram: of the matrix's inputs, see round_with_compensation; None: every number to its nearest.
+    """
     num_outputs, num_inputs = weight_OI.shape
     wide = pad(weight_OI.float(), (0, -num_inputs % _BLOCK, 0, -num_outputs % _BLOCK))
     blocks = wide.unflatten(0, (-1, _BLOCK)).unflatten(2, (-1, _BLOCK))
     scales = (blocks.abs().amax(dim=(1, 3)) / FP8_MAX).clamp_min(2.0**-120)
-    codes = (blocks / scales[:, None, :, None]).flatten(2).flatten(0, 1)[:num_outputs, :num_inputs]
+    scales_OI = scales.repeat_interleave(_BLOCK, 0)[:num_outputs].repeat_interleave(_BLOCK, 1)[:, :num_inputs]
+    if gram_II is not None:
+        weight_OI = round_with_compensation(weight_OI, gram_II, lambda x_O, i: _to_fp8(x_O, scales_OI[:, i]))
+    codes = (weight_OI.float() / scales_OI).clamp(-FP8_MAX, FP8_MAX)
     return {"weight": codes.to(torch.float8_e4m3fn), "weight_scale_inv": scales}
 
 
-def int8_parts(weight_OI: Tensor) -> _Parts:
-    """int8 with one fp32 scale per output, symmetric."""
+def _to_fp8(x: Tensor, scales: Tensor) -> Tensor:
+    return (x / scales).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).float() * scales
+
+
+def int8_parts(weight_OI: Tensor, gram_II: Tensor | None = None) -> _Parts:
+    """int8 with one fp32 scale per output, symmetric. gram: as for fp8_parts."""
     wide = weight_OI.float()
     scales_O1 = (wide.abs().amax(dim=1, keepdim=True) / 127).clamp_min(2.0**-120)
+    if gram_II is not None:
+        scales_O = scales_O1.squeeze(1)
+        wide = round_with_compensation(
+            wide, gram_II, lambda x_O, i: (x_O / scales_O).round().clamp(-127, 127) * scales_O
+        )
     return {"weight": (wide / scales_O1).round().to(torch.int8), "weight_scale": scales_O1}
 
 
 _INT8_SCHEME = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
-_FORMATS: dict[str, tuple[Callable[[Tensor], _Parts], dict[str, Any]]] = {
+_Quantize = Callable[[Tensor, Tensor | None], _Parts]
+_FORMATS: dict[str, tuple[_Quantize, dict[str, Any]]] = {
     "fp8": (
         fp8_parts,
         {
@@ -68,10 +86,14 @@ _FORMATS: dict[str, tuple[Callable[[Tensor], _Parts], dict[str, Any]]] = {
 }
 
 
-def quantize_checkpoint(model_dir: Path, into: Path, kind: str) -> None:
+def quantize_checkpoint(
+    model_dir: Path, into: Path, kind: str, *, grams: Mapping[str, Tensor] = MappingProxyType({})
+) -> None:
     """Write a checkpoint of `kind` ("fp8" or "int8") that this engine and others read, with tokenizer and configs.
 
-    into: a directory that does not exist yet. Holds one file's tensors in memory (up to 4 GiB). Raises SpecError.
+    into: a directory that does not exist yet. grams: what was seen of the matrices' inputs (calibration.inputs_of);
+    matrices that it does not name are rounded number by number. Holds one file's tensors in memory (up to 4 GiB).
+    Raises SpecError.
     """
     if kind not in _FORMATS:
         raise SpecError(f"{kind} is no format to quantise to; choose one of {', '.join(_FORMATS)}")
@@ -87,11 +109,11 @@ def quantize_checkpoint(model_dir: Path, into: Path, kind: str) -> None:
         if file.is_file() and file.suffix not in (".safetensors", ".gguf") and ".index." not in file.name:
             if file.name not in (TABLE, "config.json"):
                 shutil.copy(file, into)
-    _write_tensors(open_checkpoint(model_dir), into, quantize)
+    _write_tensors(open_checkpoint(model_dir), into, quantize, grams)
     (into / "config.json").write_text(json.dumps(config | {"quantization_config": description}, indent=2))
 
 
-def _write_tensors(checkpoint: Checkpoint, into: Path, quantize: Callable[[Tensor], _Parts]) -> None:
+def _write_tensors(checkpoint: Checkpoint, into: Path, quantize: _Quantize, grams: Mapping[str, Tensor]) -> None:
     batch: dict[str, Tensor] = {}
     file_of: dict[str, str] = {}
 
@@ -105,7 +127,8 @@ def _write_tensors(checkpoint: Checkpoint, into: Path, quantize: Callable[[Tenso
         tensor = checkpoint.read(name)
         if ".layers." in name and name.endswith(_MATRICES):
             stem = name.removesuffix("weight")
-            batch |= {stem + suffix: part.contiguous() for suffix, part in quantize(tensor).items()}
+            parts = quantize(tensor, grams.get(stem.removesuffix(".")))
+            batch |= {stem + suffix: part.contiguous() for suffix, part in parts.items()}
         else:
             batch[name] = tensor.contiguous()
         if sum(part.nbytes for part in batch.values()) > _FILE_BYTES:

@@ -27,15 +27,15 @@ class Claim:
         self.lock.release()
 
 
-def choose_claim(root: Path, *, replica: str) -> Claim:
-    """For rank 0: a claim that nobody holds, the one used last if there are several; or a new one. Raises OSError."""
+def choose_claim(root: Path, *, replica: str, rank: int = 0) -> Claim:
+    """A claim that nobody holds, the one used last if there are several; or a new one. Raises OSError."""
     root.mkdir(parents=True, exist_ok=True)
     for directory in sorted((path for path in root.iterdir() if path.is_dir()), key=_age):
-        if found := take_claim(root, name=directory.name, rank=0):
+        if found := take_claim(root, name=directory.name, rank=rank):
             return found
     for number in range(1000):
         name = f"{replica}-{number}" if number else replica
-        if not (root / name).exists() and (made := take_claim(root, name=name, rank=0)):
+        if not (root / name).exists() and (made := take_claim(root, name=name, rank=rank)):
             return made
     raise FileExistsError(f"{root}: a thousand claims of {replica}")
 

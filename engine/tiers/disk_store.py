@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 from torch import Tensor
@@ -27,8 +28,15 @@ class DiskStore:
     """
 
     def __init__(
-        self, directory: Path, stamp: Stamp, *, num_places: int, max_queued_bytes: int = _MAX_QUEUED_BYTES
+        self,
+        directory: Path,
+        stamp: Stamp,
+        *,
+        num_places: int,
+        max_queued_bytes: int = _MAX_QUEUED_BYTES,
+        ended: Callable[[], None] = lambda: None,
     ) -> None:
+        """`ended` is called on the thread, when it touches the directory no more."""
         self.num_places = num_places
         self.num_dropped = 0
         self._directory = directory
@@ -42,6 +50,7 @@ class DiskStore:
         self._has_looked = False
         self._is_writable = True
         self._is_closing = False
+        self._ended = ended
         self._thread = threading.Thread(target=self._work, name="kv-disk", daemon=True)
         self._thread.start()
 
@@ -76,6 +85,13 @@ class DiskStore:
             self._delete(path)
         return payload
 
+    @property
+    def num_free_in_queue(self) -> int:
+        """How many blocks more would be accepted now."""
+        with self._changed:
+            is_taking = self._has_looked and self._is_writable
+            return self._max_queued - len(self._queued) if is_taking else 0
+
     def take_found(self) -> dict[int, bytes]:
         """Blocks of an earlier life by place, the oldest first; each is told once."""
         with self._changed:
@@ -109,7 +125,7 @@ class DiskStore:
             with self._changed:
                 self._changed.wait_for(lambda: self._order or self._is_closing)
                 if not self._order:
-                    return
+                    break
                 place = self._order.popleft()
                 prefix_hash, payload = block = self._queued[place]
             is_written = self._write(place, prefix_hash, payload)
@@ -119,6 +135,7 @@ class DiskStore:
                 if not is_written:
                     self._lost.append((place, prefix_hash))
                 self._changed.notify_all()
+        self._ended()
 
     def _look(self) -> dict[int, bytes]:
         """The files of an earlier life, by age; what is none of ours, or has no place here, is deleted."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from torch import Tensor
 from cluster.background import BackgroundThread
 from cluster.tier import Tier
 from engine.kv_pool import KVPool
+from engine.tiers.disk_store import DiskStore
+from engine.tiers.host_store import HostStore
 from engine.tiers.orders import Loaded, LoadOrder, Source, TierOrders
 from engine.tiers.store import BlockStore
 
@@ -20,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 _BATCH = 16  # blocks that are copied to the pool together
 _CLOSE_S = 5.0
+_MAX_DROPPED = 10_000
 
 
 class RankTiers:
@@ -27,14 +31,27 @@ class RankTiers:
     written again. What comes back does so on a thread of its own, and `on_loaded` is called on that.
     """
 
-    def __init__(self, pool: KVPool, stores: Mapping[Tier, BlockStore], *, on_loaded: Callable[[Loaded], None]) -> None:
+    def __init__(
+        self,
+        pool: KVPool,
+        *,
+        host: HostStore | None,
+        disk: DiskStore | None,
+        on_loaded: Callable[[Loaded], None],
+    ) -> None:
         self._pool = pool
-        self._stores = dict(stores)
+        self._disk = disk
+        stores = {Tier.HOST: host, Tier.DISK: disk}
+        self._stores: dict[Tier, BlockStore] = {tier: store for tier, store in stores.items() if store}
         self._on_loaded = on_loaded
-        self._dropped: list[tuple[Tier, bytes]] = []
+        self._dropped: deque[tuple[Tier, bytes]] = deque(maxlen=_MAX_DROPPED)  # the other ranks are not asked
         self._orders: queue.SimpleQueue[LoadOrder | None] = queue.SimpleQueue()
         self._thread = BackgroundThread(self._load_forever, name="kv-load")
         self._thread.start()
+
+    @property
+    def num_places(self) -> dict[Tier, int]:
+        return {tier: store.num_places for tier, store in self._stores.items()}
 
     def carry_out(self, orders: TierOrders) -> None:
         """Blocks that are saved hold their content until this returns. Loads have only begun."""
@@ -50,10 +67,20 @@ class RankTiers:
         for order in orders.loads:
             self._orders.put(order)
 
-    def take_dropped(self) -> list[tuple[Tier, bytes]]:
+    def take_lost(self) -> list[tuple[Tier, bytes]]:
         """Blocks that were to be kept and are not; each is told once. On the thread of `carry_out`."""
-        dropped, self._dropped = self._dropped, []
-        return dropped
+        lost = list(self._dropped)
+        self._dropped.clear()
+        return lost + [(Tier.DISK, prefix_hash) for _, prefix_hash in self._disk.take_lost()] if self._disk else lost
+
+    def take_found(self) -> dict[int, bytes]:
+        """What the disk has from an earlier life; see DiskStore."""
+        return self._disk.take_found() if self._disk else {}
+
+    @property
+    def room_ahead(self) -> int:
+        """How many blocks may be copied to the disk now without crowding out what must be."""
+        return self._disk.num_free_in_queue // 2 if self._disk else 0
 
     def close(self) -> None:
         """End the loading, and let the stores finish what they have taken."""

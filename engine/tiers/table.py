@@ -115,6 +115,11 @@ class TierTable(Generic[T]):
             self._num_passed_over, num_worth = 0, len(tiers)
         return start + num_worth if num_worth else 0
 
+    def depth(self, hashes: Sequence[bytes]) -> int:
+        """How many leading blocks are here, in any tier."""
+        start = self._device.match(hashes)
+        return start + len(self._find(hashes[start:]))
+
     def begin(self, owner: T, hashes: Sequence[bytes], blocks: Sequence[int], *, expires_at: float) -> Load[T] | None:
         """Load as many of these as are here, in order, into the owner's blocks. None if that is none."""
         sources = []

@@ -28,7 +28,6 @@ class NearSide:
     def __init__(self) -> None:
         self.host = RankHost(HOST)
         self._senders: list[Sender] = []
-        self._num_handoffs = 0
         with socket.create_server((HOST, 0)) as server:
             server.settimeout(TIMEOUT_S)
             port = server.getsockname()[1]

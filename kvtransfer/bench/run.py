@@ -56,7 +56,7 @@ def _carry(near: NearSide, num_bytes: int) -> dict[str, Any]:
         "raw": _best(_handoff(near, "raw", num_bytes, count)),
         "fp8": _best(_handoff(near, "fp8_e4m3", num_bytes, count)),
     }
-    rates = {f"{name}_gb_s": round(num_bytes * count / s / 1e9, 2) for name, s in seconds.items()}
+    rates = {f"{name}_gb_s": round(num_bytes * count / s / 1e9, 4) for name, s in seconds.items()}
     return {"bytes": num_bytes, **rates, "wire_of_tcp": round(seconds["tcp"] / seconds["wire"], 3)}
 
 

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 from cluster.bench.trace import TraceRequest
-from cluster.index import PrefixIndex
+from cluster.prefix_index import PrefixIndex
 from router.plain_policies import make_policy
 from router.policy import Demand, Option, ReplicaView
 from router.simulator.clock import Clock

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cluster.index import PrefixIndex
+from cluster.prefix_index import PrefixIndex
 from engine.block_manager import BlockManager
 from engine.eviction import LeastRecentlyUsed, ReuseValue
 from router.simulator.clock import Clock

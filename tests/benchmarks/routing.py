@@ -17,7 +17,7 @@ import tracemalloc
 from collections.abc import Sequence
 
 from cluster.hashing import HASH_BYTES, block_hashes, root_hash
-from cluster.index import PrefixIndex
+from cluster.prefix_index import PrefixIndex
 from cluster.timing import StepTiming
 from router.plain_policies import make_policy
 from router.policy import Demand, Option, Policy, ReplicaView

@@ -54,6 +54,17 @@ async def test_streams_and_prompts_are_timed(monkeypatch: pytest.MonkeyPatch) ->
     assert "ttft_p50_ms" not in quiet
 
 
+async def test_a_stream_that_fails_fails_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolation, "_WARM_UP_S", 0.01)
+
+    async def ask(token_ids: list[int], max_tokens: int) -> AsyncIterator[int]:
+        yield 1
+        raise ConnectionError("gone")
+
+    with pytest.raises(ConnectionError):
+        await measure(Plan(prefills_per_s=10, quiet_s=0.01, loaded_s=0.01), ask)
+
+
 def test_percentiles_are_values_that_were_seen() -> None:
     values = [x / 1000 for x in range(100, 0, -1)]
     assert [percentile(values, share) for share in (0.5, 0.99, 1.0)] == [50, 99, 100]

@@ -92,7 +92,7 @@ async def test_it_dies_and_comes_back_empty(checkpoint: Checkpoint, own_redis: _
         own_redis.start()
         with redis.Redis.from_url(own_redis.url) as client:
             await _until(lambda: len(client.smembers("cluster:members")) == 3)
-            await _until(lambda: all(client.scard(f"cluster:blocks:{replica}") for replica in holders))
+            await _until(lambda: all(client.scard(f"cluster:blocks:{replica}:device") for replica in holders))
         for _ in range(200):  # for two seconds, while the router reads what the replicas write again
             assert _holders(cluster) == holders
             await asyncio.sleep(0.01)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch.distributed import FileStore
 
 from cluster.request import Sampling
 from engine.batch import Batch, Row
+from engine.model import spread_experts
 from engine.offline import generate
 from engine.parallel import TensorParallel
 from engine.runner import ModelRunner, layout_for
@@ -92,9 +93,18 @@ def join_alone(place: Path, prefix: str) -> str:
 
 
 def tokens(
-    place: Path, prefix: str, rank: int, size: int, directory: Path, prompts: list[list[int]], expert_parallel: bool
+    place: Path,
+    prefix: str,
+    rank: int,
+    size: int,
+    directory: Path,
+    prompts: list[list[int]],
+    expert_parallel: bool,
+    redundant_experts: int = 0,
+    steps_between_plans: int = spread_experts.STEPS_BETWEEN_PLANS,
 ) -> list[list[int]]:
     """What the gang generates greedily."""
+    spread_experts.STEPS_BETWEEN_PLANS = steps_between_plans
     parallel = join(place, prefix, rank, size)
     layout = layout_for(directory, dtype="float32", block_size=8, tensor_parallel=size)
     runner = ModelRunner(
@@ -105,6 +115,7 @@ def tokens(
         device=CPU,
         parallel=parallel,
         expert_parallel=expert_parallel,
+        redundant_experts=redundant_experts,
     )
     outputs = generate(runner, prompts, Sampling(max_tokens=12, temperature=0.0))
     return [[token.token_id for token in output] for output in outputs]
@@ -116,3 +127,23 @@ def all_to_all(place: Path, prefix: str, rank: int, size: int, counts: list[list
     rows = [[rank, other, i] for other in range(size) for i in range(counts[rank][other])]
     sent = torch.tensor(rows, dtype=torch.bfloat16).view(-1, 3)
     return parallel.all_to_all(sent, counts[rank], [counts[other][rank] for other in range(size)])
+
+
+def experts_that_move(
+    place: Path, prefix: str, rank: int, size: int, num_experts: int, redundant: int, steps_between_plans: int
+) -> tuple[list[list[int]], list[list[float]]]:
+    """All of five tokens choose the last expert, four times. An expert multiplies by its number.
+
+    Returns the banks that this rank has made, and what came of the tokens in each step.
+    """
+    spread_experts.STEPS_BETWEEN_PLANS = steps_between_plans
+    banks: list[list[int]] = []
+
+    def read(experts: Sequence[int]) -> spread_experts.Bank:
+        banks.append(list(experts))
+        return lambda x_TE, chosen_TC: (x_TE * torch.tensor(experts)[chosen_TC]).unsqueeze(1)
+
+    experts = spread_experts.SpreadExperts(read, num_experts, join(place, prefix, rank, size), redundant=redundant)
+    chosen, weights = torch.full((5, 1), num_experts - 1), torch.ones(5, 1)
+    outputs = [experts(torch.ones(5, 1), chosen, weights).flatten().tolist() for _ in range(4)]
+    return banks, outputs

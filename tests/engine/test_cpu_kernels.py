@@ -20,6 +20,8 @@ from engine.kernels.wire import reference_pack_kv, reference_unpack_kv
 from engine.kv_layout import KVLayout
 from engine.kv_pool import KVPool
 from engine.layers import Before, GatedSiLU, RMSNorm, TorchMatrix
+from tests.engine.steps import prompts
+from tests.engine.tiny_models import MakeModel, MakeRunner
 
 # T tokens, I input features, O output features, N heads of queries, keys and values, D head_dim, F = D / 2
 
@@ -161,6 +163,32 @@ def test_attention_does_not_depend_on_the_cut(kernels: Kernels) -> None:
     whole = attended([0, 70])
     for cuts in ([0, 1, 2, 70], [0, 16, 17, 40, 70], list(range(71))):
         torch.testing.assert_close(attended(cuts), whole, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("weights", ["as_stored", "int8"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
+def test_all_layers_at_once_are_each_layer_alone(
+    kernels: Kernels, tiny_model: MakeModel, make_runner: MakeRunner, family: str, weights: str
+) -> None:
+    """The same bits, also when the program has to grow; and a layer is told of once its keys and values are there."""
+    changes = {"sliding_window": 11} if family == "mistral" else {}
+    directory, _ = tiny_model(family, **changes)
+    at_once, alone = (make_runner(directory, dtype="bfloat16", weights=weights) for _ in range(2))
+    alone._model._compiled_for = lambda pool: None
+    tokens = prompts(40)
+    for start, end in ((0, 9), (9, 10), (10, 40)):
+        told: list[int] = []
+
+        def on_layer(layer: int, slot: int = end - 1, told: list[int] = told) -> None:
+            assert at_once.pool.codes[layer][slot // 8, 0, :, slot % 8].any(), "its last key is not there yet"
+            told.append(layer)
+
+        row = Row(token_ids=tokens[0][start:end], start=start, blocks=range(12), wants_logits=True)
+        batch = Batch.of([row], block_size=8)
+        got, wanted = at_once.forward(batch, on_layer), alone.forward(batch)
+        torch.testing.assert_close(got, wanted, atol=0, rtol=0)
+        assert told == [0, 1, 2]
+    assert at_once._model._compiled is not None
 
 
 def test_without_a_compiler_torch_computes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,24 @@ def test_tokens_with_and_without_expert_parallelism(tiny_model: MakeModel, start
     assert [rank.result(TIMEOUT_S) for rank in (*split, *spread)] == alone * 4
 
 
+def test_copies_of_experts_that_move_change_no_token(tiny_model: MakeModel, start_gang: StartGang) -> None:
+    """Experts are placed anew every third step or so, by what was chosen until then."""
+    directory, _ = tiny_model("deepseek_v3", **DEEPSEEK_V3)
+    asked = prompts(13, 1, 22)
+    alone = [rank.result(TIMEOUT_S) for rank in start_gang(1, gang.tokens, directory, asked, False)]
+    spread = start_gang(4, gang.tokens, directory, asked, True, 4, 3)
+    assert [rank.result(TIMEOUT_S) for rank in spread] == alone * 4
+
+
+def test_an_expert_that_is_chosen_much_comes_to_every_rank(start_gang: StartGang) -> None:
+    """Four experts and two places more: the last expert is chosen by all tokens, and after three steps both hold it."""
+    results = [rank.result(TIMEOUT_S) for rank in start_gang(2, gang.experts_that_move, 4, 2, 3)]
+    for banks, outputs in results:
+        assert len(banks) == 2 and 3 in banks[1]
+        assert outputs == [[3.0] * 5] * 4, "whoever computes it"
+    assert [3 in banks[0] for banks, _ in results].count(True) == 1
+
+
 def test_all_to_all_of_every_size(start_gang: StartGang) -> None:
     counts = [[1, 0, 5], [0, 0, 0], [2, 7, 1]]
     ranks = start_gang(3, gang.all_to_all, counts)
@@ -75,6 +93,8 @@ def test_expert_parallelism_that_cannot_be_is_refused(tiny_model: MakeModel) -> 
     sparse, model = tiny_model("mixtral", **MIXTRAL)
     with pytest.raises(SpecError, match="5 experts do not fill 6 ranks"):
         load(sparse).check_expert_parallel(6)
+    with pytest.raises(SpecError, match="redundant_experts: 6 are more than the 5 that 2 ranks do not hold"):
+        load(sparse).check_expert_parallel(2, redundant=6)
     assert load(sparse).num_parameters == sum(p.numel() for p in model.parameters()) - 3 * 5 * 48  # routers
     for family, changes in (("deepseek_v2", DEEPSEEK_V2), ("deepseek_v3", DEEPSEEK_V3)):
         directory, model = tiny_model(family, **changes)

@@ -8,6 +8,8 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from cluster.errors import SpecError
@@ -39,6 +41,24 @@ def test_logits_are_those_of_the_numbers(kind: str, weights: str, tmp_path: Path
     (tokens,) = prompts(30)
     logits = step(make_runner(tmp_path, weights), [tokens], [(0, 0, 30)])
     torch.testing.assert_close(logits[0], reference_logits(model, tokens)[-1], atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parent / "formats").glob("*.safetensors")), ids=lambda p: p.stem
+)
+def test_numbers_are_those_of_the_formats_own_library(path: Path, tmp_path: Path) -> None:
+    """Packed and widened by AutoAWQ, AutoGPTQ and compressed-tensors: see formats/make.py."""
+    with safe_open(path, framework="pt") as file:
+        config = json.loads(file.metadata()["quantization_config"])
+    tensors = load_file(path)
+    expected = tensors.pop("numbers")
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.shapes["w.weight"] == expected.shape == (64, 96)
+    torch.testing.assert_close(checkpoint.read("w.weight"), expected, atol=1e-7, rtol=1e-6)
+    part = checkpoint.read("w.weight", rows=(5, 50), columns=(7, 90))
+    torch.testing.assert_close(part, expected[5:50, 7:90], atol=1e-7, rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", FORMATS)

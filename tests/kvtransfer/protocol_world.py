@@ -18,6 +18,7 @@ from cluster.handoff import Handoff
 from cluster.rpc import transfer_pb2 as pb
 from engine.block_manager import BlockManager
 from engine.kv_layout import KVLayout
+from engine.tiers.tiers import Tiers
 from kvtransfer.arrivals import Arrival, Arrivals, ArrivalState
 from kvtransfer.departures import Departure, Departures
 from kvtransfer.grants import GrantListener, Grants
@@ -207,7 +208,8 @@ class Prefill:
         self.world, self.tp = world, tp
         self.blocks = BlockManager(NUM_BLOCKS)
         self.departures: Departures[Job] = Departures(self.blocks)
-        self.grants = Grants(self.blocks, layout(tp))
+        no_tiers: Tiers[object] = Tiers(self.blocks, None, layout(tp), eviction="lru", timeout_s=1.0)
+        self.grants = Grants(self.blocks, layout(tp), no_tiers)
         self.contents: dict[str, str] = {}  # of grants' handoffs: which prefix
         self.ranks = [SendingRank(self, rank) for rank in range(tp)]
         self.jobs: list[Job] = []
@@ -322,7 +324,7 @@ class ReceivingRank:
 
 
 class Decode:
-    """What decode_worker.worker does with its arrivals and pulls."""
+    """What decode_worker.worker does with its arrivals and fetches."""
 
     def __init__(self, world: World, tp: int) -> None:
         self.world, self.tp = world, tp

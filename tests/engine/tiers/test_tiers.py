@@ -24,7 +24,6 @@ from engine.tiers.disk_store import DiskStore
 from engine.tiers.host_store import HostStore
 from engine.tiers.orders import Loaded, TierOrders
 from engine.tiers.rank_tiers import RankTiers
-from engine.tiers.store import BlockStore
 from engine.tiers.table import Load, TierTable, worth_loading
 
 _CPU = torch.device("cpu")
@@ -47,15 +46,16 @@ class _Rank:
     def __init__(self, rank: int, places: dict[Tier, int], directory: Path, answers: queue.SimpleQueue) -> None:
         self.rank = rank
         self.pool = KVPool(_LAYOUT, num_blocks=_NUM_BLOCKS, device=_CPU)
-        self.stores: dict[Tier, BlockStore] = {}
+        host = self.disk = None
         if count := places.get(Tier.HOST):
-            self.stores[Tier.HOST] = HostStore(num_places=count, block_bytes=_LAYOUT.block_bytes, device=_CPU)
+            host = HostStore(num_places=count, block_bytes=_LAYOUT.block_bytes, device=_CPU)
         if count := places.get(Tier.DISK):
             directory.mkdir(exist_ok=True)
-            disk = DiskStore(directory, Stamp(_LAYOUT, rank), num_places=count)
-            assert disk.wait_until_written(timeout_s=_WAIT_S)
-            self.stores[Tier.DISK] = disk
-        self.tiers = RankTiers(self.pool, self.stores, on_loaded=lambda loaded: answers.put((rank, loaded)))
+            self.disk = DiskStore(directory, Stamp(_LAYOUT, rank), num_places=count)
+            assert self.disk.wait_until_written(timeout_s=_WAIT_S)
+        self.tiers = RankTiers(
+            self.pool, host=host, disk=self.disk, on_loaded=lambda loaded: answers.put((rank, loaded))
+        )
 
 
 class _Replica:
@@ -67,11 +67,11 @@ class _Replica:
         self.answers: queue.SimpleQueue[tuple[int, Loaded]] = queue.SimpleQueue()
         self.ranks = [_Rank(rank, places, directory / str(rank), self.answers) for rank in range(2)]
         self.blocks = BlockManager(_NUM_BLOCKS, make_eviction(eviction, num_blocks=_NUM_BLOCKS))
-        lower = {tier: BlockManager(count) for tier, count in places.items()}
+        lower = {tier: BlockManager(count) for tier, count in self.ranks[0].tiers.num_places.items()}
         self.table: TierTable[str] = TierTable(self.blocks, lower, num_ranks=2, block_bytes=_LAYOUT.block_bytes)
         self.known: dict[bytes, Tier] = {}  # as somebody has it who only hears of changes
-        if disk:
-            self.table.found(self.ranks[0].stores[Tier.DISK].take_found())  # type: ignore[attr-defined]
+        if found := self.ranks[0].tiers.take_found():
+            self.table.found(found)
 
     def begin(self, prompt: list[int]) -> tuple[list[bytes], list[int], int, Load[str] | None]:
         """Take blocks for a prompt, and have loaded what is not on the device. -> hashes, blocks, cached, load"""
@@ -135,7 +135,7 @@ class _Replica:
                 assert torch.equal(rank.pool.copy_out([block]), _content(prefix_hash, rank.rank))
 
     def note(self) -> None:
-        for tier, prefix_hash in self.ranks[0].tiers.take_dropped():
+        for tier, prefix_hash in self.ranks[0].tiers.take_lost():
             self.table.lost(tier, prefix_hash)
         for prefix_hash, tier in self.table.take_changes().items():
             if tier is None:
@@ -147,8 +147,8 @@ class _Replica:
 
     def settle(self) -> None:
         for rank in self.ranks:
-            if disk := rank.stores.get(Tier.DISK):
-                assert disk.wait_until_written(timeout_s=_WAIT_S)  # type: ignore[attr-defined]
+            if rank.disk:
+                assert rank.disk.wait_until_written(timeout_s=_WAIT_S)
 
     def harm(self, rank: int, how: Callable[[Path], None]) -> None:
         self.settle()

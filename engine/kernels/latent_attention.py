@@ -1,0 +1,215 @@
+"""Absorbed latent attention of one query per row over its blocks: all heads share one key per token, the row itself.
+
+    s_hj = (q_h . row_j) scale      out_h = softmax(s_h) latents      row_j = (latent_j, rotated key_j)
+
+Values are the first part of the keys, so that a block is read once for both. As in decode_attention, the keys of a row
+are split among programs whose results are put together. Row format: engine/kv_layout.py.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from engine.kernels.decode_attention import combine_splits
+from engine.kernels.fp8 import dequantize_rows, from_code
+from engine.kernels.language import cdiv, has_fp8_casts, jit, power_of_2, tl
+
+# R rows, H query heads of this rank, D = C + P: latent_dim C and rope_dim P, B blocks, S block_size
+
+HEADS_AT_ONCE = 16  # of one program
+_KEYS = 32  # of one step of a program
+
+
+def latent_decode_attention(
+    q_RHD: Tensor,
+    codes_B11SD: Tensor,
+    scales_B11S: Tensor | None,
+    *,
+    latent_dim: int,
+    scale: float,
+    tables_RB: Tensor,
+    contexts_R: Tensor,
+    num_splits: int,
+) -> Tensor:
+    """The weighed sums of latents, (R, H, C), of queries whose absorbed part comes first.
+
+    q: (R, H, D) bf16, fp16 or fp32, each the last position of its row. codes, scales: a layer of a latent pool, FP8
+    with scales or of q's dtype. tables: (R, B) int32 block ids; contexts: (R,) int32 keys of each row, one at least.
+    """
+    attend = launch_latent_decode_attention if q_RHD.is_cuda else reference_latent_decode_attention
+    return attend(
+        q_RHD,
+        codes_B11SD,
+        scales_B11S,
+        latent_dim=latent_dim,
+        scale=scale,
+        tables_RB=tables_RB,
+        contexts_R=contexts_R,
+        num_splits=num_splits,
+    )
+
+
+def reference_latent_decode_attention(
+    q_RHD: Tensor,
+    codes_B11SD: Tensor,
+    scales_B11S: Tensor | None,
+    *,
+    latent_dim: int,
+    scale: float,
+    tables_RB: Tensor,
+    contexts_R: Tensor,
+    num_splits: int,
+) -> Tensor:
+    out_RHC = q_RHD.new_empty(*q_RHD.shape[:2], latent_dim)
+    for row, (table, context) in enumerate(zip(tables_RB, contexts_R.tolist(), strict=True)):
+        blocks = table[: cdiv(context, codes_B11SD.shape[3])].long()
+        if scales_B11S is None:
+            rows_B11SD = codes_B11SD[blocks].float()
+        else:
+            codes = codes_B11SD.view(torch.uint8)[blocks].view(torch.float8_e4m3fn)
+            exact = codes.shape[-1] - q_RHD.shape[-1]
+            rows_B11SD = dequantize_rows(codes, scales_B11S[blocks], exact, torch.float32)
+        rows_LD = rows_B11SD.flatten(0, 3)[:context]
+        weights_HL = (q_RHD[row].float() @ rows_LD.T * scale).softmax(dim=-1)
+        out_RHC[row] = weights_HL @ rows_LD[:, :latent_dim]
+    return out_RHC
+
+
+def launch_latent_decode_attention(
+    q_RHD: Tensor,
+    codes_B11SD: Tensor,
+    scales_B11S: Tensor | None,
+    *,
+    latent_dim: int,
+    scale: float,
+    tables_RB: Tensor,
+    contexts_R: Tensor,
+    num_splits: int,
+) -> Tensor:
+    (num_rows, num_heads, dim), device = q_RHD.shape, q_RHD.device
+    is_fp8, rope_dim = scales_B11S is not None, dim - latent_dim
+    assert q_RHD.is_contiguous() and tables_RB.stride(-1) == 1 and codes_B11SD.is_contiguous()
+    codes = codes_B11SD.view(torch.uint8) if is_fp8 else codes_B11SD
+    exact = codes_B11SD.view(torch.bfloat16) if is_fp8 else codes_B11SD  # where rotated keys are numbers
+    part_RHPC = torch.empty(num_rows, num_heads, num_splits, latent_dim, dtype=torch.float32, device=device)
+    largest_RHP, total_RHP = torch.empty(2, num_rows, num_heads, num_splits, dtype=torch.float32, device=device)
+    out_RHC = q_RHD.new_empty(num_rows, num_heads, latent_dim)
+    _attend_latents[(num_rows, cdiv(num_heads, HEADS_AT_ONCE), num_splits)](
+        q_RHD,
+        codes,
+        exact,
+        scales_B11S if is_fp8 else codes,
+        tables_RB,
+        contexts_R,
+        part_RHPC,
+        largest_RHP,
+        total_RHP,
+        scale * math.log2(math.e),
+        tables_RB.stride(0),
+        H=num_heads,
+        S=codes_B11SD.shape[3],
+        C=latent_dim,
+        P=rope_dim,
+        WIDTH=codes.shape[-1],
+        EXACT_WIDTH=exact.shape[-1],
+        BLOCK_H=HEADS_AT_ONCE,
+        BLOCK_N=_KEYS,
+        BLOCK_C=max(16, power_of_2(latent_dim)),
+        BLOCK_P=max(16, power_of_2(rope_dim)),
+        IS_FP8=is_fp8,
+        NATIVE=has_fp8_casts(device),
+        num_warps=8,
+        num_stages=2,
+    )
+    combine_splits[(num_rows, num_heads)](
+        part_RHPC,
+        largest_RHP,
+        total_RHP,
+        torch.arange(num_rows, device=device),
+        out_RHC,
+        num_splits,
+        H=num_heads,
+        D=latent_dim,
+        BLOCK_P=power_of_2(num_splits),
+        BLOCK_D=power_of_2(latent_dim),
+    )
+    return out_RHC
+
+
+@jit
+def _attend_latents(
+    q,
+    codes,
+    exact,
+    scales,
+    tables,
+    contexts,
+    part,
+    largest_out,
+    total_out,
+    scale,
+    table_stride,
+    H: tl.constexpr,
+    S: tl.constexpr,
+    C: tl.constexpr,
+    P: tl.constexpr,
+    WIDTH: tl.constexpr,
+    EXACT_WIDTH: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """One program: BLOCK_H heads of one row over one part of the row's keys."""
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    num_splits = tl.num_programs(2)
+    context = tl.load(contexts + row)
+    share = tl.cdiv(tl.cdiv(context, num_splits), BLOCK_N) * BLOCK_N
+    first = split * share
+    end = tl.minimum(first + share, context)
+
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    c, p = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_P)
+    is_head = h < H
+    query = q + (row * H + h)[:, None] * (C + P)
+    q_latent = tl.load(query + c[None, :], mask=is_head[:, None] & (c < C)[None, :], other=0.0)
+    q_rope = tl.load(query + C + p[None, :], mask=is_head[:, None] & (p < P)[None, :], other=0.0)
+
+    out = tl.zeros([BLOCK_H, BLOCK_C], tl.float32)
+    largest = tl.full([BLOCK_H], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_H], tl.float32)
+    for start in range(first, end, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        is_key = n < end
+        block = tl.load(tables + row * table_stride + n // S, mask=is_key, other=0).to(tl.int64)
+        slot = block * S + n % S
+        latent = tl.load(codes + slot[:, None] * WIDTH + c[None, :], mask=is_key[:, None] & (c < C)[None, :], other=0)
+        if IS_FP8:
+            latent = from_code(latent, q_latent.dtype, NATIVE)
+        scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
+        if IS_FP8:
+            row_scale = tl.load(scales + slot, mask=is_key, other=0.0).to(tl.float32)
+            scores *= row_scale[None, :]
+        key = exact + slot[:, None] * EXACT_WIDTH + (EXACT_WIDTH - P) + p[None, :]
+        rope = tl.load(key, mask=is_key[:, None] & (p < P)[None, :], other=0.0).to(q_rope.dtype)
+        scores = tl.dot(q_rope, tl.trans(rope), scores, input_precision="ieee") * scale
+        scores = tl.where(is_key[None, :], scores, -float("inf"))
+
+        grown = tl.maximum(largest, tl.max(scores, axis=1))
+        fade = tl.exp2(largest - grown)  # every step has a key, so that grown is a number
+        weights = tl.exp2(scores - grown[:, None])
+        total = total * fade + tl.sum(weights, axis=1)
+        if IS_FP8:
+            weights *= row_scale[None, :]
+        out = tl.dot(weights.to(q_latent.dtype), latent, out * fade[:, None], input_precision="ieee")
+        largest = grown
+
+    place = (row * H + h) * num_splits + split
+    tl.store(part + place[:, None] * C + c[None, :], out, mask=is_head[:, None] & (c < C)[None, :])
+    tl.store(largest_out + place, largest, mask=is_head)
+    tl.store(total_out + place, total, mask=is_head)

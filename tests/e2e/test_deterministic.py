@@ -1,0 +1,108 @@
+"""`engine.deterministic`: a request's tokens are its own, whatever it is computed beside, and wherever."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cluster.request import Role, Sampling
+from engine.cpu.library import open_kernels
+from engine.load import load_runner, set_threads
+from engine.offline import generate
+from engine.parallel import TensorParallel
+from engine.runner import ModelRunner
+from tests.e2e.conftest import Checkpoint
+from tests.engine.steps import prompts
+from tests.local_cluster import Answer, LocalCluster, LocalReplica, local_cluster
+
+CPU = torch.device("cpu")
+NUM_REQUESTS, NUM_TOKENS = 64, 40
+LENGTHS = [3 + 7 * i for i in range(NUM_REQUESTS - 4)] + [530, 577, 608, 700]  # the last are more than a chunk of 512
+PROMPTS = prompts(*LENGTHS)
+SAMPLINGS = [
+    Sampling(max_tokens=NUM_TOKENS, temperature=0.0)
+    if i % 2
+    else Sampling(max_tokens=NUM_TOKENS, temperature=0.8, top_p=0.9, seed=i)
+    for i in range(NUM_REQUESTS)
+]
+WIDE = {"max_position_embeddings": 1024}
+TREES: dict[str, dict[str, Any]] = {
+    "raw": {"wire_dtype": "raw"},
+    "fp8 pool": {"pool_dtype": "fp8_e4m3"},
+}
+
+
+pytestmark = pytest.mark.skipif(open_kernels(dtype=torch.bfloat16, device=CPU) is None, reason="no C++ compiler here")
+
+
+@pytest.mark.parametrize("pool", TREES)
+async def test_64_requests_alone_batched_chunked_and_migrated(
+    checkpoint: Checkpoint, redis_url: str, pool: str
+) -> None:
+    model_dir, kv = checkpoint("llama", **WIDE), TREES[pool]
+    runner = _runner(model_dir, kv.get("pool_dtype", "auto"))
+    alone = [_generate(runner, [p], [s], 1024)[0] for p, s in zip(PROMPTS, SAMPLINGS, strict=True)]
+    assert len({tuple(ids) for ids in alone}) == NUM_REQUESTS
+    for max_batch_tokens in (4096, 512, 64):
+        assert _generate(runner, PROMPTS, SAMPLINGS, max_batch_tokens) == alone
+    tree = {
+        "model": {"dtype": "bfloat16"},
+        "kv": kv,
+        "engine": {"deterministic": True},
+        "prefill": {"kv_memory_gib": 0.02, "max_batch_tokens": 64},
+        "decode": {"kv_memory_gib": 0.02},
+    }
+    async with local_cluster(model_dir, redis_url, **tree) as cluster:
+        answers = await _asked_while_a_replica_leaves(cluster)
+    assert [answer.ids for answer in answers] == alone
+    assert sum(answer.route.moves for answer in answers) >= 8
+    assert {bool(answer.route.prefill_replica) for answer in answers} == {True, False}  # short ones stay on decode
+
+
+async def _asked_while_a_replica_leaves(cluster: LocalCluster) -> list[Answer]:
+    leaving = cluster.pools[Role.DECODE][0]
+    asked = [
+        asyncio.create_task(cluster.generate(prompt, sampling, id=str(i)))
+        for i, (prompt, sampling) in enumerate(zip(PROMPTS, SAMPLINGS, strict=True))
+    ]
+    seen = cluster.replicas.get(leaving.id)
+    assert seen
+    async with asyncio.timeout(30):
+        while seen.status.totals.generated_tokens < NUM_REQUESTS * NUM_TOKENS // 4:
+            await asyncio.sleep(0.005)
+    await cluster.add(Role.DECODE)
+    await _drained(leaving)
+    return list(await asyncio.gather(*asked))
+
+
+async def _drained(replica: LocalReplica) -> None:
+    replica.ranks[0].drain()
+    async with asyncio.timeout(30):
+        while replica.ranks[0].status()["state"] != "drained":
+            await asyncio.sleep(0.01)
+
+
+def _runner(model_dir: Path, pool_dtype: str) -> ModelRunner:
+    set_threads(1)
+    return load_runner(
+        model_dir,
+        dtype="bfloat16",
+        pool_dtype=pool_dtype,
+        block_size=16,
+        kv_memory_gib=0.05,
+        parallel=TensorParallel(),
+        is_deterministic=True,
+        device=CPU,
+        progress=lambda fraction: None,
+    )
+
+
+def _generate(
+    runner: ModelRunner, asked: list[list[int]], samplings: list[Sampling], max_batch_tokens: int
+) -> list[list[int]]:
+    answers = generate(runner, asked, samplings, max_batch_tokens=max_batch_tokens)
+    return [[token.token_id for token in answer] for answer in answers]

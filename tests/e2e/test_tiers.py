@@ -1,0 +1,246 @@
+"""What a pool has no room for comes back from memory and disk, unharmed or not at all: the tokens are the same."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from torch import Tensor
+
+from cluster.hashing import block_hashes, root_hash
+from cluster.prefix_index import Depths
+from cluster.request import Role, Sampling
+from engine.tiers.disk_store import DiskStore
+from router.policy import Demand, Option, ReplicaView
+from router.replicas import Replica
+from tests.e2e.conftest import Checkpoint, Reference
+from tests.engine.steps import prompts
+from tests.local_cluster import LocalCluster, LocalReplica, local_cluster
+
+_GREEDY = Sampling(max_tokens=8, temperature=0.0)
+_BLOCK = 3 * 2 * 2 * 16 * 4 * 16 / 2**30  # GiB of the random model, one rank
+_PROMPTS = prompts(100, 100, 100, 100)  # of six full blocks each; the pool has room for two
+
+
+def _tree(path: Path, *, host: int = 0, disk: int = 0, tp: int = 1, prefill: int = 1) -> dict[str, Any]:
+    tiers = {"kv_host_gib": host * _BLOCK / tp, "kv_disk_gib": disk * _BLOCK / tp, "kv_disk_path": str(path)}
+    return {
+        "model": {"dtype": "float32"},
+        "kv": {"wire_dtype": "raw"},
+        "prefill": {"replicas": prefill, "kv_memory_gib": 14.1 * _BLOCK / tp, "tensor_parallel": tp, **tiers},
+        "decode": {"kv_memory_gib": 0.01},
+        "router": {"max_local_prefill": 0},
+    }
+
+
+def _expected(reference: Reference, model_dir: Path) -> list[list[int]]:
+    return [[token.token_id for token in tokens] for tokens in reference(model_dir, _PROMPTS, _GREEDY)]
+
+
+def _prefill(cluster: LocalCluster) -> Replica:
+    found = cluster.replicas.get(cluster.pools[Role.PREFILL][-1].id)
+    assert found
+    return found
+
+
+async def _ask_all(cluster: LocalCluster, expected: list[list[int]]) -> None:
+    for prompt, tokens in zip(_PROMPTS, expected, strict=True):
+        assert (await cluster.generate(prompt, _GREEDY)).ids == tokens
+
+
+async def _until(condition: Callable[[], bool], *, within_s: float = 10) -> None:
+    async with asyncio.timeout(within_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def _stop(cluster: LocalCluster, replica: LocalReplica) -> None:
+    for rank in replica.ranks:
+        await asyncio.to_thread(rank.stop)
+    cluster.pools[Role.PREFILL].remove(replica)
+    await _until(lambda: cluster.replicas.get(replica.id) is None)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(("host", "disk"), [(60, 0), (0, 60), (5, 60)])
+async def test_what_the_pool_evicts_comes_back(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path, tp: int, host: int, disk: int
+) -> None:
+    model_dir = checkpoint("llama")
+    expected = _expected(reference, model_dir)
+    async with local_cluster(model_dir, redis_url, **_tree(tmp_path, host=host, disk=disk, tp=tp)) as cluster:
+        await _ask_all(cluster, expected)
+        again = await cluster.generate(_PROMPTS[0], _GREEDY)
+        assert (again.ids, again.route.cached_tokens, again.route.pulled_tokens) == (expected[0], 96, 0)
+        await cluster.idle()
+        totals = _prefill(cluster).status.totals
+        assert totals.host_hit_tokens + totals.disk_hit_tokens == 96 and totals.tier_losses == 0
+        assert bool(totals.disk_hit_tokens) == bool(disk)
+        assert bool(totals.host_saved_bytes) == bool(host)
+
+
+async def test_the_router_knows_what_lies_in_which_tier(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path
+) -> None:
+    model_dir = checkpoint("llama")
+    expected = _expected(reference, model_dir)
+    async with local_cluster(model_dir, redis_url, **_tree(tmp_path, host=60)) as cluster:
+        await _ask_all(cluster, expected)
+        hashes = block_hashes(root_hash(cluster.model), _PROMPTS[0], block_size=16)
+        index, replica = cluster.replicas.index, _prefill(cluster).id
+        await _until(lambda: index.depths(hashes).get(replica) == Depths(0, 6, 6))
+        redis.Redis.from_url(redis_url).flushall()
+        await cluster.generate(_PROMPTS[0], _GREEDY)
+        await _until(lambda: index.depths(hashes).get(replica) == Depths(6, 6, 6))
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[1000] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("harm", [_flip, lambda path: path.write_bytes(path.read_bytes()[:500]), Path.unlink])
+async def test_a_block_that_is_harmed_is_computed_again(
+    checkpoint: Checkpoint,
+    reference: Reference,
+    redis_url: str,
+    tmp_path: Path,
+    tp: int,
+    harm: Callable[[Path], None],
+) -> None:
+    model_dir = checkpoint("llama")
+    expected = _expected(reference, model_dir)
+    async with local_cluster(model_dir, redis_url, **_tree(tmp_path, disk=60, tp=tp)) as cluster:
+        await _ask_all(cluster, expected)
+        of_last_rank = tmp_path / "cluster" / "prefill" / cluster.pools[Role.PREFILL][0].id / f"rank-{tp - 1}"
+        await _until(lambda: len([*of_last_rank.glob("*.kv")]) >= 10)
+        await cluster.idle()
+        for path in of_last_rank.glob("*.kv"):
+            harm(path)
+        again = await cluster.generate(_PROMPTS[0], _GREEDY)
+        assert (again.ids, again.route.cached_tokens) == (expected[0], 0)
+        await cluster.idle()
+        await _until(lambda: _prefill(cluster).status.totals.tier_losses > 0)
+        assert _prefill(cluster).status.totals.disk_hit_tokens == 0
+
+
+async def test_a_replica_finds_the_blocks_of_one_that_has_ended(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path
+) -> None:
+    model_dir = checkpoint("llama")
+    expected = _expected(reference, model_dir)
+    async with local_cluster(model_dir, redis_url, **_tree(tmp_path, disk=60)) as cluster:
+        await _ask_all(cluster, expected)
+        await cluster.idle()
+        await _stop(cluster, cluster.pools[Role.PREFILL][0])
+        await cluster.add(Role.PREFILL)
+        await _until(lambda: _prefill(cluster).status.blocks_disk >= 20)
+        answer = await cluster.generate(_PROMPTS[3], _GREEDY)
+        assert (answer.ids, answer.route.cached_tokens) == (expected[3], 96)
+        await cluster.idle()
+
+
+async def test_replicas_on_one_node_keep_their_blocks_apart(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path
+) -> None:
+    model_dir = checkpoint("llama")
+    expected = _expected(reference, model_dir)
+    async with local_cluster(model_dir, redis_url, **_tree(tmp_path, disk=60, prefill=2)) as cluster:
+        for _ in range(2):
+            await _ask_all(cluster, expected)
+        await cluster.idle()
+        assert len([*(tmp_path / "cluster" / "prefill").iterdir()]) == 2
+        assert all(replica.status.totals.tier_losses == 0 for replica in cluster.replicas)
+
+
+async def test_a_decode_replica_that_computes_prompts_loads_them_too(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path
+) -> None:
+    model_dir = checkpoint("llama")
+    expected = _expected(reference, model_dir)
+    tree = _tree(tmp_path, host=5, disk=60, prefill=0)
+    tree["decode"] = {key: value for key, value in tree["prefill"].items() if key != "replicas"}
+    async with local_cluster(model_dir, redis_url, **tree) as cluster:
+        await _ask_all(cluster, expected)
+        again = await cluster.generate(_PROMPTS[0], _GREEDY)
+        assert again.ids == expected[0]
+        await cluster.idle()
+        [decode] = cluster.replicas
+        totals = decode.status.totals
+        assert totals.host_hit_tokens + totals.disk_hit_tokens == 96 and totals.tier_losses == 0
+
+
+async def test_a_disk_that_hangs_is_not_waited_for(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_dir = checkpoint("llama")
+    expected = _expected(reference, model_dir)
+    goes_on = threading.Event()
+    get = DiskStore.get
+
+    def hang(store: DiskStore, place: int, prefix_hash: bytes) -> Tensor | None:
+        goes_on.wait(30)
+        return get(store, place, prefix_hash)
+
+    async with local_cluster(model_dir, redis_url, **_tree(tmp_path, disk=60), timeouts={"transfer_s": 0.3}) as cluster:
+        await _ask_all(cluster, expected)
+        monkeypatch.setattr(DiskStore, "get", hang)
+        again = await cluster.generate(_PROMPTS[0], _GREEDY)
+        assert (again.ids, again.route.cached_tokens) == (expected[0], 0)
+        [blocks] = [replica.blocks for replica in cluster.pools[Role.PREFILL]]
+        assert blocks["free"] + blocks["cached"] == blocks["total"] - 6, "what the disk may still write to is kept away"
+        goes_on.set()
+        await cluster.idle()
+
+
+async def test_a_client_that_goes_away_while_blocks_are_loaded_leaves_nothing_behind(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path
+) -> None:
+    model_dir = checkpoint("llama")
+    expected = _expected(reference, model_dir)
+    async with local_cluster(model_dir, redis_url, **_tree(tmp_path, disk=60)) as cluster:
+        await _ask_all(cluster, expected)
+        for patience_s in (0.001, 0.003, 0.01, 0.02):
+            for prompt in _PROMPTS:
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(patience_s):
+                        await cluster.generate(prompt, _GREEDY)
+                        raise TimeoutError  # it was quicker
+        await cluster.idle()
+        await _ask_all(cluster, expected)
+        await cluster.idle()
+
+
+async def test_a_peer_is_given_what_the_holder_has_in_a_lower_tier(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path
+) -> None:
+    model_dir, policy = checkpoint("llama"), FakePolicy()
+    expected = _expected(reference, model_dir)
+    tree = _tree(tmp_path, host=5, disk=60, prefill=2)
+    async with local_cluster(model_dir, redis_url, policy=policy, **tree) as cluster:
+        for prompt, tokens in zip(_PROMPTS, expected, strict=True):
+            policy.option = Option(prefill="prefill-0", decode="decode-2")
+            assert (await cluster.generate(prompt, _GREEDY)).ids == tokens
+        policy.option = Option(prefill="prefill-1", decode="decode-2", pull_from="prefill-0", pull_tokens=96)
+        answer = await cluster.generate(_PROMPTS[0], _GREEDY)
+        assert (answer.ids, answer.route.cached_tokens, answer.route.pulled_tokens) == (expected[0], 0, 96)
+        await cluster.idle()
+
+
+class FakePolicy:
+    """Sends every request where the test says."""
+
+    def __init__(self) -> None:
+        self.option: Option | None = None
+
+    def options(
+        self, demand: Demand, prefills: Sequence[ReplicaView], decodes: Sequence[ReplicaView]
+    ) -> Sequence[Option]:
+        return [self.option] if self.option else []
