@@ -120,10 +120,10 @@ def _prompt(demand: Demand, view: ReplicaView, holders: Sequence[ReplicaView]) -
     if view.restore_bytes_per_s and view.stored_tokens > view.cached_tokens:
         restore_s = (view.stored_tokens - view.cached_tokens) * demand.bytes_per_token / view.restore_bytes_per_s
         _try_fetch(best, demand, view, restore_s)
-    for holder in holders:
-        if holder.stored_tokens > view.stored_tokens and holder is not view:
-            num_bytes = (holder.stored_tokens - view.cached_tokens) * demand.bytes_per_token
-            _try_fetch(best, demand, holder, _PULL_LATENCY_S + num_bytes / holder.link_bytes_per_s)
+    holder = next((holder for holder in holders if holder is not view), None)  # who holds most of it
+    if holder and holder.stored_tokens > view.stored_tokens:
+        num_bytes = (holder.stored_tokens - view.cached_tokens) * demand.bytes_per_token
+        _try_fetch(best, demand, holder, _PULL_LATENCY_S + num_bytes / holder.link_bytes_per_s)
     return best
 
 
