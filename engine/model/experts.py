@@ -4,71 +4,29 @@ The ranks of a replica share the experts in one of two ways, with equal results:
 
     SplitExperts    every rank has a share of each expert's features and computes all tokens; the outputs are summed
     SpreadExperts   every rank has some experts whole; tokens travel to them and back (spread_experts.py)
-
-What a rank holds, it computes in one of two ways: expert by expert, or on a GPU all at once (kernels/fused_experts.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from cluster.model_shape import ExpertsConfig, ModelConfig
-from engine.kernels.fused_experts import fused_experts
-from engine.layers import GatedSiLU, Linear, Matrix, RMSNorm, RowParallelLinear, TorchMatrix
+from engine.layers import GatedSiLU, Linear, RMSNorm, RowParallelLinear
+from engine.model.expert_bank import Bank, Expert, Shelf
 from engine.model.routing import Routing
-from engine.model.spread_experts import Bank, Experts, SpreadExperts, weigh
+from engine.model.spread_experts import Experts, SpreadExperts, weigh
 from engine.parallel import TensorParallel
 from engine.shards import ShardReader
 from engine.weights import Shape
 
-# T tokens, E hidden_size, I features of one expert, X experts, C experts chosen for each token, N = choices of tokens
+# T tokens, E hidden_size, I features of the shared expert, C experts chosen for each token
 
 _NAMES = {"MixtralForCausalLM": ("block_sparse_moe", "w1", "w3", "w2")}  # of the block, an expert's gate, up and down
 _USUAL_NAMES = ("mlp", "gate_proj", "up_proj", "down_proj")
-
-
-@dataclass(frozen=True)
-class Expert:
-    """One gated MLP, or a rank's share of its features."""
-
-    gate_up: Linear  # rows: gate, up
-    down: Matrix
-
-    def __call__(self, x_TE: Tensor) -> Tensor:
-        return self.down.multiply(self.gate_up(x_TE), before=GatedSiLU())
-
-
-@dataclass(frozen=True)
-class ExpertList:
-    """Expert by expert, whatever form their matrices have."""
-
-    experts: list[Expert]
-
-    def __call__(self, x_TE: Tensor, chosen_TC: Tensor) -> Tensor:
-        flat_N = chosen_TC.flatten()
-        order_N, counts_X = flat_N.argsort(stable=True), flat_N.bincount(minlength=len(self.experts))
-        parts = x_TE[order_N // chosen_TC.shape[1]].split(counts_X.tolist())
-        out_NE = x_TE.new_empty(len(flat_N), x_TE.shape[1])
-        computed = [expert(part) for expert, part in zip(self.experts, parts, strict=True) if len(part)]
-        if computed:
-            out_NE[order_N] = torch.cat(computed)
-        return out_NE.view(*chosen_TC.shape, x_TE.shape[1])
-
-
-@dataclass(frozen=True)
-class ExpertStack:
-    """All at once, of matrices that lie in one tensor."""
-
-    gate_up_X2IE: Tensor
-    down_XEI: Tensor
-
-    def __call__(self, x_TE: Tensor, chosen_TC: Tensor) -> Tensor:
-        return fused_experts(x_TE, self.gate_up_X2IE, self.down_XEI, chosen_TC)
 
 
 @dataclass(frozen=True)
@@ -85,20 +43,18 @@ class SparseMLP:
         block = _names(config, layer)[0]
         routing = Routing.read(reader, config.experts, f"{block}.gate")
 
-        parallel, num_experts = reader.parallel, config.experts.num_experts
+        parallel, num_experts, num_features = (
+            reader.parallel,
+            config.experts.num_experts,
+            config.experts.intermediate_size,
+        )
+        features = (0, num_features) if reader.spreads_experts else parallel.span(num_features)
+        shelf = Shelf(lambda index: _read_expert(reader, config, layer, index, features))
         experts: Experts
         if reader.spreads_experts:
-            whole = 0, config.experts.intermediate_size
-            experts = SpreadExperts(
-                lambda ours: _read_bank(reader, config, layer, ours, whole),
-                num_experts,
-                parallel,
-                redundant=reader.redundant_experts,
-                turn=layer,
-            )
+            experts = SpreadExperts(shelf, num_experts, parallel, redundant=reader.redundant_experts, turn=layer)
         else:
-            features = parallel.span(config.experts.intermediate_size)
-            experts = SplitExperts(_read_bank(reader, config, layer, range(num_experts), features), parallel)
+            experts = SplitExperts(shelf(range(num_experts)), parallel)
         shared = SharedExpert.read(reader, config.experts, block) if config.experts.shared_size else None
         return cls(routing, experts, shared)
 
@@ -173,24 +129,9 @@ def _names(config: ModelConfig, layer: int) -> tuple[str, ...]:
     return (f"model.layers.{layer}.{block}", *matrices)
 
 
-def _read_bank(
-    reader: ShardReader, config: ModelConfig, layer: int, experts: Iterable[int], features: tuple[int, int]
-) -> Bank:
-    """Of some experts of a layer, the features [start, end) of each."""
+def _read_expert(reader: ShardReader, config: ModelConfig, layer: int, index: int, features: tuple[int, int]) -> Expert:
+    """The features [start, end) of one."""
     block, gate, up, down = _names(config, layer)
-    names = [f"{block}.experts.{index}" for index in experts]
-    read = [
-        Expert(
-            reader.linear({f"{name}.{gate}": features, f"{name}.{up}": features}),
-            reader.columns(f"{name}.{down}", features),
-        )
-        for name in names
-    ]
-    gate_up, down_matrices = [expert.gate_up.matrix for expert in read], [expert.down for expert in read]
-    if reader.device.type != "cuda" or not all(isinstance(m, TorchMatrix) for m in (*gate_up, *down_matrices)):
-        return ExpertList(read)
-    return ExpertStack(_stack(gate_up), _stack(down_matrices))
-
-
-def _stack(matrices: list[Matrix]) -> Tensor:
-    return torch.stack([matrix.weight_OI for matrix in matrices if isinstance(matrix, TorchMatrix)])
+    name = f"{block}.experts.{index}"
+    gate_up = reader.linear({f"{name}.{gate}": features, f"{name}.{up}": features})
+    return Expert(gate_up, reader.columns(f"{name}.{down}", features))

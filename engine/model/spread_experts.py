@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.expert_placement import Placement, busiest, plan_experts
+from engine.model.expert_bank import Bank
 from engine.parallel import TensorParallel
 
 logger = logging.getLogger(__name__)
@@ -21,14 +22,6 @@ STEPS_BETWEEN_PLANS = (
     1000  # each layer's experts are placed anew so often; one layer after another, never two in a step
 )
 _WORTH_MOVING = 1.1  # by how much the busiest rank must have more to do than it would have
-
-
-class Bank(Protocol):
-    """The experts, or their shares, that one rank computes."""
-
-    def __call__(self, x_TE: Tensor, chosen_TC: Tensor) -> Tensor:
-        """The output of each chosen expert, not yet weighed: (T, C, E). chosen: int64 places in this bank."""
-        ...
 
 
 class Experts(Protocol):

@@ -15,6 +15,7 @@ from torch.distributed import FileStore
 from cluster.request import Sampling
 from engine.batch import Batch, Row
 from engine.model import spread_experts
+from engine.model.expert_bank import Bank
 from engine.offline import generate
 from engine.parallel import TensorParallel
 from engine.runner import ModelRunner, layout_for
@@ -139,7 +140,7 @@ def experts_that_move(
     spread_experts.STEPS_BETWEEN_PLANS = steps_between_plans
     banks: list[list[int]] = []
 
-    def read(experts: Sequence[int]) -> spread_experts.Bank:
+    def read(experts: Sequence[int]) -> Bank:
         banks.append(list(experts))
         return lambda x_TE, chosen_TC: (x_TE * torch.tensor(experts)[chosen_TC]).unsqueeze(1)
 

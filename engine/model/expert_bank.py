@@ -1,0 +1,91 @@
+"""The experts that one rank computes: one by one in whatever form they are, or on a GPU all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.kernels.fused_experts import fused_experts
+from engine.layers import GatedSiLU, Linear, Matrix, TorchMatrix
+
+# T tokens, E hidden_size, I features of one expert, X experts, C experts chosen for each token, N = T * C choices
+
+
+class Bank(Protocol):
+    """Experts, or a rank's shares of them, in numbered places."""
+
+    def __call__(self, x_TE: Tensor, chosen_TC: Tensor) -> Tensor:
+        """The output of each chosen expert, not yet weighed: (T, C, E). chosen: int64 places in this bank."""
+        ...
+
+
+@dataclass(frozen=True)
+class Expert:
+    """One gated MLP, or a rank's share of its features."""
+
+    gate_up: Linear  # rows: gate, up
+    down: Matrix
+
+    def __call__(self, x_TE: Tensor) -> Tensor:
+        return self.down.multiply(self.gate_up(x_TE), before=GatedSiLU())
+
+
+@dataclass(frozen=True)
+class ExpertList:
+    """Expert by expert, whatever form their matrices have."""
+
+    experts: list[Expert]
+
+    def __call__(self, x_TE: Tensor, chosen_TC: Tensor) -> Tensor:
+        flat_N = chosen_TC.flatten()
+        order_N, counts_X = flat_N.argsort(stable=True), flat_N.bincount(minlength=len(self.experts))
+        parts = x_TE[order_N // chosen_TC.shape[1]].split(counts_X.tolist())
+        out_NE = x_TE.new_empty(len(flat_N), x_TE.shape[1])
+        computed = [expert(part) for expert, part in zip(self.experts, parts, strict=True) if len(part)]
+        if computed:
+            out_NE[order_N] = torch.cat(computed)
+        return out_NE.view(*chosen_TC.shape, x_TE.shape[1])
+
+
+@dataclass(frozen=True)
+class ExpertStack:
+    """All at once, of matrices that lie in one tensor each: see kernels/fused_experts.py."""
+
+    gate_up_X2IE: Tensor
+    down_XEI: Tensor
+
+    def __call__(self, x_TE: Tensor, chosen_TC: Tensor) -> Tensor:
+        return fused_experts(x_TE, self.gate_up_X2IE, self.down_XEI, chosen_TC)
+
+    @classmethod
+    def of(cls, experts: Sequence[Expert]) -> ExpertStack | None:
+        """None where they are not plain tensors on a GPU."""
+        gate_up, down = [expert.gate_up.matrix for expert in experts], [expert.down for expert in experts]
+        plain = [m.weight_OI for m in (*gate_up, *down) if isinstance(m, TorchMatrix) and m.weight_OI.is_cuda]
+        if len(plain) < 2 * len(experts):
+            return None
+        return cls(torch.stack(plain[: len(experts)]), torch.stack(plain[len(experts) :]))
+
+    def experts(self) -> list[Expert]:
+        """The same one by one; nothing is copied."""
+        pairs = zip(self.gate_up_X2IE, self.down_XEI, strict=True)
+        return [Expert(Linear(TorchMatrix(gate_up)), TorchMatrix(down)) for gate_up, down in pairs]
+
+
+class Shelf:
+    """Makes banks, one after another, and reads only experts that the last one did not have."""
+
+    def __init__(self, read: Callable[[int], Expert]) -> None:
+        self._read = read
+        self._held: dict[int, Expert] = {}
+
+    def __call__(self, wanted: Sequence[int]) -> Bank:
+        """A bank of these experts, in this order."""
+        experts = [self._held.get(index) or self._read(index) for index in wanted]
+        stack = ExpertStack.of(experts)
+        self._held = dict(zip(wanted, stack.experts() if stack else experts, strict=True))
+        return stack or ExpertList(experts)

@@ -1,0 +1,35 @@
+"""Banks of experts: one by one and all at once are the same, and nothing is read twice."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.layers import Linear, TorchMatrix
+from engine.model.expert_bank import Expert, ExpertList, ExpertStack, Shelf
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_one_by_one_and_all_at_once() -> None:
+    stack = ExpertStack(random(5, 12, 8), random(5, 8, 6, seed=1))
+    x, chosen = random(7, 8, seed=2), torch.tensor([[0, 4], [4, 0], [1, 2], [0, 1], [2, 4], [1, 0], [4, 2]])  # never 3
+    torch.testing.assert_close(ExpertList(stack.experts())(x, chosen), stack(x, chosen))
+    for bank in (stack, ExpertList(stack.experts())):
+        assert bank(x[:0], chosen[:0]).shape == (0, 2, 8)
+
+
+def test_only_what_the_last_bank_did_not_have_is_read() -> None:
+    read: list[int] = []
+
+    def make(index: int) -> Expert:
+        read.append(index)
+        gate_up, down = torch.full((2, 1), 1.0), torch.full((1, 1), float(index))
+        return Expert(Linear(TorchMatrix(gate_up)), TorchMatrix(down))
+
+    shelf, x = Shelf(make), torch.ones(1, 1)
+    first = shelf([3, 1])(x, torch.tensor([[0, 1]]))
+    second = shelf([1, 2, 3])(x, torch.tensor([[0, 1, 2]]))
+    assert read == [3, 1, 2]
+    torch.testing.assert_close(second[0, :, 0], first[0, 1, 0] * torch.tensor([1.0, 2.0, 3.0]))
