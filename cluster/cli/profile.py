@@ -6,9 +6,9 @@ import asyncio
 import datetime
 import os
 import platform
+import secrets
 import statistics
 import sys
-import time
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -123,7 +123,7 @@ async def _first_token_s(http: str) -> float:
     from cluster.bench.replay import replay
     from cluster.bench.trace import TraceRequest
 
-    seed = time.time_ns()  # nothing of these prompts is cached
+    seed = secrets.randbits(32)  # nothing of these prompts is cached
     async with open_door(http) as door:
         answers = []
         for number in range(_NUM_SHORT):
