@@ -15,7 +15,7 @@ from cluster.membership import Member
 from cluster.rank_process import RankProcess, Setup
 from cluster.replica_service import ReplicaService
 from cluster.request import Role, SequenceRequest
-from cluster.rpc import transfer_pb2, transfer_pb2_grpc, worker_pb2_grpc
+from cluster.rpc import transfer_pb2_grpc, worker_pb2_grpc
 from decode_worker.rank import DecodeRank
 from decode_worker.server import DecodeServicer, Serving
 from decode_worker.worker import Decoder
@@ -31,16 +31,13 @@ from engine.tiers.rank_tiers import RankTiers
 from engine.tiers.tiers import Tiers
 from kvtransfer import rank_parts
 from kvtransfer.grants import Grants
-from kvtransfer.ledger import Landing
+from kvtransfer.inbox import Inbox
 from kvtransfer.passage import Shipment
 from kvtransfer.peers import Peers
-from kvtransfer.pull_call import ask_holder
 from kvtransfer.pull_servicer import Granting, PullServicer
-from kvtransfer.pulls import Pull, Pulls
 from kvtransfer.rank_servicer import RankServicer
-from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
-from kvtransfer.tier_parts import LoadedPart, loaded_from_report, open_tiers
+from kvtransfer.tier_parts import LoadedPart, open_tiers
 
 
 def make_rank(spec: dict[str, Any], **arguments: Any) -> RankProcess:
@@ -124,26 +121,28 @@ class DecodeBody:
             max_running=pool.max_running,
             max_waiting=pool.max_waiting,
         )
-        receiver = rank_parts.make_receiver(setup, runner, self._ranks, functools.partial(self._landed, 0))
-        rank_tiers = self._open_tiers(setup, runner, functools.partial(self._loaded, 0))
+        inbox: Inbox[Group] = Inbox(setup, peers)
+        receiver = rank_parts.make_receiver(setup, runner, self._ranks, functools.partial(inbox.landed, 0))
+        rank_tiers = self._open_tiers(setup, runner, functools.partial(inbox.loaded, 0))
         tiers: Tiers[Group] = Tiers(
             blocks, rank_tiers, layout, eviction=eviction, timeout_s=setup.spec.timeouts.transfer_s
         )
         grants = Grants(blocks, layout, tiers)
         decoder = Decoder(
-            DecodeRank(runner, self._make_sender(setup, runner, functools.partial(self._shipped, 0)), rank_tiers),
+            DecodeRank(runner, self._make_sender(setup, runner, functools.partial(inbox.shipped, 0)), rank_tiers),
             receiver,
             blocks,
             scheduler,
             replica=setup.replica,
             addresses=setup.addresses,
             handoff_s=setup.spec.timeouts.handoff_s,
-            close_handoff=functools.partial(self._close_handoff, setup, peers),
-            pulls=self._make_pulls(setup, runner, peers, receiver, blocks),
+            close_handoff=inbox.close_handoff,
+            pulls=inbox.make_pulls(runner, receiver, blocks),
             grants=grants,
             tiers=tiers,
         )
         self.service = ReplicaService(decoder, setup.host, self._hub, replica=setup.replica)
+        inbox.open(decoder, self.service.post)
         max_tokens = max_tokens_of(runner, limit=setup.spec.model.max_context)
 
         def sequence_of(request: SequenceRequest) -> Sequence:
@@ -153,7 +152,7 @@ class DecodeBody:
 
         self._requests.serving = Serving(self.service, decoder, peers, sequence_of)
         self._prefixes.granting = Granting(grants, self.service.post)
-        self._ranks.on_report = self._reported
+        self._ranks.on_report = inbox.reported
         member = Member(
             replica=setup.replica,
             role=Role.DECODE,
@@ -169,56 +168,3 @@ class DecodeBody:
         self.service.start(
             index_url=setup.index_url, name=setup.spec.name, member=member, other_ranks=setup.addresses[1:]
         )
-
-    def _make_pulls(
-        self, setup: Setup, runner: ModelRunner, peers: Peers, receiver: Receiver, blocks: BlockManager
-    ) -> Pulls[Group]:
-        return Pulls(
-            receiver,
-            blocks,
-            replica=setup.replica,
-            addresses=setup.addresses,
-            layout=runner.layout,
-            timeout_s=setup.spec.timeouts.transfer_s,
-            close_elsewhere=functools.partial(self._close_handoff, setup, peers),
-            call=lambda pull: setup.host.spawn(ask_holder(pull, peers, functools.partial(self._missed, pull))),
-        )
-
-    def _landed(self, rank: int, landing: Landing) -> None:
-        """On rank 0, from any thread: a handoff's KV, or a prefix that we fetch, is whole on one of our ranks."""
-        serving = self._requests.serving
-        assert serving
-        serving.service.post(lambda: serving.decoder.landed(rank, landing))
-
-    def _missed(self, pull: Pull[Group], reason: str) -> None:
-        """On rank 0, from any thread: nothing comes of a pull."""
-        serving = self._requests.serving
-        assert serving
-        serving.service.post(lambda: serving.decoder.missed(pull, reason))
-
-    def _shipped(self, rank: int, shipment: Shipment) -> None:
-        """On rank 0, from any thread: one of our ranks has nothing more to send for a handoff."""
-        serving = self._requests.serving
-        assert serving
-        serving.service.post(lambda: serving.decoder.shipped(rank, shipment))
-
-    def _loaded(self, rank: int, loaded: Loaded) -> None:
-        """On rank 0, from any thread: one of our ranks has done with a load from its lower tiers."""
-        serving = self._requests.serving
-        assert serving
-        serving.service.post(lambda: serving.decoder.loaded(rank, loaded))
-
-    def _reported(self, report: transfer_pb2.ReportRequest) -> None:
-        part = report.WhichOneof("part")
-        if part == "landed":
-            self._landed(report.rank, Landing.from_report(report.landed))
-        elif part == "shipped":
-            self._shipped(report.rank, Shipment.from_report(report.shipped))
-        elif part == "loaded":
-            self._loaded(report.rank, loaded_from_report(report.loaded))
-
-    def _close_handoff(self, setup: Setup, peers: Peers, handoff: str, then: Callable[[], None]) -> None:
-        """On rank 0's step thread: close a handoff on the other ranks, then run a command on the step thread."""
-        service = self.service
-        assert service
-        rank_parts.close_handoff(setup, peers, handoff, lambda: service.post(then))
