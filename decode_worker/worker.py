@@ -37,7 +37,7 @@ from kvtransfer.grants import Grants
 from kvtransfer.ledger import Landing
 from kvtransfer.passage import Shipment
 from kvtransfer.pulls import Pull, Pulls
-from kvtransfer.tier_parts import count_tiers
+from kvtransfer.tier_parts import tell_tiers
 
 logger = logging.getLogger(__name__)
 
@@ -259,8 +259,7 @@ class Decoder:
 
     def status(self) -> pb.Status:
         self.totals.preemptions = self._scheduler.num_preemptions
-        count_tiers(self._tiers, self.totals)
-        return pb.Status(
+        status = pb.Status(
             running=self._scheduler.num_running + self._moves.num_paused + len(self._grants),
             waiting=self._scheduler.num_waiting,
             queued_tokens=self._scheduler.num_queued_tokens,
@@ -272,12 +271,9 @@ class Decoder:
             link_bytes_per_s=self._moves.link_rate.per_s,
             decode_step_s=self._step_s,
             timing=timing_to_proto(self._timing.timing),
-            blocks_host=self._tiers.num_blocks(Tier.HOST),
-            blocks_disk=self._tiers.num_blocks(Tier.DISK),
-            host_bytes_per_s=self._tiers.bytes_per_s(Tier.HOST),
-            disk_bytes_per_s=self._tiers.bytes_per_s(Tier.DISK),
-            totals=self.totals,
         )
+        tell_tiers(self._tiers, status, self.totals)
+        return status
 
     # Below: one request from admission to its end.
 

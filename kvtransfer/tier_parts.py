@@ -87,9 +87,15 @@ def loaded_from_report(part: pb.LoadedPart) -> Loaded:
     )
 
 
-def count_tiers(tiers: Tiers[Any], totals: worker_pb2.Totals) -> None:
+def tell_tiers(tiers: Tiers[Any], status: worker_pb2.Status, totals: worker_pb2.Totals) -> None:
+    """Put what lies below the pool, and what came of it, into a replica's account of itself."""
     totals.host_hit_tokens = tiers.hit_tokens(Tier.HOST)
     totals.disk_hit_tokens = tiers.hit_tokens(Tier.DISK)
     totals.host_saved_bytes = tiers.saved_bytes(Tier.HOST)
     totals.disk_saved_bytes = tiers.saved_bytes(Tier.DISK)
     totals.tier_losses = tiers.num_losses
+    status.blocks_host = tiers.num_blocks(Tier.HOST)
+    status.blocks_disk = tiers.num_blocks(Tier.DISK)
+    status.host_bytes_per_s = tiers.bytes_per_s(Tier.HOST)
+    status.disk_bytes_per_s = tiers.bytes_per_s(Tier.DISK)
+    status.totals.CopyFrom(totals)

@@ -29,7 +29,7 @@ from kvtransfer.ledger import Landing
 from kvtransfer.passage import Key, Shipment
 from kvtransfer.plan import sending_ranks
 from kvtransfer.pulls import Pull, Pulls
-from kvtransfer.tier_parts import count_tiers
+from kvtransfer.tier_parts import tell_tiers
 from prefill_worker.rank import PrefillRank, begin_order
 
 logger = logging.getLogger(__name__)
@@ -197,8 +197,7 @@ class Prefiller:
         return self._tiers.held()
 
     def status(self) -> pb.Status:
-        count_tiers(self._tiers, self.totals)
-        return pb.Status(
+        status = pb.Status(
             running=self._scheduler.num_running + len(self._departures) + len(self._grants),
             waiting=self._scheduler.num_waiting,
             queued_tokens=self._scheduler.num_queued_tokens,
@@ -208,12 +207,9 @@ class Prefiller:
             prefill_tokens_per_s=self._prefill_rate.per_s,
             link_bytes_per_s=self._link_rate.per_s,
             timing=timing_to_proto(self._timing.timing),
-            blocks_host=self._tiers.num_blocks(Tier.HOST),
-            blocks_disk=self._tiers.num_blocks(Tier.DISK),
-            host_bytes_per_s=self._tiers.bytes_per_s(Tier.HOST),
-            disk_bytes_per_s=self._tiers.bytes_per_s(Tier.DISK),
-            totals=self.totals,
         )
+        tell_tiers(self._tiers, status, self.totals)
+        return status
 
     def _begin(self, job: Job, handoff: Handoff) -> dict[str, object]:
         layout = self._rank.runner.layout
