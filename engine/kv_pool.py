@@ -37,7 +37,7 @@ class KVPool:
         ]
 
     def write(self, layer: int, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
-        """Store keys and values at `slots_T` (int64), quantising if the pool is fp8."""
+        """Store keys and values at `slots_T`, quantising if the pool is fp8: see write_kv."""
         write_kv(self.codes[layer], self.scales[layer] if self.scales else None, slots_T, k_TKD, v_TKD)
 
     def write_latents(self, layer: int, slots_T: Tensor, rows_TD: Tensor) -> None:

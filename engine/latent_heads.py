@@ -21,9 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention import AttentionPlan, Prompt, Singles, attend_prompt
-from engine.batch import Batch
+from engine.batch import Batch, Ints
 from engine.kernels.decode_attention import splits_for
-from engine.kernels.heads import tables_of
 from engine.kernels.language import cdiv
 from engine.kernels.latent_attention import HEADS_AT_ONCE, latent_decode_attention
 from engine.kernels.rotary import rotate
@@ -137,15 +136,14 @@ class _InPlace:
         if not len(rows):
             return
         self._tokens_R = torch.from_numpy(np.cumsum(batch.query_lens)[rows] - 1).to(pool.device)
-        self._tables_RB, self._contexts_R = tables_of(pool, batch, rows)
+        self._tables_RB, self._contexts_R = _tables_of(pool, batch, rows)
         self._longest = int(batch.context_lens[rows].max())
 
     def attend(self, layer: int, q_THD: Tensor, expansion: Expansion, scale: float, out_THW: Tensor) -> None:
         if not self._num_rows:
             return
-        num_splits, device = 1, self._pool.device
-        if device.type == "cuda":
-            num_splits = splits_for(self._num_rows, cdiv(q_THD.shape[1], HEADS_AT_ONCE), self._longest, device)
+        num_programs = cdiv(q_THD.shape[1], HEADS_AT_ONCE)
+        num_splits = splits_for(self._num_rows, num_programs, self._longest, self._pool.device)
         latents_RHC = latent_decode_attention(
             expansion.absorb_keys(q_THD[self._tokens_R]),
             self._pool.codes[layer],
@@ -157,3 +155,10 @@ class _InPlace:
             num_splits=num_splits,
         )
         out_THW[self._tokens_R] = expansion.values_of(latents_RHC)
+
+
+def _tables_of(pool: KVPool, batch: Batch, rows: Ints) -> tuple[Tensor, Tensor]:
+    """The block tables (R, B) and contexts (R,) of some rows, int32 on the pool's device."""
+    numbers = (batch.block_tables[rows], batch.context_lens[rows])
+    tables_RB, contexts_R = (torch.from_numpy(n.astype(np.int32)).to(pool.device) for n in numbers)
+    return tables_RB, contexts_R

@@ -84,6 +84,11 @@ class RowParallelLinear:
         return residual_TO + self.parallel.all_reduce(self.matrix.multiply(x_TI, bias_O=self.bias_O, before=before))
 
 
+def is_plain(*parts: Linear | RowParallelLinear) -> bool:
+    """Whether all their matrices are tensors, of which a product is one operation on the device."""
+    return all(isinstance(part.matrix, TorchMatrix) for part in parts)
+
+
 @dataclass(frozen=True)
 class Embedding:
     """This rank's rows of the token table, `first` and on."""

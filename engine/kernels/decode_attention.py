@@ -34,7 +34,7 @@ def decode_attention(
     num_splits: int,
     out_THD: Tensor,
 ) -> None:
-    """softmax(q k / sqrt(D)) v of the queries at `tokens_R` (int64), each the last position of its row.
+    """softmax(q k / sqrt(D)) v of the queries at `tokens_R` (int32 or int64), each the last position of its row.
 
     q, out: (T, H, D) bf16, fp16 or fp32; out is written at tokens_R only. codes, scales: a layer of the pool, FP8 or of
     q's dtype; see KVPool. tables: (R, B) int32 block ids; contexts: (R,) int32 keys of each row, its own included. A
@@ -55,7 +55,9 @@ def decode_attention(
 
 
 def splits_for(num_rows: int, num_kv_heads: int, longest: int, device: torch.device) -> int:
-    """Into how many parts to split the keys of each row, the longest of which has `longest`."""
+    """Into how many parts to split the keys of each row, the longest of which has `longest`. On a CPU, one."""
+    if device.type != "cuda":
+        return 1
     num_programs = torch.cuda.get_device_properties(device).multi_processor_count * _PROGRAMS_PER_PROCESSOR
     wanted = cdiv(num_programs, max(1, num_rows * num_kv_heads))
     return max(1, min(wanted, cdiv(longest, _MIN_KEYS_PER_SPLIT)))
@@ -176,7 +178,7 @@ def _attend_split(
 
     g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     mask = (g < G)[:, None] & (d < D)[None, :]
-    token = tl.load(tokens + row)
+    token = tl.load(tokens + row).to(tl.int64)
     query = q + token * q_token_stride + (head * G + g)[:, None] * q_head_stride + d[None, :]
     queries = tl.load(query, mask=mask, other=0.0)
     position = tl.zeros([BLOCK_G], tl.int32) + context - 1

@@ -14,11 +14,11 @@ _VALUES_PER_PROGRAM = 4096
 
 
 def write_kv(codes_B2KSD: Tensor, scales_B2KS: Tensor | None, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
-    """Store keys and values at `slots_T` (int64, block id * S + offset).
+    """Store keys and values at `slots_T` (int32 or int64, block id * S + offset).
 
     codes: (B, 2, K, S, D), a pool's layer: bf16, fp16 or fp32, or float8_e4m3fn with scales (B, 2, K, S) bf16.
-    k, v: (T, K, D) of any float dtype, dense in D; they may be views of a larger tensor. On a GPU a negative slot
-    writes nothing: it fills up the batch of a captured graph.
+    k, v: (T, K, D) of any float dtype, dense in D; they may be views of a larger tensor. A negative slot writes
+    nothing: it is that of a row which only fills up a batch.
     """
     store = launch_write_kv if k_TKD.is_cuda else reference_write_kv
     store(codes_B2KSD, scales_B2KS, slots_T, k_TKD, v_TKD)
@@ -27,12 +27,14 @@ def write_kv(codes_B2KSD: Tensor, scales_B2KS: Tensor | None, slots_T: Tensor, k
 def reference_write_kv(
     codes_B2KSD: Tensor, scales_B2KS: Tensor | None, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor
 ) -> None:
-    write_rows(codes_B2KSD, scales_B2KS, slots_T, torch.stack((k_TKD, v_TKD), dim=1))
+    is_stored_T = slots_T >= 0
+    rows_T2KD = torch.stack((k_TKD, v_TKD), dim=1)
+    write_rows(codes_B2KSD, scales_B2KS, slots_T[is_stored_T], rows_T2KD[is_stored_T])
 
 
 def write_rows(codes_B2KSD: Tensor, scales_B2KS: Tensor | None, slots_T: Tensor, rows_T2KD: Tensor) -> None:
     """By torch, on any device, whatever the number of sides. Where the pool's FP8 rows are longer than those given, the
-    numbers at the end stay in bf16: see quantize_rows."""
+    numbers at the end stay in bf16: see quantize_rows. Slots are not negative."""
     block_size = codes_B2KSD.shape[3]
     blocks_T, offsets_T = slots_T // block_size, slots_T % block_size
     if scales_B2KS is None:
@@ -49,7 +51,7 @@ def launch_write_kv(
     num_tokens, num_heads, dim = k_TKD.shape
     block_d = power_of_2(dim)
     rows = max(1, _VALUES_PER_PROGRAM // block_d)
-    assert k_TKD.stride() == v_TKD.stride() and k_TKD.stride(-1) == 1 and codes_B2KSD.is_contiguous()
+    assert k_TKD.stride(-1) == v_TKD.stride(-1) == 1 and codes_B2KSD.is_contiguous()
     is_fp8 = scales_B2KS is not None
     _write_kv[(cdiv(num_tokens * num_heads, rows), 2)](
         codes_B2KSD.view(torch.uint8) if is_fp8 else codes_B2KSD,
@@ -60,6 +62,8 @@ def launch_write_kv(
         num_tokens,
         k_TKD.stride(0),
         k_TKD.stride(1),
+        v_TKD.stride(0),
+        v_TKD.stride(1),
         K=num_heads,
         S=codes_B2KSD.shape[3],
         D=dim,
@@ -77,8 +81,10 @@ def _write_kv(
     k,
     v,
     num_tokens,
-    token_stride,
-    head_stride,
+    k_token_stride,
+    k_head_stride,
+    v_token_stride,
+    v_head_stride,
     K: tl.constexpr,
     S: tl.constexpr,
     D: tl.constexpr,
@@ -90,15 +96,16 @@ def _write_kv(
     side = tl.program_id(1)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     token, head = row // K, row % K
-    slot = tl.load(slots + token, mask=token < num_tokens, other=-1)
+    slot = tl.load(slots + token, mask=token < num_tokens, other=-1).to(tl.int64)
     place = ((slot // S * 2 + side) * K + head) * S + slot % S
     d = tl.arange(0, BLOCK_D)
     mask = (slot >= 0)[:, None] & (d < D)[None, :]
-    source = (token * token_stride + head * head_stride)[:, None] + d[None, :]
     if side == 0:
-        x = tl.load(k + source, mask=mask, other=0.0)
+        source = k + (token * k_token_stride + head * k_head_stride)[:, None] + d[None, :]
+        x = tl.load(source, mask=mask, other=0.0)
     else:
-        x = tl.load(v + source, mask=mask, other=0.0)
+        source = v + (token * v_token_stride + head * v_head_stride)[:, None] + d[None, :]
+        x = tl.load(source, mask=mask, other=0.0)
     target = codes + place[:, None] * D + d[None, :]
     if IS_FP8:
         code, scale = quantize_row(x.to(tl.float32), mask)

@@ -33,16 +33,19 @@ class QueryTiles:
 
     @classmethod
     def of(cls, begins_R: Ints, lengths_R: Ints, contexts_R: Ints, device: torch.device) -> QueryTiles:
-        """Tiles that see the most keys come first, so that none of them begins when the others are done."""
-        counts = -(-lengths_R // _QUERIES)
-        rows = np.repeat(np.arange(len(counts)), counts)
-        firsts = np.concatenate([np.arange(count) * _QUERIES for count in counts] or [np.zeros(0, np.int64)])
-        order = np.argsort(-((contexts_R - lengths_R)[rows] + firsts), kind="stable")
+        """See cut_tiles."""
+        arrays = (*cut_tiles(lengths_R, contexts_R), begins_R, lengths_R)
+        return cls(*(torch.from_numpy(numbers.astype(np.int32)).to(device) for numbers in arrays))
 
-        def place(numbers: Ints) -> Tensor:
-            return torch.from_numpy(numbers.astype(np.int32)).to(device)
 
-        return cls(place(rows[order]), place(firsts[order]), place(begins_R), place(lengths_R))
+def cut_tiles(lengths_R: Ints, contexts_R: Ints) -> tuple[Ints, Ints]:
+    """The row and the first query of each tile (N,). Those that see the most keys come first, so that none of them
+    begins when the others are done."""
+    counts = -(-lengths_R // _QUERIES)
+    rows = np.repeat(np.arange(len(counts)), counts)
+    firsts = np.concatenate([np.arange(count) * _QUERIES for count in counts] or [np.zeros(0, np.int64)])
+    order = np.argsort(-((contexts_R - lengths_R)[rows] + firsts), kind="stable")
+    return rows[order], firsts[order]
 
 
 def prefill_attention(

@@ -20,12 +20,13 @@ from engine.batch import Batch
 from engine.cpu.heads import CompiledHeads
 from engine.cpu.layers import CompiledLayers
 from engine.cpu.matrix import PackedMatrix
+from engine.device_batch import DeviceBatch
 from engine.heads import Heads, TorchHeads
 from engine.kernels.heads import KernelHeads
 from engine.kv_layout import KVLayout
 from engine.kv_pool import KVPool
 from engine.latent_heads import LatentHeads
-from engine.layers import Linear, RMSNorm, RowParallelLinear
+from engine.layers import Linear, RMSNorm, RowParallelLinear, is_plain
 from engine.model import experts, gated_mlp, latent
 from engine.model.experts import SparseMLP
 from engine.model.gated_mlp import GatedMLP
@@ -73,18 +74,49 @@ class DenseDecoder:
         Returns the logits (R, V) in fp32, on every rank.
         """
         device = pool.device
+        if device.type == "cuda" and not self._config.latent:
+            return self.compute(DeviceBatch.of(batch, device), pool, on_layer)
         x_TE = self._embedding(torch.from_numpy(batch.token_ids).to(device))
         angles_T1F = self._rotary(torch.from_numpy(batch.positions).to(device), x_TE.dtype)
         if compiled := self._compiled_for(pool):
             x_TE = compiled(x_TE, batch, *angles_T1F, on_layer)
         else:
-            heads = self._heads(batch, pool, *angles_T1F)
-            for layer in self._layers:
-                q_THD = layer.store(x_TE, heads)
-                if on_layer is not None:
-                    on_layer(layer.index)
-                x_TE = layer.finish(x_TE, q_THD, heads)
-        wanted_RE = x_TE[torch.from_numpy(batch.logits_rows).to(device)]
+            x_TE = self._pass(x_TE, self._heads(batch, pool, *angles_T1F), on_layer)
+        return self._logits(x_TE[torch.from_numpy(batch.logits_rows).to(device)])
+
+    def compute(self, batch: DeviceBatch, pool: KVPool, on_layer: OnLayer | None = None) -> Tensor:
+        """The same of a batch that is on the device, by the GPU's kernels; not for latent attention.
+
+        Where `hindrance` knows of none, nothing here waits for the device, or depends on a number that is there.
+        """
+        x_TE = self._embedding(batch.token_ids_T)
+        x_TE = self._pass(x_TE, KernelHeads(batch, pool, *self._rotary(batch.positions_T, x_TE.dtype)), on_layer)
+        return self._logits(x_TE if batch.logits_rows is None else x_TE.index_select(0, batch.logits_rows))
+
+    @property
+    def hindrance(self) -> str | None:
+        """Why `compute` cannot be recorded and launched again as it was; None where it can."""
+        if self._config.latent:
+            return "latent attention makes its plan on the host"
+        if self._parallel.size > 1:
+            return "the ranks of a gang meet in every layer"
+        layers = [layer for layer in self._layers if isinstance(layer, DecoderLayer)]
+        if not is_plain(self._head, *(part for layer in layers for part in (layer.qkv, layer.output))):
+            return "its matrices are not plain tensors"
+        if not all(layer.mlp.is_fixed for layer in layers):
+            return "what its MLPs launch is decided on the host"
+        return None
+
+    def _pass(self, x_TE: Tensor, heads: Any, on_layer: OnLayer | None) -> Tensor:
+        """Through all layers."""
+        for layer in self._layers:
+            q_THD = layer.store(x_TE, heads)
+            if on_layer is not None:
+                on_layer(layer.index)
+            x_TE = layer.finish(x_TE, q_THD, heads)
+        return x_TE
+
+    def _logits(self, wanted_RE: Tensor) -> Tensor:
         return self._parallel.all_gather(self._head(wanted_RE, before=self._norm), self._config.vocab_size).float()
 
     def _compiled_for(self, pool: KVPool) -> CompiledLayers | None:
@@ -95,7 +127,7 @@ class DenseDecoder:
         return self._compiled
 
     def _heads(self, batch: Batch, pool: KVPool, cos_T1F: Tensor, sin_T1F: Tensor) -> Any:
-        """Of the kind that this model's layers use."""
+        """Of the kind that this model's layers use, where `compute` does not make them."""
         if self._config.latent:
             return LatentHeads(
                 batch,
@@ -108,8 +140,6 @@ class DenseDecoder:
             )
         if self._kernels is not None:
             return CompiledHeads(self._kernels, batch, pool, cos_T1F, sin_T1F)
-        if pool.device.type == "cuda":
-            return KernelHeads(batch, pool, cos_T1F, sin_T1F)
         return TorchHeads(batch, pool, cos_T1F, sin_T1F, self._config.sliding_windows)
 
 

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cluster.model_shape import ExpertsConfig, ModelConfig
-from engine.layers import GatedSiLU, Linear, RMSNorm, RowParallelLinear
-from engine.model.expert_bank import Bank, Expert, Shelf
+from engine.layers import GatedSiLU, Linear, RMSNorm, RowParallelLinear, is_plain
+from engine.model.expert_bank import Bank, Expert, ExpertStack, Shelf
 from engine.model.routing import Routing
 from engine.model.spread_experts import Experts, SpreadExperts, weigh
 from engine.parallel import TensorParallel
@@ -62,6 +62,12 @@ class SparseMLP:
         normed_TE = norm(x_TE)
         out_TE = x_TE + self.experts(normed_TE, *self.routing(normed_TE))
         return out_TE if self.shared is None else self.shared(normed_TE, residual_TE=out_TE)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether what is launched depends on the number of tokens only, and not on the experts that they choose."""
+        is_stack = isinstance(self.experts, SplitExperts) and isinstance(self.experts.bank, ExpertStack)
+        return is_stack and (self.shared is None or is_plain(self.shared.gate_up, self.shared.down))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from cluster.model_shape import ModelConfig
-from engine.layers import GatedSiLU, Linear, RMSNorm, RowParallelLinear
+from engine.layers import GatedSiLU, Linear, RMSNorm, RowParallelLinear, is_plain
 from engine.shards import ShardReader
 from engine.weights import Shape
 
@@ -32,6 +32,11 @@ class GatedMLP:
 
     def __call__(self, x_TE: Tensor, *, norm: RMSNorm) -> Tensor:
         return self.down(self.gate_up(x_TE, before=norm), before=GatedSiLU(), residual_TO=x_TE)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether what is launched depends on the number of tokens only."""
+        return is_plain(self.gate_up, self.down)
 
 
 def expected_tensors(config: ModelConfig, layer: int) -> Mapping[str, Shape]:
