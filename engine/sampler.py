@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -65,7 +66,8 @@ def sample(logits_RV: Tensor, rows: Seq[SamplingRow]) -> list[tuple[int, TokenLo
     chosen_R = adjusted_RV.argmax(dim=-1)
     drawing = [i for i, row in enumerate(rows) if not row.sampling.is_greedy]
     if drawing:
-        chosen_R[drawing] = _draw(adjusted_RV[drawing], [rows[i] for i in drawing])
+        drawing_N = _place(drawing, torch.int64, chosen_R.device)
+        chosen_R[drawing_N] = _draw(adjusted_RV[drawing_N], [rows[i] for i in drawing])
     return list(zip(chosen_R.tolist(), _logprobs(logits_RV, chosen_R, rows), strict=True))
 
 
@@ -88,15 +90,16 @@ def _adjust(logits_RV: Tensor, rows: Seq[SamplingRow]) -> Tensor:
             adjusted_RV = logits_RV.clone()
         logits_V = adjusted_RV[i]
         if s.repetition_penalty != 1.0:
-            seen = torch.tensor(sorted(set(row.tokens)), dtype=torch.int64, device=logits_V.device)
+            seen = _place(sorted(set(row.tokens)), torch.int64, logits_V.device)
             values = logits_V[seen]
             logits_V[seen] = torch.where(values > 0, values / s.repetition_penalty, values * s.repetition_penalty)
         if has_output_penalty and row.output:
-            output = torch.tensor(row.output, device=logits_V.device)
-            seen, counts = output.unique(return_counts=True)
+            counts_of = Counter(row.output)
+            seen = _place(list(counts_of), torch.int64, logits_V.device)
+            counts = _place(list(counts_of.values()), torch.int64, logits_V.device)
             logits_V[seen] -= s.presence_penalty + s.frequency_penalty * counts
         if is_early:
-            logits_V[list(s.stop_token_ids)] = -math.inf
+            logits_V.index_fill_(0, _place(list(s.stop_token_ids), torch.int64, logits_V.device), -math.inf)
     return adjusted_RV
 
 
@@ -105,7 +108,7 @@ def _draw(logits_NV: Tensor, rows: Seq[SamplingRow]) -> Tensor:
     device = logits_NV.device
 
     def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(-1)
+        return _place(values, torch.float32, device).unsqueeze(-1)
 
     # The greatest logit becomes 0, so that the smallest temperature overflows to -inf at worst.
     scaled_NV = logits_NV - logits_NV.amax(dim=-1, keepdim=True)
@@ -117,7 +120,7 @@ def _draw(logits_NV: Tensor, rows: Seq[SamplingRow]) -> Tensor:
         scaled_NV = scaled_NV.masked_fill(scaled_NV < threshold_N1, -math.inf)
     # In fp64 the running sum does not depend on how a device adds up.
     cumulative_NV = scaled_NV.exp().cumsum(dim=-1, dtype=torch.float64)
-    draws_N = torch.tensor([uniform(row.seed, len(row.tokens)) for row in rows], dtype=torch.float64, device=device)
+    draws_N = _place([uniform(row.seed, len(row.tokens)) for row in rows], torch.float64, device)
     targets_N1 = draws_N.unsqueeze(-1) * cumulative_NV[:, -1:]
     return torch.searchsorted(cumulative_NV, targets_N1, right=True).squeeze(-1)
 
@@ -128,8 +131,8 @@ def _keep_top_k(scaled_NV: Tensor, top_k: Seq[int]) -> Tensor:
     if not any(limits):
         return scaled_NV
     greatest_NK = scaled_NV.topk(max(limits), dim=-1).values
-    index_N1 = torch.tensor([max(0, k - 1) for k in limits], device=scaled_NV.device).unsqueeze(-1)
-    is_off_N1 = torch.tensor([k == 0 for k in limits], device=scaled_NV.device).unsqueeze(-1)
+    index_N1 = _place([max(0, k - 1) for k in limits], torch.int64, scaled_NV.device).unsqueeze(-1)
+    is_off_N1 = _place([k == 0 for k in limits], torch.bool, scaled_NV.device).unsqueeze(-1)
     threshold_N1 = greatest_NK.gather(-1, index_N1).masked_fill(is_off_N1, -math.inf)
     return scaled_NV.masked_fill(scaled_NV < threshold_N1, -math.inf)
 
@@ -139,8 +142,9 @@ def _keep_top_p(scaled_NV: Tensor, top_p: Seq[float]) -> Tensor:
     rows = [i for i, p in enumerate(top_p) if p < 1.0]
     if not rows:
         return scaled_NV
-    wanted_N1 = torch.tensor([top_p[i] for i in rows], dtype=torch.float64, device=scaled_NV.device).unsqueeze(-1)
-    chosen_NV = scaled_NV[rows]
+    wanted_N1 = _place([top_p[i] for i in rows], torch.float64, scaled_NV.device).unsqueeze(-1)
+    rows_N = _place(rows, torch.int64, scaled_NV.device)
+    chosen_NV = scaled_NV[rows_N]
     mass_N1 = _sum(chosen_NV.exp()) * wanted_N1
     for num_greatest in (min(_FEW, chosen_NV.shape[-1]), chosen_NV.shape[-1]):
         greatest_NK = chosen_NV.topk(num_greatest, dim=-1).values
@@ -151,7 +155,7 @@ def _keep_top_p(scaled_NV: Tensor, top_p: Seq[float]) -> Tensor:
     last_N1 = (reached_NK < mass_N1).sum(dim=-1, keepdim=True).clamp_max(greatest_NK.shape[-1] - 1)
     kept_NV = chosen_NV.masked_fill(chosen_NV < greatest_NK.gather(-1, last_N1), -math.inf)
     scaled_NV = scaled_NV.clone()
-    scaled_NV[rows] = kept_NV
+    scaled_NV[rows_N] = kept_NV
     return scaled_NV
 
 
@@ -160,9 +164,10 @@ def _logprobs(logits_RV: Tensor, chosen_R: Tensor, rows: Seq[SamplingRow]) -> li
     found: list[TokenLogprob | None] = [None] * len(rows)
     if not wanted:
         return found
-    logits_NV = logits_RV[wanted]
+    wanted_N = _place(wanted, torch.int64, logits_RV.device)
+    logits_NV = logits_RV[wanted_N]
     norms_N1 = _logsumexp(logits_NV)
-    chosen = (logits_NV.gather(-1, chosen_R[wanted].unsqueeze(-1)) - norms_N1).squeeze(-1).tolist()
+    chosen = (logits_NV.gather(-1, chosen_R[wanted_N].unsqueeze(-1)) - norms_N1).squeeze(-1).tolist()
     most = max(rows[i].sampling.num_logprobs or 0 for i in wanted)
     top_NK = logits_NV.topk(min(most, logits_NV.shape[-1]), dim=-1)
     ids, values = top_NK.indices.tolist(), (top_NK.values - norms_N1).tolist()
@@ -171,6 +176,11 @@ def _logprobs(logits_RV: Tensor, chosen_R: Tensor, rows: Seq[SamplingRow]) -> li
         top = tuple(zip(ids[n][:count], values[n][:count], strict=True))
         found[i] = TokenLogprob(logprob=chosen[n], top=top)
     return found
+
+
+def _place(values: Seq[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On the device; nothing waits for the copy but what comes behind it there."""
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def _logsumexp(logits_NV: Tensor) -> Tensor:
