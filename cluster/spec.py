@@ -101,6 +101,14 @@ class EngineSpec(_Section):
     # The same tokens for a request, whatever is computed beside it, however its prompt is cut, on whichever replica.
     # On CPUs of one kind, in bfloat16; what cannot keep the promise is refused.
     deterministic: bool = False
+    # auto: on GPUs, decode steps are recorded when a replica starts, and replayed (seconds more of start, some memory
+    # beside the pool). off: every step is launched kernel by kernel. Where steps cannot be recorded, the log says why.
+    cuda_graphs: Literal["auto", "off"] = "auto"
+
+    @field_validator("cuda_graphs", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: Any) -> Any:
+        return "off" if value is False else value  # YAML reads a bare off as false
 
 
 class RouterSpec(_Section):

@@ -77,6 +77,7 @@ class DecodeBody:
             device=self._device,
             expert_parallel=pool.expert_parallel,
             redundant_experts=pool.redundant_experts,
+            replayed_rows=pool.max_running,
         )
         if setup.rank == 0:
             self._serve(setup, runner, self._peers)

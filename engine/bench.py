@@ -4,6 +4,8 @@
 
 Random token ids, greedy, no end of sequence, no prefix cache, the best of three. What a decode step costs beyond the
 model counts too: making the batch, sampling, the sequences' own bookkeeping.
+
+On a GPU decode steps are replayed (engine/decode_graphs.py); `plain_step_ms` is that step launched kernel by kernel.
 """
 
 from __future__ import annotations
@@ -18,10 +20,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from cluster.errors import SpecError
 from cluster.request import Sampling, SequenceRequest
 from engine.batch import Batch
 from engine.block_manager import BlockManager
 from engine.load import load_runner
+from engine.model.dense import OnLayer
 from engine.parallel import TensorParallel
 from engine.runner import GIB, ModelRunner, layout_for
 from engine.sampler import SamplingRow, sample
@@ -31,7 +35,7 @@ _NUM_STEPS = 128  # of one decode measurement
 _NUM_TRIES = 3  # the best counts
 _CHUNK = 2048  # prompt tokens in one step, as in a prefill replica
 _BLOCK_SIZE = 16
-_READ_BYTES = 1 << 29  # for the bandwidth: far beyond any cache
+_READ_BYTES = {"cpu": 1 << 29, "cuda": 1 << 32}  # for the bandwidth: far beyond any cache
 
 
 def bench_engine(
@@ -44,8 +48,11 @@ def bench_engine(
     contexts: Seq[int],
     prefills: Seq[int],
     threads: int | None,
+    device: torch.device,
 ) -> dict[str, Any]:
-    """Measure on the CPU; returns plain JSON values. threads: None for all processors. Raises SpecError."""
+    """Measure; returns plain JSON values. threads: of a CPU, None for all processors. Raises SpecError."""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SpecError("cluster bench engine: this machine has no CUDA device that torch can use")
     if threads is not None:
         torch.set_num_threads(threads)
     layout = layout_for(model_dir, dtype=dtype, weights=weights, pool_dtype=pool_dtype, block_size=_BLOCK_SIZE)
@@ -60,11 +67,12 @@ def bench_engine(
         block_size=_BLOCK_SIZE,
         kv_memory_gib=(most_tokens + 1) * _BLOCK_SIZE * layout.bytes_per_token() / GIB,
         parallel=TensorParallel(),
-        device=torch.device("cpu"),
+        replayed_rows=max(batches, default=0),
+        device=device,
         progress=lambda fraction: None,
     )
     decodes = [_decode(runner, batch, context) for context, batch in product(contexts, batches)]
-    bandwidth, weight_bytes = read_bandwidth(), _weight_bytes(runner, weights)
+    bandwidth, weight_bytes = read_bandwidth(device), _weight_bytes(runner, weights)
     for row in decodes:
         row["bandwidth_share"] = weight_bytes and round(weight_bytes / (row["step_ms"] / 1e3) / bandwidth, 3)
     return {
@@ -80,10 +88,11 @@ def bench_engine(
     }
 
 
-def read_bandwidth() -> float:
-    """Bytes per second at which this process's compute threads read memory."""
-    data = torch.ones(_READ_BYTES // 4)
-    return _READ_BYTES / min(_timed(lambda: data.sum()) for _ in range(5))
+def read_bandwidth(device: torch.device) -> float:
+    """Bytes per second at which a device reads its memory; a CPU with this process's compute threads."""
+    num_bytes = _READ_BYTES[device.type]
+    data = torch.ones(num_bytes // 4, device=device)
+    return num_bytes / min(_timed(lambda: data.sum().item()) for _ in range(5))
 
 
 def _weight_bytes(runner: ModelRunner, weights: str) -> int | None:
@@ -108,22 +117,26 @@ def _blocks_for(num_tokens: int) -> int:
 
 
 def _decode(runner: ModelRunner, batch: int, context: int) -> dict[str, Any]:
-    def run() -> float:
+    def run(on_layer: OnLayer | None = None) -> float:
         blocks = BlockManager(runner.pool.num_blocks)
         sequences = [make_sequence(runner, blocks, context, seed) for seed in range(batch)]
         for sequence in sequences:
             take_step(runner, blocks, [sequence], [len(sequence.tokens)])
         ones = [1] * batch
-        take_step(runner, blocks, sequences, ones)
-        return _timed(lambda: [take_step(runner, blocks, sequences, ones) for _ in range(_NUM_STEPS)])
+        take_step(runner, blocks, sequences, ones, on_layer)
+        return _timed(lambda: [take_step(runner, blocks, sequences, ones, on_layer) for _ in range(_NUM_STEPS)])
 
     seconds = min(run() for _ in range(_NUM_TRIES))
-    return {
+    row = {
         "batch": batch,
         "context": context,
         "tokens_per_s": round(batch * _NUM_STEPS / seconds, 1),
         "step_ms": round(seconds / _NUM_STEPS * 1e3, 3),
     }
+    if runner.device.type == "cuda":  # a step whose layers somebody wants to hear of is not replayed
+        plain_s = min(run(on_layer=lambda layer: None) for _ in range(_NUM_TRIES))
+        row["plain_step_ms"] = round(plain_s / _NUM_STEPS * 1e3, 3)
+    return row
 
 
 def _prefill(runner: ModelRunner, num_tokens: int) -> dict[str, Any]:
@@ -151,10 +164,16 @@ def make_sequence(runner: ModelRunner, blocks: BlockManager, num_tokens: int, se
     return sequence
 
 
-def take_step(runner: ModelRunner, blocks: BlockManager, sequences: Seq[Sequence], counts: Seq[int]) -> None:
+def take_step(
+    runner: ModelRunner,
+    blocks: BlockManager,
+    sequences: Seq[Sequence],
+    counts: Seq[int],
+    on_layer: OnLayer | None = None,
+) -> None:
     """One step, as a worker takes it."""
     rows = [sequence.row(count) for sequence, count in zip(sequences, counts, strict=True)]
-    logits = runner.forward(Batch.of(rows, block_size=runner.layout.block_size))
+    logits = runner.forward(Batch.of(rows, block_size=runner.layout.block_size), on_layer)
     for sequence, count in zip(sequences, counts, strict=True):
         sequence.computed(count, blocks)
     ready = [sequence for sequence, row in zip(sequences, rows, strict=True) if row.wants_logits]

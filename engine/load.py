@@ -38,6 +38,7 @@ def load_runner(
     expert_parallel: bool = False,
     redundant_experts: int = 0,
     is_deterministic: bool = False,
+    replayed_rows: int = 0,
     device: torch.device,
     progress: Callable[[float], None],
 ) -> ModelRunner:
@@ -62,6 +63,7 @@ def load_runner(
         expert_parallel=expert_parallel,
         redundant_experts=redundant_experts,
         is_deterministic=is_deterministic,
+        replayed_rows=replayed_rows,
         progress=progress,
     )
 

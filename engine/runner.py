@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,12 +16,15 @@ from cluster.errors import SpecError
 from cluster.model_shape import ModelConfig
 from engine.batch import Batch
 from engine.cpu.library import open_kernels
+from engine.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from engine.kv_layout import KVLayout
 from engine.kv_pool import KVPool
 from engine.model.dense import DenseDecoder, OnLayer
 from engine.parallel import TensorParallel
 from engine.shards import ShardReader
 from engine.weights import open_checkpoint
+
+logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
 
@@ -74,6 +80,8 @@ class ModelRunner:
         expert_parallel: bool = False,
         redundant_experts: int = 0,
         is_deterministic: bool = False,
+        replayed_rows: int = 0,
+        capture: Capture | None = None,
         progress: Callable[[float], None] | None = None,
     ) -> None:
         """Loads this rank's weights, which takes a while: `progress` is told the fraction done. Raises SpecError.
@@ -81,6 +89,8 @@ class ModelRunner:
         expert_parallel: each rank holds some experts whole, instead of a share of every one; redundant_experts: places
         for further copies of the experts that are chosen most.
         is_deterministic: refuse to compute in a way in which a row's bits depend on the rows beside it.
+        replayed_rows: record decode steps of up to so many rows now, and replay them, where this model's steps can be
+        recorded; capture: by what. None: by CUDA on its devices, and on others not at all.
         """
         self.config: ModelConfig = model_config.load(model_dir)
         self.layout = layout
@@ -117,12 +127,36 @@ class ModelRunner:
             self._model = DenseDecoder(self.config, reader, layout, on_read=on_read)
         # Outside inference mode, for others write to it who are not in it: blocks that arrive from a peer.
         self.pool = KVPool(layout, num_blocks=num_blocks, device=device)
+        if replayed_rows and capture is None and device.type == "cuda":
+            capture = CudaCapture(device)
+        self._graphs = self._record(replayed_rows, capture) if replayed_rows and capture else None
 
     @torch.inference_mode()
     def forward(self, batch: Batch, on_layer: OnLayer | None = None) -> Tensor:
-        """Compute one step. Returns the logits of the rows that want them, (rows, vocabulary) fp32, on every rank.
+        """Compute one step. Returns the logits of the rows that want them, (rows, vocabulary) fp32, on every rank; the
+        next step may overwrite them.
 
         `on_layer(i)` is called as soon as layer i's keys and values of this batch are in the pool, before the layer's
         attention is computed. On a GPU that means: enqueued on the current stream.
         """
+        if self._graphs is not None and on_layer is None and (logits_RV := self._graphs(batch)) is not None:
+            return logits_RV
         return self._model(batch, self.pool, on_layer)
+
+    @torch.inference_mode()
+    def _record(self, max_rows: int, capture: Capture) -> DecodeGraphs | None:
+        if hindrance := self._model.hindrance:
+            logger.info("decode steps are not recorded: %s", hindrance)
+            return None
+        begin = time.monotonic()
+        graphs = DecodeGraphs(
+            partial(self._model.compute, pool=self.pool),
+            capture,
+            max_rows=max_rows,
+            max_context=min(self.config.max_context, self.pool.num_blocks * self.layout.block_size),
+            block_size=self.layout.block_size,
+            vocab_size=self.config.vocab_size,
+            device=self.device,
+        )
+        logger.info("decode steps of up to %d rows recorded in %.1f s", max_rows, time.monotonic() - begin)
+        return graphs

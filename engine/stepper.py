@@ -22,6 +22,7 @@ from engine.runner import GIB, layout_for
 
 _BLOCK_SIZE = 16
 _NUM_STEPS = 64  # of one batch, before it begins anew
+_REPLAYED_ROWS = 64  # as in a decode replica, if the operator says nothing
 
 
 class Stepper:
@@ -42,6 +43,7 @@ class Stepper:
             block_size=_BLOCK_SIZE,
             kv_memory_gib=most_tokens * layout.bytes_per_token() / GIB,
             parallel=TensorParallel(),
+            replayed_rows=_REPLAYED_ROWS,
             device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
             progress=lambda fraction: None,
         )

@@ -57,8 +57,12 @@ def load(
     device: torch.device,
     expert_parallel: bool = False,
     redundant_experts: int = 0,
+    replayed_rows: int = 0,
 ) -> ModelRunner:
-    """The rank's share of the weights, and its KV pool. Returns when every rank has them; raises ClusterError."""
+    """The rank's share of the weights, and its KV pool. Returns when every rank has them; raises ClusterError.
+
+    replayed_rows: of decode steps that may be replayed; see ModelRunner.
+    """
     set_threads(pool.resources.cpus)
     setup.on_progress("finding the model", 0.05)
     runner = load_runner(
@@ -72,6 +76,7 @@ def load(
         expert_parallel=expert_parallel,
         redundant_experts=redundant_experts,
         is_deterministic=setup.spec.engine.deterministic,
+        replayed_rows=replayed_rows if setup.spec.engine.cuda_graphs == "auto" else 0,
         device=device,
         progress=lambda fraction: setup.on_progress("loading weights", 0.1 + 0.9 * fraction),
     )

@@ -31,6 +31,7 @@ def engine(
     dtype: ModelDType = DEFAULT_DTYPE,
     weights: ModelWeights = DEFAULT_WEIGHTS,
     pool_dtype: Annotated[str, typer.Option(help="As in a spec.")] = "auto",
+    gpu: Annotated[bool, typer.Option("--gpu", help="On the first GPU, with CUDA graphs and without.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Tokens per second of the engine on this machine's processors, beside the memory bandwidth that bounds it.
@@ -48,6 +49,7 @@ def engine(
         contexts=_parse("context", context),
         prefills=_parse("prefill", prefill),
         threads=threads,
+        device=import_module("engine.load").device_for(gpus=gpu),
     )
     print(json.dumps(result) if as_json else "\n".join(_lines(result)))
 
@@ -108,7 +110,7 @@ def _lines(result: dict[str, Any]) -> list[str]:
         f"{what}, {result['threads']} threads, memory {result['bandwidth_gb_s']} GB/s",
         *(
             f"decode   batch {row['batch']:4}, context {row['context']:6}: {row['tokens_per_s']:9.1f} tokens/s, "
-            f"{row['step_ms']:8.3f} ms a step{_share(row)}"
+            f"{row['step_ms']:8.3f} ms a step{_share(row)}{_plain(row)}"
             for row in result["decode"]
         ),
         *(f"prefill  {row['tokens']:6} tokens: {row['tokens_per_s']:9.1f} tokens/s" for row in result["prefill"]),
@@ -118,6 +120,10 @@ def _lines(result: dict[str, Any]) -> list[str]:
 def _share(decode: dict[str, Any]) -> str:
     share = decode["bandwidth_share"]
     return "" if share is None else f", {share:4.0%} of the bandwidth"
+
+
+def _plain(decode: dict[str, Any]) -> str:
+    return f"; without graphs {decode['plain_step_ms']:8.3f} ms" if "plain_step_ms" in decode else ""
 
 
 def _kv_lines(result: dict[str, Any]) -> list[str]:

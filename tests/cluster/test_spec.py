@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cluster.errors import SpecError
-from cluster.spec import parse_spec
+from cluster.spec import load_spec, parse_spec
 
 DETERMINISTIC = {"engine": {"deterministic": True}, "kv": {"wire_dtype": "raw"}}
 
@@ -46,3 +46,14 @@ def test_deterministic_says_what_it_needs(more: dict[str, Any], need: str) -> No
 def test_another_mistake_is_told_alone() -> None:
     with pytest.raises(SpecError, match=r"^spec: kv\.block_size: [^;]*$"):
         parse_spec(DETERMINISTIC | {"kv": {"block_size": 7}})
+
+
+@pytest.mark.parametrize(("text", "meant"), [("auto", "auto"), ("off", "off"), ("'off'", "off"), ("false", "off")])
+def test_cuda_graphs(text: str, meant: str) -> None:
+    """A bare off is false to YAML."""
+    assert load_spec("1P1D", overrides=[f"engine.cuda_graphs={text}"]).engine.cuda_graphs == meant
+
+
+def test_cuda_graphs_are_no_number() -> None:
+    with pytest.raises(SpecError, match=r"engine\.cuda_graphs"):
+        load_spec("1P1D", overrides=["engine.cuda_graphs=8"])

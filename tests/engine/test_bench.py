@@ -42,3 +42,12 @@ def test_it_prints_what_it_measured(
 def test_it_refuses_what_is_no_count(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["bench", "engine", "--batch", "1,none"]) == 2
     assert "--batch 1,none" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so(
+    tiny_model: MakeModel, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_source, "resolve", lambda source: tiny_model("llama")[0])
+    assert run(["bench", "engine", "--gpu"]) == 2
+    assert "no CUDA device" in capsys.readouterr().err

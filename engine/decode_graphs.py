@@ -1,0 +1,124 @@
+"""Decode steps that were recorded once, and are launched again as a whole: CUDA graphs.
+
+At batch sizes where a step waits for its weights, hundreds of launches from Python take longer than what they launch. A
+graph launches the same kernels over the same addresses again. So what changes from step to step lies in static buffers:
+
+    Batch ──one copy──> device ──two copies──> static inputs ──replay──> static logits      (and the pool)
+
+Shapes are part of a graph, so there is one for each of a few batch sizes, and a batch is filled up to the next. A row
+that fills up has a context of 0, which is attended to as zeros, and a slot of -1, where nothing is stored: no block is
+set aside for it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.batch import Batch
+from engine.device_batch import DeviceBatch, SingleRows, upload
+
+# R rows of a batch, N rows that a graph computes, M those of the largest, B blocks of the longest table, V vocabulary
+
+_MOST_ROWS = 256  # beyond, launching takes less time than computing
+_ABSENT = np.array([[0], [0], [-1], [0]], dtype=np.int32)  # token, position, slot and context of a row that fills up
+
+Step = Callable[[], None]
+
+
+class Capture(Protocol):
+    """What records a step."""
+
+    def __call__(self, step: Step) -> Step:
+        """Returns what does again everything that `step` has launched, without calling it."""
+        ...
+
+
+class CudaCapture:
+    """Implements Capture. One graph runs at a time, so all share the memory for what lies between their kernels."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._memory = torch.cuda.graph_pool_handle()
+
+    def __call__(self, step: Step) -> Step:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self._device):
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                step()  # kernels are compiled and libraries find their workspaces now: neither can be recorded
+            # Other threads of a worker use the device meanwhile: they would break a recording in any other mode.
+            with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"):
+                step()
+            torch.cuda.current_stream().wait_stream(self._stream)
+        return graph.replay
+
+
+class DecodeGraphs:
+    """The recorded steps of one model over one pool. Owned by the step thread."""
+
+    def __init__(
+        self,
+        compute: Callable[[DeviceBatch], Tensor],
+        capture: Capture,
+        *,
+        max_rows: int,
+        max_context: int,
+        block_size: int,
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        """Records a step for each batch size, of rows that are all absent: nothing is read or written of the pool.
+
+        compute: from N rows to their logits (N, V); what it launches must follow from shapes and `longest` alone.
+        """
+        self._sizes = graph_sizes(max_rows)
+        self._compute = compute
+        self._device = device
+        self._longest = max_context
+        most = self._sizes[-1]
+        self._numbers_4M = torch.from_numpy(_ABSENT).to(device).repeat(1, most)
+        self._tokens_M = torch.arange(most, dtype=torch.int32, device=device)
+        self._tables_MB = torch.zeros(most, -(-max_context // block_size), dtype=torch.int32, device=device)
+        self._logits_MV = torch.zeros(most, vocab_size, dtype=torch.float32, device=device)
+        # The largest first: the others find room in the memory that it needed.
+        self._replays = {size: capture(partial(self._step, size)) for size in reversed(self._sizes)}
+
+    def __call__(self, batch: Batch) -> Tensor | None:
+        """The logits (R, V) fp32, which the next call overwrites.
+
+        None where no graph computes this batch: a row has several queries or wants no logits, or there are more rows,
+        or longer tables, than any graph has room for.
+        """
+        num_rows, width = batch.block_tables.shape
+        is_decode = batch.num_tokens == num_rows == len(batch.logits_rows)
+        if not is_decode or num_rows > self._sizes[-1] or width > self._tables_MB.shape[1]:
+            return None
+        size = self._sizes[bisect_left(self._sizes, num_rows)]
+        numbers_4N = np.repeat(_ABSENT, size, axis=1)
+        numbers_4N[:, :num_rows] = batch.token_ids, batch.positions, batch.slots, batch.context_lens
+        numbers, tables_RB = upload([numbers_4N, batch.block_tables], self._device)
+        self._numbers_4M[:, :size].copy_(numbers)
+        self._tables_MB[:num_rows, :width].copy_(tables_RB)
+        self._replays[size]()
+        return self._logits_MV[:num_rows]
+
+    def _step(self, size: int) -> None:
+        """What is recorded."""
+        token_ids, positions, slots, contexts = self._numbers_4M[:, :size].unbind()
+        rows = SingleRows(self._tokens_M[:size], self._tables_MB[:size], contexts, self._longest)
+        batch = DeviceBatch(token_ids, positions, slots, logits_rows=None, singles=rows, prompts=None)
+        self._logits_MV[:size].copy_(self._compute(batch))
+
+
+def graph_sizes(max_rows: int) -> tuple[int, ...]:
+    """1, 2, 4, 8, 16, 24, 32, … up to the first that holds max_rows, or _MOST_ROWS."""
+    sizes = [1, 2, 4, *range(8, _MOST_ROWS + 1, 8)]
+    return tuple(sizes[: bisect_left(sizes, max_rows) + 1])

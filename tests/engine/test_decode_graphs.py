@@ -1,0 +1,263 @@
+"""Replayed decode steps are those that are launched one by one, whatever was replayed before."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine import decode_graphs
+from engine.batch import Batch, Row
+from engine.decode_graphs import Step, graph_sizes
+from engine.device_batch import DeviceBatch, upload
+from engine.kv_pool import KVPool
+from engine.runner import ModelRunner, layout_for
+from tests.engine.kernels.launched import launch_kernels
+from tests.engine.steps import VOCAB_SIZE
+from tests.engine.tiny_models import DEEPSEEK_V2, MakeModel
+
+BLOCK_SIZE = 8
+NUM_BLOCKS = 150
+MAX_CONTEXT = 128  # of the tiny models
+MAX_ROWS = 9
+
+MakePair = Callable[..., tuple[ModelRunner, ModelRunner]]
+
+
+class FakeCapture:
+    """Calls the step again, and counts how often."""
+
+    def __init__(self) -> None:
+        self.num_replays = 0
+
+    def __call__(self, step: Step) -> Step:
+        step()
+
+        def replay() -> None:
+            self.num_replays += 1
+            step()
+
+        return replay
+
+
+@pytest.fixture(scope="module")
+def make_pair(tiny_model: MakeModel) -> MakePair:
+    """make_pair(capture, "llama", pool_dtype="fp8_e4m3", …) -> a runner that replays, and one that does not."""
+
+    def make(
+        capture: Any,
+        family: str,
+        *,
+        dtype: str = "float32",
+        pool_dtype: str = "auto",
+        device: str = "cpu",
+        **changes: Any,
+    ) -> tuple[ModelRunner, ModelRunner]:
+        directory, _ = tiny_model(family, **changes)
+        layout = layout_for(directory, dtype=dtype, pool_dtype=pool_dtype, block_size=BLOCK_SIZE)
+        options = {"layout": layout, "num_blocks": NUM_BLOCKS, "dtype": getattr(torch, dtype)}
+        options["device"] = torch.device(device)
+        replaying = ModelRunner(directory, **options, replayed_rows=MAX_ROWS, capture=capture)
+        return replaying, ModelRunner(directory, **options)
+
+    return make
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3 fp8", "mistral window"])
+def pair(request: pytest.FixtureRequest, make_pair: MakePair) -> tuple[ModelRunner, ModelRunner]:
+    family, _, kind = request.param.partition(" ")
+    pool_dtype = "fp8_e4m3" if kind == "fp8" else "auto"
+    return make_pair(
+        FakeCapture(), family, pool_dtype=pool_dtype, **({"sliding_window": 9} if kind == "window" else {})
+    )
+
+
+def decode_batch(contexts: list[int], seed: int) -> Batch:
+    """One query a row, at the end of its context, over blocks in no order."""
+    generator = np.random.default_rng(seed)
+    blocks = iter(generator.permutation(NUM_BLOCKS).tolist())
+    rows = [
+        Row(
+            token_ids=generator.integers(0, VOCAB_SIZE, 1).tolist(),
+            start=context - 1,
+            blocks=[next(blocks) for _ in range(-(-context // BLOCK_SIZE))],
+            wants_logits=True,
+        )
+        for context in contexts
+    ]
+    return Batch.of(rows, block_size=BLOCK_SIZE)
+
+
+def fill(pool: KVPool, seed: int) -> None:
+    """With the KV of earlier steps."""
+    every = torch.arange(pool.num_blocks * BLOCK_SIZE, device=pool.device)
+    shape = (2, len(every), pool.layout.heads_per_rank, pool.layout.head_dim)
+    kv = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(pool.device)
+    for layer in range(pool.layout.num_layers):
+        pool.write(layer, every, *kv)
+
+
+def contents(pool: KVPool) -> torch.Tensor:
+    """(layers, 2, K, slots, D) fp32."""
+    every = torch.arange(pool.num_blocks, device=pool.device)
+    return torch.stack([pool.read(layer, every, torch.float32) for layer in range(pool.layout.num_layers)])
+
+
+def check_equal(pair: tuple[ModelRunner, ModelRunner], batch: Batch, *, tolerance: float = 1e-4) -> None:
+    """Both runners compute the batch alike, and write alike, and only where the batch says."""
+    if pair[0].pool.scales:
+        tolerance = max(tolerance, 0.13)  # a number between two codes of e4m3 may become either: an eighth apart
+    before = contents(pair[0].pool)
+    logits = [runner.forward(batch).clone() for runner in pair]
+    torch.testing.assert_close(*logits, atol=tolerance, rtol=tolerance)
+    after = [contents(runner.pool) for runner in pair]
+    torch.testing.assert_close(*after, atol=tolerance, rtol=tolerance)
+    is_other = torch.ones(before.shape[3], dtype=torch.bool)
+    is_other[batch.slots] = False
+    assert torch.equal(after[0][..., is_other, :], before[..., is_other, :])
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    steps=st.lists(st.lists(st.integers(1, MAX_CONTEXT), min_size=1, max_size=MAX_ROWS), min_size=1, max_size=3),
+    seed=st.integers(0, 1000),
+)
+def test_steps_of_any_sizes(pair: tuple[ModelRunner, ModelRunner], steps: list[list[int]], seed: int) -> None:
+    for runner in pair:
+        fill(runner.pool, seed)
+    for i, contexts in enumerate(steps):
+        check_equal(pair, decode_batch(contexts, seed + i))
+
+
+def test_a_small_batch_sees_nothing_of_a_big_one(pair: tuple[ModelRunner, ModelRunner]) -> None:
+    replaying, _ = pair
+    fill(replaying.pool, 1)
+    big, small = decode_batch([40] * 8, seed=1), decode_batch([17, 9, 30], seed=2)
+    expected = replaying.forward(small).clone()
+    replaying.forward(big)
+    # What only the big one uses is poisoned: who reads it gets NaN, and who writes it makes it a number.
+    used = {block for row, n in zip(small.block_tables, (3, 2, 4), strict=True) for block in row[:n].tolist()}
+    others = [block for block in big.block_tables.ravel().tolist() if block not in used]
+    for poisoned in replaying.pool.scales or replaying.pool.codes:
+        poisoned[others] = torch.nan
+    torch.testing.assert_close(replaying.forward(small), expected)
+    for poisoned in replaying.pool.scales or replaying.pool.codes:
+        assert poisoned[others].isnan().all()
+
+
+def test_what_is_recorded_reads_no_host_memory(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was uploaded for a step is overwritten before it is replayed: it has been copied to the static inputs."""
+    uploaded: list[torch.Tensor] = []
+
+    def spy(*arguments: Any) -> list[torch.Tensor]:
+        uploaded[:] = upload(*arguments)
+        return uploaded
+
+    def capture(step: Step) -> Step:
+        step()
+
+        def replay() -> None:
+            for tensor in uploaded:
+                tensor.fill_(-7)
+            with monkeypatch.context() as context:
+                for name in ("from_numpy", "tensor", "as_tensor"):
+                    context.delattr(torch, name)
+                step()
+
+        return replay
+
+    monkeypatch.setattr(decode_graphs, "upload", spy)
+    pair = make_pair(capture, "llama")
+    for runner in pair:
+        fill(runner.pool, 5)
+    check_equal(pair, decode_batch([20, 3, 128], seed=5))
+    assert uploaded and all((tensor == -7).all() for tensor in uploaded)
+
+
+def test_which_steps_are_replayed(make_pair: MakePair) -> None:
+    capture = FakeCapture()
+    pair = make_pair(capture, "llama")
+
+    def is_replayed(batch: Batch, **options: Any) -> bool:
+        before = capture.num_replays
+        expected = pair[1].forward(batch)
+        torch.testing.assert_close(pair[0].forward(batch, **options), expected, atol=1e-4, rtol=1e-4)
+        return capture.num_replays > before
+
+    def row(start: int, end: int, *, wants_logits: bool = True) -> Row:
+        blocks = range(-(-end // BLOCK_SIZE))
+        return Row(token_ids=[7] * (end - start), start=start, blocks=blocks, wants_logits=wants_logits)
+
+    def batch(*rows: Row) -> Batch:
+        return Batch.of(rows, block_size=BLOCK_SIZE)
+
+    assert is_replayed(batch(row(0, 1))) and is_replayed(decode_batch([5] * MAX_ROWS, seed=0))
+    assert not is_replayed(batch(row(0, 2))), "a prompt"
+    assert not is_replayed(batch(row(4, 5), row(4, 5, wants_logits=False))), "a chunk of one token"
+    assert not is_replayed(batch(row(4, 5)), on_layer=lambda layer: None), "somebody waits for its layers"
+    assert not is_replayed(decode_batch([5] * (graph_sizes(MAX_ROWS)[-1] + 1), seed=0)), "too many rows"
+    assert not is_replayed(batch(row(MAX_CONTEXT, MAX_CONTEXT + 1))), "too long a table"
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [("deepseek_v2", DEEPSEEK_V2, "latent attention"), ("mixtral", {}, "on the host")],
+)
+def test_what_cannot_be_recorded_says_why(
+    family: str, changes: dict[str, Any], reason: str, make_pair: MakePair, caplog: pytest.LogCaptureFixture
+) -> None:
+    capture = FakeCapture()
+    with caplog.at_level(logging.INFO, logger="engine.runner"):
+        pair = make_pair(capture, family, **changes)
+    assert reason in caplog.text
+    batch = decode_batch([5], seed=0)
+    torch.testing.assert_close(*(runner.forward(batch) for runner in pair))
+    assert not capture.num_replays
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "sizes"), [(1, (1,)), (3, (1, 2, 4)), (17, (1, 2, 4, 8, 16, 24)), (64, (1, 2, 4, *range(8, 65, 8)))]
+)
+def test_sizes(max_rows: int, sizes: tuple[int, ...]) -> None:
+    assert graph_sizes(max_rows) == sizes and graph_sizes(4096)[-1] == graph_sizes(256)[-1] == 256
+
+
+def test_one_upload_keeps_shapes() -> None:
+    arrays = [np.arange(5), np.zeros((0, 3), dtype=np.int64), np.arange(6).reshape(2, 3), np.array([-1])]
+    parts = upload(arrays, torch.device("cpu"))
+    for part, array in zip(parts, arrays, strict=True):
+        assert part.dtype == torch.int32 and np.array_equal(part.numpy(), array)
+        assert part.data_ptr() % 16 == parts[0].data_ptr() % 16
+
+
+def test_kernels_launched_in_the_interpreter(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts and replayed steps of a whole model, by the kernels that a GPU runs."""
+    replaying, plain = make_pair(FakeCapture(), "qwen3", num_hidden_layers=2)
+    for runner in (replaying, plain):
+        fill(runner.pool, 3)
+    launch_kernels(monkeypatch)
+    prompt = Row(token_ids=[5, 9, 2] * 6, start=4, blocks=[140, 141, 142], wants_logits=True)
+    mixed = Batch.of(
+        [prompt, Row(token_ids=[3], start=11, blocks=[143, 144], wants_logits=True)], block_size=BLOCK_SIZE
+    )
+    with torch.inference_mode():
+        computed = replaying._model.compute(DeviceBatch.of(mixed, replaying.device), replaying.pool)
+    torch.testing.assert_close(computed, plain.forward(mixed), atol=1e-4, rtol=1e-4)
+    check_equal((replaying, plain), decode_batch([12, 40, 7], seed=4))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pool_dtype", ["auto", "fp8_e4m3"])
+def test_cuda_graphs(pool_dtype: str, make_pair: MakePair) -> None:
+    pair = make_pair(None, "qwen3", dtype="bfloat16", pool_dtype=pool_dtype, device="cuda", head_dim=64)
+    for runner in pair:
+        fill(runner.pool, 6)
+    for seed, num_rows in enumerate((1, 9, 2, 5, 1, 8)):
+        contexts = np.random.default_rng(seed).integers(1, MAX_CONTEXT + 1, num_rows).tolist()
+        check_equal(pair, decode_batch(contexts, seed), tolerance=5e-2)
