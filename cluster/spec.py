@@ -77,6 +77,7 @@ class PoolSpec(_Section):
     kv_disk_path: str | None = None  # a directory of a local disk; None: `blocks` in the cache. Blocks outlive replicas
     max_running: Annotated[int, Field(ge=1)] = 64  # sequences in one step
     max_batch_tokens: Annotated[int, Field(ge=16)] = 512  # tokens in one step; longer prompts are computed in chunks
+    rebalance: bool = True  # running requests move from a crowded decode replica to an emptier one, KV and all
     max_waiting: Annotated[int, Field(ge=1)] = 1024  # requests queued on a replica before it refuses more
 
 
@@ -118,6 +119,7 @@ class RouterSpec(_Section):
     http_port: Port = 8000
     policy: Policy = "cost"  # the others are there for comparison
     max_local_prefill: Annotated[int, Field(ge=0)] = 16  # uncached prompt tokens that decode may compute itself
+    rebalance: bool = True  # running requests move from a crowded decode replica to an emptier one, KV and all
     max_waiting: Annotated[int, Field(ge=1)] = 1024  # requests queued in one router; one tenant may have half of it
 
 

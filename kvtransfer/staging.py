@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvtransfer.link import Operation
 
-_NUM_BUFFERS = 2  # a third gained nothing: docs/benchmarks/kv_path.md
+NUM_BUFFERS = 2  # a third gained nothing: docs/benchmarks/kv_path.md
 
 
 class StagingRing:
@@ -20,7 +20,7 @@ class StagingRing:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._free = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(_NUM_BUFFERS)]
+        self._free = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(NUM_BUFFERS)]
         self._started: deque[tuple[Tensor, Operation, float]] = (
             deque()
         )  # whole buffers, and the time that each may take

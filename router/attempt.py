@@ -10,10 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -21,7 +20,7 @@ from grpc import aio
 
 from cluster.channel import error_of
 from cluster.errors import CapacityError, ClusterError, DeadlineExceeded, LayoutMismatch, ReplicaLost, TransferError
-from cluster.handoff import Handoff, Holder
+from cluster.handoff import Handoff
 from cluster.messages import (
     handoff_from_proto,
     handoff_to_proto,
@@ -34,28 +33,15 @@ from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
 from router.choices import Choices
 from router.generation import Route
-from router.move import Lease, Move, Place, hold
+from router.move import Place
+from router.pair import Pair
+from router.places import Places
 from router.replicas import Replica
 
 logger = logging.getLogger(__name__)
 
 _SHIPPED_S = 1.0  # the account of a transfer may come a little later than the tokens that prove it
 _STOP_S = 1.0
-_MOVE_AGAIN_S = 0.25
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Where to try. Without a prefill replica the decode replica computes the prompt; without a decode replica the
-    first tokens are all that is wanted."""
-
-    prefill: Replica | None
-    decode: Replica | None
-    hashes: Sequence[bytes] = ()  # of the prompt's full blocks, as it was weighed
-    promised_blocks: int = 0  # of the decode replica, as long as the pair is used
-    promised_streams: int = 0
-    answered: Callable[[], None] = lambda: None  # to be called when the prefill replica has computed the prompt
-    holder: Holder | None = None  # from whom the replica that computes the prompt may fetch what it lacks of the prefix
 
 
 def may_retry(error: ClusterError) -> bool:
@@ -92,33 +78,31 @@ class Attempt:
         self._choices = Choices(request.choices, emit, has_prefill=pair.prefill is not None)
         self._next_prefill = next_prefill
         self._expires_at = None if request.deadline_s is None else time.monotonic() + request.deadline_s
-        self._next_place = next_place
-        self._places: dict[int, Place] = {}  # where each choice decodes
-        self._leases: list[asyncio.Task[None]] = []  # on the replicas that choices have moved to
+        self.places = Places(
+            request, self._choices, pair.promise, router=router, route=route, next_place=next_place, spawn=self._spawn
+        )
         self._prefilling: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         if self._decode:
-            self._subscribe(self._decode)
+            self.places.begin(self._decode)
         tasks = [self._spawn(self._lease(self._decode) if self._decode else self._prefill_only())]
-        if self._decode:
-            tasks.append(self._spawn(self._move_when_draining(self._decode)))
         try:
             await self._choices.wait()
             if self._prefilling and self._decode:
                 await asyncio.wait({self._prefilling}, timeout=_SHIPPED_S)
         finally:
             self._answered()
-            self._unsubscribe()
-            tasks += self._leases + ([self._prefilling] if self._prefilling else [])
+            tasks += [self._prefilling] if self._prefilling else []
             for task in tasks:
                 task.cancel()
+            await self.places.close()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def stop(self, choice: int) -> None:
         """This choice needs no more tokens; none will follow."""
         self._choices.finish(choice)
-        if self._choices.unfinished and (place := self._places.get(choice)):
+        if self._choices.unfinished and (place := self.places.of(choice)):
             request = pb.StopRequest(router=self._router, streams=[place.stream])
             with suppress(aio.AioRpcError):  # a replica that is lost generates nothing any more
                 await rpc.DecodeWorkerStub(place.replica.channel).Stop(request, timeout=_STOP_S)
@@ -144,56 +128,11 @@ class Attempt:
                     if self._prefill is None:
                         self._route.pulled_tokens = event.started.pulled_tokens
         except aio.AioRpcError as error:
-            if any(self._places[choice].replica is decode for choice in self._choices.unfinished):
+            if self.places.on(decode):
                 self._choices.fail(self._error_of(error, decode))
         finally:
             decode.num_requests -= 1
             call.cancel()
-
-    # Moving on, when D drains.
-
-    async def _move_when_draining(self, decode: Replica) -> None:
-        """Take every choice that decodes away, one after the other, as long as some are left there."""
-        await decode.is_draining.wait()
-        while staying := [c for c in self._choices.unfinished if self._places[c].replica is decode]:
-            for choice in staying:
-                place = self._next_place()
-                if place and choice in self._choices.unfinished and self._choices.emitted[choice]:
-                    await self._move(choice, place)
-            await asyncio.sleep(_MOVE_AGAIN_S)
-
-    async def _move(self, choice: int, target: Place) -> None:
-        source = self._places[choice]
-        sequence = replace(
-            self._request,
-            token_ids=self._request.token_ids + tuple(self._choices.emitted[choice]),
-            choices=(choice,),
-            stream=target.stream,
-        )
-        move = Move(source, target, router=self._router)
-        num_tokens = await move.run(sequence)
-        if num_tokens is None:
-            return
-        lease = move.lease
-        assert lease
-        held = self._spawn(self._hold(lease, target.replica))
-        held.add_done_callback(lambda _: lease.cancel())  # also when it is cancelled before it has begun
-        self._leases.append(held)
-        await self._choices.wait_for(choice, num_tokens - len(self._request.token_ids))
-        source.replica.unsubscribe(source.stream)
-        self._places[choice] = target
-        self._route.decode_replica = target.replica.id
-        self._route.moves += 1
-        move.follow(partial(self._from_decode, choice))
-
-    async def _hold(self, lease: Lease, replica: Replica) -> None:
-        replica.num_requests += 1
-        try:
-            await hold(lease, peer=replica.id)
-        except ClusterError as error:
-            self._choices.fail(error)
-        finally:
-            replica.num_requests -= 1
 
     def _reserved(self, reserved: pb.Reserved) -> None:
         assert self._decode
@@ -280,18 +219,3 @@ class Attempt:
         task = asyncio.create_task(work)
         task.add_done_callback(done)
         return task
-
-    def _from_decode(self, choice: int, tokens: list[SampledToken] | ReplicaLost) -> None:
-        if isinstance(tokens, ReplicaLost):
-            self._choices.fail(tokens)
-        else:
-            self._choices.decoded(choice, tokens)
-
-    def _subscribe(self, decode: Replica) -> None:
-        for i, choice in enumerate(self._request.choices):
-            self._places[choice] = place = Place(decode, self._request.stream + i)
-            decode.subscribe(place.stream, partial(self._from_decode, choice))
-
-    def _unsubscribe(self) -> None:
-        for place in self._places.values():
-            place.replica.unsubscribe(place.stream)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from cluster.errors import CapacityError, ClusterError, ContextLengthExceeded
@@ -15,16 +16,19 @@ from cluster.metrics import Metrics
 from cluster.prefix_index import Depths
 from cluster.request import Role, SequenceRequest
 from router.admission import Ticket
-from router.attempt import Pair, may_retry
+from router.attempt import may_retry
 from router.decisions import Decisions
 from router.gate import Gate
 from router.generation import Generation
 from router.move import Place
+from router.pair import Pair, Promise
+from router.places import Places
 from router.policy import Demand, Option, Policy, ReplicaView
+from router.rebalance import Mover, Rebalancer
 from router.relay import Relay
-from router.replica_view import Usual, view_of
+from router.replica_view import Usual, has_room, view_of
 from router.replicas import Replica, Replicas
-from router.room import AnswerLength, DecodeLoad, decode_has_room, prefill_has_room
+from router.room import AnswerLength, prefill_has_room
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +72,7 @@ class Dispatch:
         self._answers = AnswerLength()
         self._gate: Gate[Pair] = Gate(max_waiting=max_waiting, queue_s=queue_s)
         self._streams = itertools.count(1)
+        self._movers: set[Mover] = set()
         replicas.on_change = self._gate.wake
         metrics.requests_waiting.set_function(lambda: len(self._gate))
 
@@ -113,9 +118,8 @@ class Dispatch:
     def give_back(self, pair: Pair) -> None:
         """A pair is not used any more."""
         pair.answered()
-        if pair.decode:
-            pair.decode.promised_blocks -= pair.promised_blocks
-            pair.decode.promised_streams -= pair.promised_streams
+        if pair.promise:
+            pair.promise.end()
         self._gate.wake()
 
     def expect(self, pair: Pair) -> Callable[[], None]:
@@ -124,6 +128,21 @@ class Dispatch:
         assert replica
         self._replicas.index.expect(replica.id, pair.hashes)
         return lambda: self._replicas.index.settle(replica.id, pair.hashes)
+
+    @contextmanager
+    def running(self, request: SequenceRequest, pair: Pair, places: Places) -> Iterator[None]:
+        """Meanwhile the request may be asked to move to a replica that has less to do."""
+        num_blocks = pair.promise.num_blocks if pair.promise else 0
+        mover = Mover(places, num_tokens=len(request.token_ids), num_blocks=num_blocks)
+        self._movers.add(mover)
+        try:
+            yield
+        finally:
+            self._movers.discard(mover)
+
+    async def rebalance_forever(self) -> None:
+        """Keep the decode replicas about evenly filled with what runs."""
+        await Rebalancer(self._replicas, movers=self._movers, new_stream=lambda: self.new_streams(1)).run_forever()
 
     def next_prefill(self, request: SequenceRequest, decode: Replica | None, *, avoid: set[str]) -> Replica | None:
         """Another prefill replica for a request whose decode replica is chosen already."""
@@ -157,7 +176,7 @@ class Dispatch:
         prefills, decodes = self._replicas.usable(Role.PREFILL), self._replicas.usable(Role.DECODE)
         if needs_room:
             num_streams = len(need.request.choices)
-            decodes = [r for r in decodes if _decode_has_room(r, num_blocks=need.num_blocks, num_streams=num_streams)]
+            decodes = [r for r in decodes if has_room(r, num_blocks=need.num_blocks, num_streams=num_streams)]
             prefills = [r for r in prefills if self._has_room(r.id)] or prefills  # a policy may offer a few only
         found, views = self._weigh(need, prefills, decodes, avoid=avoid)
         if needs_room:
@@ -204,17 +223,8 @@ class Dispatch:
             return Pair(prefill, None, need.hashes, answered=answered, holder=self._holder(option))
         decode = self._replicas.get(option.decode)
         assert decode
-        decode.promised_blocks += need.num_blocks
-        decode.promised_streams += len(request.choices)
-        return Pair(
-            prefill,
-            decode,
-            need.hashes,
-            promised_blocks=need.num_blocks,
-            promised_streams=len(request.choices),
-            answered=answered,
-            holder=self._holder(option),
-        )
+        promise = Promise(decode, num_blocks=need.num_blocks, num_streams=len(request.choices))
+        return Pair(prefill, decode, need.hashes, promise, answered=answered, holder=self._holder(option))
 
     def _holder(self, option: Option) -> Holder | None:
         """The peer that gives its blocks, where the option counts on one."""
@@ -255,19 +265,6 @@ class Dispatch:
             raise ContextLengthExceeded(
                 f"{len(request.token_ids)} tokens leave no room in the {limit} that a replica holds", param="prompt"
             )
-
-
-def _decode_has_room(replica: Replica, *, num_blocks: int, num_streams: int) -> bool:
-    status, member = replica.status, replica.member
-    load = DecodeLoad(
-        num_blocks=member.num_blocks,
-        held_blocks=member.num_blocks - status.blocks_free - status.blocks_cached,
-        promised_blocks=replica.promised_blocks,
-        num_streams=max(status.running + status.waiting, replica.promised_streams),
-        max_streams=member.max_running,
-        num_waiting=status.waiting,
-    )
-    return decode_has_room(load, num_blocks=num_blocks, num_streams=num_streams)
 
 
 def _preferred(replicas: list[Replica], avoid: Iterable[str]) -> list[Replica]:

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 
 from cluster.errors import ClusterError, DeadlineExceeded
 from cluster.request import SampledToken, SequenceRequest
-from router.attempt import Attempt, Pair
+from router.attempt import Attempt
 from router.generation import ChoiceToken, Generation, Route
+from router.pair import Pair
 from router.replicas import Replica
 
 if TYPE_CHECKING:
@@ -149,7 +150,8 @@ class Relay:
         self._attempts |= dict.fromkeys(request.choices, attempt)
         settle = self._dispatch.expect(pair)
         try:
-            await attempt.run()
+            with self._dispatch.running(request, pair, attempt.places):
+                await attempt.run()
         except ClusterError:
             avoid |= used
             raise

@@ -11,6 +11,7 @@ from cluster.rpc import worker_pb2 as pb
 from cluster.timing import StepTiming
 from router.policy import ReplicaView
 from router.replicas import Replica
+from router.room import DecodeLoad, decode_has_room
 
 _DEFAULT_PREFILL_TOKENS_PER_S = 1000.0
 _DEFAULT_STEP_S = 0.02
@@ -48,7 +49,7 @@ def view_of(replica: Replica, held: Depths, usual: Usual) -> ReplicaView:
         cached_tokens=held.device * member.block_size,
         stored_tokens=held.disk * member.block_size,
         queue_s=queued_tokens / tokens_per_s,
-        num_streams=max(status.running + status.waiting, replica.num_requests),
+        num_streams=num_streams(replica),
         num_blocks=member.num_blocks,
         available_blocks=status.blocks_free + status.blocks_cached,
         timing=_timing(replica, StepTiming(base_s=usual.step_s, token_s=1 / tokens_per_s)),
@@ -56,6 +57,25 @@ def view_of(replica: Replica, held: Depths, usual: Usual) -> ReplicaView:
         link_bytes_per_s=status.link_bytes_per_s or usual.link_bytes_per_s,
         restore_bytes_per_s=_restore_bytes_per_s(held, status),
     )
+
+
+def num_streams(replica: Replica) -> int:
+    """On a decode replica: what it has told, or what we have sent if that is more."""
+    return max(replica.status.running + replica.status.waiting, replica.num_requests)
+
+
+def has_room(replica: Replica, *, num_blocks: int, num_streams: int) -> bool:
+    """Whether a decode replica would take up so much more at once."""
+    status, member = replica.status, replica.member
+    load = DecodeLoad(
+        num_blocks=member.num_blocks,
+        held_blocks=member.num_blocks - status.blocks_free - status.blocks_cached,
+        promised_blocks=replica.promised_blocks,
+        num_streams=max(status.running + status.waiting, replica.promised_streams),
+        max_streams=member.max_running,
+        num_waiting=status.waiting,
+    )
+    return decode_has_room(load, num_blocks=num_blocks, num_streams=num_streams)
 
 
 def _restore_bytes_per_s(held: Depths, status: pb.Status) -> float:

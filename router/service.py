@@ -38,14 +38,23 @@ class RouterService:
     """Open it with `open`, on the event loop that will serve it."""
 
     def __init__(
-        self, completions: Completions, dispatch: Dispatch, replicas: Replicas, metrics: Metrics, door: GrpcDoor
+        self,
+        completions: Completions,
+        dispatch: Dispatch,
+        replicas: Replicas,
+        metrics: Metrics,
+        door: GrpcDoor,
+        *,
+        rebalances: bool,
     ) -> None:
         self._completions = completions
         self._dispatch = dispatch
         self._replicas = replicas
         self._metrics = metrics
         self._door = door
-        self._watching = asyncio.create_task(self._watch())
+        self._tasks = [asyncio.create_task(self._watch())]
+        if rebalances:
+            self._tasks.append(asyncio.create_task(dispatch.rebalance_forever()))
 
     @classmethod
     async def open(cls, spec: Spec, *, index_url: str) -> RouterService:
@@ -83,7 +92,7 @@ class RouterService:
             completions, host=spec.router.host, port=spec.router.grpc_port, is_port_shared=spec.router.replicas > 1
         )
         replicas.start()
-        service = cls(completions, dispatch, replicas, metrics, door)
+        service = cls(completions, dispatch, replicas, metrics, door, rebalances=spec.router.rebalance)
         metrics.watch(service._statuses)
         logger.info("router open router=%s grpc=%s:%d", router, spec.router.host, door.port)
         return service
@@ -108,8 +117,9 @@ class RouterService:
 
     async def close(self) -> None:
         """Take no more requests, let those under way finish for a short while, and go."""
-        self._watching.cancel()
-        await asyncio.gather(self._watching, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._door.close(grace_s=_CLOSE_GRACE_S)
         await self._replicas.close()
 

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cluster.chaos.network import partition
 from cluster.request import Role
 
 if TYPE_CHECKING:  # the command line shows the names before it may import Ray
@@ -17,6 +18,7 @@ if TYPE_CHECKING:  # the command line shows the names before it may import Ray
     from cluster.chaos.site import Site, Target
 
 _STOPPED_S = 6.0  # longer than any of our deadlines for silence
+_PARTED_S = 6.0
 _SLOW_S = 6.0
 _SLOW_TURN_S = 0.1
 _SLOW_SHARE = 0.25  # of each turn, the part in which a slow rank may run
@@ -71,6 +73,20 @@ def _slow(role: Role) -> Callable[[Scene], Awaitable[str]]:
     return strike
 
 
+def _part(role: Role) -> Callable[[Scene], Awaitable[str]]:
+    async def strike(scene: Scene) -> str:
+        if not (targets := await scene.site.ranks(role)):
+            return ""
+        struck = scene.random.choice(targets).replica
+        everybody = [target for pool in Role for target in await scene.site.ranks(pool)] + scene.site.named("router")
+        inside = {target.pid for target in everybody if target.replica == struck}
+        with partition(inside, {target.pid for target in everybody} - inside):
+            await asyncio.sleep(_PARTED_S)
+        return struck
+
+    return strike
+
+
 def _rescale(role: Role) -> Callable[[Scene], Awaitable[str]]:
     async def strike(scene: Scene) -> str:
         count = await scene.site.size(role)
@@ -118,6 +134,12 @@ FAULTS: Mapping[str, Fault] = {
     "stop-decode": Fault(f"a decode rank stands still for {_STOPPED_S:g} s", _stop(Role.DECODE)),
     "slow-prefill": Fault(f"a prefill rank has {_SLOW_SHARE:.0%} of its time for {_SLOW_S:g} s", _slow(Role.PREFILL)),
     "slow-decode": Fault(f"a decode rank has {_SLOW_SHARE:.0%} of its time for {_SLOW_S:g} s", _slow(Role.DECODE)),
+    "partition-prefill": Fault(
+        f"no packet between a prefill replica and its peers for {_PARTED_S:g} s", _part(Role.PREFILL)
+    ),
+    "partition-decode": Fault(
+        f"no packet between a decode replica and its peers for {_PARTED_S:g} s", _part(Role.DECODE)
+    ),
     "rescale-prefill": Fault("the prefill pool is scaled to one replica, and back", _rescale(Role.PREFILL)),
     "rescale-decode": Fault("the decode pool is scaled to one replica, and back", _rescale(Role.DECODE)),
     "redis-down": Fault("kill -9 of the embedded Redis, which comes back empty", _kill_redis),
@@ -126,6 +148,7 @@ FAULTS: Mapping[str, Fault] = {
     "abort-storm": Fault(f"for {_STORM_S:g} s, clients give up at random moments", _abort_storm),
     "router": Fault("kill -9 of a router replica; its clients have to ask again", _kill_router),
 }
+PARTITIONS = frozenset(name for name in FAULTS if name.startswith("partition-"))  # they ask for rights and packages
 
 
 def _send(scene: Scene, targets: list[Target], number: signal.Signals) -> str:

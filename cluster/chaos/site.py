@@ -24,6 +24,11 @@ class Target:
     name: str  # for people: decode-1/0, controller
     pid: int
 
+    @property
+    def replica(self) -> str:
+        """The replica whose rank this is; what is no rank is its own."""
+        return self.name.partition("/")[0]
+
     def send(self, number: signal.Signals) -> None:
         """A signal; nothing happens to one that is gone."""
         try:

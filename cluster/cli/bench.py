@@ -127,7 +127,7 @@ def _plain(decode: dict[str, Any]) -> str:
 
 
 def _kv_lines(result: dict[str, Any]) -> list[str]:
-    ways = ("memcpy", "tcp", "wire", "raw", "fp8")
+    ways = ("memcpy", "tcp", "tcp_ring", "wire", "raw", "fp8")
     return [
         *(
             f"{row['bytes'] >> 10:6} KiB  " + "  ".join(f"{way} {row[f'{way}_gb_s']:5.2f} GB/s" for way in ways)

@@ -65,18 +65,28 @@ def chaos(
 
 def _choose(faults: str | None, everything: bool) -> list[str] | None:
     """The names; None when they were only to be shown. Raises SpecError."""
-    from cluster.chaos.faults import FAULTS
+    from cluster.chaos.faults import FAULTS, PARTITIONS
 
     if faults == "list":
         from cluster.cli.console import columns
 
         print(columns([[name, fault.explanation] for name, fault in FAULTS.items()]))
         return None
+    from cluster.chaos.network import check_may_partition
+
     if everything:
-        return [name for name in FAULTS if name != _SINGLE_ROUTER]
+        left_out = {_SINGLE_ROUTER}
+        try:
+            check_may_partition()
+        except SpecError as error:
+            _say(f"without {', '.join(PARTITIONS)}: {error}")
+            left_out |= PARTITIONS
+        return [name for name in FAULTS if name not in left_out]
     chosen = [name for name in (faults or "").split(",") if name]
     if unknown := [name for name in chosen if name not in FAULTS]:
         raise SpecError(f"no fault is called {unknown[0]}; there are: {', '.join(FAULTS)}")
+    if PARTITIONS.intersection(chosen):
+        check_may_partition()
     return chosen
 
 

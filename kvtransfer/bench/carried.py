@@ -62,28 +62,29 @@ def receive_over_link(meeting: Meeting, prefix: str, *, num_bytes: int, count: i
     return time.monotonic() - begin
 
 
-def send_over_tcp(near: NearSide, *, num_bytes: int, count: int) -> float:
-    """Seconds for the same over a bare socket."""
-    payload = memoryview(b"\1" * num_bytes)
+def send_over_tcp(near: NearSide, *, num_bytes: int, count: int, num_buffers: int = 1) -> float:
+    """Seconds for the same over a bare socket, from so many buffers in turn into as many."""
+    payloads = [memoryview(bytes([i + 1]) * num_bytes) for i in range(num_buffers)]
     with socket.create_server((HOST, 0)) as server:
-        near.tell("receive_over_tcp", port=server.getsockname()[1], num_bytes=num_bytes, count=count)
+        port = server.getsockname()[1]
+        near.tell("receive_over_tcp", port=port, num_bytes=num_bytes, count=count, num_buffers=num_buffers)
         server.settimeout(TIMEOUT_S)
         connection, _ = server.accept()
     with connection:
         connection.settimeout(TIMEOUT_S)
-        for _ in range(_NUM_FIRST + count):
-            connection.sendall(payload)
+        for i in range(_NUM_FIRST + count):
+            connection.sendall(payloads[i % num_buffers])
         return float(near.answer())
 
 
-def receive_over_tcp(port: int, *, num_bytes: int, count: int) -> float:
-    payload = memoryview(bytearray(num_bytes))
+def receive_over_tcp(port: int, *, num_bytes: int, count: int, num_buffers: int) -> float:
+    payloads = [memoryview(bytearray(num_bytes)) for _ in range(num_buffers)]
     begin = 0.0
     with socket.create_connection((HOST, port), TIMEOUT_S) as connection:
         for i in range(_NUM_FIRST + count):
             if i == _NUM_FIRST:
                 begin = time.monotonic()
-            left = payload
+            left = payloads[i % num_buffers]
             while left:
                 left = left[connection.recv_into(left) :]
     return time.monotonic() - begin

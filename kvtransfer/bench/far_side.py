@@ -67,8 +67,8 @@ class FarSide:
     def receive_over_link(self, prefix: str, num_bytes: int, count: int) -> float:
         return receive_over_link(self._servicer.meeting, prefix, num_bytes=num_bytes, count=count)
 
-    def receive_over_tcp(self, port: int, num_bytes: int, count: int) -> float:
-        return receive_over_tcp(port, num_bytes=num_bytes, count=count)
+    def receive_over_tcp(self, port: int, num_bytes: int, count: int, num_buffers: int) -> float:
+        return receive_over_tcp(port, num_bytes=num_bytes, count=count, num_buffers=num_buffers)
 
     def _landed(self, landing: Landing) -> None:
         self._landings.put((landing.handoff, time.monotonic()))

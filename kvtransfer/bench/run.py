@@ -13,6 +13,7 @@ from engine.kv_pool import KVPool
 from kvtransfer.bench.carried import copy_in_memory, send_over_link, send_over_tcp
 from kvtransfer.bench.near_side import NearSide
 from kvtransfer.bench.prompts import Prompts
+from kvtransfer.staging import NUM_BUFFERS
 
 _NUM_TRIES = 5  # the best counts: what a message costs when nothing disturbs it
 _HEADS, _HEAD_DIM = 8, 128
@@ -52,12 +53,14 @@ def _carry(near: NearSide, num_bytes: int) -> dict[str, Any]:
     seconds = {
         "memcpy": _best(lambda: copy_in_memory(num_bytes=num_bytes, count=count)),
         "tcp": _best(lambda: send_over_tcp(near, num_bytes=num_bytes, count=count)),
+        "tcp_ring": _best(lambda: send_over_tcp(near, num_bytes=num_bytes, count=count, num_buffers=NUM_BUFFERS)),
         "wire": _best(lambda: send_over_link(near, num_bytes=num_bytes, count=count)),
         "raw": _best(_handoff(near, "raw", num_bytes, count)),
         "fp8": _best(_handoff(near, "fp8_e4m3", num_bytes, count)),
     }
     rates = {f"{name}_gb_s": round(num_bytes * count / s / 1e9, 4) for name, s in seconds.items()}
-    return {"bytes": num_bytes, **rates, "wire_of_tcp": round(seconds["tcp"] / seconds["wire"], 3)}
+    shares = {f"wire_of_{name}": round(seconds[name] / seconds["wire"], 3) for name in ("tcp", "tcp_ring")}
+    return {"bytes": num_bytes, **rates, **shares}
 
 
 def _best(way: Callable[[], float]) -> float:

@@ -29,7 +29,7 @@ def test_it_prints_what_it_measured(
     result = json.loads(capsys.readouterr().out)
     assert [row["bytes"] for row in result["messages"]] == [64 << 10, 256 << 10]
     for row in result["messages"]:
-        assert all(row[f"{way}_gb_s"] > 0 for way in ("memcpy", "tcp", "wire", "raw", "fp8"))
+        assert all(row[f"{way}_gb_s"] > 0 for way in ("memcpy", "tcp", "tcp_ring", "wire", "raw", "fp8"))
         assert row["wire_of_tcp"] == pytest.approx(row["wire_gb_s"] / row["tcp_gb_s"], abs=0.01)
     assert [row["tokens"] for row in result["prompts"]] == [20, 100]
     short, long = result["prompts"]

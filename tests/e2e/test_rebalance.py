@@ -1,0 +1,94 @@
+"""Running requests leave a crowded decode replica for an empty one, and nobody can tell by the tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from cluster.request import Role, Sampling
+from router import rebalance
+from router.plain_policies import RoundRobin
+from router.policy import Demand, Option, ReplicaView
+from tests.e2e.conftest import Checkpoint, Reference
+from tests.engine.steps import prompts
+from tests.local_cluster import LocalCluster, local_cluster
+
+_TREE: dict[str, Any] = {
+    "model": {"dtype": "float32"},
+    "kv": {"wire_dtype": "raw"},
+    "prefill": {"replicas": 1, "kv_memory_gib": 0.01},
+    "decode": {"replicas": 2, "kv_memory_gib": 0.05},
+    "router": {"max_local_prefill": 0},
+}
+_CROWDED = "decode-1"
+_GREEDY = Sampling(max_tokens=200, temperature=0.0)
+_SAMPLED = Sampling(max_tokens=200, temperature=1.0, seed=7)
+
+
+class Crowding:
+    """Puts everything on one decode replica."""
+
+    def options(
+        self, demand: Demand, prefills: Sequence[ReplicaView], decodes: Sequence[ReplicaView]
+    ) -> Sequence[Option]:
+        wanted = [view for view in decodes if view.replica == _CROWDED] or decodes
+        return RoundRobin().options(demand, prefills, wanted)
+
+
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rebalance, "_LOOK_S", 0.01)
+
+
+@asynccontextmanager
+async def _rebalancing(cluster: LocalCluster) -> AsyncIterator[None]:
+    task = asyncio.create_task(cluster.dispatch.rebalance_forever())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.mark.parametrize("sampling", [_GREEDY, _SAMPLED], ids=["greedy", "sampled"])
+async def test_a_crowd_spreads_and_no_token_changes(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str, sampling: Sampling
+) -> None:
+    model_dir, asked = checkpoint("llama"), prompts(*range(20, 28))
+    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, asked, sampling)]
+    async with local_cluster(model_dir, redis_url, policy=Crowding(), **_TREE) as cluster:
+        async with _rebalancing(cluster):
+            answers = await asyncio.gather(
+                *(cluster.generate(prompt, sampling, id=str(i)) for i, prompt in enumerate(asked))
+            )
+        assert [answer.ids for answer in answers] == expected
+        assert sum(answer.route.moves for answer in answers) >= 2
+        assert {answer.route.decode_replica for answer in answers} == {"decode-1", "decode-2"}
+        await cluster.idle()
+        decodes = [replica for replica in cluster.replicas if replica.member.role is Role.DECODE]
+        assert [(replica.promised_blocks, replica.promised_streams) for replica in decodes] == [(0, 0), (0, 0)]
+
+
+async def test_what_has_moved_moves_on_when_its_new_place_drains(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str
+) -> None:
+    model_dir, asked = checkpoint("llama"), prompts(*range(20, 28))
+    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, asked, _GREEDY)]
+    async with local_cluster(model_dir, redis_url, policy=Crowding(), **_TREE) as cluster:
+        async with _rebalancing(cluster):
+            running = [
+                asyncio.create_task(cluster.generate(prompt, _GREEDY, id=str(i))) for i, prompt in enumerate(asked)
+            ]
+            newcomer = next(replica for replica in cluster.pools[Role.DECODE] if replica.id != _CROWDED)
+            seen = cluster.replicas.get(newcomer.id)
+            while seen and not seen.num_requests:  # the first one has come
+                await asyncio.sleep(0.001)
+            newcomer.ranks[0].drain()
+            answers = [await task for task in running]
+        assert [answer.ids for answer in answers] == expected
+        assert {answer.route.decode_replica for answer in answers} == {_CROWDED}
+        assert max(answer.route.moves for answer in answers) >= 2
