@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from engine.kernels.decode_attention import decode_attention, splits_for
 from engine.kernels.fp8 import quantize_fp8
 from engine.kernels.fused_experts import fused_experts
 from engine.kernels.kv_write import write_kv
+from engine.kernels.latent_prefill import latent_prefill_attention
 from engine.kernels.prefill_attention import QueryTiles, prefill_attention
 from engine.kernels.rms_norm import add_rms_norm
 from engine.kernels.rotary import rotate
@@ -44,7 +45,7 @@ def bench_kernels() -> dict[str, Any]:
     device = torch.device("cuda", 0)
     copy_bytes_s, flops_s = _copy_rate(device), _matmul_rate(device)
     results = []
-    for name, run, amount, unit in [*_copies(device), *_elementwise(device), *_attention(device), *_experts(device)]:
+    for name, run, amount, unit in _cases(device):
         seconds = _seconds(run)
         peak = copy_bytes_s if unit == "bytes" else flops_s
         rate = {"gb_s": amount / seconds / 1e9} if unit == "bytes" else {"tflops": amount / seconds / 1e12}
@@ -56,6 +57,11 @@ def bench_kernels() -> dict[str, Any]:
         "matmul_tflops": flops_s / 1e12,
         "kernels": results,
     }
+
+
+def _cases(device: torch.device) -> Iterator[_Case]:
+    for group in (_copies, _elementwise, _attention, _latent, _experts):
+        yield from group(device)
 
 
 def _copy_rate(device: torch.device) -> float:
@@ -139,6 +145,29 @@ def _attention(device: torch.device) -> list[_Case]:
         flops = 4 * _H * _D * _PROMPT * (_PROMPT + 1) / 2
         cases.append((f"prefill_attention {kind}", _prefill(q, codes, scales, tables), flops, "flops"))
     return cases
+
+
+def _latent(device: torch.device) -> list[_Case]:
+    """A prompt of DeepSeek-V2-Lite's heads, whose keys and values are expanded already."""
+    heads, nope, rope, value = 16, 128, 64, 128
+    q, k, shared, v = (
+        torch.randn(_PROMPT, *shape, device=device, dtype=torch.bfloat16)
+        for shape in ((heads, nope + rope), (heads, nope), (rope,), (heads, value))
+    )
+    run = partial(
+        latent_prefill_attention,
+        q,
+        k,
+        shared,
+        v,
+        tiles=QueryTiles.of(np.array([0]), np.array([_PROMPT]), np.array([_PROMPT]), device),
+        firsts_R=torch.zeros(1, dtype=torch.int32, device=device),
+        contexts_R=torch.tensor([_PROMPT], dtype=torch.int32, device=device),
+        scale=(nope + rope) ** -0.5,
+        out_THW=torch.empty_like(v),
+    )
+    flops = 2 * heads * (nope + rope + value) * _PROMPT * (_PROMPT + 1) / 2
+    return [("latent_prefill bf16", run, flops, "flops")]
 
 
 def _experts(device: torch.device) -> list[_Case]:

@@ -36,6 +36,7 @@ class PromptRows:
     tiles: QueryTiles
     tables_RB: Tensor
     contexts_R: Tensor
+    context_lens: list[int]  # the same, on the host
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,9 @@ class DeviceBatch:
             slots,
             logits_rows,
             SingleRows(*rest[:3], longest) if len(single) else None,
-            PromptRows(QueryTiles(*rest[3:7]), *rest[7:]) if len(several) else None,
+            PromptRows(QueryTiles(*rest[3:7]), *rest[7:], batch.context_lens[several].tolist())
+            if len(several)
+            else None,
         )
 
 

@@ -15,16 +15,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention import AttentionPlan, Prompt, Singles, attend_prompt
-from engine.batch import Batch, Ints
-from engine.kernels.decode_attention import splits_for
-from engine.kernels.language import cdiv
-from engine.kernels.latent_attention import HEADS_AT_ONCE, latent_decode_attention
+from engine.batch import Batch
 from engine.kernels.rotary import rotate
 from engine.kv_pool import KVPool
 
@@ -53,50 +49,55 @@ class Expansion:
         return torch.einsum("rhc,hwc->rhw", latents_RHC, self.value_HWC)
 
 
-class LatentHeads:
-    """One step's heads, made once and used by every layer."""
+@dataclass(frozen=True)
+class Turn:
+    """The rotation of a step's queries and keys."""
 
-    def __init__(
-        self,
-        batch: Batch,
-        pool: KVPool,
-        cos_T1F: Tensor,
-        sin_T1F: Tensor,
-        *,
-        scale: float,
-        is_interleaved: bool,
-        uses_kernel: bool,
-    ) -> None:
-        """scale: of queries. is_interleaved: whether rotary pairs lie side by side. uses_kernel: rows of one query read
-        the pool's blocks in place, where torch gathers them first."""
+    cos_T1F: Tensor
+    sin_T1F: Tensor
+    is_interleaved: bool  # whether rotary pairs lie side by side
+
+    def queries(self, q_THD: Tensor, *, rope_dim: int) -> Tensor:
+        """Turned in their last `rope_dim` numbers."""
+        q_nope_THN, q_rope_THP = q_THD.split((q_THD.shape[-1] - rope_dim, rope_dim), dim=-1)
+        return torch.cat((q_nope_THN, self._rotate(q_rope_THP)), dim=-1)
+
+    def rows(self, latent_TC: Tensor, key_TP: Tensor) -> Tensor:
+        """What the pool keeps: (T, C + P)."""
+        return torch.cat((latent_TC, self._rotate(key_TP.unsqueeze(1)).squeeze(1)), dim=-1)
+
+    def _rotate(self, x_THP: Tensor) -> Tensor:
+        """Queries and keys are turned into the same order, so that their products do not show it."""
+        if self.is_interleaved:
+            x_THP = x_THP.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        return rotate(x_THP, self.cos_T1F, self.sin_T1F)
+
+
+class LatentHeads:
+    """One step's heads, made once and used by every layer. By torch operations, which gather the blocks of each step;
+    engine/kernels/latent_heads.py does the same on a GPU."""
+
+    def __init__(self, batch: Batch, pool: KVPool, turn: Turn, *, scale: float) -> None:
+        """scale: of queries."""
         self._pool = pool
-        self._cos_T1F = cos_T1F
-        self._sin_T1F = sin_T1F
+        self._turn = turn
         self._scale = scale
-        self._is_interleaved = is_interleaved
         self._slots_T = torch.from_numpy(batch.slots).to(pool.device)
-        self._plan = AttentionPlan.of(batch, pool, window=None, dtype=cos_T1F.dtype)
-        self._in_place = _InPlace(batch, pool) if uses_kernel else None
+        self._plan = AttentionPlan.of(batch, pool, window=None, dtype=turn.cos_T1F.dtype)
 
     def store(self, layer: int, q_THD: Tensor, latent_TC: Tensor, key_TP: Tensor) -> Tensor:
         """Rotate what is to be rotated and put the tokens' rows into the pool. Returns the queries.
 
         latent: normed already. key: not rotated.
         """
-        rope_dim = key_TP.shape[-1]
-        q_nope_THN, q_rope_THP = q_THD.split((q_THD.shape[-1] - rope_dim, rope_dim), dim=-1)
-        row_TD = torch.cat((latent_TC, self._rotate(key_TP.unsqueeze(1)).squeeze(1)), dim=-1)
-        self._pool.write_latents(layer, self._slots_T, row_TD)
-        return torch.cat((q_nope_THN, self._rotate(q_rope_THP)), dim=-1)
+        self._pool.write_latents(layer, self._slots_T, self._turn.rows(latent_TC, key_TP))
+        return self._turn.queries(q_THD, rope_dim=key_TP.shape[-1])
 
     def attend(self, layer: int, q_THD: Tensor, expansion: Expansion) -> Tensor:
         """Attention over the keys that come before each query, itself included: (T, H, W)."""
         out_THW = q_THD.new_empty(*q_THD.shape[:2], expansion.value_HWC.shape[1])
         for prompt in self._plan.prompts:
             out_THW[prompt.first : prompt.end] = self._attend_prompt(layer, q_THD, prompt, expansion)
-        if self._in_place is not None:
-            self._in_place.attend(layer, q_THD, expansion, self._scale, out_THW)
-            return out_THW
         for singles in self._plan.singles:
             out_THW[singles.tokens_R] = self._attend_singles(layer, q_THD, singles, expansion)
         return out_THW
@@ -118,47 +119,3 @@ class LatentHeads:
             q_R1HD, rows_R1LD, latents_R1LC, attn_mask=mask_R1HL, scale=self._scale
         )
         return expansion.values_of(out_R1HC.squeeze(1))
-
-    def _rotate(self, x_THP: Tensor) -> Tensor:
-        """Queries and keys are turned into the same order, so that their products do not show it."""
-        if self._is_interleaved:
-            x_THP = x_THP.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-        return rotate(x_THP, self._cos_T1F, self._sin_T1F)
-
-
-class _InPlace:
-    """The rows of one query each, by the kernel; on a CPU by its reference."""
-
-    def __init__(self, batch: Batch, pool: KVPool) -> None:
-        self._pool = pool
-        rows = np.flatnonzero(batch.query_lens == 1)
-        self._num_rows = len(rows)
-        if not len(rows):
-            return
-        self._tokens_R = torch.from_numpy(np.cumsum(batch.query_lens)[rows] - 1).to(pool.device)
-        self._tables_RB, self._contexts_R = _tables_of(pool, batch, rows)
-        self._longest = int(batch.context_lens[rows].max())
-
-    def attend(self, layer: int, q_THD: Tensor, expansion: Expansion, scale: float, out_THW: Tensor) -> None:
-        if not self._num_rows:
-            return
-        num_programs = cdiv(q_THD.shape[1], HEADS_AT_ONCE)
-        num_splits = splits_for(self._num_rows, num_programs, self._longest, self._pool.device)
-        latents_RHC = latent_decode_attention(
-            expansion.absorb_keys(q_THD[self._tokens_R]),
-            self._pool.codes[layer],
-            self._pool.scales[layer] if self._pool.scales else None,
-            latent_dim=expansion.latent_dim,
-            scale=scale,
-            tables_RB=self._tables_RB,
-            contexts_R=self._contexts_R,
-            num_splits=num_splits,
-        )
-        out_THW[self._tokens_R] = expansion.values_of(latents_RHC)
-
-
-def _tables_of(pool: KVPool, batch: Batch, rows: Ints) -> tuple[Tensor, Tensor]:
-    """The block tables (R, B) and contexts (R,) of some rows, int32 on the pool's device."""
-    numbers = (batch.block_tables[rows], batch.context_lens[rows])
-    tables_RB, contexts_R = (torch.from_numpy(n.astype(np.int32)).to(pool.device) for n in numbers)
-    return tables_RB, contexts_R

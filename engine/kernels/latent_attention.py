@@ -37,7 +37,8 @@ def latent_decode_attention(
     """The weighed sums of latents, (R, H, C), of queries whose absorbed part comes first.
 
     q: (R, H, D) bf16, fp16 or fp32, each the last position of its row. codes, scales: a layer of a latent pool, FP8
-    with scales or of q's dtype. tables: (R, B) int32 block ids; contexts: (R,) int32 keys of each row, one at least.
+    with scales or of q's dtype. tables: (R, B) int32 block ids; contexts: (R,) int32 keys of each row; a row
+    of none gets zeros.
     """
     attend = launch_latent_decode_attention if q_RHD.is_cuda else reference_latent_decode_attention
     return attend(

@@ -18,7 +18,7 @@ from engine.kernels.online_softmax import attend_block, gather_row, reference_ro
 
 # T tokens of the step, R rows, H query heads, K kv heads, G = H / K, D head_dim, B blocks, S block_size, N tiles
 
-_QUERIES = 64  # of one tile
+TILE_QUERIES = 64
 _KEYS = 64  # of one step of a program
 
 
@@ -41,9 +41,9 @@ class QueryTiles:
 def cut_tiles(lengths_R: Ints, contexts_R: Ints) -> tuple[Ints, Ints]:
     """The row and the first query of each tile (N,). Those that see the most keys come first, so that none of them
     begins when the others are done."""
-    counts = -(-lengths_R // _QUERIES)
+    counts = -(-lengths_R // TILE_QUERIES)
     rows = np.repeat(np.arange(len(counts)), counts)
-    firsts = np.concatenate([np.arange(count) * _QUERIES for count in counts] or [np.zeros(0, np.int64)])
+    firsts = np.concatenate([np.arange(count) * TILE_QUERIES for count in counts] or [np.zeros(0, np.int64)])
     order = np.argsort(-((contexts_R - lengths_R)[rows] + firsts), kind="stable")
     return rows[order], firsts[order]
 
@@ -129,7 +129,7 @@ def launch_prefill_attention(
         K=num_kv_heads,
         S=block_size,
         D=dim,
-        BLOCK_M=_QUERIES,
+        BLOCK_M=TILE_QUERIES,
         BLOCK_N=_KEYS,
         BLOCK_D=max(16, power_of_2(dim)),
         WINDOW=window or 0,

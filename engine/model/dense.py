@@ -23,9 +23,10 @@ from engine.cpu.matrix import PackedMatrix
 from engine.device_batch import DeviceBatch
 from engine.heads import Heads, TorchHeads
 from engine.kernels.heads import KernelHeads
+from engine.kernels.latent_heads import KernelLatentHeads
 from engine.kv_layout import KVLayout
 from engine.kv_pool import KVPool
-from engine.latent_heads import LatentHeads
+from engine.latent_heads import LatentHeads, Turn
 from engine.layers import Linear, RMSNorm, RowParallelLinear, is_plain
 from engine.model import experts, gated_mlp, latent
 from engine.model.experts import SparseMLP
@@ -74,7 +75,7 @@ class DenseDecoder:
         Returns the logits (R, V) in fp32, on every rank.
         """
         device = pool.device
-        if device.type == "cuda" and not self._config.latent:
+        if device.type == "cuda":
             return self.compute(DeviceBatch.of(batch, device), pool, on_layer)
         x_TE = self._embedding(torch.from_numpy(batch.token_ids).to(device))
         angles_T1F = self._rotary(torch.from_numpy(batch.positions).to(device), x_TE.dtype)
@@ -85,26 +86,28 @@ class DenseDecoder:
         return self._logits(x_TE[torch.from_numpy(batch.logits_rows).to(device)])
 
     def compute(self, batch: DeviceBatch, pool: KVPool, on_layer: OnLayer | None = None) -> Tensor:
-        """The same of a batch that is on the device, by the GPU's kernels; not for latent attention.
+        """The same of a batch that is on the device, by the GPU's kernels (on a CPU: their references).
 
         Where `hindrance` knows of none, nothing here waits for the device, or depends on a number that is there.
         """
         x_TE = self._embedding(batch.token_ids_T)
-        x_TE = self._pass(x_TE, KernelHeads(batch, pool, *self._rotary(batch.positions_T, x_TE.dtype)), on_layer)
+        angles_T1F = self._rotary(batch.positions_T, x_TE.dtype)
+        heads: KernelHeads | KernelLatentHeads
+        if latent := self._config.latent:
+            turn = Turn(*angles_T1F, latent.is_interleaved)
+            heads = KernelLatentHeads(batch, pool, turn, scale=self._config.attention_scale)
+        else:
+            heads = KernelHeads(batch, pool, *angles_T1F)
+        x_TE = self._pass(x_TE, heads, on_layer)
         return self._logits(x_TE if batch.logits_rows is None else x_TE.index_select(0, batch.logits_rows))
 
     @property
     def hindrance(self) -> str | None:
         """Why `compute` cannot be recorded and launched again as it was; None where it can."""
-        if self._config.latent:
-            return "latent attention makes its plan on the host"
         if self._parallel.size > 1:
             return "the ranks of a gang meet in every layer"
-        layers = [layer for layer in self._layers if isinstance(layer, DecoderLayer)]
-        if not is_plain(self._head, *(part for layer in layers for part in (layer.qkv, layer.output))):
-            return "its matrices are not plain tensors"
-        if not all(layer.mlp.is_fixed for layer in layers):
-            return "what its MLPs launch is decided on the host"
+        if not is_plain(self._head) or not all(layer.is_fixed for layer in self._layers):
+            return "its matrices stay quantised, or its experts are called one by one"
         return None
 
     def _pass(self, x_TE: Tensor, heads: Any, on_layer: OnLayer | None) -> Tensor:
@@ -129,15 +132,8 @@ class DenseDecoder:
     def _heads(self, batch: Batch, pool: KVPool, cos_T1F: Tensor, sin_T1F: Tensor) -> Any:
         """Of the kind that this model's layers use, where `compute` does not make them."""
         if self._config.latent:
-            return LatentHeads(
-                batch,
-                pool,
-                cos_T1F,
-                sin_T1F,
-                scale=self._config.attention_scale,
-                is_interleaved=self._config.latent.is_interleaved,
-                uses_kernel=pool.device.type == "cuda",
-            )
+            turn = Turn(cos_T1F, sin_T1F, self._config.latent.is_interleaved)
+            return LatentHeads(batch, pool, turn, scale=self._config.attention_scale)
         if self._kernels is not None:
             return CompiledHeads(self._kernels, batch, pool, cos_T1F, sin_T1F)
         return TorchHeads(batch, pool, cos_T1F, sin_T1F, self._config.sliding_windows)
@@ -190,6 +186,11 @@ class DecoderLayer:
         attended_THD = heads.attend(self.index, q_THD, window=self.window)
         x_TE = self.output(attended_THD.flatten(1), residual_TO=x_TE)
         return self.mlp(x_TE, norm=self.mlp_norm)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether what is launched depends on shapes only."""
+        return is_plain(self.qkv, self.output) and self.mlp.is_fixed
 
 
 def _is_packed(layer: DecoderLayer | LatentLayer) -> bool:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from cluster.model_shape import ModelConfig
+from engine.kernels.latent_heads import KernelLatentHeads
 from engine.latent_heads import Expansion, LatentHeads
-from engine.layers import Linear, RMSNorm, RowParallelLinear
+from engine.layers import Linear, RMSNorm, RowParallelLinear, is_plain
 from engine.model.experts import SparseMLP
 from engine.model.gated_mlp import GatedMLP
 from engine.shards import ShardReader
@@ -66,7 +67,7 @@ class LatentLayer:
             mlp=(SparseMLP if config.is_sparse(index) else GatedMLP).read(reader, config, index),
         )
 
-    def store(self, x_TE: Tensor, heads: LatentHeads) -> Tensor:
+    def store(self, x_TE: Tensor, heads: LatentHeads | KernelLatentHeads) -> Tensor:
         """Put the tokens' rows into the pool. Returns the queries (T, H, D)."""
         normed_TE = self.input_norm(x_TE)
         if self.query_down is not None:
@@ -78,10 +79,16 @@ class LatentLayer:
         q_THD = q_TO.view(len(x_TE), -1, self.head_dim)
         return heads.store(self.index, q_THD, self.latent_norm(latent_TC), key_TP)
 
-    def finish(self, x_TE: Tensor, q_THD: Tensor, heads: LatentHeads) -> Tensor:
+    def finish(self, x_TE: Tensor, q_THD: Tensor, heads: LatentHeads | KernelLatentHeads) -> Tensor:
         attended_THW = heads.attend(self.index, q_THD, self.expansion)
         x_TE = self.output(attended_THW.flatten(1), residual_TO=x_TE)
         return self.mlp(x_TE, norm=self.mlp_norm)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether what is launched depends on shapes only."""
+        parts = (self.query_up, self.row, self.output, *([self.query_down] if self.query_down else []))
+        return is_plain(*parts) and self.mlp.is_fixed
 
 
 def expected_tensors(config: ModelConfig, layer: int) -> Mapping[str, Shape]:

@@ -1,4 +1,4 @@
-"""Latent attention: rows of one query read in place get what gathered ones get, alone or beside prompts."""
+"""Latent attention by torch, by the kernels and by their references: what one query and head after another gets."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from engine.batch import Batch, Row
+from engine.device_batch import DeviceBatch
+from engine.kernels.latent_heads import KernelLatentHeads
 from engine.kv_layout import KVLayout
-from engine.kv_pool import KVPool
-from engine.latent_heads import Expansion, LatentHeads
+from engine.kv_pool import KVPool, as_bytes
+from engine.latent_heads import Expansion, LatentHeads, Turn
+from tests.engine.kernels.launched import launch_kernels
 
 CPU = torch.device("cpu")
 LATENT, ROPE, NOPE, VALUE, HEADS = 24, 8, 12, 10, 3
@@ -34,8 +37,8 @@ def naive(q_THD: torch.Tensor, pool: KVPool, rows: list[Row], expansion: Expansi
 
 
 @pytest.mark.parametrize("dtype", ["float32", "fp8_e4m3"])
-@pytest.mark.parametrize("uses_kernel", [False, True])
-def test_any_mix_of_rows(uses_kernel: bool, dtype: str) -> None:
+@pytest.mark.parametrize("by", ["torch", "references", "kernels"])
+def test_any_mix_of_rows(by: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = KVLayout(
         model="m",
         num_layers=1,
@@ -62,8 +65,43 @@ def test_any_mix_of_rows(uses_kernel: bool, dtype: str) -> None:
     q = random(batch.num_tokens, HEADS, NOPE + ROPE, seed=2)
     expansion = Expansion(random(HEADS, NOPE, LATENT, seed=3) / 5, random(HEADS, VALUE, LATENT, seed=4) / 5)
     angles = torch.zeros(batch.num_tokens, 1, ROPE // 2)
-    heads = LatentHeads(
-        batch, pool, angles.cos(), angles.sin(), scale=0.3, is_interleaved=False, uses_kernel=uses_kernel
-    )
+    turn = Turn(angles.cos(), angles.sin(), is_interleaved=False)
+    if by == "kernels":
+        launch_kernels(monkeypatch)
+    if by == "torch":
+        heads = LatentHeads(batch, pool, turn, scale=0.3)
+    else:
+        heads = KernelLatentHeads(DeviceBatch.of(batch, CPU), pool, turn, scale=0.3)
     got = heads.attend(0, q, expansion)
     torch.testing.assert_close(got, naive(q, pool, rows, expansion, 0.3), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "fp8_e4m3"])
+def test_kernels_store_what_torch_stores(dtype: str, is_interleaved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = KVLayout(
+        model="m",
+        num_layers=2,
+        num_kv_heads=1,
+        head_dim=LATENT + ROPE,
+        block_size=4,
+        dtype=dtype,
+        num_sides=1,
+        exact_dim=ROPE,
+    )
+    row = Row(token_ids=range(9), start=2, blocks=[5, 1, 3], wants_logits=True)
+    batch = Batch.of([row], block_size=4)
+    q, latent, key = random(9, HEADS, NOPE + ROPE), random(9, LATENT, seed=1), random(9, ROPE, seed=2)
+    # The interpreter cuts numbers off to bf16 where others round: so keys are turned to numbers that bf16 has.
+    quarter = torch.zeros(9, 1, ROPE // 2), torch.ones(9, 1, ROPE // 2)
+    turn = Turn(*quarter, is_interleaved=is_interleaved)
+    key = key.bfloat16().float()
+    pools = [KVPool(layout, num_blocks=6, device=CPU) for _ in range(2)]
+    expected = LatentHeads(batch, pools[0], turn, scale=1.0).store(1, q, latent, key)
+    launch_kernels(monkeypatch)
+    torch.testing.assert_close(
+        KernelLatentHeads(DeviceBatch.of(batch, CPU), pools[1], turn, scale=1.0).store(1, q, latent, key), expected
+    )
+    for ours, theirs in zip(pools[1].codes + pools[1].scales, pools[0].codes + pools[0].scales, strict=True):
+        assert torch.equal(as_bytes(ours), as_bytes(theirs))
+    assert pools[0].codes[1].float().any()

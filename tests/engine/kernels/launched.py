@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from engine import latent_heads as torch_latent_heads
 from engine import layers
-from engine.kernels import heads
+from engine.kernels import heads, latent_heads
 from engine.kernels.decode_attention import launch_decode_attention
 from engine.kernels.kv_write import launch_write_kv
+from engine.kernels.latent_attention import launch_latent_decode_attention
+from engine.kernels.latent_prefill import launch_latent_prefill_attention
+from engine.kernels.latent_write import launch_write_latents
 from engine.kernels.prefill_attention import launch_prefill_attention
 from engine.kernels.rms_norm import launch_rms_norm
 from engine.kernels.rotary import launch_rotate
@@ -15,13 +19,17 @@ from engine.kernels.silu_mul import launch_silu_mul
 
 
 def launch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """KernelHeads and the layers of a dense model launch kernels from now on, on any device."""
-    for name, launch in (
-        ("decode_attention", launch_decode_attention),
-        ("prefill_attention", launch_prefill_attention),
-        ("rotate", launch_rotate),
-        ("write_kv", launch_write_kv),
+    """KernelHeads, KernelLatentHeads and the layers of a dense model launch kernels from now on, on any device."""
+    for module, name, launch in (
+        (heads, "decode_attention", launch_decode_attention),
+        (heads, "prefill_attention", launch_prefill_attention),
+        (heads, "rotate", launch_rotate),
+        (heads, "write_kv", launch_write_kv),
+        (latent_heads, "latent_decode_attention", launch_latent_decode_attention),
+        (latent_heads, "latent_prefill_attention", launch_latent_prefill_attention),
+        (latent_heads, "write_latents", launch_write_latents),
+        (torch_latent_heads, "rotate", launch_rotate),
+        (layers, "rms_norm", launch_rms_norm),
+        (layers, "silu_mul", launch_silu_mul),
     ):
-        monkeypatch.setattr(heads, name, launch)
-    monkeypatch.setattr(layers, "rms_norm", launch_rms_norm)
-    monkeypatch.setattr(layers, "silu_mul", launch_silu_mul)
+        monkeypatch.setattr(module, name, launch)

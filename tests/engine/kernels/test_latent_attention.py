@@ -1,12 +1,16 @@
-"""Absorbed latent attention: the kernel computes what the reference does, and that is softmax over the rows."""
+"""Latent attention: the kernels compute what the references do, and the absorbed one's is softmax over the rows."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from engine.kernels.fp8 import quantize_rows
 from engine.kernels.latent_attention import launch_latent_decode_attention, reference_latent_decode_attention
+from engine.kernels.latent_prefill import launch_latent_prefill_attention, reference_latent_prefill_attention
+from engine.kernels.latent_write import launch_write_latents
+from engine.kernels.prefill_attention import QueryTiles
 from tests.engine.kernels.pools import DEVICE, DTYPES, random
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
@@ -26,7 +30,7 @@ def test_rows_of_any_length(
     pool, scales = random(BLOCKS, 1, 1, BLOCK_SIZE, latent_dim + rope_dim, dtype=dtype, seed=1), None
     if is_fp8:
         pool, scales = quantize_rows(pool, rope_dim)
-    contexts = [1, 7, 40, 70]
+    contexts = [1, 7, 40, 70, 0]  # a row of no keys fills up a batch
     q = random(len(contexts), num_heads, latent_dim + rope_dim, dtype=dtype)
     order = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(2))
     tables = torch.stack([order.roll(i)[:9] for i in range(len(contexts))]).int().to(DEVICE)
@@ -40,6 +44,43 @@ def test_rows_of_any_length(
     expected = reference_latent_decode_attention(q, pool, scales, **case)
     got = launch_latent_decode_attention(q, pool, scales, **case)
     torch.testing.assert_close(got, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    assert not got[-1].any()
     first = pool[tables[0, 0].long(), 0, 0, 0]  # the only key of the first row: its latent comes back
     if not is_fp8:
         torch.testing.assert_close(got[0, 0], first[:latent_dim], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("nope", "rope", "value"), [(12, 8, 10), (32, 16, 16), (64, 32, 64)])
+def test_prompts(nope: int, rope: int, value: int, dtype: torch.dtype) -> None:
+    contexts, lengths = [65, 130, 3], [65, 40, 2]  # a whole prompt, and chunks behind a prefix
+    begins, firsts = np.array([1, 66, 108]), [0, 72, 208]  # tokens 0, 106 and 107 belong to other rows
+    q = random(110, 3, nope + rope, dtype=dtype)
+    k, keys, v = (random(212, *shape, dtype=dtype, seed=i) for i, shape in enumerate([(3, nope), (rope,), (3, value)]))
+    for numbers in (k, keys, v):
+        numbers[[65, 71, 202, 211]] = torch.inf  # what stands behind a row's last key is no number
+    outs = [torch.full((110, 3, value), 7.0, dtype=dtype, device=DEVICE) for _ in range(2)]
+    for attend, out in zip((launch_latent_prefill_attention, reference_latent_prefill_attention), outs, strict=True):
+        attend(
+            q,
+            k,
+            keys,
+            v,
+            tiles=QueryTiles.of(begins, np.array(lengths), np.array(contexts), DEVICE),
+            firsts_R=torch.tensor(firsts, dtype=torch.int32, device=DEVICE),
+            contexts_R=torch.tensor(contexts, dtype=torch.int32, device=DEVICE),
+            scale=0.2,
+            out_THW=out,
+        )
+    torch.testing.assert_close(*outs, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    assert (outs[0][[0, 106, 107]] == 7.0).all(), "tokens of other rows were written"
+
+
+@pytest.mark.parametrize("is_fp8", [False, True], ids=["wide", "fp8"])
+def test_a_negative_slot_writes_nothing(is_fp8: bool) -> None:
+    pool, scales = random(2, 1, 1, BLOCK_SIZE, 32, seed=1), None
+    if is_fp8:
+        pool, scales = quantize_rows(pool, 8)
+    before = pool.view(torch.uint8).clone()
+    launch_write_latents(pool, scales, torch.tensor([-1], device=DEVICE), random(1, 32), rope_dim=8)
+    assert torch.equal(pool.view(torch.uint8), before)
