@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -80,8 +81,12 @@ def _part(role: Role) -> Callable[[Scene], Awaitable[str]]:
         struck = scene.random.choice(targets).replica
         everybody = [target for pool in Role for target in await scene.site.ranks(pool)] + scene.site.named("router")
         inside = {target.pid for target in everybody if target.replica == struck}
-        with partition(inside, {target.pid for target in everybody} - inside):
-            await asyncio.sleep(_PARTED_S)
+        outside = {target.pid for target in everybody} - inside
+        ended = threading.Event()
+        try:
+            await asyncio.to_thread(partition, inside, outside, ended=ended, within_s=_PARTED_S)
+        finally:
+            ended.set()
         return struck
 
     return strike

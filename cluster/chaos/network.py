@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import struct
 import threading
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Collection
 
 from cluster.errors import SpecError
 
@@ -34,42 +34,28 @@ def check_may_partition() -> None:
         raise SpecError("a partition sets rules of nftables: run as root")
 
 
-@contextmanager
-def partition(some: Collection[int], others: Collection[int]) -> Iterator[None]:
-    """No packet passes between the processes `some` and the processes `others` (pids) until this ends.
+def partition(some: Collection[int], others: Collection[int], *, ended: threading.Event, within_s: float) -> None:
+    """No packet passes between the processes `some` and the processes `others` (pids) until `ended`, or for so long.
 
-    A connection that is opened meanwhile is found within 50 ms. Raises SpecError where this may not be done.
+    A connection that is opened meanwhile is found within 50 ms. Blocks; not for a thread that runs an event loop, for
+    pyroute2 has one of its own. Raises SpecError where this may not be done.
     """
     check_may_partition()
     from pyroute2.nftables.main import NFTables
 
-    ended = threading.Event()
+    deadline = time.monotonic() + within_s
     table = f"xpyd_chaos_{os.getpid()}"
+    cut: set[Ends] = set()
     with NFTables(nfgen_family=_IPV4_AND_IPV6) as nft:
         nft.table("add", name=table, flags=_OURS)
-        try:
-            nft.chain("add", table=table, name="in", hook="input", type="filter", policy=_ACCEPT, priority=0)
-            cut: set[Ends] = set()
-
-            def look() -> None:
-                for ends in _between(some, others) - cut:
-                    cut.add(ends)
-                    nft.rule("add", table=table, chain="in", expressions=_drop(ends))
-
-            def keep_looking() -> None:
-                while not ended.wait(_LOOK_S):
-                    look()
-
-            look()
-            watch = threading.Thread(target=keep_looking, daemon=True)
-            watch.start()
-            try:
-                yield
-            finally:
-                ended.set()
-                watch.join()
-        finally:
-            nft.table("del", name=table)
+        nft.chain("add", table=table, name="in", hook="input", type="filter", policy=_ACCEPT, priority=0)
+        while True:
+            for ends in _between(some, others) - cut:
+                cut.add(ends)
+                nft.rule("add", table=table, chain="in", expressions=_drop(ends))
+            if ended.wait(_LOOK_S) or time.monotonic() > deadline:
+                break
+        nft.table("del", name=table)
 
 
 def _between(some: Collection[int], others: Collection[int]) -> set[Ends]:

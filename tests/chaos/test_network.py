@@ -6,7 +6,10 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 
@@ -27,17 +30,34 @@ with socket.create_server(("127.0.0.1", 0)) as server:
 """
 
 
-@pytest.fixture
-def echo() -> Iterator[tuple[int, int]]:
-    """A process that answers with what it is sent: its pid, and its port."""
+@contextmanager
+def _echo() -> Iterator[tuple[int, socket.socket]]:
+    """A process that answers with what it is sent: its pid, and a connection to it."""
     with subprocess.Popen([sys.executable, "-c", _ECHO], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        yield process.pid, int(process.stdout.readline())
-        process.kill()
+        try:
+            with socket.create_connection(("127.0.0.1", int(process.stdout.readline()))) as connection:
+                yield process.pid, connection
+        finally:
+            process.kill()
 
 
-def _answer(connection: socket.socket, *, within_s: float) -> bytes | None:
+@contextmanager
+def _parted(some: set[int], others: set[int]) -> Iterator[None]:
+    """As chaos does it: beside an event loop, on a thread of its own."""
+    ended = threading.Event()
+    with ThreadPoolExecutor() as pool:
+        parting = pool.submit(network.partition, some, others, ended=ended, within_s=_ANSWER_S)
+        try:
+            yield
+        finally:
+            ended.set()
+        parting.result()
+
+
+def _answer(connection: socket.socket, word: bytes, *, within_s: float) -> bytes | None:
     connection.settimeout(within_s)
+    connection.sendall(word)
     try:
         return connection.recv(64)
     except TimeoutError:
@@ -45,26 +65,19 @@ def _answer(connection: socket.socket, *, within_s: float) -> bytes | None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to set rules of nftables")
-def test_packets_vanish_between_the_parted_and_arrive_when_it_ends(echo: tuple[int, int]) -> None:
-    pid, port = echo
-    with socket.create_connection(("127.0.0.1", port)) as ours:
-        ours.sendall(b"before")
-        assert _answer(ours, within_s=_ANSWER_S) == b"before"
-        with network.partition({os.getpid()}, {pid}):
-            ours.sendall(b"during")
-            assert _answer(ours, within_s=_SILENCE_S) is None
-        assert _answer(ours, within_s=_ANSWER_S) == b"during"  # sent again, as TCP does
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to set rules of nftables")
-def test_who_is_not_parted_notices_nothing(echo: tuple[int, int]) -> None:
-    pid, port = echo
-    with socket.create_connection(("127.0.0.1", port)) as ours, network.partition({1}, {pid}):
-        ours.sendall(b"still here")
-        assert _answer(ours, within_s=_ANSWER_S) == b"still here"
+async def test_packets_vanish_between_the_parted_only_and_arrive_when_it_ends() -> None:
+    with _echo() as (parted_pid, parted), _echo() as (_, other):
+        assert _answer(parted, b"before", within_s=_ANSWER_S) == b"before"
+        with _parted({os.getpid()}, {parted_pid}):
+            while _answer(parted, b"x", within_s=_SILENCE_S) is not None:  # until the rules are there
+                pass
+            assert _answer(other, b"still here", within_s=_ANSWER_S) == b"still here"
+            assert _answer(parted, b"x", within_s=_SILENCE_S) is None
+        parted.settimeout(_ANSWER_S)
+        assert set(parted.recv(1)) == set(b"x")  # sent again, as TCP does
 
 
 def test_without_the_rights_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(SpecError, match="run as root"), network.partition({1}, {2}):
-        pass
+    with pytest.raises(SpecError, match="run as root"):
+        network.partition({1}, {2}, ended=threading.Event(), within_s=0)
