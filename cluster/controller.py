@@ -11,6 +11,7 @@ import contextlib
 import functools
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -23,7 +24,7 @@ from cluster.errors import DeployError, SpecError
 from cluster.gang import find_replicas, remove_leftovers
 from cluster.placement import Demand, check_fit, live_nodes
 from cluster.pool import Pool
-from cluster.rank_log import LogPart, log_path, read_log
+from cluster.process_log import LogPart, log_path, read_log, redirect_output
 from cluster.replica import ReplicaFailed, replica_id, role_of
 from cluster.replica_life import ReplicaLife
 from cluster.request import Role
@@ -32,6 +33,7 @@ from cluster.spec import Spec, parse_spec
 logger = logging.getLogger(__name__)
 
 ACTOR_NAME = "controller"
+_ROUTER = "router"
 _RECONCILE_S = 1.0
 _ADOPT_S = 15.0
 _READ_LOG_S = 30.0  # a process may have to start on the node first
@@ -44,9 +46,10 @@ class Controller:
     """
 
     async def __init__(self, name: str) -> None:  # type: ignore[misc]  # Ray awaits it
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         self._name = name
         self._desired = desired_store.load(name)
+        if self._desired:
+            redirect_output(_own_log(self._desired.log_dir), who=ACTOR_NAME)
         self._changed = asyncio.Event()
         self._pools = {role: Pool(role, changed=self._changed.set) for role in Role}
         self._loop = asyncio.create_task(self._reconcile_forever())
@@ -55,6 +58,7 @@ class Controller:
         """Make `spec` the desired state. What it says of pools holds for replicas that start from now on."""
         new = parse_spec(spec)
         if self._desired is None:
+            redirect_output(_own_log(log_dir), who=ACTOR_NAME)
             self._desired = Desired(spec=new, index_url=index_url, log_dir=log_dir, parts=parts)
         else:
             _check_same_model(self._desired.spec, new)
@@ -92,7 +96,14 @@ class Controller:
         self._changed.set()
 
     async def logs(self, replica: str, *, lines: int = 50, starts: dict[int, int] | None = None) -> dict[int, LogPart]:
-        """The log of each rank: its last lines, or what follows byte `starts[rank]`. Also of a replica that is gone."""
+        """The log of each rank: its last lines, or what follows byte `starts[rank]`. Also of a replica that is gone.
+
+        "controller" is this process itself; "router" are the routers on its node in the order in which they started,
+        also those that are gone.
+        """
+        if replica in (ACTOR_NAME, _ROUTER):
+            paths = self._control_logs(replica)
+            return {i: read_log(path, lines=lines, start=(starts or {}).get(i)) for i, path in enumerate(paths)}
         home = self._pool_of(replica).home(replica)
         if home is None:
             raise DeployError(f"{replica} has not been placed on a node yet: there is no log")
@@ -161,6 +172,12 @@ class Controller:
         known = ", ".join(replica for pool in self._pools.values() for replica in pool.ids)
         raise SpecError(f"no replica is called {replica}; there are: {known or 'none'}")
 
+    def _control_logs(self, name: str) -> list[Path]:
+        log_dir = self._known.log_dir
+        if name == ACTOR_NAME:
+            return [_own_log(log_dir)]
+        return sorted(Path(log_dir).glob(f"{_ROUTER}-*.log"))
+
     async def _read_log(self, replica: str, rank: int, node_id: str, *, lines: int, start: int | None) -> LogPart:
         life = self._pools[role_of(replica)].get(replica)
         if life is not None:
@@ -192,3 +209,7 @@ def _check_same_model(old: Spec, new: Spec) -> None:
     for section in ("name", "model", "kv", "index"):
         if getattr(old, section) != getattr(new, section):
             raise SpecError(f"{section}: cannot change while deployed; take {old.name} down first")
+
+
+def _own_log(log_dir: str) -> Path:
+    return Path(log_dir) / f"{ACTOR_NAME}.log"

@@ -146,7 +146,7 @@ def _start(state: State, spec: Spec, *, parts: Parts, deadline: float, reporter:
         raise serving.failure
     watch.lap("Serve")
     reporter.say("starting the router")
-    router_app.start_router(spec, import_path=parts.router, index_url=index_url)
+    router_app.start_router(spec, import_path=parts.router, index_url=index_url, log_dir=log_dir)
     watch.lap("router")
     pool_watch.await_ready(controller, Role, deadline=deadline, reporter=reporter)
     watch.lap("replicas after that")

@@ -11,8 +11,8 @@ import logging
 import time
 from typing import Any, cast
 
+from cluster.process_log import LogPart, log_path, read_log, redirect_output
 from cluster.rank import Binding, Loaded, Progress, Rank, RankStatus
-from cluster.rank_log import LogPart, log_path, read_log, redirect_output
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class RankActor:
         self._spec = spec
         self._log = log_path(log_dir, replica, rank)
         self._rank: Rank | None = None
-        redirect_output(self._log, replica=replica, rank=rank)
+        redirect_output(self._log, who=f"{replica}/{rank}")
 
     def bind(self) -> Binding:
         if self._rank is None:

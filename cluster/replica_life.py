@@ -10,8 +10,8 @@ from typing import cast
 
 from cluster.desired import Desired
 from cluster.gang import Gang, Home
+from cluster.process_log import LogPart
 from cluster.rank import Binding, Progress, RankStatus
-from cluster.rank_log import LogPart
 from cluster.replica import RankInfo, RankUnreachable, ReplicaFailed, ReplicaState, ReplicaView, role_of
 
 logger = logging.getLogger(__name__)

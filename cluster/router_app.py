@@ -36,11 +36,11 @@ def start_serve(router: RouterSpec) -> None:
         raise DeployError(f"Ray Serve: {' '.join(str(error).split())}") from error
 
 
-def start_router(spec: Spec, *, import_path: str, index_url: str) -> None:
+def start_router(spec: Spec, *, import_path: str, index_url: str, log_dir: str) -> None:
     """Deploy the router on a Serve that runs, and return when Serve calls it running. Raises DeployError with its
     reason."""
     module, _, build = import_path.partition(":")
-    application = getattr(importlib.import_module(module), build)(spec.model_dump(mode="json"), index_url)
+    application = getattr(importlib.import_module(module), build)(spec.model_dump(mode="json"), index_url, log_dir)
     try:
         serve.run_many(
             [serve.RunTarget(application, name=spec.name, route_prefix="/")],

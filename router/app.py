@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from fastapi import FastAPI
 from ray import serve
 
+from cluster.process_log import redirect_output
 from cluster.spec import parse_spec
 from router.service import RouterService
 
 _MAX_REQUESTS = 100_000  # Serve's own limit must never be the one that bites: dispatch knows better when to refuse
 
 
-def build(spec: dict[str, Any], index_url: str) -> serve.Application:
-    """The application that the control plane deploys."""
+def build(spec: dict[str, Any], index_url: str, log_dir: str) -> serve.Application:
+    """The application that the control plane deploys. Each replica has a log of its own in log_dir, on its node."""
     router = parse_spec(spec).router
     deployment = serve.deployment(
         name="router",
@@ -25,14 +29,18 @@ def build(spec: dict[str, Any], index_url: str) -> serve.Application:
         health_check_timeout_s=10,
         graceful_shutdown_timeout_s=20,
     )(serve.ingress()(Router))
-    return deployment.bind(spec, index_url)
+    return deployment.bind(spec, index_url, log_dir)
 
 
 class Router:
     """One router replica."""
 
-    async def __init__(self, spec: dict[str, Any], index_url: str) -> None:  # type: ignore[misc]  # Serve awaits it
-        self._service = await RouterService.open(parse_spec(spec), index_url=index_url)
+    # Serve awaits it.
+    async def __init__(self, spec: dict[str, Any], index_url: str, log_dir: str) -> None:  # type: ignore[misc]
+        name = f"router-{uuid4().hex[:8]}"
+        log = f"router-{time.strftime('%Y%m%d-%H%M%S')}-{name.removeprefix('router-')}.log"  # by name is by start
+        redirect_output(Path(log_dir) / log, who=name)
+        self._service = await RouterService.open(parse_spec(spec), index_url=index_url, router=name)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._service.http_app(proxy_sets_request_id=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator
-from uuid import uuid4
 
 from fastapi import FastAPI
 
@@ -57,11 +56,13 @@ class RouterService:
             self._tasks.append(asyncio.create_task(dispatch.rebalance_forever()))
 
     @classmethod
-    async def open(cls, spec: Spec, *, index_url: str) -> RouterService:
-        """Load the model's text side, find the replicas, open the gRPC door. Raises SpecError, DeployError."""
+    async def open(cls, spec: Spec, *, index_url: str, router: str) -> RouterService:
+        """Load the model's text side, find the replicas, open the gRPC door. Raises SpecError, DeployError.
+
+        router: a name that no other one of this deployment has.
+        """
         model_dir = await asyncio.to_thread(model_source.resolve, spec.model.source)
         config = model_config.load(model_dir)
-        router = f"router-{uuid4().hex[:8]}"
         metrics = Metrics()
         replicas = Replicas(connect_redis(index_url), name=spec.name, router=router)
         dispatch = Dispatch(

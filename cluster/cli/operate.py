@@ -54,12 +54,12 @@ def drain(
 
 
 def logs(
-    replica: Annotated[str, typer.Argument(help="Such as decode-1; also one that is gone.")],
+    replica: Annotated[str, typer.Argument(help="Such as decode-1, also one that is gone; or router, or controller.")],
     lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="Of each rank.")] = 50,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until Ctrl-C.")] = False,
     name: Name = None,
 ) -> None:
-    """Show the last lines that a replica has written."""
+    """Show the last lines that a replica has written, or the router or the controller."""
     controller = join_controller(states.find(name))
     from cluster.driver import ask
 

@@ -219,6 +219,15 @@ def test_logs_of_the_living_and_the_dead(deploy: Deploy) -> None:
         deployment.call("logs", "decode-9")
 
 
+def test_the_controller_has_a_log_too(deploy: Deploy) -> None:
+    deployment = deploy(SMALL)
+    deployment.until_ready()
+    own = deployment.call("logs", "controller", lines=100)[0]
+    assert "decode-0 is ready" in own.text
+    assert deployment.call("logs", "controller", starts={0: own.end})[0].text == ""
+    assert deployment.call("logs", "router") == {}  # this deployment has none
+
+
 def test_stop_leaves_nothing(deploy: Deploy) -> None:
     deployment = deploy({"prefill": {"replicas": 1, "labels": {"pool": "none"}}, "decode": {"replicas": 2}})
     pools = deployment.until(lambda pools: pools["decode"]["ready"] == 2)

@@ -1,4 +1,4 @@
-"""The log of a rank: one file, on the rank's own node, that outlives its process."""
+"""The log of a process: one file, on the process's own node, that outlives it."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ def log_path(log_dir: str, replica: str, rank: int) -> Path:
     return Path(log_dir) / f"{replica}-r{rank}.log"
 
 
-def redirect_output(path: Path, *, replica: str, rank: int) -> None:
-    """Send everything that this process prints or logs to `path`: what native code writes as it crashes, too."""
+def redirect_output(path: Path, *, who: str) -> None:
+    """Send everything that this process prints or logs to `path`, behind what is there: what native code writes as it
+    crashes, too. `who` stands in every line that is logged."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
     faulthandler.enable()
     logging.basicConfig(
         level=logging.INFO,
-        format=f"%(asctime)s %(levelname)s {replica}/{rank} %(name)s: %(message)s",
+        format=f"%(asctime)s %(levelname)s {who} %(name)s: %(message)s",
         stream=sys.stderr,
         force=True,
     )
