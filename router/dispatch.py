@@ -17,6 +17,7 @@ from cluster.prefix_index import Depths
 from cluster.request import Role, SequenceRequest
 from router.admission import Ticket
 from router.attempt import may_retry
+from router.backup import Backup
 from router.decisions import Decisions
 from router.gate import Gate
 from router.generation import Generation
@@ -143,6 +144,10 @@ class Dispatch:
     async def rebalance_forever(self) -> None:
         """Keep the decode replicas about evenly filled with what runs."""
         await Rebalancer(self._replicas, movers=self._movers, new_stream=lambda: self.new_streams(1)).run_forever()
+
+    async def back_up_forever(self, *, every: int) -> None:
+        """Keep copies of what runs, no more than so many tokens behind, where prefill replicas are idle."""
+        await Backup(self._replicas, movers=self._movers, every=every).run_forever()
 
     def next_prefill(self, request: SequenceRequest, decode: Replica | None, *, avoid: set[str]) -> Replica | None:
         """Another prefill replica for a request whose decode replica is chosen already."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,14 @@ from router.pair import Promise
 from router.replicas import Replica
 
 _MOVE_AGAIN_S = 0.25
+
+
+@dataclass(frozen=True)
+class Running:
+    """A choice that decodes, with the tokens that it has brought so far."""
+
+    replica: Replica
+    request: SequenceRequest
 
 
 class Places:
@@ -71,6 +79,17 @@ class Places:
         """The one choice of a request that has one, if it decodes there; None otherwise."""
         movable = self._movable(replica)
         return movable[0] if len(self._places) == 1 and movable else None
+
+    def num_tokens(self) -> int:
+        """Of the prompt and of what all choices have brought so far."""
+        return len(self._request.token_ids) + sum(map(len, self._choices.emitted.values()))
+
+    def running(self) -> Running | None:
+        """The choice of a request that has one, as long as it decodes."""
+        for choice, place in self._places.items():
+            if len(self._places) == 1 and choice in self._choices.unfinished and self._choices.emitted[choice]:
+                return Running(place.replica, self._so_far(choice, place.stream))
+        return None
 
     def start_move(self, choice: int, target: Place) -> asyncio.Task[None]:
         """Take a choice that has begun to another replica, if it can be done before the attempt ends."""

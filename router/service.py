@@ -45,6 +45,7 @@ class RouterService:
         door: GrpcDoor,
         *,
         rebalances: bool,
+        backup_tokens: int,
     ) -> None:
         self._completions = completions
         self._dispatch = dispatch
@@ -54,6 +55,8 @@ class RouterService:
         self._tasks = [asyncio.create_task(self._watch())]
         if rebalances:
             self._tasks.append(asyncio.create_task(dispatch.rebalance_forever()))
+        if backup_tokens:
+            self._tasks.append(asyncio.create_task(dispatch.back_up_forever(every=backup_tokens)))
 
     @classmethod
     async def open(cls, spec: Spec, *, index_url: str, router: str) -> RouterService:
@@ -93,7 +96,15 @@ class RouterService:
             completions, host=spec.router.host, port=spec.router.grpc_port, is_port_shared=spec.router.replicas > 1
         )
         replicas.start()
-        service = cls(completions, dispatch, replicas, metrics, door, rebalances=spec.router.rebalance)
+        service = cls(
+            completions,
+            dispatch,
+            replicas,
+            metrics,
+            door,
+            rebalances=spec.router.rebalance,
+            backup_tokens=spec.router.backup_tokens,
+        )
         metrics.watch(service._statuses)
         logger.info("router open router=%s grpc=%s:%d", router, spec.router.host, door.port)
         return service

@@ -1,0 +1,100 @@
+"""Copies of what runs: every so many tokens, an idle prefill replica fetches the KV of an answer that is decoded.
+
+A decode replica that is lost takes the KV of its answers along. Whoever goes on has to compute them again, all at once
+and while a replacement starts; with copies, the last few tokens of each only. And the next turn of a conversation finds
+the answer where its prompt was computed.
+
+A copy is a prompt of one more token than the decode replica has blocks of: the prefill replica pulls these blocks,
+computes that token, and keeps them in its cache. It is made only where nothing else waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection
+from weakref import WeakKeyDictionary
+
+from grpc import aio
+
+from cluster.channel import error_of
+from cluster.handoff import Holder
+from cluster.messages import holder_to_proto, sequence_to_proto
+from cluster.request import Role, Sampling, SequenceRequest
+from cluster.rpc import worker_pb2 as pb
+from cluster.rpc import worker_pb2_grpc as rpc
+from router.places import Running
+from router.rebalance import Mover
+from router.replicas import Replica, Replicas
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.5
+_COPY_S = 10.0
+_ONE = Sampling(max_tokens=1, temperature=0.0)
+
+
+class Backup:
+    """Copies the requests of one router."""
+
+    def __init__(self, replicas: Replicas, *, movers: Collection[Mover], every: int) -> None:
+        """every: tokens of an answer from one copy to the next."""
+        self._replicas = replicas
+        self._movers = movers
+        self._every = every
+        self._copied: WeakKeyDictionary[Mover, int] = WeakKeyDictionary()  # tokens
+
+    async def run_forever(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            while await self._copy_some():
+                pass
+
+    async def _copy_some(self) -> int:
+        """One for each idle prefill replica, those that are furthest behind first. How many were tried."""
+        idle = [replica for replica in self._replicas.usable(Role.PREFILL) if _is_idle(replica)]
+        behind = sorted(self._movers, key=self._num_behind, reverse=True)
+        pairs = [
+            (mover, prefill)
+            for mover, prefill in zip(behind, idle, strict=False)
+            if self._num_behind(mover) >= self._every
+        ]
+        await asyncio.gather(*(self._copy(mover, prefill) for mover, prefill in pairs))
+        return len(pairs)
+
+    def _num_behind(self, mover: Mover) -> int:
+        return mover.places.num_tokens() - self._copied.get(mover, mover.num_tokens)
+
+    async def _copy(self, mover: Mover, prefill: Replica) -> None:
+        running = mover.places.running()
+        if running is None:
+            return
+        self._copied[mover] = len(running.request.token_ids)  # also if it fails: the next one will do
+        try:
+            async with asyncio.timeout(_COPY_S):
+                async for _ in rpc.PrefillWorkerStub(prefill.channel).Prefill(_copy_of(running)):
+                    pass
+        except aio.AioRpcError as error:
+            logger.debug("request=%s is not copied: %s", running.request.id, error_of(error, peer=prefill.id))
+        except TimeoutError:
+            logger.debug("request=%s is not copied: %s took too long", running.request.id, prefill.id)
+
+
+def _copy_of(running: Running) -> pb.PrefillRequest:
+    member, request = running.replica.member, running.request
+    num_held = (len(request.token_ids) - 1) // member.block_size * member.block_size
+    tokens = request.token_ids[: num_held + 1]
+    copy = SequenceRequest(
+        id=f"{request.id}-copy",
+        token_ids=tokens,
+        num_prompt_tokens=len(tokens),
+        sampling=_ONE,
+        salt=request.salt,
+        adapter=request.adapter,
+    )
+    holder = Holder(replica=running.replica.id, address=member.address, num_tokens=num_held)
+    return pb.PrefillRequest(sequence=sequence_to_proto(copy), holder=holder_to_proto(holder))
+
+
+def _is_idle(replica: Replica) -> bool:
+    return not (replica.status.queued_tokens or replica.pending_tokens or replica.num_requests)

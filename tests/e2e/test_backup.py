@@ -1,0 +1,81 @@
+"""Copies of running answers on an idle prefill replica."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from cluster.hashing import block_hashes, root_hash
+from cluster.request import Role, Sampling
+from router import backup
+from router.cost_policy import CostPolicy
+from tests.e2e.conftest import Checkpoint, Reference
+from tests.engine.steps import prompts
+from tests.local_cluster import LocalCluster, local_cluster
+
+_TREE: dict[str, Any] = {
+    "model": {"dtype": "float32"},
+    "kv": {"wire_dtype": "raw"},
+    "prefill": {"replicas": 1, "kv_memory_gib": 0.05},
+    "decode": {"replicas": 2, "kv_memory_gib": 0.05},
+    "router": {"max_local_prefill": 0},
+}
+_BLOCK, _EVERY = 16, 16
+_GREEDY = Sampling(max_tokens=80, temperature=0.0)
+_SAMPLED = Sampling(max_tokens=80, temperature=1.0, seed=7)
+
+
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backup, "_LOOK_S", 0.01)
+
+
+@asynccontextmanager
+async def _backing_up(cluster: LocalCluster) -> AsyncIterator[None]:
+    task = asyncio.create_task(cluster.dispatch.back_up_forever(every=_EVERY))
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.mark.parametrize("sampling", [_GREEDY, _SAMPLED], ids=["greedy", "sampled"])
+async def test_the_next_turn_finds_the_answer_where_its_prompt_was_computed(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str, sampling: Sampling
+) -> None:
+    model_dir, prompt = checkpoint("llama"), prompts(40)[0]
+    expected = [token.token_id for token in reference(model_dir, [prompt], sampling)[0]]
+    async with local_cluster(model_dir, redis_url, policy=CostPolicy(pulls=False), **_TREE) as cluster:
+        async with _backing_up(cluster):
+            answer = await cluster.generate(prompt, sampling)
+        assert answer.ids == expected
+        await cluster.idle()
+        turn = await cluster.generate([*prompt, *answer.ids], Sampling(max_tokens=2, temperature=0.0), id="next")
+        assert (turn.route.pulled_tokens, turn.route.prefill_replica) == (0, "prefill-0")
+        assert turn.route.cached_tokens >= len(prompt) + len(answer.ids) - 3 * _EVERY
+
+
+async def test_who_goes_on_for_a_lost_replica_computes_the_last_tokens_only(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str
+) -> None:
+    model_dir, prompt = checkpoint("llama"), prompts(40)[0]
+    expected = [token.token_id for token in reference(model_dir, [prompt], _GREEDY)[0]]
+    async with local_cluster(model_dir, redis_url, processes=True, policy=CostPolicy(pulls=False), **_TREE) as cluster:
+        async with _backing_up(cluster):
+            running = asyncio.create_task(cluster.generate(prompt, _GREEDY))
+            hashes = block_hashes(root_hash(cluster.model), [*prompt, *expected], block_size=_BLOCK)
+            index, enough = cluster.replicas.index, (len(prompt) + _EVERY) // _BLOCK
+            while not (copied := index.depths(hashes).get("prefill-0")) or copied.device < enough:
+                await asyncio.sleep(0.001)
+            busy = next(r.id for r in cluster.replicas if r.member.role is Role.DECODE and r.num_requests)
+            next(replica for replica in cluster.pools[Role.DECODE] if replica.id == busy).send(signal.SIGKILL)
+            answer = await running
+        assert answer.ids == expected
+        assert answer.route.migrations == 1
+        assert answer.route.cached_tokens > len(prompt)
