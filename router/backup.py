@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from grpc import aio
@@ -34,6 +35,12 @@ _COPY_S = 10.0
 _ONE = Sampling(max_tokens=1, temperature=0.0)
 
 
+@dataclass(frozen=True)
+class _Copied:
+    num_tokens: int  # of the prompt and the answer, when the last copy was begun
+    prefill: str  # where it is
+
+
 class Backup:
     """Copies the requests of one router."""
 
@@ -42,7 +49,7 @@ class Backup:
         self._replicas = replicas
         self._movers = movers
         self._every = every
-        self._copied: WeakKeyDictionary[Mover, int] = WeakKeyDictionary()  # tokens
+        self._copied: WeakKeyDictionary[Mover, _Copied] = WeakKeyDictionary()
 
     async def run_forever(self) -> None:
         while True:
@@ -52,24 +59,32 @@ class Backup:
 
     async def _copy_some(self) -> int:
         """One for each idle prefill replica, those that are furthest behind first. How many were tried."""
-        idle = [replica for replica in self._replicas.usable(Role.PREFILL) if _is_idle(replica)]
-        behind = sorted(self._movers, key=self._num_behind, reverse=True)
-        pairs = [
-            (mover, prefill)
-            for mover, prefill in zip(behind, idle, strict=False)
-            if self._num_behind(mover) >= self._every
-        ]
-        await asyncio.gather(*(self._copy(mover, prefill) for mover, prefill in pairs))
-        return len(pairs)
+        usable = {replica.id: replica for replica in self._replicas.usable(Role.PREFILL)}
+        idle = {name: replica for name, replica in usable.items() if _is_idle(replica)}
+        copies = []
+        for mover in sorted(self._movers, key=self._num_behind, reverse=True):
+            if not idle or self._num_behind(mover) < self._every:
+                break
+            home = self._home_of(mover)  # what is there already need not be fetched again
+            if (name := home if home in usable else next(iter(idle))) in idle:
+                copies.append(self._copy(mover, idle.pop(name)))
+        await asyncio.gather(*copies)
+        return len(copies)
 
     def _num_behind(self, mover: Mover) -> int:
-        return mover.places.num_tokens() - self._copied.get(mover, mover.num_tokens)
+        copied = self._copied.get(mover)
+        return mover.places.num_tokens() - (copied.num_tokens if copied else mover.num_tokens)
+
+    def _home_of(self, mover: Mover) -> str:
+        """The prefill replica that has the beginning; "" where there is none."""
+        copied = self._copied.get(mover)
+        return copied.prefill if copied else mover.places.prefill_replica
 
     async def _copy(self, mover: Mover, prefill: Replica) -> None:
+        self._copied[mover] = _Copied(mover.places.num_tokens(), prefill.id)  # also if it fails: the next one will do
         running = mover.places.running()
-        if running is None:
+        if running is None:  # of several choices, or not there yet
             return
-        self._copied[mover] = len(running.request.token_ids)  # also if it fails: the next one will do
         try:
             async with asyncio.timeout(_COPY_S):
                 async for _ in rpc.PrefillWorkerStub(prefill.channel).Prefill(_copy_of(running)):

@@ -80,6 +80,11 @@ class Places:
         movable = self._movable(replica)
         return movable[0] if len(self._places) == 1 and movable else None
 
+    @property
+    def prefill_replica(self) -> str:
+        """Where the prompt was computed; "" on the decode replica itself, or not yet."""
+        return self._route.prefill_replica
+
     def num_tokens(self) -> int:
         """Of the prompt and of what all choices have brought so far."""
         return len(self._request.token_ids) + sum(map(len, self._choices.emitted.values()))

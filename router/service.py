@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from typing import Any
 
 from fastapi import FastAPI
 
@@ -52,11 +53,11 @@ class RouterService:
         self._replicas = replicas
         self._metrics = metrics
         self._door = door
-        self._tasks = [asyncio.create_task(self._watch())]
+        self._tasks = [_start(self._watch())]
         if rebalances:
-            self._tasks.append(asyncio.create_task(dispatch.rebalance_forever()))
+            self._tasks.append(_start(dispatch.rebalance_forever()))
         if backup_tokens:
-            self._tasks.append(asyncio.create_task(dispatch.back_up_forever(every=backup_tokens)))
+            self._tasks.append(_start(dispatch.back_up_forever(every=backup_tokens)))
 
     @classmethod
     async def open(cls, spec: Spec, *, index_url: str, router: str) -> RouterService:
@@ -146,3 +147,15 @@ class RouterService:
                 await self._replicas.changed(timeout_s=_WATCH_S)
             except TimeoutError:
                 pass
+
+
+def _start(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """A task for as long as the router lives. What ends it earlier is our own bug, and must be heard of."""
+
+    def ended(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()):
+            logger.error("a task of the router ended", exc_info=error)
+
+    task = asyncio.create_task(work)
+    task.add_done_callback(ended)
+    return task
