@@ -118,9 +118,8 @@ class DecodeReplica:
     def _step(self) -> None:
         for group in self._scheduler.admit():
             flight = self._flights[group]
-            self.store.blocks.free(flight.restored)
-            flight.restored = []
             if group.source is Source.HERE:
+                self._free_restored(flight)
                 flight.num_cached = group.num_cached
             else:
                 self._admitted(flight)
@@ -149,11 +148,16 @@ class DecodeReplica:
 
     def _give_up_restored(self) -> None:
         """Blocks that were fetched for requests that wait must not be what they wait for."""
-        if held := [flight for flight in self._groups if flight.restored]:
-            for flight in held:
-                self.store.blocks.free(flight.restored)
-                flight.restored = []
+        held = [flight for flight, group in self._groups.items() if flight.restored and group.source is Source.HERE]
+        for flight in held:
+            self._free_restored(flight)
+        if held:
             self._step()
+
+    def _free_restored(self, flight: Flight) -> None:
+        """Only of a prompt that is computed here: else they are blocks of its prefill replica."""
+        self.store.blocks.free(flight.restored)
+        flight.restored = []
 
     def _num_plain_steps(self) -> int:
         """How many steps nothing but time can change: until a sequence ends, or blocks run out."""

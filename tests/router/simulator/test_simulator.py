@@ -99,6 +99,14 @@ def test_pulling_reuses_what_is_elsewhere_and_a_host_tier_what_was_evicted() -> 
     assert pulling["pull_bytes"] > 0 == tiered["pull_bytes"]
 
 
+def test_what_a_prefill_replica_fetches_is_its_own_to_free() -> None:
+    trace = _chat(num_users=40, num_turns=6, every_s=0.02)
+    setup = Setup(num_prefill=6, num_decode=6, policy="cost", block_size=64, kv_tokens=65_536, pulls=True)
+    report = simulate(setup, _PROFILE, trace)
+    assert report["completed"] == len(trace)
+    assert report["pull_bytes"] > 0
+
+
 def test_a_burst_of_siblings_is_spread_without_losing_one() -> None:
     ids = tuple(range(1, 9))
     trace = [TraceRequest(number=i, arrival_s=0.0, num_tokens=4096, num_output=8, ids=ids) for i in range(20)]
