@@ -86,6 +86,9 @@ class Relay:
             self._dispatch.finished([len(tokens) for tokens in self._tokens.values()])
         except* ClusterError as errors:
             self._outbox.put_nowait(_first(errors))
+        except* Exception as errors:  # the edge of this task: no answer must look like an empty one
+            logger.exception("request=%s failed", self._request.id)
+            self._outbox.put_nowait(ClusterError(f"internal error: {errors.exceptions[0]!r}"))
         finally:
             self._outbox.put_nowait(None)
 

@@ -214,7 +214,8 @@ class SteadyRates:
 
 def _steady(view: ReplicaView) -> ReplicaView:
     timing = StepTiming(base_s=0.0, token_s=1e-3)
-    queue_s = view.queue_s / view.timing.token_s * timing.token_s
+    learnt_s = view.timing.token_s  # nothing, where a fit has given everything to a step's base
+    queue_s = view.queue_s / learnt_s * timing.token_s if learnt_s else view.queue_s
     return replace(view, timing=timing, queue_s=queue_s, link_bytes_per_s=1e8)
 
 
