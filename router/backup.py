@@ -24,8 +24,7 @@ from cluster.messages import holder_to_proto, sequence_to_proto
 from cluster.request import Role, Sampling, SequenceRequest
 from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
-from router.places import Running
-from router.rebalance import Mover
+from router.places import Places, Running
 from router.replicas import Replica, Replicas
 
 logger = logging.getLogger(__name__)
@@ -44,12 +43,12 @@ class _Copied:
 class Backup:
     """Copies the requests of one router."""
 
-    def __init__(self, replicas: Replicas, *, movers: Collection[Mover], every: int) -> None:
+    def __init__(self, replicas: Replicas, *, running: Collection[Places], every: int) -> None:
         """every: tokens of an answer from one copy to the next."""
         self._replicas = replicas
-        self._movers = movers
+        self._running = running
         self._every = every
-        self._copied: WeakKeyDictionary[Mover, _Copied] = WeakKeyDictionary()
+        self._copied: WeakKeyDictionary[Places, _Copied] = WeakKeyDictionary()
 
     async def run_forever(self) -> None:
         while True:
@@ -62,27 +61,27 @@ class Backup:
         usable = {replica.id: replica for replica in self._replicas.usable(Role.PREFILL)}
         idle = {name: replica for name, replica in usable.items() if _is_idle(replica)}
         copies = []
-        for mover in sorted(self._movers, key=self._num_behind, reverse=True):
-            if not idle or self._num_behind(mover) < self._every:
+        for places in sorted(self._running, key=self._num_behind, reverse=True):
+            if not idle or self._num_behind(places) < self._every:
                 break
-            home = self._home_of(mover)  # what is there already need not be fetched again
+            home = self._home_of(places)  # what is there already need not be fetched again
             if (name := home if home in usable else next(iter(idle))) in idle:
-                copies.append(self._copy(mover, idle.pop(name)))
+                copies.append(self._copy(places, idle.pop(name)))
         await asyncio.gather(*copies)
         return len(copies)
 
-    def _num_behind(self, mover: Mover) -> int:
-        copied = self._copied.get(mover)
-        return mover.places.num_tokens() - (copied.num_tokens if copied else mover.num_tokens)
+    def _num_behind(self, places: Places) -> int:
+        copied = self._copied.get(places)
+        return places.num_tokens() - (copied.num_tokens if copied else places.num_given)
 
-    def _home_of(self, mover: Mover) -> str:
+    def _home_of(self, places: Places) -> str:
         """The prefill replica that has the beginning; "" where there is none."""
-        copied = self._copied.get(mover)
-        return copied.prefill if copied else mover.places.prefill_replica
+        copied = self._copied.get(places)
+        return copied.prefill if copied else places.prefill_replica
 
-    async def _copy(self, mover: Mover, prefill: Replica) -> None:
-        self._copied[mover] = _Copied(mover.places.num_tokens(), prefill.id)  # also if it fails: the next one will do
-        running = mover.places.running()
+    async def _copy(self, places: Places, prefill: Replica) -> None:
+        self._copied[places] = _Copied(places.num_tokens(), prefill.id)  # also if it fails: the next one will do
+        running = places.running()
         if running is None:  # of several choices, or not there yet
             return
         try:

@@ -25,7 +25,7 @@ from router.move import Place
 from router.pair import Pair, Promise
 from router.places import Places
 from router.policy import Demand, Option, Policy, ReplicaView
-from router.rebalance import Mover, Rebalancer
+from router.rebalance import Rebalancer
 from router.relay import Relay
 from router.replica_view import Usual, has_room, view_of
 from router.replicas import Replica, Replicas
@@ -73,7 +73,7 @@ class Dispatch:
         self._answers = AnswerLength()
         self._gate: Gate[Pair] = Gate(max_waiting=max_waiting, queue_s=queue_s)
         self._streams = itertools.count(1)
-        self._movers: set[Mover] = set()
+        self._running: set[Places] = set()
         replicas.on_change = self._gate.wake
         metrics.requests_waiting.set_function(lambda: len(self._gate))
 
@@ -131,23 +131,21 @@ class Dispatch:
         return lambda: self._replicas.index.settle(replica.id, pair.hashes)
 
     @contextmanager
-    def running(self, request: SequenceRequest, pair: Pair, places: Places) -> Iterator[None]:
-        """Meanwhile the request may be asked to move to a replica that has less to do."""
-        num_blocks = pair.promise.num_blocks if pair.promise else 0
-        mover = Mover(places, num_tokens=len(request.token_ids), num_blocks=num_blocks)
-        self._movers.add(mover)
+    def running(self, places: Places) -> Iterator[None]:
+        """Meanwhile the request may be asked to move to a replica that has less to do, and is copied."""
+        self._running.add(places)
         try:
             yield
         finally:
-            self._movers.discard(mover)
+            self._running.discard(places)
 
     async def rebalance_forever(self) -> None:
         """Keep the decode replicas about evenly filled with what runs."""
-        await Rebalancer(self._replicas, movers=self._movers, new_stream=lambda: self.new_streams(1)).run_forever()
+        await Rebalancer(self._replicas, running=self._running, new_stream=lambda: self.new_streams(1)).run_forever()
 
     async def back_up_forever(self, *, every: int) -> None:
         """Keep copies of what runs, no more than so many tokens behind, where prefill replicas are idle."""
-        await Backup(self._replicas, movers=self._movers, every=every).run_forever()
+        await Backup(self._replicas, running=self._running, every=every).run_forever()
 
     def next_prefill(self, request: SequenceRequest, decode: Replica | None, *, avoid: set[str]) -> Replica | None:
         """Another prefill replica for a request whose decode replica is chosen already."""

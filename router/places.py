@@ -76,29 +76,44 @@ class Places:
         return [choice for choice in self._choices.unfinished if self._places[choice].replica is replica]
 
     def only_on(self, replica: Replica) -> int | None:
-        """The one choice of a request that has one, if it decodes there; None otherwise."""
-        movable = self._movable(replica)
-        return movable[0] if len(self._places) == 1 and movable else None
+        """The one choice of a request that has one, if it has begun and decodes there; None otherwise."""
+        choice = self._only_choice()
+        return choice if choice is not None and self._places[choice].replica is replica else None
+
+    def running(self) -> Running | None:
+        """The one choice of a request that has one, as long as it decodes."""
+        choice = self._only_choice()
+        if choice is None:
+            return None
+        place = self._places[choice]
+        return Running(place.replica, self._so_far(choice, place.stream))
 
     @property
     def prefill_replica(self) -> str:
         """Where the prompt was computed; "" on the decode replica itself, or not yet."""
         return self._route.prefill_replica
 
-    def num_tokens(self) -> int:
-        """Of the prompt and of what all choices have brought so far."""
-        return len(self._request.token_ids) + sum(map(len, self._choices.emitted.values()))
+    @property
+    def num_given(self) -> int:
+        """Tokens that the attempt began with: of the prompt, and of earlier attempts."""
+        return len(self._request.token_ids)
 
-    def running(self) -> Running | None:
-        """The choice of a request that has one, as long as it decodes."""
-        for choice, place in self._places.items():
-            if len(self._places) == 1 and choice in self._choices.unfinished and self._choices.emitted[choice]:
-                return Running(place.replica, self._so_far(choice, place.stream))
-        return None
+    @property
+    def num_blocks(self) -> int:
+        """That the request is predicted to need."""
+        return self._promise.num_blocks if self._promise else 0
+
+    def num_tokens(self) -> int:
+        """What it was given, and what all choices have brought since."""
+        return self.num_given + sum(map(len, self._choices.emitted.values()))
 
     def start_move(self, choice: int, target: Place) -> asyncio.Task[None]:
         """Take a choice that has begun to another replica, if it can be done before the attempt ends."""
         return self._start(self._move(choice, target))
+
+    def _only_choice(self) -> int | None:
+        movable = [choice for choice in self._choices.unfinished if self._choices.emitted[choice]]
+        return movable[0] if len(self._places) == 1 and movable else None
 
     def _movable(self, replica: Replica) -> list[int]:
         return [choice for choice in self.on(replica) if self._choices.emitted[choice]]
@@ -124,7 +139,7 @@ class Places:
             assert move.lease
             self._keep(move.lease, target.replica)
             try:
-                await self._choices.wait_for(choice, num_tokens - len(self._request.token_ids))
+                await self._choices.wait_for(choice, num_tokens - self.num_given)
             except asyncio.CancelledError:
                 target.replica.unsubscribe(target.stream)
                 raise

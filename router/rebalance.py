@@ -43,21 +43,12 @@ def next_move(crowds: Sequence[Crowd]) -> tuple[str, str] | None:
     return (fullest.replica, emptiest.replica) if is_worth_it else None
 
 
-@dataclass(frozen=True)
-class Mover:
-    """A request under way that may be asked to move."""
-
-    places: Places
-    num_tokens: int  # of its prompt and of what has been generated when it was put there
-    num_blocks: int  # that it is predicted to need
-
-
 class Rebalancer:
     """Moves the requests of one router, one at a time. Others may do the same: the gap leaves room for that."""
 
-    def __init__(self, replicas: Replicas, *, movers: Collection[Mover], new_stream: Callable[[], int]) -> None:
+    def __init__(self, replicas: Replicas, *, running: Collection[Places], new_stream: Callable[[], int]) -> None:
         self._replicas = replicas
-        self._movers = movers
+        self._running = running
         self._new_stream = new_stream
 
     async def run_forever(self) -> None:
@@ -72,13 +63,13 @@ class Rebalancer:
         if not found:
             return None
         source, target = (decodes[name] for name in found)
-        movers = [mover for mover in self._movers if self._may_move(mover, source, target)]
-        if not movers:
+        movable = [places for places in self._running if self._may_move(places, source, target)]
+        if not movable:
             return None
-        mover = min(movers, key=lambda mover: mover.num_tokens)  # the least to ship
-        choice = mover.places.only_on(source)
+        places = min(movable, key=lambda places: places.num_given)  # the least to ship
+        choice = places.only_on(source)
         assert choice is not None
-        return mover.places.start_move(choice, Place(target, self._new_stream()))
+        return places.start_move(choice, Place(target, self._new_stream()))
 
-    def _may_move(self, mover: Mover, source: Replica, target: Replica) -> bool:
-        return mover.places.only_on(source) is not None and has_room(target, num_blocks=mover.num_blocks, num_streams=1)
+    def _may_move(self, places: Places, source: Replica, target: Replica) -> bool:
+        return places.only_on(source) is not None and has_room(target, num_blocks=places.num_blocks, num_streams=1)

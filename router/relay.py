@@ -153,7 +153,7 @@ class Relay:
         self._attempts |= dict.fromkeys(request.choices, attempt)
         settle = self._dispatch.expect(pair)
         try:
-            with self._dispatch.running(request, pair, attempt.places):
+            with self._dispatch.running(attempt.places):
                 await attempt.run()
         except ClusterError:
             avoid |= used

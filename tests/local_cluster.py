@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -128,6 +128,17 @@ class LocalCluster:
         async with asyncio.timeout(timeout_s):
             while not all(_is_idle(replica) for pool in self.pools.values() for replica in pool if replica.is_alive):
                 await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Runs `work`, which does not end by itself, until the block ends."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 def _is_idle(replica: LocalReplica) -> bool:

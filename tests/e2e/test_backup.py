@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ from router import backup
 from router.cost_policy import CostPolicy
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
-from tests.local_cluster import LocalCluster, local_cluster
+from tests.local_cluster import beside, local_cluster
 
 _TREE: dict[str, Any] = {
     "model": {"dtype": "float32"},
@@ -35,16 +33,6 @@ def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backup, "_LOOK_S", 0.01)
 
 
-@asynccontextmanager
-async def _backing_up(cluster: LocalCluster) -> AsyncIterator[None]:
-    task = asyncio.create_task(cluster.dispatch.back_up_forever(every=_EVERY))
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
 @pytest.mark.parametrize("sampling", [_GREEDY, _SAMPLED], ids=["greedy", "sampled"])
 async def test_the_next_turn_finds_the_answer_where_its_prompt_was_computed(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, sampling: Sampling
@@ -52,7 +40,7 @@ async def test_the_next_turn_finds_the_answer_where_its_prompt_was_computed(
     model_dir, prompt = checkpoint("llama"), prompts(40)[0]
     expected = [token.token_id for token in reference(model_dir, [prompt], sampling)[0]]
     async with local_cluster(model_dir, redis_url, policy=CostPolicy(pulls=False), **_TREE) as cluster:
-        async with _backing_up(cluster):
+        async with beside(cluster.dispatch.back_up_forever(every=_EVERY)):
             answer = await cluster.generate(prompt, sampling)
         assert answer.ids == expected
         await cluster.idle()
@@ -67,7 +55,7 @@ async def test_who_goes_on_for_a_lost_replica_computes_the_last_tokens_only(
     model_dir, prompt = checkpoint("llama"), prompts(40)[0]
     expected = [token.token_id for token in reference(model_dir, [prompt], _GREEDY)[0]]
     async with local_cluster(model_dir, redis_url, processes=True, policy=CostPolicy(pulls=False), **_TREE) as cluster:
-        async with _backing_up(cluster):
+        async with beside(cluster.dispatch.back_up_forever(every=_EVERY)):
             running = asyncio.create_task(cluster.generate(prompt, _GREEDY))
             hashes = block_hashes(root_hash(cluster.model), [*prompt, *expected], block_size=_BLOCK)
             index, enough = cluster.replicas.index, (len(prompt) + _EVERY) // _BLOCK

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from router.plain_policies import RoundRobin
 from router.policy import Demand, Option, ReplicaView
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
-from tests.local_cluster import LocalCluster, local_cluster
+from tests.local_cluster import beside, local_cluster
 
 _TREE: dict[str, Any] = {
     "model": {"dtype": "float32"},
@@ -44,16 +43,6 @@ def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rebalance, "_LOOK_S", 0.01)
 
 
-@asynccontextmanager
-async def _rebalancing(cluster: LocalCluster) -> AsyncIterator[None]:
-    task = asyncio.create_task(cluster.dispatch.rebalance_forever())
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
 @pytest.mark.parametrize("sampling", [_GREEDY, _SAMPLED], ids=["greedy", "sampled"])
 async def test_a_crowd_spreads_and_no_token_changes(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, sampling: Sampling
@@ -61,7 +50,7 @@ async def test_a_crowd_spreads_and_no_token_changes(
     model_dir, asked = checkpoint("llama"), prompts(*range(20, 28))
     expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, asked, sampling)]
     async with local_cluster(model_dir, redis_url, policy=Crowding(), **_TREE) as cluster:
-        async with _rebalancing(cluster):
+        async with beside(cluster.dispatch.rebalance_forever()):
             answers = await asyncio.gather(
                 *(cluster.generate(prompt, sampling, id=str(i)) for i, prompt in enumerate(asked))
             )
@@ -79,7 +68,7 @@ async def test_what_has_moved_moves_on_when_its_new_place_drains(
     model_dir, asked = checkpoint("llama"), prompts(*range(20, 28))
     expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, asked, _GREEDY)]
     async with local_cluster(model_dir, redis_url, policy=Crowding(), **_TREE) as cluster:
-        async with _rebalancing(cluster):
+        async with beside(cluster.dispatch.rebalance_forever()):
             running = [
                 asyncio.create_task(cluster.generate(prompt, _GREEDY, id=str(i))) for i, prompt in enumerate(asked)
             ]
