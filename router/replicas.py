@@ -46,7 +46,7 @@ class Replica:
         self._router = router
         self._on_change = on_change
         self._sinks: dict[int, TokenSink] = {}
-        self._loss: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # of this life
+        self._loss: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # of this life; done while dead
         self.channel = open_channel(member.address)
         self._task = asyncio.create_task(self._follow())
 
@@ -77,7 +77,7 @@ class Replica:
         return answered
 
     async def unless_lost(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work`, but raise ReplicaLost as soon as the frames end: its calls may stay open for longer."""
+        """Run `work`, but raise ReplicaLost once the frames have ended: its calls may stay open for longer."""
         task = asyncio.create_task(work)
         loss = self._loss
         either: set[asyncio.Future[Any]] = {task, loss}
@@ -89,6 +89,11 @@ class Replica:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+    def forget(self) -> None:
+        """It has left. Calls of ours fail as with any replica lost; the channel goes with the last of them."""
+        self._task.cancel()
+        self._lost("it has left")
 
     async def close(self) -> None:
         self._task.cancel()
@@ -118,6 +123,8 @@ class Replica:
                 self.status = frame.status
                 if frame.status.draining:
                     self.is_draining.set()
+            if self._loss.done():
+                self._loss = asyncio.get_running_loop().create_future()
             if not self.is_alive or frame.HasField("status"):
                 self.is_alive = True
                 self._on_change()
@@ -129,8 +136,8 @@ class Replica:
         if self.is_alive:
             logger.warning("replica lost replica=%s: %s", self.id, reason)
         self.is_alive = False
-        self._loss.set_result(reason)
-        self._loss = asyncio.get_running_loop().create_future()
+        if not self._loss.done():
+            self._loss.set_result(reason)
         sinks, self._sinks = self._sinks, {}
         for sink in sinks.values():
             sink(ReplicaLost(f"{self.id}: {reason}"))
@@ -193,7 +200,7 @@ class Replicas:
                 logger.info("replica found replica=%s address=%s", replica, member.address)
         for replica in [r for r in self._replicas if r not in members and not self._replicas[r].is_alive]:
             await self._reader.forget(replica)
-            await self._replicas.pop(replica).close()
+            self._replicas.pop(replica).forget()
             logger.info("replica gone replica=%s", replica)
         await asyncio.sleep(_REFRESH_S)
 

@@ -94,8 +94,8 @@ async def _check_grpc(port: int) -> None:
         events = [event async for event in stub.Generate(request)]
         assert "Paris" in "".join(event.delta.text for event in events)
         trace = events[-1].summary.trace
-        # The decode replica holds nearly all of this prompt since it was asked before, so it computes the rest itself.
-        assert (trace.prefill_replica, trace.decode_replica) == ("", "decode-1")
+        # Who computes the little that nobody holds yet is for the costs measured here to say.
+        assert trace.prefill_replica in ("", "prefill-0") and trace.decode_replica == "decode-1"
         assert trace.attempts == 1 and trace.ttft_ms > 0
         request.sampling.temperature = -1
         with pytest.raises(grpc.aio.AioRpcError) as refused:
