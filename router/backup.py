@@ -4,8 +4,8 @@ A decode replica that is lost takes the KV of its answers along. Whoever goes on
 and while a replacement starts; with copies, the last few tokens of each only. And the next turn of a conversation finds
 the answer where its prompt was computed.
 
-A copy is a prompt of one more token than the decode replica has blocks of: the prefill replica pulls these blocks,
-computes that token, and keeps them in its cache. It is made only where nothing else waits.
+A copy is a prompt of which only the prefix is wanted that the decode replica has blocks of: the prefill replica pulls
+these, computes nothing, and keeps them in its cache. It is made only where nothing else waits.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
 _COPY_S = 10.0
+_AT_ONCE = 4  # copies on their way to one replica
+_LAST = 2**31 - 1  # of all priorities
 _ONE = Sampling(max_tokens=1, temperature=0.0)
 
 
@@ -57,22 +59,27 @@ class Backup:
                 pass
 
     async def _copy_some(self) -> int:
-        """One for each idle prefill replica, those that are furthest behind first. How many were tried."""
+        """A few for each idle prefill replica, those that are furthest behind first. How many were tried."""
         usable = {replica.id: replica for replica in self._replicas.usable(Role.PREFILL)}
-        idle = {name: replica for name, replica in usable.items() if _is_idle(replica)}
+        room = {name: _AT_ONCE for name, replica in usable.items() if _is_idle(replica)}
         copies = []
         for places in sorted(self._running, key=self._num_behind, reverse=True):
-            if not idle or self._num_behind(places) < self._every:
+            if not any(room.values()) or self._num_behind(places) < self._every:
                 break
             home = self._home_of(places)  # what is there already need not be fetched again
-            if (name := home if home in usable else next(iter(idle))) in idle:
-                copies.append(self._copy(places, idle.pop(name)))
+            name = home if home in usable else max(room, key=lambda name: room[name])
+            if room.get(name):
+                room[name] -= 1
+                copies.append(self._copy(places, usable[name]))
         await asyncio.gather(*copies)
         return len(copies)
 
     def _num_behind(self, places: Places) -> int:
+        """Tokens that no prefill replica has: of the answer, and of a prompt that the decode replica has computed."""
         copied = self._copied.get(places)
-        return places.num_tokens() - (copied.num_tokens if copied else places.num_given)
+        if copied:
+            return places.num_tokens() - copied.num_tokens
+        return places.num_tokens() - (places.num_given if places.prefill_replica else 0)
 
     def _home_of(self, places: Places) -> str:
         """The prefill replica that has the beginning; "" where there is none."""
@@ -105,9 +112,10 @@ def _copy_of(running: Running) -> pb.PrefillRequest:
         sampling=_ONE,
         salt=request.salt,
         adapter=request.adapter,
+        priority=_LAST,
     )
     holder = Holder(replica=running.replica.id, address=member.address, num_tokens=num_held)
-    return pb.PrefillRequest(sequence=sequence_to_proto(copy), holder=holder_to_proto(holder))
+    return pb.PrefillRequest(sequence=sequence_to_proto(copy), holder=holder_to_proto(holder), fetch_only=True)
 
 
 def _is_idle(replica: Replica) -> bool:
