@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Set
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -29,7 +30,7 @@ from router.replicas import Replica, Replicas
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.5
+_LOOK_S = 0.25
 _COPY_S = 10.0
 _AT_ONCE = 4  # copies on their way to one replica
 _LAST = 2**31 - 1  # of all priorities
@@ -45,34 +46,45 @@ class _Copied:
 class Backup:
     """Copies the requests of one router."""
 
-    def __init__(self, replicas: Replicas, *, running: Collection[Places], every: int) -> None:
+    def __init__(self, replicas: Replicas, *, running: Set[Places], every: int) -> None:
         """every: tokens of an answer from one copy to the next."""
         self._replicas = replicas
         self._running = running
         self._every = every
         self._copied: WeakKeyDictionary[Places, _Copied] = WeakKeyDictionary()
+        self._under_way: dict[Places, asyncio.Task[None]] = {}
 
     async def run_forever(self) -> None:
-        while True:
-            await asyncio.sleep(_LOOK_S)
-            while await self._copy_some():
-                pass
+        try:
+            while True:
+                self._begin_some()
+                await asyncio.sleep(_LOOK_S)
+        finally:
+            for task in self._under_way.values():
+                task.cancel()
+            await asyncio.gather(*self._under_way.values(), return_exceptions=True)
 
-    async def _copy_some(self) -> int:
-        """A few for each idle prefill replica, those that are furthest behind first. How many were tried."""
+    def _begin_some(self) -> None:
+        """Those that are furthest behind first, a few at once for each idle prefill replica."""
         usable = {replica.id: replica for replica in self._replicas.usable(Role.PREFILL)}
-        room = {name: _AT_ONCE for name, replica in usable.items() if _is_idle(replica)}
-        copies = []
-        for places in sorted(self._running, key=self._num_behind, reverse=True):
-            if not any(room.values()) or self._num_behind(places) < self._every:
+        on_their_way = Counter(self._copied[places].prefill for places in self._under_way)
+        room = {name: _AT_ONCE - on_their_way[name] for name, replica in usable.items() if _is_idle(replica)}
+        for places in sorted(self._running - self._under_way.keys(), key=self._num_behind, reverse=True):
+            running = places.running()
+            if self._num_behind(places) < self._every:
                 break
+            if running is None:  # of several choices, or not there yet
+                continue
             home = self._home_of(places)  # what is there already need not be fetched again
-            name = home if home in usable else max(room, key=lambda name: room[name])
-            if room.get(name):
+            name = home if home in usable else max(room, key=lambda name: room[name], default="")
+            if room.get(name, 0) > 0:
                 room[name] -= 1
-                copies.append(self._copy(places, usable[name]))
-        await asyncio.gather(*copies)
-        return len(copies)
+                self._begin(places, running, usable[name])
+
+    def _begin(self, places: Places, running: Running, prefill: Replica) -> None:
+        self._copied[places] = _Copied(places.num_tokens(), prefill.id)  # also if it fails: the next one will do
+        task = self._under_way[places] = asyncio.create_task(_copy(running, prefill))
+        task.add_done_callback(lambda _: self._under_way.pop(places, None))
 
     def _num_behind(self, places: Places) -> int:
         """Tokens that no prefill replica has: of the answer, and of a prompt that the decode replica has computed."""
@@ -86,19 +98,16 @@ class Backup:
         copied = self._copied.get(places)
         return copied.prefill if copied else places.prefill_replica
 
-    async def _copy(self, places: Places, prefill: Replica) -> None:
-        self._copied[places] = _Copied(places.num_tokens(), prefill.id)  # also if it fails: the next one will do
-        running = places.running()
-        if running is None:  # of several choices, or not there yet
-            return
-        try:
-            async with asyncio.timeout(_COPY_S):
-                async for _ in rpc.PrefillWorkerStub(prefill.channel).Prefill(_copy_of(running)):
-                    pass
-        except aio.AioRpcError as error:
-            logger.debug("request=%s is not copied: %s", running.request.id, error_of(error, peer=prefill.id))
-        except TimeoutError:
-            logger.debug("request=%s is not copied: %s took too long", running.request.id, prefill.id)
+
+async def _copy(running: Running, prefill: Replica) -> None:
+    try:
+        async with asyncio.timeout(_COPY_S):
+            async for _ in rpc.PrefillWorkerStub(prefill.channel).Prefill(_copy_of(running)):
+                pass
+    except aio.AioRpcError as error:
+        logger.debug("request=%s is not copied: %s", running.request.id, error_of(error, peer=prefill.id))
+    except TimeoutError:
+        logger.debug("request=%s is not copied: %s took too long", running.request.id, prefill.id)
 
 
 def _copy_of(running: Running) -> pb.PrefillRequest:
