@@ -107,6 +107,11 @@ class Attempt:
             with suppress(aio.AioRpcError):  # a replica that is lost generates nothing any more
                 await rpc.DecodeWorkerStub(place.replica.channel).Stop(request, timeout=_STOP_S)
 
+    @property
+    def blameless(self) -> set[str]:
+        """The prefill replica whose part is done: what fails after that is not its fault, and it has the prompt."""
+        return {self._prefill.id} if self._prefill and self._choices.is_decoding else set()
+
     # The lease, on D.
 
     async def _lease(self, decode: Replica) -> None:

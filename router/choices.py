@@ -36,6 +36,11 @@ class Choices:
         """The prefill replica has told the first tokens."""
         return self._first_epoch is not None
 
+    @property
+    def is_decoding(self) -> bool:
+        """The decode replica has told that it has the prompt's KV."""
+        return self._started_epoch is not None
+
     async def wait(self) -> None:
         """Until all have finished. Raises the error that came first."""
         await self._ended.wait()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -100,7 +100,7 @@ class Dispatch:
             ticket, lambda: self._choose(need), within_s=request.deadline_s, give_back=self.give_back
         )
 
-    async def choose(self, request: SequenceRequest, *, avoid: set[str]) -> Pair:
+    async def choose(self, request: SequenceRequest, *, avoid: Set[str]) -> Pair:
         """The cheapest pair for a request that was admitted before, room or no room. Waits while there is none at all.
 
         Replicas in `avoid` are the last resort. Raises as `admit`.
@@ -109,8 +109,10 @@ class Dispatch:
         give_up_at = time.monotonic() + self._queue_s
         while True:
             self._check_length(request)
-            if pair := self._choose(need, avoid=avoid) or self._choose(need, avoid=avoid, needs_room=False):
-                return pair
+            # A prompt may wait behind others where the beginning of it is.
+            for room_on in (frozenset([Role.DECODE]), frozenset[Role]()):
+                if pair := self._choose(need, avoid=avoid, room_on=room_on):
+                    return pair
             try:
                 await self._replicas.changed(timeout_s=give_up_at - time.monotonic())
             except TimeoutError:
@@ -147,7 +149,7 @@ class Dispatch:
         """Keep copies of what runs, no more than so many tokens behind, where prefill replicas are idle."""
         await Backup(self._replicas, running=self._running, every=every).run_forever()
 
-    def next_prefill(self, request: SequenceRequest, decode: Replica | None, *, avoid: set[str]) -> Replica | None:
+    def next_prefill(self, request: SequenceRequest, decode: Replica | None, *, avoid: Set[str]) -> Replica | None:
         """Another prefill replica for a request whose decode replica is chosen already."""
         prefills = [replica for replica in self._replicas.usable(Role.PREFILL) if replica.id not in avoid]
         found = self._options(self._need(request), prefills, [decode] if decode else [], avoid=avoid)
@@ -160,7 +162,7 @@ class Dispatch:
         replica = self._replicas.get(found[0].decode) if found else None
         return Place(replica, self.new_streams(1)) if replica else None
 
-    def may_try_again(self, error: ClusterError, avoid: set[str]) -> bool:
+    def may_try_again(self, error: ClusterError, avoid: Set[str]) -> bool:
         """Whether another try may help. Where every decode replica is full, the client hears so at once."""
         if isinstance(error, CapacityError):
             return any(replica.id not in avoid for replica in self._replicas.usable(Role.DECODE))
@@ -174,15 +176,18 @@ class Dispatch:
         for number in num_tokens:
             self._answers.add(number)
 
-    def _choose(self, need: _Need, *, avoid: set[str] = frozenset(), needs_room: bool = True) -> Pair | None:  # type: ignore[assignment]
+    def _choose(
+        self, need: _Need, *, avoid: Set[str] = frozenset(), room_on: Set[Role] = frozenset(Role)
+    ) -> Pair | None:
         """The cheapest pair, and what it promises to the request; None where there is none."""
         prefills, decodes = self._replicas.usable(Role.PREFILL), self._replicas.usable(Role.DECODE)
-        if needs_room:
+        if Role.DECODE in room_on:
             num_streams = len(need.request.choices)
             decodes = [r for r in decodes if has_room(r, num_blocks=need.num_blocks, num_streams=num_streams)]
+        if Role.PREFILL in room_on:
             prefills = [r for r in prefills if self._has_room(r.id)] or prefills  # a policy may offer a few only
         found, views = self._weigh(need, prefills, decodes, avoid=avoid)
-        if needs_room:
+        if Role.PREFILL in room_on:
             found = [option for option in found if option.prefill is None or self._has_room(option.prefill)]
         if not found:
             return None
@@ -190,12 +195,12 @@ class Dispatch:
         return self._pair(need, found[0], views)
 
     def _options(
-        self, need: _Need, prefills: list[Replica], decodes: list[Replica], *, avoid: set[str]
+        self, need: _Need, prefills: list[Replica], decodes: list[Replica], *, avoid: Set[str]
     ) -> Sequence[Option]:
         return self._weigh(need, prefills, decodes, avoid=avoid)[0]
 
     def _weigh(
-        self, need: _Need, prefills: list[Replica], decodes: list[Replica], *, avoid: set[str]
+        self, need: _Need, prefills: list[Replica], decodes: list[Replica], *, avoid: Set[str]
     ) -> tuple[Sequence[Option], list[ReplicaView]]:
         """The options, and what they were weighed by."""
         request = need.request

@@ -124,7 +124,7 @@ class Relay:
             await asyncio.sleep(min(_MAX_BACKOFF_S, _BACKOFF_S * 2 ** min(attempt, 10)))
 
     async def _attempt(self, choices: tuple[int, ...], pair: Pair | None, *, avoid: set[str]) -> None:
-        """One try. Adds to `avoid` the replicas that it used, if it fails."""
+        """One try. Adds to `avoid` the replicas on which it may have failed, if it fails."""
         self.route.attempts += 1
         self.route.migrations += self._num_tokens(choices) > 0
         request = self._continuation(choices)
@@ -158,7 +158,7 @@ class Relay:
             with self._dispatch.running(attempt.places):
                 await attempt.run()
         except ClusterError:
-            avoid |= used
+            avoid |= used - attempt.blameless
             raise
         finally:
             settle()

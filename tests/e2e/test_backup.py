@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.hashing import block_hashes, root_hash
+from cluster.prefix_index import Depths
 from cluster.request import Role, Sampling
 from router import backup
 from router.cost_policy import CostPolicy
@@ -59,16 +60,23 @@ async def test_who_goes_on_for_a_lost_replica_computes_the_last_tokens_only(
 ) -> None:
     model_dir, prompt = checkpoint("llama"), prompts(40)[0]
     expected = [token.token_id for token in reference(model_dir, [prompt], _GREEDY)[0]]
-    async with local_cluster(model_dir, redis_url, processes=True, policy=CostPolicy(pulls=False), **_TREE) as cluster:
+    tree = _TREE | {"prefill": {**_TREE["prefill"], "replicas": 2}}  # one of them has the prompt, and keeps the copy
+    async with local_cluster(model_dir, redis_url, processes=True, policy=CostPolicy(pulls=False), **tree) as cluster:
         async with beside(cluster.dispatch.back_up_forever(every=_EVERY)):
             running = asyncio.create_task(cluster.generate(prompt, _GREEDY))
             hashes = block_hashes(root_hash(cluster.model), [*prompt, *expected], block_size=_BLOCK)
             index, enough = cluster.replicas.index, (len(prompt) + _EVERY) // _BLOCK
-            while not (copied := index.depths(hashes).get("prefill-0")) or copied.device < enough:
+            while not (homes := _holders(index.depths(hashes), at_least=enough)):
                 await asyncio.sleep(0.001)
             busy = next(r.id for r in cluster.replicas if r.member.role is Role.DECODE and r.num_requests)
             next(replica for replica in cluster.pools[Role.DECODE] if replica.id == busy).send(signal.SIGKILL)
             answer = await running
         assert answer.ids == expected
         assert answer.route.migrations == 1
+        assert homes == [answer.route.prefill_replica], "it is not to blame for what happened on the decode replica"
         assert answer.route.cached_tokens > len(prompt)
+
+
+def _holders(depths: dict[str, Depths], *, at_least: int) -> list[str]:
+    """The prefill replicas that hold so many blocks."""
+    return [name for name, depth in depths.items() if name.startswith("prefill") and depth.device >= at_least]
