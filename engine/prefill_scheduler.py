@@ -17,6 +17,8 @@ from engine.sequence import Sequence
 #     waiting ──blocks──────────────────────────────> running ──all computed──> gone
 #        ^ └──blocks, and somebody holds more──> fetching ──fetched──^
 #        └───────────────── fetch_failed ───────────┘
+#
+# One that only fetches is gone as soon as there is nothing more to fetch: see take_fetched.
 
 
 @dataclass(eq=False)
@@ -25,6 +27,7 @@ class Job:
 
     sequence: Sequence
     handoff: Handoff | None
+    fetch_only: bool = False  # its prefix is brought here, and nothing is computed
     num_offered: int = 0  # leading tokens that a peer, or a tier below this pool, is said to hold; 0: not counted on
     num_cached: int = 0  # tokens found in the prefix cache when it was admitted
     num_fetched: int = 0  # tokens after these whose KV came from where it was offered
@@ -69,8 +72,9 @@ class Scheduler:
     @property
     def num_queued_tokens(self) -> int:
         """Tokens that will be computed here, if what is on its way comes."""
-        coming = sum(len(job.sequence.tokens) - job.fetch_end for job in self._fetching)
-        return coming + sum(job.sequence.num_missing for job in (*self._waiting, *self._running))
+        coming = sum(len(job.sequence.tokens) - job.fetch_end for job in self._fetching if not job.fetch_only)
+        jobs = (job for job in (*self._waiting, *self._running) if not job.fetch_only)
+        return coming + sum(job.sequence.num_missing for job in jobs)
 
     def add(self, job: Job) -> None:
         """Raises CapacityError when the queue is full, ContextLengthExceeded when the prompt can never fit."""
@@ -131,6 +135,14 @@ class Scheduler:
         job.num_offered = 0
         job.sequence.release(self._blocks)
         insort(self._waiting, job, key=_turn)
+
+    def take_fetched(self) -> list[Job]:
+        """Jobs that only fetch, and have got what there is. They are gone from here; their blocks are the caller's."""
+        over = [job for job in self._running if job.fetch_only]
+        over += [job for job in self._waiting if job.fetch_only and not self._is_offered_more(job)]
+        for job in over:
+            self.remove(job)
+        return over
 
     def schedule(self) -> list[tuple[Job, int]]:
         """The next step: jobs, and how many tokens of each. Admits what fits."""

@@ -44,7 +44,8 @@ class PrefillServicer(rpc.PrefillWorkerServicer):
         if serving is None or serving.service.is_draining:
             await abort_with(context, ReplicaLost("this replica takes no new work"))
         handoff = handoff_from_proto(request.handoff) if request.HasField("handoff") else None
-        job = Job(serving.sequence_of(sequence_from_proto(request.sequence)), handoff)
+        sequence = serving.sequence_of(sequence_from_proto(request.sequence))
+        job = Job(sequence, handoff, fetch_only=request.fetch_only)
         holder = holder_from_proto(request.holder) if request.HasField("holder") else None
         call = _Call(job)
         serving.service.post(lambda: serving.prefiller.submit(job, call, holder=holder))

@@ -101,7 +101,7 @@ class Prefiller:
             listener.ended(None, error)
             return
         self._listeners[job] = listener
-        self.totals.prompt_tokens += len(job.sequence.tokens)
+        self.totals.prompt_tokens += 0 if job.fetch_only else len(job.sequence.tokens)
 
     def cancel(self, job: Job) -> None:
         """Nobody waits for this job any more. It may have ended already."""
@@ -117,6 +117,10 @@ class Prefiller:
             if self._fetches.is_pull(job):
                 self._save_evicted()
             self._fetches.begin(job)
+        for job in self._scheduler.take_fetched():
+            self._fetches.forget(job)
+            job.sequence.release(self._blocks)
+            self._end(job, None, None)
         chosen = self._scheduler.schedule()
         orders = {
             "tiers": self._tiers.take_orders(),

@@ -4,15 +4,16 @@ A decode replica that is lost takes the KV of its answers along. Whoever goes on
 and while a replacement starts; with copies, the last few tokens of each only. And the next turn of a conversation finds
 the answer where its prompt was computed.
 
-A copy is a prompt of one more token than the decode replica has blocks of: the prefill replica pulls these blocks,
-computes that token, and keeps them in its cache. It is made only where nothing else waits.
+A copy is a prompt of which only the prefix is wanted that the decode replica has blocks of: the prefill replica pulls
+these, computes nothing, and keeps them in its cache. It is made only where nothing else waits.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Set
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -29,8 +30,10 @@ from router.replicas import Replica, Replicas
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.5
+_LOOK_S = 0.25
 _COPY_S = 10.0
+_AT_ONCE = 4  # copies on their way to one replica
+_LAST = 2**31 - 1  # of all priorities
 _ONE = Sampling(max_tokens=1, temperature=0.0)
 
 
@@ -43,55 +46,68 @@ class _Copied:
 class Backup:
     """Copies the requests of one router."""
 
-    def __init__(self, replicas: Replicas, *, running: Collection[Places], every: int) -> None:
+    def __init__(self, replicas: Replicas, *, running: Set[Places], every: int) -> None:
         """every: tokens of an answer from one copy to the next."""
         self._replicas = replicas
         self._running = running
         self._every = every
         self._copied: WeakKeyDictionary[Places, _Copied] = WeakKeyDictionary()
+        self._under_way: dict[Places, asyncio.Task[None]] = {}
 
     async def run_forever(self) -> None:
-        while True:
-            await asyncio.sleep(_LOOK_S)
-            while await self._copy_some():
-                pass
+        try:
+            while True:
+                self._begin_some()
+                await asyncio.sleep(_LOOK_S)
+        finally:
+            for task in self._under_way.values():
+                task.cancel()
+            await asyncio.gather(*self._under_way.values(), return_exceptions=True)
 
-    async def _copy_some(self) -> int:
-        """One for each idle prefill replica, those that are furthest behind first. How many were tried."""
+    def _begin_some(self) -> None:
+        """Those that are furthest behind first, a few at once for each idle prefill replica."""
         usable = {replica.id: replica for replica in self._replicas.usable(Role.PREFILL)}
-        idle = {name: replica for name, replica in usable.items() if _is_idle(replica)}
-        copies = []
-        for places in sorted(self._running, key=self._num_behind, reverse=True):
-            if not idle or self._num_behind(places) < self._every:
+        on_their_way = Counter(self._copied[places].prefill for places in self._under_way)
+        room = {name: _AT_ONCE - on_their_way[name] for name, replica in usable.items() if _is_idle(replica)}
+        for places in sorted(self._running - self._under_way.keys(), key=self._num_behind, reverse=True):
+            running = places.running()
+            if self._num_behind(places) < self._every:
                 break
+            if running is None:  # of several choices, or not there yet
+                continue
             home = self._home_of(places)  # what is there already need not be fetched again
-            if (name := home if home in usable else next(iter(idle))) in idle:
-                copies.append(self._copy(places, idle.pop(name)))
-        await asyncio.gather(*copies)
-        return len(copies)
+            name = home if home in usable else max(room, key=lambda name: room[name], default="")
+            if room.get(name, 0) > 0:
+                room[name] -= 1
+                self._begin(places, running, usable[name])
+
+    def _begin(self, places: Places, running: Running, prefill: Replica) -> None:
+        self._copied[places] = _Copied(places.num_tokens(), prefill.id)  # also if it fails: the next one will do
+        task = self._under_way[places] = asyncio.create_task(_copy(running, prefill))
+        task.add_done_callback(lambda _: self._under_way.pop(places, None))
 
     def _num_behind(self, places: Places) -> int:
+        """Tokens that no prefill replica has: of the answer, and of a prompt that the decode replica has computed."""
         copied = self._copied.get(places)
-        return places.num_tokens() - (copied.num_tokens if copied else places.num_given)
+        if copied:
+            return places.num_tokens() - copied.num_tokens
+        return places.num_tokens() - (places.num_given if places.prefill_replica else 0)
 
     def _home_of(self, places: Places) -> str:
         """The prefill replica that has the beginning; "" where there is none."""
         copied = self._copied.get(places)
         return copied.prefill if copied else places.prefill_replica
 
-    async def _copy(self, places: Places, prefill: Replica) -> None:
-        self._copied[places] = _Copied(places.num_tokens(), prefill.id)  # also if it fails: the next one will do
-        running = places.running()
-        if running is None:  # of several choices, or not there yet
-            return
-        try:
-            async with asyncio.timeout(_COPY_S):
-                async for _ in rpc.PrefillWorkerStub(prefill.channel).Prefill(_copy_of(running)):
-                    pass
-        except aio.AioRpcError as error:
-            logger.debug("request=%s is not copied: %s", running.request.id, error_of(error, peer=prefill.id))
-        except TimeoutError:
-            logger.debug("request=%s is not copied: %s took too long", running.request.id, prefill.id)
+
+async def _copy(running: Running, prefill: Replica) -> None:
+    try:
+        async with asyncio.timeout(_COPY_S):
+            async for _ in rpc.PrefillWorkerStub(prefill.channel).Prefill(_copy_of(running)):
+                pass
+    except aio.AioRpcError as error:
+        logger.debug("request=%s is not copied: %s", running.request.id, error_of(error, peer=prefill.id))
+    except TimeoutError:
+        logger.debug("request=%s is not copied: %s took too long", running.request.id, prefill.id)
 
 
 def _copy_of(running: Running) -> pb.PrefillRequest:
@@ -105,9 +121,10 @@ def _copy_of(running: Running) -> pb.PrefillRequest:
         sampling=_ONE,
         salt=request.salt,
         adapter=request.adapter,
+        priority=_LAST,
     )
     holder = Holder(replica=running.replica.id, address=member.address, num_tokens=num_held)
-    return pb.PrefillRequest(sequence=sequence_to_proto(copy), holder=holder_to_proto(holder))
+    return pb.PrefillRequest(sequence=sequence_to_proto(copy), holder=holder_to_proto(holder), fetch_only=True)
 
 
 def _is_idle(replica: Replica) -> bool:

@@ -43,6 +43,7 @@ class Relay:
         self._started_at = time.monotonic()
         self._tokens: dict[int, list[int]] = {choice: [] for choice in request.choices}
         self._unfinished = set(request.choices)
+        self._lost_at: dict[int, float] = {}  # choices that have tokens, and wait for the first of another attempt
         self._attempts: dict[int, Attempt] = {}  # of each choice, the one that serves it now
         self._outbox: asyncio.Queue[ChoiceToken | ClusterError | None] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
@@ -112,6 +113,7 @@ class Relay:
                 logger.warning("request=%s goes on elsewhere: %s", self._request.id, error)
             pair = None
             choices = tuple(choice for choice in choices if choice in self._unfinished)
+            self._lost_at = {c: time.monotonic() for c in choices if self._tokens[c]} | self._lost_at
             if len(choices) > 1 and self._num_tokens(choices):
                 async with asyncio.TaskGroup() as group:
                     for choice in choices:
@@ -175,10 +177,26 @@ class Relay:
         return sum(len(self._tokens[choice]) for choice in choices)
 
     def _emit(self, choice: int, token: SampledToken) -> None:
+        if (lost_at := self._lost_at.pop(choice, None)) is not None:
+            self._log_pause(choice, time.monotonic() - lost_at)
         self._tokens[choice].append(token.token_id)
         if token.finish_reason:
             self._unfinished.discard(choice)
         self._outbox.put_nowait(ChoiceToken(choice, token))
+
+    def _log_pause(self, choice: int, pause_s: float) -> None:
+        logger.info(
+            "request=%s choice=%d went on pause_ms=%.0f prefill=%s decode=%s tokens=%d cached=%d pulled=%d attempts=%d",
+            self._request.id,
+            choice,
+            pause_s * 1e3,
+            self.route.prefill_replica,
+            self.route.decode_replica,
+            len(self._request.token_ids) + len(self._tokens[choice]),
+            self.route.cached_tokens,
+            self.route.pulled_tokens,
+            self.route.attempts,
+        )
 
 
 def _first(errors: BaseExceptionGroup[ClusterError]) -> ClusterError:

@@ -113,14 +113,16 @@ class Granted(_message.Message):
     def __init__(self, num_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("sequence", "handoff", "holder")
+    __slots__ = ("sequence", "handoff", "holder", "fetch_only")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
     HOLDER_FIELD_NUMBER: _ClassVar[int]
+    FETCH_ONLY_FIELD_NUMBER: _ClassVar[int]
     sequence: Sequence
     handoff: Handoff
     holder: Holder
-    def __init__(self, sequence: _Optional[_Union[Sequence, _Mapping]] = ..., handoff: _Optional[_Union[Handoff, _Mapping]] = ..., holder: _Optional[_Union[Holder, _Mapping]] = ...) -> None: ...
+    fetch_only: bool
+    def __init__(self, sequence: _Optional[_Union[Sequence, _Mapping]] = ..., handoff: _Optional[_Union[Handoff, _Mapping]] = ..., holder: _Optional[_Union[Holder, _Mapping]] = ..., fetch_only: bool = ...) -> None: ...
 
 class PrefillEvent(_message.Message):
     __slots__ = ("first_tokens", "shipped")

@@ -44,6 +44,11 @@ async def test_the_next_turn_finds_the_answer_where_its_prompt_was_computed(
             answer = await cluster.generate(prompt, sampling)
         assert answer.ids == expected
         await cluster.idle()
+        prefill = cluster.replicas.get("prefill-0")
+        assert prefill
+        while not prefill.status.totals.pulled_tokens:
+            await cluster.replicas.changed(timeout_s=10)
+        assert prefill.status.totals.computed_tokens == len(prompt), "a copy is not computed"
         turn = await cluster.generate([*prompt, *answer.ids], Sampling(max_tokens=2, temperature=0.0), id="next")
         assert (turn.route.pulled_tokens, turn.route.prefill_replica) == (0, "prefill-0")
         assert turn.route.cached_tokens >= len(prompt) + len(answer.ids) - 3 * _EVERY

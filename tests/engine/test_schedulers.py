@@ -28,8 +28,8 @@ def _sequence(tokens: list[int], *, priority: int = 0) -> Sequence:
     return Sequence(request, 0, model="m", block_size=_BLOCK, max_context=1000)
 
 
-def _job(tokens: list[int], *, offered: int = 0, priority: int = 0) -> Job:
-    return Job(_sequence(tokens, priority=priority), None, num_offered=offered)
+def _job(tokens: list[int], *, offered: int = 0, priority: int = 0, fetch_only: bool = False) -> Job:
+    return Job(_sequence(tokens, priority=priority), None, fetch_only=fetch_only, num_offered=offered)
 
 
 @pytest.fixture
@@ -117,6 +117,31 @@ def test_nothing_is_fetched_that_is_here(
     queue.add(longer)
     assert queue.fetch() == [longer] and (longer.num_cached, longer.fetch_end) == (40, 56)
     assert _run(queue, blocks) == [again] and again.num_cached == 36
+
+
+def test_who_only_fetches_is_never_computed(
+    scheduler: Callable[..., prefill_scheduler.Scheduler], blocks: BlockManager
+) -> None:
+    queue = scheduler()
+    comes, fails, other = (
+        _job(_SHARED, offered=36, fetch_only=True),
+        _job([9, *_SHARED], offered=36, fetch_only=True),
+        _job([1] * 6),
+    )
+    for job in (comes, fails, other):
+        queue.add(job)
+    assert queue.fetch() == [comes, fails] and queue.take_fetched() == []
+    assert queue.num_queued_tokens == 6 and _run(queue, blocks) == [other]
+    queue.fetched(comes, 36)
+    queue.fetch_failed(fails)
+    assert queue.take_fetched() == [comes, fails] and not comes.sequence.num_computed % _BLOCK
+    comes.sequence.release(blocks)
+    again = _job(_SHARED, offered=36, fetch_only=True)
+    queue.add(again)
+    assert queue.fetch() == [] and queue.take_fetched() == [again], "it is here already"
+    assert not _run(queue, blocks) and queue.num_running == queue.num_waiting == 0
+    assert blocks.num_available == blocks.num_blocks and blocks.match(comes.sequence.hashes()) == 9
+    blocks.check_integrity()
 
 
 def test_a_fetch_overtakes_nobody_who_needs_the_room(
