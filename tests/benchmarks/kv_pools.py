@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.kv_pools
 
-SmolLM2 in bf16, every processor, wall clock: for a quiet machine. Sides take turns, so that its swings hit all of them, and
-the best of each counts. Pools are filled, for memory that nobody has written is read from the cache.
+SmolLM2 in bf16, every processor, wall clock: for a quiet machine. Sides take turns, so that its swings hit all of them,
+and the best of each counts. Pools are filled, for memory that nobody has written is read from the cache.
 """
 
 from __future__ import annotations
