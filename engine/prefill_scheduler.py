@@ -29,6 +29,7 @@ class Job:
     handoff: Handoff | None
     fetch_only: bool = False  # its prefix is brought here, and nothing is computed
     num_offered: int = 0  # leading tokens that a peer, or a tier below this pool, is said to hold; 0: not counted on
+    num_here: int = 0  # leading tokens that were in the prefix cache when it was queued
     num_cached: int = 0  # tokens found in the prefix cache when it was admitted
     num_fetched: int = 0  # tokens after these whose KV came from where it was offered
     departure: Any = None  # kvtransfer's, once its KV is on its way: this floor only keeps it
@@ -42,6 +43,12 @@ class Job:
     def fetch_end(self) -> int:
         """Positions before this one are to be fetched, where they are not here."""
         return self.sequence.num_reusable(self.num_offered)
+
+    @property
+    def num_expected(self) -> int:
+        """Tokens that will be computed, if what is here stays and what is offered comes."""
+        held = max(self.sequence.num_computed, self.sequence.num_reusable(max(self.num_here, self.num_offered)))
+        return 0 if self.fetch_only else len(self.sequence.tokens) - held
 
 
 class Scheduler:
@@ -71,10 +78,7 @@ class Scheduler:
 
     @property
     def num_queued_tokens(self) -> int:
-        """Tokens that will be computed here, if what is on its way comes."""
-        coming = sum(len(job.sequence.tokens) - job.fetch_end for job in self._fetching if not job.fetch_only)
-        jobs = (job for job in (*self._waiting, *self._running) if not job.fetch_only)
-        return coming + sum(job.sequence.num_missing for job in jobs)
+        return sum(job.num_expected for job in (*self._waiting, *self._fetching, *self._running))
 
     def add(self, job: Job) -> None:
         """Raises CapacityError when the queue is full, ContextLengthExceeded when the prompt can never fit."""
@@ -87,6 +91,7 @@ class Scheduler:
         if len(self._waiting) >= self._max_waiting:
             raise CapacityError(f"{len(self._waiting)} prompts are waiting already")
         job.number = next(self._numbers)
+        job.num_here = self._blocks.match(sequence.hashes()) * sequence.block_size
         insort(self._waiting, job, key=_turn)
 
     def remove(self, job: Job) -> None:
@@ -122,6 +127,7 @@ class Scheduler:
     def fetched(self, job: Job, num_tokens: int) -> None:
         """The KV of the next `num_tokens` positions is in the job's blocks: what is missing yet is computed."""
         self._fetching.remove(job)
+        job.num_here, job.num_offered = 0, 0  # known better now
         job.num_fetched = num_tokens
         job.sequence.computed(num_tokens, self._blocks)
         insort(self._running, job, key=_turn)
@@ -185,7 +191,7 @@ class Scheduler:
         if taken is None:
             return False
         sequence.start_with(*taken)
-        job.num_cached = sequence.num_computed
+        job.num_here, job.num_cached = 0, sequence.num_computed
         return True
 
 

@@ -187,7 +187,7 @@ class Dispatch:
         if not found:
             return None
         self.decisions.add(need.request.id, found, views)
-        return self._pair(need, found[0])
+        return self._pair(need, found[0], views)
 
     def _options(
         self, need: _Need, prefills: list[Replica], decodes: list[Replica], *, avoid: set[str]
@@ -217,11 +217,13 @@ class Dispatch:
         )
         return self._policy.options(demand, views, decode_views), [*views, *decode_views]
 
-    def _pair(self, need: _Need, option: Option) -> Pair:
+    def _pair(self, need: _Need, option: Option, views: Sequence[ReplicaView]) -> Pair:
         request = need.request
         prefill = self._replicas.get(option.prefill) if option.prefill else None
         logger.debug("route request=%s %s", request.id, option)
-        answered = prefill.expect_answer(len(request.token_ids)) if prefill else lambda: None
+        held = max((view.cached_tokens for view in views if view.replica == option.prefill), default=0)
+        uncached = len(request.token_ids) - max(held, option.pull_tokens)
+        answered = prefill.expect_answer(max(1, uncached)) if prefill else lambda: None
         if prefill and request.sampling.max_tokens - request.num_generated == 1:
             return Pair(prefill, None, need.hashes, answered=answered, holder=self._holder(option))
         decode = self._replicas.get(option.decode)
