@@ -26,7 +26,7 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, *, exact: int = 0) -> tuple[Ten
 
     x: (..., D) bf16, fp16 or fp32. Returns codes (..., D + exact) of `dtype`, float8_e4m3fn or int8, the last 2 * exact
     of which are bytes of bf16, and scales (...) bfloat16, always positive.
-    A row with NaN or infinity gets a scale that is neither, and nothing finite comes back of it.
+    The scale of a row with NaN or infinity is not finite either, and nothing finite comes back of it.
     """
     if not exact:
         return _quantize(x.float(), dtype)
