@@ -109,7 +109,7 @@ class ModelConfig:
 
     @property
     def kv_exact_dim(self) -> int:
-        """How many of them, the last, an FP8 cache keeps in bf16: the rotated key, as DeepSeek's own FP8 cache does."""
+        """How many, the last, stay in bf16 in a cache of 8 bits: the rotated key, as in DeepSeek's own FP8 cache."""
         return self.latent.rope_dim if self.latent else 0
 
     @property

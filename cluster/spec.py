@@ -47,8 +47,11 @@ class ModelSpec(_Section):
 
 class KVSpec(_Section):
     block_size: Literal[8, 16, 32, 64, 128] = 16  # tokens; small blocks share more, large ones move faster
-    pool_dtype: Literal["auto", "fp8_e4m3"] = "auto"  # auto: the model's dtype
-    wire_dtype: Literal["fp8_e4m3", "raw"] = "fp8_e4m3"  # raw: the pool's own bytes
+    # auto: the model's dtype. int8, fp8_e4m3: nearly twice the tokens in the same memory, with a scale per token and
+    # head; int8 rounds the largest numbers of a row, which in keys decide the scores, some ten times as finely.
+    pool_dtype: Literal["auto", "int8", "fp8_e4m3"] = "auto"
+    # Of a pool that has more bits; one of 8 ships its own bytes, as raw does for any.
+    wire_dtype: Literal["fp8_e4m3", "int8", "raw"] = "fp8_e4m3"
     # Which cached blocks give way first. reuse_value: those of a kind that is asked for again least. lru: the oldest.
     eviction: Eviction = "reuse_value"
 
@@ -178,12 +181,12 @@ class Spec(_Section):
 
 def _unmet_by(model: ModelSpec, kv: KVSpec, prefill: PoolSpec, decode: PoolSpec) -> list[str]:
     """What `engine.deterministic` lacks."""
-    has_fp8_wire_alone = kv.wire_dtype == "fp8_e4m3" and kv.pool_dtype != "fp8_e4m3"
+    has_rounding_wire = kv.wire_dtype != "raw" and kv.pool_dtype == "auto"
     needs = {
         "model.dtype bfloat16: only its kernels sum in one order": model.dtype != "bfloat16",
         "model.weights as_stored or int8": model.weights == "quantized",
         "pools without GPUs": bool(prefill.resources.gpus or decode.resources.gpus),
-        "kv.wire_dtype raw, or kv.pool_dtype fp8_e4m3: else only what is shipped is rounded": has_fp8_wire_alone,
+        "kv.wire_dtype raw, or a kv.pool_dtype of 8 bits: else only what is shipped is rounded": has_rounding_wire,
         "prefill.tensor_parallel equal to decode.tensor_parallel": prefill.tensor_parallel != decode.tensor_parallel,
         "a tensor_parallel of 1 or 2: more ranks sum in an order of their own": decode.tensor_parallel > 2,
     }

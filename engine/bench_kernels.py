@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cluster.errors import SpecError
 from engine.kernels.decode_attention import decode_attention, splits_for
-from engine.kernels.fp8 import quantize_fp8
+from engine.kernels.eight_bits import quantize_rows
 from engine.kernels.fused_experts import fused_experts
 from engine.kernels.kv_write import write_kv
 from engine.kernels.latent_prefill import latent_prefill_attention
@@ -31,6 +31,7 @@ _PROMPT = 8192
 _COPY_BYTES = 1 << 31
 _MATMUL = 8192
 _TRIES = 20
+_EIGHT_BITS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 _Case = tuple[str, Callable[[], object], float, str]  # name, what to run, its bytes or operations, "bytes" or "flops"
 
@@ -92,31 +93,34 @@ def _seconds(run: Callable[[], object]) -> float:
     return float(np.median(times))
 
 
-def _pool(num_tokens: int, device: torch.device, *, is_fp8: bool) -> tuple[Tensor, Tensor | None]:
+def _pool(num_tokens: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     shape = (num_tokens // _S, 2, _K, _S, _D)
     kv = torch.randn(shape, device=device, dtype=torch.bfloat16)
-    return quantize_fp8(kv) if is_fp8 else (kv, None)
+    return (kv, None) if dtype == kv.dtype else quantize_rows(kv, dtype)
 
 
 def _copies(device: torch.device) -> list[_Case]:
     k, v = torch.randn(2, _TOKENS, _K, _D, device=device, dtype=torch.bfloat16)
     slots = torch.randperm(_TOKENS // _S, device=device).repeat_interleave(_S) * _S
     slots += torch.arange(_S, device=device).repeat(_TOKENS // _S)  # blocks in no order, each of them whole
-    bf16, _ = _pool(_TOKENS, device, is_fp8=False)
-    fp8, scales = _pool(_TOKENS, device, is_fp8=True)
+    bf16, _ = _pool(_TOKENS, device, torch.bfloat16)
     raw = torch.empty(_TOKENS, 2, _K, _D, device=device, dtype=torch.bfloat16)
-    codes, row_scales = quantize_fp8(raw.zero_())
     numbers = _TOKENS * 2 * _K * _D
     wide, narrow = 2 * numbers, numbers + numbers // _D * 2
     every = slice(0, _K)
-    return [
-        ("write_kv bf16", lambda: write_kv(bf16, None, slots, k, v), 2 * wide, "bytes"),
-        ("write_kv fp8", lambda: write_kv(fp8, scales, slots, k, v), wide + narrow, "bytes"),
-        ("pack raw", lambda: pack_kv(bf16, slots, every, raw, None), 2 * wide, "bytes"),
-        ("pack fp8", lambda: pack_kv(bf16, slots, every, codes, row_scales), wide + narrow, "bytes"),
-        ("unpack raw", lambda: unpack_kv(raw, None, bf16, slots, every), 2 * wide, "bytes"),
-        ("unpack fp8", lambda: unpack_kv(codes, row_scales, bf16, slots, every), wide + narrow, "bytes"),
+    cases: list[_Case] = [
+        ("write_kv bf16", partial(write_kv, bf16, None, slots, k, v), 2 * wide, "bytes"),
+        ("pack raw", partial(pack_kv, bf16, slots, every, raw, None), 2 * wide, "bytes"),
+        ("unpack raw", partial(unpack_kv, raw, None, bf16, slots, every), 2 * wide, "bytes"),
     ]
+    for kind, dtype in _EIGHT_BITS.items():
+        pool, (codes, scales) = _pool(_TOKENS, device, dtype), quantize_rows(raw.zero_(), dtype)
+        cases += [
+            (f"write_kv {kind}", partial(write_kv, *pool, slots, k, v), wide + narrow, "bytes"),
+            (f"pack {kind}", partial(pack_kv, bf16, slots, every, codes, scales), wide + narrow, "bytes"),
+            (f"unpack {kind}", partial(unpack_kv, codes, scales, bf16, slots, every), wide + narrow, "bytes"),
+        ]
+    return cases
 
 
 def _elementwise(device: torch.device) -> list[_Case]:
@@ -135,11 +139,10 @@ def _elementwise(device: torch.device) -> list[_Case]:
 
 def _attention(device: torch.device) -> list[_Case]:
     cases: list[_Case] = []
-    for is_fp8 in (False, True):
-        codes, scales = _pool(_ROWS * _CONTEXT, device, is_fp8=is_fp8)
+    for kind, dtype in ({"bf16": torch.bfloat16} | _EIGHT_BITS).items():
+        codes, scales = _pool(_ROWS * _CONTEXT, device, dtype)
         q = torch.randn(max(_ROWS, _PROMPT), _H, _D, device=device, dtype=torch.bfloat16)
         tables = torch.randperm(len(codes), device=device).int().view(_ROWS, -1)
-        kind = "fp8" if is_fp8 else "bf16"
         num_bytes = codes.nbytes + (0 if scales is None else scales.nbytes)
         cases.append((f"decode_attention {kind}", _decode(q, codes, scales, tables), num_bytes, "bytes"))
         flops = 4 * _H * _D * _PROMPT * (_PROMPT + 1) / 2

@@ -7,23 +7,26 @@ from hashlib import blake2b
 
 import torch
 
+from engine.kernels.eight_bits import MOST
+
 # B blocks, K kv heads of this rank, S block_size, D head_dim
 #
 #   per layer   codes  (B, 2, K, S, D)   2: keys, then values
-#               scales (B, 2, K, S)      fp8 pools only: one bf16 scale per (token, head), for keys and for values
+#               scales (B, 2, K, S)      pools of 8 bits only: one bf16 scale per (token, head), for keys and for values
 #
 # One (layer, block) is one contiguous run, and a range of heads of its keys or values is contiguous inside it.
 #
 # With latent attention (DeepSeek) there is one side and one head, which every rank holds: a row per token of its latent
-# and its rotated key. In FP8 the latent has a scale, and the rotated key stays in bf16, in the place of two codes each:
+# and its rotated key. In 8 bits the latent has a scale, and the rotated key stays in bf16, in place of two codes each:
 #
-#   bf16   | latent, 512 numbers | rotated key, 64 |        fp8   | latent, 512 codes | rotated key, 64 of bf16 |
+#   bf16   | latent, 512 numbers | rotated key, 64 |      8 bits   | latent, 512 codes | rotated key, 64 of bf16 |
 
-_DTYPES = {
+DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "float32": torch.float32,
     "fp8_e4m3": torch.float8_e4m3fn,
+    "int8": torch.int8,
 }
 
 
@@ -40,11 +43,11 @@ class KVLayout:
     num_kv_heads: int
     head_dim: int
     block_size: int
-    dtype: str  # of the pool: "bfloat16", "float16", "float32" or "fp8_e4m3"
+    dtype: str  # of the pool: "bfloat16", "float16", "float32", "fp8_e4m3" or "int8"
     tensor_parallel: int = 1
     weights: str = "as_stored"  # or what they are made into at load; see engine.shards.WEIGHTS
     num_sides: int = 2  # keys and values; 1: one latent row for both
-    exact_dim: int = 0  # numbers at the end of a row that FP8 leaves in bf16
+    exact_dim: int = 0  # numbers at the end of a row that stay in bf16 where others have 8 bits
 
     @property
     def fingerprint(self) -> str:
@@ -64,11 +67,11 @@ class KVLayout:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return _DTYPES[self.dtype]
+        return DTYPES[self.dtype]
 
     @property
     def has_scales(self) -> bool:
-        return self.dtype == "fp8_e4m3"
+        return self.torch_dtype in MOST
 
     @property
     def heads_per_rank(self) -> int:

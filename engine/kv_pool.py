@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import Ints
-from engine.kernels.fp8 import dequantize_rows
+from engine.kernels.eight_bits import as_bytes, dequantize_rows
 from engine.kernels.kv_write import write_kv, write_rows
 from engine.kv_layout import KVLayout
 
@@ -21,7 +21,7 @@ from engine.kv_layout import KVLayout
 class KVPool:
     """The blocks of one rank, for every layer. It knows nothing of who uses which block: see BlockManager.
 
-    `codes[layer]` is (B, 2, K, S, row_dim); `scales[layer]` is (B, 2, K, S) bf16 for an fp8 pool, else `scales` is
+    `codes[layer]` is (B, 2, K, S, row_dim); `scales[layer]` is (B, 2, K, S) bf16 for a pool of 8 bits, else `scales` is
     empty. See KVLayout.
     A slot is block id * S + offset.
     """
@@ -37,7 +37,7 @@ class KVPool:
         ]
 
     def write(self, layer: int, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
-        """Store keys and values at `slots_T`, quantising if the pool is fp8: see write_kv."""
+        """Store keys and values at `slots_T`, quantising if the pool has 8 bits: see write_kv."""
         write_kv(self.codes[layer], self.scales[layer] if self.scales else None, slots_T, k_TKD, v_TKD)
 
     def write_latents(self, layer: int, slots_T: Tensor, rows_TD: Tensor) -> None:
@@ -48,7 +48,7 @@ class KVPool:
         """Gather blocks as `dtype`: (2, K, B * S, D), in the order of block_ids_B."""
         kv_B2KSD = as_bytes(self.codes[layer])[block_ids_B].view(self.layout.torch_dtype)
         if self.scales:
-            kv_B2KSD = dequantize_rows(kv_B2KSD, self.scales[layer][block_ids_B], self.layout.exact_dim, dtype)
+            kv_B2KSD = dequantize_rows(kv_B2KSD, self.scales[layer][block_ids_B], dtype, exact=self.layout.exact_dim)
         return kv_B2KSD.to(dtype).permute(1, 2, 0, 3, 4).flatten(2, 3)
 
     def synchronize(self) -> None:
@@ -74,7 +74,7 @@ class KVPool:
         if not self.scales:
             return codes.to(dtype)
         scales = self.scales[layer].view(-1, self.layout.block_size).index_select(0, flat_N).view(shape_2RKLD[:-1])
-        return dequantize_rows(codes.view(torch.float8_e4m3fn), scales, self.layout.exact_dim, dtype)
+        return dequantize_rows(codes.view(self.layout.torch_dtype), scales, dtype, exact=self.layout.exact_dim)
 
     def copy_out(self, blocks: Sequence[int]) -> Tensor:
         """The bytes of whole blocks, (B, block_bytes) uint8 on the pool's device: of each layer the codes, then of each
@@ -103,11 +103,6 @@ class KVPool:
             codes[target].copy_(codes[source])
         for scales in self.scales:
             scales[target].copy_(scales[source])
-
-
-def as_bytes(x: Tensor) -> Tensor:
-    """fp8 tensors as bytes, because torch indexes hardly any float8; other tensors as they are."""
-    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -27,12 +27,14 @@ from torch import Tensor
 from cluster.errors import SpecError
 from engine.batch import Batch, Row
 from engine.kernels.wire import pack_kv, unpack_kv
+from engine.kv_layout import DTYPES
 from engine.kv_pool import KVPool
 from engine.runner import ModelRunner, layout_for
 
 # W windows, T scored tokens of one, K kv heads, D head_dim, V vocabulary
 
 _BLOCK_SIZE = 16
+_EIGHT_BITS = {"fp8": "fp8_e4m3", "int8": "int8"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +100,7 @@ def _losses(setting: Setting, windows: list[list[int]], *, dtype: str, context: 
     for ids in windows:
         first = _logits(runner, ids, 0, context, last_only=True)
         if setting.wire_dtype != "raw" and not layout.has_scales:
-            _send_and_receive(runner.pool, context)
+            _send_and_receive(runner.pool, context, DTYPES[setting.wire_dtype])
         logits_TV = torch.cat((first, _logits(runner, ids, context, len(ids) - 1, last_only=False)))
         scored_T = torch.tensor(ids[context:], device=logits_TV.device)
         losses_WT.append(F.cross_entropy(logits_TV, scored_T, reduction="none").double().cpu())
@@ -112,12 +114,12 @@ def _logits(runner: ModelRunner, ids: list[int], start: int, end: int, *, last_o
     return runner.forward(batch if last_only else replace(batch, logits_rows=np.arange(end - start)))
 
 
-def _send_and_receive(pool: KVPool, num_tokens: int) -> None:
-    """Put the pool's first positions through an FP8 wire and back."""
+def _send_and_receive(pool: KVPool, num_tokens: int, dtype: torch.dtype) -> None:
+    """Put the pool's first positions through a wire of 8 bits and back."""
     layout, heads = pool.layout, slice(0, pool.layout.heads_per_rank)
     slots_T = torch.arange(num_tokens, device=pool.device)
     shape = (num_tokens, layout.num_sides, layout.heads_per_rank)
-    codes = torch.empty(*shape, layout.head_dim + layout.exact_dim, dtype=torch.float8_e4m3fn, device=pool.device)
+    codes = torch.empty(*shape, layout.head_dim + layout.exact_dim, dtype=dtype, device=pool.device)
     scales = torch.empty(shape, dtype=torch.bfloat16, device=pool.device)
     for layer in pool.codes:
         pack_kv(layer, slots_T, heads, codes, scales)
@@ -126,14 +128,13 @@ def _send_and_receive(pool: KVPool, num_tokens: int) -> None:
 
 def settings_for(model_dir: Path, others: Iterable[tuple[str, Path]]) -> dict[str, Setting]:
     """The baseline, each saving by itself, and all together. others: name and directory of quantised checkpoints."""
-    settings = {
-        "baseline": Setting(model_dir=model_dir),
-        "pool fp8": Setting(model_dir=model_dir, pool_dtype="fp8_e4m3"),
-        "wire fp8": Setting(model_dir=model_dir, wire_dtype="fp8_e4m3"),
-    }
-    for name, directory in others:
-        settings[f"weights {name}"] = Setting(model_dir=directory)
-        settings[f"weights {name}, pool and wire fp8"] = Setting(
-            model_dir=directory, pool_dtype="fp8_e4m3", wire_dtype="fp8_e4m3"
-        )
+    settings = {"baseline": Setting(model_dir=model_dir)}
+    for name, dtype in _EIGHT_BITS.items():
+        settings[f"pool {name}"] = Setting(model_dir=model_dir, pool_dtype=dtype)
+        settings[f"wire {name}"] = Setting(model_dir=model_dir, wire_dtype=dtype)
+    for weights, directory in others:
+        settings[f"weights {weights}"] = Setting(model_dir=directory)
+        for name, dtype in _EIGHT_BITS.items():
+            together = Setting(model_dir=directory, pool_dtype=dtype, wire_dtype=dtype)
+            settings[f"weights {weights}, pool and wire {name}"] = together
     return settings

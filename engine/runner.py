@@ -38,8 +38,8 @@ def layout_for(
     block_size: int = 16,
     tensor_parallel: int = 1,
 ) -> KVLayout:
-    """The KV layout of a model. `dtype`: of the computation; `pool_dtype`: "auto" for the same, or "fp8_e4m3";
-    `weights`: one of engine.shards.WEIGHTS."""
+    """The KV layout of a model. `dtype`: of the computation; `pool_dtype`: "auto" for the same, "fp8_e4m3" or
+    "int8"; `weights`: one of engine.shards.WEIGHTS."""
     config = model_config.load(model_dir)
     config.check_tensor_parallel(tensor_parallel)
     return KVLayout(

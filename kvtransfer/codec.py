@@ -2,12 +2,12 @@
 
 A segment is a run of layers and a run of token positions of one sequence. Its payload, L layers of T tokens of K heads:
 
-    codes   L x (T, 2, K, D)   fp8, or the pool's own dtype when the wire is raw
-    scales  L x (T, 2, K)      bf16; fp8 codes only, and always with them
+    codes   L x (T, 2, K, D)   fp8 or int8, or the pool's own dtype when the wire is raw
+    scales  L x (T, 2, K)      bf16; codes of 8 bits only, and always with them
 
-2 stands for keys, then values. A pool that is already fp8 ships its codes as they are: nothing is quantised twice.
-With latent attention there is one side, K is 1, and a row on an fp8 wire ends with its rotated key in bf16, as it does
-in an fp8 pool (engine/kv_layout.py).
+2 stands for keys, then values. A pool that has 8 bits already ships its codes as they are: nothing is quantised twice.
+With latent attention there is one side, K is 1, and a row of 8 bits on the wire ends with its rotated key in bf16,
+as it does in such a pool (engine/kv_layout.py).
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ import torch
 from torch import Tensor
 
 from engine.cpu.library import open_copies
+from engine.kernels.eight_bits import MOST
 from engine.kernels.wire import pack_kv, unpack_kv
-from engine.kv_layout import KVLayout
+from engine.kv_layout import DTYPES, KVLayout
 from engine.kv_pool import KVPool
 from kvtransfer.segment import Segment
 
 WIRE_VERSION = 2
 # 1: payload as drawn above; checksum as in engine.checksum.
 # 2: a commit says how many positions were sent, and its next tokens may be those of a moved sequence.
-
-FP8 = torch.float8_e4m3fn
 
 
 class Codec(Protocol):
@@ -50,18 +49,18 @@ class Codec(Protocol):
 
 
 def codec_for(layout: KVLayout, wire_dtype: str) -> Codec:
-    """The codec for pools of `layout` over a wire of `wire_dtype` ("fp8_e4m3" or "raw").
+    """The codec for pools of `layout` over a wire of `wire_dtype` ("fp8_e4m3", "int8" or "raw").
 
     Takes seconds where the CPU kernels are yet to be compiled: a link's thread must not be the first to ask for them.
     """
     open_copies(torch.device("cpu"))
-    if wire_dtype == "fp8_e4m3" and not layout.has_scales:
-        return QuantizingCodec(layout)
-    return RawCodec(layout)
+    if wire_dtype == "raw" or layout.has_scales:
+        return RawCodec(layout)
+    return QuantizingCodec(layout, DTYPES[wire_dtype])
 
 
 class RawCodec:
-    """The pool's own bytes, bit for bit; with scales if the pool is fp8."""
+    """The pool's own bytes, bit for bit; with scales if the pool has 8 bits."""
 
     def __init__(self, layout: KVLayout) -> None:
         self._layout = layout
@@ -85,21 +84,22 @@ class RawCodec:
 
 
 class QuantizingCodec:
-    """bf16, fp16 or fp32 pools over an fp8 wire: about half the bytes of bf16, one bf16 scale per (token, head)."""
+    """bf16, fp16 or fp32 pools over a wire of 8 bits: about half the bytes of bf16, scales included."""
 
-    def __init__(self, layout: KVLayout) -> None:
+    def __init__(self, layout: KVLayout, dtype: torch.dtype) -> None:
         self._layout = layout
+        self._dtype = dtype
 
     def num_bytes(self, segment: Segment) -> int:
-        return _payload_bytes(segment, self._layout, FP8)
+        return _payload_bytes(segment, self._layout, self._dtype)
 
     def pack(self, pool: KVPool, segment: Segment, slots_T: Tensor, payload: Tensor) -> None:
-        codes_LT2KD, scales_LT2K = _views(payload, segment, self._layout, FP8)
+        codes_LT2KD, scales_LT2K = _views(payload, segment, self._layout, self._dtype)
         for i, layer in enumerate(segment.layers):
             pack_kv(pool.codes[layer], slots_T, segment.heads, codes_LT2KD[i], scales_LT2K[i])
 
     def unpack(self, payload: Tensor, pool: KVPool, segment: Segment, slots_T: Tensor) -> None:
-        codes_LT2KD, scales_LT2K = _views(payload, segment, self._layout, FP8)
+        codes_LT2KD, scales_LT2K = _views(payload, segment, self._layout, self._dtype)
         for i, layer in enumerate(segment.layers):
             unpack_kv(codes_LT2KD[i], scales_LT2K[i], pool.codes[layer], slots_T, segment.heads)
 
@@ -116,18 +116,18 @@ def slots_of(pool: KVPool, blocks: Sequence[int], first_token: int, num_tokens: 
 
 def _payload_bytes(segment: Segment, layout: KVLayout, dtype: torch.dtype) -> int:
     rows = segment.num_layers * segment.num_tokens * layout.num_sides * segment.num_heads
-    return rows * (_row_dim(layout, dtype) * dtype.itemsize + (torch.bfloat16.itemsize if dtype == FP8 else 0))
+    return rows * (_row_dim(layout, dtype) * dtype.itemsize + (torch.bfloat16.itemsize if dtype in MOST else 0))
 
 
 def _row_dim(layout: KVLayout, dtype: torch.dtype) -> int:
-    return layout.head_dim + (layout.exact_dim if dtype == FP8 else 0)
+    return layout.head_dim + (layout.exact_dim if dtype in MOST else 0)
 
 
 def _views(payload: Tensor, segment: Segment, layout: KVLayout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The payload as codes (L, T, 2, K, D) and scales (L, T, 2, K); scales are empty unless the codes are fp8."""
+    """The payload as codes (L, T, 2, K, D) and scales (L, T, 2, K); scales are empty unless the codes have 8 bits."""
     rows = (segment.num_layers, segment.num_tokens, layout.num_sides, segment.num_heads)
     shape = (*rows, _row_dim(layout, dtype))
     num_code_bytes = math.prod(shape) * dtype.itemsize
     codes = payload[:num_code_bytes].view(dtype).view(shape)
     scales = payload[num_code_bytes:].view(torch.bfloat16)
-    return codes, scales.view(rows) if dtype == FP8 else scales
+    return codes, scales.view(rows) if dtype in MOST else scales

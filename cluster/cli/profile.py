@@ -154,7 +154,7 @@ def _kv(model_dir: Path, *, dtype: str, pool_dtype: str, wire_dtype: str, kv_mem
         )
 
     pool = of(dtype if pool_dtype == "auto" else pool_dtype)
-    wire = pool if wire_dtype == "raw" else of(wire_dtype)
+    wire = pool if wire_dtype == "raw" or pool_dtype != "auto" else of(wire_dtype)
     return {
         "bytes_per_token": pool.bytes_per_token,
         "wire_bytes_per_token": wire.bytes_per_token,

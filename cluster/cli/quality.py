@@ -52,7 +52,7 @@ def perplexity(
     windows: Annotated[int, typer.Option(min=1, help="At most so many.")] = 32,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """What FP8 and INT8 weights, an FP8 pool and an FP8 wire cost in perplexity, each by itself and together.
+    """What weights, pool and wire of 8 bits cost in perplexity, FP8 and INT8, each by itself and together.
 
     Windows come from the first half of the text; weights that are "calibrated" have seen the second.
     """

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import Batch
-from engine.cpu.library import Attention, Kernels, Kind, Pool, Program, Step, Turn
+from engine.cpu.library import Attention, Coding, Kernels, Kind, Pool, Program, Step, Turn
 from engine.kv_pool import KVPool
 from engine.layers import RMSNorm
 
@@ -15,7 +15,7 @@ from engine.layers import RMSNorm
 
 
 class CompiledHeads:
-    """See engine.heads.Heads. bf16 only, over a bf16 or fp8 pool.
+    """See engine.heads.Heads. bf16 only, over a pool of bf16 or of 8 bits.
 
     What a query gets depends on its own tokens only: not on the queries beside it, nor on how its prompt was cut.
     """
@@ -86,6 +86,7 @@ def _view(pool: KVPool, layer: int) -> Pool:
     return Pool(
         codes=pool.codes[layer].data_ptr(),
         scales=pool.scales[layer].data_ptr() if pool.scales else None,
+        coding=Coding.of(layout.torch_dtype),
         kv_heads=layout.heads_per_rank,
         block_size=layout.block_size,
         head_dim=layout.head_dim,

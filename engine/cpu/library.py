@@ -102,12 +102,28 @@ class Product(ctypes.Structure):
     )
 
 
+class Coding(IntEnum):
+    """pool.h: what the codes of a pool or of a payload are."""
+
+    PLAIN = 0
+    E4M3 = 1
+    INT8 = 2
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> Coding:
+        return _CODINGS.get(dtype, cls.PLAIN)
+
+
+_CODINGS = {torch.float8_e4m3fn: Coding.E4M3, torch.int8: Coding.INT8}
+
+
 class Pool(ctypes.Structure):
     """pool.h"""
 
     _fields_ = (
         ("codes", c_void_p),
         ("scales", c_void_p),
+        ("coding", c_int32),
         ("kv_heads", c_int64),
         ("block_size", c_int64),
         ("head_dim", c_int64),
@@ -165,6 +181,7 @@ class Wire(ctypes.Structure):
 
     _fields_ = (
         ("pool", Pool),
+        ("coding", c_int32),
         ("row_bytes", c_int64),
         ("codes", c_void_p),
         ("scales", c_void_p),

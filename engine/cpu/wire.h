@@ -1,7 +1,7 @@
 // Between a pool and the payload of a segment, one layer at a time; and the checksum of a payload.
 //
 // A payload's rows lie in the order (token, kind, head): keys, then values. Raw, they are the pool's own bytes, of whatever
-// dtype; quantised, e4m3 with a bf16 scale per row, out of and into a pool of bf16. On the calling thread alone: it is a
+// dtype; quantised, in 8 bits with a bf16 scale per row, out of and into a pool of bf16. On the calling thread alone: it is a
 // link's, and the others compute.
 #pragma once
 #include <algorithm>
@@ -11,10 +11,11 @@
 namespace {
 
 struct Wire {
-    Pool pool;               // its scales are not looked at
+    Pool pool;               // its scales and coding are not looked at
+    Coding coding;           // of the payload; plain: it is raw
     int64_t row_bytes;       // of the pool
     void* codes;             // (tokens, 2, heads) rows
-    bf16* scales;            // (tokens, 2, heads), or null: the payload is raw
+    bf16* scales;            // (tokens, 2, heads), or null for a raw payload
     const int64_t* slots;    // (tokens)
     int64_t tokens, first_head, heads;
 };
@@ -43,30 +44,32 @@ inline void pack(const Wire& w) {
     uint8_t* codes = static_cast<uint8_t*>(w.codes);
     const uint8_t* pool = static_cast<const uint8_t*>(w.pool.codes);
     const int64_t dim = w.pool.head_dim;
-    if (w.scales)
-        for_each_row(w, [&](int64_t row, int64_t place) {
-            const bf16* x = reinterpret_cast<const bf16*>(pool) + place * dim;
-            w.scales[row] = quantize_row(x, dim, codes + row * dim);
-        });
-    else
-        for_each_row(w, [&](int64_t row, int64_t place) {
+    if (w.coding == Coding::PLAIN)
+        return for_each_row(w, [&](int64_t row, int64_t place) {
             copy_row(codes + row * w.row_bytes, pool + place * w.row_bytes, w.row_bytes);
         });
+    with_coding(w.coding, [&](auto coding) {
+        for_each_row(w, [&](int64_t row, int64_t place) {
+            const bf16* x = reinterpret_cast<const bf16*>(pool) + place * dim;
+            w.scales[row] = quantize_row<decltype(coding)>(x, dim, codes + row * dim);
+        });
+    });
 }
 
 inline void unpack(const Wire& w) {
     const uint8_t* codes = static_cast<const uint8_t*>(w.codes);
     uint8_t* pool = static_cast<uint8_t*>(w.pool.codes);
     const int64_t dim = w.pool.head_dim;
-    if (w.scales)
-        for_each_row(w, [&](int64_t row, int64_t place) {
-            bf16* to = reinterpret_cast<bf16*>(pool) + place * dim;
-            widen_row(codes + row * dim, widen(w.scales[row]), dim, to);
-        });
-    else
-        for_each_row(w, [&](int64_t row, int64_t place) {
+    if (w.coding == Coding::PLAIN)
+        return for_each_row(w, [&](int64_t row, int64_t place) {
             copy_row(pool + place * w.row_bytes, codes + row * w.row_bytes, w.row_bytes);
         });
+    with_coding(w.coding, [&](auto coding) {
+        for_each_row(w, [&](int64_t row, int64_t place) {
+            bf16* to = reinterpret_cast<bf16*>(pool) + place * dim;
+            widen_row<decltype(coding)>(codes + row * dim, widen(w.scales[row]), dim, to);
+        });
+    });
 }
 
 struct Payload {

@@ -7,7 +7,7 @@ from ctypes import byref
 import torch
 from torch import Tensor
 
-from engine.cpu.library import Kernels, Payload, Pool, Wire
+from engine.cpu.library import Coding, Kernels, Payload, Pool, Wire
 
 # T tokens, B blocks, P kv heads of the pool, K of them that travel, S block_size, D head_dim; 2: keys, then values
 
@@ -56,6 +56,7 @@ def _wire(pool_B2PSD: Tensor, slots_T: Tensor, heads: slice, codes_T2KD: Tensor,
         pool=Pool(
             codes=pool_B2PSD.data_ptr(), kv_heads=pool_B2PSD.shape[2], block_size=pool_B2PSD.shape[3], head_dim=dim
         ),
+        coding=Coding.PLAIN if scales_T2K is None else Coding.of(codes_T2KD.dtype),
         row_bytes=dim * pool_B2PSD.element_size(),
         codes=codes_T2KD.data_ptr(),
         scales=None if scales_T2K is None else scales_T2K.data_ptr(),

@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from engine.kernels.eight_bits import as_bytes
 from engine.kernels.language import cdiv, has_fp8_casts, jit, power_of_2, tl
 from engine.kernels.online_softmax import attend_block, gather_row, reference_row
 
@@ -36,9 +37,9 @@ def decode_attention(
 ) -> None:
     """softmax(q k / sqrt(D)) v of the queries at `tokens_R` (int32 or int64), each the last position of its row.
 
-    q, out: (T, H, D) bf16, fp16 or fp32; out is written at tokens_R only. codes, scales: a layer of the pool, FP8 or of
-    q's dtype; see KVPool. tables: (R, B) int32 block ids; contexts: (R,) int32 keys of each row, its own included. A
-    row of no keys gets zeros. num_splits: see `splits_for`; results differ by rounding only.
+    q, out: (T, H, D) bf16, fp16 or fp32; out is written at tokens_R only. codes, scales: a layer of the pool, of 8 bits
+    or of q's dtype; see KVPool. tables: (R, B) int32 block ids; contexts: (R,) int32 keys of each row, its own
+    included. A row of no keys gets zeros. num_splits: see `splits_for`; results differ by rounding only.
     """
     attend = launch_decode_attention if q_THD.is_cuda else reference_decode_attention
     attend(
@@ -94,15 +95,15 @@ def launch_decode_attention(
 ) -> None:
     num_rows, num_heads, dim = len(tokens_R), q_THD.shape[1], q_THD.shape[2]
     _, _, num_kv_heads, block_size, _ = codes_B2KSD.shape
-    is_fp8 = scales_B2KS is not None
+    has_scales = scales_B2KS is not None
     assert q_THD.stride(-1) == 1 and out_THD.is_contiguous() and tables_RB.stride(-1) == 1
     part_RHPD = torch.empty(num_rows, num_heads, num_splits, dim, dtype=torch.float32, device=q_THD.device)
     largest_RHP, total_RHP = torch.empty(2, num_rows, num_heads, num_splits, dtype=torch.float32, device=q_THD.device)
     group, block_d = num_heads // num_kv_heads, power_of_2(dim)
     _attend_split[(num_rows, num_kv_heads, num_splits)](
         q_THD,
-        codes_B2KSD.view(torch.uint8) if is_fp8 else codes_B2KSD,
-        scales_B2KS if is_fp8 else codes_B2KSD,
+        as_bytes(codes_B2KSD),
+        scales_B2KS if has_scales else codes_B2KSD,
         tokens_R,
         tables_RB,
         contexts_R,
@@ -121,7 +122,7 @@ def launch_decode_attention(
         BLOCK_N=_KEYS,
         BLOCK_D=max(_MIN_TILE, block_d),
         WINDOW=window or 0,
-        IS_FP8=is_fp8,
+        HAS_SCALES=has_scales,
         NATIVE=has_fp8_casts(q_THD.device),
         num_stages=3,
     )
@@ -162,7 +163,7 @@ def _attend_split(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WINDOW: tl.constexpr,
-    IS_FP8: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
     """One program: the G queries of one row and kv head over one part of the row's keys."""
@@ -207,7 +208,7 @@ def _attend_split(
             BLOCK_N,
             BLOCK_D,
             WINDOW,
-            IS_FP8,
+            HAS_SCALES,
             NATIVE,
             True,
         )

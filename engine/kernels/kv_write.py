@@ -1,11 +1,11 @@
-"""Keys and values of a step into their blocks, quantised on the way if the pool is FP8."""
+"""Keys and values of a step into their blocks, quantised on the way if the pool has 8 bits."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from engine.kernels.fp8 import quantize_row, quantize_rows
+from engine.kernels.eight_bits import as_bytes, quantize_row, quantize_rows
 from engine.kernels.language import cdiv, jit, power_of_2, tl
 
 # T tokens, B blocks, K kv heads of this rank, S block_size, D head_dim; 2: keys, then values
@@ -16,7 +16,8 @@ _VALUES_PER_PROGRAM = 4096
 def write_kv(codes_B2KSD: Tensor, scales_B2KS: Tensor | None, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
     """Store keys and values at `slots_T` (int32 or int64, block id * S + offset).
 
-    codes: (B, 2, K, S, D), a pool's layer: bf16, fp16 or fp32, or float8_e4m3fn with scales (B, 2, K, S) bf16.
+    codes: (B, 2, K, S, D), a pool's layer: bf16, fp16 or fp32, or float8_e4m3fn or int8 with scales (B, 2, K, S)
+    bf16.
     k, v: (T, K, D) of any float dtype, dense in D; they may be views of a larger tensor. A negative slot writes
     nothing: it is that of a row which only fills up a batch.
     """
@@ -33,16 +34,18 @@ def reference_write_kv(
 
 
 def write_rows(codes_B2KSD: Tensor, scales_B2KS: Tensor | None, slots_T: Tensor, rows_T2KD: Tensor) -> None:
-    """By torch, on any device, whatever the number of sides. Where the pool's FP8 rows are longer than those given, the
-    numbers at the end stay in bf16: see quantize_rows. Slots are not negative."""
+    """By torch, on any device, whatever the number of sides. Where the pool's rows of codes are longer than those
+    given, the numbers at the end stay in bf16: see quantize_rows. Slots are not negative."""
     block_size = codes_B2KSD.shape[3]
     blocks_T, offsets_T = slots_T // block_size, slots_T % block_size
     if scales_B2KS is None:
         codes_B2KSD[blocks_T, :, :, offsets_T] = rows_T2KD.to(codes_B2KSD.dtype)
         return
-    codes_T2KD, scales_T2K = quantize_rows(rows_T2KD, codes_B2KSD.shape[-1] - rows_T2KD.shape[-1])
+    codes_T2KD, scales_T2K = quantize_rows(
+        rows_T2KD, codes_B2KSD.dtype, exact=codes_B2KSD.shape[-1] - rows_T2KD.shape[-1]
+    )
     scales_B2KS[blocks_T, :, :, offsets_T] = scales_T2K
-    codes_B2KSD.view(torch.uint8)[blocks_T, :, :, offsets_T] = codes_T2KD.view(torch.uint8)  # torch indexes no float8
+    as_bytes(codes_B2KSD)[blocks_T, :, :, offsets_T] = as_bytes(codes_T2KD)
 
 
 def launch_write_kv(
@@ -52,10 +55,10 @@ def launch_write_kv(
     block_d = power_of_2(dim)
     rows = max(1, _VALUES_PER_PROGRAM // block_d)
     assert k_TKD.stride(-1) == v_TKD.stride(-1) == 1 and codes_B2KSD.is_contiguous()
-    is_fp8 = scales_B2KS is not None
+    has_scales = scales_B2KS is not None
     _write_kv[(cdiv(num_tokens * num_heads, rows), 2)](
-        codes_B2KSD.view(torch.uint8) if is_fp8 else codes_B2KSD,
-        scales_B2KS if is_fp8 else codes_B2KSD,
+        as_bytes(codes_B2KSD),
+        scales_B2KS if has_scales else codes_B2KSD,
         slots_T,
         k_TKD,
         v_TKD,
@@ -69,7 +72,7 @@ def launch_write_kv(
         D=dim,
         ROWS=rows,
         BLOCK_D=block_d,
-        IS_FP8=is_fp8,
+        HAS_SCALES=has_scales,
     )
 
 
@@ -90,7 +93,7 @@ def _write_kv(
     D: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    IS_FP8: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
 ):
     """One program: ROWS rows (token, head) of the keys (program 0 of axis 1) or of the values."""
     side = tl.program_id(1)
@@ -107,8 +110,8 @@ def _write_kv(
         source = v + (token * v_token_stride + head * v_head_stride)[:, None] + d[None, :]
         x = tl.load(source, mask=mask, other=0.0)
     target = codes + place[:, None] * D + d[None, :]
-    if IS_FP8:
-        code, scale = quantize_row(x.to(tl.float32), mask)
+    if HAS_SCALES:
+        code, scale = quantize_row(x.to(tl.float32), mask, codes.dtype.element_ty)
         tl.store(target, code, mask=mask)
         tl.store(scales + place[:, None], scale.to(tl.bfloat16), mask=(slot >= 0)[:, None])
     else:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.decode_attention import combine_splits
-from engine.kernels.fp8 import dequantize_rows, from_code
+from engine.kernels.eight_bits import as_bytes, dequantize_rows, from_code
 from engine.kernels.language import cdiv, has_fp8_casts, jit, power_of_2, tl
 
 # R rows, H query heads of this rank, D = C + P: latent_dim C and rope_dim P, B blocks, S block_size
@@ -36,8 +36,8 @@ def latent_decode_attention(
 ) -> Tensor:
     """The weighed sums of latents, (R, H, C), of queries whose absorbed part comes first.
 
-    q: (R, H, D) bf16, fp16 or fp32, each the last position of its row. codes, scales: a layer of a latent pool, FP8
-    with scales or of q's dtype. tables: (R, B) int32 block ids; contexts: (R,) int32 keys of each row; a row
+    q: (R, H, D) bf16, fp16 or fp32, each the last position of its row. codes, scales: a layer of a latent pool, 8
+    bits with scales or of q's dtype. tables: (R, B) int32 block ids; contexts: (R,) int32 keys of each row; a row
     of none gets zeros.
     """
     attend = launch_latent_decode_attention if q_RHD.is_cuda else reference_latent_decode_attention
@@ -70,9 +70,9 @@ def reference_latent_decode_attention(
         if scales_B11S is None:
             rows_B11SD = codes_B11SD[blocks].float()
         else:
-            codes = codes_B11SD.view(torch.uint8)[blocks].view(torch.float8_e4m3fn)
+            codes = as_bytes(codes_B11SD)[blocks].view(codes_B11SD.dtype)
             exact = codes.shape[-1] - q_RHD.shape[-1]
-            rows_B11SD = dequantize_rows(codes, scales_B11S[blocks], exact, torch.float32)
+            rows_B11SD = dequantize_rows(codes, scales_B11S[blocks], torch.float32, exact=exact)
         rows_LD = rows_B11SD.flatten(0, 3)[:context]
         weights_HL = (q_RHD[row].float() @ rows_LD.T * scale).softmax(dim=-1)
         out_RHC[row] = weights_HL @ rows_LD[:, :latent_dim]
@@ -91,10 +91,10 @@ def launch_latent_decode_attention(
     num_splits: int,
 ) -> Tensor:
     (num_rows, num_heads, dim), device = q_RHD.shape, q_RHD.device
-    is_fp8, rope_dim = scales_B11S is not None, dim - latent_dim
+    has_scales, rope_dim = scales_B11S is not None, dim - latent_dim
     assert q_RHD.is_contiguous() and tables_RB.stride(-1) == 1 and codes_B11SD.is_contiguous()
-    codes = codes_B11SD.view(torch.uint8) if is_fp8 else codes_B11SD
-    exact = codes_B11SD.view(torch.bfloat16) if is_fp8 else codes_B11SD  # where rotated keys are numbers
+    codes = as_bytes(codes_B11SD)
+    exact = codes_B11SD.view(torch.bfloat16) if has_scales else codes_B11SD  # where rotated keys are numbers
     part_RHPC = torch.empty(num_rows, num_heads, num_splits, latent_dim, dtype=torch.float32, device=device)
     largest_RHP, total_RHP = torch.empty(2, num_rows, num_heads, num_splits, dtype=torch.float32, device=device)
     out_RHC = q_RHD.new_empty(num_rows, num_heads, latent_dim)
@@ -102,7 +102,7 @@ def launch_latent_decode_attention(
         q_RHD,
         codes,
         exact,
-        scales_B11S if is_fp8 else codes,
+        scales_B11S if has_scales else codes,
         tables_RB,
         contexts_R,
         part_RHPC,
@@ -120,7 +120,7 @@ def launch_latent_decode_attention(
         BLOCK_N=_KEYS,
         BLOCK_C=max(16, power_of_2(latent_dim)),
         BLOCK_P=max(16, power_of_2(rope_dim)),
-        IS_FP8=is_fp8,
+        HAS_SCALES=has_scales,
         NATIVE=has_fp8_casts(device),
         num_warps=8,
         num_stages=2,
@@ -163,7 +163,7 @@ def _attend_latents(
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    IS_FP8: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
     """One program: BLOCK_H heads of one row over one part of the row's keys."""
@@ -190,10 +190,10 @@ def _attend_latents(
         block = tl.load(tables + row * table_stride + n // S, mask=is_key, other=0).to(tl.int64)
         slot = block * S + n % S
         latent = tl.load(codes + slot[:, None] * WIDTH + c[None, :], mask=is_key[:, None] & (c < C)[None, :], other=0)
-        if IS_FP8:
+        if HAS_SCALES:
             latent = from_code(latent, q_latent.dtype, NATIVE)
         scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
-        if IS_FP8:
+        if HAS_SCALES:
             row_scale = tl.load(scales + slot, mask=is_key, other=0.0).to(tl.float32)
             scores *= row_scale[None, :]
         key = exact + slot[:, None] * EXACT_WIDTH + (EXACT_WIDTH - P) + p[None, :]
@@ -205,7 +205,7 @@ def _attend_latents(
         fade = tl.exp2(largest - grown)  # every step has a key, so that grown is a number
         weights = tl.exp2(scores - grown[:, None])
         total = total * fade + tl.sum(weights, axis=1)
-        if IS_FP8:
+        if HAS_SCALES:
             weights *= row_scale[None, :]
         out = tl.dot(weights.to(q_latent.dtype), latent, out * fade[:, None], input_precision="ieee")
         largest = grown

@@ -1,11 +1,11 @@
-"""Latent rows of a step into their blocks: in an FP8 pool the latent is quantised, the rotated key is not."""
+"""Latent rows of a step into their blocks: in a pool of 8 bits the latent is quantised, the rotated key is not."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from engine.kernels.fp8 import quantize_row
+from engine.kernels.eight_bits import as_bytes, quantize_row
 from engine.kernels.kv_write import write_rows
 from engine.kernels.language import cdiv, jit, power_of_2, tl
 
@@ -37,14 +37,14 @@ def launch_write_latents(
 ) -> None:
     num_tokens, dim = rows_TD.shape
     assert rows_TD.is_contiguous() and codes_B11SD.is_contiguous()
-    is_fp8, block_c = scales_B11S is not None, power_of_2(dim - rope_dim)
+    has_scales, block_c = scales_B11S is not None, power_of_2(dim - rope_dim)
     rows = max(1, _VALUES_PER_PROGRAM // block_c)
-    codes = codes_B11SD.view(torch.uint8) if is_fp8 else codes_B11SD
-    exact = codes_B11SD.view(torch.bfloat16) if is_fp8 else codes_B11SD  # where rotated keys are numbers
+    codes = as_bytes(codes_B11SD)
+    exact = codes_B11SD.view(torch.bfloat16) if has_scales else codes_B11SD  # where rotated keys are numbers
     _write_latents[(cdiv(num_tokens, rows),)](
         codes,
         exact,
-        scales_B11S if is_fp8 else codes,
+        scales_B11S if has_scales else codes,
         slots_T,
         rows_TD,
         num_tokens,
@@ -55,7 +55,7 @@ def launch_write_latents(
         ROWS=rows,
         BLOCK_C=block_c,
         BLOCK_P=power_of_2(rope_dim),
-        IS_FP8=is_fp8,
+        HAS_SCALES=has_scales,
     )
 
 
@@ -74,7 +74,7 @@ def _write_latents(
     ROWS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    IS_FP8: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
 ):
     """One program: ROWS tokens."""
     token = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -85,8 +85,8 @@ def _write_latents(
     latent = tl.load(rows + token[:, None] * (C + P) + c[None, :], mask=is_latent, other=0.0)
     key = tl.load(rows + token[:, None] * (C + P) + C + p[None, :], mask=is_key, other=0.0)
     target = codes + slot[:, None] * WIDTH + c[None, :]
-    if IS_FP8:
-        code, scale = quantize_row(latent.to(tl.float32), is_latent)
+    if HAS_SCALES:
+        code, scale = quantize_row(latent.to(tl.float32), is_latent, codes.dtype.element_ty)
         tl.store(target, code, mask=is_latent)
         tl.store(scales + slot[:, None], scale.to(tl.bfloat16), mask=is_stored)
     else:

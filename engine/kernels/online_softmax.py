@@ -5,7 +5,7 @@ For a block of keys k_j and values v_j, with m the largest score so far (Milakov
     s_j = q k_j / sqrt(D)      m' = max(m, max s_j)      l' = l e^(m - m') + sum e^(s_j - m')
                                o' = o e^(m - m') + sum e^(s_j - m') v_j                             out = o / l
 
-An FP8 pool is never widened to numbers: its codes are exact in fp16 and bf16, so that a key's scale multiplies its
+A pool of 8 bits is never widened to numbers: its codes are exact in fp16 and bf16, so that a key's scale multiplies its
 scores, and a value's scale its weights.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.kernels.fp8 import dequantize_fp8, from_code
+from engine.kernels.eight_bits import as_bytes, dequantize_rows, from_code
 from engine.kernels.language import jit, tl
 
 # M queries (or heads of one query), N keys, L keys of a row, B blocks, K kv heads, S block_size, D head_dim
@@ -26,8 +26,8 @@ def gather_row(codes_B2KSD: Tensor, scales_B2KS: Tensor | None, table: Tensor, l
     if scales_B2KS is None:
         kv_B2KSD = codes_B2KSD[table].float()
     else:
-        codes = codes_B2KSD.view(torch.uint8)[table].view(torch.float8_e4m3fn)
-        kv_B2KSD = dequantize_fp8(codes, scales_B2KS[table], torch.float32)
+        codes = as_bytes(codes_B2KSD)[table].view(codes_B2KSD.dtype)
+        kv_B2KSD = dequantize_rows(codes, scales_B2KS[table], torch.float32)
     return kv_B2KSD.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
 
 
@@ -67,7 +67,7 @@ def attend_block(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WINDOW: tl.constexpr,
-    IS_FP8: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     NATIVE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
@@ -86,10 +86,10 @@ def attend_block(
     value = key + K * S
 
     k = tl.load(codes + key[None, :] * D + d[:, None], mask=is_key[None, :] & is_d[:, None], other=0)
-    if IS_FP8:
+    if HAS_SCALES:
         k = from_code(k, q.dtype, NATIVE)
     scores = tl.dot(q, k, input_precision="ieee") * scale
-    if IS_FP8:
+    if HAS_SCALES:
         scores *= tl.load(scales + key, mask=is_key, other=0.0).to(tl.float32)[None, :]
     if MASKED:
         is_seen = (n[None, :] <= position[:, None]) & is_key[None, :]
@@ -104,7 +104,7 @@ def attend_block(
     total = total * fade + tl.sum(weights, axis=1)
 
     v = tl.load(codes + value[:, None] * D + d[None, :], mask=is_key[:, None] & is_d[None, :], other=0)
-    if IS_FP8:
+    if HAS_SCALES:
         v = from_code(v, q.dtype, NATIVE)
         weights *= tl.load(scales + value, mask=is_key, other=0.0).to(tl.float32)[None, :]
     out = tl.dot(weights.to(q.dtype), v, out * fade[:, None], input_precision="ieee")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import Ints
+from engine.kernels.eight_bits import as_bytes
 from engine.kernels.language import has_fp8_casts, jit, power_of_2, tl
 from engine.kernels.online_softmax import attend_block, gather_row, reference_row
 
@@ -62,7 +63,8 @@ def prefill_attention(
     """softmax(q k / sqrt(D)) v of each row's queries, its last positions, over the keys not after them.
 
     q, out: (T, H, D) bf16, fp16 or fp32; out is written at the tiles' queries only. codes, scales: a layer of the pool,
-    FP8 or of q's dtype; see KVPool. tables: (R, B) int32 block ids; contexts: (R,) int32 keys, the queries' included.
+    of 8 bits or of q's dtype; see KVPool. tables: (R, B) int32 block ids; contexts: (R,) int32 keys, the queries'
+    included.
     """
     attend = launch_prefill_attention if q_THD.is_cuda else reference_prefill_attention
     attend(
@@ -108,12 +110,12 @@ def launch_prefill_attention(
 ) -> None:
     _, num_heads, dim = q_THD.shape
     _, _, num_kv_heads, block_size, _ = codes_B2KSD.shape
-    is_fp8 = scales_B2KS is not None
+    has_scales = scales_B2KS is not None
     assert q_THD.stride(-1) == 1 and out_THD.is_contiguous() and tables_RB.stride(-1) == 1
     _attend_tile[(len(tiles.rows_N), num_heads)](
         q_THD,
-        codes_B2KSD.view(torch.uint8) if is_fp8 else codes_B2KSD,
-        scales_B2KS if is_fp8 else codes_B2KSD,
+        as_bytes(codes_B2KSD),
+        scales_B2KS if has_scales else codes_B2KSD,
         tiles.rows_N,
         tiles.firsts_N,
         tiles.begins_R,
@@ -133,7 +135,7 @@ def launch_prefill_attention(
         BLOCK_N=_KEYS,
         BLOCK_D=max(16, power_of_2(dim)),
         WINDOW=window or 0,
-        IS_FP8=is_fp8,
+        HAS_SCALES=has_scales,
         NATIVE=has_fp8_casts(q_THD.device),
         num_stages=3,
     )
@@ -163,7 +165,7 @@ def _attend_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WINDOW: tl.constexpr,
-    IS_FP8: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
     """One program: BLOCK_M queries of one row and one head.
@@ -211,7 +213,7 @@ def _attend_tile(
             BLOCK_N,
             BLOCK_D,
             WINDOW,
-            IS_FP8,
+            HAS_SCALES,
             NATIVE,
             False,
         )
@@ -235,7 +237,7 @@ def _attend_tile(
             BLOCK_N,
             BLOCK_D,
             WINDOW,
-            IS_FP8,
+            HAS_SCALES,
             NATIVE,
             True,
         )

@@ -1,32 +1,30 @@
-"""KV between a pool and the payload of a segment: gathered, re-sliced by heads, and quantised where the wire is FP8.
+"""KV between a pool and the payload of a segment: gathered, re-sliced by heads, and quantised if the wire has 8 bits.
 
 A payload's rows lie in the order (token, side, head), where side is keys, then values: so a segment's heads of a rank
-that holds more of them, or fewer, are picked while copying. One layer at a time. A latent layout has one side; on an
-FP8 wire its rows are longer than in the pool, for their last numbers travel in bf16 (quantize_rows).
+that holds more of them, or fewer, are picked while copying. One layer at a time. A latent layout has one side; on a
+wire of 8 bits its rows are longer than in the pool, for their last numbers travel in bf16 (quantize_rows).
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from engine.cpu.library import Kernels, open_copies
 from engine.cpu.wire import can_carry, compiled_pack_kv, compiled_unpack_kv
-from engine.kernels.fp8 import dequantize_rows, from_code, quantize_row, quantize_rows
+from engine.kernels.eight_bits import as_bytes, dequantize_rows, from_code, quantize_row, quantize_rows
 from engine.kernels.language import cdiv, has_fp8_casts, jit, power_of_2, tl
 
 # T tokens, B blocks, P kv heads of the pool, K of them that travel, S block_size, D head_dim;
 # 2: the sides, keys, then values
 
 _VALUES_PER_PROGRAM = 4096
-_FP8 = torch.float8_e4m3fn
 
 
 def pack_kv(pool_B2PSD: Tensor, slots_T: Tensor, heads: slice, codes_T2KD: Tensor, scales_T2K: Tensor | None) -> None:
     """Copy the heads' keys and values at `slots_T` (int64) out of a pool's layer into a payload.
 
-    codes: (T, 2, K, D), contiguous, of the pool's dtype; or float8_e4m3fn with scales (T, 2, K) bf16, for a pool
-    (B, 2, P, S, D) of bf16, fp16 or fp32, which is quantised on the way.
+    codes: (T, 2, K, D), contiguous, of the pool's dtype; or float8_e4m3fn or int8 with scales (T, 2, K) bf16, for a
+    pool (B, 2, P, S, D) of bf16, fp16 or fp32, which is quantised on the way.
     """
     if codes_T2KD.is_cuda and not _exact(pool_B2PSD, codes_T2KD):
         launch_pack_kv(pool_B2PSD, slots_T, heads, codes_T2KD, scales_T2K)
@@ -57,11 +55,11 @@ def reference_pack_kv(
     pool_B2PSD: Tensor, slots_T: Tensor, heads: slice, codes_T2KD: Tensor, scales_T2K: Tensor | None
 ) -> None:
     blocks_T, offsets_T = slots_T // pool_B2PSD.shape[3], slots_T % pool_B2PSD.shape[3]
-    kv_T2KD = _as_bits(pool_B2PSD)[blocks_T, :, heads, offsets_T]
+    kv_T2KD = as_bytes(pool_B2PSD)[blocks_T, :, heads, offsets_T]
     if scales_T2K is None:
-        _as_bits(codes_T2KD).copy_(kv_T2KD)
+        as_bytes(codes_T2KD).copy_(kv_T2KD)
         return
-    codes, scales = quantize_rows(kv_T2KD, _exact(pool_B2PSD, codes_T2KD))
+    codes, scales = quantize_rows(kv_T2KD, codes_T2KD.dtype, exact=_exact(pool_B2PSD, codes_T2KD))
     codes_T2KD.copy_(codes)
     scales_T2K.copy_(scales)
 
@@ -71,27 +69,29 @@ def reference_unpack_kv(
 ) -> None:
     blocks_T, offsets_T = slots_T // pool_B2PSD.shape[3], slots_T % pool_B2PSD.shape[3]
     if scales_T2K is not None:
-        codes_T2KD = dequantize_rows(codes_T2KD, scales_T2K, _exact(pool_B2PSD, codes_T2KD), pool_B2PSD.dtype)
-    _as_bits(pool_B2PSD)[blocks_T, :, heads, offsets_T] = _as_bits(codes_T2KD)
+        codes_T2KD = dequantize_rows(codes_T2KD, scales_T2K, pool_B2PSD.dtype, exact=_exact(pool_B2PSD, codes_T2KD))
+    as_bytes(pool_B2PSD)[blocks_T, :, heads, offsets_T] = as_bytes(codes_T2KD)
 
 
 def launch_pack_kv(
     pool_B2PSD: Tensor, slots_T: Tensor, heads: slice, codes_T2KD: Tensor, scales_T2K: Tensor | None
 ) -> None:
     grid, sizes = _work(pool_B2PSD, codes_T2KD, heads)
-    is_fp8 = scales_T2K is not None
-    pool, codes = _as_bits(pool_B2PSD), _as_bits(codes_T2KD)
-    _pack_kv[grid](pool, slots_T, codes, scales_T2K if is_fp8 else codes, codes_T2KD.shape[0], **sizes, IS_FP8=is_fp8)
+    has_scales = scales_T2K is not None
+    pool, codes = as_bytes(pool_B2PSD), as_bytes(codes_T2KD)
+    _pack_kv[grid](
+        pool, slots_T, codes, scales_T2K if has_scales else codes, codes_T2KD.shape[0], **sizes, HAS_SCALES=has_scales
+    )
 
 
 def launch_unpack_kv(
     codes_T2KD: Tensor, scales_T2K: Tensor | None, pool_B2PSD: Tensor, slots_T: Tensor, heads: slice
 ) -> None:
     grid, sizes = _work(pool_B2PSD, codes_T2KD, heads)
-    is_fp8 = scales_T2K is not None
-    pool, codes = _as_bits(pool_B2PSD), _as_bits(codes_T2KD)
-    scales, native = scales_T2K if is_fp8 else codes, has_fp8_casts(codes.device)
-    _unpack_kv[grid](codes, scales, pool, slots_T, codes_T2KD.shape[0], **sizes, IS_FP8=is_fp8, NATIVE=native)
+    has_scales = scales_T2K is not None
+    pool, codes = as_bytes(pool_B2PSD), as_bytes(codes_T2KD)
+    scales, native = scales_T2K if has_scales else codes, has_fp8_casts(codes.device)
+    _unpack_kv[grid](codes, scales, pool, slots_T, codes_T2KD.shape[0], **sizes, HAS_SCALES=has_scales, NATIVE=native)
 
 
 def _work(pool_B2PSD: Tensor, codes_T2KD: Tensor, heads: slice) -> tuple[tuple[int], dict[str, int]]:
@@ -108,11 +108,6 @@ def _work(pool_B2PSD: Tensor, codes_T2KD: Tensor, heads: slice) -> tuple[tuple[i
 def _exact(pool_B2PSD: Tensor, codes_T2KD: Tensor) -> int:
     """How many numbers at the end of each row are not quantised."""
     return codes_T2KD.shape[-1] - pool_B2PSD.shape[-1]
-
-
-def _as_bits(x: Tensor) -> Tensor:
-    """float8 as bytes: torch indexes hardly any float8, and Triton does not have it everywhere."""
-    return x.view(torch.uint8) if x.dtype == _FP8 else x
 
 
 @jit
@@ -154,12 +149,12 @@ def _pack_kv(
     SIDES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    IS_FP8: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
 ):
     row, is_row, in_pool, in_payload, mask = _rows(slots, num_tokens, P, S, D, FIRST, K, SIDES, ROWS, BLOCK_D)
     x = tl.load(pool + in_pool, mask=mask, other=0)
-    if IS_FP8:
-        code, scale = quantize_row(x.to(tl.float32), mask)
+    if HAS_SCALES:
+        code, scale = quantize_row(x.to(tl.float32), mask, codes.dtype.element_ty)
         tl.store(codes + in_payload, code, mask=mask)
         tl.store(scales + row[:, None], scale.to(tl.bfloat16), mask=is_row[:, None])
     else:
@@ -181,12 +176,12 @@ def _unpack_kv(
     SIDES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    IS_FP8: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
     row, is_row, in_pool, in_payload, mask = _rows(slots, num_tokens, P, S, D, FIRST, K, SIDES, ROWS, BLOCK_D)
     x = tl.load(codes + in_payload, mask=mask, other=0)
-    if IS_FP8:
+    if HAS_SCALES:
         scale = tl.load(scales + row, mask=is_row, other=0.0).to(tl.float32)
         tl.store(
             pool + in_pool, (from_code(x, tl.float32, NATIVE) * scale[:, None]).to(pool.dtype.element_ty), mask=mask

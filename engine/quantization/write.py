@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from cluster.errors import SpecError
 from cluster.gguf_table import TABLE
-from engine.kernels.fp8 import FP8_MAX
+from engine.kernels.eight_bits import MOST
 from engine.quantization.rounding import round_with_compensation
 from engine.weights import Checkpoint, open_checkpoint
 
@@ -24,6 +24,7 @@ from engine.weights import Checkpoint, open_checkpoint
 
 _BLOCK = 128
 _FILE_BYTES = 4 << 30
+_FP8_MOST = MOST[torch.float8_e4m3fn]
 _MATRICES = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")  # of attention, MLPs and experts
 
 _Parts = dict[str, Tensor]  # by suffix
@@ -37,16 +38,16 @@ def fp8_parts(weight_OI: Tensor, gram_II: Tensor | None = None) -> _Parts:
     num_outputs, num_inputs = weight_OI.shape
     wide = pad(weight_OI.float(), (0, -num_inputs % _BLOCK, 0, -num_outputs % _BLOCK))
     blocks = wide.unflatten(0, (-1, _BLOCK)).unflatten(2, (-1, _BLOCK))
-    scales = (blocks.abs().amax(dim=(1, 3)) / FP8_MAX).clamp_min(2.0**-120)
+    scales = (blocks.abs().amax(dim=(1, 3)) / _FP8_MOST).clamp_min(2.0**-120)
     scales_OI = scales.repeat_interleave(_BLOCK, 0)[:num_outputs].repeat_interleave(_BLOCK, 1)[:, :num_inputs]
     if gram_II is not None:
         weight_OI = round_with_compensation(weight_OI, gram_II, lambda x_O, i: _to_fp8(x_O, scales_OI[:, i]))
-    codes = (weight_OI.float() / scales_OI).clamp(-FP8_MAX, FP8_MAX)
+    codes = (weight_OI.float() / scales_OI).clamp(-_FP8_MOST, _FP8_MOST)
     return {"weight": codes.to(torch.float8_e4m3fn), "weight_scale_inv": scales}
 
 
 def _to_fp8(x: Tensor, scales: Tensor) -> Tensor:
-    return (x / scales).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).float() * scales
+    return (x / scales).clamp(-_FP8_MOST, _FP8_MOST).to(torch.float8_e4m3fn).float() * scales
 
 
 def int8_parts(weight_OI: Tensor, gram_II: Tensor | None = None) -> _Parts:

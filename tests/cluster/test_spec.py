@@ -17,6 +17,7 @@ DETERMINISTIC = {"engine": {"deterministic": True}, "kv": {"wire_dtype": "raw"}}
     [
         {},
         {"kv": {"pool_dtype": "fp8_e4m3"}},
+        {"kv": {"pool_dtype": "int8"}},
         {"model": {"weights": "int8"}},
         {"prefill": {"tensor_parallel": 2}, "decode": {"tensor_parallel": 2}},
     ],
@@ -28,7 +29,7 @@ def test_deterministic(more: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("more", "need"),
     [
-        ({"kv": {}}, "kv.wire_dtype raw, or kv.pool_dtype fp8_e4m3"),
+        ({"kv": {}}, "kv.wire_dtype raw, or a kv.pool_dtype of 8 bits"),
         ({"model": {"dtype": "float32"}}, "model.dtype bfloat16"),
         ({"model": {"weights": "quantized"}}, "model.weights as_stored or int8"),
         ({"decode": {"resources": {"gpus": 1}}}, "pools without GPUs"),

@@ -51,10 +51,10 @@ async def test_experts_spread_over_the_decode_ranks(
         assert [(await cluster.generate(p, _GREEDY)).ids for p in asked] == expected
 
 
-async def test_an_fp8_wire_answers(checkpoint: Checkpoint, redis_url: str) -> None:
-    """What FP8 costs is measured elsewhere; here every byte finds its place, in an fp8 pool and in a wider one."""
+async def test_8_bits_answer(checkpoint: Checkpoint, redis_url: str) -> None:
+    """What they cost is measured elsewhere; here every byte finds its place, on the wire and in pools of 8 bits."""
     model_dir, (prompt,) = checkpoint("deepseek_v3", **DEEPSEEK_V3), prompts(40)
-    for pool_dtype in ("auto", "fp8_e4m3"):
+    for pool_dtype in ("auto", "fp8_e4m3", "int8"):
         tree = {
             "model": {"dtype": "float32"},
             "kv": {"wire_dtype": "fp8_e4m3", "pool_dtype": pool_dtype},

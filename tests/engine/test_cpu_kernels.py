@@ -16,8 +16,9 @@ from engine.cpu.library import Kernels, open_kernels
 from engine.cpu.matrix import PackedMatrix
 from engine.cpu.wire import compiled_pack_kv, compiled_unpack_kv, sum_words
 from engine.heads import Heads, TorchHeads
+from engine.kernels.eight_bits import as_bytes
 from engine.kernels.wire import reference_pack_kv, reference_unpack_kv
-from engine.kv_layout import KVLayout
+from engine.kv_layout import DTYPES, KVLayout
 from engine.kv_pool import KVPool
 from engine.layers import Before, GatedSiLU, RMSNorm, TorchMatrix
 from tests.engine.steps import prompts
@@ -126,7 +127,7 @@ def run(heads: Heads, pool: KVPool, heads_TND: Tensor, norms: dict[str, RMSNorm 
 @pytest.mark.parametrize("window", [None, 1, 21])
 @pytest.mark.parametrize("has_norms", [False, True], ids=["plain", "qk-norm"])
 @pytest.mark.parametrize("head_dim", [12, 64, 80])
-@pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3", "int8"])
 def test_heads_conform(kernels: Kernels, dtype: str, head_dim: int, has_norms: bool, window: int | None) -> None:
     batch = make_batch(SPANS)
     heads_TND = random(batch.num_tokens, 6 + 2 + 2, head_dim)
@@ -205,29 +206,45 @@ def test_they_are_for_bf16_on_a_cpu() -> None:
     assert open_kernels(dtype=torch.bfloat16, device=torch.device("cuda", 0)) is None
 
 
-@pytest.mark.parametrize("kind", ["float32 raw", "bfloat16 raw", "fp8 raw", "bfloat16 fp8"])
+@pytest.mark.parametrize(
+    "kind", ["float32 raw", "bfloat16 raw", "fp8_e4m3 raw", "int8 raw", "bfloat16 fp8_e4m3", "bfloat16 int8"]
+)
 @pytest.mark.parametrize("dim", [64, 40])
 def test_payloads_are_those_of_torch(kernels: Kernels, kind: str, dim: int) -> None:
     """Bit for bit, whichever heads travel, and slots in any order."""
-    num_tokens, num_heads, pool_dtype, is_fp8 = 29, 3, kind.split()[0], kind.endswith(" fp8")
+    num_tokens, num_heads, (pool_dtype, wire) = 29, 3, kind.split()
     slots, others = torch.cat([torch.arange(11, 32), torch.randperm(8) + 64]), torch.randperm(80)[:num_tokens]
     numbers = torch.randn(10, 2, num_heads + 2, BLOCK_SIZE, dim) * torch.tensor([1e-3, 1.0, 300.0]).repeat(dim)[:dim]
     numbers[0, 0, 1] = 0.0
-    pool = numbers.to(torch.float8_e4m3fn if pool_dtype == "fp8" else getattr(torch, pool_dtype))
+    pool = numbers.to(DTYPES[pool_dtype])
 
     def payload() -> tuple[Tensor, Tensor | None]:
-        codes = torch.zeros(num_tokens, 2, num_heads, dim, dtype=torch.float8_e4m3fn if is_fp8 else pool.dtype)
-        return codes, torch.zeros(codes.shape[:-1], dtype=torch.bfloat16) if is_fp8 else None
+        codes = torch.zeros(num_tokens, 2, num_heads, dim, dtype=DTYPES.get(wire, pool.dtype))
+        return codes, None if wire == "raw" else torch.zeros(codes.shape[:-1], dtype=torch.bfloat16)
 
     ours, expected = payload(), payload()
     compiled_pack_kv(kernels, pool, slots, slice(1, 1 + num_heads), *ours)
     reference_pack_kv(pool, slots, slice(1, 1 + num_heads), *expected)
-    assert torch.equal(_bits(ours[0]), _bits(expected[0])) and _bits(ours[0]).any()
+    assert torch.equal(as_bytes(ours[0]), as_bytes(expected[0])) and as_bytes(ours[0]).any()
     assert expected[1] is None or (ours[1] is not None and torch.equal(ours[1], expected[1]))
     targets = [torch.zeros(10, 2, num_heads, BLOCK_SIZE, dim).to(pool.dtype) for _ in range(2)]
     compiled_unpack_kv(kernels, *expected, targets[0], others, slice(0, num_heads))
     reference_unpack_kv(*expected, targets[1], others, slice(0, num_heads))
-    assert torch.equal(_bits(targets[0]), _bits(targets[1])) and _bits(targets[0]).any()
+    assert torch.equal(as_bytes(targets[0]), as_bytes(targets[1])) and as_bytes(targets[0]).any()
+
+
+def test_whole_numbers_are_rounded_to_even(kernels: Kernels) -> None:
+    """Every midpoint between two int8 codes that bf16 has, both sides of each, and NaN: in rows whose scale is 1."""
+    values = torch.arange(-254.0, 255).div(2).bfloat16()
+    values = torch.cat([values, torch.tensor([127.0] * (-len(values) % 15))]).float()
+    values = torch.cat([values, *(values * (1 + sign * 2.0**-7) for sign in (-1, 1))]).clamp(-127, 127)
+    rows = torch.cat([values.view(-1, 15), torch.full((len(values) // 15, 1), 127.0)], dim=1).bfloat16()
+    rows[-1, 4] = torch.nan
+    pool = torch.stack([rows, rows]).view(1, 2, 1, *rows.shape)
+    got = torch.zeros(len(rows), 2, 1, 16, dtype=torch.int8), torch.zeros(len(rows), 2, 1).bfloat16()
+    compiled_pack_kv(kernels, pool, torch.arange(len(rows)), slice(0, 1), *got)
+    assert torch.equal(got[0][:-1, 1, 0].float(), rows[:-1].float().round())
+    assert (got[1][:-1] == 1).all() and got[1][-1].isnan().all()
 
 
 def test_every_code_is_that_of_torch(kernels: Kernels) -> None:
@@ -241,14 +258,10 @@ def test_every_code_is_that_of_torch(kernels: Kernels) -> None:
     slots = torch.arange(len(rows))
     got = torch.zeros(len(rows), 2, 1, 16, dtype=torch.float8_e4m3fn), torch.zeros(len(rows), 2, 1).bfloat16()
     compiled_pack_kv(kernels, pool, slots, slice(0, 1), *got)
-    assert torch.equal(_bits(got[0][:, 0, 0]), _bits(rows.float().to(torch.float8_e4m3fn)))
+    assert torch.equal(as_bytes(got[0][:, 0, 0]), as_bytes(rows.float().to(torch.float8_e4m3fn)))
 
 
 @pytest.mark.parametrize("num_words", [0, 1, 8, 1001])
 def test_sums_of_words_are_those_of_torch(kernels: Kernels, num_words: int) -> None:
     words = torch.randint(-(2**62), 2**62, (num_words,))
     assert sum_words(kernels, words.view(torch.uint8)) == int((words * (torch.arange(num_words) * 2 + 1)).sum()) % 2**64
-
-
-def _bits(x: Tensor) -> Tensor:
-    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x

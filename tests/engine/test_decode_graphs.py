@@ -71,10 +71,12 @@ def make_pair(tiny_model: MakeModel) -> MakePair:
     return make
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3 fp8", "mistral window", "deepseek_v3 latent"])
+@pytest.fixture(
+    scope="module", params=["llama", "qwen3 fp8_e4m3", "qwen3 int8", "mistral window", "deepseek_v3 latent"]
+)
 def pair(request: pytest.FixtureRequest, make_pair: MakePair) -> tuple[ModelRunner, ModelRunner]:
     family, _, kind = request.param.partition(" ")
-    pool_dtype = "fp8_e4m3" if kind == "fp8" else "auto"
+    pool_dtype = kind if kind in ("fp8_e4m3", "int8") else "auto"
     changes = {"window": {"sliding_window": 9}, "latent": LATENT}.get(kind, {})
     return make_pair(FakeCapture(), family, pool_dtype=pool_dtype, **changes)
 
@@ -261,7 +263,7 @@ def test_kernels_launched_in_the_interpreter(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("pool_dtype", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize("pool_dtype", ["auto", "fp8_e4m3", "int8"])
 @pytest.mark.parametrize(
     ("family", "changes", "dtype"),
     [

@@ -1,4 +1,4 @@
-"""Where keys and values go and how they come back: batches, pools, fp8, and attention over them."""
+"""Where keys and values go and how they come back: batches, pools, 8 bits, and attention over them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from engine import attention
 from engine.attention import AttentionPlan, paged_attention
 from engine.batch import Batch, Row
-from engine.kernels.fp8 import FP8_MAX, dequantize_fp8, quantize_fp8
+from engine.kernels.eight_bits import MOST, dequantize_rows, quantize_rows
 from engine.kv_layout import KVLayout
 from engine.kv_pool import KVPool
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4
 NUM_BLOCKS = 300
-DTYPES = ["float32", "bfloat16", "float16", "fp8_e4m3"]
+DTYPES = ["float32", "bfloat16", "float16", "fp8_e4m3", "int8"]
 
 
 def make_pool(dtype: str, *, num_blocks: int = 64, num_layers: int = 2, **changes: Any) -> KVPool:
@@ -78,19 +78,20 @@ def test_what_is_written_is_read(dtype: str) -> None:
     pool.write(1, slots, k, v)
     table = np.array([[3, 60, 7], [9, 9, 0]])
     k_read, v_read = pool.gather(1, pool.runs(table), torch.float32)
-    tolerance = {"float32": 0.0, "bfloat16": 2**-8, "float16": 2**-10, "fp8_e4m3": 2**-3}[dtype]
+    atol = {"float32": 0.0, "int8": 0.02}.get(dtype, 1e-3)
+    rtol = {"bfloat16": 2**-8, "float16": 2**-10, "fp8_e4m3": 2**-3}.get(dtype, 0.0)
     where = {int(slot): i for i, slot in enumerate(slots)}
     for row, column in np.ndindex(2, 3 * BLOCK_SIZE):
         i = where.get(int(table[row, column // BLOCK_SIZE] * BLOCK_SIZE + column % BLOCK_SIZE))
         for got, given_ in ((k_read, k), (v_read, v)):
             expected = torch.zeros(2, 16) if i is None else given_[i]
-            torch.testing.assert_close(got[row, :, column], expected, atol=1e-3 if tolerance else 0, rtol=tolerance)
+            torch.testing.assert_close(got[row, :, column], expected, atol=atol, rtol=rtol)
     both = torch.stack([pool.read(1, torch.tensor(blocks), torch.float32) for blocks in table.tolist()], dim=1)
     assert torch.equal(both, torch.stack((k_read, v_read)))
     assert not pool.codes[0].view(torch.uint8).any()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3", "int8"])
 def test_a_copied_block_is_the_same(dtype: str) -> None:
     pool = make_pool(dtype)
     pool.write(0, torch.arange(8, 12), random(4, 2, 16), random(4, 2, 16, seed=1))
@@ -109,38 +110,49 @@ def test_heads_of_all_ranks() -> None:
     assert ranges(3, 3) == [(0, 1), (1, 2), (2, 3)]
 
 
+@pytest.mark.parametrize("kind", MOST, ids=str)
 @settings(deadline=None)
 @given(
     scale=st.sampled_from([1e-30, 1e-3, 1.0, 300.0, 1e20]),
     seed=st.integers(0, 1000),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    peak=st.sampled_from([1.0, 50.0]),
 )
-def test_fp8_is_within_half_a_step(scale: float, seed: int, dtype: torch.dtype) -> None:
-    """e4m3 has three bits of mantissa: an error of 1/16 of the value, or half of its smallest step times the scale."""
+def test_rows_in_8_bits_are_within_half_a_step(
+    kind: torch.dtype, scale: float, seed: int, dtype: torch.dtype, peak: float
+) -> None:
+    """e4m3 has three bits of mantissa: an error of 1/16 of the value, or half of its smallest step times the scale.
+    int8's steps are all one scale, so that one large number costs the others of its row."""
     x = (random(5, 64, seed=seed) * scale).to(dtype)
-    codes, scales = quantize_fp8(x)
-    assert codes.dtype == torch.float8_e4m3fn and scales.dtype == torch.bfloat16
-    assert (codes.float().abs() <= FP8_MAX).all() and (scales > 0).all()
-    error = (dequantize_fp8(codes, scales, torch.float32) - x.float()).abs()
-    assert (error <= x.float().abs() / 16 + scales.float().unsqueeze(-1) * 2**-10).all()
-    # The greatest value of a row uses the range: bf16 rounds the scale up by 1/128 at most.
-    assert (codes.float().abs().amax(dim=-1) >= FP8_MAX / 1.08).all()
+    x[:, 7] *= peak
+    codes, scales = quantize_rows(x, kind)
+    assert codes.dtype == kind and scales.dtype == torch.bfloat16
+    assert (codes.float().abs() <= MOST[kind]).all() and (scales > 0).all()
+    steps = scales.float().unsqueeze(-1)
+    error = (dequantize_rows(codes, scales, torch.float32) - x.float()).abs()
+    bound = steps / 2 if kind == torch.int8 else x.float().abs() / 16 + steps * 2**-10
+    assert (error <= bound * (1 + 2**-20)).all()
+    # A step is no larger than it must be: the scale is rounded up by 1/128 at most.
+    assert (scales.float() * MOST[kind] <= x.float().abs().amax(dim=-1) * (1 + 2**-7)).all()
+    assert (codes.float().abs().amax(dim=-1) >= MOST[kind] / 1.08).all()
 
 
-def test_fp8_of_special_rows() -> None:
+@pytest.mark.parametrize("kind", MOST, ids=str)
+def test_special_rows_in_8_bits(kind: torch.dtype) -> None:
     x = torch.zeros(3, 8)
     x[1, 3], x[2, 5] = torch.nan, torch.inf
-    codes, scales = quantize_fp8(x)
-    values = dequantize_fp8(codes, scales, torch.float32)
+    codes, scales = quantize_rows(x, kind)
+    values = dequantize_rows(codes, scales, torch.float32)
     assert (values[0] == 0).all() and scales[0] > 0
     assert not values[1:].isfinite().any()
 
 
-def test_every_code_has_its_value() -> None:
-    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).reshape(2, 128)
+@pytest.mark.parametrize("kind", MOST, ids=str)
+def test_every_code_has_its_value(kind: torch.dtype) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(kind).reshape(2, 128)
     for scale in (1.0, 2.0**-100, 2.0**100):
         scales = torch.full((2,), scale, dtype=torch.bfloat16)
-        values = dequantize_fp8(codes, scales, torch.float32)[:, :127]  # the last of each half is NaN
+        values = dequantize_rows(codes, scales, torch.float32)[:, :127]  # e4m3's last of each half is NaN
         assert torch.equal(values, codes.float()[:, :127] * scale)
 
 

@@ -7,9 +7,10 @@ import torch
 
 from engine.batch import Batch, Row
 from engine.device_batch import DeviceBatch
+from engine.kernels.eight_bits import as_bytes
 from engine.kernels.latent_heads import KernelLatentHeads
 from engine.kv_layout import KVLayout
-from engine.kv_pool import KVPool, as_bytes
+from engine.kv_pool import KVPool
 from engine.latent_heads import Expansion, LatentHeads, Turn
 from tests.engine.kernels.launched import launch_kernels
 
@@ -36,7 +37,7 @@ def naive(q_THD: torch.Tensor, pool: KVPool, rows: list[Row], expansion: Expansi
     return out
 
 
-@pytest.mark.parametrize("dtype", ["float32", "fp8_e4m3"])
+@pytest.mark.parametrize("dtype", ["float32", "fp8_e4m3", "int8"])
 @pytest.mark.parametrize("by", ["torch", "references", "kernels"])
 def test_any_mix_of_rows(by: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = KVLayout(
@@ -77,7 +78,7 @@ def test_any_mix_of_rows(by: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("is_interleaved", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "fp8_e4m3"])
+@pytest.mark.parametrize("dtype", ["float32", "fp8_e4m3", "int8"])
 def test_kernels_store_what_torch_stores(dtype: str, is_interleaved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = KVLayout(
         model="m",

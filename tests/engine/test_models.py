@@ -165,14 +165,15 @@ def test_half_precision_stays_within_its_noise(
     assert (ours - theirs).abs().mean() <= (theirs - exact).abs().mean()
 
 
+@pytest.mark.parametrize("pool_dtype", ["fp8_e4m3", "int8"])
 @pytest.mark.parametrize(("name", "changes"), [("llama", {}), ("deepseek_v3", DEEPSEEK_V3)])
-def test_fp8_pool_is_close_and_chunking_does_not_matter(
-    name: str, changes: dict[str, Any], tiny_model: MakeModel, make_runner: MakeRunner
+def test_a_pool_of_8_bits_is_close_and_chunking_does_not_matter(
+    name: str, changes: dict[str, Any], pool_dtype: str, tiny_model: MakeModel, make_runner: MakeRunner
 ) -> None:
     directory, model = tiny_model(name, **changes)
     (tokens,) = prompts(40)
-    whole = step(make_runner(directory, pool_dtype="fp8_e4m3"), [tokens], [(0, 0, 40)])
-    runner = make_runner(directory, pool_dtype="fp8_e4m3")
+    whole = step(make_runner(directory, pool_dtype=pool_dtype), [tokens], [(0, 0, 40)])
+    runner = make_runner(directory, pool_dtype=pool_dtype)
     for start in range(0, 40, 5):
         in_chunks = step(runner, [tokens], [(0, start, start + 5)])
     torch.testing.assert_close(in_chunks, whole, atol=2e-4, rtol=1e-4)

@@ -68,7 +68,7 @@ def test_a_written_checkpoint_reads_as_what_it_stands_for(
 
 
 def test_perplexity_is_that_of_transformers(tiny_model: MakeModel) -> None:
-    """Windows of 20 tokens, 8 scored in each; FP8 in the pool or on the wire changes it a little, FP8 weights too."""
+    """Windows of 20 tokens, 8 scored in each; 8 bits in the pool or on the wire change it a little, FP8 weights too."""
     directory, model = tiny_model("llama")
     words = Tokenizer(WordLevel({str(i): i for i in range(VOCAB_SIZE)}, unk_token="0"))
     words.pre_tokenizer = Whitespace()
@@ -83,7 +83,12 @@ def test_perplexity_is_that_of_transformers(tiny_model: MakeModel) -> None:
         losses.append(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[start + 12 : start + 20])))
     baseline, *others = report["results"]
     assert baseline["perplexity"] == pytest.approx(float(torch.stack(losses).mean().exp()), rel=1e-4)
-    assert baseline["tokens"] == 32 and [row["setting"] for row in others] == ["pool fp8", "wire fp8"]
+    assert baseline["tokens"] == 32 and [row["setting"] for row in others] == [
+        "pool fp8",
+        "wire fp8",
+        "pool int8",
+        "wire int8",
+    ]
     assert all(0 < abs(row["difference_percent"]) < 5 for row in others)
     with pytest.raises(SpecError, match="60 tokens, which do not fill one window of 100"):
         compare({"all": Setting(model_dir=directory)}, text, dtype="float32", window=100, stride=50, max_windows=1)

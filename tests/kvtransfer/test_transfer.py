@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -165,6 +166,26 @@ async def test_kv_lands_whole_for_any_pair_of_tensor_parallel_sizes(sender_tp: i
         assert torch.equal(_read(d, blocks), kv)
 
 
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "int8"])
+@pytest.mark.parametrize(("sender_tp", "receiver_tp"), [(1, 1), (2, 1), (1, 4)])
+async def test_a_pool_of_8_bits_lands_code_for_code(sender_tp: int, receiver_tp: int, dtype: str) -> None:
+    """Whatever the wire's dtype: the pool's own codes and scales travel."""
+    layout, blocks = replace(_LAYOUT, dtype=dtype), [3, 1, 8, 11, 6]
+    async with (
+        _replica(sender_tp, wire="fp8_e4m3", layout=layout) as p,
+        _replica(receiver_tp, wire="fp8_e4m3", layout=layout) as d,
+    ):
+        _fill(p)
+        d.open(_handoff(d), blocks)
+        _ship(p, _handoff(d), chunks=(10, 30, 37))
+        for _ in d.receivers:
+            await d.landed()
+        assert torch.equal(_read(d, blocks), _read(p, _BLOCKS)) and _read(d, blocks).any()
+        if sender_tp == receiver_tp:
+            sent, landed = p.receivers[0].pool.copy_out(_BLOCKS), d.receivers[0].pool.copy_out(blocks)
+            assert torch.equal(landed, sent)
+
+
 async def test_only_what_the_receiver_lacks_travels() -> None:
     async with _replica(1) as p, _replica(1) as d:
         kv = _fill(p)
@@ -224,8 +245,14 @@ async def test_handoffs_share_a_link_and_one_refusal_does_not_hurt_the_others() 
         assert torch.equal(_read(d, [3, 1, 8, 11, 6]), kv)
 
 
-async def test_another_layout_is_refused_at_once() -> None:
-    async with _replica(1) as p, _replica(1, layout=replace(_LAYOUT, block_size=16)) as d:
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [({}, {"block_size": 16}), ({"dtype": "int8"}, {"dtype": "fp8_e4m3"})], ids=str
+)
+async def test_another_layout_is_refused_at_once(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    async with (
+        _replica(1, layout=replace(_LAYOUT, **ours)) as p,
+        _replica(1, layout=replace(_LAYOUT, **theirs)) as d,
+    ):
         _fill(p)
         _ship(p, _handoff(d))
         error = (await p.shipped()).error

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.kernels.fp8 import quantize_fp8
+from engine.kernels.eight_bits import quantize_rows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # on a CPU kernels run in Triton's interpreter
 
 # The interpreter multiplies matrices of bf16 as if their bits were integers, and cuts fp32 off to bf16 instead of
 # rounding it: so what computes in bf16 is tested on a GPU only. Copies and scales, which are exact in bf16, are not.
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE.type == "cuda" else [])]
+EIGHT_BITS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -19,18 +20,15 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 
 def random_pool(
-    num_blocks: int, num_heads: int, block_size: int, dim: int, *, dtype: torch.dtype, is_fp8: bool = False
+    num_blocks: int, num_heads: int, block_size: int, dim: int, *, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """Codes (B, 2, K, S, D) and scales (B, 2, K, S), every place filled."""
-    kv = random(num_blocks, 2, num_heads, block_size, dim, dtype=dtype, seed=1)
-    return quantize_fp8(kv * 3) if is_fp8 else (kv, None)
+    """Codes (B, 2, K, S, D), every place filled; and scales (B, 2, K, S) if the dtype is one of 8 bits."""
+    shape = (num_blocks, 2, num_heads, block_size, dim)
+    if dtype in EIGHT_BITS.values():
+        return quantize_rows(random(*shape, seed=1) * 3, dtype)
+    return random(*shape, dtype=dtype, seed=1), None
 
 
 def random_slots(count: int, num_blocks: int, block_size: int) -> Tensor:
     """Distinct slots in no order."""
     return torch.randperm(num_blocks * block_size, generator=torch.Generator().manual_seed(2))[:count].to(DEVICE)
-
-
-def as_numbers(x: Tensor) -> Tensor:
-    """Comparable: float8 as its bytes."""
-    return (x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x).cpu()

@@ -1,4 +1,4 @@
-"""Attention kernels against attention written out in fp32: ragged rows, grouped heads, windows, FP8 pools."""
+"""Attention kernels against attention written out in fp32: ragged rows, grouped heads, windows, pools of 8 bits."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ import torch
 
 from engine.kernels.decode_attention import launch_decode_attention, reference_decode_attention
 from engine.kernels.prefill_attention import QueryTiles, launch_prefill_attention, reference_prefill_attention
-from tests.engine.kernels.pools import DEVICE, DTYPES, random, random_pool
+from tests.engine.kernels.pools import DEVICE, DTYPES, EIGHT_BITS, random, random_pool
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-# query heads, kv heads, head_dim, block size, window, fp8, dtype
+# query heads, kv heads, head_dim, block size, window, the pool's 8 bits, dtype
 CASES = [
-    (2, 2, 64, 16, None, False, torch.float16),
-    (3, 1, 64, 16, None, True, torch.float16),  # SmolLM2's groups
-    (4, 2, 80, 8, None, False, torch.float32),
-    (2, 1, 64, 16, 70, False, torch.float32),
-    (2, 1, 32, 8, 7, True, torch.float32),
-    *([(32, 8, 128, 16, None, is_fp8, torch.bfloat16) for is_fp8 in (False, True)] if torch.bfloat16 in DTYPES else []),
+    (2, 2, 64, 16, None, None, torch.float16),
+    (3, 1, 64, 16, None, "fp8", torch.float16),  # SmolLM2's groups
+    (3, 1, 64, 16, None, "int8", torch.float16),
+    (4, 2, 80, 8, None, None, torch.float32),
+    (2, 1, 64, 16, 70, None, torch.float32),
+    (2, 1, 32, 8, 7, "fp8", torch.float32),
+    (2, 1, 32, 8, 7, "int8", torch.float32),
+    *((32, 8, 128, 16, None, kind, torch.bfloat16) for kind in (None, *EIGHT_BITS) if torch.bfloat16 in DTYPES),
 ]
 
 
@@ -37,10 +39,10 @@ def tables_for(contexts: list[int], block_size: int) -> torch.Tensor:
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_decode(case: tuple, num_splits: int) -> None:
-    num_heads, num_kv_heads, dim, block_size, window, is_fp8, dtype = case
+    num_heads, num_kv_heads, dim, block_size, window, kind, dtype = case
     contexts = [1, 130, 65]
     tables = tables_for(contexts, block_size)
-    codes, scales = random_pool(40, num_kv_heads, block_size, dim, dtype=dtype, is_fp8=is_fp8)
+    codes, scales = random_pool(40, num_kv_heads, block_size, dim, dtype=EIGHT_BITS.get(kind, dtype))
     q = random(8, num_heads, dim, dtype=dtype)
     outs = [torch.full_like(q, 7.0) for _ in range(2)]
     for attend, out in zip((launch_decode_attention, reference_decode_attention), outs, strict=True):
@@ -55,7 +57,7 @@ def test_decode(case: tuple, num_splits: int) -> None:
             num_splits=num_splits,
             out_THD=out,
         )
-    tolerance = TOLERANCE[dtype] * (3 if is_fp8 else 1)  # values are three times as large there
+    tolerance = TOLERANCE[dtype] * (3 if kind else 1)  # values are three times as large there
     torch.testing.assert_close(outs[0], outs[1], atol=tolerance, rtol=tolerance)
     assert (outs[0][[1, 3, 4, 5, 7]] == 7.0).all(), "tokens of other rows were written"
 
@@ -81,11 +83,11 @@ def test_a_row_without_keys_gets_zeros() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_prefill(case: tuple) -> None:
-    num_heads, num_kv_heads, dim, block_size, window, is_fp8, dtype = case
+    num_heads, num_kv_heads, dim, block_size, window, kind, dtype = case
     contexts, lengths = [65, 130, 3], [65, 40, 2]  # a whole prompt, and chunks behind a prefix
     begins = np.array([1, 66, 108])  # tokens 0, 106 and 107 belong to other rows
     tables = tables_for(contexts, block_size)
-    codes, scales = random_pool(40, num_kv_heads, block_size, dim, dtype=dtype, is_fp8=is_fp8)
+    codes, scales = random_pool(40, num_kv_heads, block_size, dim, dtype=EIGHT_BITS.get(kind, dtype))
     q = random(110, num_heads, dim, dtype=dtype)
     outs = [torch.full_like(q, 7.0) for _ in range(2)]
     for attend, out in zip((launch_prefill_attention, reference_prefill_attention), outs, strict=True):
@@ -99,6 +101,6 @@ def test_prefill(case: tuple) -> None:
             window=window,
             out_THD=out,
         )
-    tolerance = TOLERANCE[dtype] * (3 if is_fp8 else 1)
+    tolerance = TOLERANCE[dtype] * (3 if kind else 1)
     torch.testing.assert_close(outs[0], outs[1], atol=tolerance, rtol=tolerance)
     assert (outs[0][[0, 106, 107]] == 7.0).all(), "tokens of other rows were written"

@@ -1,43 +1,41 @@
-"""Kernels that move KV: bit for bit what their torch references do. fp8.py's rounding by hand is exact as well."""
+"""Kernels that move KV: bit for bit what their torch references do. Rounding by hand is exact as well."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from engine.kernels.fp8 import quantize_fp8
+from engine.kernels.eight_bits import as_bytes, dequantize_rows, quantize_rows
 from engine.kernels.kv_write import launch_write_kv, reference_write_kv
 from engine.kernels.wire import launch_pack_kv, launch_unpack_kv, reference_pack_kv, reference_unpack_kv
-from tests.engine.kernels.pools import DEVICE, DTYPES, as_numbers, random, random_pool, random_slots
+from tests.engine.kernels.pools import DEVICE, DTYPES, EIGHT_BITS, random, random_pool, random_slots
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 
 SHAPES = [(1, 1, 16, 64), (37, 3, 8, 96), (5, 8, 32, 128)]  # tokens, heads, block size, head_dim
-POOLS = ["float32", "float16", "bfloat16", "fp8"]
+POOLS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16} | EIGHT_BITS
 
 
 @pytest.mark.parametrize("pool_kind", POOLS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_writes_are_those_of_the_reference(shape: tuple[int, ...], pool_kind: str) -> None:
     num_tokens, num_heads, block_size, dim = shape
-    is_fp8 = pool_kind == "fp8"
-    dtype = torch.bfloat16 if is_fp8 else getattr(torch, pool_kind)
     fused = random(num_tokens, 4 * num_heads, dim, dtype=torch.bfloat16)  # as the projection leaves it
     k, v = fused[:, 2 * num_heads : 3 * num_heads], fused[:, 3 * num_heads :]
     slots = random_slots(num_tokens, 12, block_size)
-    pools = [random_pool(12, num_heads, block_size, dim, dtype=dtype, is_fp8=is_fp8) for _ in range(2)]
+    pools = [random_pool(12, num_heads, block_size, dim, dtype=POOLS[pool_kind]) for _ in range(2)]
     launch_write_kv(*pools[0], slots, k, v)
     reference_write_kv(*pools[1], slots, k, v)
     for ours, expected in zip(*pools, strict=True):
-        assert expected is None or torch.equal(as_numbers(ours), as_numbers(expected))
+        assert expected is None or torch.equal(as_bytes(ours), as_bytes(expected))
 
 
 def test_a_negative_slot_writes_nothing() -> None:
-    codes, scales = random_pool(2, 2, 8, 64, dtype=torch.float32, is_fp8=True)
-    before = as_numbers(codes).clone(), scales.clone()
+    codes, scales = random_pool(2, 2, 8, 64, dtype=torch.float8_e4m3fn)
+    before = as_bytes(codes).clone(), scales.clone()
     k, v = random(2, 1, 2, 64)
     launch_write_kv(codes, scales, torch.tensor([-1], device=DEVICE), k, v)
-    assert torch.equal(as_numbers(codes), before[0]) and torch.equal(scales, before[1])
+    assert torch.equal(as_bytes(codes), before[0]) and torch.equal(scales, before[1])
 
 
 def test_rounding_by_hand_is_torchs() -> None:
@@ -49,7 +47,7 @@ def test_rounding_by_hand_is_torchs() -> None:
     values = torch.cat([values, -values])
     # In rows whose scale is 1, because their largest value is 448.
     rows = torch.cat([values.unsqueeze(-1), torch.full((len(values), 63), 448.0)], dim=-1).unsqueeze(1).to(DEVICE)
-    codes, scales = random_pool(1, 1, len(values), 64, dtype=torch.float32, is_fp8=True)
+    codes, scales = random_pool(1, 1, len(values), 64, dtype=torch.float8_e4m3fn)
     launch_write_kv(codes, scales, torch.arange(len(values), device=DEVICE), rows, rows)
     expected = values.to(torch.float8_e4m3fn).float()
     is_nan = expected.isnan()
@@ -57,40 +55,67 @@ def test_rounding_by_hand_is_torchs() -> None:
     assert torch.equal(written[~is_nan], expected[~is_nan]) and written[is_nan].isnan().all()
 
 
-@pytest.mark.parametrize("kind", ["float16 raw", "bfloat16 raw", "fp8 raw", *(f"{str(d)[6:]} fp8" for d in DTYPES)])
+def test_whole_numbers_are_rounded_to_even() -> None:
+    """Every int8 code, the midpoints between neighbours, both sides of each: in rows whose scale is 1."""
+    codes = torch.arange(-127.0, 128)
+    midpoints = (codes[1:] + codes[:-1]) / 2
+    values = torch.cat([codes, midpoints, *(midpoints * (1 + sign * 2.0**-20) for sign in (-1, 1))])
+    rows = torch.cat([values.unsqueeze(-1), torch.full((len(values), 63), 127.0)], dim=-1).unsqueeze(1).to(DEVICE)
+    codes, scales = random_pool(1, 1, len(values), 64, dtype=torch.int8)
+    launch_write_kv(codes, scales, torch.arange(len(values), device=DEVICE), rows, rows)
+    assert torch.equal(codes[0, 0, 0, :, 0].float().cpu(), values.round()) and (scales == 1).all()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # numpy, where the interpreter divides infinity by itself
+@pytest.mark.parametrize("kind", EIGHT_BITS)
+def test_what_is_not_finite_stays_so(kind: str) -> None:
+    """In its own row only."""
+    rows = random(6, 1, 64)
+    rows[1, 0, 7], rows[2, 0, 3], rows[3, 0, 3], rows[4] = torch.nan, torch.inf, -torch.inf, 0
+    codes, scales = random_pool(1, 1, 6, 64, dtype=EIGHT_BITS[kind])
+    launch_write_kv(codes, scales, torch.arange(6, device=DEVICE), rows, rows)
+    written = dequantize_rows(codes, scales, torch.float32)[0, 0, 0]
+    assert not written[1:4].isfinite().any() and not written[4].any() and (scales[0, 0, 0, [0, 4, 5]] > 0).all()
+    expected = dequantize_rows(*quantize_rows(rows, EIGHT_BITS[kind]), torch.float32)[:, 0]
+    torch.testing.assert_close(written[[0, 4, 5]], expected[[0, 4, 5]], atol=0, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "kind", [f"{pool} raw" for pool in POOLS] + [f"{str(d)[6:]} {wire}" for d in DTYPES for wire in EIGHT_BITS]
+)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_pack_and_unpack_are_those_of_the_reference(shape: tuple[int, ...], kind: str) -> None:
     num_tokens, num_heads, block_size, dim = shape
     pool_dtype, wire = kind.split()
-    is_quantised = wire == "fp8"
-    dtype = torch.float32 if pool_dtype == "fp8" else getattr(torch, pool_dtype)
-    pool, _ = random_pool(12, num_heads + 2, block_size, dim, dtype=dtype, is_fp8=pool_dtype == "fp8")
+    is_quantised = wire != "raw"
+    pool, _ = random_pool(12, num_heads + 2, block_size, dim, dtype=POOLS[pool_dtype])
     slots, heads = random_slots(num_tokens, 12, block_size), slice(1, 1 + num_heads)
 
     def payload() -> tuple[torch.Tensor, torch.Tensor | None]:
         rows = (num_tokens, 2, num_heads)
-        codes = torch.zeros(*rows, dim, dtype=torch.float8_e4m3fn if is_quantised else pool.dtype, device=DEVICE)
+        codes = torch.zeros(*rows, dim, dtype=EIGHT_BITS.get(wire, pool.dtype), device=DEVICE)
         return codes, torch.zeros(rows, dtype=torch.bfloat16, device=DEVICE) if is_quantised else None
 
     ours, expected = payload(), payload()
     launch_pack_kv(pool, slots, heads, *ours)
     reference_pack_kv(pool, slots, heads, *expected)
     for a, b in zip(ours, expected, strict=True):
-        assert b is None or (torch.equal(as_numbers(a), as_numbers(b)) and as_numbers(b).any())
+        assert b is None or (torch.equal(as_bytes(a), as_bytes(b)) and as_bytes(b).any())
     # Into other heads of another pool, of which nothing else is touched.
     targets = [torch.zeros(9, num_heads + 1, 2, block_size, dim, device=DEVICE).to(pool.dtype) for _ in range(2)]
     targets = [target.transpose(1, 2).contiguous() for target in targets]
     slots, heads = random_slots(num_tokens, 9, block_size), slice(0, num_heads)
     launch_unpack_kv(*expected, targets[0], slots, heads)
     reference_unpack_kv(*expected, targets[1], slots, heads)
-    assert torch.equal(as_numbers(targets[0]), as_numbers(targets[1])) and as_numbers(targets[0]).any()
+    assert torch.equal(as_bytes(targets[0]), as_bytes(targets[1])) and as_bytes(targets[0]).any()
 
 
-def test_quantising_twice_changes_nothing() -> None:
-    """What the wire made of a bf16 pool and an FP8 pool makes of the same numbers are the same bytes."""
+@pytest.mark.parametrize("kind", EIGHT_BITS)
+def test_quantising_twice_changes_nothing(kind: str) -> None:
+    """What the wire made of a bf16 pool and a pool of 8 bits makes of the same numbers are the same bytes."""
     k, v = random(2, 9, 2, 64, dtype=torch.bfloat16)
-    codes, scales = random_pool(2, 2, 8, 64, dtype=torch.bfloat16, is_fp8=True)
+    codes, scales = random_pool(2, 2, 8, 64, dtype=EIGHT_BITS[kind])
     launch_write_kv(codes, scales, torch.arange(9, device=DEVICE), k, v)
-    expected, expected_scales = quantize_fp8(k)
-    assert torch.equal(as_numbers(codes[0, 0, :, :8]), as_numbers(expected[:8].transpose(0, 1)))
+    expected, expected_scales = quantize_rows(k, EIGHT_BITS[kind])
+    assert torch.equal(as_bytes(codes[0, 0, :, :8]), as_bytes(expected[:8].transpose(0, 1)))
     assert torch.equal(scales[0, 0, :, :8], expected_scales[:8].T)

@@ -21,7 +21,7 @@ WINDOWS = [None, 9]
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("dtype", ["float32", "fp8_e4m3"])
+@pytest.mark.parametrize("dtype", ["float32", "fp8_e4m3", "int8"])
 @pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.parametrize("is_launched", [False, True])
 def test_a_mixed_step(

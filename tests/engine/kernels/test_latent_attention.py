@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kernels.fp8 import quantize_rows
+from engine.kernels.eight_bits import quantize_rows
 from engine.kernels.latent_attention import launch_latent_decode_attention, reference_latent_decode_attention
 from engine.kernels.latent_prefill import launch_latent_prefill_attention, reference_latent_prefill_attention
 from engine.kernels.latent_write import launch_write_latents
 from engine.kernels.prefill_attention import QueryTiles
-from tests.engine.kernels.pools import DEVICE, DTYPES, random
+from tests.engine.kernels.pools import DEVICE, DTYPES, EIGHT_BITS, random
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 
@@ -20,16 +20,16 @@ BLOCKS, BLOCK_SIZE = 24, 8
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("is_fp8", [False, True], ids=["wide", "fp8"])
+@pytest.mark.parametrize("kind", ["wide", *EIGHT_BITS])
 @pytest.mark.parametrize(
     ("latent_dim", "rope_dim", "num_heads", "num_splits"), [(24, 8, 3, 1), (64, 16, 20, 1), (48, 16, 4, 3)]
 )
 def test_rows_of_any_length(
-    latent_dim: int, rope_dim: int, num_heads: int, num_splits: int, is_fp8: bool, dtype: torch.dtype
+    latent_dim: int, rope_dim: int, num_heads: int, num_splits: int, kind: str, dtype: torch.dtype
 ) -> None:
     pool, scales = random(BLOCKS, 1, 1, BLOCK_SIZE, latent_dim + rope_dim, dtype=dtype, seed=1), None
-    if is_fp8:
-        pool, scales = quantize_rows(pool, rope_dim)
+    if kind in EIGHT_BITS:
+        pool, scales = quantize_rows(pool, EIGHT_BITS[kind], exact=rope_dim)
     contexts = [1, 7, 40, 70, 0]  # a row of no keys fills up a batch
     q = random(len(contexts), num_heads, latent_dim + rope_dim, dtype=dtype)
     order = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(2))
@@ -46,7 +46,7 @@ def test_rows_of_any_length(
     torch.testing.assert_close(got, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     assert not got[-1].any()
     first = pool[tables[0, 0].long(), 0, 0, 0]  # the only key of the first row: its latent comes back
-    if not is_fp8:
+    if kind == "wide":
         torch.testing.assert_close(got[0, 0], first[:latent_dim], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
@@ -76,11 +76,11 @@ def test_prompts(nope: int, rope: int, value: int, dtype: torch.dtype) -> None:
     assert (outs[0][[0, 106, 107]] == 7.0).all(), "tokens of other rows were written"
 
 
-@pytest.mark.parametrize("is_fp8", [False, True], ids=["wide", "fp8"])
-def test_a_negative_slot_writes_nothing(is_fp8: bool) -> None:
+@pytest.mark.parametrize("kind", ["wide", *EIGHT_BITS])
+def test_a_negative_slot_writes_nothing(kind: str) -> None:
     pool, scales = random(2, 1, 1, BLOCK_SIZE, 32, seed=1), None
-    if is_fp8:
-        pool, scales = quantize_rows(pool, 8)
+    if kind in EIGHT_BITS:
+        pool, scales = quantize_rows(pool, EIGHT_BITS[kind], exact=8)
     before = pool.view(torch.uint8).clone()
     launch_write_latents(pool, scales, torch.tensor([-1], device=DEVICE), random(1, 32), rope_dim=8)
     assert torch.equal(pool.view(torch.uint8), before)

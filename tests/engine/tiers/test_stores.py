@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -176,10 +177,11 @@ def test_a_harmed_file_is_a_miss_and_is_deleted(
 @pytest.mark.parametrize(
     "stamp",
     [
-        Stamp(KVLayout(model="other", num_layers=2, num_kv_heads=2, head_dim=8, block_size=4, dtype="fp8_e4m3"), 0),
+        Stamp(replace(_LAYOUT, model="other"), 0),
+        Stamp(replace(_LAYOUT, dtype="int8"), 0),  # as many bytes, which mean something else
         Stamp(_LAYOUT, rank=1),
     ],
-    ids=["model", "rank"],
+    ids=["model", "dtype", "rank"],
 )
 def test_a_foreign_file_is_deleted(tmp_path: Path, stamp: Stamp) -> None:
     _write(tmp_path, 0, 1)

@@ -63,7 +63,7 @@ def test_a_plan_is_drawn(trace: str, tmp_path: Path, name: str, begin: bytes) ->
 
 
 def test_kv_arithmetic() -> None:
-    """Llama 3.1 8B: 32 layers, 8 KV heads of 128; the FP8 pool has a bf16 scale per token and head."""
+    """Llama 3.1 8B: 32 layers, 8 KV heads of 128; a pool of 8 bits has a bf16 scale per token and head."""
 
     def kv(dtype: str, ranks: int) -> KVArithmetic:
         return KVArithmetic(
@@ -77,6 +77,6 @@ def test_kv_arithmetic() -> None:
         )
 
     assert kv("bfloat16", 1).bytes_per_token == kv("bfloat16", 8).bytes_per_token == 131_072
-    assert kv("fp8_e4m3", 1).bytes_per_token == 32 * 2 * 8 * 130
+    assert kv("fp8_e4m3", 1).bytes_per_token == kv("int8", 1).bytes_per_token == 32 * 2 * 8 * 130
     assert kv("bfloat16", 16).bytes_per_token == 2 * 131_072  # each head is held twice
     assert kv("bfloat16", 1).num_blocks == 128 and kv("bfloat16", 1).max_batch(1000) == 8

@@ -1,0 +1,128 @@
+"""Rows of numbers in 8 bits each, with one scale per row: e4m3, or whole numbers (int8).
+
+    scale = bf16_up(max|x| / most)      x ~ code * scale      code = e4m3(x / scale), most = 448
+                                                              code = nearest(x / scale), most = 127
+
+bf16_up rounds to bfloat16 away from zero, so that no code exceeds `most`. Append-only: a row is never requantised.
+e4m3's steps are relative, up to 1/8 of a number; int8's are all 1/127 of the row's largest. So keys, of whose numbers a
+few are large and decide the scores, lose less in int8, and rows whose numbers span many octaves in e4m3.
+Format: Micikevicius et al. 2022, arXiv:2209.05433 (e4m3: largest finite value 448, no infinities).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.kernels.language import jit, tl
+
+MOST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}  # the largest code of each dtype
+_TINY = 2.0**-120  # the scale of an all-zero row: any positive number whose inverse is finite
+_NAN = 0x7FC00000
+
+
+def quantize_rows(x: Tensor, dtype: torch.dtype, *, exact: int = 0) -> tuple[Tensor, Tensor]:
+    """Quantise each row (the last dimension) with its own scale, but for its last `exact` numbers, which stay in bf16.
+
+    x: (..., D) bf16, fp16 or fp32. Returns codes (..., D + exact) of `dtype`, float8_e4m3fn or int8, the last 2 * exact
+    of which are bytes of bf16, and scales (...) bfloat16, always positive.
+    The scale of a row with NaN or infinity is not finite either, and nothing finite comes back of it.
+    """
+    if not exact:
+        return _quantize(x.float(), dtype)
+    codes, scales = _quantize(x[..., :-exact].float(), dtype)
+    kept = x[..., -exact:].to(torch.bfloat16).contiguous().view(torch.uint8)
+    return torch.cat((codes.view(torch.uint8), kept), dim=-1).view(dtype), scales
+
+
+def dequantize_rows(codes: Tensor, scales: Tensor, dtype: torch.dtype, *, exact: int = 0) -> Tensor:
+    """The inverse of `quantize_rows`: codes (..., D + exact) and scales (...) -> (..., D) of `dtype`."""
+    if not exact:
+        return _widen(codes).mul_(scales.float().unsqueeze(-1)).to(dtype)
+    numbers = dequantize_rows(codes[..., : -2 * exact].contiguous(), scales, dtype)
+    kept = codes[..., -2 * exact :].contiguous().view(torch.bfloat16)
+    return torch.cat((numbers, kept.to(dtype)), dim=-1)
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """float8 as its bytes, other tensors as they are: torch indexes hardly any float8, and Triton has none below
+    compute capability 8.9."""
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
+
+
+def _quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    scales = _round_up_to_bf16((x.abs().amax(dim=-1) / MOST[dtype]).clamp_min(_TINY))
+    x = x / scales.float().unsqueeze(-1)
+    return (x.to(dtype) if dtype.is_floating_point else x.round_().nan_to_num_(0.0).to(dtype)), scales
+
+
+def _widen(codes: Tensor) -> Tensor:
+    """codes.float(), a new tensor. On a CPU e4m3 goes by whole vectors, where torch's own cast goes number by number;
+    NaN becomes 480.
+
+    The bits of e4m3 at the same end of an fp32 number are the same number with an exponent that is 120 too small:
+        s eeee mmm  ->  s 0000eeee mmm00000000000000000000
+    """
+    if codes.dtype == torch.int8 or codes.device.type != "cpu":
+        return codes.float()
+    bits = codes.view(torch.int8).to(torch.int32)  # keeps the sign
+    bits.bitwise_left_shift_(20).bitwise_and_(-(1 << 31) | 0x7F << 20)
+    return bits.view(torch.float32).mul_(2.0**120)
+
+
+def _round_up_to_bf16(x: Tensor) -> Tensor:
+    """The nearest bfloat16 not below x. x: positive fp32."""
+    bits = x.contiguous().view(torch.int32).clamp_max(_NAN)  # a GPU's NaN is all ones, which one more would carry over
+    return ((bits + 0xFFFF) & -0x10000).view(torch.float32).to(torch.bfloat16)
+
+
+# The same for Triton's kernels. The type of the codes says which they are: bytes (uint8) of e4m3, or int8.
+
+
+@jit
+def quantize_row(x, mask, codes: tl.constexpr):
+    """x (N, D) fp32, masked-off places zero -> codes (N, D) of that type, scales (N, 1) fp32 that are exact in bf16."""
+    sizes = tl.abs(x).to(tl.int32, bitcast=True)  # in the order of the sizes, and NaN comes last
+    largest = tl.max(tl.where(mask, sizes, 0), axis=1, keep_dims=True).to(tl.float32, bitcast=True)
+    most: tl.constexpr = 127.0 if codes == tl.int8 else 448.0
+    bits = tl.div_rn(largest, most).to(tl.int32, bitcast=True)
+    bits = tl.minimum(tl.maximum(bits, 0x03800000), 0x7FC00000)  # 2^-120, NaN
+    scale = ((bits + 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)
+    x = tl.div_rn(x, scale)
+    return to_int8(x) if codes == tl.int8 else to_e4m3(x), scale
+
+
+@jit
+def to_int8(x):
+    """fp32 within +-127 -> int8, to nearest, ties to even; NaN becomes 0.
+
+    Adding 1.5 * 2^23 leaves the nearest whole number in the low bits.
+    """
+    whole = (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+    return tl.where(x == x, whole, 0).to(tl.int8)
+
+
+@jit
+def to_e4m3(x):
+    """fp32 within +-448 -> e4m3 bits, to nearest, ties to even; NaN stays NaN.
+
+    Done by hand, because Triton's interpreter rounds 31.19 to 16, and the type is missing below compute capability 8.9.
+    """
+    magnitude = tl.abs(x)
+    bits = magnitude.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    tiny = (magnitude + 16384.0).to(tl.int32, bitcast=True) - 0x46800000  # below 2^-6: multiples of 2^-9
+    code = tl.where(magnitude < 0.015625, tiny, normal)
+    code = tl.where(x != x, 0x7F, code)
+    return (code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
+
+
+@jit
+def from_code(code, dtype: tl.constexpr, NATIVE: tl.constexpr):
+    """Codes -> `dtype`, exactly. NATIVE: see has_fp8_casts; without it e4m3's NaN becomes 480, as in _widen."""
+    if code.dtype == tl.int8:
+        return code.to(dtype)
+    if NATIVE:
+        return code.to(tl.float8e4nv, bitcast=True).to(dtype)
+    bits = code.to(tl.int8, bitcast=True).to(tl.int32) << 20
+    return ((bits & -0x78100000).to(tl.float32, bitcast=True) * 1.329227995784916e36).to(dtype)  # 2^120
