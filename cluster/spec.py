@@ -80,10 +80,6 @@ class PoolSpec(_Section):
     kv_disk_path: str | None = None  # a directory of a local disk; None: `blocks` in the cache. Blocks outlive replicas
     max_running: Annotated[int, Field(ge=1)] = 64  # sequences in one step
     max_batch_tokens: Annotated[int, Field(ge=16)] = 512  # tokens in one step; longer prompts are computed in chunks
-    rebalance: bool = True  # running requests move from a crowded decode replica to an emptier one, KV and all
-    # Every so many tokens of an answer, its KV is copied to an idle prefill replica, so that little has to be computed
-    # again when its decode replica is lost, and the next turn finds it there. 0: never.
-    backup_tokens: Annotated[int, Field(ge=0)] = 0
     max_waiting: Annotated[int, Field(ge=1)] = 1024  # requests queued on a replica before it refuses more
 
 
@@ -127,7 +123,7 @@ class RouterSpec(_Section):
     max_local_prefill: Annotated[int, Field(ge=0)] = 16  # uncached prompt tokens that decode may compute itself
     rebalance: bool = True  # running requests move from a crowded decode replica to an emptier one, KV and all
     # Every so many tokens of an answer, its KV is copied to an idle prefill replica, so that little has to be computed
-    # again when its decode replica is lost, and the next turn finds it there. 0: never.
+    # again when its decode replica is lost, and the next turn finds it there. 0: never. What it costs: docs/FAULTS.md.
     backup_tokens: Annotated[int, Field(ge=0)] = 0
     max_waiting: Annotated[int, Field(ge=1)] = 1024  # requests queued in one router; one tenant may have half of it
 
