@@ -115,6 +115,7 @@ def test_nothing_is_fetched_that_is_here(
     again, longer = _job(_SHARED, offered=40), _job([*_SHARED, *range(20)], offered=56)
     queue.add(again)
     queue.add(longer)
+    assert queue.num_queued_tokens == 4 + 4, "what is here or offered is not to be computed"
     assert queue.fetch() == [longer] and (longer.num_cached, longer.fetch_end) == (40, 56)
     assert _run(queue, blocks) == [again] and again.num_cached == 36
 
