@@ -127,8 +127,7 @@ class Scheduler:
     def fetched(self, job: Job, num_tokens: int) -> None:
         """The KV of the next `num_tokens` positions is in the job's blocks: what is missing yet is computed."""
         self._fetching.remove(job)
-        job.num_here, job.num_offered = 0, 0  # known better now
-        job.num_fetched = num_tokens
+        job.num_offered, job.num_fetched = 0, num_tokens
         job.sequence.computed(num_tokens, self._blocks)
         insort(self._running, job, key=_turn)
 
@@ -191,7 +190,7 @@ class Scheduler:
         if taken is None:
             return False
         sequence.start_with(*taken)
-        job.num_here, job.num_cached = 0, sequence.num_computed
+        job.num_here, job.num_cached = 0, sequence.num_computed  # known from now on
         return True
 
 

@@ -70,14 +70,12 @@ class Backup:
         on_their_way = Counter(self._copied[places].prefill for places in self._under_way)
         room = {name: _AT_ONCE - on_their_way[name] for name, replica in usable.items() if _is_idle(replica)}
         for places in sorted(self._running - self._under_way.keys(), key=self._num_behind, reverse=True):
-            running = places.running()
             if self._num_behind(places) < self._every:
                 break
-            if running is None:  # of several choices, or not there yet
-                continue
             home = self._home_of(places)  # what is there already need not be fetched again
             name = home if home in usable else max(room, key=lambda name: room[name], default="")
-            if room.get(name, 0) > 0:
+            # None: of several choices, or not there yet. Asked last, for it puts all tokens together.
+            if room.get(name, 0) > 0 and (running := places.running()):
                 room[name] -= 1
                 self._begin(places, running, usable[name])
 

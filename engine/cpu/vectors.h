@@ -60,9 +60,10 @@ inline Halves narrow(Floats f) {
 inline Ints widen(Bytes x) {
 #ifdef __AVX512F__
     return Ints(_mm512_cvtepi8_epi32(__m128i(x)));
-#endif
+#else
     typedef int16_t Shorts __attribute__((vector_size(32)));
     return __builtin_convertvector(__builtin_convertvector(x, Shorts), Ints);
+#endif
 }
 inline Bytes narrow(Ints x) {
     typedef int16_t Shorts __attribute__((vector_size(32)));

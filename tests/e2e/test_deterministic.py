@@ -32,6 +32,7 @@ SAMPLINGS = [
 WIDE = {"max_position_embeddings": 1024}
 TREES: dict[str, dict[str, Any]] = {
     "raw": {"wire_dtype": "raw"},
+    "fp8 pool": {"pool_dtype": "fp8_e4m3"},
     "int8 pool": {"pool_dtype": "int8"},
 }
 
