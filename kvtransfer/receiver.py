@@ -20,7 +20,7 @@ from engine.kv_pool import KVPool
 from kvtransfer.codec import WIRE_VERSION, codec_for
 from kvtransfer.incoming import Incoming
 from kvtransfer.ledger import Landing
-from kvtransfer.link import MEET_TIMEOUT_S, Link, LinkEnd, backend_for, open_link, operation_timeout
+from kvtransfer.link import MEET_TIMEOUT_S, Link, LinkEnd, open_link, operation_timeout
 from kvtransfer.meeting import Meeting, local_store
 from kvtransfer.plan import HeadCopy, plan_heads
 from kvtransfer.register import Register
@@ -43,6 +43,7 @@ class Receiver:
         rank: int,
         pool: KVPool,
         wire_dtype: str,
+        backend: str,
         host: str,
         timeout_s: float,
         meeting: Meeting,
@@ -51,6 +52,7 @@ class Receiver:
         self.rank = rank
         self.pool = pool
         self.wire_dtype = wire_dtype
+        self.backend = backend
         self.codec = codec_for(pool.layout, wire_dtype)
         self.host = host
         self.timeout_s = timeout_s
@@ -88,7 +90,7 @@ class Receiver:
     def _admit(self, hello: pb.Hello) -> tuple[HeadCopy, int]:
         """What this sender brings to this rank, and how many senders bring something."""
         layout = self.pool.layout
-        ours = (WIRE_VERSION, layout.fingerprint, self.wire_dtype, backend_for(self.pool.device))
+        ours = (WIRE_VERSION, layout.fingerprint, self.wire_dtype, self.backend)
         theirs = (hello.wire_version, hello.layout, hello.wire_dtype, hello.backend)
         names = ("wire version", "KV layout", "wire dtype", "link backend")
         for name, our, their in zip(names, ours, theirs, strict=True):

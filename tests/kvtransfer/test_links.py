@@ -16,7 +16,7 @@ from torch.distributed import FileStore, Store
 from cluster.errors import LinkClosed
 from kvtransfer.link import Link, LinkEnd, open_link
 
-BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.gpu)]
+BACKENDS = ["tcp", "gloo", pytest.param("nccl", marks=pytest.mark.gpu)]
 _TIMEOUT_S = 1.0
 
 

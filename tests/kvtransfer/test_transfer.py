@@ -65,12 +65,19 @@ def _layout(tp: int) -> KVLayout:
 
 @asynccontextmanager
 async def _replica(
-    tp: int, *, wire: str = "raw", layout: KVLayout = _LAYOUT, timeout_s: float = 10.0
+    tp: int, *, wire: str = "raw", link: str = "tcp", layout: KVLayout = _LAYOUT, timeout_s: float = 10.0
 ) -> AsyncIterator[Side]:
     side, loop = Side(), asyncio.get_running_loop()
     for rank in range(tp):
         pool = KVPool(replace(layout, tensor_parallel=tp), num_blocks=12, device=_CPU)
-        shared = {"rank": rank, "pool": pool, "wire_dtype": wire, "host": "127.0.0.1", "timeout_s": timeout_s}
+        shared = {
+            "rank": rank,
+            "pool": pool,
+            "wire_dtype": wire,
+            "backend": link,
+            "host": "127.0.0.1",
+            "timeout_s": timeout_s,
+        }
         servicer = RankServicer()
         servicer.receiver = Receiver(
             **shared,
