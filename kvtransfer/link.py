@@ -40,6 +40,7 @@ class Link(Protocol):
 
     backend: str
     device: torch.device  # where payloads must live
+    num_buffers: int  # payloads that this end should have under way at once
 
     def send(self, payload: Tensor) -> Operation:
         """Start to send a contiguous uint8 tensor. Raises LinkClosed."""

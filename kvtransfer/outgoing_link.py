@@ -167,7 +167,7 @@ class OutgoingLink:
     def _run(self, stub: rpc.RankStub, welcome: pb.Welcome) -> None:
         try:
             self._link = open_link(self._sender.backend, self._link_end(stub, welcome))
-            ring = StagingRing(self._link.device)
+            ring = StagingRing(self._link.device, num_buffers=self._link.num_buffers)
             outlet: Outlet | None = None
             while (job := self._next_job(ring, outlet)) is not None:
                 outlet, item = job

@@ -152,7 +152,7 @@ class _IncomingLink:
     def _run(self) -> None:
         try:
             self._link = link = open_link(self._backend, self._receiver.link_end(self._prefix))
-            self._receive(link, StagingRing(link.device))
+            self._receive(link, StagingRing(link.device, num_buffers=link.num_buffers))
         except TransferError as error:
             if not self._has_ended:
                 logger.warning("link failed prefix=%s: %s", self._prefix, error)
@@ -181,7 +181,7 @@ class _IncomingLink:
                 self._guard(frame.commit, self._commit)
                 continue
             ring.wait()
-            if begun or not self._announced.empty():
+            if ring.has_room and (begun or not self._announced.empty()):
                 begin_announced()
             self._guard(frame.segment, self._write, payload)
             ring.release()

@@ -37,7 +37,7 @@ def send_over_link(near: NearSide, backend: str, *, num_bytes: int, count: int) 
     store = remote_store(RankStub(channel), near.host.loop, timeout_s=TIMEOUT_S)
     link = open_link(backend, _end(store, prefix, is_sender=True))
     near.host.call(channel.close(), timeout_s=TIMEOUT_S)
-    ring = StagingRing(_CPU)
+    ring = StagingRing(_CPU, num_buffers=link.num_buffers)
     for i in range(_NUM_FIRST + count):
         ring.make_room()
         payload = ring.take(num_bytes)
@@ -52,11 +52,11 @@ def send_over_link(near: NearSide, backend: str, *, num_bytes: int, count: int) 
 
 def receive_over_link(meeting: Meeting, backend: str, prefix: str, *, num_bytes: int, count: int) -> float:
     link = open_link(backend, _end(local_store(meeting, timeout_s=TIMEOUT_S), prefix, is_sender=False))
-    ring = StagingRing(_CPU)
+    ring = StagingRing(_CPU, num_buffers=link.num_buffers)
     begin = 0.0
     for i in range(_NUM_FIRST + count):
         ring.make_room()
-        if i == _NUM_FIRST + 1:  # the first of those that count is under way, and those before it are here
+        if i == _NUM_FIRST + link.num_buffers - 1:  # none before those that count is under way any more
             begin = time.monotonic()
         ring.start(link.recv(ring.take(num_bytes)), timeout_s=TIMEOUT_S)
     ring.drain()

@@ -13,7 +13,6 @@ from engine.kv_pool import KVPool
 from kvtransfer.bench.carried import copy_in_memory, send_over_link, send_over_tcp
 from kvtransfer.bench.near_side import NearSide
 from kvtransfer.bench.prompts import Prompts
-from kvtransfer.staging import NUM_BUFFERS
 
 _NUM_TRIES = 5  # the best counts: what a message costs when nothing disturbs it
 _HEADS, _HEAD_DIM = 8, 128
@@ -54,7 +53,7 @@ def _carry(near: NearSide, num_bytes: int, backend: str) -> dict[str, Any]:
     seconds = {
         "memcpy": _best(lambda: copy_in_memory(num_bytes=num_bytes, count=count)),
         "tcp": _best(lambda: send_over_tcp(near, num_bytes=num_bytes, count=count)),
-        "tcp_ring": _best(lambda: send_over_tcp(near, num_bytes=num_bytes, count=count, num_buffers=NUM_BUFFERS)),
+        "tcp_ring": _best(lambda: send_over_tcp(near, num_bytes=num_bytes, count=count, num_buffers=2)),
         "wire": _best(lambda: send_over_link(near, backend, num_bytes=num_bytes, count=count)),
         "raw": _best(_handoff(near, "raw", backend, num_bytes, count)),
         "fp8": _best(_handoff(near, "fp8_e4m3", backend, num_bytes, count)),

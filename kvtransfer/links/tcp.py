@@ -28,6 +28,7 @@ class TcpLink:
 
     def __init__(self, end: LinkEnd) -> None:
         self._connection = meet(end)
+        self.num_buffers = 2 if end.is_sender else 1  # while one is written, the kernel takes in the next
         self._pusher = _Pusher(self._connection)
 
     def send(self, payload: Tensor) -> Operation:
