@@ -157,17 +157,15 @@ def test_the_death_of_a_tcp_peer_is_known_at_once(we_send: bool, tmp_path: Path)
 
 
 def test_a_stranger_is_not_let_in_to_a_tcp_link(tmp_path: Path) -> None:
-    store = PrefixStore("link/1", FileStore(str(tmp_path / "store")))
-    ends = {
-        is_sender: _end("tcp", FileStore(str(tmp_path / "store")), is_sender=is_sender) for is_sender in (True, False)
-    }
+    place = str(tmp_path / "store")
+    ours, theirs = (_end("tcp", FileStore(place), is_sender=is_sender) for is_sender in (True, False))
     with ThreadPoolExecutor(1) as pool:
-        receiving = pool.submit(open_link, "tcp", ends[False])
-        host, port, _ = store.get("place").decode().split()
+        receiving = pool.submit(open_link, "tcp", theirs)
+        host, port, _ = PrefixStore(ours.prefix, FileStore(place)).get("place").decode().split()
         with socket.create_connection((host, int(port)), 10) as stranger:
             stranger.sendall(bytes(16))
             assert stranger.recv(1) == b""  # turned away
-        sender, receiver = open_link("tcp", ends[True]), receiving.result(20)
+        sender, receiver = open_link("tcp", ours), receiving.result(20)
     payload = torch.arange(100, dtype=torch.uint8)
     sent, got = sender.send(payload), torch.empty(100, dtype=torch.uint8)
     receiver.recv(got).wait(timeout_s=10)
