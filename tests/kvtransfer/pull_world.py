@@ -14,9 +14,12 @@ from cluster.rpc import transfer_pb2 as pb
 from kvtransfer.arrivals import Arrival
 from kvtransfer.passage import Shipment
 from kvtransfer.pulls import Pull, Pulls
+from tests.kvtransfer.pools import layout
 
 if TYPE_CHECKING:
-    from tests.kvtransfer.protocol_world import Decode, Prefill, World
+    from tests.kvtransfer.protocol_world import World
+    from tests.kvtransfer.receiving_world import Decode
+    from tests.kvtransfer.sending_world import Prefill
 
 MAX_BLOCKS = 3
 
@@ -82,8 +85,6 @@ class Puller:
     """What both workers do with their pulls, but for the prompts that wait for them."""
 
     def __init__(self, world: World, replica: Decode) -> None:
-        from tests.kvtransfer.protocol_world import layout
-
         self.world, self.replica = world, replica
         self.wants: list[Want] = []
         self.calls: list[Call] = []

@@ -1,7 +1,7 @@
 """The handoff protocol against everything that may happen to it, at every state: docs/HANDOFF.md is its description.
 
 What is checked after every event: each block is in one state; no block is written that the handoff does not own at that
-moment, and none is read that another sequence has by now (protocol_world asserts both at the write and at the read); a
+moment, and none is read that another sequence has by now (these worlds assert both at the write and at the read); a
 handoff that is whole was filled by one sender per rank. And in the end: nothing is held by anybody.
 """
 
@@ -21,8 +21,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.kvtransfer.protocol_world import Job, Link, Prefill, Request, World
+from tests.kvtransfer.protocol_world import World
 from tests.kvtransfer.pull_world import MAX_BLOCKS
+from tests.kvtransfer.receiving_world import Request
+from tests.kvtransfer.sending_world import Job, Link, Prefill
 
 _RANDOM = st.randoms(use_true_random=False)
 

@@ -1,0 +1,183 @@
+"""The decode replica of the protocol's world."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from cluster.handoff import Handoff
+from cluster.rpc import transfer_pb2 as pb
+from engine.block_manager import BlockManager
+from kvtransfer.arrivals import Arrival, Arrivals, ArrivalState
+from kvtransfer.ledger import Landing, Ledger
+from kvtransfer.plan import HeadCopy, plan_heads
+from kvtransfer.register import Register
+from tests.kvtransfer.pools import BLOCK_SIZE, NUM_BLOCKS, NUM_LAYERS, layout
+from tests.kvtransfer.pull_world import Puller, Want
+
+if TYPE_CHECKING:
+    from tests.kvtransfer.protocol_world import World
+    from tests.kvtransfer.sending_world import Link
+
+
+@dataclass(eq=False)
+class Request:
+    """On the decode replica: blocks, and a handoff that fills them."""
+
+    blocks: list[int]
+    num_tokens: int
+    unopened: set[int]  # ranks that have not said that the handoff is open there; then nobody knows of it
+    arrival: Arrival[Request] | None = None
+    epoch: int = 0
+    is_running: bool = False  # its KV is whole
+
+
+class ReceivingRank:
+    """The Receiver and its Incomings."""
+
+    def __init__(self, replica: Decode, rank: int) -> None:
+        self.replica, self.rank = replica, rank
+        self.register: Register[Ledger] = Register()
+        self.pool: dict[tuple[int, int, int], tuple[str, int, int]] = {}  # layer, head, slot → handoff, epoch, position
+
+    def open(self, request: pb.OpenRequest) -> None:
+        self.register.open(request.handoff, Ledger(request, num_layers=NUM_LAYERS))
+
+    def close(self, handoff: str) -> None:
+        if ledger := self.register.close(handoff):
+            ledger.close()
+
+    def take(self, frame: pb.Segment | pb.Commit, link: Link) -> None:
+        copies = plan_heads(sender=layout(link.sender.replica.tp), receiver=layout(self.replica.tp))
+        mine = [copy for copy in copies if copy.receiver == self.rank]
+        copy = next(copy for copy in mine if copy.sender == link.sender.rank)
+        ledger = self.register.find(frame.handoff)
+        if isinstance(frame, pb.Segment):
+            if ledger.accept(frame, source=copy.sender):
+                self._write(frame, copy)
+            return
+        landing = ledger.commit(frame, source=copy.sender, num_sources=len(mine))
+        link.answers.append(((frame.handoff, frame.epoch), "landed"))
+        if landing:
+            self.replica.world.post(partial(self.replica.landed, self.rank, landing))
+
+    def _write(self, frame: pb.Segment, copy: HeadCopy) -> None:
+        owner = self.replica.owner_of(frame.handoff)
+        for position in range(frame.first_token, frame.first_token + frame.num_tokens):
+            block = owner[position // BLOCK_SIZE]
+            for layer in range(frame.first_layer, frame.first_layer + frame.num_layers):
+                for head in range(copy.receiver_head, copy.receiver_head + copy.num_heads):
+                    place = (layer, head, block * BLOCK_SIZE + position % BLOCK_SIZE)
+                    self.pool[place] = (frame.handoff, frame.epoch, position)
+
+
+class Decode:
+    """What decode_worker.worker does with its arrivals and fetches."""
+
+    def __init__(self, world: World, tp: int) -> None:
+        self.world, self.tp = world, tp
+        self.blocks = BlockManager(NUM_BLOCKS)
+        self.ranks = [ReceivingRank(self, rank) for rank in range(tp)]
+        self.arrivals: Arrivals[Request] = Arrivals(
+            self.ranks[0], self.blocks, num_ranks=tp, close_elsewhere=self.close_elsewhere
+        )
+        self.requests: list[Request] = []
+        self.is_alive = True
+        self._openings: dict[str, tuple[Request | Want, list[int]]] = {}
+        self.puller = Puller(world, self)
+
+    def admit(self, num_tokens: int) -> None:
+        taken = self.blocks.allocate([], -(-num_tokens // BLOCK_SIZE))
+        if taken is None:
+            return
+        request = Request(taken[0], num_tokens, set(range(1, self.tp)))
+        id = f"h{next(self.world.ids)}"
+        opening = pb.OpenRequest(handoff=id, num_tokens=num_tokens, max_tokens=num_tokens, block_ids=request.blocks)
+        self.opened(opening, request)
+        request.arrival = self.arrivals.open(opening, owner=request, expires_at=0.0)
+        for rank in request.unopened:
+            self.world.post(partial(self._open_on, rank, opening, request))
+        self.requests.append(request)
+
+    def opened(self, opening: pb.OpenRequest, owner: Request | Want) -> None:
+        """The owner's blocks may be written for this handoff."""
+        self._openings[opening.handoff] = (owner, list(opening.block_ids))
+
+    def ticket(self, request: Request) -> Handoff:
+        """For the next prefill replica that is to fill it."""
+        assert request.arrival
+        request.epoch += 1
+        return Handoff(
+            id=request.arrival.id,
+            epoch=request.epoch,
+            replica="d",
+            ranks=tuple(str(rank) for rank in range(self.tp)),
+            layout="",
+            num_tokens=request.num_tokens,
+            max_tokens=request.num_tokens,
+            first_token=0,
+            ttl_s=1.0,
+        )
+
+    def end(self, request: Request) -> None:
+        """The lease is over, whatever the reason."""
+        self.requests.remove(request)
+        if request.arrival:
+            self.arrivals.give_up(request.arrival)
+        else:
+            self.blocks.free(request.blocks)
+
+    def landed(self, rank: int, landing: Landing) -> None:
+        if pull := self.puller.pulls.landed(rank, landing):
+            self.puller.landed(pull)
+        if arrival := self.arrivals.landed(rank, landing):
+            request = arrival.owner
+            request.arrival, request.is_running = None, True
+            self.check_whole(request, arrival.id)
+
+    def check_whole(self, request: Request | Want, handoff: str) -> None:
+        """Every position of every head is there, and on each rank all of it from one sender."""
+        for rank in self.ranks:
+            found = [
+                rank.pool.get(
+                    (layer, head, request.blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
+                )
+                for layer in range(NUM_LAYERS)
+                for head in range(layout(self.tp).heads_per_rank)
+                for position in range(request.num_tokens)
+            ]
+            positions = [*range(request.num_tokens)] * (len(found) // request.num_tokens)
+            epochs = {content[1] for content in found if content}
+            assert len(epochs) == 1, f"written by {epochs}"
+            assert found == [(handoff, *epochs, position) for position in positions]
+
+    def owner_of(self, handoff: str) -> list[int]:
+        """The blocks that may be written for a handoff at this moment."""
+        request, blocks = self._openings[handoff]
+        assert not request.is_running, "a write after the handoff was whole"
+        arrival = request.arrival
+        assert arrival and arrival.state in (ArrivalState.OPEN, ArrivalState.CLOSING), "a write after it was closed"
+        tables = [*self.requests, *self.puller.wants]
+        others = {block for other in tables if other is not request for block in other.blocks}
+        assert others.isdisjoint(blocks), "a write into the blocks of another request"
+        assert set(self.blocks._free).isdisjoint(blocks), "a write into a block that anybody may take"
+        return blocks
+
+    def _open_on(self, rank: int, opening: pb.OpenRequest, request: Request) -> None:
+        self.ranks[rank].open(opening)
+        request.unopened.discard(rank)
+
+    def close_elsewhere(self, handoff: str, then: Callable[[], None]) -> None:
+        waiting = set(range(1, self.tp))
+
+        def close_on(rank: int) -> None:
+            self.ranks[rank].close(handoff)
+            waiting_before = bool(waiting)
+            waiting.discard(rank)
+            if waiting_before and not waiting:
+                then()
+
+        for rank in range(1, self.tp):
+            self.world.post(partial(close_on, rank))
