@@ -106,7 +106,7 @@ def sort_into_tiles(chosen_TC: Tensor, *, num_experts: int, rows: int) -> tuple[
     return choice_P, expert_B
 
 
-@jit
+@jit(do_not_specialize=["num_choices"])
 def _gate_up(
     x,
     weights,
@@ -147,7 +147,7 @@ def _gate_up(
     tl.store(out + choice[:, None] * F + o[None, :], result.to(out.dtype.element_ty), mask=is_row[:, None] & (o < F))
 
 
-@jit
+@jit(do_not_specialize=["num_choices"])
 def _down(
     x,
     weights,

@@ -141,7 +141,7 @@ def launch_prefill_attention(
     )
 
 
-@jit
+@jit(do_not_specialize=["table_stride"])
 def _attend_tile(
     q,
     codes,

@@ -134,7 +134,7 @@ def _rows(
     return row, is_row, place[:, None] * D + d[None, :], row[:, None] * D + d[None, :], mask
 
 
-@jit
+@jit(do_not_specialize=["num_tokens"])
 def _pack_kv(
     pool,
     slots,
@@ -161,7 +161,7 @@ def _pack_kv(
         tl.store(codes + in_payload, x, mask=mask)
 
 
-@jit
+@jit(do_not_specialize=["num_tokens"])
 def _unpack_kv(
     codes,
     scales,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -36,8 +38,7 @@ def tables_for(contexts: list[int], block_size: int) -> torch.Tensor:
     return tables.to(DEVICE)
 
 
-@pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("case", "num_splits"), [*product(CASES, [1, 3]), (CASES[0], 40)], ids=str)
 def test_decode(case: tuple, num_splits: int) -> None:
     num_heads, num_kv_heads, dim, block_size, window, kind, dtype = case
     contexts = [1, 130, 65]

@@ -22,7 +22,8 @@ BLOCKS, BLOCK_SIZE = 24, 8
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["wide", *EIGHT_BITS])
 @pytest.mark.parametrize(
-    ("latent_dim", "rope_dim", "num_heads", "num_splits"), [(24, 8, 3, 1), (64, 16, 20, 1), (48, 16, 4, 3)]
+    ("latent_dim", "rope_dim", "num_heads", "num_splits"),
+    [(24, 8, 3, 1), (64, 16, 20, 1), (48, 16, 4, 3), (24, 8, 2, 40)],
 )
 def test_rows_of_any_length(
     latent_dim: int, rope_dim: int, num_heads: int, num_splits: int, kind: str, dtype: torch.dtype
