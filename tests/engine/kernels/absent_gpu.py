@@ -61,7 +61,8 @@ class Launch:
 def absent_gpu(capability: tuple[int, int]) -> Iterator[list[Launch]]:
     """Tensors made here on "cuda" are of the absent device. Yields the kernels that were launched, one entry for each
     that was compiled."""
-    compiled: dict[str, Launch] = {}
+    compiled: set[str] = set()
+    launches: list[Launch] = []
     run = JITFunction.run
 
     def compile_only(self: Any, *arguments: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> None:
@@ -70,19 +71,18 @@ def absent_gpu(capability: tuple[int, int]) -> Iterator[list[Launch]]:
             named = {name: _described(value) for name, value in options.items()}
             kernel = run(self, *map(_described, arguments), grid=grid, warmup=True, **named)
             if kernel.hash not in compiled:
-                compiled[kernel.hash] = _launch(self.__name__, grid, kernel)
+                compiled.add(kernel.hash)
+                launches.append(_launch(self.__name__, grid, kernel))
 
     torch.cuda.get_device_capability = lambda device=None: capability
     torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=_PROCESSORS)
     driver.set_active(_Driver(10 * capability[0] + capability[1]))
     JITFunction.run = compile_only
-    launches: list[Launch] = []
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), _WithoutCuda():
             yield launches
     finally:
         JITFunction.run = run
-        launches.extend(compiled.values())
 
 
 class _Driver:

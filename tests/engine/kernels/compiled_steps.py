@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 # ruff: isort: off
-from tests.engine.kernels.absent_gpu import DEVICE, absent_gpu
+from tests.engine.kernels.absent_gpu import DEVICE, Launch, absent_gpu
 
 import numpy as np
 import torch
@@ -126,11 +126,11 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as directory:
             (Path(directory) / "config.json").write_text(json.dumps(CONFIGS[family]))
             with absent_gpu(capability) as launches:
-                take_steps(Path(directory), pool_dtype)
+                take_steps(Path(directory), pool_dtype, launches)
         print(json.dumps({"case": case, "launches": [asdict(launch) for launch in launches]}), flush=True)
 
 
-def take_steps(model_dir: Path, pool_dtype: str) -> None:
+def take_steps(model_dir: Path, pool_dtype: str, launches: list[Launch]) -> None:
     """What a replica of either role does with its device: every kind of step, and a block's way over the wire."""
     layout = layout_for(model_dir, dtype="bfloat16", pool_dtype=pool_dtype, block_size=BLOCK_SIZE)
     replaying = ModelRunner(
@@ -143,7 +143,9 @@ def take_steps(model_dir: Path, pool_dtype: str) -> None:
         capture=call_again,
     )
     assert replaying._graphs is not None, replaying._model.hindrance
-    told: list[int] = []
+    replaying.pool.synchronize = lambda: None  # there is nobody to wait for
+    replaying.warm_up(2048)
+    warm, told = len(launches), list[int]()
     for spans, options in (
         ([(0, 2048)], {"on_layer": told.append}),  # a chunk that is shipped
         ([(4095, 1)] * 5, {}),  # a replayed step
@@ -163,6 +165,7 @@ def take_steps(model_dir: Path, pool_dtype: str) -> None:
         assert logits.shape == (len(spans), 32000) and logits.is_cuda
         choose(logits)
     assert told == list(range(layout.num_layers))
+    assert len(launches) == warm, f"a step waited for the compiler: {[launch.name for launch in launches[warm:]]}"
     for wire_dtype in ("raw", "fp8_e4m3", "int8"):
         ship(replaying, wire_dtype)
 

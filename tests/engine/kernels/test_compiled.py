@@ -43,8 +43,9 @@ def check(capability: str, *cases: str) -> None:
             assert _PRODUCTS[capability] in launch["ptx"], f"{place} multiplies without {_PRODUCTS[capability]}"
 
 
+@pytest.mark.timeout(300)
 def test_steps_fit_a_gpu() -> None:
-    check("9.0", "llama/auto", "qwen3_moe/int8")
+    check("9.0", "qwen3_moe/int8")
 
 
 @pytest.mark.slow
