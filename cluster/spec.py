@@ -52,6 +52,8 @@ class KVSpec(_Section):
     pool_dtype: Literal["auto", "int8", "fp8_e4m3"] = "auto"
     # Of a pool that has more bits; one of 8 ships its own bytes, as raw does for any.
     wire_dtype: Literal["fp8_e4m3", "int8", "raw"] = "fp8_e4m3"
+    # What carries blocks between ranks without GPUs; between GPUs NCCL does.
+    host_link: Literal["tcp", "gloo"] = "tcp"
     # Which cached blocks give way first. reuse_value: those of a kind that is asked for again least. lru: the oldest.
     eviction: Eviction = "reuse_value"
 

@@ -32,13 +32,15 @@ class Link(Protocol):
     """One direction between two ranks, for one epoch.
 
     One thread of each side sends or receives, in the same order, and may start several operations before it waits for
-    the first; it waits in the order in which it has started them. `close` may come from any thread. The receiver must
+    the first; it waits in the order in which it has started them, and for every one: without that, the last bytes may
+    never leave. `close` may come from any thread. The receiver must
     know when something comes and how large it is: both are announced beside the link. After one failed operation, or
     after `close`, every operation raises LinkClosed: a failed link is replaced under a new epoch, never repaired.
     """
 
     backend: str
     device: torch.device  # where payloads must live
+    num_buffers: int  # payloads that this end should have under way at once
 
     def send(self, payload: Tensor) -> Operation:
         """Start to send a contiguous uint8 tensor. Raises LinkClosed."""
@@ -67,6 +69,10 @@ class LinkEnd:
 
 def open_link(backend: str, end: LinkEnd) -> Link:
     """Meet the other side, and return this side's end when both are there. Raises LinkClosed after timeout_s."""
+    if backend == "tcp":
+        from kvtransfer.links.tcp import TcpLink
+
+        return TcpLink(end)
     if backend == "gloo":
         from kvtransfer.links.gloo import GlooLink
 
@@ -75,7 +81,7 @@ def open_link(backend: str, end: LinkEnd) -> Link:
         from kvtransfer.links.nccl import NcclLink
 
         return NcclLink(end)
-    raise TransferError(f"no link backend {backend!r}; there are gloo and nccl")
+    raise TransferError(f"no link backend {backend!r}; there are nccl, tcp and gloo")
 
 
 def operation_timeout(timeout_s: float, num_bytes: int) -> float:
@@ -83,5 +89,6 @@ def operation_timeout(timeout_s: float, num_bytes: int) -> float:
     return timeout_s + num_bytes / _MIN_BYTES_PER_S
 
 
-def backend_for(device: torch.device) -> str:
-    return "nccl" if device.type == "cuda" else "gloo"
+def backend_for(device: torch.device, *, host_link: str) -> str:
+    """What carries blocks of this device: between GPUs NCCL, else what the deployment says (`kv.host_link`)."""
+    return "nccl" if device.type == "cuda" else host_link

@@ -22,7 +22,7 @@ from cluster.rpc import transfer_pb2_grpc as rpc
 from engine.checksum import checksum
 from kvtransfer.codec import WIRE_VERSION, slots_of
 from kvtransfer.lane import Mark, own_lane
-from kvtransfer.link import MEET_TIMEOUT_S, Link, LinkEnd, backend_for, open_link, operation_timeout
+from kvtransfer.link import MEET_TIMEOUT_S, Link, LinkEnd, open_link, operation_timeout
 from kvtransfer.meeting import remote_store
 from kvtransfer.passage import Ending, Outlet
 from kvtransfer.segment import Segment
@@ -145,7 +145,7 @@ class OutgoingLink:
                 layout=layout.fingerprint,
                 sender=self._sender.name,
                 epoch=self._epoch,
-                backend=backend_for(self._sender.pool.device),
+                backend=self._sender.backend,
                 wire_dtype=self._sender.wire_dtype,
                 sender_rank=self._sender.rank,
                 sender_ranks=layout.tensor_parallel,
@@ -168,7 +168,7 @@ class OutgoingLink:
     def _run(self, stub: rpc.RankStub, welcome: pb.Welcome) -> None:
         try:
             with own_lane(self._sender.pool.device):
-                self._link = open_link(backend_for(self._sender.pool.device), self._link_end(stub, welcome))
+                self._link = open_link(self._sender.backend, self._link_end(stub, welcome))
                 self._carry(self._link)
         except TransferError as error:
             self.fail(error)
@@ -180,7 +180,7 @@ class OutgoingLink:
                 self._link.close()
 
     def _carry(self, link: Link) -> None:
-        ring = StagingRing(link.device)
+        ring = StagingRing(link.device, num_buffers=link.num_buffers)
         outlet: Outlet | None = None
         while (job := self._next_job(ring, outlet)) is not None:
             outlet, item, computed = job

@@ -15,6 +15,7 @@ from engine.load import load_runner, set_threads
 from engine.parallel import TensorParallel
 from engine.runner import ModelRunner
 from kvtransfer.ledger import Landing
+from kvtransfer.link import backend_for
 from kvtransfer.passage import Shipment
 from kvtransfer.peers import Peers, open_gang
 from kvtransfer.rank_servicer import RankServicer
@@ -92,6 +93,7 @@ def make_sender(setup: Setup, runner: ModelRunner, on_shipped: Callable[[Shipmen
         rank=setup.rank,
         pool=runner.pool,
         wire_dtype=setup.spec.kv.wire_dtype,
+        backend=backend_for(runner.pool.device, host_link=setup.spec.kv.host_link),
         host=setup.host.host,
         timeout_s=setup.spec.timeouts.transfer_s,
         loop=setup.host.loop,
@@ -107,6 +109,7 @@ def make_receiver(
         rank=setup.rank,
         pool=runner.pool,
         wire_dtype=setup.spec.kv.wire_dtype,
+        backend=backend_for(runner.pool.device, host_link=setup.spec.kv.host_link),
         host=setup.host.host,
         timeout_s=setup.spec.timeouts.transfer_s,
         meeting=servicer.meeting,

@@ -21,7 +21,7 @@ from kvtransfer.codec import WIRE_VERSION, codec_for
 from kvtransfer.incoming import Incoming
 from kvtransfer.lane import own_lane
 from kvtransfer.ledger import Landing
-from kvtransfer.link import MEET_TIMEOUT_S, Link, LinkEnd, backend_for, open_link, operation_timeout
+from kvtransfer.link import MEET_TIMEOUT_S, Link, LinkEnd, open_link, operation_timeout
 from kvtransfer.meeting import Meeting, local_store
 from kvtransfer.plan import HeadCopy, plan_heads
 from kvtransfer.register import Register
@@ -44,6 +44,7 @@ class Receiver:
         rank: int,
         pool: KVPool,
         wire_dtype: str,
+        backend: str,
         host: str,
         timeout_s: float,
         meeting: Meeting,
@@ -52,6 +53,7 @@ class Receiver:
         self.rank = rank
         self.pool = pool
         self.wire_dtype = wire_dtype
+        self.backend = backend
         self.codec = codec_for(pool.layout, wire_dtype)
         self.host = host
         self.timeout_s = timeout_s
@@ -89,7 +91,7 @@ class Receiver:
     def _admit(self, hello: pb.Hello) -> tuple[HeadCopy, int]:
         """What this sender brings to this rank, and how many senders bring something."""
         layout = self.pool.layout
-        ours = (WIRE_VERSION, layout.fingerprint, self.wire_dtype, backend_for(self.pool.device))
+        ours = (WIRE_VERSION, layout.fingerprint, self.wire_dtype, self.backend)
         theirs = (hello.wire_version, hello.layout, hello.wire_dtype, hello.backend)
         names = ("wire version", "KV layout", "wire dtype", "link backend")
         for name, our, their in zip(names, ours, theirs, strict=True):
@@ -152,7 +154,7 @@ class _IncomingLink:
         try:
             with own_lane(self._receiver.pool.device):
                 self._link = link = open_link(self._backend, self._receiver.link_end(self._prefix))
-                self._receive(link, StagingRing(link.device))
+                self._receive(link, StagingRing(link.device, num_buffers=link.num_buffers))
         except TransferError as error:
             if not self._has_ended:
                 logger.warning("link failed prefix=%s: %s", self._prefix, error)
@@ -181,7 +183,7 @@ class _IncomingLink:
                 self._guard(frame.commit, self._commit)
                 continue
             ring.wait()
-            if begun or not self._announced.empty():
+            if ring.has_room and (begun or not self._announced.empty()):
                 begin_announced()
             self._guard(frame.segment, self._write, payload)
             ring.release()

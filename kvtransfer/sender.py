@@ -39,6 +39,7 @@ class Sender:
         rank: int,
         pool: KVPool,
         wire_dtype: str,
+        backend: str,
         host: str,
         timeout_s: float,
         loop: asyncio.AbstractEventLoop,
@@ -49,6 +50,7 @@ class Sender:
         self.rank = rank
         self.pool = pool
         self.wire_dtype = wire_dtype
+        self.backend = backend
         self.codec = codec_for(pool.layout, wire_dtype)
         self.host = host
         self.timeout_s = timeout_s

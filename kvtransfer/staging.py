@@ -9,8 +9,6 @@ from torch import Tensor
 
 from kvtransfer.link import Operation
 
-NUM_BUFFERS = 2  # a third gained nothing: docs/benchmarks/kv_path.md
-
 
 class StagingRing:
     """Belongs to a link's thread. Buffers are taken, put on the wire and released in one order.
@@ -18,9 +16,9 @@ class StagingRing:
     take ─> start ─> wait ─> release        take and start: the newest; wait and release: the oldest
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, num_buffers: int) -> None:
         self._device = device
-        self._free = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(NUM_BUFFERS)]
+        self._free = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(num_buffers)]
         self._started: deque[tuple[Tensor, Operation, float]] = (
             deque()
         )  # whole buffers, and the time that each may take

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from typing import Protocol
 
 from torch import Tensor
@@ -16,7 +15,7 @@ from cluster.rpc import worker_pb2 as pb
 from cluster.tier import Tier
 from engine.batch import Batch
 from engine.block_manager import BlockManager
-from engine.learnt_timing import LearntTiming
+from engine.pace import Pace
 from engine.prefill_scheduler import Job, Scheduler
 from engine.rate import Rate
 from engine.sampler import SamplingRow, sample
@@ -64,9 +63,7 @@ class Prefiller:
         self.totals = pb.Totals()
         self._blocks = blocks
         self._scheduler = scheduler
-        self._prefill_rate = Rate()
-        self._timing = LearntTiming()
-        self._stepped_at: float | None = None  # the end of the step before, where this one follows at once
+        self._pace = Pace()
         self._link_rate = Rate()
         self._rank = rank
         self._grants = grants
@@ -94,7 +91,7 @@ class Prefiller:
         try:
             if job.handoff and (self._is_known(job.handoff) or _key(job.handoff) in self._departures):
                 raise HandoffExpired(f"{job.id}: its handoff is under way already")
-            self._fetches.offer(job, holder, tokens_per_s=self._prefill_rate.per_s)
+            self._fetches.offer(job, holder, tokens_per_s=self._pace.prompt_tokens_per_s)
             self._scheduler.add(job)
         except ClusterError as error:
             self._fetches.forget(job)
@@ -130,22 +127,19 @@ class Prefiller:
             "abort": self._departures.take_aborts() + self._grants.take_aborts(),
         }
         if not chosen:
-            self._stepped_at = None
+            self._pace.rest()
             has_orders = any(orders.values())
             if has_orders:
                 self._rank.lead(None, orders)
             return has_orders
-        started = self._stepped_at or time.monotonic()
+        self._pace.begin()
         rows = [job.sequence.row(count) for job, count in chosen]
         batch = Batch.of(rows, block_size=self._rank.runner.layout.block_size)
         logits = self._rank.lead(batch, orders)
         assert logits is not None
         self.totals.computed_tokens += batch.num_tokens
         self._finish([job for job, count in chosen if self._advance(job, count)], logits)
-        self._stepped_at = time.monotonic()
-        seconds = self._stepped_at - started
-        self._prefill_rate.add(batch.num_tokens, seconds)
-        self._timing.saw(batch, seconds)
+        self._pace.end(batch)
         return True
 
     def shipped(self, rank: int, shipment: Shipment) -> None:
@@ -208,9 +202,9 @@ class Prefiller:
             blocks_total=self._blocks.num_blocks,
             blocks_free=self._blocks.num_free,
             blocks_cached=self._blocks.num_cached,
-            prefill_tokens_per_s=self._prefill_rate.per_s,
+            prefill_tokens_per_s=self._pace.prompt_tokens_per_s,
             link_bytes_per_s=self._link_rate.per_s,
-            timing=timing_to_proto(self._timing.timing),
+            timing=timing_to_proto(self._pace.timing),
         )
         tell_tiers(self._tiers, status, self.totals)
         return status

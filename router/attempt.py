@@ -65,7 +65,7 @@ class Attempt:
         router: str,
         route: Route,
         emit: Callable[[int, SampledToken], None],
-        next_prefill: Callable[[], Replica | None],
+        next_prefill: Callable[[], Pair | None],
         next_place: Callable[[], Place | None] = lambda: None,
     ) -> None:
         self._request = request
@@ -164,12 +164,13 @@ class Attempt:
             try:
                 return await self._prefill.unless_lost(call(self._prefill, epoch))
             except ClusterError as error:
-                self._prefill = None if self._choices.has_first or not may_retry(error) else self._next_prefill()
                 self._answered()
-                if self._prefill is None:
-                    self._choices.fail(error)
+                other = None if self._choices.has_first or not may_retry(error) else self._next_prefill()
+                if other:
+                    self._prefill, self._holder, self._answered = other.prefill, other.holder, other.answered
                 else:
-                    self._answered = self._prefill.expect_answer(len(self._request.token_ids))
+                    self._prefill = None
+                    self._choices.fail(error)
             epoch += 1
 
     async def _call_prefill(self, prefill: Replica, handoff: Handoff | None) -> None:

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.errors import CapacityError, ClusterError, ContextLengthExceeded
 from cluster.handoff import Holder
@@ -149,16 +149,17 @@ class Dispatch:
         """Keep copies of what runs, no more than so many tokens behind, where prefill replicas are idle."""
         await Backup(self._replicas, running=self._running, every=every).run_forever()
 
-    def next_prefill(self, request: SequenceRequest, decode: Replica | None, *, avoid: Set[str]) -> Replica | None:
-        """Another prefill replica for a request whose decode replica is chosen already."""
+    def next_prefill(self, request: SequenceRequest, decode: Replica | None, *, avoid: Set[str]) -> Pair | None:
+        """Another prefill replica for a request whose decode replica is chosen already: the prefill half of a pair."""
+        need = self._need(request)
         prefills = [replica for replica in self._replicas.usable(Role.PREFILL) if replica.id not in avoid]
-        found = self._options(self._need(request), prefills, [decode] if decode else [], avoid=avoid)
-        best = next((option.prefill for option in found if option.prefill), None)
-        return self._replicas.get(best) if best else None
+        found, views = self._weigh(need, prefills, [decode] if decode else [], avoid=avoid)
+        option = next((option for option in found if option.prefill), None)
+        return self._prefill_half(need, option, views) if option else None
 
     def next_place(self, request: SequenceRequest) -> Place | None:
         """Another decode replica for a request that runs on one that drains, and a stream key for a choice."""
-        found = self._options(self._need(request), [], self._replicas.usable(Role.DECODE), avoid=set())
+        found, _ = self._weigh(self._need(request), [], self._replicas.usable(Role.DECODE), avoid=set())
         replica = self._replicas.get(found[0].decode) if found else None
         return Place(replica, self.new_streams(1)) if replica else None
 
@@ -194,11 +195,6 @@ class Dispatch:
         self.decisions.add(need.request.id, found, views)
         return self._pair(need, found[0], views)
 
-    def _options(
-        self, need: _Need, prefills: list[Replica], decodes: list[Replica], *, avoid: Set[str]
-    ) -> Sequence[Option]:
-        return self._weigh(need, prefills, decodes, avoid=avoid)[0]
-
     def _weigh(
         self, need: _Need, prefills: list[Replica], decodes: list[Replica], *, avoid: Set[str]
     ) -> tuple[Sequence[Option], list[ReplicaView]]:
@@ -224,17 +220,22 @@ class Dispatch:
 
     def _pair(self, need: _Need, option: Option, views: Sequence[ReplicaView]) -> Pair:
         request = need.request
-        prefill = self._replicas.get(option.prefill) if option.prefill else None
         logger.debug("route request=%s %s", request.id, option)
-        held = max((view.cached_tokens for view in views if view.replica == option.prefill), default=0)
-        uncached = len(request.token_ids) - max(held, option.pull_tokens)
-        answered = prefill.expect_answer(max(1, uncached)) if prefill else lambda: None
-        if prefill and request.sampling.max_tokens - request.num_generated == 1:
-            return Pair(prefill, None, need.hashes, answered=answered, holder=self._holder(option))
+        pair = self._prefill_half(need, option, views)
+        if pair.prefill and request.sampling.max_tokens - request.num_generated == 1:
+            return pair
         decode = self._replicas.get(option.decode)
         assert decode
         promise = Promise(decode, num_blocks=need.num_blocks, num_streams=len(request.choices))
-        return Pair(prefill, decode, need.hashes, promise, answered=answered, holder=self._holder(option))
+        return replace(pair, decode=decode, promise=promise)
+
+    def _prefill_half(self, need: _Need, option: Option, views: Sequence[ReplicaView]) -> Pair:
+        """Who computes the prompt, and from whom it fetches; what it must compute is in its queue from now on."""
+        prefill = self._replicas.get(option.prefill) if option.prefill else None
+        held = max((view.cached_tokens for view in views if view.replica == option.prefill), default=0)
+        uncached = len(need.request.token_ids) - max(held, option.pull_tokens)
+        answered = prefill.expect_answer(max(1, uncached)) if prefill else lambda: None
+        return Pair(prefill, None, need.hashes, answered=answered, holder=self._holder(option))
 
     def _holder(self, option: Option) -> Holder | None:
         """The peer that gives its blocks, where the option counts on one."""

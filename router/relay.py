@@ -19,7 +19,6 @@ from cluster.request import SampledToken, SequenceRequest
 from router.attempt import Attempt
 from router.generation import ChoiceToken, Generation, Route
 from router.pair import Pair
-from router.replicas import Replica
 
 if TYPE_CHECKING:
     from router.dispatch import Dispatch
@@ -138,10 +137,10 @@ class Relay:
     async def _try(self, request: SequenceRequest, pair: Pair, *, avoid: set[str]) -> None:
         used = {replica.id for replica in (pair.prefill, pair.decode) if replica}
 
-        def next_prefill() -> Replica | None:
-            replica = self._dispatch.next_prefill(request, pair.decode, avoid=avoid | used)
-            used.update([replica.id] if replica else [])
-            return replica
+        def next_prefill() -> Pair | None:
+            other = self._dispatch.next_prefill(request, pair.decode, avoid=avoid | used)
+            used.update([other.prefill.id] if other and other.prefill else [])
+            return other
 
         attempt = Attempt(
             request,

@@ -14,6 +14,7 @@ from cluster.cli.model_options import (
     DEFAULT_DTYPE,
     DEFAULT_MODEL,
     DEFAULT_WEIGHTS,
+    HostLink,
     Model,
     ModelDType,
     ModelWeights,
@@ -83,6 +84,7 @@ def kv(
     threads: Annotated[int, typer.Option(min=1, help="Of the process that computes prompts.")] = 1,
     dtype: ModelDType = DEFAULT_DTYPE,
     wire_dtype: WireDType = "fp8_e4m3",
+    host_link: HostLink = "tcp",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """The way of KV blocks from one process to another on this machine's processors.
@@ -96,6 +98,7 @@ def kv(
         model_dir,
         dtype=dtype,
         wire_dtype=wire_dtype,
+        host_link=host_link,
         messages=[1024 * size for size in _parse("message", message)],
         prompts=_parse("prompt", prompt),
         threads=threads,

@@ -175,7 +175,13 @@ def _kv(model_dir: Path, *, dtype: str, pool_dtype: str, wire_dtype: str, kv_mem
 def _link(model_dir: Path, *, dtype: str, wire_dtype: str, threads: int) -> dict[str, float]:
     """seconds = latency + bytes / rate, through two points."""
     measured = import_module("kvtransfer.bench.run").bench_kv(
-        model_dir, dtype=dtype, wire_dtype=wire_dtype, messages=[], prompts=_PROMPTS, threads=threads
+        model_dir,
+        dtype=dtype,
+        wire_dtype=wire_dtype,
+        host_link="tcp",
+        messages=[],
+        prompts=_PROMPTS,
+        threads=threads,
     )
     small, large = measured["prompts"]
     seconds = (large["transfer_ms"] - small["transfer_ms"]) / 1e3

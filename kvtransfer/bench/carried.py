@@ -25,37 +25,38 @@ _NUM_FIRST = 4
 _AREA_BYTES = 256 << 20  # copies run through so much, so that neither side stays in a cache
 
 
-def send_over_link(near: NearSide, *, num_bytes: int, count: int) -> float:
+def send_over_link(near: NearSide, backend: str, *, num_bytes: int, count: int) -> float:
     """Seconds for `count` messages from process to process, by the link that the workers use."""
     prefix = f"bench/{uuid4().hex}"
-    near.tell("receive_over_link", prefix=prefix, num_bytes=num_bytes, count=count)
+    near.tell("receive_over_link", backend=backend, prefix=prefix, num_bytes=num_bytes, count=count)
 
     async def connect() -> Channel:
         return open_channel(near.address)
 
     channel = near.host.call(connect(), timeout_s=TIMEOUT_S)  # it belongs to the loop that makes it
     store = remote_store(RankStub(channel), near.host.loop, timeout_s=TIMEOUT_S)
-    link = open_link("gloo", _end(store, prefix, is_sender=True))
+    link = open_link(backend, _end(store, prefix, is_sender=True))
     near.host.call(channel.close(), timeout_s=TIMEOUT_S)
-    ring = StagingRing(_CPU)
+    ring = StagingRing(_CPU, num_buffers=link.num_buffers)
     for i in range(_NUM_FIRST + count):
         ring.make_room()
         payload = ring.take(num_bytes)
         if i < _NUM_FIRST:
             payload.fill_(i)
         ring.start(link.send(payload), timeout_s=TIMEOUT_S)
+    ring.drain()
     seconds: float = near.answer()
     link.close()
     return seconds
 
 
-def receive_over_link(meeting: Meeting, prefix: str, *, num_bytes: int, count: int) -> float:
-    link = open_link("gloo", _end(local_store(meeting, timeout_s=TIMEOUT_S), prefix, is_sender=False))
-    ring = StagingRing(_CPU)
+def receive_over_link(meeting: Meeting, backend: str, prefix: str, *, num_bytes: int, count: int) -> float:
+    link = open_link(backend, _end(local_store(meeting, timeout_s=TIMEOUT_S), prefix, is_sender=False))
+    ring = StagingRing(_CPU, num_buffers=link.num_buffers)
     begin = 0.0
     for i in range(_NUM_FIRST + count):
         ring.make_room()
-        if i == _NUM_FIRST + 1:  # the first of those that count is under way, and those before it are here
+        if i == _NUM_FIRST + link.num_buffers - 1:  # none before those that count is under way any more
             begin = time.monotonic()
         ring.start(link.recv(ring.take(num_bytes)), timeout_s=TIMEOUT_S)
     ring.drain()

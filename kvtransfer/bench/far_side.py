@@ -39,12 +39,13 @@ class FarSide:
     def address(self) -> str:
         return self._address
 
-    def make_pool(self, layout: dict[str, Any], num_blocks: int, wire_dtype: str) -> None:
+    def make_pool(self, layout: dict[str, Any], num_blocks: int, wire_dtype: str, backend: str) -> None:
         """Take in handoffs of this layout from now on."""
         self._servicer.receiver = Receiver(
             rank=0,
             pool=KVPool(KVLayout(**layout), num_blocks=num_blocks, device=torch.device("cpu")),
             wire_dtype=wire_dtype,
+            backend=backend,
             host=HOST,
             timeout_s=TIMEOUT_S,
             meeting=self._servicer.meeting,
@@ -64,8 +65,8 @@ class FarSide:
         assert found == handoff, f"{found} came instead of {handoff}"
         return at
 
-    def receive_over_link(self, prefix: str, num_bytes: int, count: int) -> float:
-        return receive_over_link(self._servicer.meeting, prefix, num_bytes=num_bytes, count=count)
+    def receive_over_link(self, backend: str, prefix: str, num_bytes: int, count: int) -> float:
+        return receive_over_link(self._servicer.meeting, backend, prefix, num_bytes=num_bytes, count=count)
 
     def receive_over_tcp(self, port: int, num_bytes: int, count: int, num_buffers: int) -> float:
         return receive_over_tcp(port, num_bytes=num_bytes, count=count, num_buffers=num_buffers)

@@ -73,15 +73,17 @@ class NearSide:
             raise ReplicaLost(f"the receiving process did not answer within {TIMEOUT_S} s") from error
         raise ReplicaLost("the receiving process is gone")
 
-    def route(self, pool: KVPool, *, wire_dtype: str, group_bytes: int | None = None) -> Route:
+    def route(self, pool: KVPool, *, wire_dtype: str, backend: str, group_bytes: int | None = None) -> Route:
         """A way from this pool to one like it on the far side."""
-        self.ask("make_pool", layout=asdict(pool.layout), num_blocks=pool.num_blocks, wire_dtype=wire_dtype)
+        layout = asdict(pool.layout)
+        self.ask("make_pool", layout=layout, num_blocks=pool.num_blocks, wire_dtype=wire_dtype, backend=backend)
         shipments: queue.SimpleQueue[Shipment] = queue.SimpleQueue()
         sender = Sender(
             name=f"near{len(self._senders)}",
             rank=0,
             pool=pool,
             wire_dtype=wire_dtype,
+            backend=backend,
             host=HOST,
             timeout_s=TIMEOUT_S,
             loop=self.host.loop,

@@ -26,7 +26,9 @@ _NUM_TRIES_ALONE = 5
 class Prompts:
     """A model on this side, and a pool for its KV on the other."""
 
-    def __init__(self, near: NearSide, model_dir: Path, *, dtype: str, wire_dtype: str, most: int) -> None:
+    def __init__(
+        self, near: NearSide, model_dir: Path, *, dtype: str, wire_dtype: str, backend: str, most: int
+    ) -> None:
         """`most` tokens fit into either pool."""
         layout = layout_for(model_dir, dtype=dtype, block_size=_BLOCK_SIZE)
         num_blocks = -(-most // _BLOCK_SIZE) + 1
@@ -40,7 +42,7 @@ class Prompts:
             device=torch.device("cpu"),
             progress=lambda fraction: None,
         )
-        self._route = near.route(self._runner.pool, wire_dtype=wire_dtype)
+        self._route = near.route(self._runner.pool, wire_dtype=wire_dtype, backend=backend)
         self._batches = lambda num_tokens: list(_batches(num_tokens, vocab_size=self._runner.config.vocab_size))
 
     def measure(self, sizes: Sequence[int]) -> list[dict[str, Any]]:

@@ -13,7 +13,6 @@ from engine.kv_pool import KVPool
 from kvtransfer.bench.carried import copy_in_memory, send_over_link, send_over_tcp
 from kvtransfer.bench.near_side import NearSide
 from kvtransfer.bench.prompts import Prompts
-from kvtransfer.staging import NUM_BUFFERS
 
 _NUM_TRIES = 5  # the best counts: what a message costs when nothing disturbs it
 _HEADS, _HEAD_DIM = 8, 128
@@ -25,6 +24,7 @@ def bench_kv(
     *,
     dtype: str,
     wire_dtype: str,
+    host_link: str,
     messages: Sequence[int],
     prompts: Sequence[int],
     threads: int,
@@ -35,28 +35,28 @@ def bench_kv(
     """
     torch.set_num_threads(threads)
     with NearSide() as near:
+        of = {"dtype": dtype, "wire_dtype": wire_dtype, "backend": host_link}
         return {
-            "messages": [_carry(near, num_bytes) for num_bytes in messages],
-            "prompts": Prompts(near, model_dir, dtype=dtype, wire_dtype=wire_dtype, most=max(prompts)).measure(prompts)
-            if prompts
-            else [],
+            "messages": [_carry(near, num_bytes, host_link) for num_bytes in messages],
+            "prompts": Prompts(near, model_dir, **of, most=max(prompts)).measure(prompts) if prompts else [],
             "model": model_dir.name,
             "dtype": dtype,
             "wire_dtype": wire_dtype,
+            "host_link": host_link,
             "threads": threads,
         }
 
 
-def _carry(near: NearSide, num_bytes: int) -> dict[str, Any]:
+def _carry(near: NearSide, num_bytes: int, backend: str) -> dict[str, Any]:
     """GB/s of each way at one message size."""
     count = min(_MOST_MESSAGES, max(4, _MOST_BYTES // num_bytes))
     seconds = {
         "memcpy": _best(lambda: copy_in_memory(num_bytes=num_bytes, count=count)),
         "tcp": _best(lambda: send_over_tcp(near, num_bytes=num_bytes, count=count)),
-        "tcp_ring": _best(lambda: send_over_tcp(near, num_bytes=num_bytes, count=count, num_buffers=NUM_BUFFERS)),
-        "wire": _best(lambda: send_over_link(near, num_bytes=num_bytes, count=count)),
-        "raw": _best(_handoff(near, "raw", num_bytes, count)),
-        "fp8": _best(_handoff(near, "fp8_e4m3", num_bytes, count)),
+        "tcp_ring": _best(lambda: send_over_tcp(near, num_bytes=num_bytes, count=count, num_buffers=2)),
+        "wire": _best(lambda: send_over_link(near, backend, num_bytes=num_bytes, count=count)),
+        "raw": _best(_handoff(near, "raw", backend, num_bytes, count)),
+        "fp8": _best(_handoff(near, "fp8_e4m3", backend, num_bytes, count)),
     }
     rates = {f"{name}_gb_s": round(num_bytes * count / s / 1e9, 4) for name, s in seconds.items()}
     shares = {f"wire_of_{name}": round(seconds[name] / seconds["wire"], 3) for name in ("tcp", "tcp_ring")}
@@ -68,7 +68,7 @@ def _best(way: Callable[[], float]) -> float:
     return min(way() for _ in range(_NUM_TRIES))
 
 
-def _handoff(near: NearSide, wire_dtype: str, num_bytes: int, count: int) -> Callable[[], float]:
+def _handoff(near: NearSide, wire_dtype: str, backend: str, num_bytes: int, count: int) -> Callable[[], float]:
     """Seconds from one pool to another: packed, sent, checked, unpacked, acknowledged. A message is a layer."""
     row_bytes = 2 * _HEADS * (_HEAD_DIM * 2 if wire_dtype == "raw" else _HEAD_DIM + 2)
     num_tokens = num_bytes // row_bytes
@@ -78,7 +78,7 @@ def _handoff(near: NearSide, wire_dtype: str, num_bytes: int, count: int) -> Cal
     pool = KVPool(layout, num_blocks=-(-num_tokens // layout.block_size), device=torch.device("cpu"))
     for codes in pool.codes:
         codes.fill_(1.5)
-    route = near.route(pool, wire_dtype=wire_dtype, group_bytes=1)
+    route = near.route(pool, wire_dtype=wire_dtype, backend=backend, group_bytes=1)
 
     def carry() -> float:
         passage = route.begin(num_tokens)

@@ -29,6 +29,7 @@ class NcclLink:
     """
 
     backend = "nccl"
+    num_buffers = 2
 
     def __init__(self, end: LinkEnd) -> None:
         from torch.distributed import ProcessGroupNCCL  # in CUDA builds of torch only

@@ -33,7 +33,7 @@ _DECODE_EVENTS = {
     "the request arrives": Fault("engine.decode_scheduler:Scheduler.add"),
     "its blocks are set aside": Fault("kvtransfer.receiver:Receiver.open", after=True),
     "the KV has landed": Fault("decode_worker.worker:Decoder.landed"),
-    "the first token is sampled": Fault("decode_worker.worker:sample", after=True),
+    "the first token is sampled": Fault("decode_worker.answers:sample", after=True),
     "it streams": Fault("engine.runner:ModelRunner.forward", call=12),
 }
 

@@ -64,6 +64,7 @@ async def _serve_forever(port: int, ready: Connection) -> None:
         rank=0,
         pool=KVPool(LAYOUT, num_blocks=NUM_BLOCKS, device=torch.device("cpu")),
         wire_dtype="raw",
+        backend="tcp",
         host="127.0.0.1",
         timeout_s=3.0,
         meeting=servicer.meeting,

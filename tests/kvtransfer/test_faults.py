@@ -32,6 +32,7 @@ class Shipping:
             rank=0,
             pool=KVPool(LAYOUT, num_blocks=NUM_BLOCKS, device=torch.device("cpu")),
             wire_dtype="raw",
+            backend="tcp",
             host="127.0.0.1",
             timeout_s=_SILENCE_S,
             loop=loop,

@@ -3,20 +3,22 @@
 import multiprocessing as mp
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import FileStore, Store
+from torch.distributed import FileStore, PrefixStore, Store
 
 from cluster.errors import LinkClosed
 from kvtransfer.link import Link, LinkEnd, open_link
 
-BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.gpu)]
+BACKENDS = ["tcp", "gloo", pytest.param("nccl", marks=pytest.mark.gpu)]
 _TIMEOUT_S = 1.0
 
 
@@ -129,6 +131,50 @@ def test_a_closed_link_refuses_and_closing_twice_is_fine(backend: str, tmp_path:
         peer.link.close()
         with pytest.raises(LinkClosed):
             peer.link.send(_payload(peer.link, 1)).wait(timeout_s=_TIMEOUT_S)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("we_send", [True, False])
+def test_closing_a_tcp_link_wakes_whoever_waits_for_it(we_send: bool, tmp_path: Path) -> None:
+    """Long before the deadline, which the peer's silence would have it sit out."""
+    with _peer("tcp", tmp_path, we_send=we_send) as peer, ThreadPoolExecutor(1) as pool:
+        payload = _payload(peer.link, 64 << 20)  # more than the kernel takes in for somebody who does not read
+        operation = peer.link.send(payload) if we_send else peer.link.recv(payload)
+        waiting = pool.submit(operation.wait, timeout_s=600)
+        assert not wait([waiting], timeout=0.2).done
+        peer.link.close()
+        with pytest.raises(LinkClosed):
+            waiting.result()
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("we_send", [True, False])
+def test_the_death_of_a_tcp_peer_is_known_at_once(we_send: bool, tmp_path: Path) -> None:
+    with _peer("tcp", tmp_path, we_send=we_send) as peer:
+        payload = _payload(peer.link, 64 << 20)
+        operation = peer.link.send(payload) if we_send else peer.link.recv(payload)
+        peer.kill(signal.SIGKILL)
+        with pytest.raises(LinkClosed):
+            operation.wait(timeout_s=600)
+
+
+def test_a_stranger_is_not_let_in_to_a_tcp_link(tmp_path: Path) -> None:
+    place = str(tmp_path / "store")
+    ours, theirs = (_end("tcp", FileStore(place), is_sender=is_sender) for is_sender in (True, False))
+    with ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(open_link, "tcp", theirs)
+        host, port, _ = PrefixStore(ours.prefix, FileStore(place)).get("place").decode().split()
+        with socket.create_connection((host, int(port)), 10) as stranger:
+            stranger.sendall(bytes(16))
+            assert stranger.recv(1) == b""  # turned away
+        sender, receiver = open_link("tcp", ours), receiving.result(20)
+    payload = torch.arange(100, dtype=torch.uint8)
+    sent, got = sender.send(payload), torch.empty(100, dtype=torch.uint8)
+    receiver.recv(got).wait(timeout_s=10)
+    sent.wait(timeout_s=10)
+    sender.close()
+    receiver.close()
+    assert torch.equal(got, payload)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

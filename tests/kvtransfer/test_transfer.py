@@ -65,12 +65,19 @@ def _layout(tp: int) -> KVLayout:
 
 @asynccontextmanager
 async def _replica(
-    tp: int, *, wire: str = "raw", layout: KVLayout = _LAYOUT, timeout_s: float = 10.0
+    tp: int, *, wire: str = "raw", link: str = "tcp", layout: KVLayout = _LAYOUT, timeout_s: float = 10.0
 ) -> AsyncIterator[Side]:
     side, loop = Side(), asyncio.get_running_loop()
     for rank in range(tp):
         pool = KVPool(replace(layout, tensor_parallel=tp), num_blocks=12, device=_CPU)
-        shared = {"rank": rank, "pool": pool, "wire_dtype": wire, "host": "127.0.0.1", "timeout_s": timeout_s}
+        shared = {
+            "rank": rank,
+            "pool": pool,
+            "wire_dtype": wire,
+            "backend": link,
+            "host": "127.0.0.1",
+            "timeout_s": timeout_s,
+        }
         servicer = RankServicer()
         servicer.receiver = Receiver(
             **shared,
@@ -232,8 +239,9 @@ async def test_a_newer_epoch_fences_an_older_one() -> None:
         assert {type((await p.shipped()).error) for _ in range(2)} == {type(None), HandoffExpired}
 
 
-async def test_handoffs_share_a_link_and_one_refusal_does_not_hurt_the_others() -> None:
-    async with _replica(1) as p, _replica(1) as d:
+@pytest.mark.parametrize("link", ["tcp", "gloo"])
+async def test_handoffs_share_a_link_and_one_refusal_does_not_hurt_the_others(link: str) -> None:
+    async with _replica(1, link=link) as p, _replica(1, link=link) as d:
         kv = _fill(p)
         for i in range(8):
             if i % 2:
@@ -259,11 +267,14 @@ async def test_another_layout_is_refused_at_once(ours: dict[str, Any], theirs: d
         assert isinstance(error, LayoutMismatch) and "KV layout" in str(error)
 
 
-async def test_another_wire_dtype_is_refused_at_once() -> None:
-    async with _replica(1, wire="fp8_e4m3") as p, _replica(1) as d:
+@pytest.mark.parametrize(
+    ("theirs", "what"), [({"wire": "fp8_e4m3"}, "wire dtype"), ({"link": "gloo"}, "link backend")], ids=str
+)
+async def test_another_wire_is_refused_at_once(theirs: dict[str, Any], what: str) -> None:
+    async with _replica(1, **theirs) as p, _replica(1) as d:
         _fill(p)
         _ship(p, _handoff(d))
-        assert "wire dtype" in str((await p.shipped()).error)
+        assert what in str((await p.shipped()).error)
 
 
 async def test_a_receiver_that_is_not_there_fails_the_shipment_and_a_later_one_gets_through() -> None:

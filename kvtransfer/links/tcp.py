@@ -1,0 +1,117 @@
+"""Links over a TCP connection of their own: between hosts without GPUs."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from concurrent.futures import Future
+
+import torch
+from torch import Tensor
+
+from cluster.errors import LinkClosed
+from kvtransfer.link import LinkEnd, Operation
+from kvtransfer.links.connection import Connection, meet
+
+
+class TcpLink:
+    """One connection, kept busy by the kernel's buffers while the link's thread packs or writes.
+
+    A payload that is sent goes into those buffers at once as far as there is room; a thread pushes the rest, so that
+    the next one can be packed meanwhile. One that is received is read when it is waited for: until then the kernel
+    takes it in. A peer that dies ends the connection, and `close` wakes whoever waits: a deadline is sat out only for a
+    peer that is frozen or whose host is gone.
+    """
+
+    backend = "tcp"
+    device = torch.device("cpu")
+
+    def __init__(self, end: LinkEnd) -> None:
+        self._connection = meet(end)
+        self.num_buffers = 2 if end.is_sender else 1  # while one is written, the kernel takes in the next
+        self._pusher = _Pusher(self._connection)
+
+    def send(self, payload: Tensor) -> Operation:
+        left = memoryview(payload.numpy())
+        if self._pusher.is_idle:
+            left = self._connection.move_now(left)
+        return self._pusher.push(left) if left else _Sent()
+
+    def recv(self, payload: Tensor) -> Operation:
+        self._connection.check()
+        return _Receiving(self._connection, memoryview(payload.numpy()))
+
+    def close(self) -> None:
+        self._connection.close()
+        self._pusher.close()
+
+
+class _Sent:
+    """All of it is in the kernel's buffers."""
+
+    def wait(self, *, timeout_s: float) -> None:
+        pass
+
+
+class _Receiving:
+    def __init__(self, connection: Connection, payload: memoryview) -> None:
+        self._connection = connection
+        self._payload = payload
+
+    def wait(self, *, timeout_s: float) -> None:
+        self._connection.move_all(self._payload, timeout_s=timeout_s)
+
+
+class _Pusher:
+    """A thread, if there ever is something to push, that sends what does not fit into the kernel's buffers."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._left: queue.SimpleQueue[_Sending | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._num_waited_for = 0  # belongs to the link's thread
+
+    @property
+    def is_idle(self) -> bool:
+        return self._num_waited_for == 0
+
+    def push(self, left: memoryview) -> Operation:
+        """Send this after everything that was pushed before. Raises LinkClosed."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kv-push", daemon=True)
+            self._thread.start()
+        self._num_waited_for += 1
+        sending = _Sending(self, left)
+        self._left.put(sending)
+        self._connection.check()  # after `close` nobody looks there any more
+        return sending
+
+    def wait(self, sending: _Sending, *, timeout_s: float) -> None:
+        """Until it is in the kernel's buffers. Raises LinkClosed."""
+        try:
+            sending.done.result(timeout_s)
+        except TimeoutError as error:
+            self._connection.close()
+            raise LinkClosed(f"tcp: nothing moved for {timeout_s:.1f} s") from error
+        self._num_waited_for -= 1
+
+    def close(self) -> None:
+        self._left.put(None)
+
+    def _run(self) -> None:
+        while sending := self._left.get():
+            try:
+                self._connection.move_all(sending.left, timeout_s=None)
+                sending.done.set_result(None)
+            except LinkClosed as error:
+                sending.done.set_exception(error)
+
+
+class _Sending:
+    def __init__(self, pusher: _Pusher, left: memoryview) -> None:
+        self.left = left
+        self.done: Future[None] = Future()
+        self._pusher = pusher
+
+    def wait(self, *, timeout_s: float) -> None:
+        self._pusher.wait(self, timeout_s=timeout_s)
