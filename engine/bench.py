@@ -6,10 +6,14 @@ Random token ids, greedy, no end of sequence, no prefix cache, the best of three
 model counts too: making the batch, sampling, the sequences' own bookkeeping.
 
 On a GPU decode steps are replayed (engine/decode_graphs.py); `plain_step_ms` is that step launched kernel by kernel.
+
+    cluster bench engine --json, or python -m engine.bench DIRECTORY where the command line's packages are not installed
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
@@ -24,7 +28,7 @@ from cluster.errors import SpecError
 from cluster.request import Sampling, SequenceRequest
 from engine.batch import Batch
 from engine.block_manager import BlockManager
-from engine.load import load_runner
+from engine.load import device_for, load_runner
 from engine.model.dense import OnLayer
 from engine.parallel import TensorParallel
 from engine.runner import GIB, ModelRunner, layout_for
@@ -186,3 +190,26 @@ def _timed(work: Callable[[], object]) -> float:
     begin = time.perf_counter()
     work()
     return time.perf_counter() - begin
+
+
+def main() -> None:
+    def counts(text: str) -> list[int]:
+        return [int(count) for count in text.split(",")]
+
+    parser = argparse.ArgumentParser(prog="python -m engine.bench", description="One JSON object on stdout.")
+    parser.add_argument("model_dir", type=Path)
+    parser.add_argument("--batches", "--batch", type=counts, default=[1, 8, 32])
+    parser.add_argument("--contexts", "--context", type=counts, default=[128])
+    parser.add_argument("--prefills", "--prefill", type=counts, default=[512, 2048])
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--weights", default="as_stored")
+    parser.add_argument("--pool-dtype", default="auto")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--gpu", action="store_true")
+    options = vars(parser.parse_args())
+    device = device_for(gpus=options.pop("gpu"))
+    print(json.dumps(bench_engine(options.pop("model_dir"), device=device, **options)))
+
+
+if __name__ == "__main__":
+    main()

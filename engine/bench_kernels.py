@@ -1,7 +1,11 @@
-"""The GPU kernels alone, each beside what the device can do: its copy bandwidth, or its bf16 matrix products."""
+"""The GPU kernels alone, each beside what the device can do: its copy bandwidth, or its bf16 matrix products.
+
+cluster bench kernels --json, or python -m engine.bench_kernels where only torch, triton and numpy are installed
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -25,12 +29,13 @@ from engine.kernels.wire import pack_kv, unpack_kv
 # T tokens, H query heads, K kv heads, D head_dim, S block_size: Llama 3 8B's heads
 
 _H, _K, _D, _S = 32, 8, 128, 16
-_TOKENS = 16384
+_TOKENS = 65536  # whose bytes are far beyond any cache
 _ROWS, _CONTEXT = 64, 8192  # of decode
 _PROMPT = 8192
 _COPY_BYTES = 1 << 31
 _MATMUL = 8192
 _TRIES = 20
+_HEAD_START_CYCLES = 2_000_000  # a millisecond: longer than the host takes to launch anything here
 _EIGHT_BITS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 _Case = tuple[str, Callable[[], object], float, str]  # name, what to run, its bytes or operations, "bytes" or "flops"
@@ -79,12 +84,16 @@ def _matmul_rate(device: torch.device) -> float:
 
 
 def _seconds(run: Callable[[], object]) -> float:
-    """The median of several runs, after some that compile and warm up."""
+    """The median of several runs, after some that compile and warm up.
+
+    The device is kept busy until the host has launched all of a run: so the host's time does not count.
+    """
     for _ in range(3):
         run()
     times = []
     for _ in range(_TRIES):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(_HEAD_START_CYCLES)
         begin.record()
         run()
         end.record()
@@ -215,3 +224,7 @@ def _prefill(q: Tensor, codes: Tensor, scales: Tensor | None, tables: Tensor) ->
     return lambda: prefill_attention(
         q, codes, scales, tiles=tiles, tables_RB=tables[:1], contexts_R=contexts, window=None, out_THD=out
     )
+
+
+if __name__ == "__main__":
+    print(json.dumps(bench_kernels()))

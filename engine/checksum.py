@@ -34,4 +34,7 @@ def _odd_numbers(count: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _odd_numbers_at_least(count: int, device: torch.device) -> Tensor:
-    return torch.arange(count, dtype=torch.int64, device=device) * 2 + 1
+    numbers = torch.arange(count, dtype=torch.int64, device=device) * 2 + 1
+    if device.type == "cuda":  # links use them on streams of their own
+        torch.cuda.current_stream(device).synchronize()
+    return numbers

@@ -14,7 +14,7 @@ from torch import Tensor
 from cluster import model_config
 from cluster.errors import SpecError
 from cluster.model_shape import ModelConfig
-from engine.batch import Batch
+from engine.batch import Batch, Row
 from engine.cpu.library import open_kernels
 from engine.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from engine.kv_layout import KVLayout
@@ -142,6 +142,19 @@ class ModelRunner:
         if self._graphs is not None and on_layer is None and (logits_RV := self._graphs(batch)) is not None:
             return logits_RV
         return self._model(batch, self.pool, on_layer)
+
+    def warm_up(self, max_tokens: int) -> None:
+        """Before anything else, on every rank: compute prompts of up to so many tokens on a GPU, so that no request
+        waits for kernels to be compiled. Leaves numbers without meaning in the pool's first blocks."""
+        if self.device.type != "cuda":
+            return
+        begin, size = time.monotonic(), self.layout.block_size
+        most = min(max_tokens, self.config.max_context, self.pool.num_blocks * size)
+        for count in (1 << i for i in range(most.bit_length())):  # kernels differ by how many rows they are made for
+            row = Row(token_ids=[0] * count, start=0, blocks=range(-(-count // size)), wants_logits=True)
+            self.forward(Batch.of([row], block_size=size), on_layer=lambda layer: None)
+        self.pool.synchronize()
+        logger.info("warmed up with up to %d tokens in %.1f s", most, time.monotonic() - begin)
 
     @torch.inference_mode()
     def _record(self, max_rows: int, capture: Capture) -> DecodeGraphs | None:

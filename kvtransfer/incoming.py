@@ -11,6 +11,7 @@ from cluster.rpc import transfer_pb2 as pb
 from engine.checksum import checksum
 from engine.kv_pool import KVPool
 from kvtransfer.codec import Codec, slots_of
+from kvtransfer.lane import Mark
 from kvtransfer.ledger import Landing, Ledger
 from kvtransfer.plan import HeadCopy
 from kvtransfer.segment import Segment
@@ -31,6 +32,8 @@ class Incoming:
         self._codec = codec
         assert opened.first_token % pool.layout.block_size == 0, "a handoff begins at a block"
         self._slots_T = slots_of(pool, opened.block_ids, 0, opened.max_tokens - opened.first_token)
+        self._opened = Mark(pool.device)  # what the blocks were used for before
+        self._written = self._opened
         self._lock = threading.Lock()
 
     def write(self, announced: pb.Segment, payload: Tensor, *, copy: HeadCopy) -> None:
@@ -52,7 +55,9 @@ class Incoming:
         with self._lock:
             if self._ledger.accept(announced, source=copy.sender):
                 start = announced.first_token - self._first_token
+                self._opened.hold_up()
                 self._codec.unpack(payload, self._pool, segment, self._slots_T[start : start + segment.num_tokens])
+                self._written = Mark(self._pool.device)
 
     def commit(self, commit: pb.Commit, *, copy: HeadCopy, num_sources: int) -> Landing | None:
         """One sending rank is done. The Landing when all `num_sources` of this rank are. Raises as `write` does."""
@@ -64,3 +69,4 @@ class Incoming:
         """Refuse everything from now on; waits for a write under way."""
         with self._lock:
             self._ledger.close()
+            self._written.wait()

@@ -21,6 +21,7 @@ from cluster.rpc import transfer_pb2 as pb
 from cluster.rpc import transfer_pb2_grpc as rpc
 from engine.checksum import checksum
 from kvtransfer.codec import WIRE_VERSION, slots_of
+from kvtransfer.lane import Mark, own_lane
 from kvtransfer.link import MEET_TIMEOUT_S, Link, LinkEnd, open_link, operation_timeout
 from kvtransfer.meeting import remote_store
 from kvtransfer.passage import Ending, Outlet
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-# What waits for the link's thread.
-_Job = tuple[Outlet, Segment | Ending]
+# What waits for the link's thread, and behind what on the device it must come.
+_Job = tuple[Outlet, Segment | Ending, Mark]
 
 
 class OutgoingLink:
@@ -71,7 +72,7 @@ class OutgoingLink:
             outlet.fail(self._failure)
 
     def put(self, outlet: Outlet, item: Segment | Ending) -> None:
-        self._jobs.put((outlet, item))
+        self._jobs.put((outlet, item, Mark(self._sender.pool.device)))
 
     def forget(self, outlet: Outlet) -> None:
         with self._lock:
@@ -166,18 +167,9 @@ class OutgoingLink:
 
     def _run(self, stub: rpc.RankStub, welcome: pb.Welcome) -> None:
         try:
-            self._link = open_link(self._sender.backend, self._link_end(stub, welcome))
-            ring = StagingRing(self._link.device, num_buffers=self._link.num_buffers)
-            outlet: Outlet | None = None
-            while (job := self._next_job(ring, outlet)) is not None:
-                outlet, item = job
-                if isinstance(item, Ending):
-                    self._commit(outlet, item)
-                else:
-                    begin = time.monotonic()
-                    self._send(self._link, ring, outlet, item)
-                    outlet.link_s += time.monotonic() - begin
-                    outlet.num_sent += 1
+            with own_lane(self._sender.pool.device):
+                self._link = open_link(self._sender.backend, self._link_end(stub, welcome))
+                self._carry(self._link)
         except TransferError as error:
             self.fail(error)
         except Exception as error:  # the edge of this thread: whoever waits for these handoffs must hear of it
@@ -186,6 +178,20 @@ class OutgoingLink:
         finally:
             if self._link:
                 self._link.close()
+
+    def _carry(self, link: Link) -> None:
+        ring = StagingRing(link.device, num_buffers=link.num_buffers)
+        outlet: Outlet | None = None
+        while (job := self._next_job(ring, outlet)) is not None:
+            outlet, item, computed = job
+            if isinstance(item, Ending):
+                self._commit(outlet, item)
+            else:
+                begin = time.monotonic()
+                computed.hold_up()
+                self._send(link, ring, outlet, item)
+                outlet.link_s += time.monotonic() - begin
+                outlet.num_sent += 1
 
     def _next_job(self, ring: StagingRing, last: Outlet | None) -> _Job | None:
         """Wait for it; but first, where none is there, for what is on the wire: an error there must be heard of, and

@@ -83,6 +83,7 @@ def load(
     )
     setup.on_progress("waiting for the other ranks", 1.0)
     parallel.wait_for_all("load", timeout_s=setup.spec.timeouts.start_s)
+    runner.warm_up(pool.max_batch_tokens)
     return runner
 
 

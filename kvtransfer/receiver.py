@@ -19,6 +19,7 @@ from cluster.rpc import transfer_pb2 as pb
 from engine.kv_pool import KVPool
 from kvtransfer.codec import WIRE_VERSION, codec_for
 from kvtransfer.incoming import Incoming
+from kvtransfer.lane import own_lane
 from kvtransfer.ledger import Landing
 from kvtransfer.link import MEET_TIMEOUT_S, Link, LinkEnd, open_link, operation_timeout
 from kvtransfer.meeting import Meeting, local_store
@@ -151,8 +152,9 @@ class _IncomingLink:
 
     def _run(self) -> None:
         try:
-            self._link = link = open_link(self._backend, self._receiver.link_end(self._prefix))
-            self._receive(link, StagingRing(link.device, num_buffers=link.num_buffers))
+            with own_lane(self._receiver.pool.device):
+                self._link = link = open_link(self._backend, self._receiver.link_end(self._prefix))
+                self._receive(link, StagingRing(link.device, num_buffers=link.num_buffers))
         except TransferError as error:
             if not self._has_ended:
                 logger.warning("link failed prefix=%s: %s", self._prefix, error)

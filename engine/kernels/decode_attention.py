@@ -21,6 +21,7 @@ _MIN_TILE = 16  # rows of a matrix unit's operand
 _KEYS = 64  # of one step of a program
 _MIN_KEYS_PER_SPLIT = 256
 _PROGRAMS_PER_PROCESSOR = 4
+_PARTS_COMBINED, _FEATURES_COMBINED = 16, 128  # at a time, in one program
 
 
 def decode_attention(
@@ -97,9 +98,10 @@ def launch_decode_attention(
     _, _, num_kv_heads, block_size, _ = codes_B2KSD.shape
     has_scales = scales_B2KS is not None
     assert q_THD.stride(-1) == 1 and out_THD.is_contiguous() and tables_RB.stride(-1) == 1
+    block_d = max(_MIN_TILE, power_of_2(dim))
     part_RHPD = torch.empty(num_rows, num_heads, num_splits, dim, dtype=torch.float32, device=q_THD.device)
     largest_RHP, total_RHP = torch.empty(2, num_rows, num_heads, num_splits, dtype=torch.float32, device=q_THD.device)
-    group, block_d = num_heads // num_kv_heads, power_of_2(dim)
+    group = num_heads // num_kv_heads
     _attend_split[(num_rows, num_kv_heads, num_splits)](
         q_THD,
         as_bytes(codes_B2KSD),
@@ -120,13 +122,23 @@ def launch_decode_attention(
         D=dim,
         BLOCK_G=max(_MIN_TILE, power_of_2(group)),
         BLOCK_N=_KEYS,
-        BLOCK_D=max(_MIN_TILE, block_d),
+        BLOCK_D=block_d,
         WINDOW=window or 0,
         HAS_SCALES=has_scales,
         NATIVE=has_fp8_casts(q_THD.device),
         num_stages=3,
     )
-    combine_splits[(num_rows, num_heads)](
+    combine_splits(part_RHPD, largest_RHP, total_RHP, tokens_R, out_THD)
+
+
+def combine_splits(
+    part_RHPD: Tensor, largest_RHP: Tensor, total_RHP: Tensor, tokens_R: Tensor, out_THD: Tensor
+) -> None:
+    """Put the parts of each row's result together and store them at `tokens_R`. What has a largest score of -inf is of
+    no keys, and its part is not read."""
+    num_rows, num_heads, num_splits, dim = part_RHPD.shape
+    block_d = min(_FEATURES_COMBINED, power_of_2(dim))
+    _combine_splits[(num_rows, num_heads, cdiv(dim, block_d))](
         part_RHPD,
         largest_RHP,
         total_RHP,
@@ -135,12 +147,12 @@ def launch_decode_attention(
         num_splits,
         H=num_heads,
         D=dim,
-        BLOCK_P=power_of_2(num_splits),
+        BLOCK_P=_PARTS_COMBINED,
         BLOCK_D=block_d,
     )
 
 
-@jit
+@jit(do_not_specialize=["table_stride"])
 def _attend_split(
     q,
     codes,
@@ -213,13 +225,14 @@ def _attend_split(
             True,
         )
     place = (row.to(tl.int64) * K * G + head * G + g) * num_splits + split
-    tl.store(part + place[:, None] * D + d[None, :], out, mask=mask)
+    if first < end:
+        tl.store(part + place[:, None] * D + d[None, :], out, mask=mask)
     tl.store(largest_out + place, largest, mask=g < G)
     tl.store(total_out + place, total, mask=g < G)
 
 
-@jit
-def combine_splits(
+@jit(do_not_specialize=["num_splits"])
+def _combine_splits(
     part,
     largest_in,
     total_in,
@@ -231,16 +244,25 @@ def combine_splits(
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One program: one query head of one row. Parts without keys have a largest score of -inf, and weigh nothing."""
+    """One program: BLOCK_D features of one query head of one row, BLOCK_P parts at a time."""
     row, head = tl.program_id(0), tl.program_id(1)
-    p, d = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_D)
-    place = (row.to(tl.int64) * H + head) * num_splits + p
-    largest = tl.load(largest_in + place, mask=p < num_splits, other=-float("inf"))
-    base = tl.maximum(tl.max(largest, axis=0), -1e30)  # -inf only where the row has no key at all
-    weight = tl.exp2(largest - base)
-    total = tl.sum(weight * tl.load(total_in + place, mask=p < num_splits, other=0.0), axis=0)
-    mask = (p < num_splits)[:, None] & (d < D)[None, :]
-    parts = tl.load(part + place[:, None] * D + d[None, :], mask=mask, other=0.0)
-    result = tl.sum(parts * weight[:, None], axis=0) / tl.where(total == 0.0, 1.0, total)
+    p, d = tl.arange(0, BLOCK_P), tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
+    first = (row.to(tl.int64) * H + head) * num_splits
+    base = -1e30  # stays where the row has no key at all
+    total = 0.0
+    result = tl.zeros([BLOCK_D], tl.float32)
+    for start in range(0, num_splits, BLOCK_P):
+        is_part = start + p < num_splits
+        place = first + start + p
+        largest = tl.load(largest_in + place, mask=is_part, other=-float("inf"))
+        grown = tl.maximum(base, tl.max(largest, axis=0))
+        fade = tl.exp2(base - grown)
+        weight = tl.exp2(largest - grown)
+        total = total * fade + tl.sum(weight * tl.load(total_in + place, mask=is_part, other=0.0), axis=0)
+        mask = (largest > -float("inf"))[:, None] & (d < D)[None, :]
+        parts = tl.load(part + place[:, None] * D + d[None, :], mask=mask, other=0.0)
+        result = result * fade + tl.sum(parts * weight[:, None], axis=0)
+        base = grown
+    result = result / tl.where(total == 0.0, 1.0, total)
     token = tl.load(tokens + row).to(tl.int64)
     tl.store(out + (token * H + head) * D + d, result.to(out.dtype.element_ty), mask=d < D)

@@ -19,9 +19,9 @@ from engine.kernels.silu_mul import silu_mul
 # T tokens, C choices of each, N = T * C choices, E hidden_size, X experts, I features of one, M rows of a tile,
 # P places: N and what fills up the tiles
 
-_MIN_ROWS, _MAX_ROWS = 16, 64
-_OUTPUTS = 64  # of one program
-_DEPTH = 32  # inputs multiplied at a time
+_MIN_ROWS, _MAX_ROWS = 16, 128
+_OUTPUTS = 64  # of one program, of gate and of up each; twice as many of down where there are many rows
+_DEPTH = 64  # inputs multiplied at a time
 
 
 def fused_experts(x_TE: Tensor, gate_up_X2IE: Tensor, down_XEI: Tensor, chosen_TC: Tensor) -> Tensor:
@@ -54,8 +54,10 @@ def launch_fused_experts(x_TE: Tensor, gate_up_X2IE: Tensor, down_XEI: Tensor, c
     rows = min(_MAX_ROWS, max(_MIN_ROWS, power_of_2(per_expert)))
     choice_P, expert_B = sort_into_tiles(chosen_TC, num_experts=num_experts, rows=rows)
     features_NI = x_TE.new_empty(num_choices, features)
-    sizes = {"M": rows, "BLOCK_O": _OUTPUTS, "BLOCK_K": _DEPTH, "num_warps": 4}
-    _gate_up[(len(expert_B), cdiv(features, _OUTPUTS))](
+    outputs = _OUTPUTS if rows < _MAX_ROWS else 2 * _OUTPUTS
+    sizes = {"M": rows, "BLOCK_K": _DEPTH, "num_warps": 4 if rows < _MAX_ROWS else 8, "num_stages": 3}
+    # Programs that run at a time are those of few tiles: their rows and their experts' weights are in the cache.
+    _gate_up[(cdiv(features, _OUTPUTS), len(expert_B))](
         x_TE,
         gate_up_X2IE,
         features_NI,
@@ -66,9 +68,10 @@ def launch_fused_experts(x_TE: Tensor, gate_up_X2IE: Tensor, down_XEI: Tensor, c
         C=chosen_TC.shape[1],
         K=hidden,
         F=features,
+        BLOCK_O=_OUTPUTS,
         **sizes,
     )
-    _down[(len(expert_B), cdiv(hidden, _OUTPUTS))](
+    _down[(cdiv(hidden, outputs), len(expert_B))](
         features_NI,
         down_XEI,
         out_TCE,
@@ -78,6 +81,7 @@ def launch_fused_experts(x_TE: Tensor, gate_up_X2IE: Tensor, down_XEI: Tensor, c
         num_experts,
         K=features,
         F=hidden,
+        BLOCK_O=outputs,
         **sizes,
     )
     return out_TCE
@@ -106,7 +110,7 @@ def sort_into_tiles(chosen_TC: Tensor, *, num_experts: int, rows: int) -> tuple[
     return choice_P, expert_B
 
 
-@jit
+@jit(do_not_specialize=["num_choices"])
 def _gate_up(
     x,
     weights,
@@ -123,12 +127,12 @@ def _gate_up(
     BLOCK_K: tl.constexpr,
 ):
     """One program: BLOCK_O features of the choices of one tile."""
-    expert = tl.load(experts + tl.program_id(0)).to(tl.int64)
+    expert = tl.load(experts + tl.program_id(1)).to(tl.int64)
     if expert >= num_experts:
         return
-    choice = tl.load(choices + tl.program_id(0) * M + tl.arange(0, M)).to(tl.int64)
+    choice = tl.load(choices + tl.program_id(1) * M + tl.arange(0, M)).to(tl.int64)
     is_row = choice < num_choices
-    o = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
+    o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     k = tl.arange(0, BLOCK_K)
     row = x + (choice // C)[:, None] * K + k[None, :]
     gate_row = weights + (expert * 2 * F + o)[None, :] * K + k[:, None]
@@ -147,7 +151,7 @@ def _gate_up(
     tl.store(out + choice[:, None] * F + o[None, :], result.to(out.dtype.element_ty), mask=is_row[:, None] & (o < F))
 
 
-@jit
+@jit(do_not_specialize=["num_choices"])
 def _down(
     x,
     weights,
@@ -163,12 +167,12 @@ def _down(
     BLOCK_K: tl.constexpr,
 ):
     """One program: BLOCK_O outputs of the choices of one tile."""
-    expert = tl.load(experts + tl.program_id(0)).to(tl.int64)
+    expert = tl.load(experts + tl.program_id(1)).to(tl.int64)
     if expert >= num_experts:
         return
-    choice = tl.load(choices + tl.program_id(0) * M + tl.arange(0, M)).to(tl.int64)
+    choice = tl.load(choices + tl.program_id(1) * M + tl.arange(0, M)).to(tl.int64)
     is_row = choice < num_choices
-    o = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
+    o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     k = tl.arange(0, BLOCK_K)
     row = x + choice[:, None] * K + k[None, :]
     weight_row = weights + (expert * F + o)[None, :] * K + k[:, None]

@@ -76,7 +76,7 @@ def launch_write_kv(
     )
 
 
-@jit
+@jit(do_not_specialize=["num_tokens"])
 def _write_kv(
     codes,
     scales,

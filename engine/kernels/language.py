@@ -21,8 +21,8 @@ if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
 else:
     tl: Any = None
 
-    def jit(function: Callable[..., Any]) -> Callable[..., Any]:
-        return function
+    def jit(function: Callable[..., Any] | None = None, **_: Any) -> Callable[..., Any]:
+        return jit if function is None else function
 
 
 def cdiv(a: int, b: int) -> int:

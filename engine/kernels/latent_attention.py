@@ -125,22 +125,11 @@ def launch_latent_decode_attention(
         num_warps=8,
         num_stages=2,
     )
-    combine_splits[(num_rows, num_heads)](
-        part_RHPC,
-        largest_RHP,
-        total_RHP,
-        torch.arange(num_rows, device=device),
-        out_RHC,
-        num_splits,
-        H=num_heads,
-        D=latent_dim,
-        BLOCK_P=power_of_2(num_splits),
-        BLOCK_D=power_of_2(latent_dim),
-    )
+    combine_splits(part_RHPC, largest_RHP, total_RHP, torch.arange(num_rows, device=device), out_RHC)
     return out_RHC
 
 
-@jit
+@jit(do_not_specialize=["table_stride"])
 def _attend_latents(
     q,
     codes,
@@ -211,6 +200,7 @@ def _attend_latents(
         largest = grown
 
     place = (row * H + h) * num_splits + split
-    tl.store(part + place[:, None] * C + c[None, :], out, mask=is_head[:, None] & (c < C)[None, :])
+    if first < end:
+        tl.store(part + place[:, None] * C + c[None, :], out, mask=is_head[:, None] & (c < C)[None, :])
     tl.store(largest_out + place, largest, mask=is_head)
     tl.store(total_out + place, total, mask=is_head)

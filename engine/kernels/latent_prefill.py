@@ -70,7 +70,7 @@ def reference_latent_prefill_attention(
         shared_LHP = keys_LP[keys].unsqueeze(1).expand(-1, k_LHN.shape[1], -1)
         k_LHD = torch.cat((k_LHN[keys], shared_LHP), dim=-1).float()
         scores_HQL = torch.einsum("qhd,lhd->hql", q_THD[queries].float(), k_LHD) * scale
-        is_hidden_QL = torch.ones(length, context, dtype=torch.bool).triu(context - length + 1)
+        is_hidden_QL = torch.ones_like(scores_HQL[0], dtype=torch.bool).triu(context - length + 1)
         weights_HQL = scores_HQL.masked_fill(is_hidden_QL, -torch.inf).softmax(-1)
         out_THW[queries] = torch.einsum("hql,lhw->qhw", weights_HQL, v_LHW[keys].float()).to(out_THW.dtype)
 

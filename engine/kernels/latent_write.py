@@ -59,7 +59,7 @@ def launch_write_latents(
     )
 
 
-@jit
+@jit(do_not_specialize=["num_tokens"])
 def _write_latents(
     codes,
     exact,

@@ -80,7 +80,7 @@ def attend_block(
     n = first + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     is_d = d < D
-    is_key = n < end
+    is_key = (n < end) if MASKED else tl.full([BLOCK_N], True, tl.int1)
     block = tl.load(table + n // S, mask=is_key, other=0).to(tl.int64)
     key = (block * 2 * K + head) * S + n % S
     value = key + K * S
@@ -88,19 +88,20 @@ def attend_block(
     k = tl.load(codes + key[None, :] * D + d[:, None], mask=is_key[None, :] & is_d[:, None], other=0)
     if HAS_SCALES:
         k = from_code(k, q.dtype, NATIVE)
-    scores = tl.dot(q, k, input_precision="ieee") * scale
+    scores = tl.dot(q, k, input_precision="ieee")
     if HAS_SCALES:
-        scores *= tl.load(scales + key, mask=is_key, other=0.0).to(tl.float32)[None, :]
+        scores *= (tl.load(scales + key, mask=is_key, other=0.0).to(tl.float32) * scale)[None, :]
+        scale = 1.0
     if MASKED:
         is_seen = (n[None, :] <= position[:, None]) & is_key[None, :]
         if WINDOW > 0:
             is_seen = is_seen & (n[None, :] > position[:, None] - WINDOW)
         scores = tl.where(is_seen, scores, -float("inf"))
 
-    grown = tl.maximum(largest, tl.max(scores, axis=1))
+    grown = tl.maximum(largest, tl.max(scores, axis=1) * scale)
     base = tl.where(grown == -float("inf"), 0.0, grown)  # a query that has seen no key yet
     fade = tl.exp2(largest - base)
-    weights = tl.exp2(scores - base[:, None])
+    weights = tl.exp2(scores * scale - base[:, None])  # one operation each: product and difference are fused
     total = total * fade + tl.sum(weights, axis=1)
 
     v = tl.load(codes + value[:, None] * D + d[None, :], mask=is_key[:, None] & is_d[None, :], other=0)

@@ -19,7 +19,7 @@ from engine.kernels.online_softmax import attend_block, gather_row, reference_ro
 
 # T tokens of the step, R rows, H query heads, K kv heads, G = H / K, D head_dim, B blocks, S block_size, N tiles
 
-TILE_QUERIES = 64
+TILE_QUERIES = 128
 _KEYS = 64  # of one step of a program
 
 
@@ -137,11 +137,12 @@ def launch_prefill_attention(
         WINDOW=window or 0,
         HAS_SCALES=has_scales,
         NATIVE=has_fp8_casts(q_THD.device),
+        num_warps=8,
         num_stages=3,
     )
 
 
-@jit
+@jit(do_not_specialize=["table_stride"])
 def _attend_tile(
     q,
     codes,

@@ -53,6 +53,7 @@ def launch_rms_norm(x_E: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         eps,
         BLOCK=power_of_2(num_features),
         ADDS=False,
+        num_warps=_num_warps(num_features),
     )
     return out_E
 
@@ -73,8 +74,14 @@ def launch_add_rms_norm(x_E: Tensor, update_E: Tensor, weight_E: Tensor, eps: fl
         eps,
         BLOCK=power_of_2(num_features),
         ADDS=True,
+        num_warps=_num_warps(num_features),
     )
     return total_E, out_E
+
+
+def _num_warps(num_features: int) -> int:
+    """So that each thread has 16 numbers; a head takes one warp, of which a processor holds more than of programs."""
+    return max(1, min(16, power_of_2(num_features) // 512))
 
 
 @jit

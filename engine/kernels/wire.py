@@ -18,6 +18,7 @@ from engine.kernels.language import cdiv, has_fp8_casts, jit, power_of_2, tl
 # 2: the sides, keys, then values
 
 _VALUES_PER_PROGRAM = 4096
+_MAX_ROWS = 512  # of a program: scales are rows of one number
 
 
 def pack_kv(pool_B2PSD: Tensor, slots_T: Tensor, heads: slice, codes_T2KD: Tensor, scales_T2K: Tensor | None) -> None:
@@ -98,7 +99,7 @@ def _work(pool_B2PSD: Tensor, codes_T2KD: Tensor, heads: slice) -> tuple[tuple[i
     num_tokens, num_sides, num_heads, dim = codes_T2KD.shape
     assert pool_B2PSD.is_contiguous() and codes_T2KD.is_contiguous()
     block_d = power_of_2(dim)
-    rows = max(1, _VALUES_PER_PROGRAM // block_d)
+    rows = max(1, min(_MAX_ROWS, _VALUES_PER_PROGRAM // block_d))
     grid = (cdiv(num_tokens * num_sides * num_heads, rows),)
     first, _, _ = heads.indices(pool_B2PSD.shape[2])
     sizes = {"P": pool_B2PSD.shape[2], "S": pool_B2PSD.shape[3], "D": dim, "FIRST": first, "K": num_heads}
@@ -134,7 +135,7 @@ def _rows(
     return row, is_row, place[:, None] * D + d[None, :], row[:, None] * D + d[None, :], mask
 
 
-@jit
+@jit(do_not_specialize=["num_tokens"])
 def _pack_kv(
     pool,
     slots,
@@ -161,7 +162,7 @@ def _pack_kv(
         tl.store(codes + in_payload, x, mask=mask)
 
 
-@jit
+@jit(do_not_specialize=["num_tokens"])
 def _unpack_kv(
     codes,
     scales,

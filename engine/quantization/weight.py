@@ -8,8 +8,6 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType
-from gguf.quants import dequantize
 from torch import Tensor
 
 from cluster.gguf_table import GGMLType
@@ -81,6 +79,9 @@ class GGMLWeight:
         return self.blocks_OB.shape[0], self.blocks_OB.shape[1] // self.kind.num_bytes * self.kind.block
 
     def rows(self, start: int, end: int) -> Tensor:
+        from gguf import GGMLQuantizationType  # here, for other formats are read where it is not installed
+        from gguf.quants import dequantize
+
         stored = self.blocks_OB[start:end].numpy().reshape(-1)
         # gguf works through 16 rows at a time; rows of a hundred blocks, which need not be the matrix's, suit it best.
         wide = stored.reshape(-1, math.gcd(len(stored) // self.kind.num_bytes, 128) * self.kind.num_bytes)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -14,14 +16,16 @@ from cluster.errors import LinkClosed
 from kvtransfer.link import LinkEnd, Operation
 
 _SENDER, _RECEIVER = 0, 1
+_POLL_S = 5e-5  # torch's own wait looks once in a millisecond, in which a fast link moves many payloads
+_ABORT_S = 5.0  # for an operation to end that was aborted
 
 
 class NcclLink:
     """A communicator of two ranks, each on a GPU of its own (NCCL allows no two ranks on one).
 
-    Each operation runs on a stream of this link and is waited for on the host, so that its deadline holds: a wait with
-    a timeout polls the communicator and aborts it when the time has passed. `close` aborts it from outside, which
-    wakes the waiting thread.
+    An operation comes behind what its thread has started on its current stream (kvtransfer/lane.py). Its end is waited
+    for on the host, so that the deadline holds: when that has passed, or when `close` is called, the communicator is
+    aborted, which ends the operation.
     """
 
     backend = "nccl"
@@ -30,11 +34,14 @@ class NcclLink:
     def __init__(self, end: LinkEnd) -> None:
         from torch.distributed import ProcessGroupNCCL  # in CUDA builds of torch only
 
+        # Torch reads this when it makes a group, and then has no thread watch it. Such a thread would end this process
+        # where a peer dies or an operation takes longer than the group's timeout. A gang's own group, for whose
+        # operations the host must not wait, is there before any link (engine/parallel.py).
+        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
         self.device = end.device
         self._store = end.store  # the group keeps only the C++ half of a store that is written in Python
         self._peer = _RECEIVER if end.is_sender else _SENDER
         self._closed = threading.Event()
-        self._stream = torch.cuda.Stream(end.device)
         options = ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=end.timeout_s)
         rank = _SENDER if end.is_sender else _RECEIVER
@@ -64,8 +71,7 @@ class NcclLink:
         if self._closed.is_set():
             raise LinkClosed("the link is closed")
         try:
-            with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
-                self._stream.wait_stream(torch.cuda.default_stream(self.device))
+            with torch.cuda.device(self.device):
                 return _NcclOperation(self, start())
         except RuntimeError as error:
             self.close()
@@ -74,9 +80,14 @@ class NcclLink:
     def finish(self, work: Work, *, timeout_s: float) -> None:
         """Wait on the host for something that was started here. Raises LinkClosed."""
         try:
-            with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
-                work.wait(timedelta(seconds=timeout_s))
-                self._stream.synchronize()
+            with torch.cuda.device(self.device):
+                is_over = _poll(work, timeout_s)
+                if not is_over:
+                    self.close()
+                    _poll(work, _ABORT_S)  # its payload must not be used for anything else before
+                    raise LinkClosed(f"nccl: an operation took longer than {timeout_s:.1f} s")
+                if not self._closed.is_set():
+                    work.wait(timedelta(seconds=timeout_s))  # it is over: this raises what went wrong
         except RuntimeError as error:
             self.close()
             raise LinkClosed(f"nccl: {error}") from error
@@ -91,3 +102,13 @@ class _NcclOperation:
 
     def wait(self, *, timeout_s: float) -> None:
         self._link.finish(self._work, timeout_s=timeout_s)
+
+
+def _poll(work: Work, timeout_s: float) -> bool:
+    """Whether it has ended, in whatever way, before the time has passed."""
+    deadline = time.monotonic() + timeout_s
+    while not work.is_completed():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True

@@ -39,6 +39,18 @@ def test_it_prints_what_it_measured(
     assert result["bandwidth_gb_s"] > 0 and result["threads"] >= 1
 
 
+def test_it_runs_without_the_command_line(
+    tiny_model: MakeModel, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, _ = tiny_model("llama")
+    monkeypatch.setattr(bench, "_NUM_STEPS", 2)
+    options = ["--batch", "2", "--context", "5", "--prefill", "9", "--dtype", "float32"]
+    monkeypatch.setattr("sys.argv", ["bench", str(directory), *options])
+    bench.main()
+    result = json.loads(capsys.readouterr().out)
+    assert [row["batch"] for row in result["decode"]] == [2] and [row["tokens"] for row in result["prefill"]] == [9]
+
+
 def test_it_refuses_what_is_no_count(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["bench", "engine", "--batch", "1,none"]) == 2
     assert "--batch 1,none" in capsys.readouterr().err

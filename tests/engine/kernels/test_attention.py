@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -36,8 +38,7 @@ def tables_for(contexts: list[int], block_size: int) -> torch.Tensor:
     return tables.to(DEVICE)
 
 
-@pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("case", "num_splits"), [*product(CASES, [1, 3]), (CASES[0], 20)], ids=str)
 def test_decode(case: tuple, num_splits: int) -> None:
     num_heads, num_kv_heads, dim, block_size, window, kind, dtype = case
     contexts = [1, 130, 65]
@@ -84,11 +85,11 @@ def test_a_row_without_keys_gets_zeros() -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_prefill(case: tuple) -> None:
     num_heads, num_kv_heads, dim, block_size, window, kind, dtype = case
-    contexts, lengths = [65, 130, 3], [65, 40, 2]  # a whole prompt, and chunks behind a prefix
-    begins = np.array([1, 66, 108])  # tokens 0, 106 and 107 belong to other rows
+    contexts, lengths = [135, 70, 3], [135, 40, 2]  # a whole prompt of two tiles, and chunks behind a prefix
+    begins = np.array([1, 136, 178])  # tokens 0, 176 and 177 belong to other rows
     tables = tables_for(contexts, block_size)
     codes, scales = random_pool(40, num_kv_heads, block_size, dim, dtype=EIGHT_BITS.get(kind, dtype))
-    q = random(110, num_heads, dim, dtype=dtype)
+    q = random(180, num_heads, dim, dtype=dtype)
     outs = [torch.full_like(q, 7.0) for _ in range(2)]
     for attend, out in zip((launch_prefill_attention, reference_prefill_attention), outs, strict=True):
         attend(
@@ -103,4 +104,4 @@ def test_prefill(case: tuple) -> None:
         )
     tolerance = TOLERANCE[dtype] * (3 if kind else 1)
     torch.testing.assert_close(outs[0], outs[1], atol=tolerance, rtol=tolerance)
-    assert (outs[0][[0, 106, 107]] == 7.0).all(), "tokens of other rows were written"
+    assert (outs[0][[0, 176, 177]] == 7.0).all(), "tokens of other rows were written"

@@ -22,7 +22,8 @@ BLOCKS, BLOCK_SIZE = 24, 8
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["wide", *EIGHT_BITS])
 @pytest.mark.parametrize(
-    ("latent_dim", "rope_dim", "num_heads", "num_splits"), [(24, 8, 3, 1), (64, 16, 20, 1), (48, 16, 4, 3)]
+    ("latent_dim", "rope_dim", "num_heads", "num_splits"),
+    [(24, 8, 3, 1), (64, 16, 20, 1), (48, 16, 4, 3), (24, 8, 2, 20)],
 )
 def test_rows_of_any_length(
     latent_dim: int, rope_dim: int, num_heads: int, num_splits: int, kind: str, dtype: torch.dtype
@@ -53,13 +54,13 @@ def test_rows_of_any_length(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("nope", "rope", "value"), [(12, 8, 10), (32, 16, 16), (64, 32, 64)])
 def test_prompts(nope: int, rope: int, value: int, dtype: torch.dtype) -> None:
-    contexts, lengths = [65, 130, 3], [65, 40, 2]  # a whole prompt, and chunks behind a prefix
-    begins, firsts = np.array([1, 66, 108]), [0, 72, 208]  # tokens 0, 106 and 107 belong to other rows
-    q = random(110, 3, nope + rope, dtype=dtype)
-    k, keys, v = (random(212, *shape, dtype=dtype, seed=i) for i, shape in enumerate([(3, nope), (rope,), (3, value)]))
+    contexts, lengths = [135, 70, 3], [135, 40, 2]  # a whole prompt of two tiles, and chunks behind a prefix
+    begins, firsts = np.array([1, 136, 178]), [0, 144, 216]  # tokens 0, 176 and 177 belong to other rows
+    q = random(180, 3, nope + rope, dtype=dtype)
+    k, keys, v = (random(220, *shape, dtype=dtype, seed=i) for i, shape in enumerate([(3, nope), (rope,), (3, value)]))
     for numbers in (k, keys, v):
-        numbers[[65, 71, 202, 211]] = torch.inf  # what stands behind a row's last key is no number
-    outs = [torch.full((110, 3, value), 7.0, dtype=dtype, device=DEVICE) for _ in range(2)]
+        numbers[[135, 143, 214, 219]] = torch.inf  # what stands behind a row's last key is no number
+    outs = [torch.full((180, 3, value), 7.0, dtype=dtype, device=DEVICE) for _ in range(2)]
     for attend, out in zip((launch_latent_prefill_attention, reference_latent_prefill_attention), outs, strict=True):
         attend(
             q,
@@ -73,7 +74,7 @@ def test_prompts(nope: int, rope: int, value: int, dtype: torch.dtype) -> None:
             out_THW=out,
         )
     torch.testing.assert_close(*outs, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-    assert (outs[0][[0, 106, 107]] == 7.0).all(), "tokens of other rows were written"
+    assert (outs[0][[0, 176, 177]] == 7.0).all(), "tokens of other rows were written"
 
 
 @pytest.mark.parametrize("kind", ["wide", *EIGHT_BITS])

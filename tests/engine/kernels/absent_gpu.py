@@ -1,0 +1,194 @@
+"""A GPU that is not there: its tensors have shapes, but no numbers, and what is launched on it is compiled only.
+
+To be imported before anything else of the engine, in a process of its own: Triton decides at import whether a kernel is
+interpreted. On such a device an operation raises where tensors of the host come among those of the device, where the
+host would wait for a number, and where a shape would depend on one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+assert "engine.kernels.language" not in sys.modules
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch  # noqa: E402
+
+with_gpu = torch.cuda.is_available
+torch.cuda.is_available = lambda: True
+import engine.kernels.language  # noqa: E402, F401  which makes kernels only where there is a GPU
+
+torch.cuda.is_available = with_gpu
+
+import triton  # noqa: E402
+from torch import Tensor  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily  # noqa: E402
+from torch.overrides import TorchFunctionMode  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime.driver import driver  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+DEVICE = torch.device("cuda", 0)
+_PROCESSORS = 132
+_ADDRESS = 1 << 32  # of every allocation: aligned
+_TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel as it was compiled for some launch."""
+
+    name: str
+    grid: tuple[int, ...]
+    shared_bytes: int
+    registers: int
+    stack_bytes: int  # of a thread: what did not fit into its registers
+    ptx: str
+
+
+@contextmanager
+def absent_gpu(capability: tuple[int, int]) -> Iterator[list[Launch]]:
+    """Tensors made here on "cuda" are of the absent device. Yields the kernels that were launched, one entry for each
+    that was compiled."""
+    compiled: set[str] = set()
+    launches: list[Launch] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *arguments: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> None:
+        assert len(grid) <= 3 and all(0 < count < 1 << 16 for count in grid[1:]), f"{self.__name__}: a grid of {grid}"
+        with unset_fake_temporarily():
+            named = {name: _described(value) for name, value in options.items()}
+            kernel = run(self, *map(_described, arguments), grid=grid, warmup=True, **named)
+            if kernel.hash not in compiled:
+                compiled.add(kernel.hash)
+                launches.append(_launch(self.__name__, grid, kernel))
+
+    torch.cuda.get_device_capability = lambda device=None: capability
+    torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=_PROCESSORS)
+    driver.set_active(_Driver(10 * capability[0] + capability[1]))
+    JITFunction.run = compile_only
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), _WithoutCuda():
+            yield launches
+    finally:
+        JITFunction.run = run
+
+
+class _Driver:
+    """What Triton asks about the device that it compiles for."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return DEVICE
+
+
+@dataclass(frozen=True)
+class _Pointer:
+    """A tensor, as far as the compiler wants to know it."""
+
+    dtype: torch.dtype
+    address: int
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def _described(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    assert value.is_cuda, "a kernel was given a tensor of the host"
+    return _Pointer(value.dtype, _ADDRESS + value.storage_offset() * value.dtype.itemsize)
+
+
+def _launch(name: str, grid: tuple[int, ...], kernel: Any) -> Launch:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        used = subprocess.run(
+            [_TOOLS / "cuobjdump", "-res-usage", file.name], check=True, capture_output=True, text=True
+        ).stdout
+    registers, stack = (int(re.search(rf"\b{what}:(\d+)", used)[1]) for what in ("REG", "STACK"))
+    return Launch(name, grid, kernel.metadata.shared, registers, stack, kernel.asm["ptx"])
+
+
+class _WithoutCuda(TorchFunctionMode):
+    """Does by other operations what torch's binding to Python refuses of a CUDA tensor in builds without CUDA."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        instead = _INSTEAD.get(getattr(function, "__name__", ""))
+        if instead is None or not isinstance(args[0], FakeTensor):
+            return function(*args, **(kwargs or {}))
+        return instead(*args)
+
+
+def _get(x: Tensor, index: Any) -> Tensor:
+    view, tensors = _cut(x, index)
+    return _aten.index.Tensor(view, tensors) if tensors else view
+
+
+def _set(x: Tensor, index: Any, value: Tensor) -> None:
+    view, tensors = _cut(x, index)
+    if tensors:
+        _aten.index_put_(view, tensors, value)
+    else:
+        _copy(view, value)
+
+
+def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    assert torch.broadcast_shapes(target.shape, source.shape) == target.shape
+    return target
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    return x if x.is_contiguous() else torch.clone(x, memory_format=torch.contiguous_format)
+
+
+def _cut(x: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None]]:
+    """The view that the numbers and slices of an index stand for, and its tensors, one for each dimension up to the
+    last that has one."""
+    tensors: list[Tensor | None] = []
+    dim = 0
+    parts = index if isinstance(index, tuple) else (index,)
+    for i, part in enumerate(parts):
+        if part is Ellipsis:
+            dim = x.dim() - sum(rest is not None for rest in parts[i + 1 :])
+        elif part is None:
+            x, dim = _aten.unsqueeze(x, dim), dim + 1
+        elif isinstance(part, int):
+            x = _aten.select.int(x, dim, part)
+        elif isinstance(part, slice):
+            x, dim = _aten.slice.Tensor(x, dim, part.start, part.stop, part.step or 1), dim + 1
+        else:
+            tensors += [None] * (dim - len(tensors)) + [part]
+            dim += 1
+    return x, tensors
+
+
+_INSTEAD: dict[str, Callable[..., Any]] = {
+    "__getitem__": _get,
+    "__setitem__": _set,
+    "copy_": _copy,
+    "contiguous": _contiguous,
+}

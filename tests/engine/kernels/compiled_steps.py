@@ -1,0 +1,234 @@
+"""Steps of large models on a GPU that is not there: a program, which prints what was launched, as JSON.
+
+python -m tests.engine.kernels.compiled_steps 9.0 llama/auto qwen3_moe/int8 …
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+# ruff: isort: off
+from tests.engine.kernels.absent_gpu import DEVICE, Launch, absent_gpu
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from cluster import model_config
+from cluster.request import Sampling
+from engine import decode_graphs, device_batch, runner, sampler
+from engine.batch import Batch, Row
+from engine.kernels import latent_heads
+from engine.model.dense import expected_tensors
+from engine.runner import ModelRunner, layout_for
+from engine.sampler import SamplingRow, sample
+from kvtransfer.codec import codec_for, slots_of
+from kvtransfer.segment import Segment
+# ruff: isort: on
+
+NUM_BLOCKS, BLOCK_SIZE, MAX_RUNNING = 20000, 16, 64
+
+COMMON = {
+    "vocab_size": 32000,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 32,
+    "head_dim": 128,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {  # 3 8B
+        **COMMON,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+    },
+    "qwen3_moe": {  # 30B-A3B
+        **COMMON,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "deepseek_v2": {  # Lite
+        **COMMON,
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "head_dim": 64,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1408,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "norm_topk_prob": False,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "scoring_func": "softmax",
+        "routed_scaling_factor": 1.0,
+    },
+}
+
+
+class FakeCheckpoint:
+    """Implements Checkpoint: of tensors without numbers."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self.shapes: Mapping[str, tuple[int, ...]] = expected_tensors(model_config.load(model_dir))
+
+    def read(self, name: str, *, rows: Any = None, columns: Any = None) -> Tensor:
+        cuts = (rows, columns, *[None] * len(self.shapes[name]))
+        shape = [cut[1] - cut[0] if cut else size for size, cut in zip(self.shapes[name], cuts, strict=False)]
+        return torch.empty(shape, dtype=torch.bfloat16)
+
+
+def main() -> None:
+    capability = tuple(int(number) for number in sys.argv[1].split("."))
+    # What goes to the device in one copy has its shape, and begins where an allocation does.
+    for module in (device_batch, decode_graphs, latent_heads):
+        module.upload = lambda arrays, device: [torch.empty(a.shape, dtype=torch.int32, device=device) for a in arrays]
+    sampler._place = lambda values, dtype, device: torch.empty(len(values), dtype=dtype, device=device)
+    runner.open_checkpoint = FakeCheckpoint
+    model_config.fingerprint = lambda model_dir: "without numbers"
+    for case in sys.argv[2:]:
+        family, pool_dtype = case.split("/")
+        with tempfile.TemporaryDirectory() as directory:
+            (Path(directory) / "config.json").write_text(json.dumps(CONFIGS[family]))
+            with absent_gpu(capability) as launches:
+                take_steps(Path(directory), pool_dtype, launches)
+        print(json.dumps({"case": case, "launches": [asdict(launch) for launch in launches]}), flush=True)
+
+
+def take_steps(model_dir: Path, pool_dtype: str, launches: list[Launch]) -> None:
+    """What a replica of either role does with its device: every kind of step, and a block's way over the wire."""
+    layout = layout_for(model_dir, dtype="bfloat16", pool_dtype=pool_dtype, block_size=BLOCK_SIZE)
+    replaying = ModelRunner(
+        model_dir,
+        layout=layout,
+        num_blocks=NUM_BLOCKS,
+        dtype=torch.bfloat16,
+        device=DEVICE,
+        replayed_rows=MAX_RUNNING,
+        capture=call_again,
+    )
+    assert replaying._graphs is not None, replaying._model.hindrance
+    replaying.pool.synchronize = lambda: None  # there is nobody to wait for
+    replaying.warm_up(2048)
+    warm, told = len(launches), list[int]()
+    for spans, options in (
+        ([(0, 2048)], {"on_layer": told.append}),  # a chunk that is shipped
+        ([(4095, 1)] * 5, {}),  # a replayed step
+        ([(100, 300), (4095, 1), (512, 512), (700, 1)], {}),  # prompts beside running rows
+    ):
+        blocks = iter(np.arange(NUM_BLOCKS))
+        rows = [
+            Row(
+                token_ids=[1] * count,
+                start=start,
+                blocks=[next(blocks) for _ in range(-(-(start + count) // BLOCK_SIZE))],
+                wants_logits=True,
+            )
+            for start, count in spans
+        ]
+        logits = replaying.forward(Batch.of(rows, block_size=BLOCK_SIZE), **options)
+        assert logits.shape == (len(spans), 32000) and logits.is_cuda
+        choose(logits)
+    assert told == list(range(layout.num_layers))
+    assert len(launches) == warm, f"a step waited for the compiler: {[launch.name for launch in launches[warm:]]}"
+    for wire_dtype in ("raw", "fp8_e4m3", "int8"):
+        ship(replaying, wire_dtype)
+
+
+def call_again(step: Callable[[], None]) -> Callable[[], None]:
+    """In the place of a recorder; nothing may come from the host's memory into what is recorded."""
+    step()
+    return step
+
+
+def choose(logits: Tensor) -> None:
+    """As a worker samples: the host waits for the tokens, once, and does nothing else with numbers of the device."""
+    samplings = (
+        Sampling(temperature=0.0),
+        Sampling(temperature=0.7, top_k=20, min_p=0.1),
+        Sampling(temperature=1.0, repetition_penalty=1.1, presence_penalty=0.5),
+        Sampling(temperature=1.0, min_tokens=5, stop_token_ids=(7,)),
+    )
+    rows = [
+        SamplingRow(sampling=sampling, seed=1, tokens=[1, 2, 3], num_prompt_tokens=2)
+        for _, sampling in zip(logits, cycle(samplings), strict=False)
+    ]
+    with numbers_awaited() as awaited:
+        sample(logits, rows)
+    assert awaited == [(len(rows),)], awaited
+
+
+@contextmanager
+def numbers_awaited() -> Iterator[list[Sequence[int]]]:
+    """The shapes of the tensors whose numbers the host asks for; they are all zero."""
+    shapes: list[Sequence[int]] = []
+
+    def tolist(x: Tensor) -> Any:
+        shapes.append(tuple(x.shape))
+        return np.zeros(x.shape, dtype=int).tolist()
+
+    original = FakeTensor.tolist
+    FakeTensor.tolist = tolist
+    try:
+        yield shapes
+    finally:
+        FakeTensor.tolist = original
+
+
+def ship(replica: ModelRunner, wire_dtype: str) -> None:
+    """Positions of some layers out of the pool, and in again; of two heads of it, where a layout has so many."""
+    layout, pool = replica.layout, replica.pool
+    codec = codec_for(layout, wire_dtype)
+    segment = Segment(
+        first_layer=0,
+        num_layers=2,
+        first_token=7,
+        num_tokens=50,
+        first_head=layout.heads_per_rank // 2,
+        num_heads=max(1, layout.heads_per_rank // 2),
+    )
+    if layout.heads_per_rank == 1:
+        segment = Segment(first_layer=0, num_layers=2, first_token=7, num_tokens=50, first_head=0, num_heads=1)
+    slots = slots_of(pool, range(10), 7, 50)
+    payload = torch.empty(codec.num_bytes(segment), dtype=torch.uint8, device=DEVICE)
+    codec.pack(pool, segment, slots, payload)
+    codec.unpack(payload, pool, segment, slots)
+
+
+if __name__ == "__main__":
+    main()
