@@ -33,7 +33,7 @@ class Incoming:
         assert opened.first_token % pool.layout.block_size == 0, "a handoff begins at a block"
         self._slots_T = slots_of(pool, opened.block_ids, 0, opened.max_tokens - opened.first_token)
         self._opened = Mark(pool.device)  # what the blocks were used for before
-        self._written = self._opened
+        self._written: dict[int, Mark] = {}  # by sending rank, whose link has a lane of its own: what was started last
         self._lock = threading.Lock()
 
     def write(self, announced: pb.Segment, payload: Tensor, *, copy: HeadCopy) -> None:
@@ -57,7 +57,7 @@ class Incoming:
                 start = announced.first_token - self._first_token
                 self._opened.hold_up()
                 self._codec.unpack(payload, self._pool, segment, self._slots_T[start : start + segment.num_tokens])
-                self._written = Mark(self._pool.device)
+                self._written[copy.sender] = Mark(self._pool.device)
 
     def commit(self, commit: pb.Commit, *, copy: HeadCopy, num_sources: int) -> Landing | None:
         """One sending rank is done. The Landing when all `num_sources` of this rank are. Raises as `write` does."""
@@ -69,4 +69,5 @@ class Incoming:
         """Refuse everything from now on; waits for a write under way."""
         with self._lock:
             self._ledger.close()
-            self._written.wait()
+            for mark in self._written.values():
+                mark.wait()
