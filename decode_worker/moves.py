@@ -98,8 +98,8 @@ class Moves:
     def begin(self, choice: Choice, handoff: Handoff, listener: MoveListener, *, step_s: float) -> None:
         """Begin to ship a choice that decodes here, a token every `step_s`; unless it is gone sooner by itself."""
         sequence = choice.sequence
-        if choice in self._under_way or (handoff.id, handoff.epoch) in self._departures:
-            listener.stays("it is being moved already")
+        if choice in self._under_way or self._departures.knows((handoff.id, handoff.epoch)):
+            listener.stays("it is being moved already, or was")
         elif handoff.num_tokens >= len(sequence.tokens):
             listener.stays(f"it has {len(sequence.tokens)} tokens, the handoff is for more")
         elif is_quicker_to_ship(

@@ -11,6 +11,7 @@ the sequence may finish, cancel, preempt or free it at any moment.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -22,6 +23,8 @@ from engine.block_manager import BlockManager
 from kvtransfer.passage import Key, Shipment
 
 T = TypeVar("T")
+
+_MAX_ENDED = 4096  # a call that is made twice, or a report, comes late by a deadline, not by thousands of handoffs
 
 
 class DepartureState(StrEnum):
@@ -70,18 +73,21 @@ class Departures(Generic[T]):
     def __init__(self, blocks: BlockManager) -> None:
         self._blocks = blocks
         self._under_way: dict[Key, Departure[T]] = {}
+        self._ended: OrderedDict[Key, None] = OrderedDict()
         self._aborts: list[Key] = []
 
     def __len__(self) -> int:
         return len(self._under_way)
 
-    def __contains__(self, key: Key) -> bool:
-        return key in self._under_way
+    def knows(self, key: Key) -> bool:
+        """Whether it is under way, or was. A key serves once: a report of its first passage that comes late, or twice,
+        would end a second one while that is still being read."""
+        return key in self._under_way or key in self._ended
 
     def begin(self, handoff: Handoff, blocks: Sequence[int], *, ranks: Iterable[int], owner: T) -> Departure[T]:
-        """Our `ranks` begin to send these blocks, which somebody holds now."""
+        """Our `ranks` begin to send these blocks, which somebody holds now. Nobody may know the handoff's key yet."""
         departure = Departure(owner, handoff, set(ranks), [])
-        assert departure.key not in self._under_way, f"{departure.key} is under way"
+        assert not self.knows(departure.key), f"{departure.key} is under way, or was"
         self._under_way[departure.key] = departure
         self.grow(departure, blocks)
         return departure
@@ -111,6 +117,9 @@ class Departures(Generic[T]):
             failed = departure.state is DepartureState.FAILING
             departure.state = DepartureState.FAILED if failed else DepartureState.LANDED
             del self._under_way[departure.key]
+            self._ended[departure.key] = None
+            if len(self._ended) > _MAX_ENDED:
+                self._ended.popitem(last=False)
             self._blocks.free(departure.blocks)
         return departure
 

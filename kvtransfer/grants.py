@@ -72,8 +72,8 @@ class Grants:
 
     def give(self, handoff: Handoff, hashes: Sequence[bytes], listener: GrantListener) -> None:
         """Ship what is here of the blocks of `hashes`, as far as the handoff has room for it."""
-        if (handoff.id, handoff.epoch) in self._departures:
-            listener.ended(None, HandoffExpired(f"handoff {handoff.id} is under way already"))
+        if self._departures.knows((handoff.id, handoff.epoch)):
+            listener.ended(None, HandoffExpired(f"handoff {handoff.id} is under way already, or was"))
             return
         end = min(self._tiers.depth(hashes), handoff.max_tokens // self._layout.block_size)
         if not self._load(handoff, list(hashes[:end]), listener):

@@ -89,8 +89,8 @@ class Prefiller:
     def submit(self, job: Job, listener: JobListener, *, holder: Holder | None = None) -> None:
         """Queue a job, of whose prompt `holder` may hold more than is here. An error goes to the listener."""
         try:
-            if job.handoff and (self._is_known(job.handoff) or _key(job.handoff) in self._departures):
-                raise HandoffExpired(f"{job.id}: its handoff is under way already")
+            if job.handoff and (self._is_known(job.handoff) or self._departures.knows(_key(job.handoff))):
+                raise HandoffExpired(f"{job.id}: its handoff is under way already, or was")
             self._fetches.offer(job, holder, tokens_per_s=self._pace.prompt_tokens_per_s)
             self._scheduler.add(job)
         except ClusterError as error:
