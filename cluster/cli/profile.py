@@ -20,6 +20,7 @@ from cluster import state as states
 from cluster.cli.deploy import Name
 from cluster.cli.model_options import (
     DEFAULT_DTYPE,
+    DEFAULT_HOST_LINK,
     DEFAULT_MODEL,
     DEFAULT_WEIGHTS,
     Model,
@@ -178,7 +179,7 @@ def _link(model_dir: Path, *, dtype: str, wire_dtype: str, threads: int) -> dict
         model_dir,
         dtype=dtype,
         wire_dtype=wire_dtype,
-        host_link="tcp",
+        host_link=DEFAULT_HOST_LINK,
         messages=[],
         prompts=_PROMPTS,
         threads=threads,

@@ -61,7 +61,7 @@ class Connection:
             with self._using_socket():
                 wait_ms = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1e3
                 if not self._poll.poll(wait_ms):
-                    raise TimeoutError(f"nothing moved for {timeout_s:.1f} s")
+                    raise TimeoutError(f"it took longer than {timeout_s:.1f} s")
 
     def check(self) -> None:
         """Raises LinkClosed."""

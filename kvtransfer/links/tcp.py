@@ -92,7 +92,7 @@ class _Pusher:
             sending.done.result(timeout_s)
         except TimeoutError as error:
             self._connection.close()
-            raise LinkClosed(f"tcp: nothing moved for {timeout_s:.1f} s") from error
+            raise LinkClosed(f"tcp: it took longer than {timeout_s:.1f} s") from error
         self._num_waited_for -= 1
 
     def close(self) -> None:

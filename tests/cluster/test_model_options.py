@@ -29,3 +29,4 @@ def test_the_defaults_are_the_specs() -> None:
     spec = ModelSpec()
     defaults = (model_options.DEFAULT_MODEL, model_options.DEFAULT_DTYPE, model_options.DEFAULT_WEIGHTS)
     assert defaults == (spec.source, spec.dtype, spec.weights)
+    assert KVSpec().host_link == model_options.DEFAULT_HOST_LINK

@@ -222,8 +222,6 @@ def ship(replica: ModelRunner, wire_dtype: str) -> None:
         first_head=layout.heads_per_rank // 2,
         num_heads=max(1, layout.heads_per_rank // 2),
     )
-    if layout.heads_per_rank == 1:
-        segment = Segment(first_layer=0, num_layers=2, first_token=7, num_tokens=50, first_head=0, num_heads=1)
     slots = slots_of(pool, range(10), 7, 50)
     payload = torch.empty(codec.num_bytes(segment), dtype=torch.uint8, device=DEVICE)
     codec.pack(pool, segment, slots, payload)
