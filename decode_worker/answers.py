@@ -8,22 +8,22 @@ from typing import Protocol
 
 from torch import Tensor
 
-from cluster.errors import ClusterError
-from cluster.handoff import Handoff
-from cluster.messages import tokens_to_proto
-from cluster.request import SampledToken, TokenLogprob
 from cluster.rpc import transfer_pb2
 from cluster.rpc import worker_pb2 as pb
+from cluster.wire.messages import tokens_to_proto
+from cluster.words.errors import ClusterError
+from cluster.words.handoff import Handoff
+from cluster.words.request import SampledToken, TokenLogprob
+from cluster.worker.fetches import Fetches
 from decode_worker.moves import Moves
 from decode_worker.rank import DecodeRank
-from engine.block_manager import BlockManager
 from engine.decode_scheduler import Scheduler
 from engine.group import Choice, Group, Source
+from engine.kv.block_manager import BlockManager
 from engine.sampler import SamplingRow, sample
 from engine.sequence import Sequence
 from engine.tiers.tiers import Tiers
-from kvtransfer.arrivals import Arrival
-from kvtransfer.fetches import Fetches
+from kvtransfer.protocol.arrivals import Arrival
 
 
 class GroupListener(Protocol):

@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
 
-from cluster.errors import HandoffExpired, TransferError
-from cluster.handoff import Handoff
+from cluster.words.errors import HandoffExpired, TransferError
+from cluster.words.handoff import Handoff
 from decode_worker.rank import DecodeRank, begin_order
-from engine.block_manager import BlockManager
+from engine.batch.step_message import Orders
 from engine.group import Choice
+from engine.kv.block_manager import BlockManager
 from engine.rate import Rate
-from engine.step_message import Orders
-from kvtransfer.departures import Departure, Departures
-from kvtransfer.passage import Key, Shipment
-from kvtransfer.plan import sending_ranks
+from kvtransfer.protocol.departures import Departure, Departures
+from kvtransfer.protocol.passage import Key, Shipment
+from kvtransfer.protocol.plan import sending_ranks
 
 _LINK_BYTES_PER_S = 100e6  # until we have measured our own
 _MIN_MOVE_S = 0.05  # a link, two calls and a pause cost about this, however little there is to ship

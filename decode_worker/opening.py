@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from cluster.handoff import Handoff
 from cluster.rpc import transfer_pb2 as pb
+from cluster.words.handoff import Handoff
 from engine.group import Group, Source
 
 

@@ -7,20 +7,20 @@ from typing import Any
 
 from torch import Tensor
 
-from cluster.handoff import Handoff
-from engine.batch import Batch
+from cluster.words.handoff import Handoff
+from engine.batch.batch import Batch
+from engine.batch.step_message import Orders, decode_step, encode_step
 from engine.runner import ModelRunner
-from engine.step_message import Orders, decode_step, encode_step
 from engine.tiers.orders import TierOrders
 from engine.tiers.rank_tiers import RankTiers
-from kvtransfer import grants
-from kvtransfer.sender import Sender
+from kvtransfer.movers import grants
+from kvtransfer.movers.sender import Sender
 
 # Orders of a decode step, beside its batch, in the order in which they are carried out:
 #   tiers   blocks that go down to a lower tier, and come back: before anything is written to the pool
 #   meet    true: wait until every rank has carried that out
 #   copy    blocks (source, target) to copy before the batch is computed
-#   grant   prefixes that are in the pool, and that another replica has asked for; see kvtransfer.grants
+#   grant   prefixes that are in the pool, and that another replica has asked for; see kvtransfer.movers.grants
 #   begin   handoffs to which a sequence of ours is to be shipped
 #   ship    (id, epoch, block table, start, end): positions whose KV was computed in earlier steps
 #   commit  (id, epoch, num_tokens, next_tokens): nothing more comes

@@ -9,20 +9,20 @@ from typing import Any
 
 from grpc import aio
 
-from cluster.channel import abort_with
-from cluster.errors import ClusterError, ReplicaLost
-from cluster.handoff import Handoff
-from cluster.messages import handoff_from_proto, handoff_to_proto, holder_from_proto, sequence_from_proto
-from cluster.replica_service import ReplicaService
-from cluster.request import SequenceRequest
 from cluster.rpc import transfer_pb2
 from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
+from cluster.wire.channel import abort_with
+from cluster.wire.messages import handoff_from_proto, handoff_to_proto, holder_from_proto, sequence_from_proto
+from cluster.words.errors import ClusterError, ReplicaLost
+from cluster.words.handoff import Handoff
+from cluster.words.request import SequenceRequest
+from cluster.worker.replica_service import ReplicaService
 from decode_worker.worker import Decoder
 from engine.group import Group, Source
 from engine.sequence import Sequence
-from kvtransfer.passage import Shipment
-from kvtransfer.peers import Peers
+from kvtransfer.movers.peers import Peers
+from kvtransfer.protocol.passage import Shipment
 
 _Context = aio.ServicerContext[Any, Any]
 

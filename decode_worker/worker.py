@@ -6,30 +6,30 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
-from cluster.errors import ClusterError, HandoffExpired, TransferError
-from cluster.handoff import Handoff, Holder
-from cluster.messages import timing_to_proto
 from cluster.rpc import worker_pb2 as pb
-from cluster.tier import Tier
+from cluster.wire.messages import timing_to_proto
+from cluster.words.errors import ClusterError, HandoffExpired, TransferError
+from cluster.words.handoff import Handoff, Holder
+from cluster.words.tier import Tier
+from cluster.worker.fetches import Fetches
+from cluster.worker.tier_parts import tell_tiers
 from decode_worker.answers import Answers, GroupListener
 from decode_worker.moves import MoveListener
 from decode_worker.opening import opening_for, ticket_for
 from decode_worker.rank import DecodeRank
-from engine.batch import Batch
-from engine.block_manager import BlockManager
+from engine.batch.batch import Batch
+from engine.batch.step_message import Orders
 from engine.decode_scheduler import Scheduler
 from engine.group import Group, Source
+from engine.kv.block_manager import BlockManager
 from engine.pace import Pace
-from engine.step_message import Orders
 from engine.tiers.orders import Loaded
 from engine.tiers.tiers import Tiers
-from kvtransfer.arrivals import Arrival, Arrivals, Gate
-from kvtransfer.fetches import Fetches
-from kvtransfer.grants import Grants
-from kvtransfer.ledger import Landing
-from kvtransfer.passage import Shipment
-from kvtransfer.pulls import Pull, Pulls
-from kvtransfer.tier_parts import tell_tiers
+from kvtransfer.movers.grants import Grants
+from kvtransfer.protocol.arrivals import Arrival, Arrivals, Gate
+from kvtransfer.protocol.ledger import Landing
+from kvtransfer.protocol.passage import Shipment
+from kvtransfer.protocol.pulls import Pull, Pulls
 
 logger = logging.getLogger(__name__)
 

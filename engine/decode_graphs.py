@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batch import Batch
-from engine.device_batch import DeviceBatch, SingleRows, upload
+from engine.batch.batch import Batch
+from engine.batch.device_batch import DeviceBatch, SingleRows, upload
 
 # R rows of a batch, N rows that a graph computes, M those of the largest, B blocks of the longest table, V vocabulary
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 
-from cluster.errors import CapacityError, ContextLengthExceeded
-from engine.block_manager import BlockManager
+from cluster.words.errors import CapacityError, ContextLengthExceeded
 from engine.group import Choice, Group, Source
+from engine.kv.block_manager import BlockManager
 from engine.sequence import Sequence
 
 # The life of a choice:

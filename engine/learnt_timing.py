@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from cluster.timing import StepTiming
-from engine.batch import Batch
+from cluster.words.timing import StepTiming
+from engine.batch.batch import Batch
 
 _KEEP = 0.99  # weight of the past at each new step of the same kind: about the last hundred count
 _RIDGE = 1e-6  # of what was seen of a feature: where two of them never differ, each gets a share
@@ -30,7 +30,7 @@ class LearntTiming:
         self._timing: StepTiming | None = None
 
     def add(self, *, num_tokens: int, num_pairs: int, num_context: int, seconds: float) -> None:
-        """One step; see cluster.timing."""
+        """One step; see cluster.words.timing."""
         expected_s = seconds
         if self._timing:
             learnt_s = self._timing.step_s(num_tokens=num_tokens, num_pairs=num_pairs, num_context=num_context)

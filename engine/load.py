@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from cluster import model_config
-from engine.kv_layout import KVLayout
+from cluster.model import config as model_config
+from engine.kv.layout import KVLayout
 from engine.parallel import TensorParallel
 from engine.runner import GIB, ModelRunner, layout_for, num_blocks_for
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from cluster.timing import StepTiming
-from engine.batch import Batch
+from cluster.words.timing import StepTiming
+from engine.batch.batch import Batch
 from engine.learnt_timing import LearntTiming
 from engine.rate import Rate
 

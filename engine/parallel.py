@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work
 
-from cluster.errors import ReplicaLost
+from cluster.words.errors import ReplicaLost
 
 Ints = NDArray[np.int64]
 

@@ -7,9 +7,9 @@ from bisect import insort
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.errors import CapacityError, ContextLengthExceeded
-from cluster.handoff import Handoff
-from engine.block_manager import BlockManager
+from cluster.words.errors import CapacityError, ContextLengthExceeded
+from cluster.words.handoff import Handoff
+from engine.kv.block_manager import BlockManager
 from engine.sequence import Sequence
 
 # The life of a job:

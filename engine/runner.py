@@ -11,18 +11,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cluster import model_config
-from cluster.errors import SpecError
-from cluster.model_shape import ModelConfig
-from engine.batch import Batch, Row
+from cluster.model import config as model_config
+from cluster.model.shape import ModelConfig
+from cluster.words.errors import SpecError
+from engine.batch.batch import Batch, Row
 from engine.cpu.library import open_kernels
 from engine.decode_graphs import Capture, CudaCapture, DecodeGraphs
-from engine.kv_layout import KVLayout
-from engine.kv_pool import KVPool
+from engine.kv.layout import KVLayout
+from engine.kv.pool import KVPool
+from engine.layers.shards import ShardReader
 from engine.model.dense import DenseDecoder, OnLayer
 from engine.parallel import TensorParallel
-from engine.shards import ShardReader
-from engine.weights import open_checkpoint
+from engine.weights.checkpoint import open_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def layout_for(
     tensor_parallel: int = 1,
 ) -> KVLayout:
     """The KV layout of a model. `dtype`: of the computation; `pool_dtype`: "auto" for the same, "fp8_e4m3" or
-    "int8"; `weights`: one of engine.shards.WEIGHTS."""
+    "int8"; `weights`: one of engine.layers.shards.WEIGHTS."""
     config = model_config.load(model_dir)
     config.check_tensor_parallel(tensor_parallel)
     return KVLayout(

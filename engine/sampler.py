@@ -22,7 +22,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from cluster.request import Sampling, TokenLogprob, choice_seed
+from cluster.words.request import Sampling, TokenLogprob, choice_seed
 from engine.sequence import Sequence
 
 # R rows, N those of them that draw at random, V vocabulary
@@ -36,7 +36,7 @@ class SamplingRow:
     """How to choose the next token of one sequence."""
 
     sampling: Sampling
-    seed: int  # of this choice; see cluster.request.choice_seed
+    seed: int  # of this choice; see cluster.words.request.choice_seed
     tokens: Seq[int]  # all so far; the one to be chosen has position len(tokens)
     num_prompt_tokens: int
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from cluster.hashing import block_hashes, root_hash
-from cluster.request import SampledToken, SequenceRequest, TokenLogprob, choice_seed, finish_reason
-from engine.batch import Row
-from engine.block_manager import BlockManager
+from cluster.words.hashing import block_hashes, root_hash
+from cluster.words.request import SampledToken, SequenceRequest, TokenLogprob, choice_seed, finish_reason
+from engine.batch.batch import Row
+from engine.kv.block_manager import BlockManager
 
 
 class Sequence:

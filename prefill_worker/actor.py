@@ -9,15 +9,18 @@ from typing import Any
 
 from grpc import aio
 
-from cluster.background import BackgroundThread
-from cluster.frames import FrameHub, WorkerServicer
-from cluster.membership import Member
-from cluster.rank_process import RankProcess, Setup
-from cluster.replica_service import ReplicaService
-from cluster.request import Role, SequenceRequest
+from cluster.index.membership import Member
+from cluster.process.background import BackgroundThread
 from cluster.rpc import transfer_pb2_grpc, worker_pb2_grpc
-from engine.block_manager import BlockManager
-from engine.eviction import make_eviction
+from cluster.wire.frames import FrameHub, WorkerServicer
+from cluster.words.request import Role, SequenceRequest
+from cluster.worker import rank_parts
+from cluster.worker.inbox import Inbox
+from cluster.worker.rank_process import RankProcess, Setup
+from cluster.worker.replica_service import ReplicaService
+from cluster.worker.tier_parts import LoadedPart, open_tiers
+from engine.kv.block_manager import BlockManager
+from engine.kv.eviction import make_eviction
 from engine.load import device_for, max_tokens_of
 from engine.prefill_scheduler import Job, Scheduler
 from engine.runner import ModelRunner
@@ -25,15 +28,12 @@ from engine.sequence import Sequence
 from engine.tiers.orders import Loaded
 from engine.tiers.rank_tiers import RankTiers
 from engine.tiers.tiers import Tiers
-from kvtransfer import rank_parts
-from kvtransfer.grants import Grants
-from kvtransfer.inbox import Inbox
-from kvtransfer.passage import Shipment
-from kvtransfer.peers import Peers
-from kvtransfer.pull_servicer import Granting, PullServicer
-from kvtransfer.rank_servicer import RankServicer
-from kvtransfer.sender import Sender
-from kvtransfer.tier_parts import LoadedPart, open_tiers
+from kvtransfer.movers.grants import Grants
+from kvtransfer.movers.peers import Peers
+from kvtransfer.movers.pull_servicer import Granting, PullServicer
+from kvtransfer.movers.rank_servicer import RankServicer
+from kvtransfer.movers.sender import Sender
+from kvtransfer.protocol.passage import Shipment
 from prefill_worker.rank import PrefillRank
 from prefill_worker.server import PrefillServicer, Serving
 from prefill_worker.worker import Prefiller

@@ -7,20 +7,20 @@ from typing import Any
 
 from torch import Tensor
 
-from cluster.handoff import Handoff
-from engine.batch import Batch
+from cluster.words.handoff import Handoff
+from engine.batch.batch import Batch
+from engine.batch.step_message import Orders, decode_step, encode_step
 from engine.runner import ModelRunner
-from engine.step_message import Orders, decode_step, encode_step
 from engine.tiers.orders import TierOrders
 from engine.tiers.rank_tiers import RankTiers
-from kvtransfer import grants
-from kvtransfer.passage import Key, Passage
-from kvtransfer.sender import Sender
+from kvtransfer.movers import grants
+from kvtransfer.movers.sender import Sender
+from kvtransfer.protocol.passage import Key, Passage
 
 # Orders of a prefill step, beside its batch:
 #   tiers  blocks that go down to a lower tier, and come back: before anything is written to the pool
 #   meet   true: wait until every rank has carried that out
-#   grant  prefixes that are in the pool, and that another replica has asked for; see kvtransfer.grants
+#   grant  prefixes that are in the pool, and that another replica has asked for; see kvtransfer.movers.grants
 #   begin  handoffs whose first chunk is in this batch: the handoff, its sequence's blocks, how many tokens are here
 #   rows   for each row of the batch, the handoff (id, epoch) that its KV belongs to, or null
 #   abort  handoffs (id, epoch) that are no longer wanted

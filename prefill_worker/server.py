@@ -9,16 +9,16 @@ from typing import Any
 
 from grpc import aio
 
-from cluster.channel import abort_with
-from cluster.errors import ClusterError, ReplicaLost
-from cluster.messages import handoff_from_proto, holder_from_proto, sequence_from_proto, tokens_to_proto
-from cluster.replica_service import ReplicaService
-from cluster.request import SampledToken, SequenceRequest
 from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
+from cluster.wire.channel import abort_with
+from cluster.wire.messages import handoff_from_proto, holder_from_proto, sequence_from_proto, tokens_to_proto
+from cluster.words.errors import ClusterError, ReplicaLost
+from cluster.words.request import SampledToken, SequenceRequest
+from cluster.worker.replica_service import ReplicaService
 from engine.prefill_scheduler import Job
 from engine.sequence import Sequence
-from kvtransfer.passage import Shipment
+from kvtransfer.protocol.passage import Shipment
 from prefill_worker.worker import Prefiller
 
 _Context = aio.ServicerContext[Any, Any]

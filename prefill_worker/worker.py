@@ -7,28 +7,28 @@ from typing import Protocol
 
 from torch import Tensor
 
-from cluster.errors import ClusterError, HandoffExpired, TransferError
-from cluster.handoff import Handoff, Holder
-from cluster.messages import timing_to_proto
-from cluster.request import SampledToken
 from cluster.rpc import worker_pb2 as pb
-from cluster.tier import Tier
-from engine.batch import Batch
-from engine.block_manager import BlockManager
+from cluster.wire.messages import timing_to_proto
+from cluster.words.errors import ClusterError, HandoffExpired, TransferError
+from cluster.words.handoff import Handoff, Holder
+from cluster.words.request import SampledToken
+from cluster.words.tier import Tier
+from cluster.worker.fetches import Fetches
+from cluster.worker.tier_parts import tell_tiers
+from engine.batch.batch import Batch
+from engine.kv.block_manager import BlockManager
 from engine.pace import Pace
 from engine.prefill_scheduler import Job, Scheduler
 from engine.rate import Rate
 from engine.sampler import SamplingRow, sample
 from engine.tiers.orders import Loaded
 from engine.tiers.tiers import Tiers
-from kvtransfer.departures import Departures
-from kvtransfer.fetches import Fetches
-from kvtransfer.grants import Grants
-from kvtransfer.ledger import Landing
-from kvtransfer.passage import Key, Shipment
-from kvtransfer.plan import sending_ranks
-from kvtransfer.pulls import Pull, Pulls
-from kvtransfer.tier_parts import tell_tiers
+from kvtransfer.movers.grants import Grants
+from kvtransfer.protocol.departures import Departures
+from kvtransfer.protocol.ledger import Landing
+from kvtransfer.protocol.passage import Key, Shipment
+from kvtransfer.protocol.plan import sending_ranks
+from kvtransfer.protocol.pulls import Pull, Pulls
 from prefill_worker.rank import PrefillRank, begin_order
 
 logger = logging.getLogger(__name__)

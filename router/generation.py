@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.request import SampledToken, SequenceRequest
+from cluster.words.request import SampledToken, SequenceRequest
 
 
 @dataclass(kw_only=True)

@@ -12,21 +12,22 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from cluster import model_config, model_source
-from cluster.metrics import Metrics
-from cluster.presence import connect_redis
-from cluster.request import Role
+from cluster.index.presence import connect_redis
+from cluster.model import config as model_config
+from cluster.model import source as model_source
 from cluster.rpc import worker_pb2
-from cluster.spec import Spec
-from router.chat_template import ChatTemplate, find_chat_template
-from router.completion import Completions
-from router.dispatch import Dispatch
-from router.grpc_api import GrpcDoor, open_grpc_door
-from router.model_card import ModelCard
-from router.openai_api import create_app
-from router.plain_policies import make_policy
-from router.replicas import Replicas
-from router.tokenizer import Tokenizer
+from cluster.words.metrics import Metrics
+from cluster.words.request import Role
+from cluster.words.spec import Spec
+from router.doors.grpc_api import GrpcDoor, open_grpc_door
+from router.doors.openai_api import create_app
+from router.routing.plain_policies import make_policy
+from router.serving.dispatch import Dispatch
+from router.serving.replicas import Replicas
+from router.text.chat_template import ChatTemplate, find_chat_template
+from router.text.completion import Completions
+from router.text.model_card import ModelCard
+from router.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

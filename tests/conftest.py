@@ -9,7 +9,7 @@ from pathlib import Path
 import hypothesis  # noqa: F401  its plugin would import it at the very end, when much is being torn down
 import pytest
 
-from cluster.model_source import resolve
+from cluster.model.source import resolve
 
 # Before anything imports engine.kernels: without a GPU, Triton's kernels run in its interpreter.
 if not any(Path(of_driver).exists() for of_driver in ("/proc/driver/nvidia", "/dev/nvidiactl")):

@@ -18,16 +18,16 @@ import redis
 
 import decode_worker.actor
 import prefill_worker.actor
-from cluster import model_config
-from cluster.metrics import Metrics
-from cluster.presence import connect_redis
-from cluster.request import Role, SampledToken, Sampling, SequenceRequest
-from cluster.spec import Spec, parse_spec
-from router.dispatch import Dispatch
+from cluster.index.presence import connect_redis
+from cluster.model import config as model_config
+from cluster.words.metrics import Metrics
+from cluster.words.request import Role, SampledToken, Sampling, SequenceRequest
+from cluster.words.spec import Spec, parse_spec
 from router.generation import Route
-from router.plain_policies import make_policy
-from router.policy import Policy
-from router.replicas import Replicas
+from router.routing.plain_policies import make_policy
+from router.routing.policy import Policy
+from router.serving.dispatch import Dispatch
+from router.serving.replicas import Replicas
 from tests.hosts import Host
 from tests.rank_in_process import Fault, RankInProcess
 

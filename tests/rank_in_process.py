@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from cluster.request import Role
+from cluster.words.request import Role
 from tests import hosts
 
 _ROOT = Path(__file__).parent.parent
@@ -63,7 +63,7 @@ class Fault:
 
 
 class RankInProcess:
-    """Implements cluster.rank.Rank, as far as tests ask. Belongs to one caller at a time."""
+    """Implements cluster.words.rank.Rank, as far as tests ask. Belongs to one caller at a time."""
 
     def __init__(
         self,

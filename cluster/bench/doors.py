@@ -11,10 +11,10 @@ from typing import Any, Protocol
 import httpx
 from grpc import aio
 
-from cluster.channel import CLIENT_OPTIONS
-from cluster.errors import ClusterError
 from cluster.rpc import inference_pb2 as pb
 from cluster.rpc import inference_pb2_grpc as rpc
+from cluster.wire.channel import CLIENT_OPTIONS
+from cluster.words.errors import ClusterError
 
 
 class RequestFailed(ClusterError):

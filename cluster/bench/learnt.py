@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.errors import ClusterError
-from cluster.request import Role
-from cluster.timing import StepTiming
+from cluster.words.errors import ClusterError
+from cluster.words.request import Role
+from cluster.words.timing import StepTiming
 
 _TIMEOUT_S = 10.0
 _STEPS = {

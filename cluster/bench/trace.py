@@ -19,7 +19,7 @@ from datetime import datetime
 from fractions import Fraction
 from pathlib import Path
 
-from cluster.errors import SpecError
+from cluster.words.errors import SpecError
 
 TOKENS_PER_ID = 512
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cluster.chaos.network import partition
-from cluster.request import Role
+from cluster.words.request import Role
 
 if TYPE_CHECKING:  # the command line shows the names before it may import Ray
     from cluster.chaos.load import Load

@@ -13,12 +13,12 @@ from google.rpc.error_details_pb2 import ErrorInfo
 from grpc import aio
 from grpc_status import rpc_status
 
-from cluster.channel import CLIENT_OPTIONS
 from cluster.chaos.question import Answer, Question, compare
 from cluster.chaos.tally import Tally
-from cluster.errors import DeployError
 from cluster.rpc import inference_pb2 as pb
 from cluster.rpc import inference_pb2_grpc as rpc
+from cluster.wire.channel import CLIENT_OPTIONS
+from cluster.words.errors import DeployError
 
 _ANSWER_S = 120.0
 _ASK_AGAIN_S = 0.2

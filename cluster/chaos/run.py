@@ -13,7 +13,7 @@ from cluster.chaos.load import Load
 from cluster.chaos.question import questions
 from cluster.chaos.site import Site, leaked_blocks
 from cluster.chaos.tally import Stroke, Tally
-from cluster.errors import DeployError
+from cluster.words.errors import DeployError
 
 _POLL_S = 0.5
 _RECOVER_S = 90.0  # a replica has to start and load

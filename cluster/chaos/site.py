@@ -8,11 +8,12 @@ import signal
 from dataclasses import dataclass
 from typing import Any
 
-from cluster import driver, processes
-from cluster.errors import ClusterError, SpecError
-from cluster.request import Role
-from cluster.state import State
-from cluster.status import read_status
+from cluster.host import driver
+from cluster.host.state import State
+from cluster.host.status import read_status
+from cluster.process import processes
+from cluster.words.errors import ClusterError, SpecError
+from cluster.words.request import Role
 
 _TITLES = {"controller": "ray::Controller", "router": "ray::ServeReplica", "index": "ray::EmbeddedIndex"}
 

@@ -13,7 +13,7 @@ import sys
 import typer
 
 from cluster.cli import bench, chaos, deploy, explain, generate, operate, plan, profile, quality, simulate, status
-from cluster.errors import ClusterError
+from cluster.words.errors import ClusterError
 
 app = typer.Typer(
     help="Serve one model by prefill and decode replicas: deploy, watch, rescale, ask.",

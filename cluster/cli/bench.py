@@ -22,7 +22,7 @@ from cluster.cli.model_options import (
     PoolDType,
     WireDType,
 )
-from cluster.errors import SpecError
+from cluster.words.errors import SpecError
 
 bench = typer.Typer(help="Measure a deployment under a load; or, by a command's name, something else.")
 bench.callback(invoke_without_command=True)(load.load)
@@ -49,9 +49,9 @@ def engine(
 
     Random token ids, greedy, 128 steps after prompts of --context tokens; prompts of --prefill tokens; best of three.
     """
-    model_dir = import_module("cluster.model_source").resolve(model)
+    model_dir = import_module("cluster.model.source").resolve(model)
     # By name: this floor does not import the ones above it.
-    result = import_module("engine.bench").bench_engine(
+    result = import_module("engine.tools.bench").bench_engine(
         model_dir,
         dtype=dtype,
         weights=weights,
@@ -68,7 +68,7 @@ def engine(
 @bench.command()
 def kernels(as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False) -> None:
     """The GPU kernels, each beside the copy bandwidth or the matrix product rate of the device in the same run."""
-    result = import_module("engine.bench_kernels").bench_kernels()
+    result = import_module("engine.tools.bench_kernels").bench_kernels()
     if as_json:
         print(json.dumps(result))
         return
@@ -94,7 +94,7 @@ def kv(
     connection and copies in memory, best of five. Then prompts of a model: how long their transfer takes alone, and how
     much of it the computation hides.
     """
-    model_dir = import_module("cluster.model_source").resolve(model)
+    model_dir = import_module("cluster.model.source").resolve(model)
     result = import_module("kvtransfer.bench.run").bench_kv(
         model_dir,
         dtype=dtype,

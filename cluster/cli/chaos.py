@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cluster import state as states
 from cluster.cli.connection import join_controller
 from cluster.cli.deploy import Name
-from cluster.errors import SpecError
+from cluster.host import state as states
+from cluster.words.errors import SpecError
 
 if TYPE_CHECKING:
     from cluster.chaos.question import Mismatch

@@ -7,21 +7,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cluster import local_ray
-from cluster.errors import DeployError
+from cluster.host import local_ray
+from cluster.words.errors import DeployError
 
 if TYPE_CHECKING:
-    from cluster.state import State
+    from cluster.host.state import State
 
 
 def join_controller(state: State) -> Any:
-    """Become a driver of the deployment's Ray; returns the controller's handle, for cluster.driver.ask.
+    """Become a driver of the deployment's Ray; returns the controller's handle, for cluster.host.driver.ask.
 
     Raises DeployError when either does not answer.
     """
     if state.local_ray is not None:
         local_ray.join(state.local_ray)
-    from cluster import driver
+    from cluster.host import driver
 
     driver.connect(state.ray_address, state.name)
     controller = driver.find_controller(state.name)

@@ -14,7 +14,7 @@ _BAR_WIDTH = 20
 
 
 class ConsoleReporter:
-    """Implements cluster.pool_watch.Reporter."""
+    """Implements cluster.host.pool_watch.Reporter."""
 
     def __init__(self, live: Live | None, *, is_new: bool) -> None:
         self._live = live

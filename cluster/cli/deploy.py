@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster import state as states
-from cluster.errors import DeployError
+from cluster.host import state as states
+from cluster.words.errors import DeployError
 
 if TYPE_CHECKING:
-    from cluster.state import Command
+    from cluster.host.state import Command
 
 _INTERRUPT_S = 120.0
 
@@ -46,10 +46,10 @@ def deploy(
 
     If anything goes wrong, or on Ctrl-C, everything that was started is removed again.
     """
-    from cluster import deployment
     from cluster.cli.console import reporter
-    from cluster.desired import Parts
-    from cluster.spec import load_spec
+    from cluster.control.desired import Parts
+    from cluster.host import deployment
+    from cluster.words.spec import load_spec
 
     begin = time.monotonic()
     flags: dict[str, Any] = {
@@ -80,7 +80,7 @@ def down(
     force: Annotated[bool, typer.Option(help="Forget it even when its Ray cluster does not answer.")] = False,
 ) -> None:
     """Take a deployment down: all that it started is gone afterwards. Requests under way are cut off."""
-    from cluster import deployment
+    from cluster.host import deployment
 
     begin = time.monotonic()
     try:

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from cluster import state as states
 from cluster.cli.deploy import Name
-from cluster.errors import ClusterError, SpecError
+from cluster.host import state as states
+from cluster.words.errors import ClusterError, SpecError
 
 _TIMEOUT_S = 10.0
 _PARTS = ("queue_s", "pull_s", "compute_s", "keep_s", "transfer_s", "stall_s", "decode_s", "cost_s")

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster import state as states
 from cluster.cli.deploy import Name
+from cluster.host import state as states
 
 if TYPE_CHECKING:
     from cluster.cli.inference_client import InferenceClient

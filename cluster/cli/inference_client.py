@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import grpc
 
-from cluster.channel import CLIENT_OPTIONS
-from cluster.errors import ClusterError
 from cluster.rpc import inference_pb2 as pb
 from cluster.rpc import inference_pb2_grpc as pb_grpc
+from cluster.wire.channel import CLIENT_OPTIONS
+from cluster.words.errors import ClusterError
 
 _USERS_FAULT = (
     grpc.StatusCode.INVALID_ARGUMENT,

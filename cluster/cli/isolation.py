@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster import state as states
 from cluster.cli.model_options import DEFAULT_MODEL, Model
+from cluster.host import state as states
 
 if TYPE_CHECKING:
     from cluster.bench.isolation import Plan
-    from cluster.state import State
+    from cluster.host.state import State
 
 _OF_ITS_OWN = "bench-isolation"
 _ANSWER_S = 300.0
@@ -73,11 +73,11 @@ def _measure(plan: Plan, state: State) -> dict[str, Any]:
 @contextmanager
 def _deployment(model: str) -> Iterator[State]:
     """1P1D on a Ray of its own, on ports that nobody uses."""
-    from cluster import deployment
     from cluster.cli.console import reporter
-    from cluster.desired import Parts
-    from cluster.ports import free_port
-    from cluster.spec import load_spec
+    from cluster.control.desired import Parts
+    from cluster.host import deployment
+    from cluster.process.ports import free_port
+    from cluster.words.spec import load_spec
 
     ports = [f"router.grpc_port={free_port()}", f"router.http_port={free_port()}"]
     spec = load_spec("1P1D", overrides=[f"name={_OF_ITS_OWN}", f"model.source={model}", *ports])

@@ -15,7 +15,7 @@ from cluster.bench.trace import TraceRequest, read_trace
 from cluster.bench.trace import poisson as make_poisson
 from cluster.cli.deploy import Name
 from cluster.cli.simulate import Scale, SloItl, SloTtft, Speedup, TraceFormat
-from cluster.errors import SpecError
+from cluster.words.errors import SpecError
 
 
 def load(
@@ -69,7 +69,7 @@ def load(
 
 
 def _door(name: str | None, *, http: bool) -> str:
-    from cluster import state as states
+    from cluster.host import state as states
 
     state = states.find(name)
     return state.http if http else state.grpc

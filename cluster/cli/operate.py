@@ -10,10 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
-from cluster import state as states
 from cluster.cli.connection import join_controller
 from cluster.cli.deploy import Name
-from cluster.errors import SpecError
+from cluster.host import state as states
+from cluster.words.errors import SpecError
 
 _FOLLOW_S = 0.5
 _SEE_ALL_S = 60.0
@@ -61,7 +61,7 @@ def logs(
 ) -> None:
     """Show the last lines that a replica has written, or the router or the controller."""
     controller = join_controller(states.find(name))
-    from cluster.driver import ask
+    from cluster.host.driver import ask
 
     parts = ask(controller, "logs", replica, lines=lines)
     while True:
@@ -92,9 +92,9 @@ def _change(
     state = states.find(name)
     controller = join_controller(state)
     from cluster.cli.console import reporter
-    from cluster.driver import ask
-    from cluster.pool_watch import await_ready, failures_so_far
-    from cluster.router_health import await_seen
+    from cluster.host.driver import ask
+    from cluster.host.pool_watch import await_ready, failures_so_far
+    from cluster.host.router_health import await_seen
 
     known_failures = failures_so_far(controller)
     result = ask(controller, method, *args, **kw)

@@ -13,7 +13,7 @@ import typer
 
 from cluster.bench.trace import read_trace
 from cluster.cli.simulate import BlockSize, HostTokens, ProfileName, Simulator, Speedup
-from cluster.errors import SpecError
+from cluster.words.errors import SpecError
 
 _CONTEXTS = (2048, 8192, 32_768, 131_072)
 
@@ -74,7 +74,7 @@ def _as_spec(source: str, best: Any, *, block_size: int) -> str:
     """`source` with the plan's pools, as YAML that `cluster deploy` takes."""
     import yaml
 
-    from cluster.spec import load_spec
+    from cluster.words.spec import load_spec
 
     sizes = [
         f"prefill.replicas={best.num_prefill}",
@@ -109,10 +109,11 @@ def _table(found: Any, *, origin: str) -> str:
 
 
 def _memory(source: str) -> dict[str, Any]:
-    from cluster import model_config, model_source
-    from cluster.kv_arithmetic import KVArithmetic
-    from cluster.request import Role
-    from cluster.spec import load_spec
+    from cluster.model import config as model_config
+    from cluster.model import source as model_source
+    from cluster.model.kv_arithmetic import KVArithmetic
+    from cluster.words.request import Role
+    from cluster.words.spec import load_spec
 
     spec = load_spec(source)
     config = model_config.load(model_source.resolve(spec.model.source))

@@ -16,7 +16,6 @@ from typing import Annotated, Any
 
 import typer
 
-from cluster import state as states
 from cluster.cli.deploy import Name
 from cluster.cli.model_options import (
     DEFAULT_DTYPE,
@@ -29,7 +28,8 @@ from cluster.cli.model_options import (
     PoolDType,
     WireDType,
 )
-from cluster.timing import StepTiming
+from cluster.host import state as states
+from cluster.words.timing import StepTiming
 
 _PROMPTS = (64, 1024)  # tokens, whose transfers tell a link's latency and rate
 _LATENCY_S = 0.003  # of a link, where it is not measured
@@ -62,7 +62,7 @@ def profile(
     Starts processes that each hold the model and do what replicas do: prompts and decoding of several sizes, alone
     and side by side, and KV from one to another. Takes a minute or two; nothing else should run meanwhile.
     """
-    model_dir = import_module("cluster.model_source").resolve(model)
+    model_dir = import_module("cluster.model.source").resolve(model)
     of = {"dtype": dtype, "weights": weights, "pool_dtype": pool_dtype, "threads": threads}
     if live:
         steps = _learnt(endpoint or states.find(name).http)
@@ -88,7 +88,7 @@ def _measured(
 ) -> dict[str, Any]:
     _say(f"steps of {model_dir.name}, alone and by up to {num_replicas} replicas at a time")
     # By name: this floor does not import the ones above it.
-    measured = import_module("engine.step_profile").profile_steps(
+    measured = import_module("engine.tools.step_profile").profile_steps(
         model_dir, **of, num_replicas=num_replicas, seconds=seconds
     )
     _say("KV from process to process")
@@ -107,7 +107,7 @@ def _measured(
 
 def _learnt(http: str) -> dict[str, Any]:
     from cluster.bench.learnt import read_learnt
-    from cluster.request import Role
+    from cluster.words.request import Role
 
     learnt = read_learnt(http)
     request_s = max(0.0, asyncio.run(_first_token_s(http)) - _prefill_s(learnt.steps[Role.PREFILL]))
@@ -147,8 +147,8 @@ def _prefill_s(steps: StepTiming) -> float:
 
 
 def _kv(model_dir: Path, *, dtype: str, pool_dtype: str, wire_dtype: str, kv_memory_gib: float) -> dict[str, int]:
-    from cluster import model_config
-    from cluster.kv_arithmetic import KVArithmetic
+    from cluster.model import config as model_config
+    from cluster.model.kv_arithmetic import KVArithmetic
 
     config = model_config.load(model_dir)
 

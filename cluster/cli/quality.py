@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from cluster.cli.model_options import DEFAULT_DTYPE, DEFAULT_MODEL, Model, ModelDType
-from cluster.errors import SpecError
+from cluster.words.errors import SpecError
 
 _WRITE, _CALIBRATION = "engine.quantization.write", "engine.quantization.calibration"
 
@@ -33,7 +33,7 @@ def quantize(
     ] = None,
 ) -> None:
     """Write a checkpoint whose matrices have 8 bits, which this cluster and other engines can serve."""
-    model_dir = import_module("cluster.model_source").resolve(model)
+    model_dir = import_module("cluster.model.source").resolve(model)
     # By name: this floor does not import the ones above it.
     grams = import_module(_CALIBRATION).inputs_of_text(model_dir, _read(calibrate)) if calibrate else {}
     import_module(_WRITE).quantize_checkpoint(model_dir, into, to, grams=grams)
@@ -56,10 +56,10 @@ def perplexity(
 
     Windows come from the first half of the text; weights that are "calibrated" have seen the second.
     """
-    model_dir = import_module("cluster.model_source").resolve(model)
+    model_dir = import_module("cluster.model.source").resolve(model)
     words = _read(text) if text else "\n".join(import_module("pydoc_data.topics").topics.values())
     words, seen = words[: len(words) // 2], words[len(words) // 2 :]
-    module = import_module("engine.perplexity")
+    module = import_module("engine.tools.perplexity")
     with tempfile.TemporaryDirectory() as scratch:
         others = []
         grams = import_module(_CALIBRATION).inputs_of_text(model_dir, seen)

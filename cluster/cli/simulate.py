@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from cluster.bench.trace import read_trace
-from cluster.errors import SpecError
+from cluster.words.errors import SpecError
 
 TraceFile = Annotated[Path, typer.Option("--trace", help="Requests to replay.")]
 ProfileName = Annotated[str | None, typer.Option("--profile", help="A JSON file, or the name of a shipped profile.")]
@@ -104,7 +104,7 @@ class Simulator:
 
 def _pools(topology: str | None, colocated: int | None) -> dict[str, int]:
     """The fields of Setup that follow from what is deployed."""
-    from cluster.spec import load_spec
+    from cluster.words.spec import load_spec
 
     if (topology is None) == (colocated is None):
         raise SpecError("name either --topology, such as 8P8D, or --colocated N")

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from cluster import state as states
 from cluster.cli.connection import join_controller
 from cluster.cli.deploy import Name
-from cluster.errors import DeployError
+from cluster.host import state as states
+from cluster.words.errors import DeployError
 
 _NOT_READY, _NOTHING_DEPLOYED = 1, 3
 
@@ -29,7 +29,7 @@ def status(
         raise typer.Exit(_NOTHING_DEPLOYED) from None
     try:
         controller = join_controller(state)
-        from cluster.status import read_status
+        from cluster.host.status import read_status
 
         report = read_status(state, controller)
     except DeployError as error:

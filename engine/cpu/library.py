@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 
-from cluster.model_source import cache_root
+from cluster.model.source import cache_root
 
 logger = logging.getLogger(__name__)
 

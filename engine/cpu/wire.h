@@ -78,7 +78,7 @@ struct Payload {
     uint64_t sum;       // out
 };
 
-// sum over i of word[i] * (2 i + 1), as engine/checksum.py draws it.
+// sum over i of word[i] * (2 i + 1), as engine/kv/checksum.py draws it.
 inline void add_up(Payload& p) {
     typedef uint64_t Longs __attribute__((vector_size(64)));
     constexpr int64_t WORDS = 8;

@@ -3,7 +3,7 @@
     s_hj = (q_h . row_j) scale      out_h = softmax(s_h) latents      row_j = (latent_j, rotated key_j)
 
 Values are the first part of the keys, so that a block is read once for both. As in decode_attention, the keys of a row
-are split among programs whose results are put together. Row format: engine/kv_layout.py.
+are split among programs whose results are put together. Row format: engine/kv/layout.py.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ def write_latents(
 ) -> None:
     """Store rows at `slots_T` (int32 or int64, block id * S + offset); a negative slot writes nothing.
 
-    codes, scales: a layer of a latent pool; see engine/kv_layout.py. rows: (T, C + P) of any float dtype, contiguous.
+    codes, scales: a layer of a latent pool; see engine/kv/layout.py. rows: (T, C + P) of any float dtype, contiguous.
     """
     store = launch_write_latents if rows_TD.is_cuda else reference_write_latents
     store(codes_B11SD, scales_B11S, slots_T, rows_TD, rope_dim=rope_dim)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batch import Ints
+from engine.batch.batch import Ints
 from engine.kernels.eight_bits import as_bytes
 from engine.kernels.language import has_fp8_casts, jit, power_of_2, tl
 from engine.kernels.online_softmax import attend_block, gather_row, reference_row

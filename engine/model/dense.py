@@ -15,26 +15,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cluster.model_shape import ModelConfig
-from engine.batch import Batch
-from engine.cpu.heads import CompiledHeads
-from engine.cpu.layers import CompiledLayers
-from engine.cpu.matrix import PackedMatrix
-from engine.device_batch import DeviceBatch
-from engine.heads import Heads, TorchHeads
-from engine.kernels.heads import KernelHeads
-from engine.kernels.latent_heads import KernelLatentHeads
-from engine.kv_layout import KVLayout
-from engine.kv_pool import KVPool
-from engine.latent_heads import LatentHeads, Turn
-from engine.layers import Linear, RMSNorm, RowParallelLinear, is_plain
+from cluster.model.shape import ModelConfig
+from engine.attention.cpu_heads import CompiledHeads
+from engine.attention.heads import Heads, TorchHeads
+from engine.attention.latent_heads import LatentHeads, Turn
+from engine.attention.rotary import Rotary
+from engine.attention.triton_heads import KernelHeads
+from engine.attention.triton_latent_heads import KernelLatentHeads
+from engine.batch.batch import Batch
+from engine.batch.device_batch import DeviceBatch
+from engine.kv.layout import KVLayout
+from engine.kv.pool import KVPool
+from engine.layers.layers import Linear, RMSNorm, RowParallelLinear, is_plain
+from engine.layers.packed_matrix import PackedMatrix
+from engine.layers.shards import ShardReader
 from engine.model import experts, gated_mlp, latent
+from engine.model.cpu_program import CompiledLayers
 from engine.model.experts import SparseMLP
 from engine.model.gated_mlp import GatedMLP
 from engine.model.latent import LatentLayer
-from engine.rotary import Rotary
-from engine.shards import ShardReader
-from engine.weights import Shape, check_tensors
+from engine.weights.checkpoint import Shape, check_tensors
 
 # T tokens of the step, R rows whose logits are wanted, E hidden_size, H query heads and K kv heads of this rank,
 # D head_dim, N = H + 2 K, V vocabulary

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.fused_experts import fused_experts
-from engine.layers import GatedSiLU, Linear, Matrix, TorchMatrix
+from engine.layers.layers import GatedSiLU, Linear, Matrix, TorchMatrix
 
 # T tokens, E hidden_size, I features of one expert, X experts, C experts chosen for each token, N = T * C choices
 

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from cluster.model_shape import ExpertsConfig, ModelConfig
-from engine.layers import GatedSiLU, Linear, RMSNorm, RowParallelLinear, is_plain
+from cluster.model.shape import ExpertsConfig, ModelConfig
+from engine.layers.layers import GatedSiLU, Linear, RMSNorm, RowParallelLinear, is_plain
+from engine.layers.shards import ShardReader
 from engine.model.expert_bank import Bank, Expert, ExpertStack, Shelf
 from engine.model.routing import Routing
 from engine.model.spread_experts import Experts, SpreadExperts, weigh
 from engine.parallel import TensorParallel
-from engine.shards import ShardReader
-from engine.weights import Shape
+from engine.weights.checkpoint import Shape
 
 # T tokens, E hidden_size, I features of the shared expert, C experts chosen for each token
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from cluster.model_shape import ModelConfig
-from engine.layers import GatedSiLU, Linear, RMSNorm, RowParallelLinear, is_plain
-from engine.shards import ShardReader
-from engine.weights import Shape
+from cluster.model.shape import ModelConfig
+from engine.layers.layers import GatedSiLU, Linear, RMSNorm, RowParallelLinear, is_plain
+from engine.layers.shards import ShardReader
+from engine.weights.checkpoint import Shape
 
 # T tokens, E hidden_size
 

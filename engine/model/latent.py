@@ -1,4 +1,4 @@
-"""A decoder layer with multi-head latent attention: DeepSeek-V2 and V3. See engine/latent_heads.py."""
+"""A decoder layer with multi-head latent attention: DeepSeek-V2 and V3. See engine/attention/latent_heads.py."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from cluster.model_shape import ModelConfig
-from engine.kernels.latent_heads import KernelLatentHeads
-from engine.latent_heads import Expansion, LatentHeads
-from engine.layers import Linear, RMSNorm, RowParallelLinear, is_plain
+from cluster.model.shape import ModelConfig
+from engine.attention.latent_heads import Expansion, LatentHeads
+from engine.attention.triton_latent_heads import KernelLatentHeads
+from engine.layers.layers import Linear, RMSNorm, RowParallelLinear, is_plain
+from engine.layers.shards import ShardReader
 from engine.model.experts import SparseMLP
 from engine.model.gated_mlp import GatedMLP
-from engine.shards import ShardReader
-from engine.weights import Shape
+from engine.weights.checkpoint import Shape
 
 # T tokens, E hidden_size, H query heads of this rank, D head_dim of queries, C latent_dim, P rope_dim, N nope_dim,
 # W value_dim

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cluster.model_shape import ExpertsConfig
-from engine.shards import ShardReader
+from cluster.model.shape import ExpertsConfig
+from engine.layers.shards import ShardReader
 
 # T tokens, E hidden_size, X experts, G groups of experts, C experts chosen for each token
 

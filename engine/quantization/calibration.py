@@ -10,16 +10,16 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from cluster import model_config
-from cluster.errors import SpecError
-from engine.batch import Batch, Row
-from engine.kv_pool import KVPool
-from engine.layers import Before, Matrix
+from cluster.model import config as model_config
+from cluster.words.errors import SpecError
+from engine.batch.batch import Batch, Row
+from engine.kv.pool import KVPool
+from engine.layers.layers import Before, Matrix
+from engine.layers.shards import ShardReader
 from engine.model.dense import DenseDecoder
 from engine.parallel import TensorParallel
 from engine.runner import layout_for
-from engine.shards import ShardReader
-from engine.weights import open_checkpoint
+from engine.weights.checkpoint import open_checkpoint
 
 # T tokens, I input features, O output features
 
@@ -70,7 +70,7 @@ class _Seen:
 
 @dataclass
 class _Observed:
-    """Implements engine.layers.Matrix."""
+    """Implements engine.layers.layers.Matrix."""
 
     matrix: Matrix
     gram_II: Tensor | None = None

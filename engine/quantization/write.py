@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import pad
 
-from cluster.errors import SpecError
-from cluster.gguf_table import TABLE
+from cluster.model.gguf_table import TABLE
+from cluster.words.errors import SpecError
 from engine.kernels.eight_bits import MOST
 from engine.quantization.rounding import round_with_compensation
-from engine.weights import Checkpoint, open_checkpoint
+from engine.weights.checkpoint import Checkpoint, open_checkpoint
 
 # O outputs, I inputs
 

@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.checksum import checksum
-from engine.kv_layout import KVLayout
+from engine.kv.checksum import checksum
+from engine.kv.layout import KVLayout
 
 VERSION = 1
 

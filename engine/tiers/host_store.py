@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.kv_pool import lazy_zeros
+from engine.kv.pool import lazy_zeros
 
 
 class HostStore:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from cluster.tier import Tier
+from cluster.words.tier import Tier
 
 
 class Spill(NamedTuple):

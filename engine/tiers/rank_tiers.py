@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cluster.background import BackgroundThread
-from cluster.tier import Tier
-from engine.kv_pool import KVPool
+from cluster.process.background import BackgroundThread
+from cluster.words.tier import Tier
+from engine.kv.pool import KVPool
 from engine.tiers.disk_store import DiskStore
 from engine.tiers.host_store import HostStore
 from engine.tiers.orders import Loaded, LoadOrder, Source, TierOrders

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from cluster.tier import Tier
-from engine.block_manager import BlockManager
+from cluster.words.tier import Tier
+from engine.kv.block_manager import BlockManager
 from engine.rate import Rate
 from engine.tiers.orders import Loaded, LoadOrder, Save, Source, Spill, TierOrders
 

@@ -6,10 +6,10 @@ import time
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
-from cluster.tier import Tier
-from engine.block_manager import BlockManager
-from engine.eviction import LeastRecentlyUsed, make_eviction
-from engine.kv_layout import KVLayout
+from cluster.words.tier import Tier
+from engine.kv.block_manager import BlockManager
+from engine.kv.eviction import LeastRecentlyUsed, make_eviction
+from engine.kv.layout import KVLayout
 from engine.sequence import Sequence as TokenSequence
 from engine.tiers.orders import Loaded
 from engine.tiers.rank_tiers import RankTiers

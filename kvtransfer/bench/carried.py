@@ -13,12 +13,12 @@ from uuid import uuid4
 import torch
 from grpc.aio import Channel
 
-from cluster.channel import open_channel
 from cluster.rpc.transfer_pb2_grpc import RankStub
+from cluster.wire.channel import open_channel
 from kvtransfer.bench.near_side import HOST, TIMEOUT_S, NearSide
-from kvtransfer.link import LinkEnd, open_link
-from kvtransfer.meeting import Meeting, local_store, remote_store
-from kvtransfer.staging import StagingRing
+from kvtransfer.links.link import LinkEnd, open_link
+from kvtransfer.movers.meeting import Meeting, local_store, remote_store
+from kvtransfer.movers.staging import StagingRing
 
 _CPU = torch.device("cpu")
 _NUM_FIRST = 4

@@ -15,16 +15,16 @@ from typing import Any
 
 import torch
 
-from cluster.rank_host import RankHost
 from cluster.rpc import transfer_pb2 as pb
 from cluster.rpc.transfer_pb2_grpc import add_RankServicer_to_server
-from engine.kv_layout import KVLayout
-from engine.kv_pool import KVPool
+from cluster.wire.rank_host import RankHost
+from engine.kv.layout import KVLayout
+from engine.kv.pool import KVPool
 from kvtransfer.bench.carried import receive_over_link, receive_over_tcp
 from kvtransfer.bench.near_side import HOST, TIMEOUT_S
-from kvtransfer.ledger import Landing
-from kvtransfer.rank_servicer import RankServicer
-from kvtransfer.receiver import Receiver
+from kvtransfer.movers.rank_servicer import RankServicer
+from kvtransfer.movers.receiver import Receiver
+from kvtransfer.protocol.ledger import Landing
 
 
 class FarSide:

@@ -11,12 +11,12 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import Any
 
-from cluster.errors import ReplicaLost, TransferError
-from cluster.handoff import Handoff
-from cluster.rank_host import RankHost
-from engine.kv_pool import KVPool
-from kvtransfer.passage import Passage, Shipment
-from kvtransfer.sender import Sender
+from cluster.wire.rank_host import RankHost
+from cluster.words.errors import ReplicaLost, TransferError
+from cluster.words.handoff import Handoff
+from engine.kv.pool import KVPool
+from kvtransfer.movers.sender import Sender
+from kvtransfer.protocol.passage import Passage, Shipment
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 60.0

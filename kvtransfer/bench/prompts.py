@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.batch import Batch, Row
+from engine.batch.batch import Batch, Row
 from engine.load import load_runner
 from engine.parallel import TensorParallel
 from engine.runner import GIB, layout_for

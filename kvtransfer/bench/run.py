@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from engine.kv_layout import KVLayout
-from engine.kv_pool import KVPool
+from engine.kv.layout import KVLayout
+from engine.kv.pool import KVPool
 from kvtransfer.bench.carried import copy_in_memory, send_over_link, send_over_tcp
 from kvtransfer.bench.near_side import NearSide
 from kvtransfer.bench.prompts import Prompts

@@ -13,8 +13,8 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore
 
-from cluster.errors import LinkClosed
-from kvtransfer.link import LinkEnd
+from cluster.words.errors import LinkClosed
+from kvtransfer.links.link import LinkEnd
 
 _PLACE = "place"  # the receiving end's word in the store: host, port, token
 _TOKEN_BYTES = 16

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Work
 
-from cluster.errors import LinkClosed
-from kvtransfer.link import LinkEnd, Operation
+from cluster.words.errors import LinkClosed
+from kvtransfer.links.link import LinkEnd, Operation
 
 _SENDER, _RECEIVER = 0, 1
 _TAG = 0

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Work
 
-from cluster.errors import LinkClosed
-from kvtransfer.link import LinkEnd, Operation
+from cluster.words.errors import LinkClosed
+from kvtransfer.links.link import LinkEnd, Operation
 
 _SENDER, _RECEIVER = 0, 1
 _POLL_S = 5e-5  # torch's own wait looks once in a millisecond, in which a fast link moves many payloads
@@ -23,9 +23,9 @@ _ABORT_S = 5.0  # for an operation to end that was aborted
 class NcclLink:
     """A communicator of two ranks, each on a GPU of its own (NCCL allows no two ranks on one).
 
-    An operation comes behind what its thread has started on its current stream (kvtransfer/lane.py). Its end is waited
-    for on the host, so that the deadline holds: when that has passed, or when `close` is called, the communicator is
-    aborted, which ends the operation.
+    An operation comes behind what its thread has started on its current stream (kvtransfer/movers/lane.py). Its end is
+    waited for on the host, so that the deadline holds: when that has passed, or when `close` is called, the
+    communicator is aborted, which ends the operation.
     """
 
     backend = "nccl"

@@ -9,9 +9,9 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor
 
-from cluster.errors import LinkClosed
-from kvtransfer.link import LinkEnd, Operation
+from cluster.words.errors import LinkClosed
 from kvtransfer.links.connection import Connection, meet
+from kvtransfer.links.link import LinkEnd, Operation
 
 
 class TcpLink:

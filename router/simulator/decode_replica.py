@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from cluster.timing import StepTiming, pairs
+from cluster.words.timing import StepTiming, pairs
 from engine.decode_scheduler import Scheduler
 from engine.group import Choice, Group, Source
 from router.simulator.clock import Clock

@@ -6,9 +6,9 @@ import time
 from dataclasses import dataclass
 
 from cluster.bench.trace import TraceRequest
-from cluster.prefix_index import PrefixIndex
-from router.plain_policies import make_policy
-from router.policy import Demand, Option, ReplicaView
+from cluster.index.prefix_index import PrefixIndex
+from router.routing.plain_policies import make_policy
+from router.routing.policy import Demand, Option, ReplicaView
 from router.simulator.clock import Clock
 from router.simulator.cores import Cores
 from router.simulator.decode_replica import DecodeReplica

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from cluster.bench.trace import TraceRequest
-from cluster.request import Sampling, SequenceRequest
+from cluster.words.request import Sampling, SequenceRequest
 from engine.sequence import Sequence
-from router.policy import Option
+from router.routing.policy import Option
 
 _MODEL = "simulated"
 

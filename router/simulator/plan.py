@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.bench.trace import TraceRequest
-from cluster.errors import SpecError
+from cluster.words.errors import SpecError
 from router.simulator.fleet import Setup
 from router.simulator.profile import Profile
 from router.simulator.run import simulate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cluster.errors import SpecError
+from cluster.words.errors import SpecError
 from router.simulator.plan import Plan
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cluster.timing import StepTiming, pairs
+from cluster.words.timing import StepTiming, pairs
 from engine.prefill_scheduler import Job, Scheduler
 from router.simulator.clock import Clock
 from router.simulator.cores import Cores

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from cluster.bench.trace import TOKENS_PER_ID, TraceRequest
-from cluster.errors import SpecError
-from cluster.hashing import HASH_BYTES
+from cluster.words.errors import SpecError
+from cluster.words.hashing import HASH_BYTES
 
 _MIX = 0x9E3779B97F4A7C15F39CC0605CEDC835  # odd: spreads consecutive ids over all bits of a hash
 

@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from cluster.errors import SpecError
-from cluster.timing import StepTiming
+from cluster.words.errors import SpecError
+from cluster.words.timing import StepTiming
 
 DEFAULT = "h100-llama-3.1-8b"
 
@@ -25,7 +25,7 @@ class _Section(BaseModel):
 
 
 class Steps(_Section):
-    """See cluster.timing."""
+    """See cluster.words.timing."""
 
     base_s: NotNegative
     token_s: NotNegative

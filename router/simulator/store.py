@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cluster.prefix_index import PrefixIndex
-from engine.block_manager import BlockManager
-from engine.eviction import LeastRecentlyUsed, ReuseValue
+from cluster.index.prefix_index import PrefixIndex
+from engine.kv.block_manager import BlockManager
+from engine.kv.eviction import LeastRecentlyUsed, ReuseValue
 from router.simulator.clock import Clock
 
 _GHOSTS = 2  # evicted blocks remembered, for each one held

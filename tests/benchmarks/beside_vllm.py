@@ -22,8 +22,8 @@ import torch
 import typer
 from safetensors.torch import save_file
 
-from cluster.model_source import resolve
-from engine.weights import open_checkpoint
+from cluster.model.source import resolve
+from engine.weights.checkpoint import open_checkpoint
 
 _SIDE_S = 1200.0
 _VLLM = """

@@ -15,9 +15,9 @@ from unittest import mock
 
 import torch
 
-from cluster.model_source import resolve
+from cluster.model.source import resolve
 from engine import runner as runner_module
-from engine.batch import Batch, Row
+from engine.batch.batch import Batch, Row
 from engine.load import load_runner
 from engine.parallel import TensorParallel
 from engine.runner import ModelRunner

@@ -14,15 +14,15 @@ from collections.abc import Sequence
 import torch
 import typer
 
-from cluster.model_source import resolve
-from engine.batch import Batch, Row
+from cluster.model.source import resolve
+from engine.batch.batch import Batch, Row
 from engine.load import load_runner
 from engine.parallel import TensorParallel
 from engine.runner import ModelRunner
-from kvtransfer.codec import codec_for
-from kvtransfer.segment import Segment
-from router.chat_template import ChatTemplate, find_chat_template
-from router.tokenizer import Tokenizer
+from kvtransfer.movers.codec import codec_for
+from kvtransfer.protocol.segment import Segment
+from router.text.chat_template import ChatTemplate, find_chat_template
+from router.text.tokenizer import Tokenizer
 
 _SUBJECTS = (
     "France", "photosynthesis", "the moon", "bread", "jazz", "a compiler", "the Roman empire", "earthquakes",

@@ -13,8 +13,8 @@ import time
 
 import torch
 
-from cluster.model_source import resolve
-from engine.batch import Batch, Row
+from cluster.model.source import resolve
+from engine.batch.batch import Batch, Row
 from engine.load import load_runner
 from engine.parallel import TensorParallel
 from engine.runner import ModelRunner

@@ -16,11 +16,11 @@ import time
 import tracemalloc
 from collections.abc import Sequence
 
-from cluster.hashing import HASH_BYTES, block_hashes, root_hash
-from cluster.prefix_index import PrefixIndex
-from cluster.timing import StepTiming
-from router.plain_policies import make_policy
-from router.policy import Demand, Option, Policy, ReplicaView
+from cluster.index.prefix_index import PrefixIndex
+from cluster.words.hashing import HASH_BYTES, block_hashes, root_hash
+from cluster.words.timing import StepTiming
+from router.routing.plain_policies import make_policy
+from router.routing.policy import Demand, Option, Policy, ReplicaView
 
 
 def main() -> None:

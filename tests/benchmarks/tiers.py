@@ -17,13 +17,13 @@ from pathlib import Path
 import torch
 from redis.asyncio import Redis
 
-from cluster.index import IndexReader, IndexWriter
-from cluster.ports import free_port
-from cluster.prefix_index import PrefixIndex
-from cluster.redis_server import RedisAddress, RedisServer
-from cluster.tier import Tier
-from engine.kv_layout import KVLayout
-from engine.kv_pool import KVPool
+from cluster.index.prefix_index import PrefixIndex
+from cluster.index.redis_server import RedisAddress, RedisServer
+from cluster.index.store import IndexReader, IndexWriter
+from cluster.process.ports import free_port
+from cluster.words.tier import Tier
+from engine.kv.layout import KVLayout
+from engine.kv.pool import KVPool
 from engine.tiers.block_file import Stamp
 from engine.tiers.disk_store import DiskStore
 from engine.tiers.host_store import HostStore

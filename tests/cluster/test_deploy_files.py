@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.placement import Demand, Node, check_fit
-from cluster.request import Role
-from cluster.spec import Spec, load_spec
+from cluster.control.placement import Demand, Node, check_fit
+from cluster.words.request import Role
+from cluster.words.spec import Spec, load_spec
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 TOPOLOGIES = sorted((DEPLOY / "topologies").glob("*.yaml"))

@@ -12,11 +12,11 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 from tokenizers.models import WordLevel
 
-from cluster.request import SampledToken, Sampling
+from cluster.words.request import SampledToken, Sampling
 from engine.load import load_runner
-from engine.offline import generate
 from engine.parallel import TensorParallel
 from engine.runner import ModelRunner
+from engine.tools.offline import generate
 from tests.engine.steps import VOCAB_SIZE
 from tests.engine.tiny_models import random_model, tiny_config
 

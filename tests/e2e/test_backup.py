@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from cluster.hashing import block_hashes, root_hash
-from cluster.prefix_index import Depths
-from cluster.request import Role, Sampling
-from router import backup
-from router.cost_policy import CostPolicy
+from cluster.index.prefix_index import Depths
+from cluster.words.hashing import block_hashes, root_hash
+from cluster.words.request import Role, Sampling
+from router.routing.cost_policy import CostPolicy
+from router.serving import backup
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
 from tests.local_cluster import beside, local_cluster

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cluster.request import Sampling, SequenceRequest
+from cluster.words.request import Sampling, SequenceRequest
 from tests.e2e.conftest import Checkpoint
 from tests.engine.steps import prompts
 from tests.local_cluster import LocalCluster, local_cluster

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.request import Role, Sampling
+from cluster.words.request import Role, Sampling
 from engine.cpu.library import open_kernels
 from engine.load import load_runner, set_threads
-from engine.offline import generate
 from engine.parallel import TensorParallel
 from engine.runner import ModelRunner
+from engine.tools.offline import generate
 from tests.e2e.conftest import Checkpoint
 from tests.engine.steps import prompts
 from tests.local_cluster import Answer, LocalCluster, LocalReplica, local_cluster

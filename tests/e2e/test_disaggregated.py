@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cluster.request import SampledToken, Sampling, choice_seed
+from cluster.words.request import SampledToken, Sampling, choice_seed
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
 from tests.local_cluster import local_cluster

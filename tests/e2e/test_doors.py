@@ -11,7 +11,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from cluster.ports import free_port
+from cluster.process.ports import free_port
 from cluster.rpc import inference_pb2 as pb
 from cluster.rpc import inference_pb2_grpc as rpc
 from router.service import RouterService

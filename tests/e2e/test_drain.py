@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from cluster.request import Role, Sampling
+from cluster.words.request import Role, Sampling
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
 from tests.local_cluster import LocalReplica, local_cluster

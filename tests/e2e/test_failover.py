@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from cluster.errors import ReplicaLost
-from cluster.request import Role, SampledToken, Sampling, SequenceRequest, choice_seed
+from cluster.words.errors import ReplicaLost
+from cluster.words.request import Role, SampledToken, Sampling, SequenceRequest, choice_seed
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
 from tests.local_cluster import Answer, LocalCluster, local_cluster
@@ -31,7 +31,7 @@ _PREFILL_EVENTS = {
 }
 _DECODE_EVENTS = {
     "the request arrives": Fault("engine.decode_scheduler:Scheduler.add"),
-    "its blocks are set aside": Fault("kvtransfer.receiver:Receiver.open", after=True),
+    "its blocks are set aside": Fault("kvtransfer.movers.receiver:Receiver.open", after=True),
     "the KV has landed": Fault("decode_worker.worker:Decoder.landed"),
     "the first token is sampled": Fault("decode_worker.answers:sample", after=True),
     "it streams": Fault("engine.runner:ModelRunner.forward", call=12),

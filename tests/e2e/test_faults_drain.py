@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from cluster.request import Role, SampledToken, Sampling
 from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc
+from cluster.words.request import Role, SampledToken, Sampling
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
 from tests.local_cluster import Answer, LocalCluster, LocalReplica, local_cluster

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from cluster.request import Sampling
+from cluster.words.request import Sampling
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
 from tests.engine.tiny_models import DEEPSEEK_V2, DEEPSEEK_V3

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cluster.cli.app import run
-from cluster.ports import free_port
+from cluster.process.ports import free_port
 from router.service import RouterService
 from router.simulator.profile import load_profile
 from tests.e2e.conftest import Checkpoint

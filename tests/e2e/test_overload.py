@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from cluster.errors import CapacityError, DeadlineExceeded
-from cluster.request import Role, Sampling, SequenceRequest
+from cluster.words.errors import CapacityError, DeadlineExceeded
+from cluster.words.request import Role, Sampling, SequenceRequest
 from tests.e2e.conftest import Checkpoint
 from tests.engine.steps import prompts
 from tests.local_cluster import LocalCluster, local_cluster

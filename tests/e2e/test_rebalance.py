@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from cluster.request import Role, Sampling
-from router import rebalance
-from router.plain_policies import RoundRobin
-from router.policy import Demand, Option, ReplicaView
+from cluster.words.request import Role, Sampling
+from router.routing.plain_policies import RoundRobin
+from router.routing.policy import Demand, Option, ReplicaView
+from router.serving import rebalance
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
 from tests.local_cluster import beside, local_cluster

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import redis
 
-from cluster.hashing import block_hashes, root_hash
-from cluster.ports import free_port
-from cluster.redis_server import RedisAddress, RedisServer
-from cluster.request import Role, Sampling
+from cluster.index.redis_server import RedisAddress, RedisServer
+from cluster.process.ports import free_port
+from cluster.words.hashing import block_hashes, root_hash
+from cluster.words.request import Role, Sampling
 from tests.e2e.conftest import Checkpoint
 from tests.engine.steps import prompts
 from tests.local_cluster import LocalCluster, local_cluster

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from cluster.errors import SpecError
-from cluster.model_config import load
-from cluster.request import Sampling
-from router.chat_template import ChatTemplate, find_chat_template
-from router.tokenizer import Tokenizer
+from cluster.model.config import load
+from cluster.words.errors import SpecError
+from cluster.words.request import Sampling
+from router.text.chat_template import ChatTemplate, find_chat_template
+from router.text.tokenizer import Tokenizer
 from tests.e2e.conftest import Reference
 from tests.local_cluster import local_cluster
 

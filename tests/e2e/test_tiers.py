@@ -12,12 +12,12 @@ import pytest
 import redis
 from torch import Tensor
 
-from cluster.hashing import block_hashes, root_hash
-from cluster.prefix_index import Depths
-from cluster.request import Role, Sampling
+from cluster.index.prefix_index import Depths
+from cluster.words.hashing import block_hashes, root_hash
+from cluster.words.request import Role, Sampling
 from engine.tiers.disk_store import DiskStore
-from router.policy import Demand, Option, ReplicaView
-from router.replicas import Replica
+from router.routing.policy import Demand, Option, ReplicaView
+from router.serving.replicas import Replica
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
 from tests.local_cluster import LocalCluster, LocalReplica, local_cluster

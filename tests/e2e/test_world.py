@@ -12,10 +12,10 @@ import grpc
 import pytest
 from grpc import aio
 
-from cluster.messages import sequence_to_proto
-from cluster.request import Role, Sampling, SequenceRequest
 from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
+from cluster.wire.messages import sequence_to_proto
+from cluster.words.request import Role, Sampling, SequenceRequest
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
 from tests.local_cluster import local_cluster
@@ -24,7 +24,7 @@ _ROOT = Path(__file__).parents[2]
 _PACKAGES = ("cluster", "router", "engine", "kvtransfer", "prefill_worker", "decode_worker")
 _WALL_CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "time.localtime"}
 # Shown to clients or written into a prompt; compared with nothing.
-_SHOWN = {("router/openai_answer.py", "time.time"), ("router/template_sandbox.py", "datetime.now")}
+_SHOWN = {("router/doors/openai_answer.py", "time.time"), ("router/text/template_sandbox.py", "datetime.now")}
 
 _GREEDY = Sampling(max_tokens=40, temperature=0.0)
 _TREE: dict[str, Any] = {

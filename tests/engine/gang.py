@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch.distributed import FileStore
 
-from cluster.request import Sampling
-from engine.batch import Batch, Row
+from cluster.words.request import Sampling
+from engine.batch.batch import Batch, Row
 from engine.model import spread_experts
 from engine.model.expert_bank import Bank
-from engine.offline import generate
 from engine.parallel import TensorParallel
 from engine.runner import ModelRunner, layout_for
+from engine.tools.offline import generate
 from tests.engine.steps import step
 
 StartGang = Callable[..., list[Future[Any]]]  # start_gang(size, function, ...); see conftest.py

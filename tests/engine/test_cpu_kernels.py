@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.batch import Batch, Row
+from engine.attention.cpu_heads import CompiledHeads
+from engine.attention.heads import Heads, TorchHeads
+from engine.batch.batch import Batch, Row
 from engine.cpu import library
-from engine.cpu.heads import CompiledHeads
 from engine.cpu.library import Kernels, open_kernels
-from engine.cpu.matrix import PackedMatrix
 from engine.cpu.wire import compiled_pack_kv, compiled_unpack_kv, sum_words
-from engine.heads import Heads, TorchHeads
 from engine.kernels.eight_bits import as_bytes
 from engine.kernels.wire import reference_pack_kv, reference_unpack_kv
-from engine.kv_layout import DTYPES, KVLayout
-from engine.kv_pool import KVPool
-from engine.layers import Before, GatedSiLU, RMSNorm, TorchMatrix
+from engine.kv.layout import DTYPES, KVLayout
+from engine.kv.pool import KVPool
+from engine.layers.layers import Before, GatedSiLU, RMSNorm, TorchMatrix
+from engine.layers.packed_matrix import PackedMatrix
 from tests.engine.steps import prompts
 from tests.engine.tiny_models import MakeModel, MakeRunner
 

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import decode_graphs
-from engine.batch import Batch, Row
+from engine.batch.batch import Batch, Row
+from engine.batch.device_batch import DeviceBatch, upload
 from engine.decode_graphs import Step, graph_sizes
-from engine.device_batch import DeviceBatch, upload
-from engine.kv_pool import KVPool
+from engine.kv.pool import KVPool
 from engine.runner import ModelRunner, layout_for
 from tests.engine.kernels.launched import launch_kernels
 from tests.engine.steps import VOCAB_SIZE

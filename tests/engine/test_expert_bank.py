@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.layers import Linear, TorchMatrix
+from engine.layers.layers import Linear, TorchMatrix
 from engine.model.expert_bank import Expert, ExpertList, ExpertStack, Shelf
 
 

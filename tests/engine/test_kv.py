@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import attention
-from engine.attention import AttentionPlan, paged_attention
-from engine.batch import Batch, Row
+from engine.attention import attention
+from engine.attention.attention import AttentionPlan, paged_attention
+from engine.batch.batch import Batch, Row
 from engine.kernels.eight_bits import MOST, dequantize_rows, quantize_rows
-from engine.kv_layout import KVLayout
-from engine.kv_pool import KVPool
+from engine.kv.layout import KVLayout
+from engine.kv.pool import KVPool
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4

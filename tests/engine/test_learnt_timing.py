@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.timing import StepTiming, pairs
+from cluster.words.timing import StepTiming, pairs
 from engine.learnt_timing import LearntTiming
 
 _TRUE = StepTiming(base_s=0.03, token_s=2e-3, pair_s=4e-7, context_s=3e-6)

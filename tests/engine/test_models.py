@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from cluster.errors import SpecError
-from engine.batch import Batch, Row
+from cluster.words.errors import SpecError
+from engine.batch.batch import Batch, Row
 from engine.runner import ModelRunner, layout_for
 from tests.engine.steps import prompts, step
 from tests.engine.tiny_models import DEEPSEEK_V2, DEEPSEEK_V3, GROUPS, MakeModel, MakeRunner, reference_logits

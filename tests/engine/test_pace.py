@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine import pace
-from engine.batch import Batch, Row
+from engine.batch.batch import Batch, Row
 from engine.pace import Pace
 
 

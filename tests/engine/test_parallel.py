@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.errors import SpecError
+from cluster.words.errors import SpecError
 from engine.parallel import TensorParallel
 from engine.runner import layout_for
 from tests.engine import gang

@@ -12,13 +12,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from cluster.errors import SpecError
-from cluster.gguf_import import import_gguf
+from cluster.model.gguf_import import import_gguf
+from cluster.words.errors import SpecError
+from engine.layers.quantized_matrix import QuantizedMatrix
+from engine.layers.shards import ShardReader
 from engine.parallel import TensorParallel
-from engine.quantization.matrix import QuantizedMatrix
 from engine.runner import ModelRunner, layout_for
-from engine.shards import ShardReader
-from engine.weights import open_checkpoint
+from engine.weights.checkpoint import open_checkpoint
 from tests.engine.gguf_files import write_model
 from tests.engine.quantized_files import FORMATS, fp8_blocks, write_quantised
 from tests.engine.steps import prompts, step

@@ -19,7 +19,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from cluster.request import Sampling
+from cluster.words.request import Sampling
 from engine import sampler
 from engine.sampler import SamplingRow, sample, uniform
 

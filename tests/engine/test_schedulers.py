@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from cluster.request import Sampling, SequenceRequest
+from cluster.words.request import Sampling, SequenceRequest
 from engine import decode_scheduler, prefill_scheduler
-from engine.block_manager import BlockManager
 from engine.group import Choice, Group, Source
+from engine.kv.block_manager import BlockManager
 from engine.prefill_scheduler import Job
 from engine.sequence import Sequence
 

@@ -10,10 +10,10 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from cluster.model_config import weight_files
-from cluster.request import FinishReason, Sampling
-from engine.offline import generate
+from cluster.model.config import weight_files
+from cluster.words.request import FinishReason, Sampling
 from engine.runner import ModelRunner, layout_for
+from engine.tools.offline import generate
 from tests.engine.gguf_files import read_model
 from tests.engine.steps import prompts, step
 

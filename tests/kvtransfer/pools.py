@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.kv_layout import KVLayout
+from engine.kv.layout import KVLayout
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_LAYERS = 2, 8, 2
 _LAYOUT = KVLayout(model="m", num_layers=NUM_LAYERS, num_kv_heads=2, head_dim=4, block_size=BLOCK_SIZE, dtype="float32")

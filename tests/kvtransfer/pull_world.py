@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cluster.errors import TransferError
-from cluster.handoff import Holder
-from cluster.messages import handoff_from_proto
 from cluster.rpc import transfer_pb2 as pb
-from kvtransfer.arrivals import Arrival
-from kvtransfer.passage import Shipment
-from kvtransfer.pulls import Pull, Pulls
+from cluster.wire.messages import handoff_from_proto
+from cluster.words.errors import TransferError
+from cluster.words.handoff import Holder
+from kvtransfer.protocol.arrivals import Arrival
+from kvtransfer.protocol.passage import Shipment
+from kvtransfer.protocol.pulls import Pull, Pulls
 from tests.kvtransfer.pools import layout
 
 if TYPE_CHECKING:

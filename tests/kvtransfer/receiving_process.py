@@ -15,13 +15,13 @@ from multiprocessing.process import BaseProcess
 import torch
 from grpc import aio
 
-from cluster.channel import SERVER_OPTIONS
 from cluster.rpc import transfer_pb2 as pb
 from cluster.rpc import transfer_pb2_grpc as rpc
-from engine.kv_layout import KVLayout
-from engine.kv_pool import KVPool
-from kvtransfer.rank_servicer import RankServicer
-from kvtransfer.receiver import Receiver
+from cluster.wire.channel import SERVER_OPTIONS
+from engine.kv.layout import KVLayout
+from engine.kv.pool import KVPool
+from kvtransfer.movers.rank_servicer import RankServicer
+from kvtransfer.movers.receiver import Receiver
 
 LAYOUT = KVLayout(model="m", num_layers=2, num_kv_heads=4, head_dim=64, block_size=16, dtype="float32")
 NUM_BLOCKS = 512  # 32 MiB

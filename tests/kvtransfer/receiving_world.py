@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cluster.handoff import Handoff
 from cluster.rpc import transfer_pb2 as pb
-from engine.block_manager import BlockManager
-from kvtransfer.arrivals import Arrival, Arrivals, ArrivalState
-from kvtransfer.ledger import Landing, Ledger
-from kvtransfer.plan import HeadCopy, plan_heads
-from kvtransfer.register import Register
+from cluster.words.handoff import Handoff
+from engine.kv.block_manager import BlockManager
+from kvtransfer.protocol.arrivals import Arrival, Arrivals, ArrivalState
+from kvtransfer.protocol.ledger import Landing, Ledger
+from kvtransfer.protocol.plan import HeadCopy, plan_heads
+from kvtransfer.protocol.register import Register
 from tests.kvtransfer.pools import BLOCK_SIZE, NUM_BLOCKS, NUM_LAYERS, layout
 from tests.kvtransfer.pull_world import Puller, Want
 

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cluster.errors import HandoffExpired, LinkClosed, TransferError
-from cluster.handoff import Handoff
 from cluster.rpc import transfer_pb2 as pb
-from engine.block_manager import BlockManager
+from cluster.words.errors import HandoffExpired, LinkClosed, TransferError
+from cluster.words.handoff import Handoff
+from engine.kv.block_manager import BlockManager
 from engine.tiers.tiers import Tiers
-from kvtransfer.departures import Departure, Departures
-from kvtransfer.grants import GrantListener, Grants
-from kvtransfer.passage import Ending, Key, Outlet, Passage, Shipment
-from kvtransfer.plan import HeadCopy, plan_heads, sending_ranks
-from kvtransfer.segment import Segment
+from kvtransfer.movers.grants import GrantListener, Grants
+from kvtransfer.protocol.departures import Departure, Departures
+from kvtransfer.protocol.passage import Ending, Key, Outlet, Passage, Shipment
+from kvtransfer.protocol.plan import HeadCopy, plan_heads, sending_ranks
+from kvtransfer.protocol.segment import Segment
 from tests.kvtransfer.pools import BLOCK_SIZE, NUM_BLOCKS, NUM_LAYERS, layout
 from tests.kvtransfer.pull_world import content_of, hashes_of
 
@@ -144,7 +144,7 @@ class SendingRank:
             self.pool[slot] = (content_of(prefix), position)
 
     def grant(self, handoff: Handoff, blocks: list[int], num_tokens: int) -> None:
-        """What kvtransfer.grants.carry_out does."""
+        """What kvtransfer.movers.grants.carry_out does."""
         self.begin(Job(handoff, blocks))
         if passage := self.passages.get((handoff.id, handoff.epoch)):
             for layer in range(NUM_LAYERS):

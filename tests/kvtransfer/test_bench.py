@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster import model_source
 from cluster.cli.app import run
+from cluster.model import source as model_source
 from kvtransfer.bench import run as bench_run
 from tests.engine.tiny_models import random_model, tiny_config
 

@@ -10,11 +10,11 @@ from contextlib import asynccontextmanager
 
 import torch
 
-from cluster.errors import LinkClosed
-from cluster.handoff import Handoff
-from engine.kv_pool import KVPool
-from kvtransfer.passage import Passage, Shipment
-from kvtransfer.sender import Sender
+from cluster.words.errors import LinkClosed
+from cluster.words.handoff import Handoff
+from engine.kv.pool import KVPool
+from kvtransfer.movers.sender import Sender
+from kvtransfer.protocol.passage import Passage, Shipment
 from tests.kvtransfer.receiving_process import LAYOUT, NUM_BLOCKS, ReceivingProcess, receiving_process
 
 _NUM_TOKENS = NUM_BLOCKS * LAYOUT.block_size

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch.distributed import FileStore, PrefixStore, Store
 
-from cluster.errors import LinkClosed
-from kvtransfer.link import Link, LinkEnd, open_link
+from cluster.words.errors import LinkClosed
+from kvtransfer.links.link import Link, LinkEnd, open_link
 
 BACKENDS = ["tcp", "gloo", pytest.param("nccl", marks=pytest.mark.gpu)]
 _TIMEOUT_S = 1.0

@@ -10,18 +10,18 @@ import pytest
 import torch
 from grpc import aio
 
-from cluster.channel import SERVER_OPTIONS
-from cluster.errors import HandoffExpired, LayoutMismatch, LinkClosed, TransferError
-from cluster.handoff import Handoff
 from cluster.rpc import transfer_pb2 as pb
 from cluster.rpc import transfer_pb2_grpc as rpc
-from engine.kv_layout import KVLayout
-from engine.kv_pool import KVPool
-from kvtransfer.ledger import Landing
-from kvtransfer.passage import Shipment
-from kvtransfer.rank_servicer import RankServicer
-from kvtransfer.receiver import Receiver
-from kvtransfer.sender import Sender
+from cluster.wire.channel import SERVER_OPTIONS
+from cluster.words.errors import HandoffExpired, LayoutMismatch, LinkClosed, TransferError
+from cluster.words.handoff import Handoff
+from engine.kv.layout import KVLayout
+from engine.kv.pool import KVPool
+from kvtransfer.movers.rank_servicer import RankServicer
+from kvtransfer.movers.receiver import Receiver
+from kvtransfer.movers.sender import Sender
+from kvtransfer.protocol.ledger import Landing
+from kvtransfer.protocol.passage import Shipment
 
 _CPU = torch.device("cpu")
 _LAYOUT = KVLayout(model="m", num_layers=3, num_kv_heads=4, head_dim=16, block_size=8, dtype="float32")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 from tests.router.fake_dispatcher import FakeDispatcher
 from tests.router.openai_door import OpenAIDoor, open_openai_door
 from tests.router.tiny_service import MakeCompletions

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
-from cluster.request import FinishReason, SampledToken, SequenceRequest, TokenLogprob, finish_reason
+from cluster.words.request import FinishReason, SampledToken, SequenceRequest, TokenLogprob, finish_reason
 from router.generation import ChoiceToken, Route
 
 Script = Callable[[SequenceRequest, int], Sequence[int]]

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import httpx
 import openai
 
-from router.completion import Completions
-from router.openai_api import create_app
+from router.doors.openai_api import create_app
+from router.text.completion import Completions
 from tests.router.fake_dispatcher import FakeDispatcher
 from tests.router.http_server import serve_http
 from tests.router.tiny_service import MakeCompletions

@@ -14,8 +14,8 @@ import pytest
 from fastapi import FastAPI
 from starlette.types import Message
 
-from router.completion_request import MAX_REQUEST_BYTES
-from router.openai_api import create_app
+from router.doors.openai_api import create_app
+from router.text.completion_request import MAX_REQUEST_BYTES
 from tests.router.fake_dispatcher import FakeDispatcher
 from tests.router.http_server import serve_http
 from tests.router.tiny_service import MakeCompletions

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.timing import StepTiming
-from router.plain_policies import make_policy
-from router.policy import Demand, ReplicaView
+from cluster.words.timing import StepTiming
+from router.routing.plain_policies import make_policy
+from router.routing.policy import Demand, ReplicaView
 
 _DEMAND = Demand(num_tokens=4096, block_size=64, bytes_per_token=1000, max_local_tokens=16)
 _IDLE = ReplicaView(

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from router.chat_template import ChatTemplate, find_chat_template
-from router.detokenizer import Detokenizer
-from router.tokenizer import Tokenizer
+from router.text.chat_template import ChatTemplate, find_chat_template
+from router.text.detokenizer import Detokenizer
+from router.text.tokenizer import Tokenizer
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 TURNS = [{"role": "system", "content": "Be brief."}, *QUESTION, {"role": "assistant", "content": "Paris."}, *QUESTION]

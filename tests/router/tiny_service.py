@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cluster.metrics import Metrics
-from router.chat_template import ChatTemplate, find_chat_template
-from router.completion import Completions
-from router.model_card import ModelCard
-from router.tokenizer import Tokenizer
+from cluster.words.metrics import Metrics
+from router.text.chat_template import ChatTemplate, find_chat_template
+from router.text.completion import Completions
+from router.text.model_card import ModelCard
+from router.text.tokenizer import Tokenizer
 from tests.router.fake_dispatcher import FakeDispatcher
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from cluster.bench.prompts import Prompts
 from cluster.bench.trace import TraceRequest, poisson, read_trace
-from cluster.errors import SpecError
+from cluster.words.errors import SpecError
 
 
 @pytest.fixture

@@ -23,16 +23,17 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from cluster import model_config
-from cluster.request import Sampling
-from engine import decode_graphs, device_batch, runner, sampler
-from engine.batch import Batch, Row
-from engine.kernels import latent_heads
+from cluster.model import config as model_config
+from cluster.words.request import Sampling
+from engine import decode_graphs, runner, sampler
+from engine.batch import device_batch
+from engine.batch.batch import Batch, Row
+from engine.attention import triton_latent_heads as latent_heads
 from engine.model.dense import expected_tensors
 from engine.runner import ModelRunner, layout_for
 from engine.sampler import SamplingRow, sample
-from kvtransfer.codec import codec_for, slots_of
-from kvtransfer.segment import Segment
+from kvtransfer.movers.codec import codec_for, slots_of
+from kvtransfer.protocol.segment import Segment
 # ruff: isort: on
 
 NUM_BLOCKS, BLOCK_SIZE, MAX_RUNNING = 20000, 16, 64

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine import latent_heads as torch_latent_heads
-from engine import layers
-from engine.kernels import heads, latent_heads
+from engine.attention import latent_heads as torch_latent_heads
+from engine.attention import triton_heads as heads
+from engine.attention import triton_latent_heads as latent_heads
 from engine.kernels.decode_attention import launch_decode_attention
 from engine.kernels.kv_write import launch_write_kv
 from engine.kernels.latent_attention import launch_latent_decode_attention
@@ -16,6 +16,7 @@ from engine.kernels.prefill_attention import launch_prefill_attention
 from engine.kernels.rms_norm import launch_rms_norm
 from engine.kernels.rotary import launch_rotate
 from engine.kernels.silu_mul import launch_silu_mul
+from engine.layers import layers
 
 
 def launch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

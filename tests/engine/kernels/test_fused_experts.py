@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.kernels.fused_experts import launch_fused_experts, reference_fused_experts, sort_into_tiles
-from engine.layers import GatedSiLU
+from engine.layers.layers import GatedSiLU
 from tests.engine.kernels.pools import DEVICE, DTYPES, random
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []

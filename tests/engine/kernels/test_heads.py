@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.batch import Batch, Row
-from engine.device_batch import DeviceBatch
-from engine.heads import Heads, TorchHeads
-from engine.kernels.heads import KernelHeads
-from engine.kv_layout import KVLayout
-from engine.kv_pool import KVPool
-from engine.layers import RMSNorm
+from engine.attention.heads import Heads, TorchHeads
+from engine.attention.triton_heads import KernelHeads
+from engine.batch.batch import Batch, Row
+from engine.batch.device_batch import DeviceBatch
+from engine.kv.layout import KVLayout
+from engine.kv.pool import KVPool
+from engine.layers.layers import RMSNorm
 from tests.engine.kernels.launched import launch_kernels
 from tests.engine.kernels.pools import DEVICE, random
 

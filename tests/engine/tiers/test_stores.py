@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kv_layout import KVLayout
+from engine.kv.layout import KVLayout
 from engine.tiers import disk_store
 from engine.tiers.block_file import Stamp
 from engine.tiers.disk_store import DiskStore

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cluster.hashing import block_hashes, root_hash
-from cluster.tier import Tier
-from engine.block_manager import BlockManager
-from engine.eviction import make_eviction
-from engine.kv_layout import KVLayout
-from engine.kv_pool import KVPool
+from cluster.words.hashing import block_hashes, root_hash
+from cluster.words.tier import Tier
+from engine.kv.block_manager import BlockManager
+from engine.kv.eviction import make_eviction
+from engine.kv.layout import KVLayout
+from engine.kv.pool import KVPool
 from engine.tiers.block_file import Stamp
 from engine.tiers.disk_store import DiskStore
 from engine.tiers.host_store import HostStore

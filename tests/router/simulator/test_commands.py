@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from cluster.cli.app import run
-from cluster.kv_arithmetic import KVArithmetic
-from cluster.spec import load_spec
+from cluster.model.kv_arithmetic import KVArithmetic
+from cluster.words.spec import load_spec
 
 
 @pytest.fixture

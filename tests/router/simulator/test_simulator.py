@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cluster.bench.trace import TraceRequest, read_trace
-from cluster.errors import SpecError
+from cluster.words.errors import SpecError
 from router.simulator.fleet import Setup
 from router.simulator.plan import make_plan
 from router.simulator.prefix_hashes import PrefixHashes

@@ -1,0 +1,95 @@
+"""What a deployment should be: written to Ray's own control store, so that a controller that restarts knows it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from cluster.words.request import Role
+from cluster.words.spec import Spec, parse_spec
+
+_KEY = b"desired"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What is started by import path, "module:name"."""
+
+    prefill: str = "prefill_worker.actor:make_rank"
+    decode: str = "decode_worker.actor:make_rank"
+    router: str = "router.app:build"
+
+    def rank(self, role: Role) -> str:
+        return self.prefill if role is Role.PREFILL else self.decode
+
+
+@dataclass(kw_only=True)
+class Desired:
+    """The spec as it is now (scaled since the operator wrote it), and what every replica is started with."""
+
+    spec: Spec
+    index_url: str
+    log_dir: str  # on every node
+    parts: Parts = Parts()
+    next_number: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(Role, 0))  # of replica ids, never reused
+
+    def scale(self, role: Role, replicas: int) -> None:
+        pool = self.spec.pool(role).model_copy(update={"replicas": replicas})
+        self.spec = self.spec.model_copy(update={role.value: pool})
+
+    def take_number(self, role: Role) -> int:
+        number = self.next_number[role]
+        self.next_number[role] = number + 1
+        return number
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {
+                "spec": self.spec.model_dump(mode="json"),
+                "index_url": self.index_url,
+                "log_dir": self.log_dir,
+                "parts": asdict(self.parts),
+                "next_number": self.next_number,
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Desired:
+        tree: dict[str, Any] = json.loads(text)
+        return cls(
+            spec=parse_spec(tree["spec"], origin="the stored spec"),
+            index_url=tree["index_url"],
+            log_dir=tree["log_dir"],
+            parts=Parts(**tree["parts"]),
+            next_number={Role(role): number for role, number in tree["next_number"].items()},
+        )
+
+
+def namespace(name: str) -> str:
+    """The Ray namespace of a deployment's actors; its placement groups are named `<namespace>/<replica>`."""
+    return f"xpyd-{name}"
+
+
+def save(desired: Desired) -> None:
+    """Keep it in Ray's internal key-value store: as durable as Ray's own knowledge of the actors."""
+    from ray.experimental.internal_kv import _internal_kv_put
+
+    _internal_kv_put(_KEY, desired.to_json().encode(), overwrite=True, namespace=_store(desired.spec.name))
+
+
+def load(name: str) -> Desired | None:
+    from ray.experimental.internal_kv import _internal_kv_get
+
+    stored = _internal_kv_get(_KEY, namespace=_store(name))
+    return Desired.from_json(stored) if stored else None
+
+
+def forget(name: str) -> None:
+    from ray.experimental.internal_kv import _internal_kv_del
+
+    _internal_kv_del(_KEY, namespace=_store(name))
+
+
+def _store(name: str) -> bytes:
+    return namespace(name).encode()

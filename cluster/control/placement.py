@@ -1,0 +1,147 @@
+"""Where replicas fit: bundles for Ray, and a plain answer for the operator when they fit nowhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from cluster.words.errors import DeployError
+from cluster.words.request import Role
+from cluster.words.spec import PoolSpec
+
+Amounts = Mapping[str, float]  # by Ray's resource name
+
+
+@dataclass(frozen=True)
+class Node:
+    """A living node of the Ray cluster."""
+
+    id: str
+    name: str
+    ip: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+    total: Amounts = field(default_factory=dict)
+    available: Amounts = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Replicas of one pool that still need a place."""
+
+    role: Role
+    pool: PoolSpec
+    count: int
+
+
+def bundle(pool: PoolSpec) -> dict[str, float]:
+    """What one rank needs, in Ray's words."""
+    amounts = {"CPU": pool.resources.cpus, "GPU": pool.resources.gpus, **pool.resources.custom}
+    return {name: amount for name, amount in amounts.items() if amount > 0}
+
+
+def check_fit(demands: Iterable[Demand], nodes: Sequence[Node]) -> None:
+    """Raise DeployError, in one line, when these replicas cannot all be placed on what `nodes` have available.
+
+    A replica's ranks share one node. Pools with the fewest nodes to choose from are placed first, each replica on the
+    node that has the most left; so a set of pools that fits only by an odd arrangement may be refused.
+    """
+    left = {node.id: dict(node.available) for node in nodes}
+    demands = [demand for demand in demands if demand.count]
+    for demand in sorted(demands, key=lambda d: len(_candidates(d.pool, nodes))):
+        candidates = _candidates(demand.pool, nodes)
+        if problem := _never_fits(demand.pool, nodes, candidates):
+            raise DeployError(f"{demand.role}: {problem}")
+        need = _gang(demand.pool)
+        for placed in range(demand.count):
+            best = max(candidates, key=lambda node: _times(need, left[node.id]))
+            if _times(need, left[best.id]) < 1:
+                raise DeployError(f"{demand.role}: room for {placed} of {demand.count} replicas; {_each_needs(need)}")
+            _take(need, left[best.id])
+
+
+def why_pending(pool: PoolSpec, nodes: Sequence[Node]) -> str:
+    """Why one more replica of `pool` waits for a place; empty when nothing stands in its way."""
+    candidates = _candidates(pool, nodes)
+    if problem := _never_fits(pool, nodes, candidates):
+        return problem
+    need = _gang(pool)
+    if any(_times(need, node.available) >= 1 for node in candidates):
+        return ""
+    return f"no room at present; {_each_needs(need)}"
+
+
+def matches(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
+    """Whether a node with `labels` satisfies `selector`, by Ray's rules: VALUE, !VALUE, in(A,B), !in(A,B)."""
+    return all(_matches_one(labels.get(key), condition) for key, condition in selector.items())
+
+
+def live_nodes() -> list[Node]:
+    """The nodes of the Ray cluster to which this process is connected."""
+    import ray
+    from ray._private.state import available_resources_per_node
+
+    available = available_resources_per_node()
+    return [
+        Node(
+            id=node["NodeID"],
+            name=node["NodeManagerHostname"],
+            ip=node["NodeManagerAddress"],
+            labels=node["Labels"],
+            total=node["Resources"],
+            available=available.get(node["NodeID"], {}),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def _candidates(pool: PoolSpec, nodes: Iterable[Node]) -> list[Node]:
+    return [node for node in nodes if matches(node.labels, pool.labels)]
+
+
+def _never_fits(pool: PoolSpec, nodes: Sequence[Node], candidates: Sequence[Node]) -> str:
+    """Why no node could ever take a replica, were it empty; empty when one could."""
+    if not candidates:
+        seen = sorted({f"{key}={value}" for node in nodes for key, value in node.labels.items() if key in pool.labels})
+        return f"no node has the labels {_pairs(pool.labels)}; nodes have {', '.join(seen) or 'none of these keys'}"
+    need = _gang(pool)
+    if any(_times(need, node.total) >= 1 for node in candidates):
+        return ""
+    most = {name: max(node.total.get(name, 0.0) for node in candidates) for name in need}
+    where = f" with labels {_pairs(pool.labels)}" if pool.labels else ""
+    return f"{_each_needs(need)}, on one node; the most that a node{where} has is {_amounts(most)}"
+
+
+def _gang(pool: PoolSpec) -> dict[str, float]:
+    return {name: amount * pool.tensor_parallel for name, amount in bundle(pool).items()}
+
+
+def _times(need: Amounts, have: Amounts) -> int:
+    """How often `need` fits into `have`. Ray counts in ten-thousandths."""
+    return min(round(have.get(name, 0.0) * 10_000) // round(amount * 10_000) for name, amount in need.items())
+
+
+def _take(need: Amounts, have: dict[str, float]) -> None:
+    for name, amount in need.items():
+        have[name] -= amount
+
+
+def _matches_one(value: str | None, condition: str) -> bool:
+    wanted = condition.removeprefix("!")
+    if wanted.startswith("in(") and wanted.endswith(")"):
+        is_equal = value in [option.strip() for option in wanted[3:-1].split(",")]
+    else:
+        is_equal = value == wanted
+    return is_equal != condition.startswith("!")
+
+
+def _each_needs(need: Amounts) -> str:
+    return f"each replica needs {_amounts(need)}"
+
+
+def _amounts(amounts: Amounts) -> str:
+    return ", ".join(f"{amount:g} {name}" for name, amount in amounts.items())
+
+
+def _pairs(labels: Mapping[str, str]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in labels.items())

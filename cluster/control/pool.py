@@ -1,0 +1,139 @@
+"""The replicas of one role, and the lives that they lead."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cluster.control.desired import Desired
+from cluster.control.gang import Home
+from cluster.control.pool_plan import STABLE_S, Backoff, plan_pool
+from cluster.control.replica import Failure, ReplicaFailed, ReplicaState
+from cluster.control.replica_life import ReplicaLife
+from cluster.words.request import Role
+
+logger = logging.getLogger(__name__)
+
+_KEPT_FAILURES = 5
+
+
+@dataclass
+class _Member:
+    life: ReplicaLife
+    started_at: float
+    task: asyncio.Task[None] | None = None
+
+    def is_stable(self, now: float) -> bool:
+        since = self.life.serving_since
+        return since is not None and now - since >= STABLE_S
+
+
+class Pool:
+    """Owned by the controller's event loop. `changed` is called whenever a replica has come to its end."""
+
+    def __init__(self, role: Role, *, changed: Callable[[], None]) -> None:
+        self.role = role
+        self._changed = changed
+        self._members: dict[str, _Member] = {}
+        self._backoff = Backoff()
+        self._failures: deque[Failure] = deque(maxlen=_KEPT_FAILURES)
+        self._past_homes: dict[str, Home] = {}
+
+    def reconcile(self, desired: Desired, new_id: Callable[[], str]) -> None:
+        """Start and retire what `desired` asks for. Starts at most what the backoff allows; never blocks."""
+        now = time.monotonic()
+        members = list(self._members.values())
+        if members and all(member.is_stable(now) for member in members):
+            self._backoff.reset()
+        views = [member.life.view for member in members]
+        plan = plan_pool(desired.spec.pool(self.role).replicas, views, can_start=self._backoff.allows(now))
+        for replica in plan.retire:
+            self.retire(replica)
+        for _ in range(plan.start):
+            self.add(ReplicaLife(new_id(), desired))
+
+    def add(self, life: ReplicaLife) -> None:
+        """Let this one live: new, or adopted."""
+        member = _Member(life, time.monotonic())
+        self._members[life.view.id] = member
+        member.task = asyncio.create_task(self._live(member))
+
+    def retire(self, replica: str) -> None:
+        """A replica that serves drains first; any other is removed at once."""
+        member = self._members[replica]
+        if member.life.view.state is ReplicaState.DRAINING:
+            return
+        member.life.leave()
+        if member.life.serving_since is None and member.task is not None:
+            member.task.cancel()
+
+    def retry(self) -> None:
+        """Forget earlier failures to start: an operator has changed something."""
+        self._backoff.reset()
+
+    async def stop(self) -> None:
+        """Remove every replica at once, without draining."""
+        tasks = [member.task for member in self._members.values() if member.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def get(self, replica: str) -> ReplicaLife | None:
+        member = self._members.get(replica)
+        return member.life if member else None
+
+    def home(self, replica: str) -> Home | None:
+        """Where a replica's logs are, also when it is gone."""
+        life = self.get(replica)
+        return life.home if life else self._past_homes.get(replica)
+
+    @property
+    def ids(self) -> list[str]:
+        return list(self._members)
+
+    @property
+    def num_draining(self) -> int:
+        return sum(member.life.view.state is ReplicaState.DRAINING for member in self._members.values())
+
+    def status(self, desired: int) -> dict[str, Any]:
+        """The pool's part of `Controller.status`."""
+        views = [member.life.view for member in self._members.values()]
+        return {
+            "desired": desired,
+            "ready": sum(view.state is ReplicaState.READY for view in views),
+            "replicas": [view.as_dict() for view in views],
+            "failures": [asdict(failure) | {"text": failure.describe()} for failure in self._failures],
+            "failed_rounds": self._backoff.rounds,
+            "has_given_up": self._backoff.has_given_up,
+        }
+
+    async def _live(self, member: _Member) -> None:
+        life = member.life
+        try:
+            await life.live()
+            logger.info("%s has left", life.view.id)
+        except ReplicaFailed as error:
+            self._note_failure(member, str(error), will_repeat=error.will_repeat)
+        except Exception as error:  # an edge: whatever goes wrong with one replica must not end the controller
+            logger.exception("%s: unexpected", life.view.id)
+            self._note_failure(member, f"{type(error).__name__}: {error}", will_repeat=False)
+        finally:
+            if life.home:
+                self._past_homes[life.view.id] = life.home
+            del self._members[life.view.id]
+            self._changed()
+
+    def _note_failure(self, member: _Member, reason: str, *, will_repeat: bool) -> None:
+        view, now = member.life.view, time.monotonic()
+        failure = Failure(
+            replica=view.id, role=self.role, state=view.state, node=view.node, reason=reason, will_repeat=will_repeat
+        )
+        logger.error("%s", failure.describe())
+        self._failures.append(failure)
+        if view.state is not ReplicaState.DRAINING and not member.is_stable(now):
+            self._backoff.failed(started_at=member.started_at, now=now)

@@ -1,0 +1,71 @@
+"""The process of a rank: a Ray actor that imports the rank's class by path and hands every call on to it.
+
+The controller starts this class, not the rank's own, so that neither it nor the command line ever imports torch, and so
+that what goes wrong while importing is reported like everything else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import time
+from typing import Any, cast
+
+from cluster.process.log import LogPart, log_path, read_log, redirect_output
+from cluster.words.rank import Binding, Loaded, Progress, Rank, RankStatus
+
+logger = logging.getLogger(__name__)
+
+# A call of run_forever stays for good, and a controller that restarted adds another: they have threads of their own, so
+# that they never keep `status` or `drain` waiting.
+CONCURRENCY_GROUPS = {"watch": 16, "control": 8}
+
+
+class RankActor:
+    """One rank of one replica, for the controller. See cluster.words.rank.Rank for what each method means."""
+
+    def __init__(
+        self, import_path: str, spec: dict[str, Any], *, replica: str, rank: int, index_url: str, log_dir: str
+    ) -> None:
+        self._import_path = import_path
+        self._arguments = {"replica": replica, "rank": rank, "index_url": index_url, "log_dir": log_dir}
+        self._spec = spec
+        self._log = log_path(log_dir, replica, rank)
+        self._rank: Rank | None = None
+        redirect_output(self._log, who=f"{replica}/{rank}")
+
+    def bind(self) -> Binding:
+        if self._rank is None:
+            module, _, name = self._import_path.partition(":")
+            began_at = time.monotonic()
+            make = getattr(importlib.import_module(module), name)
+            logger.info("%s imported in %.1f s", module, time.monotonic() - began_at)
+            self._rank = cast(Rank, make(self._spec, **self._arguments))
+        return self._rank.bind()
+
+    def load(self, addresses: list[str]) -> Loaded:
+        return self._bound.load(addresses)
+
+    def progress(self) -> Progress:
+        return self._bound.progress()
+
+    def run_forever(self) -> None:
+        self._bound.run_forever()
+
+    def status(self) -> RankStatus:
+        return self._bound.status()
+
+    def drain(self) -> None:
+        self._bound.drain()
+
+    def stop(self) -> None:
+        if self._rank is not None:
+            self._rank.stop()
+
+    def read_log(self, lines: int, start: int | None = None) -> LogPart:
+        return read_log(self._log, lines=lines, start=start)
+
+    @property
+    def _bound(self) -> Rank:
+        assert self._rank is not None, "bind() comes first"
+        return self._rank

@@ -1,0 +1,107 @@
+"""A replica as the control plane sees it: its state, its ranks, and how it failed. Plain values; nothing runs here."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from cluster.words.errors import ClusterError, DeployError
+from cluster.words.rank import Blocks
+from cluster.words.request import Role
+
+_RANK_NAME = re.compile(r"(?P<replica>(prefill|decode)-[0-9]+)-r(?P<rank>[0-9]+)")
+
+
+class ReplicaState(StrEnum):
+    """PENDING -> STARTING -> LOADING -> READY -> DRAINING -> gone. One that failed is gone, too, and replaced."""
+
+    PENDING = "pending"  # waits for a node with room
+    STARTING = "starting"  # its processes start
+    LOADING = "loading"  # it loads weights
+    READY = "ready"
+    DRAINING = "draining"  # takes no new requests, finishes those that it has
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    pid: int
+    device: str
+
+
+@dataclass
+class ReplicaView:
+    """What `cluster status` shows of a replica."""
+
+    id: str
+    role: Role
+    state: ReplicaState = ReplicaState.PENDING
+    node: str = ""  # the node's name
+    ranks: list[RankInfo] = field(default_factory=list)
+    blocks: Blocks = field(default_factory=lambda: Blocks(total=0, free=0, cached=0))
+    running: int = 0
+    waiting: int = 0
+    stage: str = ""  # what it does at present, or waits for
+    fraction: float = 0.0  # of loading
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything but the role, under which the pools list it anyway."""
+        return {key: value for key, value in asdict(self).items() if key != "role"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """How a replica ended that should not have."""
+
+    replica: str
+    role: Role
+    state: ReplicaState  # when it happened
+    node: str
+    reason: str
+    will_repeat: bool  # another try will hardly end otherwise
+
+    def describe(self) -> str:
+        where = f" on {self.node}" if self.node else ""
+        what = "failed" if self.state in (ReplicaState.READY, ReplicaState.DRAINING) else "did not start"
+        return f"{self.replica}{where} {what} ({self.state}): {self.reason}"
+
+
+class ReplicaFailed(ClusterError):
+    """A replica cannot go on. `rank` is the one to blame, where one is known."""
+
+    def __init__(self, reason: str, *, rank: int = 0, will_repeat: bool = False) -> None:
+        super().__init__(reason)
+        self.rank = rank
+        self.will_repeat = will_repeat
+
+
+class RankUnreachable(ReplicaFailed):
+    """A rank cannot be reached at present; its process may well live."""
+
+
+class ReplicaDidNotStart(DeployError):
+    """A replica failed to start, and another try would hardly end otherwise. `log` holds the last that it wrote."""
+
+    def __init__(self, message: str, *, log: str) -> None:
+        super().__init__(message)
+        self.log = log
+
+
+def replica_id(role: Role, number: int) -> str:
+    return f"{role}-{number}"
+
+
+def rank_name(replica: str, rank: int) -> str:
+    """The name of a rank's actor, unique in the deployment's namespace."""
+    return f"{replica}-r{rank}"
+
+
+def parse_rank_name(name: str) -> tuple[str, int] | None:
+    """(replica, rank) of a rank's actor; None for any other name."""
+    match = _RANK_NAME.fullmatch(name)
+    return (match["replica"], int(match["rank"])) if match else None
+
+
+def role_of(replica: str) -> Role:
+    return Role(replica.partition("-")[0])

@@ -1,0 +1,180 @@
+r"""Deploying and taking down: the one procedure that starts and ends everything a deployment consists of.
+
+    checks -> state file -> Ray (found or started) -+-> index, controller -> every replica -+-> health
+                                                    '-> Ray Serve ---------> router --------'
+
+The state file is written before anything is started, and names all of it: so take_down() undoes it from wherever it
+was left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from cluster.control.desired import Parts
+from cluster.host import local_ray, preflight
+from cluster.host import state as states
+from cluster.host.state import Command, State
+from cluster.process.background import BackgroundThread
+from cluster.process.stopwatch import Stopwatch
+from cluster.words.errors import DeployError
+from cluster.words.request import Role
+from cluster.words.spec import Spec
+
+if TYPE_CHECKING:  # Ray must not be imported before local_ray.join()
+    from cluster.host.pool_watch import Reporter
+
+_SEE_ALL_S = 60.0  # from every replica being ready until the router has heard of all
+_STOP_S = 60.0
+_SERVE_S = 60.0
+_SERVE_ENVIRONMENT = {"RAY_SERVE_USE_GRPC_BY_DEFAULT": "1"}  # streams of tokens through the HTTP proxy: 0.5 s without
+
+
+def deploy(
+    spec: Spec,
+    *,
+    address: str | None,
+    deadline: float,
+    wait_for_nodes: bool,
+    parts: Parts,
+    reporter: Reporter,
+) -> State:
+    """Bring `spec` up on the Ray at `address`, or on one of our own, and return when its router answers for all of it.
+
+    Raises ClusterError. Then, and when it is interrupted, nothing that it started is left.
+    """
+    watch = Stopwatch()
+    preflight.check_name(spec.name, reporter.say)
+    if address is None:
+        preflight.check_ports(spec.router)
+        preflight.check_nodes(spec, [preflight.this_node()], wait_for_nodes=wait_for_nodes)
+        preflight.check_model(spec, reporter.say)
+        state = _new_state(spec, local=local_ray.prepare())
+    else:
+        preflight.check_model(spec, reporter.say)
+        state = _join_ray(spec, address, wait_for_nodes=wait_for_nodes)
+    states.clear_logs(spec.name)
+    states.save(state)
+    watch.lap("checks")
+    try:
+        if state.local_ray:
+            reporter.say("starting a local Ray")
+            _start_ray(state, state.local_ray)
+            watch.lap("Ray")
+        _start(state, spec, parts=parts, deadline=deadline, reporter=reporter, watch=watch)
+    except BaseException:
+        with _undisturbed():
+            reporter.say("removing what was started")
+            take_down(state, force=True)
+        raise
+    state = replace(state, deploying=None)
+    states.save(state)
+    reporter.say(f"it took: {watch}")
+    return state
+
+
+def take_down(state: State, *, force: bool = False) -> None:
+    """Remove everything that deploy() started, and forget it.
+
+    A Ray of our own ends with all that runs in it. On somebody else's, our parts are removed one by one; if that Ray
+    does not answer, raises DeployError, or, with `force`, takes it for gone.
+    """
+    if state.local_ray is not None:
+        local_ray.stop(state.local_ray)
+    else:
+        with contextlib.suppress(DeployError) if force else contextlib.nullcontext():
+            _remove_from_ray(state)
+    states.forget(state.name)
+
+
+def _new_state(spec: Spec, *, local: local_ray.LocalRay | None, address: str = "", owns_serve: bool = True) -> State:
+    host = preflight.reachable_host(spec.router.host, otherwise=address.rpartition(":")[0] or "127.0.0.1")
+    return State(
+        name=spec.name,
+        ray_address=local.address if local else address,
+        local_ray=local,
+        owns_serve=owns_serve,
+        grpc=f"{host}:{spec.router.grpc_port}",
+        http=f"http://{host}:{spec.router.http_port}",
+        deploying=Command.current(),
+    )
+
+
+def _join_ray(spec: Spec, address: str, *, wait_for_nodes: bool) -> State:
+    """Connect to a Ray that is not ours, and check that the deployment may start there."""
+    import ray
+
+    from cluster.control.placement import live_nodes
+    from cluster.host import driver, router_app
+
+    driver.connect(address, spec.name, env=_SERVE_ENVIRONMENT)
+    if driver.find_controller(spec.name) is not None:
+        raise DeployError(f"{spec.name} is deployed on this Ray already, from another machine or user")
+    owns_serve = not router_app.is_serve_running()
+    preflight.check_ports(spec.router, http_is_ours=owns_serve)
+    preflight.check_nodes(spec, live_nodes(), wait_for_nodes=wait_for_nodes)
+    return _new_state(spec, local=None, address=ray.get_runtime_context().gcs_address, owns_serve=owns_serve)
+
+
+def _start_ray(state: State, local: local_ray.LocalRay) -> None:
+    local_ray.start(local, log=states.log_dir(state.name) / "ray.log")
+    local_ray.join(local)
+    from cluster.host import driver
+
+    driver.connect(local.address, state.name)
+
+
+def _start(state: State, spec: Spec, *, parts: Parts, deadline: float, reporter: Reporter, watch: Stopwatch) -> None:
+    """Start the index, the controller and the router; return when everything is ready."""
+    from cluster.host import driver, pool_watch, router_app, router_health
+
+    log_dir = str(states.log_dir(spec.name))
+    serving = BackgroundThread(lambda: router_app.start_serve(spec.router), name="serve")
+    serving.start()
+    controller = driver.start_controller(spec.name)  # its process comes up while we wait for the index
+    index_url = driver.start_index(spec.name, log_dir) if spec.index == "embedded" else spec.index
+    watch.lap("index")
+    plain_spec = spec.model_dump(mode="json")
+    driver.ask(controller, "apply", plain_spec, index_url=index_url, log_dir=log_dir, parts=parts)
+    watch.lap("controller")
+    serving.join(_SERVE_S)
+    if serving.failure:
+        raise serving.failure
+    watch.lap("Serve")
+    reporter.say("starting the router")
+    router_app.start_router(spec, import_path=parts.router, index_url=index_url, log_dir=log_dir)
+    watch.lap("router")
+    pool_watch.await_ready(controller, Role, deadline=deadline, reporter=reporter)
+    watch.lap("replicas after that")
+    wanted = {role.value: spec.pool(role).replicas for role in Role}
+    router_health.await_seen(state.http, wanted, within_s=_SEE_ALL_S)
+    watch.lap("router sees all")
+
+
+def _remove_from_ray(state: State) -> None:
+    import ray
+
+    from cluster.host import driver, router_app
+
+    if not ray.is_initialized():
+        driver.connect(state.ray_address, state.name)
+    router_app.stop_router(state.name, owns_serve=state.owns_serve)
+    controller = driver.start_controller(state.name)  # the one that is there; or one to clean up after one that is not
+    driver.ask(controller, "stop", within_s=_STOP_S)
+    ray.kill(controller)
+    driver.stop_index(state.name)
+    ray.shutdown()
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """A second Ctrl-C must not leave half of it behind."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

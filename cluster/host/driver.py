@@ -1,0 +1,108 @@
+"""This process as a driver of a Ray cluster: connecting, and speaking to a deployment's controller."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from cluster.control import controller
+from cluster.control.controller import Controller
+from cluster.control.desired import namespace
+from cluster.index import embedded as embedded_index
+from cluster.index.embedded import EmbeddedIndex
+from cluster.index.redis_server import RedisAddress
+from cluster.process.ports import free_port
+from cluster.words.errors import ClusterError, DeployError
+
+_PROBE_S = 3.0
+_ASK_S = 60.0  # longer than a controller needs to come back after its death
+
+
+def connect(address: str, name: str, *, env: dict[str, str] | None = None) -> None:
+    """Join the Ray cluster at `address` ("host:port" or "auto"). Raises DeployError when nobody answers there.
+
+    `env` is set for every process that this driver starts there: for a Ray that was not started by us.
+    """
+    if address.startswith("ray://"):
+        raise DeployError(f"{address}: give the address of Ray's control store, HOST:6379, from one of Ray's own nodes")
+    if address != "auto":
+        _probe(address)
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "1")  # one try of 45 s; by default there are twenty
+    try:
+        ray.init(
+            address=address,
+            namespace=namespace(name),
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            runtime_env={"env_vars": env} if env else None,
+        )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise DeployError(f"Ray at {address}: {' '.join(str(error).split())}") from error
+
+
+def start_controller(name: str) -> Any:
+    """Start the deployment's controller, which outlives this driver; returns its handle, for ask()."""
+    make: Any = ray.remote(Controller)
+    return make.options(**_detached(name, controller.ACTOR_NAME), max_task_retries=3).remote(name)
+
+
+def find_controller(name: str) -> Any | None:
+    """The controller of a deployment; None when there is none in this Ray cluster."""
+    with contextlib.suppress(ValueError):
+        return ray.get_actor(controller.ACTOR_NAME, namespace=namespace(name))
+    return None
+
+
+def start_index(name: str, log_dir: str) -> str:
+    """Start the deployment's own Redis, and return its URL when it answers."""
+    address = RedisAddress(free_port())
+    make: Any = ray.remote(EmbeddedIndex)
+    ask(make.options(**_detached(name, embedded_index.ACTOR_NAME)).remote(address, log_dir), "ready")
+    return address.url
+
+
+def stop_index(name: str) -> None:
+    with contextlib.suppress(ValueError):
+        ray.kill(ray.get_actor(embedded_index.ACTOR_NAME, namespace=namespace(name)))
+
+
+def ask(actor: Any, method: str, *args: Any, within_s: float = _ASK_S, **kwargs: Any) -> Any:
+    """Call a method of an actor and wait. Raises the actor's own ClusterError, or DeployError for anything else."""
+    try:
+        return ray.get(getattr(actor, method).remote(*args, **kwargs), timeout=within_s)
+    except RayTaskError as error:
+        if isinstance(error.cause, ClusterError):
+            raise error.cause from None
+        raise DeployError(f"{method}: {type(error.cause).__name__}: {' '.join(str(error.cause).split())}") from error
+    except GetTimeoutError:
+        raise DeployError(f"{method}: no answer within {within_s:g} s") from None
+    except RayActorError as error:
+        raise DeployError(f"{method}: {' '.join(str(error).split())}") from error
+
+
+def _detached(name: str, actor: str) -> dict[str, Any]:
+    """Outlives this driver, comes back when it dies, and takes nobody's place. One that is there already is taken."""
+    return {
+        "name": actor,
+        "namespace": namespace(name),
+        "lifetime": "detached",
+        "get_if_exists": True,
+        "max_restarts": -1,
+        "num_cpus": 0,
+    }
+
+
+def _probe(address: str) -> None:
+    """Ray itself would retry for minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _PROBE_S).close()
+    except (OSError, ValueError) as error:
+        raise DeployError(f"no Ray answers at {address} ({error})") from None

@@ -1,0 +1,90 @@
+"""What is looked at before a deployment starts anything. All of it raises SpecError or DeployError, in one line."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from cluster.control.placement import Demand, Node, check_fit
+from cluster.host import local_ray
+from cluster.host import state as states
+from cluster.process.ports import is_free
+from cluster.words.errors import DeployError, SpecError
+from cluster.words.request import Role
+from cluster.words.spec import RouterSpec, Spec
+
+_EVERYWHERE = ("0.0.0.0", "::")
+
+
+def check_name(name: str, say: Callable[[str], None]) -> None:
+    """The name must be free. What a command that was killed has left of it is cleared away."""
+    state = states.load(name)
+    if state is None:
+        return
+    if state.is_interrupted or (state.local_ray and not state.local_ray.is_running):
+        say(f"clearing away what is left of an earlier {name}")
+        if state.local_ray:
+            local_ray.stop(state.local_ray)
+            states.forget(name)
+            return
+        raise DeployError(
+            f"a deployment of {name} was interrupted on Ray at {state.ray_address}; run `cluster down` first"
+        )
+    what = "is being deployed" if state.deploying else "is deployed already"
+    raise DeployError(f"{name} {what}; `cluster scale` resizes it, `cluster down` takes it down")
+
+
+def check_model(spec: Spec, say: Callable[[str], None]) -> None:
+    """Fetch the model if need be, and see that the ranks of both pools fit it."""
+    from cluster.model import config as model_config
+    from cluster.model import source as model_source
+
+    config = model_config.load(model_source.resolve(spec.model.source, progress=say))
+    if spec.engine.deterministic:
+        config.check_deterministic()
+    for role in Role:
+        try:
+            config.check_tensor_parallel(spec.pool(role).tensor_parallel)
+            if role is Role.DECODE and spec.decode.expert_parallel:
+                config.check_expert_parallel(spec.decode.tensor_parallel)
+        except SpecError as error:
+            raise SpecError(f"{role}.{error}") from None
+
+
+def check_ports(router: RouterSpec, *, http_is_ours: bool = True) -> None:
+    """Both doors must be free, on this machine; HTTP only where Ray Serve does not hold it already."""
+    doors = [("gRPC", "--grpc-port", router.grpc_port), ("HTTP", "--http-port", router.http_port)]
+    if router.grpc_port == router.http_port:
+        raise SpecError(
+            f"router.http_port: {router.http_port} is router.grpc_port, too; choose another with --http-port"
+        )
+    for door, option, port in doors if http_is_ours else doors[:1]:
+        if not is_free(router.host, port):
+            raise DeployError(f"{door} port {port} on {router.host} is in use; choose another with {option}")
+
+
+def check_nodes(spec: Spec, nodes: Sequence[Node], *, wait_for_nodes: bool = False) -> None:
+    """Both pools must fit, and what is bound to one machine must be reachable from all."""
+    if len({node.ip for node in nodes}) > 1:
+        if spec.index == "embedded":
+            raise SpecError(
+                "index: the embedded Redis serves one machine only, and this Ray has several; set a redis:// URL"
+            )
+        if spec.router.host not in _EVERYWHERE:
+            raise SpecError(f"router.host: {spec.router.host} is on one machine, and this Ray has several; set 0.0.0.0")
+    if not wait_for_nodes:
+        check_fit([Demand(role, spec.pool(role), spec.pool(role).replicas) for role in Role], nodes)
+
+
+def this_node() -> Node:
+    """What a local Ray would offer."""
+    gpus = len([path for path in Path("/dev").glob("nvidia[0-9]*")])
+    total = {"CPU": float(os.cpu_count() or 1), "GPU": float(gpus)}
+    return Node(id="local", name=socket.gethostname(), ip="127.0.0.1", total=total, available=total)
+
+
+def reachable_host(host: str, *, otherwise: str) -> str:
+    """Where a client finds a router that listens on `host`: "everywhere" is no address to connect to."""
+    return otherwise if host in _EVERYWHERE else host

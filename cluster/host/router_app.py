@@ -1,0 +1,74 @@
+"""The router as a Ray Serve application: started, waited for, and deleted."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import time
+
+import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+
+from cluster.words.errors import DeployError
+from cluster.words.spec import RouterSpec, Spec
+
+_START_S = 120.0
+_POLL_S = 0.1
+
+
+def is_serve_running() -> bool:
+    """Whether Ray Serve runs in this Ray cluster already, for whomever."""
+    try:
+        ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+    except ValueError:
+        return False
+    return True
+
+
+def start_serve(router: RouterSpec) -> None:
+    """Start Ray Serve and its HTTP proxy, if they do not run yet. Raises DeployError."""
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    try:
+        serve.start(http_options={"host": router.host, "port": router.http_port})
+    except (RayServeException, RayError, RuntimeError, ValueError) as error:
+        raise DeployError(f"Ray Serve: {' '.join(str(error).split())}") from error
+
+
+def start_router(spec: Spec, *, import_path: str, index_url: str, log_dir: str) -> None:
+    """Deploy the router on a Serve that runs, and return when Serve calls it running. Raises DeployError with its
+    reason."""
+    module, _, build = import_path.partition(":")
+    application = getattr(importlib.import_module(module), build)(spec.model_dump(mode="json"), index_url, log_dir)
+    try:
+        serve.run_many(
+            [serve.RunTarget(application, name=spec.name, route_prefix="/")],
+            wait_for_ingress_deployment_creation=False,
+            wait_for_applications_running=False,
+        )
+        _await_running(spec.name)
+    except (RayServeException, RayError, RuntimeError, ValueError) as error:
+        raise DeployError(f"router: {' '.join(str(error).split())}") from error
+
+
+def stop_router(name: str, *, owns_serve: bool) -> None:
+    """Delete the application, and Serve with it when it was started for this deployment."""
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    if not is_serve_running():
+        return
+    if owns_serve:
+        serve.shutdown()
+    elif name in serve.status().applications:
+        serve.delete(name)
+
+
+def _await_running(name: str) -> None:
+    deadline = time.monotonic() + _START_S
+    while (application := serve.status().applications.get(name)) is None or application.status != "RUNNING":
+        if application is not None and application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+            raise DeployError(f"router: {application.message}")
+        if time.monotonic() > deadline:
+            state = application.status if application else "unknown"
+            raise DeployError(f"router: not running after {_START_S:g} s ({state})")
+        time.sleep(_POLL_S)

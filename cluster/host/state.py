@@ -1,0 +1,119 @@
+"""What the command line remembers of each deployment on this machine: enough to find it again, and to take it down.
+
+One file per deployment, $CLUSTER_STATE_DIR/<name>/state.json, beside its logs; by default under ~/.local/state/xpyd. It
+is written before anything is started: whatever became of the command that wrote it, `cluster down` can clean up.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from cluster.host.local_ray import LocalRay
+from cluster.process import processes
+from cluster.words.errors import ClusterError, SpecError
+
+_FILE = "state.json"
+
+
+class NotDeployed(ClusterError):
+    """There is nothing here to speak to."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A running `cluster deploy`."""
+
+    pid: int
+    start_time: int | None
+
+    @classmethod
+    def current(cls) -> Command:
+        return cls(os.getpid(), processes.start_time(os.getpid()))
+
+    @property
+    def is_running(self) -> bool:
+        return self.start_time is not None and processes.start_time(self.pid) == self.start_time
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """One deployment."""
+
+    name: str
+    ray_address: str
+    local_ray: LocalRay | None  # the Ray that was started for it
+    owns_serve: bool = False  # Ray Serve was started for it
+    grpc: str  # "host:port"
+    http: str  # "http://host:port"
+    deploying: Command | None  # None: deployed
+
+    @property
+    def is_interrupted(self) -> bool:
+        """The command that was deploying it is gone."""
+        return self.deploying is not None and not self.deploying.is_running
+
+
+def state_dir(name: str) -> Path:
+    return _root() / name
+
+
+def log_dir(name: str) -> Path:
+    return state_dir(name) / "logs"
+
+
+def save(state: State) -> None:
+    """Atomically: a reader never sees half a file."""
+    directory = state_dir(state.name)
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    new = directory / f"{_FILE}.{os.getpid()}"
+    new.write_text(json.dumps(asdict(state), indent=1))
+    new.replace(directory / _FILE)
+
+
+def load(name: str) -> State | None:
+    """What is remembered of `name`; None when it is not deployed from here."""
+    try:
+        tree = json.loads((state_dir(name) / _FILE).read_text())
+    except FileNotFoundError:
+        return None
+    local_ray, deploying = tree.pop("local_ray"), tree.pop("deploying")
+    return State(
+        local_ray=LocalRay(**local_ray) if local_ray else None,
+        deploying=Command(**deploying) if deploying else None,
+        **tree,
+    )
+
+
+def forget(name: str) -> None:
+    """The logs stay, until the next deployment of this name."""
+    (state_dir(name) / _FILE).unlink(missing_ok=True)
+
+
+def clear_logs(name: str) -> None:
+    shutil.rmtree(log_dir(name), ignore_errors=True)
+
+
+def deployed_names() -> list[str]:
+    return sorted(path.parent.name for path in _root().glob(f"*/{_FILE}"))
+
+
+def find(name: str | None) -> State:
+    """The deployment called `name`, or the only one. Raises NotDeployed, or SpecError when there are several."""
+    names = deployed_names()
+    if name is None and len(names) > 1:
+        raise SpecError(f"several deployments are up: {', '.join(names)}; choose one with --name")
+    chosen = name if name is not None else names[0] if names else None
+    state = load(chosen) if chosen else None
+    if state is None:
+        what = f"{name} is not deployed" if name else "nothing is deployed"
+        raise NotDeployed(f"{what}; `cluster deploy 1P1D` would do so")
+    return state
+
+
+def _root() -> Path:
+    directory = os.environ.get("CLUSTER_STATE_DIR")
+    return Path(directory) if directory else Path.home() / ".local" / "state" / "xpyd"

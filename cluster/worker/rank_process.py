@@ -1,0 +1,142 @@
+"""One rank's process, whatever its role: what cluster.words.rank asks, with the role's own part given as a Body."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import ray
+from grpc import aio
+
+from cluster.process.stopwatch import Stopwatch
+from cluster.wire.rank_host import RankHost
+from cluster.words.rank import Binding, Loaded, Progress, RankStatus
+from cluster.words.spec import Spec, parse_spec
+from cluster.worker.replica_service import ReplicaService
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What a body is loaded with."""
+
+    spec: Spec
+    replica: str
+    rank: int
+    addresses: list[str]  # of all ranks of this replica, in rank order
+    index_url: str
+    host: RankHost
+    on_progress: Callable[[str, float], None]  # stage, fraction of the whole load
+
+
+class Body(Protocol):
+    """What differs between the roles."""
+
+    device: str  # as PyTorch names it
+    service: ReplicaService | None  # on rank 0, once loaded
+
+    def register(self, server: aio.Server) -> None:
+        """Add the servicers, before anything is loaded."""
+        ...
+
+    def load(self, setup: Setup) -> int:
+        """Form the gang, load the weights, begin to serve. Returns how many KV blocks this rank has."""
+        ...
+
+    def run(self) -> None:
+        """Return when this rank has been told to stop; raise what ended it otherwise."""
+        ...
+
+    async def close(self) -> None:
+        """Close the connections to other ranks, on the event loop."""
+        ...
+
+
+class RankProcess:
+    """Implements cluster.words.rank.Rank."""
+
+    def __init__(
+        self,
+        spec: dict[str, Any],
+        *,
+        body: Body,
+        replica: str,
+        rank: int,
+        index_url: str,
+        log_dir: str,
+        host: str | None = None,
+    ) -> None:
+        """host: the address to listen on; otherwise the one by which Ray knows this node."""
+        self._spec = parse_spec(spec)
+        self._body = body
+        self._replica = replica
+        self._rank = rank
+        self._index_url = index_url
+        self._address = host
+        self._host: RankHost | None = None
+        self._binding: Binding | None = None
+        self._watch = Stopwatch()
+        self._progress: Progress = {"stage": "starting", "fraction": 0.0}
+
+    def bind(self) -> Binding:
+        if self._binding is None:
+            own = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
+            self._host = RankHost(self._address or own)
+            address = self._host.serve(self._body.register)
+            self._binding = {
+                "pid": os.getpid(),
+                "host": socket.gethostname(),
+                "address": address,
+                "device": self._body.device,
+            }
+        return self._binding
+
+    def load(self, addresses: list[str]) -> Loaded:
+        assert self._host, "bind() comes first"
+        setup = Setup(
+            spec=self._spec,
+            replica=self._replica,
+            rank=self._rank,
+            addresses=addresses,
+            index_url=self._index_url,
+            host=self._host,
+            on_progress=self._note_progress,
+        )
+        self._watch = Stopwatch()
+        blocks = self._body.load(setup)
+        self._note_progress("serving", 1.0)
+        logger.info("loaded: %s", self._watch)
+        return {"blocks": blocks}
+
+    def progress(self) -> Progress:
+        return self._progress
+
+    def run_forever(self) -> None:
+        self._body.run()
+
+    def status(self) -> RankStatus:
+        if self._body.service:
+            return self._body.service.status()
+        return {"state": "loading", "running": 0, "waiting": 0, "blocks": {"total": 0, "free": 0, "cached": 0}}
+
+    def drain(self) -> None:
+        if self._body.service:
+            self._body.service.drain()
+
+    def stop(self) -> None:
+        if self._body.service:
+            self._body.service.stop()
+        if self._host:
+            self._host.call(self._body.close(), timeout_s=_CLOSE_S)
+            self._host.stop()
+
+    def _note_progress(self, stage: str, fraction: float) -> None:
+        self._watch.lap(self._progress["stage"])
+        self._progress = {"stage": stage, "fraction": fraction}

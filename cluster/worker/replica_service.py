@@ -1,0 +1,159 @@
+"""Rank 0's service to the world: its step loop, its frames, its presence in Redis, and its way out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from typing import Any, Protocol
+
+from cluster.index.membership import Member
+from cluster.index.presence import Presence, connect_redis
+from cluster.rpc import worker_pb2 as pb
+from cluster.wire.frames import FrameHub
+from cluster.wire.rank_host import RankHost
+from cluster.words.errors import ReplicaLost
+from cluster.words.rank import RankStatus
+from cluster.words.tier import Tier
+from cluster.worker.gang_watch import watch_ranks
+from cluster.worker.step_loop import Command, StepLoop
+
+logger = logging.getLogger(__name__)
+
+_IDLE_S = 0.5  # how often an idle engine gives a sign of life to its other ranks
+
+
+class Engine(Protocol):
+    """What a role does step by step. All of it runs on the step thread."""
+
+    num_requests: int  # requests that the replica still has something to do for
+
+    def step(self) -> bool:
+        """One step; False when there was nothing to do."""
+        ...
+
+    def heartbeat(self) -> None:
+        """Called when there has been nothing to do for a while."""
+        ...
+
+    def stop(self) -> None:
+        """The last step: let the other ranks go."""
+        ...
+
+    def status(self) -> pb.Status: ...
+
+    def take_tokens(self) -> Mapping[str, Sequence[pb.StreamTokens]]:
+        """The tokens sampled since the last call, per router."""
+        ...
+
+    def take_changes(self) -> Mapping[bytes, Tier | None]:
+        """Where the blocks are now whose place has changed since the last call, by prefix hash; None: gone."""
+        ...
+
+    def held(self) -> Mapping[bytes, Tier]:
+        """Every block that the replica holds, by prefix hash, and where."""
+        ...
+
+
+class ReplicaService:
+    """Drives an Engine on the step thread and tells the event loop about it."""
+
+    def __init__(self, engine: Engine, host: RankHost, hub: FrameHub, *, replica: str) -> None:
+        self._engine = engine
+        self._host = host
+        self._hub = hub
+        self._replica = replica
+        self._loop = StepLoop(step=self._step, idle=self._idle, idle_s=_IDLE_S, ended=lambda: self._end(None))
+        self._outcome: Future[None] = Future()  # of the step loop, or why it is not waited for
+        self._watching: Future[None] | None = None
+        self._presence: Presence | None = None
+        self._presence_task: Future[None] | None = None
+        self._status = pb.Status(replica=replica)
+        self._num_requests = 0
+        self.is_draining = False
+
+    def start(self, *, index_url: str, name: str, member: Member, other_ranks: Sequence[str]) -> None:
+        """Begin to serve: from now on routers find this replica. It ends as soon as one of its other ranks is lost."""
+        self._publish()
+        self._watching = self._host.spawn(self._watch(other_ranks))
+        self._loop.start()
+        self._presence = Presence(connect_redis(index_url), name=name, member=member, snapshot=self._snapshot)
+        self._presence_task = self._host.spawn(self._presence.run())
+
+    def post(self, command: Command) -> None:
+        """Run something on the step thread, between steps."""
+        self._loop.post(command)
+
+    def run(self) -> None:
+        """Return when the step loop has been stopped; raise what ended it otherwise, or that a rank is lost."""
+        self._outcome.result()
+        self._loop.run()
+
+    def status(self) -> RankStatus:
+        status = self._status
+        state = "ready" if not self.is_draining else "draining" if self._num_requests else "drained"
+        blocks = {"total": status.blocks_total, "free": status.blocks_free, "cached": status.blocks_cached}
+        return {"state": state, "running": status.running, "waiting": status.waiting, "blocks": blocks}  # type: ignore[typeddict-item]
+
+    def drain(self) -> None:
+        """Take no new work. Routers are told at once, by their frames."""
+        self.is_draining = True
+        self.post(self._publish)
+
+    def stop(self, *, timeout_s: float = 5.0) -> None:
+        """Leave the index and the membership, and end the step loop."""
+        if self._watching:
+            self._watching.cancel()
+        if self._presence and self._presence_task:
+            self._presence_task.cancel()
+            self._host.call(self._presence.leave(), timeout_s=timeout_s)
+        self._loop.stop(self._engine.stop, timeout_s=timeout_s)
+
+    async def _watch(self, other_ranks: Sequence[str]) -> None:
+        try:
+            await watch_ranks(other_ranks)
+        except* ReplicaLost as lost:
+            logger.error("this replica cannot go on: %s", lost.exceptions[0])
+            self._end(ReplicaLost(str(lost.exceptions[0])))
+
+    def _end(self, error: ReplicaLost | None) -> None:
+        """Take no new work, and let routers and controller know at once. From any thread; the first call counts."""
+        self.is_draining = True
+        self._host.post(self._hub.close)
+        with suppress(InvalidStateError):
+            if error:
+                self._outcome.set_exception(error)
+            else:
+                self._outcome.set_result(None)
+
+    def _step(self) -> bool:
+        did_work = self._engine.step()
+        self._publish()
+        return did_work
+
+    def _idle(self) -> None:
+        self._engine.heartbeat()
+        self._publish()
+
+    def _publish(self) -> None:
+        """Everything that is new since the last step goes to the event loop in one call."""
+        status = self._engine.status()
+        status.replica = self._replica
+        status.draining = self.is_draining
+        self._num_requests = self._engine.num_requests
+        tokens, changes = self._engine.take_tokens(), self._engine.take_changes()
+        if tokens or changes or status != self._status:
+            self._status = status
+            self._host.post(self._tell, tokens, status, changes)
+
+    def _tell(self, tokens: Mapping[str, Any], status: pb.Status, changes: Mapping[bytes, Tier | None]) -> None:
+        self._hub.publish(tokens, status)
+        if changes and self._presence:
+            self._presence.publish(changes)
+
+    async def _snapshot(self) -> Mapping[bytes, Tier]:
+        answer: asyncio.Future[Mapping[bytes, Tier]] = asyncio.get_running_loop().create_future()
+        self.post(lambda: self._host.post(answer.set_result, self._engine.held()))
+        return await answer

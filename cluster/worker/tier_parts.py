@@ -1,0 +1,101 @@
+"""What a rank's lower tiers are put together from, and how it reports to rank 0 what it has loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cluster.model import source as model_source
+from cluster.rpc import transfer_pb2 as pb
+from cluster.rpc import worker_pb2
+from cluster.words.errors import SpecError
+from cluster.words.tier import Tier
+from engine.parallel import TensorParallel
+from engine.runner import GIB, ModelRunner
+from engine.tiers.block_file import Stamp
+from engine.tiers.claim import Claim, choose_claim, take_claim
+from engine.tiers.disk_store import DiskStore
+from engine.tiers.host_store import HostStore
+from engine.tiers.orders import Loaded
+from engine.tiers.rank_tiers import RankTiers
+from engine.tiers.tiers import Tiers
+
+if TYPE_CHECKING:  # they need Ray and pydantic, which this floor does without
+    from cluster.words.request import Role
+    from cluster.words.spec import PoolSpec
+    from cluster.worker.rank_process import Setup
+
+
+def open_tiers(setup: Setup, role: Role, runner: ModelRunner, on_loaded: Callable[[Loaded], None]) -> RankTiers | None:
+    """The tiers below this rank's pool; None if the spec wants none. Every rank of a replica calls this together.
+
+    Raises SpecError where the directory cannot be used.
+    """
+    pool, layout = setup.spec.pool(role), runner.layout
+    num_host, num_disk = (int(gib * GIB) // layout.block_bytes for gib in (pool.kv_host_gib, pool.kv_disk_gib))
+    host = disk = None
+    if num_host:
+        host = HostStore(num_places=num_host, block_bytes=layout.block_bytes, device=runner.pool.device)
+    if num_disk:
+        claim = _claim(setup, pool, runner.parallel, root=_root(pool) / setup.spec.name / role.value)
+        disk = DiskStore(claim.directory, Stamp(layout, setup.rank), num_places=num_disk, ended=claim.release)
+    return RankTiers(runner.pool, host=host, disk=disk, on_loaded=on_loaded) if host or disk else None
+
+
+def _root(pool: PoolSpec) -> Path:
+    return Path(pool.kv_disk_path).expanduser() if pool.kv_disk_path else model_source.cache_root() / "blocks"
+
+
+def _claim(setup: Setup, pool: PoolSpec, parallel: TensorParallel, *, root: Path) -> Claim:
+    """Rank 0 chooses; the others take theirs under the same name."""
+    try:
+        if parallel.is_leader:
+            claim = choose_claim(root, replica=setup.replica)
+            parallel.broadcast_bytes(claim.name.encode())
+            return claim
+        name = parallel.broadcast_bytes().decode()
+        # Elsewhere another replica may use that name: then this rank begins with nothing.
+        return take_claim(root, name=name, rank=parallel.rank) or choose_claim(
+            root, replica=setup.replica, rank=parallel.rank
+        )
+    except OSError as error:
+        raise SpecError(f"kv_disk_path: {root}: {error.strerror or error}") from error
+
+
+@dataclass(frozen=True)
+class LoadedPart:
+    """A rank's answer to a load, on its way to rank 0."""
+
+    loaded: Loaded
+
+    def to_report(self, *, rank: int) -> pb.ReportRequest:
+        loaded = self.loaded
+        part = pb.LoadedPart(
+            id=loaded.id, num_blocks=loaded.num_blocks, num_bytes=loaded.num_bytes, seconds=loaded.seconds
+        )
+        return pb.ReportRequest(rank=rank, loaded=part)
+
+
+def loaded_from_report(part: pb.LoadedPart) -> Loaded:
+    return Loaded(
+        part.id,
+        part.num_blocks,
+        num_bytes={Tier(tier): count for tier, count in part.num_bytes.items()},
+        seconds={Tier(tier): seconds for tier, seconds in part.seconds.items()},
+    )
+
+
+def tell_tiers(tiers: Tiers[Any], status: worker_pb2.Status, totals: worker_pb2.Totals) -> None:
+    """Put what lies below the pool, and what came of it, into a replica's account of itself."""
+    totals.host_hit_tokens = tiers.hit_tokens(Tier.HOST)
+    totals.disk_hit_tokens = tiers.hit_tokens(Tier.DISK)
+    totals.host_saved_bytes = tiers.saved_bytes(Tier.HOST)
+    totals.disk_saved_bytes = tiers.saved_bytes(Tier.DISK)
+    totals.tier_losses = tiers.num_losses
+    status.blocks_host = tiers.num_blocks(Tier.HOST)
+    status.blocks_disk = tiers.num_blocks(Tier.DISK)
+    status.host_bytes_per_s = tiers.bytes_per_s(Tier.HOST)
+    status.disk_bytes_per_s = tiers.bytes_per_s(Tier.DISK)
+    status.totals.CopyFrom(totals)

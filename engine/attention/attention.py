@@ -1,0 +1,170 @@
+"""Attention over paged KV, for a batch that mixes prompts and single tokens.
+
+A plan is made once per step and used by every layer. On a CPU, and until there are kernels, the blocks that a sequence
+attends to are gathered and given to torch's scaled_dot_product_attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.batch.batch import Batch, Ints
+from engine.kv.pool import KVPool
+
+# T tokens of the step, R rows (sequences), Q queries of one row, H query heads, K kv heads, G = H / K, D head_dim,
+# B blocks, L = B * block_size keys
+
+_MAX_GATHERED = 1 << 16  # keys of one gather, all rows together: bounds what a step needs beside the pool
+_MAX_PADDING = 2.0  # gathered keys over needed ones
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of several queries."""
+
+    first: int  # its queries are tokens [first, end) of the step
+    end: int
+    runs_2RKB: Tensor
+    mask_QL: Tensor | None  # None: plainly causal, and L is cut to Q
+
+
+@dataclass(frozen=True)
+class Singles:
+    """Rows of one query each, whose contexts are of similar length."""
+
+    tokens_R: Tensor
+    runs_2RKB: Tensor
+    mask_R11L: Tensor
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """Which blocks each row of a batch attends to, and which keys in them, under one sliding window (or none)."""
+
+    prompts: list[Prompt]
+    singles: list[Singles]
+
+    @classmethod
+    def of(cls, batch: Batch, pool: KVPool, *, window: int | None, dtype: torch.dtype) -> AttentionPlan:
+        """dtype: of the queries."""
+        planner = _Planner(batch, pool, window, dtype)
+        single = batch.query_lens == 1
+        return cls(
+            prompts=[planner.prompt(row) for row in np.flatnonzero(~single).tolist()],
+            singles=[planner.singles(rows) for rows in planner.similar(np.flatnonzero(single))],
+        )
+
+
+def paged_attention(q_THD: Tensor, pool: KVPool, layer: int, plan: AttentionPlan) -> Tensor:
+    """softmax(q k / sqrt(D)) v for every query over the keys that come before it, itself included.
+
+    The batch's own keys and values are in the pool already. q_THD: (T, H, D), H a multiple of the pool's kv heads.
+    Returns (T, H, D) in the queries' dtype.
+    """
+    num_tokens, num_heads, dim = q_THD.shape
+    num_kv_heads = pool.layout.heads_per_rank
+    q_TKGD = q_THD.view(num_tokens, num_kv_heads, num_heads // num_kv_heads, dim)
+    out_TKGD = torch.empty_like(q_TKGD)
+    for prompt in plan.prompts:
+        k_1KLD, v_1KLD = pool.gather(layer, prompt.runs_2RKB, q_THD.dtype)
+        out_TKGD[prompt.first : prompt.end] = attend_prompt(
+            q_TKGD[prompt.first : prompt.end], k_1KLD[0], v_1KLD[0], prompt.mask_QL
+        )
+    for singles in plan.singles:
+        k_RKLD, v_RKLD = pool.gather(layer, singles.runs_2RKB, q_THD.dtype)
+        # The G queries that share a kv head take the place of the query positions: no key is read twice.
+        q_RKGD = q_TKGD[singles.tokens_R]
+        mask_RKGL = singles.mask_R11L.expand(*q_RKGD.shape[:-1], -1)
+        out_TKGD[singles.tokens_R] = F.scaled_dot_product_attention(q_RKGD, k_RKLD, v_RKLD, attn_mask=mask_RKGL)
+    return out_TKGD.view(num_tokens, num_heads, dim)
+
+
+def attend_prompt(
+    q_QKGD: Tensor, k_KLD: Tensor, v_KLD: Tensor, mask_QL: Tensor | None, *, scale: float | None = None
+) -> Tensor:
+    """-> (Q, K, G, D) of the values. Keys and values are shared by G heads without being copied.
+
+    mask: see Prompt. scale: of the scores, by default 1 / sqrt(D) of the keys.
+    """
+    num_queries, _, group, _ = q_QKGD.shape
+    if mask_QL is None:
+        k_KLD, v_KLD = k_KLD[:, :num_queries], v_KLD[:, :num_queries]
+    k_KGLD, v_KGLD = (x_KLD.unsqueeze(1).expand(-1, group, -1, -1) for x_KLD in (k_KLD, v_KLD))
+    out_KGQD = F.scaled_dot_product_attention(
+        q_QKGD.permute(1, 2, 0, 3), k_KGLD, v_KGLD, attn_mask=mask_QL, is_causal=mask_QL is None, scale=scale
+    )
+    return out_KGQD.permute(2, 0, 1, 3)
+
+
+class _Planner:
+    """Makes the parts of one plan."""
+
+    def __init__(self, batch: Batch, pool: KVPool, window: int | None, dtype: torch.dtype) -> None:
+        self._batch = batch
+        self._pool = pool
+        self._window = window
+        self._dtype = dtype
+        self._starts = batch.context_lens - batch.query_lens
+        self._ends = np.cumsum(batch.query_lens)
+        # Blocks [low, high) of its table hold all that a row's queries attend to.
+        block_size = pool.layout.block_size
+        lowest_key = np.zeros_like(self._starts) if window is None else np.maximum(0, self._starts - window + 1)
+        self._low = lowest_key // block_size
+        self._high = -(-batch.context_lens // block_size)
+
+    def prompt(self, row: int) -> Prompt:
+        first, end = int(self._ends[row] - self._batch.query_lens[row]), int(self._ends[row])
+        low, high = int(self._low[row]), int(self._high[row])
+        runs_2RKB = self._pool.runs(self._batch.block_tables[row : row + 1, low:high])
+        if self._starts[row] == 0 and (self._window is None or self._window >= end - first):
+            return Prompt(first, end, runs_2RKB, None)
+        mask_1QL = self._mask(self._batch.positions[None, first:end], self._low[[row]], high - low)
+        return Prompt(first, end, runs_2RKB, mask_1QL[0])
+
+    def singles(self, rows: Ints) -> Singles:
+        low, high = self._low[rows], self._high[rows]
+        width = int((high - low).max())
+        # Shorter rows are padded with their own last block, at positions that the mask hides.
+        columns = np.minimum(low[:, None] + np.arange(width), high[:, None] - 1)
+        tokens = self._ends[rows] - 1
+        mask_R1L = self._mask(self._batch.positions[tokens, None], low, width)
+        return Singles(
+            tokens_R=torch.from_numpy(tokens).to(self._pool.device),
+            runs_2RKB=self._pool.runs(self._batch.block_tables[rows[:, None], columns]),
+            mask_R11L=mask_R1L.unsqueeze(1),
+        )
+
+    def _mask(self, positions_RQ: Ints, low_R: Ints, width: int) -> Tensor:
+        """What to add to the scores: 0 where a query may look, else -inf. Keys begin at block `low` of each row."""
+        device, block_size = self._pool.device, self._pool.layout.block_size
+        queries_RQ1 = torch.from_numpy(positions_RQ).to(device).unsqueeze(-1)
+        first_R11 = torch.from_numpy(low_R * block_size).to(device).view(-1, 1, 1)
+        keys_R1L = first_R11 + torch.arange(width * block_size, device=device)
+        is_hidden_RQL = keys_R1L > queries_RQ1
+        if self._window is not None:
+            is_hidden_RQL |= keys_R1L <= queries_RQ1 - self._window
+        return torch.zeros(is_hidden_RQL.shape, dtype=self._dtype, device=device).masked_fill_(
+            is_hidden_RQL, -torch.inf
+        )
+
+    def similar(self, rows: Ints) -> Iterator[Ints]:
+        """Split rows into groups in which padding to the longest costs little."""
+        widths = (self._high - self._low)[rows]
+        order = np.argsort(widths, kind="stable")
+        rows, widths = rows[order], widths[order]
+        begin, needed = 0, 0
+        for end, width in enumerate(widths):
+            gathered = int(width) * (end + 1 - begin)
+            too_many = gathered * self._pool.layout.block_size > _MAX_GATHERED
+            if end > begin and (too_many or gathered > _MAX_PADDING * (needed + width)):
+                yield rows[begin:end]
+                begin, needed = end, 0
+            needed += int(width)
+        if len(rows):
+            yield rows[begin:]

@@ -1,0 +1,73 @@
+"""What lies between the two projections of a layer, for one step: from queries, keys and values to what was attended.
+
+`Heads` is made once per step and used by every layer. TorchHeads computes with torch, on any device and in any dtype;
+engine/attention/cpu_heads.py with compiled kernels. tests/engine/test_heads.py holds both to the same results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.attention.attention import AttentionPlan, paged_attention
+from engine.batch.batch import Batch
+from engine.kernels.rotary import rotate
+from engine.kv.pool import KVPool
+from engine.layers.layers import RMSNorm
+
+# T tokens, H query heads and K kv heads of this rank, N = H + 2 K, D head_dim, F = D / 2
+
+Windows = Iterable[int | None]
+
+
+class Heads(Protocol):
+    """One step's heads."""
+
+    def store(self, layer: int, heads_TND: Tensor, *, q_norm: RMSNorm | None, k_norm: RMSNorm | None) -> Tensor:
+        """Norm and turn queries and keys, and put keys and values into the pool. Returns the queries (T, H, D).
+
+        heads_TND: queries, then keys, then values; they may be changed in place.
+        """
+        ...
+
+    def attend(self, layer: int, q_THD: Tensor, *, window: int | None) -> Tensor:
+        """softmax(q k / sqrt(D)) v over the keys that come before each query, itself included: (T, H, D).
+
+        q_THD is what `store` returned for this layer.
+        """
+        ...
+
+
+class TorchHeads:
+    """By torch operations. Attention gathers the blocks of each step."""
+
+    def __init__(self, batch: Batch, pool: KVPool, cos_T1F: Tensor, sin_T1F: Tensor, windows: Windows) -> None:
+        """windows: of any layer."""
+        self._pool = pool
+        self._cos_T1F = cos_T1F
+        self._sin_T1F = sin_T1F
+        self._slots_T = torch.from_numpy(batch.slots).to(pool.device)
+        self._plans = {
+            window: AttentionPlan.of(batch, pool, window=window, dtype=cos_T1F.dtype) for window in set(windows)
+        }
+
+    def store(self, layer: int, heads_TND: Tensor, *, q_norm: RMSNorm | None, k_norm: RMSNorm | None) -> Tensor:
+        num_kv = self._pool.layout.heads_per_rank
+        num_q = heads_TND.shape[1] - 2 * num_kv
+        if q_norm is not None and k_norm is not None:
+            q_THD, k_TKD, v_TKD = heads_TND.split((num_q, num_kv, num_kv), dim=1)
+            q_THD, k_TKD = self._rotate(q_norm(q_THD)), self._rotate(k_norm(k_TKD))
+        else:
+            turning_TND, v_TKD = heads_TND.split((num_q + num_kv, num_kv), dim=1)
+            q_THD, k_TKD = self._rotate(turning_TND).split((num_q, num_kv), dim=1)
+        self._pool.write(layer, self._slots_T, k_TKD, v_TKD)
+        return q_THD
+
+    def attend(self, layer: int, q_THD: Tensor, *, window: int | None) -> Tensor:
+        return paged_attention(q_THD, self._pool, layer, self._plans[window])
+
+    def _rotate(self, x_THD: Tensor) -> Tensor:
+        return rotate(x_THD, self._cos_T1F, self._sin_T1F)

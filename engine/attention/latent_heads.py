@@ -1,0 +1,121 @@
+"""What lies between the projections of a latent-attention layer, for one step.
+
+Multi-head latent attention: DeepSeek-V2, arXiv:2405.04434, section 2.1.
+The pool keeps one row per token, (latent, rotated key), from which every head's keys and values can be made:
+
+    key_h = (K_h latent, rotated key)      value_h = V_h latent      K_h: (N, C), V_h: (W, C), of one head
+
+For rows of several queries they are made, once for all queries. For rows of one query they are not: K_h moves to the
+query and V_h to the result ("absorbed"), so that all heads share one key per token, the row itself:
+
+    q_h . key_h = (K_h^T q_nope, q_rope) . row      sum of w value_h = V_h (sum of w latent)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.attention.attention import AttentionPlan, Prompt, Singles, attend_prompt
+from engine.batch.batch import Batch
+from engine.kernels.rotary import rotate
+from engine.kv.pool import KVPool
+
+# T tokens, Q queries of one row, R rows, H query heads of this rank, L keys, C latent_dim, P rope_dim, N nope_dim,
+# W value_dim, D = N + P of a query's head, F = P / 2
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """What makes a rank's heads out of latents."""
+
+    key_HNC: Tensor
+    value_HWC: Tensor
+
+    @property
+    def latent_dim(self) -> int:
+        return self.key_HNC.shape[2]
+
+    def absorb_keys(self, q_RHD: Tensor) -> Tensor:
+        """Queries that can be multiplied with rows: (R, H, C + P)."""
+        q_nope_RHN, q_rope_RHP = q_RHD.tensor_split((self.key_HNC.shape[1],), dim=-1)
+        return torch.cat((torch.einsum("rhn,hnc->rhc", q_nope_RHN, self.key_HNC), q_rope_RHP), dim=-1)
+
+    def values_of(self, latents_RHC: Tensor) -> Tensor:
+        """What weighed sums of latents stand for: (R, H, W)."""
+        return torch.einsum("rhc,hwc->rhw", latents_RHC, self.value_HWC)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The rotation of a step's queries and keys."""
+
+    cos_T1F: Tensor
+    sin_T1F: Tensor
+    is_interleaved: bool  # whether rotary pairs lie side by side
+
+    def queries(self, q_THD: Tensor, *, rope_dim: int) -> Tensor:
+        """Turned in their last `rope_dim` numbers."""
+        q_nope_THN, q_rope_THP = q_THD.split((q_THD.shape[-1] - rope_dim, rope_dim), dim=-1)
+        return torch.cat((q_nope_THN, self._rotate(q_rope_THP)), dim=-1)
+
+    def rows(self, latent_TC: Tensor, key_TP: Tensor) -> Tensor:
+        """What the pool keeps: (T, C + P)."""
+        return torch.cat((latent_TC, self._rotate(key_TP.unsqueeze(1)).squeeze(1)), dim=-1)
+
+    def _rotate(self, x_THP: Tensor) -> Tensor:
+        """Queries and keys are turned into the same order, so that their products do not show it."""
+        if self.is_interleaved:
+            x_THP = x_THP.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        return rotate(x_THP, self.cos_T1F, self.sin_T1F)
+
+
+class LatentHeads:
+    """One step's heads, made once and used by every layer. By torch operations, which gather the blocks of each step;
+    engine/attention/triton_latent_heads.py does the same on a GPU."""
+
+    def __init__(self, batch: Batch, pool: KVPool, turn: Turn, *, scale: float) -> None:
+        """scale: of queries."""
+        self._pool = pool
+        self._turn = turn
+        self._scale = scale
+        self._slots_T = torch.from_numpy(batch.slots).to(pool.device)
+        self._plan = AttentionPlan.of(batch, pool, window=None, dtype=turn.cos_T1F.dtype)
+
+    def store(self, layer: int, q_THD: Tensor, latent_TC: Tensor, key_TP: Tensor) -> Tensor:
+        """Rotate what is to be rotated and put the tokens' rows into the pool. Returns the queries.
+
+        latent: normed already. key: not rotated.
+        """
+        self._pool.write_latents(layer, self._slots_T, self._turn.rows(latent_TC, key_TP))
+        return self._turn.queries(q_THD, rope_dim=key_TP.shape[-1])
+
+    def attend(self, layer: int, q_THD: Tensor, expansion: Expansion) -> Tensor:
+        """Attention over the keys that come before each query, itself included: (T, H, W)."""
+        out_THW = q_THD.new_empty(*q_THD.shape[:2], expansion.value_HWC.shape[1])
+        for prompt in self._plan.prompts:
+            out_THW[prompt.first : prompt.end] = self._attend_prompt(layer, q_THD, prompt, expansion)
+        for singles in self._plan.singles:
+            out_THW[singles.tokens_R] = self._attend_singles(layer, q_THD, singles, expansion)
+        return out_THW
+
+    def _attend_prompt(self, layer: int, q_THD: Tensor, prompt: Prompt, expansion: Expansion) -> Tensor:
+        rows_LD = self._pool.gather(layer, prompt.runs_2RKB, q_THD.dtype)[0, 0, 0]
+        latent_LC, key_LP = rows_LD.split((expansion.latent_dim, rows_LD.shape[-1] - expansion.latent_dim), dim=-1)
+        k_HLN, v_HLW = (latent_LC @ made.transpose(1, 2) for made in (expansion.key_HNC, expansion.value_HWC))
+        k_HLD = torch.cat((k_HLN, key_LP.expand(len(k_HLN), -1, -1)), dim=-1)
+        q_QH1D = q_THD[prompt.first : prompt.end].unsqueeze(2)
+        return attend_prompt(q_QH1D, k_HLD, v_HLW, prompt.mask_QL, scale=self._scale).squeeze(2)
+
+    def _attend_singles(self, layer: int, q_THD: Tensor, singles: Singles, expansion: Expansion) -> Tensor:
+        rows_R1LD = self._pool.gather(layer, singles.runs_2RKB, q_THD.dtype)[0]
+        q_R1HD = expansion.absorb_keys(q_THD[singles.tokens_R]).unsqueeze(1)
+        mask_R1HL = singles.mask_R11L.expand(-1, -1, q_R1HD.shape[2], -1)
+        latents_R1LC = rows_R1LD[..., : expansion.latent_dim]
+        out_R1HC = F.scaled_dot_product_attention(
+            q_R1HD, rows_R1LD, latents_R1LC, attn_mask=mask_R1HL, scale=self._scale
+        )
+        return expansion.values_of(out_R1HC.squeeze(1))

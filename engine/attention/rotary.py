@@ -1,0 +1,98 @@
+"""The angles of rotary position embedding, and the ways in which its range is stretched. See kernels/rotary.py."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from cluster.model.shape import ModelConfig, RopeScaling
+
+# T tokens, D rotated dimensions of a head, F = D / 2 frequencies
+
+
+class Rotary:
+    """Cosines and sines of a step's positions. Parameters and rounding follow transformers' modeling_rope_utils."""
+
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        self._theta = config.rope_theta
+        self._scaling = config.rope_scaling
+        self._max_position = config.max_position
+        self._dim = config.rotary_dim
+        self._frequencies_F = _frequencies(config.rope_theta, config.rotary_dim, config.rope_scaling).to(device)
+        self._amplitude = _amplitude(config.rope_scaling)
+
+    def __call__(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin, each (T, 1, F) of `dtype`, computed in fp32."""
+        frequencies = self._frequencies_F
+        if self._scaling.kind == "dynamic":
+            frequencies = self._dynamic_frequencies(positions_T)
+        angles_TF = positions_T.float().unsqueeze(-1) * frequencies
+        cos_TF, sin_TF = angles_TF.cos() * self._amplitude, angles_TF.sin() * self._amplitude
+        return cos_TF.to(dtype).unsqueeze(1), sin_TF.to(dtype).unsqueeze(1)
+
+    def _dynamic_frequencies(self, positions_T: Tensor) -> Tensor:
+        """Dynamic NTK: beyond the trained range the base grows with the length of the sequence.
+
+        Here with the length up to each token, as when a model decodes token by token: so a token's KV does not depend
+        on what follows it, and a cached prefix stays valid.
+        """
+        factor, dim = self._scaling.factor, self._dim
+        length_T = (positions_T + 1).clamp_min(self._max_position).float()
+        growth_T = (factor * length_T / self._max_position - (factor - 1)) ** (dim / (dim - 2))
+        exponents_F = torch.arange(0, dim, 2, dtype=torch.float32, device=positions_T.device) / dim
+        return 1.0 / (self._theta * growth_T).unsqueeze(-1) ** exponents_F
+
+
+def _frequencies(theta: float, dim: int, scaling: RopeScaling) -> Tensor:
+    frequencies_F = 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+    match scaling.kind:
+        case "linear":
+            return frequencies_F / scaling.factor
+        case "factors":
+            return frequencies_F / torch.tensor(scaling.factors)
+        case "llama3":
+            return _llama3(frequencies_F, scaling)
+        case "yarn":
+            return _yarn(frequencies_F, theta, dim, scaling)
+    return frequencies_F
+
+
+def _llama3(frequencies_F: Tensor, scaling: RopeScaling) -> Tensor:
+    """Long waves are stretched by `factor`, short ones kept, those between interpolated. Llama 3.1's own scheme."""
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    turns_F = scaling.original_max_position * frequencies_F / (2 * math.pi)  # in the trained range
+    smooth_F = ((turns_F - low) / (high - low)).clamp(0, 1)
+    return (1 - smooth_F) * frequencies_F / scaling.factor + smooth_F * frequencies_F
+
+
+def _yarn(frequencies_F: Tensor, theta: float, dim: int, scaling: RopeScaling) -> Tensor:
+    """NTK-by-parts: Peng et al. 2023, arXiv:2309.00071, section 3.2."""
+
+    def dimension(turns: float) -> float:
+        """The dimension whose wave turns this many times in the trained range."""
+        return dim * math.log(scaling.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    high = high + 0.001 if high == low else high
+    stretched_F = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return frequencies_F / scaling.factor * stretched_F + frequencies_F * (1 - stretched_F)
+
+
+def _amplitude(scaling: RopeScaling) -> float:
+    """YaRN also sharpens attention, by scaling cosines and sines (section 3.4)."""
+    if scaling.kind != "yarn":
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+
+    def mscale(weight: float) -> float:
+        return 1.0 if scaling.factor <= 1 else 0.1 * weight * math.log(scaling.factor) + 1.0
+
+    if scaling.mscale and scaling.mscale_all_dim:
+        return mscale(scaling.mscale) / mscale(scaling.mscale_all_dim)
+    return mscale(1.0)

@@ -1,0 +1,93 @@
+"""A step's batch on the device: what the forward pass of a GPU computes on. It came there in one copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.batch.batch import Batch, Ints
+from engine.kernels.prefill_attention import QueryTiles, cut_tiles
+
+# T tokens of the step, R rows, B blocks of the longest table
+
+_ALIGNED = 4  # numbers: arrays begin at multiples of 16 bytes, for kernels are compiled anew for pointers that do not
+
+
+@dataclass(frozen=True)
+class SingleRows:
+    """Rows of one query each."""
+
+    tokens_R: Tensor  # of the step
+    tables_RB: Tensor
+    contexts_R: Tensor  # 0: a row that is not there, and gets zeros
+    longest: int  # no context is longer
+
+
+@dataclass(frozen=True)
+class PromptRows:
+    """Rows of several queries."""
+
+    tiles: QueryTiles
+    tables_RB: Tensor
+    contexts_R: Tensor
+    context_lens: list[int]  # the same, on the host
+
+
+@dataclass(frozen=True)
+class DeviceBatch:
+    """See Batch. All tensors are int32, on the device; what is computed from them never comes back to the host."""
+
+    token_ids_T: Tensor
+    positions_T: Tensor
+    slots_T: Tensor  # negative: the token's KV is not stored
+    logits_rows: Tensor | None  # None: those of all tokens are wanted
+    singles: SingleRows | None
+    prompts: PromptRows | None
+
+    @classmethod
+    def of(cls, batch: Batch, device: torch.device) -> DeviceBatch:
+        """Start the copy; nothing waits for it but what comes behind it on the device."""
+        begins_R = np.cumsum(batch.query_lens) - batch.query_lens
+        single, several = np.flatnonzero(batch.query_lens == 1), np.flatnonzero(batch.query_lens != 1)
+        token_ids, positions, slots, logits_rows, *rest = upload(
+            [
+                *(batch.token_ids, batch.positions, batch.slots, batch.logits_rows),
+                *(begins_R[single], batch.block_tables[single], batch.context_lens[single]),
+                *cut_tiles(batch.query_lens[several], batch.context_lens[several]),
+                *(begins_R[several], batch.query_lens[several]),
+                *(batch.block_tables[several], batch.context_lens[several]),
+            ],
+            device,
+        )
+        longest = int(batch.context_lens[single].max(initial=0))
+        return cls(
+            token_ids,
+            positions,
+            slots,
+            logits_rows,
+            SingleRows(*rest[:3], longest) if len(single) else None,
+            PromptRows(QueryTiles(*rest[3:7]), *rest[7:], batch.context_lens[several].tolist())
+            if len(several)
+            else None,
+        )
+
+
+def upload(arrays: Seq[Ints | NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """Copy whole numbers to the device as int32, each array in its own shape, all of them at once.
+
+    A GPU gets them from page-locked memory, and this returns before it has them; torch gives that memory to nobody else
+    until then.
+    """
+    sizes = [-(-array.size // _ALIGNED) * _ALIGNED for array in arrays]
+    host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+    numbers = host.numpy()
+    for array, end, size in zip(arrays, np.cumsum(sizes).tolist(), sizes, strict=True):
+        numbers[end - size : end - size + array.size] = array.ravel()
+    parts = host.to(device, non_blocking=True).split(sizes)
+    return [part[: array.size].view(array.shape) for part, array in zip(parts, arrays, strict=True)]

@@ -1,0 +1,261 @@
+"""Who owns which block of a rank's pool, and which blocks hold a prefix that may be used again."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from engine.kv.eviction import Eviction, LeastRecentlyUsed, Origin
+
+# The life of a block:
+#
+#     free ──allocate──> held ──free, no hash──> free
+#                        │ └──free, sealed──> cached ──allocate, by hash──> held
+#                        │                     └──evicted, worth least first──> held by someone else
+#                        └──quarantine──> quarantined ──release──> free
+#     free ──adopt──> cached                       content of an earlier life
+#
+# free + held + cached + quarantined == total, always.
+
+
+class BlockManager:
+    """The block tables of one replica. Owned by the step thread; its ranks' pools all follow it.
+
+    Blocks are counted by reference: sequences that share a prefix hold the same blocks. A full block whose content is
+    final can be sealed under its prefix hash; then it outlives its sequences until the space is needed. Whose space is
+    taken first, `eviction` decides; it belongs to this manager alone.
+    """
+
+    def __init__(self, num_blocks: int, eviction: Eviction | None = None) -> None:
+        self.num_blocks = num_blocks
+        self._free: deque[int] = deque(range(num_blocks))
+        self._refs: dict[int, int] = {}  # held blocks
+        self._cached: Eviction = LeastRecentlyUsed() if eviction is None else eviction  # sealed and held by nobody
+        self._origins: dict[int, Origin] = {}  # held blocks that were not found in the cache
+        self._quarantined: set[int] = set()
+        self._hash_of: dict[int, bytes] = {}  # sealed blocks, held or cached
+        self._block_of: dict[bytes, int] = {}
+        self._changes: dict[bytes, bool] = {}
+        self.on_evict: Callable[[int, bytes], None] = _ignore  # a block and its content, which is still there
+
+    def __contains__(self, prefix_hash: bytes) -> bool:
+        """Whether this block can be matched now, whatever came before it."""
+        return prefix_hash in self._block_of
+
+    def block_of(self, prefix_hash: bytes) -> int:
+        """Where a block is that can be matched now. Raises KeyError."""
+        return self._block_of[prefix_hash]
+
+    @property
+    def num_sealed(self) -> int:
+        """Blocks that can be matched now."""
+        return len(self._block_of)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` can hand out."""
+        return len(self._free) + len(self._cached)
+
+    def match(self, hashes: Sequence[bytes]) -> int:
+        """How many leading blocks of this prefix are here. Looks only."""
+        for depth, prefix_hash in enumerate(hashes):
+            if prefix_hash not in self._block_of:
+                return depth
+        return len(hashes)
+
+    def allocate(self, hashes: Sequence[bytes], num_blocks: int) -> tuple[list[int], int] | None:
+        """Take `num_blocks` blocks, of which the leading ones are those that `hashes` find in the cache.
+
+        Returns (block ids, how many of them were cached), or None, taking nothing, if there is no room.
+        """
+        if self.num_needed(hashes, num_blocks) > self.num_available:
+            return None
+        num_matched = self.match(hashes[:num_blocks])
+        matched = [self._block_of[prefix_hash] for prefix_hash in hashes[:num_matched]]
+        for block, prefix_hash in zip(matched, hashes, strict=False):
+            self._cached.used(block, prefix_hash)
+            self._refs[block] = self._refs.get(block, 0) + 1
+        origin = self._cached.origin_after(hashes[num_matched - 1] if num_matched else None)
+        return matched + self._take(num_blocks - num_matched, origin), num_matched
+
+    def num_needed(self, hashes: Sequence[bytes], num_blocks: int) -> int:
+        """How many of the available blocks `allocate` would take: all but those that a sequence already holds."""
+        num_matched = self.match(hashes[:num_blocks])
+        num_held = sum(self._block_of[prefix_hash] in self._refs for prefix_hash in hashes[:num_matched])
+        return num_blocks - num_held
+
+    def extend(self, blocks: list[int], num_blocks: int) -> bool:
+        """Append blocks to a sequence's table, for what it generates, until it has `num_blocks`.
+
+        False, taking nothing, if there is no room.
+        """
+        missing = num_blocks - len(blocks)
+        if missing > self.num_available:
+            return False
+        blocks += self._take(max(0, missing), Origin.GENERATED)
+        return True
+
+    def restore(self, hashes: Sequence[bytes]) -> list[int] | None:
+        """Take a block for each of these hashes, sealing those that are not here yet: their content comes from
+        elsewhere, and the caller sees to it. Returns the blocks, held; None, taking nothing, if there is no room.
+        """
+        here = [prefix_hash for prefix_hash in hashes if prefix_hash in self._block_of]
+        missing = [prefix_hash for prefix_hash in hashes if prefix_hash not in self._block_of]
+        if (
+            len(missing) + sum(self._block_of[prefix_hash] not in self._refs for prefix_hash in here)
+            > self.num_available
+        ):
+            return None
+        for prefix_hash in here:
+            block = self._block_of[prefix_hash]
+            self._cached.used(block, prefix_hash)
+            self._refs[block] = self._refs.get(block, 0) + 1
+        for prefix_hash, block in zip(missing, self._take(len(missing), Origin.CONTINUED), strict=True):
+            self._hash_of[block], self._block_of[prefix_hash] = prefix_hash, block
+            self._cached.restored(prefix_hash)
+            self._changes[prefix_hash] = True
+        return [self._block_of[prefix_hash] for prefix_hash in hashes]
+
+    def adopt(self, content: Mapping[int, bytes]) -> None:
+        """These blocks hold sealed content already: those that are free are cached from now on. The first in order is
+        evicted first; a hash that is already known keeps its block."""
+        free = set(self._free)
+        for block, prefix_hash in content.items():
+            if block in free and prefix_hash not in self._block_of:
+                free.remove(block)
+                self._hash_of[block], self._block_of[prefix_hash] = prefix_hash, block
+                self._cached.sealed(prefix_hash)
+                self._cached.add(block, prefix_hash, Origin.FIRST)
+                self._changes[prefix_hash] = True
+        self._free = deque(block for block in self._free if block in free)
+
+    def discard(self, prefix_hash: bytes) -> None:
+        """The content of this block is lost. Does nothing while somebody holds it, or when it is not here."""
+        block = self._block_of.get(prefix_hash)
+        if block is not None and block in self._cached:
+            self._cached.used(block, prefix_hash)
+            self._cached.forget(prefix_hash)
+            self._forget(block)
+            self._free.append(block)
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Take one more reference to each of these held blocks: a sequence forks."""
+        for block in blocks:
+            assert block in self._refs, f"block {block} is not held"
+            self._refs[block] += 1
+
+    def is_shared(self, block: int) -> bool:
+        return self._refs[block] > 1
+
+    def seal(self, block: int, prefix_hash: bytes) -> None:
+        """A held block is full and final: let others find it. A hash that is already known keeps its first block."""
+        assert block in self._refs, f"block {block} is not held"
+        if prefix_hash in self._block_of or block in self._hash_of:
+            return
+        self._hash_of[block] = prefix_hash
+        self._block_of[prefix_hash] = block
+        self._cached.sealed(prefix_hash)
+        self._changes[prefix_hash] = True
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """Drop one reference to each block of a table.
+
+        The table's tail becomes evictable before its head, for a tail cannot be found without its head.
+        """
+        for block in reversed(blocks):
+            if self._drop(block):
+                if prefix_hash := self._hash_of.get(block):
+                    self._cached.add(block, prefix_hash, self._origins.pop(block, Origin.FIRST))
+                else:
+                    self._origins.pop(block, None)
+                    self._free.append(block)
+
+    def spare(self, hashes: Iterable[bytes]) -> None:
+        """Another replica holds these blocks too: where nobody here needs them, let them go early."""
+        for prefix_hash in hashes:
+            block = self._block_of.get(prefix_hash)
+            if block is not None and block in self._cached:
+                self._cached.spare(block)
+
+    def quarantine(self, blocks: Iterable[int]) -> None:
+        """Drop one reference to each block, and keep those that nobody else holds from being used again until
+        `release`: a peer may still write to them."""
+        for block in blocks:
+            if self._drop(block):
+                self._origins.pop(block, None)
+                self._cached.forget(self._hash_of.get(block, b""))
+                self._forget(block)
+                self._quarantined.add(block)
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Nothing can write to these blocks any more. Those not in quarantine are passed over."""
+        for block in blocks:
+            if block in self._quarantined:
+                self._quarantined.remove(block)
+                self._free.append(block)
+
+    def clear_cache(self) -> None:
+        """Forget every cached prefix that no sequence holds: evict it."""
+        while self._cached:
+            self._free.append(self._evict())
+
+    def take_changes(self) -> dict[bytes, bool]:
+        """Every hash whose block was stored or removed since the last call, and whether it can be matched now."""
+        changes, self._changes = self._changes, {}
+        return changes
+
+    def sealed_hashes(self) -> list[bytes]:
+        """Every prefix hash that can be matched now."""
+        return list(self._block_of)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every block is in exactly one state and the hash tables mirror each other."""
+        cached = {block for block in self._hash_of if block in self._cached}
+        states = [set(self._free), set(self._refs), cached, self._quarantined]
+        union = set().union(*states)
+        assert len(self._free) == len(set(self._free)), "a block is free twice"
+        assert sum(map(len, states)) == len(union) == self.num_blocks, (
+            f"blocks lost or double: {list(map(len, states))}"
+        )
+        assert all(count > 0 for count in self._refs.values()), "held without a reference"
+        assert {h: b for b, h in self._hash_of.items()} == self._block_of, "hash tables disagree"
+        assert len(self._cached) == len(cached), "an evictable block is not sealed"
+        assert set(self._hash_of) <= cached | set(self._refs), "sealed in a wrong state"
+        assert set(self._origins) <= set(self._refs), "an origin is known of a block that nobody holds"
+
+    def _drop(self, block: int) -> bool:
+        """Drop one reference; True if it was the last."""
+        self._refs[block] -= 1
+        if self._refs[block]:
+            return False
+        del self._refs[block]
+        return True
+
+    def _take(self, count: int, origin: Origin) -> list[int]:
+        blocks = [self._free.popleft() if self._free else self._evict() for _ in range(count)]
+        self._refs.update(dict.fromkeys(blocks, 1))
+        self._origins.update(dict.fromkeys(blocks, origin))
+        return blocks
+
+    def _evict(self) -> int:
+        block = self._cached.pop()
+        self.on_evict(block, self._hash_of[block])
+        self._forget(block)
+        return block
+
+    def _forget(self, block: int) -> None:
+        if prefix_hash := self._hash_of.pop(block, None):
+            del self._block_of[prefix_hash]
+            self._changes[prefix_hash] = False
+
+
+def _ignore(block: int, prefix_hash: bytes) -> None:
+    pass

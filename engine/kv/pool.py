@@ -1,0 +1,118 @@
+"""One rank's KV tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.batch.batch import Ints
+from engine.kernels.eight_bits import as_bytes, dequantize_rows
+from engine.kernels.kv_write import write_kv, write_rows
+from engine.kv.layout import KVLayout
+
+# T tokens, R rows (sequences), B blocks, L = B * S positions, K kv heads of this rank, S block_size, D head_dim;
+# 2: keys, then values, or the one side of a latent layout
+
+
+class KVPool:
+    """The blocks of one rank, for every layer. It knows nothing of who uses which block: see BlockManager.
+
+    `codes[layer]` is (B, 2, K, S, row_dim); `scales[layer]` is (B, 2, K, S) bf16 for a pool of 8 bits, else `scales` is
+    empty. See KVLayout.
+    A slot is block id * S + offset.
+    """
+
+    def __init__(self, layout: KVLayout, *, num_blocks: int, device: torch.device) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.device = device
+        shape = (num_blocks, layout.num_sides, layout.heads_per_rank, layout.block_size, layout.row_dim)
+        self.codes = [_zeros(shape, layout.torch_dtype, device) for _ in range(layout.num_layers)]
+        self.scales = [
+            _zeros(shape[:-1], torch.bfloat16, device) for _ in range(layout.num_layers if layout.has_scales else 0)
+        ]
+
+    def write(self, layer: int, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
+        """Store keys and values at `slots_T`, quantising if the pool has 8 bits: see write_kv."""
+        write_kv(self.codes[layer], self.scales[layer] if self.scales else None, slots_T, k_TKD, v_TKD)
+
+    def write_latents(self, layer: int, slots_T: Tensor, rows_TD: Tensor) -> None:
+        """The same for a latent layout: one row per token."""
+        write_rows(self.codes[layer], self.scales[layer] if self.scales else None, slots_T, rows_TD[:, None, None])
+
+    def read(self, layer: int, block_ids_B: Tensor, dtype: torch.dtype) -> Tensor:
+        """Gather blocks as `dtype`: (2, K, B * S, D), in the order of block_ids_B."""
+        kv_B2KSD = as_bytes(self.codes[layer])[block_ids_B].view(self.layout.torch_dtype)
+        if self.scales:
+            kv_B2KSD = dequantize_rows(kv_B2KSD, self.scales[layer][block_ids_B], dtype, exact=self.layout.exact_dim)
+        return kv_B2KSD.to(dtype).permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+    def synchronize(self) -> None:
+        """Wait on the host for what the calling thread has started on the device."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def runs(self, tables_RB: Ints) -> Tensor:
+        """Where the blocks of R equally long tables lie, for `gather`; the same for every layer. (2, R, K, B) int64."""
+        num_heads = self.layout.heads_per_rank
+        num_sides = self.layout.num_sides
+        side_2111 = np.arange(num_sides).reshape(num_sides, 1, 1, 1)
+        head_K1 = np.arange(num_heads).reshape(num_heads, 1)
+        runs_2RKB = (tables_RB[:, None, :] * num_sides + side_2111) * num_heads + head_K1
+        return torch.from_numpy(runs_2RKB).to(self.device)
+
+    def gather(self, layer: int, runs_2RKB: Tensor, dtype: torch.dtype) -> Tensor:
+        """Keys and values of whole blocks as `dtype`, (2, R, K, B * S, D)."""
+        shape_2RKLD = (*runs_2RKB.shape[:-1], runs_2RKB.shape[-1] * self.layout.block_size, self.layout.row_dim)
+        flat_N = runs_2RKB.flatten()
+        run_size = self.layout.block_size * self.layout.row_dim
+        codes = as_bytes(self.codes[layer]).view(-1, run_size).index_select(0, flat_N).view(shape_2RKLD)
+        if not self.scales:
+            return codes.to(dtype)
+        scales = self.scales[layer].view(-1, self.layout.block_size).index_select(0, flat_N).view(shape_2RKLD[:-1])
+        return dequantize_rows(codes.view(self.layout.torch_dtype), scales, dtype, exact=self.layout.exact_dim)
+
+    def copy_out(self, blocks: Sequence[int]) -> Tensor:
+        """The bytes of whole blocks, (B, block_bytes) uint8 on the pool's device: of each layer the codes, then of each
+        layer the scales."""
+        index_B = torch.tensor(blocks, dtype=torch.int64, device=self.device)
+        payloads = torch.cat([part_BN.index_select(0, index_B) for part_BN in self._parts()], dim=1)
+        return payloads.view(torch.uint8)
+
+    def copy_in(self, payloads_BN: Tensor, blocks: Sequence[int]) -> None:
+        """Fill blocks with what `copy_out` made of others, on any device."""
+        index_B = torch.tensor(blocks, dtype=torch.int64, device=self.device)
+        parts = self._parts()
+        payloads = payloads_BN.view(parts[0].dtype).split([part_BN.shape[1] for part_BN in parts], dim=1)
+        for part_BN, payload in zip(parts, payloads, strict=True):
+            part_BN.index_copy_(0, index_B, payload.to(self.device))
+
+    def _parts(self) -> list[Tensor]:
+        """Codes and scales of every layer, each (num_blocks, N), as whole numbers: torch copies bytes one by one."""
+        parts = [part.view(torch.uint8).flatten(1) for part in (*self.codes, *self.scales)]
+        is_even = all(part.shape[1] % 8 == 0 for part in parts)
+        return [part.view(torch.int64) for part in parts] if is_even else parts
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy one block, all layers: for a sequence that forks inside a block."""
+        for codes in self.codes:
+            codes[target].copy_(codes[source])
+        for scales in self.scales:
+            scales[target].copy_(scales[source])
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device) if device.type != "cpu" else lazy_zeros(shape, dtype)
+
+
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Memory of the host that is mapped when it is first touched: it costs what is used of it.
+
+    torch.zeros touches all of it at once: a second per GiB, and resident from the start.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)

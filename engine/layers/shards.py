@@ -1,0 +1,102 @@
+"""Layers from a checkpoint: one rank's share of them, fused, on its device and in its dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cluster.words.errors import SpecError
+from engine.cpu.library import Kernels
+from engine.layers.layers import Embedding, Linear, Matrix, RMSNorm, RowParallelLinear, TorchMatrix
+from engine.layers.packed_matrix import PackedMatrix
+from engine.layers.quantized_matrix import QuantizedMatrix
+from engine.parallel import TensorParallel
+from engine.weights.checkpoint import Checkpoint, Span
+from engine.weights.quantized_weight import QuantizedWeight
+
+# int8: each output in 8 bits with its own scale, made at load. quantized: matrices that are stored in few bits stay so
+# in memory, and are widened as they are used; else they are widened at load.
+WEIGHTS = ("as_stored", "int8", "quantized")
+
+
+# Is given every matrix of a layer with the names of what it is made of, and returns what takes its place.
+OnMatrix = Callable[[Sequence[str], Matrix], Matrix]
+
+
+@dataclass(frozen=True)
+class ShardReader:
+    """Reads what one rank needs. Names are Hugging Face's, without `.weight` and `.bias`."""
+
+    checkpoint: Checkpoint
+    parallel: TensorParallel
+    dtype: torch.dtype
+    device: torch.device
+    kernels: Kernels | None = None  # for which matrices are packed; None: for torch
+    weights: str = "as_stored"  # one of WEIGHTS
+    spreads_experts: bool = False  # whole experts on each rank; else a share of each on all
+    redundant_experts: int = 0  # places for further copies, over all ranks, where experts are whole
+    on_matrix: OnMatrix | None = None
+
+    def __post_init__(self) -> None:
+        if self.weights == "int8" and self.kernels is None:
+            raise SpecError(
+                "model.weights: int8 needs a CPU, dtype bfloat16 and a C++ compiler on the worker's machine"
+            )
+
+    def tensor(self, name: str, *, rows: Span | None = None) -> Tensor:
+        """A tensor, or some of its rows, by its whole name."""
+        return self._place(self.checkpoint.read(name, rows=rows))
+
+    def norm(self, name: str, eps: float) -> RMSNorm:
+        return RMSNorm(self._place(self.checkpoint.read(f"{name}.weight")), eps)
+
+    def embedding(self, name: str, vocab_size: int) -> Embedding:
+        rows = self.parallel.span(vocab_size)
+        weight = self._place(self.checkpoint.read(f"{name}.weight", rows=rows))
+        return Embedding(weight, rows[0], self.parallel)
+
+    def linear(self, rows: Mapping[str, Span], *, has_bias: bool = False) -> Linear:
+        """One matrix of the given rows of several, in their order."""
+
+        def fused(suffix: str) -> Tensor:
+            parts = [self.checkpoint.read(f"{name}.{suffix}", rows=span) for name, span in rows.items()]
+            return self._place(parts[0] if len(parts) == 1 else torch.cat(parts))
+
+        parts = [self._quantized(name, rows=span) for name, span in rows.items()]
+        kept = [part for part in parts if part is not None]
+        matrix = QuantizedMatrix(tuple(kept)) if len(kept) == len(parts) else self.matrix(fused("weight"))
+        return Linear(self._seen(tuple(rows), matrix), fused("bias") if has_bias else None)
+
+    def columns(self, name: str, columns: Span) -> Matrix:
+        """Some columns of a matrix, whose product the caller sums over the ranks."""
+        if (kept := self._quantized(name, columns=columns)) is not None:
+            return self._seen((name,), QuantizedMatrix((kept,)))
+        return self._seen((name,), self.matrix(self._place(self.checkpoint.read(f"{name}.weight", columns=columns))))
+
+    def row_parallel(self, name: str, columns: Span, *, has_bias: bool = False) -> RowParallelLinear:
+        """The columns that meet the features which this rank's part of the layer before computes."""
+        # The ranks' outputs are summed, so that only one of them may add the bias.
+        bias = self._place(self.checkpoint.read(f"{name}.bias")) if has_bias and self.parallel.is_leader else None
+        return RowParallelLinear(self.columns(name, columns), bias, self.parallel)
+
+    def matrix(self, weight_OI: Tensor) -> Matrix:
+        """In the form in which this rank multiplies it."""
+        if self.kernels is None:
+            return TorchMatrix(weight_OI)
+        pack = PackedMatrix.int8 if self.weights == "int8" else PackedMatrix.bf16
+        return pack(self.kernels, weight_OI)
+
+    def _seen(self, names: Sequence[str], matrix: Matrix) -> Matrix:
+        return matrix if self.on_matrix is None else self.on_matrix(names, matrix)
+
+    def _quantized(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> QuantizedWeight | None:
+        if self.weights != "quantized":
+            return None
+        weight = self.checkpoint.quantized(f"{name}.weight", rows=rows, columns=columns)
+        return None if weight is None else weight.to(self.device)
+
+    def _place(self, tensor: Tensor) -> Tensor:
+        return tensor.to(device=self.device, dtype=self.dtype).contiguous()

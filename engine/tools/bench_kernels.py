@@ -1,0 +1,230 @@
+"""The GPU kernels alone, each beside what the device can do: its copy bandwidth, or its bf16 matrix products.
+
+cluster bench kernels --json, or python -m engine.tools.bench_kernels where only torch, triton and numpy are installed
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cluster.words.errors import SpecError
+from engine.kernels.decode_attention import decode_attention, splits_for
+from engine.kernels.eight_bits import quantize_rows
+from engine.kernels.fused_experts import fused_experts
+from engine.kernels.kv_write import write_kv
+from engine.kernels.latent_prefill import latent_prefill_attention
+from engine.kernels.prefill_attention import QueryTiles, prefill_attention
+from engine.kernels.rms_norm import add_rms_norm
+from engine.kernels.rotary import rotate
+from engine.kernels.silu_mul import silu_mul
+from engine.kernels.wire import pack_kv, unpack_kv
+
+# T tokens, H query heads, K kv heads, D head_dim, S block_size: Llama 3 8B's heads
+
+_H, _K, _D, _S = 32, 8, 128, 16
+_TOKENS = 65536  # whose bytes are far beyond any cache
+_ROWS, _CONTEXT = 64, 8192  # of decode
+_PROMPT = 8192
+_COPY_BYTES = 1 << 31
+_MATMUL = 8192
+_TRIES = 20
+_HEAD_START_CYCLES = 2_000_000  # a millisecond: longer than the host takes to launch anything here
+_EIGHT_BITS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+
+_Case = tuple[str, Callable[[], object], float, str]  # name, what to run, its bytes or operations, "bytes" or "flops"
+
+
+def bench_kernels() -> dict[str, Any]:
+    """Measure every kernel; returns plain JSON values. Raises SpecError without a CUDA device.
+
+    `share` is of the copy bandwidth (bytes read and written) or of the matrix product rate measured in the same run.
+    """
+    if not torch.cuda.is_available():
+        raise SpecError("cluster bench kernels: this machine has no CUDA device that torch can use")
+    device = torch.device("cuda", 0)
+    copy_bytes_s, flops_s = _copy_rate(device), _matmul_rate(device)
+    results = []
+    for name, run, amount, unit in _cases(device):
+        seconds = _seconds(run)
+        peak = copy_bytes_s if unit == "bytes" else flops_s
+        rate = {"gb_s": amount / seconds / 1e9} if unit == "bytes" else {"tflops": amount / seconds / 1e12}
+        results.append({"name": name, "microseconds": seconds * 1e6, **rate, "share": amount / seconds / peak})
+    return {
+        "device": torch.cuda.get_device_name(device),
+        "torch": torch.__version__,
+        "copy_gb_s": copy_bytes_s / 1e9,
+        "matmul_tflops": flops_s / 1e12,
+        "kernels": results,
+    }
+
+
+def _cases(device: torch.device) -> Iterator[_Case]:
+    for group in (_copies, _elementwise, _attention, _latent, _experts):
+        yield from group(device)
+
+
+def _copy_rate(device: torch.device) -> float:
+    """Bytes per second, read and written."""
+    source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * _COPY_BYTES / _seconds(lambda: target.copy_(source))
+
+
+def _matmul_rate(device: torch.device) -> float:
+    """Operations per second of a large bf16 product."""
+    a, b = (torch.randn(_MATMUL, _MATMUL, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * _MATMUL**3 / _seconds(lambda: a @ b)
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    """The median of several runs, after some that compile and warm up.
+
+    The device is kept busy until the host has launched all of a run: so the host's time does not count.
+    """
+    for _ in range(3):
+        run()
+    times = []
+    for _ in range(_TRIES):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(_HEAD_START_CYCLES)
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return float(np.median(times))
+
+
+def _pool(num_tokens: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    shape = (num_tokens // _S, 2, _K, _S, _D)
+    kv = torch.randn(shape, device=device, dtype=torch.bfloat16)
+    return (kv, None) if dtype == kv.dtype else quantize_rows(kv, dtype)
+
+
+def _copies(device: torch.device) -> list[_Case]:
+    k, v = torch.randn(2, _TOKENS, _K, _D, device=device, dtype=torch.bfloat16)
+    slots = torch.randperm(_TOKENS // _S, device=device).repeat_interleave(_S) * _S
+    slots += torch.arange(_S, device=device).repeat(_TOKENS // _S)  # blocks in no order, each of them whole
+    bf16, _ = _pool(_TOKENS, device, torch.bfloat16)
+    raw = torch.empty(_TOKENS, 2, _K, _D, device=device, dtype=torch.bfloat16)
+    numbers = _TOKENS * 2 * _K * _D
+    wide, narrow = 2 * numbers, numbers + numbers // _D * 2
+    every = slice(0, _K)
+    cases: list[_Case] = [
+        ("write_kv bf16", partial(write_kv, bf16, None, slots, k, v), 2 * wide, "bytes"),
+        ("pack raw", partial(pack_kv, bf16, slots, every, raw, None), 2 * wide, "bytes"),
+        ("unpack raw", partial(unpack_kv, raw, None, bf16, slots, every), 2 * wide, "bytes"),
+    ]
+    for kind, dtype in _EIGHT_BITS.items():
+        pool, (codes, scales) = _pool(_TOKENS, device, dtype), quantize_rows(raw.zero_(), dtype)
+        cases += [
+            (f"write_kv {kind}", partial(write_kv, *pool, slots, k, v), wide + narrow, "bytes"),
+            (f"pack {kind}", partial(pack_kv, bf16, slots, every, codes, scales), wide + narrow, "bytes"),
+            (f"unpack {kind}", partial(unpack_kv, codes, scales, bf16, slots, every), wide + narrow, "bytes"),
+        ]
+    return cases
+
+
+def _elementwise(device: torch.device) -> list[_Case]:
+    hidden, features = _H * _D, 14336
+    x, update = torch.randn(2, _TOKENS, hidden, device=device, dtype=torch.bfloat16)
+    weight = torch.ones(hidden, device=device, dtype=torch.bfloat16)
+    gate_up = torch.randn(_TOKENS, 2 * features, device=device, dtype=torch.bfloat16)
+    cos, sin = torch.randn(2, _TOKENS, 1, _D // 2, device=device, dtype=torch.bfloat16)
+    heads = x.view(_TOKENS, _H, _D)
+    return [
+        ("add_rms_norm", lambda: add_rms_norm(x, update, weight, 1e-5), 4 * x.nbytes, "bytes"),
+        ("rotate", lambda: rotate(heads, cos, sin), 2 * x.nbytes + 2 * cos.nbytes, "bytes"),
+        ("silu_mul", lambda: silu_mul(gate_up), 1.5 * gate_up.nbytes, "bytes"),
+    ]
+
+
+def _attention(device: torch.device) -> list[_Case]:
+    cases: list[_Case] = []
+    for kind, dtype in ({"bf16": torch.bfloat16} | _EIGHT_BITS).items():
+        codes, scales = _pool(_ROWS * _CONTEXT, device, dtype)
+        q = torch.randn(max(_ROWS, _PROMPT), _H, _D, device=device, dtype=torch.bfloat16)
+        tables = torch.randperm(len(codes), device=device).int().view(_ROWS, -1)
+        num_bytes = codes.nbytes + (0 if scales is None else scales.nbytes)
+        cases.append((f"decode_attention {kind}", _decode(q, codes, scales, tables), num_bytes, "bytes"))
+        flops = 4 * _H * _D * _PROMPT * (_PROMPT + 1) / 2
+        cases.append((f"prefill_attention {kind}", _prefill(q, codes, scales, tables), flops, "flops"))
+    return cases
+
+
+def _latent(device: torch.device) -> list[_Case]:
+    """A prompt of DeepSeek-V2-Lite's heads, whose keys and values are expanded already."""
+    heads, nope, rope, value = 16, 128, 64, 128
+    q, k, shared, v = (
+        torch.randn(_PROMPT, *shape, device=device, dtype=torch.bfloat16)
+        for shape in ((heads, nope + rope), (heads, nope), (rope,), (heads, value))
+    )
+    run = partial(
+        latent_prefill_attention,
+        q,
+        k,
+        shared,
+        v,
+        tiles=QueryTiles.of(np.array([0]), np.array([_PROMPT]), np.array([_PROMPT]), device),
+        firsts_R=torch.zeros(1, dtype=torch.int32, device=device),
+        contexts_R=torch.tensor([_PROMPT], dtype=torch.int32, device=device),
+        scale=(nope + rope) ** -0.5,
+        out_THW=torch.empty_like(v),
+    )
+    flops = 2 * heads * (nope + rope + value) * _PROMPT * (_PROMPT + 1) / 2
+    return [("latent_prefill bf16", run, flops, "flops")]
+
+
+def _experts(device: torch.device) -> list[_Case]:
+    """Qwen3 30B-A3B's layer: few tokens wait for the weights, many for the products."""
+    num_experts, per_token, hidden, features = 128, 8, 2048, 768
+    shapes = (num_experts, 2 * features, hidden), (num_experts, hidden, features)
+    gate_up, down = (torch.randn(shape, device=device, dtype=torch.bfloat16) / shape[-1] ** 0.5 for shape in shapes)
+    cases: list[_Case] = []
+    for name, num_tokens in (("decode", _ROWS), ("prefill", _PROMPT)):
+        x = torch.randn(num_tokens, hidden, device=device, dtype=torch.bfloat16)
+        chosen = torch.rand(num_tokens, num_experts, device=device).topk(per_token, dim=-1).indices
+        run = partial(fused_experts, x, gate_up, down, chosen)
+        if name == "decode":
+            weights = len(chosen.unique()) * (gate_up[0].nbytes + down[0].nbytes)
+            cases.append((f"fused_experts {name}", run, weights, "bytes"))
+        else:
+            flops = 2 * chosen.numel() * 3 * hidden * features
+            cases.append((f"fused_experts {name}", run, flops, "flops"))
+    return cases
+
+
+def _decode(q: Tensor, codes: Tensor, scales: Tensor | None, tables: Tensor) -> Callable[[], None]:
+    out, device = torch.empty_like(q), q.device
+    contexts = torch.full((_ROWS,), _CONTEXT, dtype=torch.int32, device=device)
+    return lambda: decode_attention(
+        q,
+        codes,
+        scales,
+        tokens_R=torch.arange(_ROWS, device=device),
+        tables_RB=tables,
+        contexts_R=contexts,
+        window=None,
+        num_splits=splits_for(_ROWS, _K, _CONTEXT, device),
+        out_THD=out,
+    )
+
+
+def _prefill(q: Tensor, codes: Tensor, scales: Tensor | None, tables: Tensor) -> Callable[[], None]:
+    out, device = torch.empty_like(q), q.device
+    tiles = QueryTiles.of(np.array([0]), np.array([_PROMPT]), np.array([_PROMPT]), device)
+    contexts = torch.tensor([_PROMPT], dtype=torch.int32, device=device)
+    return lambda: prefill_attention(
+        q, codes, scales, tiles=tiles, tables_RB=tables[:1], contexts_R=contexts, window=None, out_THD=out
+    )
+
+
+if __name__ == "__main__":
+    print(json.dumps(bench_kernels()))

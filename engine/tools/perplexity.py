@@ -1,0 +1,140 @@
+"""What quantisation costs in quality: perplexity over strided windows of a text, for each place where bits are saved.
+
+    window   |------ context ------|------ scored ------|      the next window begins `stride` tokens later, so that
+                                    <---- stride ----->        every token is scored once, behind at least a context
+
+Settings are compared token by token: what a setting costs is the mean of its differences from the baseline, whose noise
+is far below that of either perplexity. Its standard error comes from the windows' means, for tokens of one are alike.
+
+The context is computed as a prefill replica would, and its KV travels as the wire would carry it; the scored part is
+computed behind it, as a decode replica would after a migration.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from cluster.words.errors import SpecError
+from engine.batch.batch import Batch, Row
+from engine.kernels.wire import pack_kv, unpack_kv
+from engine.kv.layout import DTYPES
+from engine.kv.pool import KVPool
+from engine.runner import ModelRunner, layout_for
+
+# W windows, T scored tokens of one, K kv heads, D head_dim, V vocabulary
+
+_BLOCK_SIZE = 16
+_EIGHT_BITS = {"fp8": "fp8_e4m3", "int8": "int8"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is in how many bits; the defaults save nothing."""
+
+    model_dir: Path
+    pool_dtype: str = "auto"
+    wire_dtype: str = "raw"
+
+
+def compare(
+    settings: dict[str, Setting], text: str, *, dtype: str, window: int, stride: int, max_windows: int
+) -> dict[str, Any]:
+    """Perplexity of each setting, and its distance from the first in per cent; plain JSON values. Raises SpecError.
+
+    `standard_error_percent` is of that distance: two of them on either side hold the true one 19 times of 20.
+    """
+    if not 0 < stride < window:
+        raise SpecError(f"--stride {stride}: must be above 0 and below --window {window}")
+    rows: list[dict[str, Any]] = []
+    baseline_WT: Tensor | None = None
+    for name, setting in settings.items():
+        windows = _windows(setting.model_dir, text, window, stride, max_windows)
+        losses_WT = _losses(setting, windows, dtype=dtype, context=window - stride)
+        baseline_WT = losses_WT if baseline_WT is None else baseline_WT
+        rows.append({"setting": name, **_figures(losses_WT, baseline_WT)})
+    return {"window": window, "stride": stride, "dtype": dtype, "results": rows}
+
+
+def _figures(losses_WT: Tensor, baseline_WT: Tensor) -> dict[str, Any]:
+    difference_W = (losses_WT - baseline_WT).mean(dim=1)
+    ratio = math.exp(float(difference_W.mean()))
+    error = float(difference_W.std()) / math.sqrt(len(difference_W)) if len(difference_W) > 1 else math.nan
+    return {
+        "perplexity": math.exp(float(losses_WT.mean())),
+        "difference_percent": 100 * (ratio - 1),
+        "standard_error_percent": None if math.isnan(error) else 100 * ratio * error,
+        "tokens": losses_WT.numel(),
+    }
+
+
+def _windows(model_dir: Path, text: str, window: int, stride: int, max_windows: int) -> list[list[int]]:
+    ids = Tokenizer.from_file(str(model_dir / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+    windows = [ids[start : start + window] for start in range(0, len(ids) - window + 1, stride)][:max_windows]
+    if not windows:
+        raise SpecError(f"the text has {len(ids)} tokens, which do not fill one window of {window}")
+    return windows
+
+
+def _losses(setting: Setting, windows: list[list[int]], *, dtype: str, context: int) -> Tensor:
+    """The scored tokens' negative log likelihoods, (W, T) float64 on the host."""
+    layout = layout_for(setting.model_dir, dtype=dtype, pool_dtype=setting.pool_dtype, block_size=_BLOCK_SIZE)
+    num_blocks = -(-len(windows[0]) // _BLOCK_SIZE)
+    runner = ModelRunner(
+        setting.model_dir,
+        layout=layout,
+        num_blocks=num_blocks,
+        dtype=getattr(torch, dtype),
+        device=torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"),
+    )
+    losses_WT = []
+    for ids in windows:
+        first = _logits(runner, ids, 0, context, last_only=True)
+        if setting.wire_dtype != "raw" and not layout.has_scales:
+            _send_and_receive(runner.pool, context, DTYPES[setting.wire_dtype])
+        logits_TV = torch.cat((first, _logits(runner, ids, context, len(ids) - 1, last_only=False)))
+        scored_T = torch.tensor(ids[context:], device=logits_TV.device)
+        losses_WT.append(F.cross_entropy(logits_TV, scored_T, reduction="none").double().cpu())
+    return torch.stack(losses_WT)
+
+
+def _logits(runner: ModelRunner, ids: list[int], start: int, end: int, *, last_only: bool) -> Tensor:
+    """Of the positions [start, end), or of the last of them."""
+    row = Row(token_ids=ids[start:end], start=start, blocks=range(runner.pool.num_blocks), wants_logits=True)
+    batch = Batch.of([row], block_size=_BLOCK_SIZE)
+    return runner.forward(batch if last_only else replace(batch, logits_rows=np.arange(end - start)))
+
+
+def _send_and_receive(pool: KVPool, num_tokens: int, dtype: torch.dtype) -> None:
+    """Put the pool's first positions through a wire of 8 bits and back."""
+    layout, heads = pool.layout, slice(0, pool.layout.heads_per_rank)
+    slots_T = torch.arange(num_tokens, device=pool.device)
+    shape = (num_tokens, layout.num_sides, layout.heads_per_rank)
+    codes = torch.empty(*shape, layout.head_dim + layout.exact_dim, dtype=dtype, device=pool.device)
+    scales = torch.empty(shape, dtype=torch.bfloat16, device=pool.device)
+    for layer in pool.codes:
+        pack_kv(layer, slots_T, heads, codes, scales)
+        unpack_kv(codes, scales, layer, slots_T, heads)
+
+
+def settings_for(model_dir: Path, others: Iterable[tuple[str, Path]]) -> dict[str, Setting]:
+    """The baseline, each saving by itself, and all together. others: name and directory of quantised checkpoints."""
+    settings = {"baseline": Setting(model_dir=model_dir)}
+    for name, dtype in _EIGHT_BITS.items():
+        settings[f"pool {name}"] = Setting(model_dir=model_dir, pool_dtype=dtype)
+        settings[f"wire {name}"] = Setting(model_dir=model_dir, wire_dtype=dtype)
+    for weights, directory in others:
+        settings[f"weights {weights}"] = Setting(model_dir=directory)
+        for name, dtype in _EIGHT_BITS.items():
+            together = Setting(model_dir=directory, pool_dtype=dtype, wire_dtype=dtype)
+            settings[f"weights {weights}, pool and wire {name}"] = together
+    return settings

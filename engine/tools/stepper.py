@@ -1,0 +1,98 @@
+"""One process that takes a model's steps on order, so that several can be timed at the same moment.
+
+python -m engine.tools.stepper OPTIONS     one JSON order a line on stdin, one answer a line on stdout, until stdin ends
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.kv.block_manager import BlockManager
+from engine.load import load_runner
+from engine.parallel import TensorParallel
+from engine.runner import GIB, layout_for
+from engine.tools.bench import make_sequence, take_step
+
+_BLOCK_SIZE = 16
+_NUM_STEPS = 64  # of one batch, before it begins anew
+_REPLAYED_ROWS = 64  # as in a decode replica, if the operator says nothing
+
+
+class Stepper:
+    """Every public method is an order."""
+
+    def __init__(
+        self, model_dir: str, *, dtype: str, weights: str, pool_dtype: str, threads: int, most_tokens: int
+    ) -> None:
+        """`most_tokens` are held by the sequences of one step, all together."""
+        torch.set_num_threads(threads)
+        path = Path(model_dir)
+        layout = layout_for(path, dtype=dtype, weights=weights, pool_dtype=pool_dtype, block_size=_BLOCK_SIZE)
+        self._runner = load_runner(
+            path,
+            dtype=dtype,
+            weights=weights,
+            pool_dtype=pool_dtype,
+            block_size=_BLOCK_SIZE,
+            kv_memory_gib=most_tokens * layout.bytes_per_token() / GIB,
+            parallel=TensorParallel(),
+            replayed_rows=_REPLAYED_ROWS,
+            device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+            progress=lambda fraction: None,
+        )
+
+    def prefill(self, num_tokens: int, seconds: float) -> float:
+        """Prompts, each in one step, for so long at least: mean seconds of a step."""
+
+        def step() -> None:
+            blocks = BlockManager(self._runner.pool.num_blocks)
+            sequence = make_sequence(self._runner, blocks, num_tokens, 0)
+            take_step(self._runner, blocks, [sequence], [num_tokens])
+
+        return _mean_s(step, seconds)
+
+    def decode(self, batch: int, context: int, seconds: float) -> float:
+        """Steps of `batch` sequences of about `context` tokens, for so long at least: mean seconds of a step."""
+        total_s, num_steps = 0.0, 0
+        while total_s < seconds:
+            blocks = BlockManager(self._runner.pool.num_blocks)
+            sequences = [make_sequence(self._runner, blocks, context, seed) for seed in range(batch)]
+            for sequence in sequences:
+                take_step(self._runner, blocks, [sequence], [context])
+            begin = time.perf_counter()
+            for _ in range(_NUM_STEPS):
+                take_step(self._runner, blocks, sequences, [1] * batch)
+                num_steps += 1
+                if total_s + time.perf_counter() - begin >= seconds:
+                    break
+            total_s += time.perf_counter() - begin
+        return total_s / num_steps
+
+
+def _mean_s(step: Callable[[], None], seconds: float) -> float:
+    step()  # the first meets memory that was never touched
+    begin, count = time.perf_counter(), 0
+    while count < 2 or time.perf_counter() - begin < seconds:
+        step()
+        count += 1
+    return (time.perf_counter() - begin) / count
+
+
+def main() -> None:
+    options: dict[str, Any] = json.loads(sys.argv[1])
+    stepper = Stepper(**options)
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        order, arguments = json.loads(line)
+        print(json.dumps(getattr(stepper, order)(**arguments)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

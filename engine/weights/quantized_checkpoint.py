@@ -1,0 +1,131 @@
+"""Safetensors checkpoints with quantised matrices, in the formats that people have, told apart by their tensors' names.
+
+    FP8     weight e4m3; weight_scale_inv or weight_scale (O / block, I / block), or weight_scale (O, 1), or one number
+    INT8    weight int8; weight_scale (O, 1) or (O, G), as compressed-tensors writes it
+    AWQ     qweight (I, O / 8), qzeros (G, O / 8), scales (G, O); nibbles in the order below ("gemm")
+    GPTQ    qweight (I / 8, O), qzeros (G, O / 8), scales (G, O), g_idx (I); nibbles in their own order
+
+Packed numbers are int32, 8 nibbles each. A scale multiplies; activations are not quantised, whatever the format allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cluster.words.errors import SpecError
+from engine.weights.checkpoint import SafetensorsCheckpoint, Shape, Span
+from engine.weights.quantized_weight import GroupedWeight
+
+# O outputs, I inputs, G groups of inputs
+
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # output j of eight is nibble _AWQ_ORDER[j]
+_IN_ORDER = tuple(range(8))
+_PARTS = ("qweight", "qzeros", "scales", "g_idx")
+_SCALES = ("weight_scale_inv", "weight_scale")
+_IGNORED = ("input_scale", "input_scale_ub", "activation_scale", "activation_scale_inv")  # of activations
+
+
+class QuantizedCheckpoint:
+    """Implements Checkpoint: matrices under the names and shapes that they have unquantised."""
+
+    def __init__(self, plain: SafetensorsCheckpoint, config: Mapping[str, Any]) -> None:
+        """config: config.json's quantization_config. Raises SpecError for what is not known here."""
+        self._plain = plain
+        self._config = config
+        self.shapes: dict[str, Shape] = {}
+        for name, shape in plain.shapes.items():
+            stem, _, last = name.rpartition(".")
+            if last == "qweight":
+                self.shapes[f"{stem}.weight"] = self._packed_shape(stem)
+            elif last not in (*_PARTS, *_SCALES, *_IGNORED):
+                self.shapes[name] = shape
+        if any(name.endswith(".qweight") for name in plain.shapes) and config.get("bits", 4) != 4:
+            raise SpecError(f"{config.get('quant_method')} with {config['bits']} bits is not supported; supported: 4")
+
+    def read(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> Tensor:
+        weight = self.quantized(name, rows=rows, columns=columns)
+        return self._plain.read(name, rows=rows, columns=columns) if weight is None else weight.rows(0, weight.shape[0])
+
+    def quantized(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> GroupedWeight | None:
+        stem = name.removesuffix(".weight")
+        if f"{stem}.qweight" in self._plain.shapes:
+            read = self._awq if self._is_awq else self._gptq
+        elif scale := next((s for s in _SCALES if f"{stem}.{s}" in self._plain.shapes), None):
+            read = self._scaled(f"{stem}.{scale}")
+        else:
+            return None
+        shape = self.shapes[name]
+        return read(stem, rows or (0, shape[0]), columns or (0, shape[1]))
+
+    @property
+    def _is_awq(self) -> bool:
+        return self._config.get("quant_method") == "awq"
+
+    @property
+    def _block_size(self) -> tuple[int, int] | None:
+        """Outputs and inputs that share a scale; None: all inputs of one output do, or all of the matrix."""
+        if block := self._config.get("weight_block_size"):
+            return block[0], block[1]
+        groups = self._config.get("config_groups") or {}
+        for weights in (group.get("weights") or {} for group in groups.values()):
+            if block := weights.get("block_structure"):
+                return block[0], block[1]
+            if weights.get("group_size"):
+                return 1, weights["group_size"]
+        return None
+
+    def _packed_shape(self, stem: str) -> Shape:
+        first, second = self._plain.shapes[f"{stem}.qweight"]
+        return (second * 8, first) if self._is_awq else (second, first * 8)
+
+    def _scaled(self, scale_name: str) -> Callable[[str, Span, Span], GroupedWeight]:
+        """Scales of one number, one per output, or one per block of outputs and inputs."""
+
+        def read(stem: str, rows: Span, columns: Span) -> GroupedWeight:
+            num_outputs, num_inputs = self.shapes[f"{stem}.weight"]
+            scales = self._plain.read(scale_name).float()
+            scales = scales.view(-1, 1) if scales.dim() < 2 else scales
+            block_o, block_i = self._block_size or (1, num_inputs)
+            if len(scales) == 1 and num_outputs > block_o:  # one number for all of it
+                block_o = num_outputs
+            if scales.shape != (-(-num_outputs // block_o), -(-num_inputs // block_i)):
+                raise SpecError(f"{scale_name} is {tuple(scales.shape)}, which fits no known form of scales")
+            codes_OI = self._plain.read(f"{stem}.weight", rows=rows, columns=columns)
+            group_I = torch.arange(*columns) // block_i
+            return GroupedWeight(codes_OI, scales[torch.arange(*rows) // block_o], None, group_I)
+
+        return read
+
+    def _awq(self, stem: str, rows: Span, columns: Span) -> GroupedWeight:
+        scales_GO = self._plain.read(f"{stem}.scales").float()
+        zeros_GO = _unpack(self._plain.read(f"{stem}.qzeros"), _AWQ_ORDER)
+        codes_IO = _unpack(self._plain.read(f"{stem}.qweight", rows=columns), _AWQ_ORDER)
+        group_size = self.shapes[f"{stem}.weight"][1] // len(scales_GO)
+        return _four_bits(codes_IO.T, scales_GO, zeros_GO.float(), torch.arange(*columns) // group_size, rows)
+
+    def _gptq(self, stem: str, rows: Span, columns: Span) -> GroupedWeight:
+        scales_GO = self._plain.read(f"{stem}.scales").float()
+        zeros_GO = _unpack(self._plain.read(f"{stem}.qzeros"), _IN_ORDER).float()
+        if self._config.get("checkpoint_format", "gptq") == "gptq":
+            zeros_GO += 1  # the first form of the format stores one less
+        codes_OI = _unpack(self._plain.read(f"{stem}.qweight").T, _IN_ORDER)[:, slice(*columns)]
+        if f"{stem}.g_idx" in self._plain.shapes:
+            group_I = self._plain.read(f"{stem}.g_idx").long()[slice(*columns)]
+        else:
+            group_I = torch.arange(*columns) // (self.shapes[f"{stem}.weight"][1] // len(scales_GO))
+        return _four_bits(codes_OI, scales_GO, zeros_GO, group_I, rows)
+
+
+def _four_bits(codes_OI: Tensor, scales_GO: Tensor, zeros_GO: Tensor, group_I: Tensor, rows: Span) -> GroupedWeight:
+    scales_OG, zeros_OG = (x_GO.T[slice(*rows)].contiguous() for x_GO in (scales_GO, zeros_GO))
+    return GroupedWeight.of_4_bits(codes_OI[slice(*rows)], scales_OG, zeros_OG, group_I)
+
+
+def _unpack(packed: Tensor, order: tuple[int, ...]) -> Tensor:
+    """(N, M) int32 -> (N, 8 M) of 0..15; number j of each eight is nibble order[j]."""
+    shifts = torch.tensor(order, dtype=torch.int32) * 4
+    return (packed.unsqueeze(-1) >> shifts & 15).flatten(1)

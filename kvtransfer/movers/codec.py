@@ -1,0 +1,133 @@
+"""What the bytes on the wire mean: a segment of KV, packed out of one pool and unpacked into another.
+
+A segment is a run of layers and a run of token positions of one sequence. Its payload, L layers of T tokens of K heads:
+
+    codes   L x (T, 2, K, D)   fp8 or int8, or the pool's own dtype when the wire is raw
+    scales  L x (T, 2, K)      bf16; codes of 8 bits only, and always with them
+
+2 stands for keys, then values. A pool that has 8 bits already ships its codes as they are: nothing is quantised twice.
+With latent attention there is one side, K is 1, and a row of 8 bits on the wire ends with its rotated key in bf16,
+as it does in such a pool (engine/kv/layout.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.cpu.library import open_copies
+from engine.kernels.eight_bits import MOST
+from engine.kernels.wire import pack_kv, unpack_kv
+from engine.kv.layout import DTYPES, KVLayout
+from engine.kv.pool import KVPool
+from kvtransfer.protocol.segment import Segment
+
+WIRE_VERSION = 2
+# 1: payload as drawn above; checksum as in engine.kv.checksum.
+# 2: a commit says how many positions were sent, and its next tokens may be those of a moved sequence.
+
+
+class Codec(Protocol):
+    """A wire format between two pools of one layout."""
+
+    def num_bytes(self, segment: Segment) -> int:
+        """Size of the segment's payload."""
+        ...
+
+    def pack(self, pool: KVPool, segment: Segment, slots_T: Tensor, payload: Tensor) -> None:
+        """Fill `payload` (uint8, num_bytes) with the KV at `slots_T` (int64, one per token of the segment)."""
+        ...
+
+    def unpack(self, payload: Tensor, pool: KVPool, segment: Segment, slots_T: Tensor) -> None:
+        """Write the payload's KV at `slots_T` of the pool."""
+        ...
+
+
+def codec_for(layout: KVLayout, wire_dtype: str) -> Codec:
+    """The codec for pools of `layout` over a wire of `wire_dtype` ("fp8_e4m3", "int8" or "raw").
+
+    Takes seconds where the CPU kernels are yet to be compiled: a link's thread must not be the first to ask for them.
+    """
+    open_copies(torch.device("cpu"))
+    if wire_dtype == "raw" or layout.has_scales:
+        return RawCodec(layout)
+    return QuantizingCodec(layout, DTYPES[wire_dtype])
+
+
+class RawCodec:
+    """The pool's own bytes, bit for bit; with scales if the pool has 8 bits."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        self._layout = layout
+
+    def num_bytes(self, segment: Segment) -> int:
+        return _payload_bytes(segment, self._layout, self._layout.torch_dtype)
+
+    def pack(self, pool: KVPool, segment: Segment, slots_T: Tensor, payload: Tensor) -> None:
+        codes_LT2KD, scales_LT2K = _views(payload, segment, self._layout, self._layout.torch_dtype)
+        for i, layer in enumerate(segment.layers):
+            pack_kv(pool.codes[layer], slots_T, segment.heads, codes_LT2KD[i], None)
+            if pool.scales:
+                pack_kv(pool.scales[layer].unsqueeze(-1), slots_T, segment.heads, scales_LT2K[i].unsqueeze(-1), None)
+
+    def unpack(self, payload: Tensor, pool: KVPool, segment: Segment, slots_T: Tensor) -> None:
+        codes_LT2KD, scales_LT2K = _views(payload, segment, self._layout, self._layout.torch_dtype)
+        for i, layer in enumerate(segment.layers):
+            unpack_kv(codes_LT2KD[i], None, pool.codes[layer], slots_T, segment.heads)
+            if pool.scales:
+                unpack_kv(scales_LT2K[i].unsqueeze(-1), None, pool.scales[layer].unsqueeze(-1), slots_T, segment.heads)
+
+
+class QuantizingCodec:
+    """bf16, fp16 or fp32 pools over a wire of 8 bits: about half the bytes of bf16, scales included."""
+
+    def __init__(self, layout: KVLayout, dtype: torch.dtype) -> None:
+        self._layout = layout
+        self._dtype = dtype
+
+    def num_bytes(self, segment: Segment) -> int:
+        return _payload_bytes(segment, self._layout, self._dtype)
+
+    def pack(self, pool: KVPool, segment: Segment, slots_T: Tensor, payload: Tensor) -> None:
+        codes_LT2KD, scales_LT2K = _views(payload, segment, self._layout, self._dtype)
+        for i, layer in enumerate(segment.layers):
+            pack_kv(pool.codes[layer], slots_T, segment.heads, codes_LT2KD[i], scales_LT2K[i])
+
+    def unpack(self, payload: Tensor, pool: KVPool, segment: Segment, slots_T: Tensor) -> None:
+        codes_LT2KD, scales_LT2K = _views(payload, segment, self._layout, self._dtype)
+        for i, layer in enumerate(segment.layers):
+            unpack_kv(codes_LT2KD[i], scales_LT2K[i], pool.codes[layer], slots_T, segment.heads)
+
+
+def slots_of(pool: KVPool, blocks: Sequence[int], first_token: int, num_tokens: int) -> Tensor:
+    """The pool slots of positions [first_token, first_token + num_tokens) of a table, (num_tokens,) int64."""
+    size = pool.layout.block_size
+    first_block = first_token // size
+    blocks_B = np.array(blocks[first_block : -(-(first_token + num_tokens) // size)], dtype=np.int64)
+    slots_BS = blocks_B[:, None] * size + np.arange(size)
+    offset = first_token - first_block * size
+    return torch.from_numpy(slots_BS.ravel()[offset : offset + num_tokens]).to(pool.device)
+
+
+def _payload_bytes(segment: Segment, layout: KVLayout, dtype: torch.dtype) -> int:
+    rows = segment.num_layers * segment.num_tokens * layout.num_sides * segment.num_heads
+    return rows * (_row_dim(layout, dtype) * dtype.itemsize + (torch.bfloat16.itemsize if dtype in MOST else 0))
+
+
+def _row_dim(layout: KVLayout, dtype: torch.dtype) -> int:
+    return layout.head_dim + (layout.exact_dim if dtype in MOST else 0)
+
+
+def _views(payload: Tensor, segment: Segment, layout: KVLayout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The payload as codes (L, T, 2, K, D) and scales (L, T, 2, K); scales are empty unless the codes have 8 bits."""
+    rows = (segment.num_layers, segment.num_tokens, layout.num_sides, segment.num_heads)
+    shape = (*rows, _row_dim(layout, dtype))
+    num_code_bytes = math.prod(shape) * dtype.itemsize
+    codes = payload[:num_code_bytes].view(dtype).view(shape)
+    scales = payload[num_code_bytes:].view(torch.bfloat16)
+    return codes, scales.view(rows) if dtype in MOST else scales

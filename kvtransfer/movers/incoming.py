@@ -1,0 +1,73 @@
+"""One handoff on one receiving rank: its books, and the blocks that its bytes go to."""
+
+from __future__ import annotations
+
+import threading
+
+from torch import Tensor
+
+from cluster.rpc import transfer_pb2 as pb
+from cluster.words.errors import ChecksumMismatch
+from engine.kv.checksum import checksum
+from engine.kv.pool import KVPool
+from kvtransfer.movers.codec import Codec, slots_of
+from kvtransfer.movers.lane import Mark
+from kvtransfer.protocol.ledger import Landing, Ledger
+from kvtransfer.protocol.plan import HeadCopy
+from kvtransfer.protocol.segment import Segment
+
+
+class Incoming:
+    """The blocks that one handoff may fill on this rank.
+
+    Written by link threads, closed by the replica's owner. The lock makes closing final: when `close` has returned,
+    nothing of this handoff is written any more, so its blocks can be used for something else.
+    """
+
+    def __init__(self, opened: pb.OpenRequest, *, pool: KVPool, codec: Codec) -> None:
+        self.handoff = opened.handoff
+        self._first_token = opened.first_token
+        self._ledger = Ledger(opened, num_layers=pool.layout.num_layers)
+        self._pool = pool
+        self._codec = codec
+        assert opened.first_token % pool.layout.block_size == 0, "a handoff begins at a block"
+        self._slots_T = slots_of(pool, opened.block_ids, 0, opened.max_tokens - opened.first_token)
+        self._opened = Mark(pool.device)  # what the blocks were used for before
+        self._written: dict[int, Mark] = {}  # by sending rank, whose link has a lane of its own: what was started last
+        self._lock = threading.Lock()
+
+    def write(self, announced: pb.Segment, payload: Tensor, *, copy: HeadCopy) -> None:
+        """Check the payload of one announced segment and put it into the pool.
+
+        Raises HandoffExpired if the handoff is closed or fenced, ChecksumMismatch if the bytes are damaged or a segment
+        is missing before this one.
+        """
+        if checksum(payload) != announced.checksum:
+            raise ChecksumMismatch(f"handoff {self.handoff} segment {announced.number}: bytes damaged on the way")
+        segment = Segment(
+            first_layer=announced.first_layer,
+            num_layers=announced.num_layers,
+            first_token=announced.first_token,
+            num_tokens=announced.num_tokens,
+            first_head=copy.receiver_head,
+            num_heads=copy.num_heads,
+        )
+        with self._lock:
+            if self._ledger.accept(announced, source=copy.sender):
+                start = announced.first_token - self._first_token
+                self._opened.hold_up()
+                self._codec.unpack(payload, self._pool, segment, self._slots_T[start : start + segment.num_tokens])
+                self._written[copy.sender] = Mark(self._pool.device)
+
+    def commit(self, commit: pb.Commit, *, copy: HeadCopy, num_sources: int) -> Landing | None:
+        """One sending rank is done. The Landing when all `num_sources` of this rank are. Raises as `write` does."""
+        self._pool.synchronize()
+        with self._lock:
+            return self._ledger.commit(commit, source=copy.sender, num_sources=num_sources)
+
+    def close(self) -> None:
+        """Refuse everything from now on; waits for a write under way."""
+        with self._lock:
+            self._ledger.close()
+            for mark in self._written.values():
+                mark.wait()

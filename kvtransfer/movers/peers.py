@@ -1,0 +1,110 @@
+"""The ranks of one replica among themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import torch
+from grpc import aio
+from torch.distributed import Store
+
+from cluster.rpc import transfer_pb2 as pb
+from cluster.rpc import transfer_pb2_grpc as rpc
+from cluster.wire.channel import error_of, open_channel
+from cluster.wire.rank_host import RankHost
+from cluster.words.errors import ReplicaLost
+from engine.parallel import TensorParallel
+from kvtransfer.movers.meeting import local_store, remote_store
+from kvtransfer.movers.rank_servicer import RankServicer
+
+_ANSWER_S = 3.0  # an answer between ranks takes milliseconds
+_ASK_AGAIN_S = 0.1
+
+
+class Peers:
+    """The other ranks of this replica, as one rank sees them. Lives on the event loop."""
+
+    def __init__(self, addresses: list[str], *, rank: int, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._channels = {r: open_channel(a) for r, a in enumerate(addresses) if r != rank}
+        self._stubs = {r: rpc.RankStub(channel) for r, channel in self._channels.items()}
+
+    @classmethod
+    async def connect(cls, addresses: list[str], *, rank: int, timeout_s: float) -> Peers:
+        """Make the channels on the event loop that will use them."""
+        return cls(addresses, rank=rank, timeout_s=timeout_s)
+
+    async def open(self, request: pb.OpenRequest) -> None:
+        """Open a handoff on every other rank. Raises ReplicaLost if one does not answer."""
+        await self._all("Open", request)
+
+    async def close_handoff(self, handoff: str) -> None:
+        """Close a handoff on every other rank; when this returns, none of them writes to its blocks any more.
+
+        Asks again and again. Raises ReplicaLost when a rank does not answer for long: then the gang is broken.
+        """
+        request = pb.CloseRequest(handoff=handoff)
+        await asyncio.gather(*(self._insist(rank, "Close", request) for rank in self._stubs))
+
+    async def report(self, request: pb.ReportRequest) -> None:
+        """Tell rank 0 about this rank's part of a handoff, again and again until it has heard."""
+        await self._insist(0, "Report", request)
+
+    def store(self, loop: asyncio.AbstractEventLoop, *, timeout_s: float) -> Store:
+        """The meeting at rank 0, as the other ranks see it."""
+        return remote_store(self._stubs[0], loop, timeout_s=timeout_s)
+
+    async def disconnect(self) -> None:
+        for channel in self._channels.values():
+            await channel.close()
+
+    async def _all(self, method: str, request: Any) -> None:
+        await asyncio.gather(*(self._call(rank, method, request, self._timeout_s) for rank in self._stubs))
+
+    async def _insist(self, rank: int, method: str, request: Any) -> None:
+        """For what must not be lost, and does no harm twice."""
+        give_up_at = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                return await self._call(rank, method, request, min(_ANSWER_S, self._timeout_s))
+            except ReplicaLost:
+                if time.monotonic() > give_up_at:
+                    raise
+                await asyncio.sleep(_ASK_AGAIN_S)
+
+    async def _call(self, rank: int, method: str, request: Any, timeout_s: float) -> None:
+        try:
+            await getattr(self._stubs[rank], method)(request, timeout=timeout_s)
+        except aio.AioRpcError as error:
+            raise error_of(error, peer=f"rank {rank}") from error
+
+
+def open_gang(
+    servicer: RankServicer,
+    host: RankHost,
+    addresses: list[str],
+    *,
+    rank: int,
+    device: torch.device,
+    start_s: float,
+    ask_s: float,
+) -> tuple[Peers, TensorParallel]:
+    """Meet the other ranks of this replica, whose gRPC servers are at `addresses`.
+
+    Blocks until all are there; raises ReplicaLost after `start_s`. `ask_s` bounds each later call between ranks.
+    """
+    connecting = Peers.connect(addresses, rank=rank, timeout_s=ask_s)
+    peers = host.call(connecting, timeout_s=start_s)
+    size = len(addresses)
+    if size == 1:
+        return peers, TensorParallel()
+    if rank == 0:
+        store = local_store(servicer.meeting, timeout_s=start_s)
+    else:
+        store = peers.store(host.loop, timeout_s=start_s)
+    parallel = TensorParallel.join(
+        store, prefix="gang", rank=rank, size=size, host=host.host, device=device, meet_s=start_s
+    )
+    return peers, parallel

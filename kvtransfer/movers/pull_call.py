@@ -1,0 +1,34 @@
+"""The call of a replica that lacks a prefix to one that is said to hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from grpc import aio
+
+from cluster.rpc import worker_pb2_grpc as rpc
+from cluster.wire.channel import error_of, open_channel
+from cluster.words.errors import ReplicaLost
+from kvtransfer.protocol.pulls import Pull
+
+if TYPE_CHECKING:
+    from kvtransfer.movers.peers import Peers
+
+
+async def ask_holder(pull: Pull[Any], peers: Peers, missed: Callable[[str], None]) -> None:
+    """Open a pull on our other ranks, and keep the call to its holder as long as that ships. Runs on the event loop.
+
+    `missed` is called with the reason, if nothing comes of it. Cancelling this ends the call.
+    """
+    holder, first_token = pull.holder, pull.opening.first_token
+    try:
+        await peers.open(pull.opening)
+        async with open_channel(holder.address) as channel:
+            async for event in rpc.PrefixHolderStub(channel).Pull(pull.request, timeout=pull.timeout_s):
+                if event.WhichOneof("event") == "granted" and event.granted.num_tokens <= first_token:
+                    missed(f"{holder.replica} does not hold it any more")
+    except aio.AioRpcError as error:
+        missed(str(error_of(error, peer=holder.replica)))
+    except ReplicaLost as error:  # one of our own ranks did not open it
+        missed(str(error))

@@ -1,0 +1,75 @@
+"""The gRPC face of a replica towards others that lack a prefix which it holds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from grpc import aio
+
+from cluster.rpc import worker_pb2 as pb
+from cluster.rpc import worker_pb2_grpc as rpc
+from cluster.wire.channel import abort_with
+from cluster.wire.messages import handoff_from_proto
+from cluster.words.errors import ClusterError, ReplicaLost, TransferError
+from cluster.words.hashing import HASH_BYTES
+from kvtransfer.movers.grants import Grants
+from kvtransfer.protocol.passage import Shipment
+
+_Context = aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True)
+class Granting:
+    """A replica that is up. `post` runs a command on its step thread, which owns the grants."""
+
+    grants: Grants
+    post: Callable[[Callable[[], None]], None]
+
+
+class PullServicer(rpc.PrefixHolderServicer):
+    """One call per prefix, at its holder. Serves once `granting` is there."""
+
+    def __init__(self) -> None:
+        self.granting: Granting | None = None
+
+    async def Pull(self, request: pb.PullRequest, context: _Context) -> AsyncIterator[pb.PullEvent]:
+        granting = self.granting
+        if granting is None:
+            await abort_with(context, ReplicaLost("this replica serves nothing yet"))
+        handoff = handoff_from_proto(request.handoff)
+        hashes = [request.hashes[i : i + HASH_BYTES] for i in range(0, len(request.hashes), HASH_BYTES)]
+        grant = _Grant(handoff.first_token)
+        granting.post(lambda: granting.grants.give(handoff, hashes, grant))
+        try:
+            while (event := await grant.events.get()) is not None:
+                if isinstance(event, ClusterError):
+                    await abort_with(context, event)
+                yield event
+        finally:
+            granting.post(lambda: granting.grants.cancel(grant))
+
+
+class _Grant:
+    """Brings what happens to a grant from the step thread to the call that waits for it."""
+
+    def __init__(self, first_token: int) -> None:
+        self.events: asyncio.Queue[pb.PullEvent | ClusterError | None] = asyncio.Queue()
+        self._first_token = first_token
+        self._loop = asyncio.get_running_loop()
+
+    def granted(self, num_tokens: int) -> None:
+        self._put(pb.PullEvent(granted=pb.Granted(num_tokens=num_tokens)))
+        if num_tokens <= self._first_token:
+            self._put(None)
+
+    def ended(self, shipment: Shipment | None, error: TransferError | None) -> None:
+        if shipment:
+            shipped = pb.Shipped(wire_bytes=shipment.wire_bytes, seconds=shipment.seconds)
+            self._put(pb.PullEvent(shipped=shipped))
+        self._put(error)
+
+    def _put(self, event: pb.PullEvent | ClusterError | None) -> None:
+        self._loop.call_soon_threadsafe(self.events.put_nowait, event)

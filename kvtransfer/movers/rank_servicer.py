@@ -1,0 +1,63 @@
+"""The gRPC face of one rank towards other ranks: links come in here, and the ranks of a replica speak to each other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from grpc import aio
+
+from cluster.rpc import transfer_pb2 as pb
+from cluster.rpc import transfer_pb2_grpc as rpc
+from cluster.wire.channel import abort_with
+from cluster.words.errors import TransferError
+from kvtransfer.movers.meeting import Meeting
+from kvtransfer.movers.receiver import Receiver
+
+_Context = aio.ServicerContext[Any, Any]
+
+
+class RankServicer(rpc.RankServicer):
+    """Serves `receiver`, once there is one, to senders elsewhere and to the rank 0 that owns its blocks.
+
+    `on_report` is called on the event loop, on rank 0, with what each rank says of its part of a handoff.
+    """
+
+    def __init__(self) -> None:
+        self.receiver: Receiver | None = None
+        self.on_report: Callable[[pb.ReportRequest], None] = _ignore
+        self.meeting = Meeting()  # of the ranks of this replica, if this is rank 0, and of every sender with `receiver`
+
+    async def Connect(
+        self, request_iterator: AsyncIterator[pb.SenderFrame], context: _Context
+    ) -> AsyncIterator[pb.ReceiverFrame]:
+        if self.receiver is None:
+            await abort_with(context, TransferError("this rank receives no KV"))
+        async for frame in self.receiver.connect(request_iterator):
+            yield frame
+
+    async def Open(self, request: pb.OpenRequest, context: _Context) -> pb.OpenReply:
+        if self.receiver:
+            self.receiver.open(request)
+        return pb.OpenReply()
+
+    async def Close(self, request: pb.CloseRequest, context: _Context) -> pb.CloseReply:
+        if self.receiver:
+            await asyncio.to_thread(self.receiver.close, request.handoff)
+        return pb.CloseReply()
+
+    async def Report(self, request: pb.ReportRequest, context: _Context) -> pb.ReportReply:
+        self.on_report(request)
+        return pb.ReportReply()
+
+    async def Tell(self, request: pb.TellRequest, context: _Context) -> pb.TellReply:
+        self.meeting.tell(request.key, request.value)
+        return pb.TellReply()
+
+    async def Ask(self, request: pb.AskRequest, context: _Context) -> pb.AskReply:
+        return pb.AskReply(value=await self.meeting.ask_async(request.key))
+
+
+def _ignore(report: pb.ReportRequest) -> None:
+    pass

@@ -1,0 +1,139 @@
+"""The handoffs that a replica has opened, as its rank 0 sees them. Pure.
+
+             every rank has landed
+    OPEN ─────────────────────────────────────> WHOLE      the blocks are the owner's; nothing writes to them any more
+     │
+     │ given up: lease ended, or expired
+     v
+    CLOSING ──every rank says that it is closed──> CLOSED  the blocks are free
+
+While CLOSING, a peer may still be writing on some rank: the blocks wait in quarantine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Generic, Protocol, TypeVar
+
+from cluster.rpc import transfer_pb2 as pb
+from engine.kv.block_manager import BlockManager
+from kvtransfer.protocol.ledger import Landing
+
+T = TypeVar("T")
+
+
+class Gate(Protocol):
+    """What lets bytes in on this rank: the Receiver."""
+
+    def open(self, request: pb.OpenRequest) -> None: ...
+
+    def close(self, handoff: str) -> None:
+        """When this returns, nothing of the handoff is written here any more."""
+        ...
+
+
+class ArrivalState(StrEnum):
+    OPEN = "open"
+    WHOLE = "whole"
+    CLOSING = "closing"
+    CLOSED = "closed"
+
+
+@dataclass(eq=False)
+class Arrival(Generic[T]):
+    """One handoff that was opened here, for `owner`."""
+
+    owner: T
+    opening: pb.OpenRequest
+    expires_at: float  # on the caller's clock
+    state: ArrivalState = ArrivalState.OPEN
+    landed: dict[int, Landing] = field(default_factory=dict)  # the newest of each rank
+
+    @property
+    def id(self) -> str:
+        return self.opening.handoff
+
+    @property
+    def num_tokens(self) -> int:
+        """WHOLE: positions that are here."""
+        return self.landed[0].num_tokens
+
+    @property
+    def next_tokens(self) -> tuple[int, ...]:
+        return self.landed[0].next_tokens
+
+    @property
+    def epoch(self) -> int:
+        return self.landed[0].epoch
+
+
+class Arrivals(Generic[T]):
+    """Owned by the step thread of rank 0. `close_elsewhere` closes a handoff on the other ranks, however long that may
+    take, and then runs the command on this thread."""
+
+    def __init__(
+        self,
+        gate: Gate,
+        blocks: BlockManager,
+        *,
+        num_ranks: int,
+        close_elsewhere: Callable[[str, Callable[[], None]], None],
+    ) -> None:
+        self._gate = gate
+        self._blocks = blocks
+        self._num_ranks = num_ranks
+        self._close_elsewhere = close_elsewhere
+        self._open: dict[str, Arrival[T]] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(self, opening: pb.OpenRequest, *, owner: T, expires_at: float) -> Arrival[T]:
+        """Let a handoff in on this rank. The other ranks must have opened it too before anyone is told of it."""
+        arrival = self._open[opening.handoff] = Arrival(owner, opening, expires_at)
+        self._gate.open(opening)
+        return arrival
+
+    def landed(self, rank: int, landing: Landing) -> Arrival[T] | None:
+        """One rank has all of it. The arrival, once, when every rank has."""
+        arrival = self._open.get(landing.handoff)
+        if arrival is None:
+            return None
+        known = arrival.landed.get(rank)
+        if known is None or known.epoch < landing.epoch:
+            arrival.landed[rank] = landing
+        if len(arrival.landed) < self._num_ranks:
+            return None
+        assert len({landing.num_tokens for landing in arrival.landed.values()}) == 1, arrival
+        self._end(arrival, ArrivalState.WHOLE)
+        self._close(arrival, lambda: None)  # they only forget it
+        return arrival
+
+    def give_up(self, arrival: Arrival[T]) -> None:
+        """Nobody waits for it any more. Takes over the owner's reference to the blocks that were opened."""
+        exposed = list(arrival.opening.block_ids)
+        self._end(arrival, ArrivalState.CLOSING)
+        self._blocks.quarantine(exposed)
+
+        def closed() -> None:
+            arrival.state = ArrivalState.CLOSED
+            self._blocks.release(exposed)
+
+        self._close(arrival, closed)
+
+    def expired(self, now: float) -> list[Arrival[T]]:
+        """Those that have waited long enough: give them up."""
+        return [arrival for arrival in self._open.values() if arrival.expires_at < now]
+
+    def _end(self, arrival: Arrival[T], state: ArrivalState) -> None:
+        arrival.state = state
+        del self._open[arrival.id]
+
+    def _close(self, arrival: Arrival[T], then: Callable[[], None]) -> None:
+        self._gate.close(arrival.id)
+        if self._num_ranks == 1:
+            then()
+        else:
+            self._close_elsewhere(arrival.id, then)

@@ -1,0 +1,290 @@
+"""One handoff on its way out of one rank. Pure: it knows no bytes, and no link but as somebody who carries.
+
+An outlet is a passage's part through one link:
+
+    SENDING ──commit announced──> COMMITTED ──landed──> LANDED
+       │                              │
+       └─ refused, aborted, link failed, no answer in time ──> FAILED
+
+The caller's blocks are read only between `start_reading` and `stop_reading`, while a segment is packed. An outlet that
+ends in between counts as ended for everyone else at once, and for its passage when the reading is over: so blocks are
+never given back while a thread still reads them, and never kept because a thread is stuck in the network.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Protocol
+
+from cluster.rpc import transfer_pb2 as pb
+from cluster.words.errors import HandoffExpired, TransferError
+from cluster.words.handoff import Handoff
+from kvtransfer.protocol.segment import Segment, combine_checksums
+
+if TYPE_CHECKING:
+    from engine.kv.layout import KVLayout
+    from kvtransfer.protocol.plan import HeadCopy
+
+Key = tuple[str, int]  # handoff id, epoch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shipment:
+    """What one rank's part of a handoff came to."""
+
+    handoff: str
+    epoch: int
+    wire_bytes: int  # payloads and announcements
+    seconds: float  # from the first layer handed over to the last acknowledgement: with the computation meanwhile
+    link_s: float  # what the busiest of its links was at work for it: packing, and waiting for the wire
+    error: TransferError | None = None  # None: it has landed
+
+    def to_report(self, *, rank: int) -> pb.ReportRequest:
+        """What another rank than 0 tells its rank 0."""
+        part = pb.ShippedPart(
+            handoff=self.handoff,
+            epoch=self.epoch,
+            wire_bytes=self.wire_bytes,
+            seconds=self.seconds,
+            link_s=self.link_s,
+            error=str(self.error) if self.error else "",
+        )
+        return pb.ReportRequest(rank=rank, shipped=part)
+
+    @classmethod
+    def from_report(cls, part: pb.ShippedPart) -> Shipment:
+        return cls(
+            handoff=part.handoff,
+            epoch=part.epoch,
+            wire_bytes=part.wire_bytes,
+            seconds=part.seconds,
+            link_s=part.link_s,
+            error=TransferError(part.error) if part.error else None,
+        )
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The last that a passage sends: how far it came, and what comes after."""
+
+    num_tokens: int
+    next_tokens: tuple[int, ...]
+
+
+class Carrier(Protocol):
+    """A link to one receiving rank, as its outlets see it."""
+
+    def put(self, outlet: Outlet, item: Segment | Ending) -> None:
+        """Send this after everything that was put before."""
+        ...
+
+    def forget(self, outlet: Outlet) -> None:
+        """It has ended."""
+        ...
+
+
+class OutletState(StrEnum):
+    SENDING = "sending"
+    COMMITTED = "committed"
+    LANDED = "landed"
+    FAILED = "failed"
+
+
+class Outlet:
+    """One handoff's part that goes through one link. Every method may come from any thread."""
+
+    def __init__(self, passage: Passage, copy: HeadCopy, carrier: Carrier) -> None:
+        self.passage = passage
+        self.copy = copy
+        self.state = OutletState.SENDING
+        self.error: TransferError | None = None
+        self.wire_bytes = 0
+        self.link_s = 0.0
+        self.num_put = 0  # segments given to the carrier, which belongs to the thread that hands them over
+        self.num_sent = 0  # of these; belongs to the carrier's thread
+        self._carrier = carrier
+        self._checksums: list[int] = []
+        self._is_reading = False
+        self._lock = threading.Lock()
+
+    @property
+    def key(self) -> Key:
+        return self.passage.key
+
+    @property
+    def is_ended(self) -> bool:
+        return self.state in (OutletState.LANDED, OutletState.FAILED)
+
+    @property
+    def is_over(self) -> bool:
+        """Ended, and the caller's blocks are not being read any more."""
+        return self.is_ended and not self._is_reading
+
+    def send(self, segment: Segment) -> None:
+        self.num_put += 1
+        self._carrier.put(self, replace(segment, first_head=self.copy.sender_head, num_heads=self.copy.num_heads))
+
+    def commit(self, ending: Ending) -> None:
+        self._carrier.put(self, ending)
+
+    def start_reading(self) -> bool:
+        """The carrier is about to read the blocks. False: it must not, and need not."""
+        with self._lock:
+            self._is_reading = not self.is_ended
+            return self._is_reading
+
+    def stop_reading(self) -> None:
+        with self._lock:
+            self._is_reading = False
+        if self.is_ended:
+            self.passage.outlet_over()
+
+    def announce(self, segment: Segment, *, num_bytes: int, checksum: int) -> pb.Segment:
+        """The frame that goes before a payload."""
+        handoff, epoch = self.key
+        self._checksums.append(checksum)
+        return pb.Segment(
+            handoff=handoff,
+            epoch=epoch,
+            number=len(self._checksums) - 1,
+            first_layer=segment.first_layer,
+            num_layers=segment.num_layers,
+            first_token=segment.first_token,
+            num_tokens=segment.num_tokens,
+            num_bytes=num_bytes,
+            checksum=checksum,
+        )
+
+    def announce_commit(self, ending: Ending) -> pb.Commit:
+        with self._lock:
+            if not self.is_ended:
+                self.state = OutletState.COMMITTED
+        handoff, epoch = self.key
+        return pb.Commit(
+            handoff=handoff,
+            epoch=epoch,
+            num_segments=len(self._checksums),
+            checksum=combine_checksums(self._checksums),
+            num_tokens=ending.num_tokens,
+            next_tokens=ending.next_tokens,
+        )
+
+    def landed(self) -> None:
+        """The receiving rank says that it has all of it."""
+        if self.state is OutletState.COMMITTED:  # else it speaks of something that we did not say
+            self._end(OutletState.LANDED, None)
+
+    def fail(self, error: TransferError) -> None:
+        """Not to be landed any more. The first end counts."""
+        self._end(OutletState.FAILED, error)
+
+    def _end(self, state: OutletState, error: TransferError | None) -> None:
+        with self._lock:
+            if self.is_ended:
+                return
+            self.state, self.error = state, error
+            is_over = self.is_over
+        self._carrier.forget(self)
+        if is_over:
+            self.passage.outlet_over()
+
+
+class Passage:
+    """All outlets of one handoff on this rank. Handed layer after layer by the thread that computes or orders them.
+
+    `blocks` is the sequence's table from position 0 on; the caller keeps the blocks until `on_shipped` has been called,
+    once, from any thread. Layers are sent together until they have `group_rows` rows, a row being one position of one
+    layer: short prompts so go in one message, long ones in groups of layers.
+    """
+
+    def __init__(
+        self,
+        handoff: Handoff,
+        blocks: Sequence[int],
+        *,
+        layout: KVLayout,
+        on_shipped: Callable[[Shipment], None],
+        group_rows: int = 1 << 16,
+    ) -> None:
+        self.handoff = handoff
+        self.blocks = tuple(blocks)
+        self.outlets: list[Outlet] = []
+        self._layout = layout
+        self._on_shipped = on_shipped
+        self._group_rows = group_rows
+        self._group: Segment | None = None  # layers handed over and not yet sent
+        self._started_at: float | None = None
+        self._lock = threading.Lock()
+        self._is_over = False
+
+    @property
+    def key(self) -> Key:
+        return self.handoff.id, self.handoff.epoch
+
+    @property
+    def is_idle(self) -> bool:
+        """Everything handed over so far has been sent."""
+        return all(outlet.num_put == outlet.num_sent for outlet in self.outlets)
+
+    def layer_ready(self, layer: int, first_token: int, end_token: int, *, num_layers: int = 1) -> None:
+        """The KV of positions [first_token, end_token) is in the pool for layers [layer, layer + num_layers)."""
+        self._started_at = self._started_at or time.monotonic()
+        first_token = max(first_token, self.handoff.first_token)
+        num_tokens = end_token - first_token
+        if num_tokens <= 0:
+            return
+        group = self._group
+        if group and (group.first_token, group.num_tokens, group.layers.stop) == (first_token, num_tokens, layer):
+            group = replace(group, num_layers=group.num_layers + num_layers)
+        else:
+            self._flush()
+            group = Segment(
+                first_layer=layer,
+                num_layers=num_layers,
+                first_token=first_token,
+                num_tokens=num_tokens,
+                first_head=0,
+                num_heads=self._layout.heads_per_rank,
+            )
+        self._group = group
+        if num_tokens * group.num_layers >= self._group_rows or group.layers.stop == self._layout.num_layers:
+            self._flush()
+
+    def commit(self, num_tokens: int, next_tokens: Sequence[int] = ()) -> None:
+        """Positions up to num_tokens have been handed over, and nothing more comes. Rank 0 adds the next tokens."""
+        self._started_at = self._started_at or time.monotonic()
+        self._flush()
+        for outlet in self.outlets:
+            outlet.commit(Ending(num_tokens, tuple(next_tokens) if outlet.copy.receiver == 0 else ()))
+
+    def abort(self) -> None:
+        """It is not wanted any more; `on_shipped` still comes, with an error."""
+        for outlet in self.outlets:
+            outlet.fail(HandoffExpired(f"handoff {self.handoff.id} was aborted"))
+
+    def outlet_over(self) -> None:
+        """Called by an outlet that has ended and reads no more."""
+        with self._lock:
+            if self._is_over or not all(outlet.is_over for outlet in self.outlets):
+                return
+            self._is_over = True
+        self._on_shipped(
+            Shipment(
+                handoff=self.handoff.id,
+                epoch=self.handoff.epoch,
+                wire_bytes=sum(outlet.wire_bytes for outlet in self.outlets),
+                seconds=time.monotonic() - (self._started_at or time.monotonic()),
+                link_s=max((outlet.link_s for outlet in self.outlets), default=0.0),
+                error=next((outlet.error for outlet in self.outlets if outlet.error), None),
+            )
+        )
+
+    def _flush(self) -> None:
+        group, self._group = self._group, None
+        if group:
+            for outlet in self.outlets:
+                outlet.send(group)

@@ -1,0 +1,65 @@
+"""Which rank sends which heads to which rank. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from engine.kv.layout import KVLayout
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadCopy:
+    """Heads that travel from one sending rank to one receiving rank.
+
+    `sender_head` and `receiver_head` are where the run of `num_heads` begins in each rank's own heads.
+    """
+
+    sender: int
+    receiver: int
+    sender_head: int
+    receiver_head: int
+    num_heads: int
+
+
+def plan_heads(*, sender: KVLayout, receiver: KVLayout) -> list[HeadCopy]:
+    """Cover every head of every receiving rank exactly once.
+
+    Where several sending ranks hold the same head (more ranks than heads), the receiving ranks spread over them.
+    Rank 0 always sends to rank 0, so that a commit between the two brings the first tokens.
+
+        6 heads, sender tp 2     |0 1 2|3 4 5|
+        receiver tp 3            |0 1|2 3|4 5|     (0→0: 0 1) (0→1: 2) (1→1: 3) (1→2: 4 5)
+    """
+    copies = []
+    for rank in range(receiver.tensor_parallel):
+        start, end = receiver.head_range(rank)
+        head = start
+        while head < end:
+            source = _holder(sender, head, spread=rank)
+            first, last = sender.head_range(source)
+            num_heads = min(last, end) - head
+            copies.append(
+                HeadCopy(
+                    sender=source,
+                    receiver=rank,
+                    sender_head=head - first,
+                    receiver_head=head - start,
+                    num_heads=num_heads,
+                )
+            )
+            head += num_heads
+    return copies
+
+
+def sending_ranks(layout: KVLayout, *, num_receivers: int) -> set[int]:
+    """Which ranks of a replica of `layout` have something for a replica of so many ranks."""
+    copies = plan_heads(sender=layout, receiver=replace(layout, tensor_parallel=num_receivers))
+    return {copy.sender for copy in copies}
+
+
+def _holder(layout: KVLayout, head: int, *, spread: int) -> int:
+    """A rank that holds `head`; among several, number `spread` (modulo)."""
+    if layout.tensor_parallel <= layout.num_kv_heads:
+        return head * layout.tensor_parallel // layout.num_kv_heads
+    replicas = layout.tensor_parallel // layout.num_kv_heads
+    return head * replicas + spread % replicas

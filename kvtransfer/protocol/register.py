@@ -1,0 +1,45 @@
+"""Which handoffs are open on one receiving rank. Closing is final, in whatever order the messages come. Pure."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import Generic, TypeVar
+
+from cluster.words.errors import HandoffExpired
+
+T = TypeVar("T")
+
+_MAX_CLOSED = 4096  # an Open overtaken by its Close comes within a call's deadline, not after thousands of others
+
+
+class Register(Generic[T]):
+    """Entries by handoff id. From any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[str, T] = {}
+        self._closed: OrderedDict[str, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(self, handoff: str, entry: T) -> None:
+        """Does nothing if it has been closed already, or is open: the first entry has what arrived."""
+        with self._lock:
+            if handoff not in self._closed:
+                self._open.setdefault(handoff, entry)
+
+    def close(self, handoff: str) -> T | None:
+        with self._lock:
+            self._closed[handoff] = None
+            if len(self._closed) > _MAX_CLOSED:
+                self._closed.popitem(last=False)
+            return self._open.pop(handoff, None)
+
+    def find(self, handoff: str) -> T:
+        """Raises HandoffExpired."""
+        with self._lock:
+            if entry := self._open.get(handoff):
+                return entry
+        raise HandoffExpired(f"handoff {handoff} is not open here")

@@ -1,0 +1,83 @@
+"""Server-sent events, and the one rule for both kinds of answer: a client that goes away ends the work at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from router.doors.openai_errors import error_body, error_response
+
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+
+
+def data(content: dict[str, Any]) -> bytes:
+    """One event."""
+    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """Do `work` in a task of its own, and cancel it when the client disconnects or the caller is cancelled.
+
+    Returns after the work has ended, whichever way; None when it was cut short. Servers tell it in two ways: by an
+    http.disconnect message, which only comes to who asks for it, or by cancelling the whole application.
+    """
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() and not working.cancelled() else None
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Sends `events` as they come.
+
+    The first event is awaited before the status is sent, so that a request which fails at once gets its real status;
+    a later failure is sent as an event in OpenAI's error form, and no [DONE] follows. The generator is run and closed
+    in one task.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await while_connected(receive, self._send_all(scope, receive, send))
+
+    async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_started = False
+        async with aclosing(self._events) as events:
+            while True:
+                try:
+                    event = await anext(events, None)
+                except Exception as error:  # an edge: whatever it is, the client is told in the way that is left
+                    if not has_started:
+                        await error_response(error)(scope, receive, send)
+                        return
+                    event = data(error_body(error))
+                if event is None:
+                    break
+                if not has_started:
+                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                    has_started = True
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

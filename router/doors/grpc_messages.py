@@ -1,0 +1,102 @@
+"""The messages of cluster.v1.Inference to the router's own words, and back."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from cluster.rpc import inference_pb2 as pb
+from cluster.words.errors import RequestError
+from router.generation import Route
+from router.text.completion_request import Chat, CompletionRequest
+from router.text.events import Delta, Event, Finished, Summary
+from router.text.tokenizer import Tokenizer
+
+_SAMPLING = pb.SamplingParams.DESCRIPTOR.fields_by_name
+_RENAMED = {"messages": "chat.messages"}
+
+
+def request_of(message: pb.GenerateRequest, *, deadline_s: float | None) -> CompletionRequest:
+    """Raises RequestError when there is no input. Everything else is checked where both doors meet."""
+    fields: dict[str, Any] = {name: getattr(message.sampling, name) for name in _SAMPLING if _is_set(message, name)}
+    for name in ("stop", "stop_token_ids"):
+        fields[name] = tuple(getattr(message.sampling, name))
+    return CompletionRequest(
+        id=message.request_id or uuid.uuid4().hex,
+        prompt=_prompt_of(message),
+        model=message.model,
+        tenant=message.tenant,
+        priority=message.priority,
+        # A tenant's prefixes are its own; those of requests without a tenant are shared as cache_salt says.
+        salt=f"{message.tenant}\0{message.cache_salt}" if message.tenant else message.cache_salt,
+        deadline_s=deadline_s,
+        **fields,
+    )
+
+
+def response_of(event: Event, *, request_id: str, tokenizer: Tokenizer) -> pb.GenerateResponse:
+    match event:
+        case Delta():
+            return pb.GenerateResponse(delta=_delta(event, tokenizer))
+        case Finished():
+            finished = pb.Finished(choice=event.choice, finish_reason=event.reason.value, stop=event.stop)
+            return pb.GenerateResponse(finished=finished)
+        case Summary():
+            usage = pb.Usage(
+                prompt_tokens=event.usage.prompt_tokens,
+                completion_tokens=event.usage.completion_tokens,
+                cached_tokens=event.usage.cached_tokens,
+            )
+            return pb.GenerateResponse(summary=pb.Summary(request_id=request_id, usage=usage, trace=_trace(event)))
+
+
+def field_of(param: str) -> str:
+    """The path in GenerateRequest of what an error calls `param`."""
+    return f"sampling.{param}" if param in _SAMPLING else _RENAMED.get(param, param)
+
+
+def _is_set(message: pb.GenerateRequest, name: str) -> bool:
+    return _SAMPLING[name].has_presence and message.sampling.HasField(name)
+
+
+def _prompt_of(message: pb.GenerateRequest) -> str | Chat | tuple[int, ...]:
+    match message.WhichOneof("input"):
+        case "prompt":
+            return message.prompt
+        case "chat":
+            return Chat(messages=tuple({"role": m.role, "content": m.content} for m in message.chat.messages))
+        case "token_ids":
+            return tuple(message.token_ids.ids)
+        case _:
+            raise RequestError("one of prompt, chat and token_ids must be set", param="prompt")
+
+
+def _delta(delta: Delta, tokenizer: Tokenizer) -> pb.Delta:
+    token = delta.token
+    message = pb.Delta(choice=delta.choice, text=delta.text, token_ids=[token.token_id])
+    if token.logprob is not None:
+        message.logprobs.add(
+            token_id=token.token_id,
+            token=tokenizer.token_text(token.token_id),
+            logprob=token.logprob.logprob,
+            top=[
+                pb.TopLogprob(token_id=token_id, token=tokenizer.token_text(token_id), logprob=logprob)
+                for token_id, logprob in token.logprob.top
+            ],
+        )
+    return message
+
+
+def _trace(summary: Summary) -> pb.Trace:
+    route: Route = summary.route
+    return pb.Trace(
+        prefill_replica=route.prefill_replica,
+        decode_replica=route.decode_replica,
+        blocks_shipped=route.blocks_shipped,
+        wire_bytes=route.wire_bytes,
+        ttft_ms=summary.ttft_s * 1e3,
+        itl_ms=summary.itl_s * 1e3,
+        attempts=route.attempts,
+        migrations=route.migrations,
+        pulled_tokens=route.pulled_tokens,
+    )

@@ -1,0 +1,136 @@
+"""Events to one answer of the OpenAI API, whole or in chunks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+
+from router.doors.event_stream import DONE, data
+from router.doors.openai_forms import JSON, Form
+from router.doors.side_by_side import run_all
+from router.text.completion import Completion
+from router.text.events import Delta, Finished, Summary, Usage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What answers one HTTP request: a completion per prompt, each with its own form. Choices count through all."""
+
+    id: str
+    model: str
+    completions: Sequence[Completion]
+    forms: Sequence[Form]
+    include_usage: bool  # in the stream; a whole answer always has it
+    return_token_ids: bool
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    async def whole(self) -> JSON:
+        """Raises ClusterError."""
+        usage = Usage()
+        choices = [_Choice(form) for form, one in zip(self.forms, self.completions, strict=True) for _ in range(one.n)]
+        async with run_all(self.completions) as events:
+            async for number, event in events:
+                match event:
+                    case Delta(choice=choice):
+                        choices[self._index(number, choice)].deltas.append(event)
+                    case Finished(choice=choice):
+                        choices[self._index(number, choice)].finished = event
+                    case Summary():
+                        usage += event.usage
+        answer = self._head(self.forms[0].whole)
+        answer["choices"] = [{"index": index, **self._written(choice)} for index, choice in enumerate(choices)]
+        answer["usage"] = _usage(usage)
+        if self.return_token_ids:
+            self._add_prompt_ids(answer, answer["choices"])
+        return answer
+
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
+        """Server-sent events, the last of them [DONE]. Raises ClusterError."""
+        usage = Usage()
+        opened: set[int] = set()
+        async with run_all(self.completions) as events:
+            async for number, event in events:
+                if isinstance(event, Summary):
+                    usage += event.usage
+                    continue
+                form, index = self.forms[number], self._index(number, event.choice)
+                if index not in opened:
+                    opened.add(index)
+                    if opening := self._opening(number, index):
+                        yield data(opening)
+                if isinstance(event, Finished):
+                    yield data(self._chunk(form, {"index": index, **form.piece(""), "logprobs": None, **_end(event)}))
+                elif event.text or event.token.logprob is not None or self.return_token_ids:
+                    yield data(self._chunk(form, {"index": index, **self._piece(form, event)}))
+        if self.include_usage:
+            yield data({**self._head(self.forms[0].chunk), "choices": [], "usage": _usage(usage)})
+        yield DONE
+
+    def _index(self, number: int, choice: int) -> int:
+        return number * self.completions[0].n + choice
+
+    def _head(self, kind: str) -> JSON:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def _chunk(self, form: Form, choice: JSON) -> JSON:
+        chunk = {**self._head(form.chunk), "choices": [choice]}
+        if self.include_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def _opening(self, number: int, index: int) -> JSON | None:
+        form = self.forms[number]
+        opening = form.opening()
+        if opening is None and not self.return_token_ids:
+            return None
+        choice = {"index": index, **(opening or form.piece("")), "logprobs": None, "finish_reason": None}
+        chunk = self._chunk(form, choice)
+        if self.return_token_ids:
+            self._add_prompt_ids(chunk, [choice])
+        return chunk
+
+    def _piece(self, form: Form, delta: Delta) -> JSON:
+        piece = form.piece(delta.text)
+        piece["logprobs"] = None if delta.token.logprob is None else form.logprobs([delta])
+        piece["finish_reason"] = None
+        if self.return_token_ids:
+            piece["token_ids"] = [delta.token.token_id]
+        return piece
+
+    def _written(self, choice: _Choice) -> JSON:
+        assert choice.finished is not None
+        written = choice.form.message("".join(delta.text for delta in choice.deltas))
+        has_logprobs = bool(choice.deltas) and choice.deltas[0].token.logprob is not None
+        written["logprobs"] = choice.form.logprobs(choice.deltas) if has_logprobs else None
+        if self.return_token_ids:
+            written["token_ids"] = [delta.token.token_id for delta in choice.deltas]
+        return written | _end(choice.finished)
+
+    def _add_prompt_ids(self, answer: JSON, choices: Sequence[JSON]) -> None:
+        """An extension: the prompt as the model saw it."""
+        for choice in choices:
+            completion = self.completions[choice["index"] // self.completions[0].n]
+            place = answer if self.forms[0].is_prompt_shared else choice
+            place["prompt_token_ids"] = list(completion.prompt_ids)
+
+
+@dataclass
+class _Choice:
+    form: Form
+    deltas: list[Delta] = field(default_factory=list)
+    finished: Finished | None = None
+
+
+def _end(finished: Finished) -> JSON:
+    """stop_reason is an extension: the stop string that ended the choice."""
+    return {"finish_reason": finished.reason.value, "stop_reason": finished.stop}
+
+
+def _usage(usage: Usage) -> JSON:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }

@@ -1,0 +1,204 @@
+"""The bodies of the OpenAI API: what is taken, what is taken and ignored, and what is refused.
+
+A field that is not here is refused by name, and so is one that would change the answer in a way that we cannot: a
+client should learn that its tools or its grammar were not used. Null stands for a field that was left out, everywhere.
+Reference: https://platform.openai.com/docs/api-reference; the extensions have vLLM's names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
+
+from cluster.words.errors import RequestError
+from router.text.completion_request import MAX_CHOICES, MAX_LOGPROBS, Chat, CompletionRequest
+
+MAX_PROMPTS_TIMES_N = 1024  # choices of one HTTP request
+DEFAULT_TEXT_TOKENS = 16  # of /v1/completions, by OpenAI's reference; a chat goes on for as long as the context lasts
+
+Prompt = str | tuple[int, ...]
+
+
+def _prompts(value: Any) -> tuple[Prompt, ...]:
+    """One prompt or many, as text or as token ids."""
+    prompts = [value] if isinstance(value, str) or (_is_ids(value) and value) else value
+    if isinstance(prompts, list) and prompts and all(isinstance(p, str) or _is_ids(p) for p in prompts):
+        return tuple(p if isinstance(p, str) else tuple(p) for p in prompts)
+    raise ValueError("must be a string, a list of strings, a list of token ids, or a list of such lists; and not empty")
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(token_id) is int for token_id in value)
+
+
+def _only(*neutral: Any) -> Callable[[Any], Any]:
+    """A validator for a field that we know and cannot serve: what it may be without changing the answer."""
+
+    def check(value: Any) -> Any:
+        if value is not None and value not in neutral:
+            raise ValueError("is not supported here")
+        return value
+
+    return check
+
+
+def _strings(value: Any) -> Any:
+    if not isinstance(value, str | list):
+        raise ValueError("must be a string or a list of strings")
+    return [value] if isinstance(value, str) else value
+
+
+def _parts(value: Any) -> Any:
+    if not isinstance(value, str | list):
+        raise ValueError("must be a string or a list of text parts")
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+Ignored = Any  # changes nothing about the answer
+Unsupported = Annotated[Any, AfterValidator(_only([], {}))]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(_Body):
+    include_usage: bool | None = None
+
+
+class _Sampled(_Body):
+    """What both endpoints share."""
+
+    model: str | None = None  # None: the one that is served
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: Annotated[list[str], BeforeValidator(_strings)] | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # Extensions that servers have made customary.
+    top_k: int | None = None  # 0 and -1: off
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    return_token_ids: bool | None = None
+    user: str | None = None  # whose share of the queue the request takes
+    # Of the API, and without effect on the answer.
+    metadata: Ignored = None
+    store: Ignored = None
+    service_tier: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
+    # Of the API, and not supported.
+    logit_bias: Unsupported = None
+
+    def _shared(self) -> dict[str, Any]:
+        """The fields of CompletionRequest that the client set; those it left out keep their defaults."""
+        same = ("model", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "n", "top_k", "min_p",
+                "repetition_penalty", "min_tokens", "ignore_eos", "skip_special_tokens", "priority")  # fmt: skip
+        fields = {name: getattr(self, name) for name in same}
+        fields["include_stop"] = self.include_stop_str_in_output
+        fields["salt"] = self.cache_salt
+        fields["tenant"] = self.user
+        fields["stop"] = None if self.stop is None else tuple(self.stop)
+        fields["stop_token_ids"] = None if self.stop_token_ids is None else tuple(self.stop_token_ids)
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+class TextBody(_Sampled):
+    """POST /v1/completions"""
+
+    prompt: Annotated[tuple[Prompt, ...], PlainValidator(_prompts)]
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: Annotated[str | None, AfterValidator(_only(""))] = None
+    best_of: int | None = None
+
+    def requests(self, request_id: str) -> list[CompletionRequest]:
+        """One request per prompt. Raises RequestError."""
+        if self.echo and self.logprobs is not None:
+            raise RequestError("echo: logprobs of the prompt are not supported here", param="echo")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise RequestError("best_of: must equal n; a choice among more is not supported here", param="best_of")
+        if len(self.prompt) * min(max(1, self.n or 1), MAX_CHOICES) > MAX_PROMPTS_TIMES_N:
+            raise RequestError(f"prompt: prompts times n is at most {MAX_PROMPTS_TIMES_N}", param="prompt")
+        max_tokens = DEFAULT_TEXT_TOKENS if self.max_tokens is None else self.max_tokens
+        shared = {**self._shared(), "max_tokens": max_tokens, "logprobs": self.logprobs}
+        return [CompletionRequest(id=request_id, prompt=prompt, **shared) for prompt in self.prompt]
+
+
+class TextPart(_Body):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(_Body):
+    role: str
+    content: Annotated[list[TextPart], BeforeValidator(_parts)]  # each part is a line of its own
+    name: str | None = None
+    reasoning_content: str | None = None
+    # A client may send back an answer as it came; these are null or empty in ours.
+    refusal: Unsupported = None
+    annotations: Unsupported = None
+    audio: Unsupported = None
+    function_call: Unsupported = None
+    tool_calls: Unsupported = None
+    tool_call_id: Unsupported = None
+
+    def for_template(self) -> dict[str, str]:
+        """The message as templates know it: a role, a text, and what else the client set."""
+        message = {"role": self.role, "content": "\n".join(part.text for part in self.content)}
+        if self.name is not None:
+            message["name"] = self.name
+        if self.reasoning_content is not None:
+            message["reasoning_content"] = self.reasoning_content
+        return message
+
+
+class ChatBody(_Sampled):
+    """POST /v1/chat/completions"""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None  # OpenAI's newer name of max_tokens; it wins
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  # extension: variables of the template, e.g. enable_thinking
+    parallel_tool_calls: Ignored = None
+    tools: Unsupported = None
+    tool_choice: Annotated[Any, AfterValidator(_only("none", "auto"))] = None
+    functions: Unsupported = None
+    function_call: Annotated[Any, AfterValidator(_only("none", "auto"))] = None
+    response_format: Annotated[Any, AfterValidator(_only({"type": "text"}))] = None
+    modalities: Annotated[Any, AfterValidator(_only(["text"]))] = None
+    audio: Unsupported = None
+    prediction: Unsupported = None
+    web_search_options: Unsupported = None
+    reasoning_effort: Unsupported = None
+    verbosity: Unsupported = None
+
+    def requests(self, request_id: str) -> list[CompletionRequest]:
+        """The one request. Raises RequestError."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs: set logprobs to true as well", param="top_logprobs")
+        chat = Chat(
+            messages=tuple(message.for_template() for message in self.messages),
+            variables=self.chat_template_kwargs or {},
+        )
+        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return [
+            CompletionRequest(id=request_id, prompt=chat, max_tokens=max_tokens, logprobs=logprobs, **self._shared())
+        ]

@@ -1,0 +1,108 @@
+"""The choices of one attempt: what has come of each, joined from the two replicas that serve it.
+
+The first tokens come from the prefill replica and the others from the decode replica, over two connections and so in
+any order. What the decode replica says is kept back until both have spoken of the same epoch of the handoff: a prefill
+replica that was given up may have landed its KV after all, and decoding then began with *its* first tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from cluster.words.errors import ClusterError, TransferError
+from cluster.words.request import SampledToken
+
+
+class Choices:
+    """`emit(choice, token)` gets every token once, and those of a choice in order. Belongs to the event loop."""
+
+    def __init__(self, choices: Sequence[int], emit: Callable[[int, SampledToken], None], *, has_prefill: bool) -> None:
+        """has_prefill: the first tokens come from a prefill replica."""
+        self.unfinished = set(choices)
+        self.emitted: dict[int, list[int]] = {choice: [] for choice in choices}
+        self.error: ClusterError | None = None
+        self._choices = choices
+        self._emit = emit
+        self._is_joined = not has_prefill
+        self._first_epoch: int | None = None  # of the handoff, as told by P with the first tokens
+        self._started_epoch: int | None = None  # and by D, when it began
+        self._early: list[tuple[int, SampledToken]] = []  # of D, not joined yet
+        self._arrived = asyncio.Event()  # set at each token
+        self._ended = asyncio.Event()
+
+    @property
+    def has_first(self) -> bool:
+        """The prefill replica has told the first tokens."""
+        return self._first_epoch is not None
+
+    @property
+    def is_decoding(self) -> bool:
+        """The decode replica has told that it has the prompt's KV."""
+        return self._started_epoch is not None
+
+    async def wait(self) -> None:
+        """Until all have finished. Raises the error that came first."""
+        await self._ended.wait()
+        if self.error:
+            raise self.error
+
+    async def wait_for(self, choice: int, num_tokens: int) -> None:
+        """Until so many tokens of a choice have been emitted, or it has finished."""
+        while choice in self.unfinished and len(self.emitted[choice]) < num_tokens:
+            self._arrived.clear()
+            await self._arrived.wait()
+
+    def first(self, tokens: Sequence[SampledToken], *, epoch: int) -> None:
+        """P has computed the prompt: the first token of each choice."""
+        self._first_epoch = epoch
+        for choice, token in zip(self._choices, tokens, strict=True):
+            self._take(choice, token)
+        self._join()
+
+    def started(self, *, epoch: int) -> None:
+        """D has the KV, and the first tokens that came with it."""
+        self._started_epoch = epoch
+        self._join()
+
+    def decoded(self, choice: int, tokens: list[SampledToken]) -> None:
+        """What D has generated."""
+        for token in tokens:
+            if self._is_joined:
+                self._take(choice, token)
+            else:
+                self._early.append((choice, token))
+
+    def finish(self, choice: int) -> None:
+        """It needs no more tokens; none will be emitted."""
+        self.unfinished.discard(choice)
+        self._arrived.set()
+        if not self.unfinished:
+            self._ended.set()
+
+    def fail(self, error: ClusterError) -> None:
+        """The attempt cannot go on. What was emitted stays valid."""
+        self.error = self.error or error
+        self._ended.set()
+
+    def _join(self) -> None:
+        if self._is_joined or self._first_epoch is None or self._started_epoch is None:
+            return
+        if self._first_epoch != self._started_epoch:
+            told, begun = self._first_epoch, self._started_epoch
+            self.fail(
+                TransferError(f"decoding began with the first tokens of epoch {begun}, the client has those of {told}")
+            )
+            return
+        self._is_joined = True
+        early, self._early = self._early, []
+        for choice, token in early:
+            self._take(choice, token)
+
+    def _take(self, choice: int, token: SampledToken) -> None:
+        if choice in self.unfinished:
+            self._emit(choice, token)
+            self.emitted[choice].append(token.token_id)
+            self._arrived.set()
+            if token.finish_reason:
+                self.finish(choice)

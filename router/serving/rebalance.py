@@ -1,0 +1,75 @@
+"""Evening out: running choices leave a decode replica that has many more than another one, KV and all.
+
+A replica that starts, or comes back, has nothing to do while what was there before it decodes slowly in large batches,
+and is lost together. New requests alone fill it as slowly as they come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from cluster.words.request import Role
+from router.serving.move import Place
+from router.serving.places import Places
+from router.serving.replica_view import has_room, num_streams
+from router.serving.replicas import Replica, Replicas
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.5
+_MIN_GAP = 4  # streams
+_MIN_GAP_SHARE = 0.25  # of those on the fuller one: a move gains nothing much where both are about as full
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """How many streams are on a decode replica."""
+
+    replica: str
+    num_streams: int
+
+
+def next_move(crowds: Sequence[Crowd]) -> tuple[str, str] | None:
+    """From where to where one stream should go; None where nothing is far from even."""
+    if not crowds:
+        return None
+    fullest = max(crowds, key=lambda crowd: crowd.num_streams)
+    emptiest = min(crowds, key=lambda crowd: crowd.num_streams)
+    gap = fullest.num_streams - emptiest.num_streams
+    is_worth_it = gap >= max(_MIN_GAP, _MIN_GAP_SHARE * fullest.num_streams)
+    return (fullest.replica, emptiest.replica) if is_worth_it else None
+
+
+class Rebalancer:
+    """Moves the requests of one router, one at a time. Others may do the same: the gap leaves room for that."""
+
+    def __init__(self, replicas: Replicas, *, running: Collection[Places], new_stream: Callable[[], int]) -> None:
+        self._replicas = replicas
+        self._running = running
+        self._new_stream = new_stream
+
+    async def run_forever(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            if move := self._start():
+                await asyncio.wait({move})
+
+    def _start(self) -> asyncio.Task[None] | None:
+        decodes = {replica.id: replica for replica in self._replicas.usable(Role.DECODE)}
+        found = next_move([Crowd(replica.id, num_streams(replica)) for replica in decodes.values()])
+        if not found:
+            return None
+        source, target = (decodes[name] for name in found)
+        movable = [places for places in self._running if self._may_move(places, source, target)]
+        if not movable:
+            return None
+        places = min(movable, key=lambda places: places.num_given)  # the least to ship
+        choice = places.only_on(source)
+        assert choice is not None
+        return places.start_move(choice, Place(target, self._new_stream()))
+
+    def _may_move(self, places: Places, source: Replica, target: Replica) -> bool:
+        return places.only_on(source) is not None and has_room(target, num_blocks=places.num_blocks, num_streams=1)

@@ -1,0 +1,48 @@
+"""The text of one choice: detokenised, and cut where a stop string says so."""
+
+from __future__ import annotations
+
+from cluster.words.request import FinishReason, SampledToken
+from router.text.completion_request import CompletionRequest
+from router.text.detokenizer import Detokenizer
+from router.text.events import Delta, Finished
+from router.text.stop_matcher import StopMatcher
+from router.text.tokenizer import Tokenizer
+
+
+class ChoiceText:
+    """Takes the tokens of choice `choice` in order, until `finished` is set."""
+
+    def __init__(self, request: CompletionRequest, choice: int, tokenizer: Tokenizer) -> None:
+        self.choice = choice
+        self.finished: Finished | None = None
+        self.num_tokens = 0
+        self._num_chars = 0
+        self._min_tokens = request.min_tokens
+        self._include_stop = request.include_stop
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=request.skip_special_tokens)
+        self._stops = StopMatcher(request.stop, include_stop=request.include_stop)
+
+    def add(self, token: SampledToken) -> Delta:
+        """One delta per token. Sets `finished` when this token ends the choice, by itself or by a stop string."""
+        assert self.finished is None
+        self.num_tokens += 1
+        offset = self._num_chars
+        text = self._text_of(token)
+        self._num_chars += len(text)
+        sent, stop = self._cut(text)
+        if stop is not None:
+            self.finished = Finished(self.choice, FinishReason.STOP, stop)
+        elif token.finish_reason is not None:
+            sent += self._stops.finish()
+            self.finished = Finished(self.choice, token.finish_reason)
+        return Delta(self.choice, sent, token, offset)
+
+    def _text_of(self, token: SampledToken) -> str:
+        is_hidden = token.finish_reason is FinishReason.STOP and not self._include_stop
+        text = "" if is_hidden else self._detokenizer.add(token.token_id)
+        return text if token.finish_reason is None else text + self._detokenizer.finish()
+
+    def _cut(self, text: str) -> tuple[str, str | None]:
+        # A stop string may begin after min_tokens only, by the rule for stop tokens in request.finish_reason.
+        return (text, None) if self.num_tokens <= self._min_tokens else self._stops.add(text)

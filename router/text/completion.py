@@ -1,0 +1,212 @@
+"""Text in, text out: what both doors of the router share.
+
+open     check the request, render and tokenise its prompt    nothing is held yet; RequestError
+enter    start a Generation                                   held until the block is left, however it is left
+iterate  tokens → characters → stop strings → events          each event once; ClusterError
+leave    end the Generation, count the request, log one line
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+from cluster.words.errors import ClusterError, ContextLengthExceeded, DeadlineExceeded, ReplicaLost, outcome_of
+from cluster.words.metrics import Metrics
+from cluster.words.request import FinishReason, Sampling, SequenceRequest
+from router.generation import ChoiceToken, Dispatcher, Generation, Route
+from router.text.chat_template import ChatTemplate
+from router.text.choice_text import ChoiceText
+from router.text.completion_request import Chat, CompletionRequest, check, sampling_of
+from router.text.events import Event, Summary, Usage
+from router.text.model_card import ModelCard
+from router.text.token_clock import TokenClock
+from router.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_LONG_TEXT = 2 * 1024  # characters, some 3 ms of tokenising; more is done on another thread
+
+
+class Completions:
+    """Opens completions of one model. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        *,
+        dispatcher: Dispatcher,
+        tokenizer: Tokenizer,
+        chat_template: ChatTemplate,
+        model: ModelCard,
+        metrics: Metrics,
+        max_request_s: float,
+    ) -> None:
+        """max_request_s: how long a request may take whose client names no deadline."""
+        self.model = model
+        self.tokenizer = tokenizer
+        self.metrics = metrics
+        self.dispatcher = dispatcher
+        self._chat_template = chat_template
+        self._max_request_s = max_request_s
+
+    async def open(self, request: CompletionRequest) -> Completion:
+        """Check a request and tokenise it; it holds nothing yet. Raises RequestError and its kin."""
+        try:
+            check(request, self.model)
+            clock = TokenClock(self.metrics, num_choices=request.n)
+            prompt_ids = await self._tokenize(request.prompt)
+            sampling = sampling_of(
+                request, self.model, num_prompt_tokens=len(prompt_ids), eos_token_ids=self.tokenizer.eos_token_ids
+            )
+        except ClusterError as error:
+            self.metrics.requests.labels(outcome_of(error).code).inc()
+            raise
+        limit_s = self._max_request_s if request.deadline_s is None else request.deadline_s
+        return Completion(self, request, prompt_ids, sampling, clock=clock, limit_s=limit_s)
+
+    async def _tokenize(self, prompt: str | Chat | tuple[int, ...]) -> tuple[int, ...]:
+        if isinstance(prompt, tuple):
+            return prompt
+        num_chars = prompt.num_chars if isinstance(prompt, Chat) else len(prompt)
+        # What could not fit even if every token were the longest one is not worth tokenising.
+        if num_chars > self.model.max_context * self.tokenizer.longest_token:
+            raise ContextLengthExceeded(
+                f"this model's context holds {self.model.max_context} tokens; {num_chars} characters are more",
+                param="messages" if isinstance(prompt, Chat) else "prompt",
+            )
+        if num_chars > _LONG_TEXT:
+            return await asyncio.to_thread(self._encode, prompt)
+        return self._encode(prompt)
+
+    def _encode(self, prompt: str | Chat) -> tuple[int, ...]:
+        if isinstance(prompt, Chat):
+            text = self._chat_template.render(prompt.messages, variables=prompt.variables)
+            return tuple(self.tokenizer.encode(text, add_special_tokens=False))  # the template wrote them itself
+        return tuple(self.tokenizer.encode(prompt))
+
+
+class Completion:
+    """One request that has been checked and tokenised."""
+
+    def __init__(
+        self,
+        service: Completions,
+        request: CompletionRequest,
+        prompt_ids: tuple[int, ...],
+        sampling: Sampling,
+        *,
+        clock: TokenClock,
+        limit_s: float,
+    ) -> None:
+        self.request = request
+        self.n = request.n
+        self.prompt_ids = prompt_ids
+        self._sampling = sampling
+        self._dispatcher = service.dispatcher
+        self._metrics = service.metrics
+        self._clock = clock
+        self._limit_s = limit_s
+        self._choices = [ChoiceText(request, choice, service.tokenizer) for choice in range(request.n)]
+        self._route = Route()
+
+    @asynccontextmanager
+    async def run(self) -> AsyncIterator[AsyncIterator[Event]]:
+        """Start it, once, and hold it for as long as the block lasts; leaving the block ends it everywhere.
+
+        Gives the events: the deltas of all choices as they come, the end of each, and the summary. They are to be
+        consumed in the task that entered. The block raises ClusterError; past the deadline that is DeadlineExceeded,
+        whatever the block was waiting for.
+        """
+        try:
+            async with self._until_deadline(), self._dispatcher.start(self._sequence()) as generation:
+                self._route = generation.route
+                yield self._events(generation)
+        except BaseException as error:
+            self._account(error)
+            raise
+        self._account(None)
+
+    async def _events(self, generation: Generation) -> AsyncIterator[Event]:
+        tokens = aiter(generation)
+        while not self._is_finished:
+            token = await self._next(tokens)
+            choice = self._choices[token.choice]
+            if choice.finished is not None:
+                continue  # it was on its way when we said stop
+            self._clock.tick(token.choice)
+            yield choice.add(token.token)
+            if choice.finished is None:
+                continue
+            if token.token.finish_reason is None:  # a stop string was found; the workers do not know yet
+                await generation.stop(token.choice)
+            yield choice.finished
+        yield Summary(usage=self._usage, route=replace(self._route), ttft_s=self._clock.ttft_s, itl_s=self._clock.itl_s)
+
+    @property
+    def _is_finished(self) -> bool:
+        return all(choice.finished is not None for choice in self._choices)
+
+    @property
+    def _usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=len(self.prompt_ids),
+            completion_tokens=sum(choice.num_tokens for choice in self._choices),
+            cached_tokens=self._route.cached_tokens + self._route.pulled_tokens,
+        )
+
+    def _sequence(self) -> SequenceRequest:
+        return SequenceRequest(
+            # Clients may repeat their ids; inside the cluster an id means one request.
+            id=f"{self.request.id}-{secrets.token_hex(4)}",
+            token_ids=self.prompt_ids,
+            num_prompt_tokens=len(self.prompt_ids),
+            sampling=self._sampling,
+            choices=tuple(range(self.request.n)),
+            salt=self.request.salt,
+            tenant=self.request.tenant,
+            priority=self.request.priority,
+            deadline_s=self._limit_s - self._clock.elapsed_s,
+        )
+
+    async def _next(self, tokens: AsyncIterator[ChoiceToken]) -> ChoiceToken:
+        try:
+            token = await anext(tokens)
+        except StopAsyncIteration:
+            raise ReplicaLost(f"request {self.request.id}: its tokens ended before it was finished") from None
+        if token.token.finish_reason is FinishReason.CANCELLED:
+            raise ReplicaLost(f"request {self.request.id}: its replica cancelled it")
+        return token
+
+    @asynccontextmanager
+    async def _until_deadline(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(self._limit_s - self._clock.elapsed_s) as scope:
+                yield
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise DeadlineExceeded(f"request {self.request.id}: not finished within {self._limit_s:g} s") from None
+
+    def _account(self, error: BaseException | None) -> None:
+        """Count the request and log its one line, when it is over."""
+        outcome = "completed" if self._is_finished else "cancelled"
+        if isinstance(error, Exception):
+            outcome = outcome_of(error).code
+        usage, route, clock = self._usage, self._route, self._clock
+        self._metrics.requests.labels(outcome).inc()
+        self._metrics.request_time.observe(clock.elapsed_s)
+        self._metrics.prompt_tokens.inc(usage.prompt_tokens)
+        self._metrics.cached_tokens.inc(usage.cached_tokens)
+        self._metrics.generated_tokens.inc(usage.completion_tokens)
+        logger.info(
+            "request done request=%s outcome=%s prompt_tokens=%d cached_tokens=%d pulled_tokens=%d "
+            "completion_tokens=%d prefill=%s decode=%s blocks=%d bytes=%d attempts=%d ttft_ms=%.1f itl_ms=%.1f ms=%.1f",
+            self.request.id, outcome, usage.prompt_tokens, route.cached_tokens, route.pulled_tokens,
+            usage.completion_tokens,
+            route.prefill_replica, route.decode_replica, route.blocks_shipped, route.wire_bytes, route.attempts,
+            clock.ttft_s * 1e3, clock.itl_s * 1e3, clock.elapsed_s * 1e3,
+        )  # fmt: skip

@@ -1,0 +1,161 @@
+"""A request as both doors hand it in: text, chat or tokens, and how to go on from there. And the rules it must keep."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.words.errors import ContextLengthExceeded, RequestError, UnknownModel
+from cluster.words.request import Sampling, random_seed
+from router.text.chat_template import Message
+from router.text.model_card import ModelCard
+
+MAX_REQUEST_BYTES = 10 * 1024 * 1024  # what either door reads of one request
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")  # it goes into logs and headers
+MAX_CHOICES = 128
+MAX_LOGPROBS = 20
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKENS = 1024
+MAX_SALT_CHARS = 1024
+GREEDY_BELOW = 1e-5  # a temperature so small is greedy; dividing by it would overflow
+_SEED_BITS = (1 << 63) - 1
+
+# field: (lowest, highest, whether the lowest itself is allowed). The wire is float32, so there is always a highest.
+_RANGES: Mapping[str, tuple[float, float, bool]] = {
+    "temperature": (0, 100, True),
+    "top_p": (0, 1, False),
+    "min_p": (0, 1, True),
+    "top_k": (-1, 2**31 - 1, True),
+    "repetition_penalty": (0, 100, False),
+    "presence_penalty": (-2, 2, True),
+    "frequency_penalty": (-2, 2, True),
+    "n": (1, MAX_CHOICES, True),
+    "logprobs": (0, MAX_LOGPROBS, True),
+    "max_tokens": (1, 2**31 - 1, True),
+    "min_tokens": (0, 2**31 - 1, True),
+    "seed": (-(2**63), 2**64 - 1, True),
+    "priority": (-(2**31), 2**31 - 1, True),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat:
+    """Messages for the model's template, with what the client sets in it besides."""
+
+    messages: tuple[Message, ...]
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_chars(self) -> int:
+        """Of all that a template could print."""
+        told = sum(len(value) for message in self.messages for value in message.values() if isinstance(value, str))
+        return told + (len(repr(self.variables)) if self.variables else 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionRequest:
+    """Every field but `seed` and `max_tokens` is resolved: for those, None means what the router chooses."""
+
+    id: str  # the client's, or one that the door chose; it need not be unique
+    prompt: str | Chat | tuple[int, ...]
+    model: str = ""  # empty: the one that is served
+    max_tokens: int | None = None  # None: what the context has room for
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0  # 0 and -1: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop: bool = False  # the text keeps the stop string, or the stop token, that ended it
+    skip_special_tokens: bool = True
+    n: int = 1
+    logprobs: int | None = None  # None: none; k: of the chosen token and of the k likeliest
+    tenant: str = ""  # the queue is shared out fairly among tenants
+    priority: int = 0  # smaller first, among a tenant's
+    salt: str = ""  # prefixes are shared only within one salt
+    deadline_s: float | None = None  # remaining; None: the router's own limit
+
+
+def check(request: CompletionRequest, model: ModelCard) -> None:
+    """What can be known before the prompt is tokens. Raises UnknownModel or RequestError, which name the field."""
+    if not REQUEST_ID.fullmatch(request.id):
+        raise RequestError("request_id: must be 1 to 128 visible ASCII characters", param="request_id")
+    if request.model not in ("", model.id):
+        raise UnknownModel(f"model {request.model!r} is not served here; {model.id!r} is", param="model")
+    for name, (lowest, highest, is_lowest_allowed) in _RANGES.items():
+        value = getattr(request, name)
+        if value is None:
+            continue
+        if not lowest <= value <= highest or (value == lowest and not is_lowest_allowed):  # NaN fails as well
+            rule = f"from {lowest} to {highest}" if is_lowest_allowed else f"above {lowest} and at most {highest}"
+            raise RequestError(f"{name}: must be {rule}, not {value}", param=name)
+    if request.max_tokens is not None and request.min_tokens > request.max_tokens:
+        raise RequestError(
+            f"min_tokens: must not exceed max_tokens, {request.max_tokens}, but is {request.min_tokens}",
+            param="min_tokens",
+        )
+    if len(request.salt) > MAX_SALT_CHARS:
+        raise RequestError(f"cache_salt: at most {MAX_SALT_CHARS} characters are taken", param="cache_salt")
+    _check_stops(request)
+    _check_token_ids(request.stop_token_ids, model, param="stop_token_ids")
+    if not isinstance(request.prompt, str | Chat):
+        _check_token_ids(request.prompt, model, param="prompt")
+
+
+def sampling_of(
+    request: CompletionRequest, model: ModelCard, *, num_prompt_tokens: int, eos_token_ids: frozenset[int]
+) -> Sampling:
+    """The resolved sampling of a checked request. Raises ContextLengthExceeded, or RequestError for an empty prompt."""
+    if num_prompt_tokens == 0:
+        raise RequestError("prompt: must not be empty", param="prompt")
+    room = model.max_context - num_prompt_tokens
+    if room < max(1, request.min_tokens, request.max_tokens or 0):
+        asked = f" and {request.max_tokens} for the answer" if request.max_tokens else ""
+        raise ContextLengthExceeded(
+            f"this model's context holds {model.max_context} tokens, prompt and answer together; "
+            f"the request needs {num_prompt_tokens} for the prompt{asked}",
+            param="messages" if isinstance(request.prompt, Chat) else "prompt",
+        )
+    ends = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else eos_token_ids)
+    seed = random_seed() if request.seed is None else request.seed & _SEED_BITS
+    return Sampling(
+        max_tokens=request.max_tokens or room,
+        min_tokens=request.min_tokens,
+        temperature=0.0 if request.temperature < GREEDY_BELOW else request.temperature,
+        top_k=max(0, request.top_k),
+        top_p=request.top_p,
+        min_p=request.min_p,
+        repetition_penalty=request.repetition_penalty,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        seed=seed,
+        stop_token_ids=tuple(sorted(ends)),
+        num_logprobs=request.logprobs,
+    )
+
+
+def _check_stops(request: CompletionRequest) -> None:
+    if len(request.stop) > MAX_STOPS:
+        raise RequestError(f"stop: at most {MAX_STOPS} strings are taken, not {len(request.stop)}", param="stop")
+    for stop in request.stop:
+        if not 0 < len(stop) <= MAX_STOP_CHARS:
+            raise RequestError(
+                f"stop: a stop string has 1 to {MAX_STOP_CHARS} characters, not {len(stop)}", param="stop"
+            )
+    if len(request.stop_token_ids) > MAX_STOP_TOKENS:
+        raise RequestError(f"stop_token_ids: at most {MAX_STOP_TOKENS} are taken", param="stop_token_ids")
+
+
+def _check_token_ids(token_ids: tuple[int, ...], model: ModelCard, *, param: str) -> None:
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < model.vocab_size:
+        wrong = min(token_ids) if min(token_ids) < 0 else max(token_ids)
+        raise RequestError(f"{param}: {wrong} is no token id; the vocabulary has {model.vocab_size}", param=param)

@@ -1,0 +1,41 @@
+"""When the tokens of one request came: time to the first, and between one and the next."""
+
+from __future__ import annotations
+
+from time import monotonic
+
+from cluster.words.metrics import Metrics
+
+
+class TokenClock:
+    """Starts when the request arrives. Observes each token's latency as it comes, and keeps the means."""
+
+    def __init__(self, metrics: Metrics, *, num_choices: int) -> None:
+        self._metrics = metrics
+        self._started_s = monotonic()
+        self._last_s: list[float | None] = [None] * num_choices
+        self._gaps_s = 0.0  # the sum over all choices
+        self._num_gaps = 0
+        self.ttft_s = 0.0  # 0 until there is a token
+
+    @property
+    def elapsed_s(self) -> float:
+        return monotonic() - self._started_s
+
+    @property
+    def itl_s(self) -> float:
+        """Mean time between two tokens of a choice; 0 where none has two."""
+        return self._gaps_s / self._num_gaps if self._num_gaps else 0.0
+
+    def tick(self, choice: int) -> None:
+        """A token of this choice has come."""
+        now_s = self.elapsed_s
+        last_s = self._last_s[choice]
+        self._last_s[choice] = now_s
+        if self.ttft_s == 0.0:
+            self.ttft_s = now_s
+            self._metrics.time_to_first_token.observe(now_s)
+        if last_s is not None:
+            self._gaps_s += now_s - last_s
+            self._num_gaps += 1
+            self._metrics.inter_token_latency.observe(now_s - last_s)

@@ -1,0 +1,85 @@
+"""A rank without a model. What it does wrong, and when it has finished its work, the test decides."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+from cluster.words.rank import Binding, Loaded, Progress, RankStatus
+
+_WAIT_S = 60.0
+
+
+class FakeRank:
+    """Implements cluster.words.rank.Rank.
+
+    fault: "raises in load", "dies in load", "slow load" (until the file `go` appears in the log directory), or
+    "slow drain" (until the file `<replica>.finished` appears there).
+    """
+
+    def __init__(
+        self, spec: dict[str, Any], *, replica: str, rank: int, index_url: str, log_dir: str, fault: str = ""
+    ) -> None:
+        self._spec = spec
+        self._replica = replica
+        self._rank = rank
+        self._dir = Path(log_dir)
+        self._fault = fault
+        self._state = "loading"
+        self._stopped = threading.Event()
+
+    def bind(self) -> Binding:
+        return {"pid": os.getpid(), "host": "node", "address": f"127.0.0.1:{20_000 + self._rank}", "device": "cpu"}
+
+    def load(self, addresses: list[str]) -> Loaded:
+        print(f"loading with {len(addresses)} ranks", flush=True)
+        if self._fault == "raises in load":
+            raise ValueError("weights.safetensors is\ncut short")
+        if self._fault == "dies in load" and self._rank == 0:
+            print("about to die", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._fault == "slow load":
+            self._wait_for(self._dir / "go")
+        self._state = "ready"
+        return {"blocks": 100}
+
+    def progress(self) -> Progress:
+        return {"stage": "reading weights", "fraction": 0.25 * (self._rank + 1)}
+
+    def run_forever(self) -> None:
+        self._stopped.wait()
+
+    def status(self) -> RankStatus:
+        if self._state == "draining" and self._has_finished:
+            self._state = "drained"
+        busy = 1 if self._replica.endswith("-0") else 0  # the oldest replica is the busy one
+        blocks = {"total": 100, "free": 90, "cached": 10}
+        return {"state": self._state, "running": busy, "waiting": 0, "blocks": blocks}
+
+    def drain(self) -> None:
+        self._state = "draining"
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    @property
+    def _has_finished(self) -> bool:
+        return self._fault != "slow drain" or (self._dir / f"{self._replica}.finished").exists()
+
+    def _wait_for(self, path: Path) -> None:
+        pause = threading.Event()
+        for _ in range(int(_WAIT_S / 0.02)):
+            if path.exists():
+                return
+            pause.wait(0.02)
+        raise TimeoutError(f"{path} never appeared")
+
+
+raises_in_load = functools.partial(FakeRank, fault="raises in load")
+dies_in_load = functools.partial(FakeRank, fault="dies in load")
+slow_load = functools.partial(FakeRank, fault="slow load")
+slow_drain = functools.partial(FakeRank, fault="slow drain")

@@ -1,0 +1,168 @@
+"""`cluster deploy` to `cluster down`, as processes, with ranks and a router that hold no model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+from cluster.process import processes
+from cluster.process.ports import free_port
+from tests.cluster.control.command import ClusterCommand
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[ClusterCommand]:
+    """The command; whatever a test has left running is taken down afterwards."""
+    command = ClusterCommand(tmp_path)
+    yield command
+    command.run("down")
+
+
+def ports() -> list[str]:
+    return ["--grpc-port", str(free_port()), "--http-port", str(free_port())]
+
+
+def left_of(cluster: ClusterCommand) -> list[int]:
+    """Every process that was started, directly or not, by one of this test's commands."""
+    return processes.marked(f"CLUSTER_STATE_DIR={cluster.state_root}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["deploy", "2Q"], "2Q: no such file, and not a topology such as 2P4D"),
+        (
+            ["deploy", "1P1D", "--set", "decode.max_runing=3"],
+            "1P1D: decode.max_runing: unknown key; did you mean max_running?",
+        ),
+        (["deploy", "1P1D", "--model", "nowhere.gguf"], "nowhere.gguf"),
+        (
+            ["deploy", "1P1D", "--set", "prefill.resources.gpus=64"],
+            "prefill: each replica needs 0.25 CPU, 64 GPU, on one node",
+        ),
+        (["deploy", "1P1D", "--set", "decode.labels.pool=x"], "decode: no node has the labels pool=x"),
+        (["deploy", "1P1D", "--grpc-port", "8000"], "router.http_port: 8000 is router.grpc_port, too"),
+        (["deploy"], "Missing argument"),
+        (["deploy", "1P1D", "--frobnicate"], "No such option: --frobnicate"),
+        (["scale", "prefill"], "scale prefill: write prefill=N, decode=N or both"),
+        (["scale", "prefill=2"], "nothing is deployed"),
+        (["drain", "decode-0"], "nothing is deployed"),
+        (["logs", "decode-0"], "nothing is deployed"),
+        (["generate", "hi"], "nothing is deployed"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(tmp_path: Path, arguments: list[str], error: str) -> None:
+    cluster = ClusterCommand(tmp_path)
+    outcome = cluster.run(*arguments)
+    assert outcome.code == 2 and outcome.out == ""
+    assert error in outcome.err and outcome.err.startswith("cluster: ") and outcome.err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == [] and left_of(cluster) == []
+
+
+def test_nothing_deployed(tmp_path: Path) -> None:
+    cluster = ClusterCommand(tmp_path)
+    assert cluster.run("status").code == 3
+    status = cluster.run("status", "--json")
+    assert (status.code, status.out) == (3, "")
+    down = cluster.run("down")
+    assert (down.code, down.out) == (0, "nothing is deployed: nothing to take down\n")
+
+
+@pytest.mark.timeout(180)
+def test_the_life_of_a_deployment(cluster: ClusterCommand) -> None:
+    chosen = ports()
+    deployed = cluster.run("deploy", "1P1D", "--name", "a", *chosen, is_fake=True)
+    assert deployed.code == 0, deployed.err
+    assert deployed.out.startswith("a is ready after ") and "prefill-0 ready" in deployed.err
+
+    status = cluster.run("status", "--json")
+    report = json.loads(status.out)
+    assert (status.code, report["name"], report["ready"]) == (0, "a", True)
+    assert report["endpoints"] == {"grpc": f"127.0.0.1:{chosen[1]}", "http": f"http://127.0.0.1:{chosen[3]}"}
+    [replica] = report["pools"]["decode"]["replicas"]
+    assert (replica["id"], replica["state"], replica["running"], replica["waiting"]) == ("decode-0", "ready", 1, 0)
+    assert replica["blocks"] == {"total": 100, "free": 90, "cached": 10}
+    assert replica["ranks"][0]["device"] == "cpu" and replica["ranks"][0]["pid"] in left_of(cluster)
+
+    again = cluster.run("deploy", "1P1D", "--name", "a", *ports(), is_fake=True)
+    assert again.code == 2 and again.err.startswith("cluster: a is deployed already; `cluster scale` resizes it")
+    scaled = cluster.run("scale", "decode=2")
+    assert (scaled.code, scaled.out.startswith("scaled decode 1 -> 2 in ")) == (0, True)
+    drained = cluster.run("drain", "decode-0")
+    assert drained.out.startswith("decode-0 has left, decode-2 serves in its place, after ")
+    assert cluster.run("logs", "decode-0", "-n", "1").out == "loading with 1 ranks\n"
+
+    down = cluster.run("down")
+    assert (down.code, down.out.startswith("a and the Ray that was started for it is down after ")) == (0, True)
+    assert left_of(cluster) == []
+    assert cluster.run("status").code == 3
+
+
+@pytest.mark.timeout(180)
+def test_a_killed_deploy_is_cleared_away_and_a_failing_one_explains_itself(cluster: ClusterCommand) -> None:
+    with cluster.start("deploy", "1P1D", *ports(), is_fake=True) as killed:
+        deadline = time.monotonic() + 60
+        while len(left_of(cluster)) < 3:  # the command, Ray's first process, and one that it has started
+            assert killed.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        killed.kill()
+    assert left_of(cluster) != []
+
+    arguments = ["--parts", "decode=fake_rank:raises_in_load", "deploy", "1P1D", *ports()]
+    failed = cluster.run(*arguments, is_fake=True)
+    assert failed.code == 2
+    lines = failed.err.splitlines()
+    assert lines[0] == "clearing away what is left of an earlier cluster"
+    reason = "did not start (loading): rank 0: ValueError: weights.safetensors is cut short"
+    [told] = [line for line in lines if line.startswith("cluster: decode-0 on ")]
+    assert told.endswith(reason)
+    assert "  | loading with 1 ranks" in lines[lines.index(told) :]
+    assert left_of(cluster) == []
+    assert cluster.run("status").code == 3
+
+
+@pytest.mark.timeout(180)
+def test_an_interrupted_deploy_leaves_nothing(cluster: ClusterCommand) -> None:
+    arguments = ["--parts", "decode=fake_rank:slow_load", "deploy", "1P1D", *ports()]
+    with cluster.start(*arguments, is_fake=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "starting the router" in line:
+                process.send_signal(signal.SIGINT)
+                break
+        process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert left_of(cluster) == []
+    assert cluster.run("status").code == 3
+
+
+@pytest.mark.timeout(180)
+def test_a_ray_that_is_not_ours_is_left_as_it_was(three_nodes: str, tmp_path: Path) -> None:
+    names = ("RAY_AUTH_MODE", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")
+    cluster = ClusterCommand(tmp_path, tuple((name, os.environ[name]) for name in names))
+    before = (ray.util.list_named_actors(all_namespaces=True), len(living_groups()))
+    deploy = ["deploy", "1P1D", "--name", "guest", "--address", three_nodes, "--set", "decode.labels.pool=decode"]
+    deployed = cluster.run(*deploy, *ports(), is_fake=True)
+    assert deployed.code == 0, deployed.err
+    assert len(living_groups()) == before[1] + 2
+
+    elsewhere = ClusterCommand(tmp_path / "elsewhere", cluster.ray_environment)
+    refused = elsewhere.run(*deploy, *ports(), is_fake=True)
+    assert refused.code == 2
+    assert refused.err.endswith("cluster: guest is deployed on this Ray already, from another machine or user\n")
+    assert cluster.run("status").code == 0, "the one that was refused has taken nothing down"
+
+    assert cluster.run("down").code == 0
+    assert (ray.util.list_named_actors(all_namespaces=True), len(living_groups())) == before
+    assert cluster.run("status").code == 3
+
+
+def living_groups() -> list[str]:
+    return [group["name"] for group in ray.util.placement_group_table().values() if group["state"] != "REMOVED"]

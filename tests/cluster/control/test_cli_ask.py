@@ -1,0 +1,109 @@
+"""`cluster generate` and `cluster chat`, as processes, against a server that repeats what it hears."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.host import state
+from cluster.host.state import State
+from tests.cluster.control.command import ClusterCommand
+from tests.cluster.control.fake_inference import FakeInference, serving
+
+
+@pytest.fixture
+def inference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeInference]:
+    """The only deployment that the command line knows of."""
+    monkeypatch.setenv("CLUSTER_STATE_DIR", str(tmp_path))
+    with serving() as (servicer, endpoint):
+        state.save(State(name="a", ray_address="", local_ray=None, grpc=endpoint, http="http://x", deploying=None))
+        yield servicer
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> ClusterCommand:
+    return ClusterCommand(tmp_path)
+
+
+def test_an_answer_is_printed_as_text(inference: FakeInference, cluster: ClusterCommand) -> None:
+    outcome = cluster.run("generate", "Grüße an alle")
+    assert (outcome.code, outcome.out, outcome.err) == (0, "Grüße an alle\n", "")
+    [request] = inference.requests
+    assert request.prompt == "Grüße an alle"
+    assert request.sampling.max_tokens == 256
+    assert not request.sampling.HasField("temperature") and not request.sampling.HasField("seed")
+
+
+def test_every_option_reaches_the_router(inference: FakeInference, cluster: ClusterCommand) -> None:
+    options = "--max-tokens 5 --temperature 0 --top-p 0.5 --top-k 3 --seed 9 --stop a --stop b --system S".split()
+    assert cluster.run("generate", "hi", "--chat", *options).code == 0
+    [request] = inference.requests
+    assert [(message.role, message.content) for message in request.chat.messages] == [("system", "S"), ("user", "hi")]
+    sampling = request.sampling
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (5, 0, 0.5, 3)
+    assert (sampling.seed, list(sampling.stop)) == (9, ["a", "b"])
+    assert sampling.HasField("temperature")
+
+
+def test_the_account_is_one_json_object(inference: FakeInference, cluster: ClusterCommand) -> None:
+    outcome = cluster.run("generate", "-", "--json", stdin="one two three")
+    assert json.loads(outcome.out) == {
+        "text": "one two three",
+        "token_ids": [0, 1, 2],
+        "finish_reason": "stop",
+        "usage": {"prompt_tokens": 7, "completion_tokens": 3, "cached_tokens": 4},
+        "prefill_replica": "prefill-0",
+        "decode_replica": "decode-1",
+        "cached_tokens": 4,
+        "blocks_shipped": 2,
+        "wire_bytes": 1000,
+        "ttft_ms": 12.5,
+        "itl_ms": 3.5,
+        "attempts": 1,
+        "request_id": "r-1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("prompt", "code", "error"),
+    [
+        ("refuse", 2, "cluster: invalid_argument: temperature: must not be negative\n"),
+        ("full", 1, "cluster: resource_exhausted: every replica is full\n"),
+    ],
+)
+def test_a_refusal_is_one_line(
+    inference: FakeInference, cluster: ClusterCommand, prompt: str, code: int, error: str
+) -> None:
+    outcome = cluster.run("generate", prompt)
+    assert (outcome.code, outcome.out, outcome.err) == (code, "", error)
+
+
+def test_a_router_that_is_away_is_one_line(cluster: ClusterCommand) -> None:
+    outcome = cluster.run("generate", "hi", "--endpoint", "127.0.0.1:9")
+    assert (outcome.code, outcome.err) == (1, "cluster: no router answers at 127.0.0.1:9; see `cluster status`\n")
+
+
+def test_a_conversation_is_kept(inference: FakeInference, cluster: ClusterCommand) -> None:
+    outcome = cluster.run("chat", "--system", "S", stdin="first\n\nsecond one\n/new\nthird\n/quit\nnever\n")
+    assert (outcome.code, outcome.out, outcome.err) == (0, "first\nsecond one\nthird\n", "")
+    asked = [[(m.role, m.content) for m in request.chat.messages] for request in inference.requests]
+    system, first = ("system", "S"), ("user", "first")
+    assert asked == [
+        [system, first],
+        [system, first, ("assistant", "first"), ("user", "second one")],
+        [system, ("user", "third")],
+    ]
+
+
+def test_asking_does_not_load_ray(tmp_path: Path) -> None:
+    import subprocess
+
+    code = (
+        "import sys; import cluster.cli.inference_client; print([m for m in ('ray', 'pydantic') if m in sys.modules])"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert loaded.stdout == "[]\n"

@@ -1,0 +1,246 @@
+"""The controller on a real Ray, with ranks that hold no model."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from conftest import Deployment, ids
+
+from cluster.control.replica import Failure
+from cluster.words.errors import DeployError, SpecError
+
+Deploy = Callable[..., Deployment]
+SMALL = {"prefill": {"replicas": 1}, "decode": {"replicas": 1}}
+
+
+def pids(pool: dict[str, Any]) -> list[int]:
+    return [rank["pid"] for replica in pool["replicas"] for rank in replica["ranks"]]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def await_death(pids: list[int], *, within_s: float = 5) -> None:
+    """Ray calls an actor dead a moment before its process is."""
+    deadline = time.monotonic() + within_s
+    while any(is_alive(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_every_rank_of_every_replica_serves(deploy: Deploy) -> None:
+    pools = deploy({"prefill": {"replicas": 1, "tensor_parallel": 2}, "decode": {"replicas": 2}}).until_ready()
+    assert ids(pools["prefill"]) == ["prefill-0"]
+    assert ids(pools["decode"]) == ["decode-0", "decode-1"]
+    assert len(set(pids(pools["prefill"]) + pids(pools["decode"]))) == 4
+    replica = pools["prefill"]["replicas"][0]
+    assert replica["state"] == "ready" and replica["node"]
+    assert replica["blocks"] == {"total": 100, "free": 90, "cached": 10}
+
+
+def test_a_killed_rank_takes_its_gang_along_and_a_new_one_comes(deploy: Deploy) -> None:
+    deployment = deploy({"prefill": {"replicas": 1, "tensor_parallel": 2}, "decode": {"replicas": 1}})
+    before = deployment.until_ready()
+    os.kill(pids(before["prefill"])[1], signal.SIGKILL)
+
+    after = deployment.until(lambda pools: ids(pools["prefill"]) == ["prefill-1"] and pools["prefill"]["ready"])
+    await_death(pids(before["prefill"]))
+    assert ids(after["decode"]) == ["decode-0"] and pids(after["decode"]) == pids(before["decode"])
+    failure = after["prefill"]["failures"][0]
+    assert failure["replica"] == "prefill-0"
+    assert failure["text"].endswith("failed (ready): the process of rank 1 died: killed, out of memory, or crashed")
+
+
+def test_a_restarted_controller_adopts_what_lives(deploy: Deploy) -> None:
+    deployment = deploy(SMALL)
+    deployment.until_ready()
+    deployment.call("scale", {"decode": 2})
+    before = deployment.until_ready()
+    ray.kill(deployment.controller, no_restart=False)
+
+    after = deployment.until_ready()
+    assert [pids(after[role]) for role in after] == [pids(before[role]) for role in before]
+    deployment.call("scale", {"prefill": 2})
+    assert ids(deployment.until_ready()["prefill"]) == ["prefill-0", "prefill-1"]
+    os.kill(pids(before["decode"])[0], signal.SIGKILL)  # it watches those that it adopted
+    deployment.until(lambda pools: "decode-2" in ids(pools["decode"]))
+
+
+def test_a_restarted_controller_removes_half_a_gang(deploy: Deploy) -> None:
+    deployment = deploy(SMALL, prefill="fake_rank:slow_load")
+    loading = deployment.until(lambda pools: pids(pools["prefill"]) and pools["prefill"]["replicas"][0]["fraction"])
+    ray.kill(deployment.controller, no_restart=False)
+    deployment.until(lambda pools: ids(pools["prefill"]) == ["prefill-1"])
+    await_death(pids(loading["prefill"]))
+
+
+def test_scaling_touches_only_the_pool_named(deploy: Deploy) -> None:
+    deployment = deploy(SMALL)
+    before = deployment.until_ready()
+    assert deployment.call("scale", {"prefill": 3}) == {"prefill": (1, 3)}
+    grown = deployment.until_ready()
+    assert ids(grown["prefill"]) == ["prefill-0", "prefill-1", "prefill-2"]
+    assert pids(grown["decode"]) == pids(before["decode"])
+
+    deployment.call("scale", {"prefill": 1})
+    shrunk = deployment.until_ready()
+    assert ids(shrunk["prefill"]) == ["prefill-0"], "the busy one stays"
+    deployment.call("scale", {"prefill": 0, "decode": 2})
+    assert ids(deployment.until_ready()["decode"]) == ["decode-0", "decode-1"]
+
+
+def test_a_replica_that_leaves_finishes_its_work_first(deploy: Deploy) -> None:
+    deployment = deploy(SMALL, decode="fake_rank:slow_drain")
+    [pid] = pids(deployment.until_ready()["decode"])
+    deployment.call("scale", {"decode": 0})
+    pools = deployment.until(lambda pools: pools["decode"]["replicas"][0]["state"] == "draining")
+    assert pools["decode"]["ready"] == 0 and is_alive(pid)
+
+    ray.kill(deployment.controller, no_restart=False)  # it goes on draining after a restart
+    deployment.until(lambda pools: [r["state"] for r in pools["decode"]["replicas"]] == ["draining"])
+    (deployment.log_dir / "decode-0.finished").touch()
+    deployment.until_ready()
+    await_death([pid])
+
+
+def test_a_drain_that_takes_too_long_is_cut_short(deploy: Deploy) -> None:
+    deployment = deploy({**SMALL, "timeouts": {"drain_s": 0.3}}, decode="fake_rank:slow_drain")
+    deployment.until_ready()
+    deployment.call("scale", {"decode": 0})
+    deployment.until_ready(within_s=10)
+
+
+def test_a_drained_replica_is_replaced(deploy: Deploy) -> None:
+    deployment = deploy(SMALL)
+    deployment.until_ready()
+    deployment.call("drain", "decode-0")
+    assert ids(deployment.until(lambda pools: ids(pools["decode"]) == ["decode-1"])["decode"]) == ["decode-1"]
+    with pytest.raises(SpecError, match="no replica is called decode-7; there are: prefill-0, decode-1"):
+        deployment.call("drain", "decode-7")
+    with pytest.raises(SpecError, match="decode-0 has left already"):
+        deployment.call("drain", "decode-0")
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason", "log"),
+    [
+        ("raises_in_load", "rank 0: ValueError: weights.safetensors is cut short", "loading with 2 ranks"),
+        ("dies_in_load", "the process of rank 0 died: killed, out of memory, or crashed", "about to die"),
+        ("no_such_class", "rank 0: AttributeError: module 'fake_rank' has no attribute 'no_such_class'", ""),
+    ],
+)
+def test_a_failing_start_is_explained(deploy: Deploy, fault: str, reason: str, log: str) -> None:
+    spec = {"prefill": {"replicas": 1, "tensor_parallel": 2}, "decode": {"replicas": 0}}
+    deployment = deploy(spec, prefill=f"fake_rank:{fault}")
+    pools = deployment.until(lambda pools: pools["prefill"]["failures"])
+    failure = pools["prefill"]["failures"][0]
+    assert failure["reason"] == reason
+    assert failure["will_repeat"] == (fault != "dies_in_load")
+    assert failure["node"] and failure["replica"] == "prefill-0"
+    assert log in deployment.call("logs", "prefill-0", lines=5)[0].text
+    assert Failure(**{key: value for key, value in failure.items() if key != "text"}).describe() == failure["text"]
+
+
+def test_failed_starts_come_slower_and_slower(deploy: Deploy) -> None:
+    deployment = deploy({"prefill": {"replicas": 2}, "decode": {"replicas": 0}}, prefill="fake_rank:raises_in_load")
+    pools = deployment.until(lambda pools: pools["prefill"]["failed_rounds"] == 2)
+    assert len(pools["prefill"]["failures"]) <= 4, "two replicas that fail together are one round"
+
+
+def test_a_start_that_takes_too_long_is_explained(deploy: Deploy) -> None:
+    spec = {"prefill": {"replicas": 1}, "decode": {"replicas": 0}, "timeouts": {"start_s": 2.0}}
+    deployment = deploy(spec, prefill="fake_rank:slow_load")
+    pools = deployment.until(lambda pools: pools["prefill"]["failures"])
+    reason = "not ready 2 s after it was placed (timeouts.start_s), at 'reading weights'"
+    assert pools["prefill"]["failures"][0]["reason"] == reason
+
+
+def test_progress_is_shown_while_loading(deploy: Deploy) -> None:
+    spec = {"prefill": {"replicas": 1, "tensor_parallel": 2}, "decode": {"replicas": 0}}
+    deployment = deploy(spec, prefill="fake_rank:slow_load")
+    pools = deployment.until(lambda pools: pools["prefill"]["replicas"][0]["fraction"])
+    replica = pools["prefill"]["replicas"][0]
+    assert (replica["state"], replica["stage"], replica["fraction"]) == ("loading", "reading weights", 0.25)
+
+
+def test_a_replica_without_a_place_says_what_it_waits_for(deploy: Deploy) -> None:
+    deployment = deploy({"prefill": {"replicas": 1, "labels": {"pool": "gpu"}}, "decode": {"replicas": 1}})
+    pools = deployment.until(lambda pools: pools["prefill"]["replicas"][0]["stage"])
+    replica = pools["prefill"]["replicas"][0]
+    assert replica["state"] == "pending"
+    assert replica["stage"] == "no node has the labels pool=gpu; nodes have pool=decode, pool=prefill"
+
+
+def test_each_pool_lands_where_its_labels_say(deploy: Deploy) -> None:
+    spec = {
+        "prefill": {"replicas": 2, "tensor_parallel": 2, "labels": {"pool": "prefill"}},
+        "decode": {"replicas": 3, "labels": {"pool": "in(decode, gpu)"}},
+    }
+    deployment = deploy(spec)
+    deployment.until_ready()
+    pool_of_node = {node["NodeID"]: node["Labels"].get("pool") for node in ray.nodes()}
+    for group in ray.util.placement_group_table().values():
+        if group["name"].startswith(f"xpyd-{deployment.name}/"):
+            role = group["name"].partition("/")[2].partition("-")[0]
+            assert {pool_of_node[node] for node in group["bundles_to_node_id"].values()} == {role}
+    with pytest.raises(DeployError, match=r"decode: room for \d+ of 27 replicas; each replica needs 0.25 CPU"):
+        deployment.call("scale", {"decode": 30})
+
+
+def test_scaling_beyond_what_fits_is_refused(deploy: Deploy) -> None:
+    deployment = deploy({"prefill": {"replicas": 1}, "decode": {"replicas": 1, "resources": {"cpus": 1}}})
+    deployment.until_ready()
+    with pytest.raises(DeployError, match=r"decode: room for \d+ of 40 replicas; each replica needs 1 CPU"):
+        deployment.call("scale", {"decode": 41})
+    assert deployment.pool("decode")["desired"] == 1
+
+
+def test_logs_of_the_living_and_the_dead(deploy: Deploy) -> None:
+    deployment = deploy(SMALL)
+    pools = deployment.until_ready()
+    alive = deployment.call("logs", "decode-0", lines=1)[0]
+    assert alive.text == "loading with 1 ranks\n"
+    assert deployment.call("logs", "decode-0", starts={0: alive.end})[0].text == ""
+    os.kill(pids(pools["decode"])[0], signal.SIGKILL)
+    deployment.until(lambda pools: "decode-0" not in ids(pools["decode"]))
+    assert deployment.call("logs", "decode-0", lines=1)[0].text == "loading with 1 ranks\n"
+    with pytest.raises(SpecError, match="no replica is called decode-9"):
+        deployment.call("logs", "decode-9")
+
+
+def test_the_controller_has_a_log_too(deploy: Deploy) -> None:
+    deployment = deploy(SMALL)
+    deployment.until_ready()
+    own = deployment.call("logs", "controller", lines=100)[0]
+    assert "decode-0 is ready" in own.text
+    assert deployment.call("logs", "controller", starts={0: own.end})[0].text == ""
+    assert deployment.call("logs", "router") == {}  # this deployment has none
+
+
+def test_stop_leaves_nothing(deploy: Deploy) -> None:
+    deployment = deploy({"prefill": {"replicas": 1, "labels": {"pool": "none"}}, "decode": {"replicas": 2}})
+    pools = deployment.until(lambda pools: pools["decode"]["ready"] == 2)
+    deployment.call("stop")
+    await_death(pids(pools["decode"]))
+    groups = ray.util.placement_group_table().values()
+    assert not [g for g in groups if g["name"].startswith(f"xpyd-{deployment.name}/") and g["state"] != "REMOVED"]
+
+
+def test_what_all_replicas_share_cannot_be_applied_anew(deploy: Deploy) -> None:
+    deployment = deploy(SMALL)
+    deployment.until_ready()
+    with pytest.raises(SpecError, match="model: cannot change while deployed"):
+        deployment.apply({**SMALL, "model": {"dtype": "float32"}})
+    deployment.apply({**SMALL, "decode": {"replicas": 2}})
+    assert ids(deployment.until_ready()["decode"]) == ["decode-0", "decode-1"]

@@ -1,0 +1,38 @@
+"""A node that is lost with everything on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.cluster.control.conftest import NODE, Deployment
+
+_SPARE = {"labels": {"pool": "spare"}}
+_SPEC = {
+    "model": {"source": "none"},
+    "prefill": {"resources": {"cpus": 0.1}},
+    "decode": {"replicas": 2, "resources": {"cpus": 0.1}, **_SPARE},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_its_replicas_start_again_on_another(ray_nodes: Any, deploy: Callable[..., Deployment]) -> None:
+    lost = ray_nodes.add_node(**NODE, **_SPARE)
+    deployment = deploy(_SPEC)
+    before = deployment.until_ready()
+    other = ray_nodes.add_node(**NODE, **_SPARE)
+    try:
+        ray_nodes.remove_node(lost, allow_graceful=False)
+        pools = deployment.until(
+            lambda pools: (
+                {replica["id"] for replica in pools["decode"]["replicas"] if replica["state"] == "ready"}
+                == {"decode-2", "decode-3"}
+            ),
+            within_s=90,
+        )
+        assert [r["id"] for r in pools["prefill"]["replicas"]] == [r["id"] for r in before["prefill"]["replicas"]]
+    finally:
+        ray_nodes.remove_node(other, allow_graceful=False)

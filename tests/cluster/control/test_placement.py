@@ -1,0 +1,95 @@
+"""Which replicas fit where, and what an operator is told when they do not."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.control.placement import Demand, Node, bundle, check_fit, matches, why_pending
+from cluster.words.errors import DeployError
+from cluster.words.request import Role
+from cluster.words.spec import PoolSpec
+
+
+def node(
+    name: str, *, labels: dict[str, str] | None = None, free: dict[str, float] | None = None, **total: float
+) -> Node:
+    return Node(id=name, name=name, ip="10.0.0.1", labels=labels or {}, total=total, available=free or total)
+
+
+def pool(*, tensor_parallel: int = 1, labels: dict[str, str] | None = None, **resources: object) -> PoolSpec:
+    return PoolSpec.model_validate(
+        {"tensor_parallel": tensor_parallel, "labels": labels or {}, "resources": resources or {"cpus": 1}}
+    )
+
+
+def prefill(count: int, pool: PoolSpec) -> Demand:
+    return Demand(Role.PREFILL, pool, count)
+
+
+def test_a_bundle_names_only_what_is_needed() -> None:
+    assert bundle(pool(cpus=0.5)) == {"CPU": 0.5}
+    assert bundle(pool(cpus=2, gpus=1, custom={"rail": 1})) == {"CPU": 2, "GPU": 1, "rail": 1}
+
+
+@pytest.mark.parametrize(
+    ("selector", "fits"),
+    [
+        ({}, True),
+        ({"pool": "decode"}, True),
+        ({"pool": "prefill"}, False),
+        ({"pool": "!prefill"}, True),
+        ({"pool": "in(prefill, decode)"}, True),
+        ({"pool": "!in(prefill, decode)"}, False),
+        ({"zone": "a"}, False),
+        ({"zone": "!a"}, True),
+        ({"pool": "decode", "gpu": "H100"}, False),
+    ],
+)
+def test_labels_match_by_rays_rules(selector: dict[str, str], fits: bool) -> None:
+    assert matches({"pool": "decode", "gpu": "H200"}, selector) is fits
+
+
+def test_replicas_fill_nodes_without_sharing_what_is_taken() -> None:
+    nodes = [node("a", CPU=4), node("b", CPU=4, free={"CPU": 3})]
+    check_fit([prefill(3, pool(tensor_parallel=2))], nodes)
+    with pytest.raises(DeployError, match=r"^prefill: room for 3 of 4 replicas; each replica needs 2 CPU$"):
+        check_fit([prefill(4, pool(tensor_parallel=2))], nodes)
+
+
+def test_fractions_are_counted_as_ray_counts_them() -> None:
+    check_fit([prefill(10, pool(cpus=0.1))], [node("a", CPU=1)])
+
+
+def test_the_pool_with_less_choice_is_placed_first() -> None:
+    nodes = [node("plain", CPU=1), node("labelled", labels={"pool": "decode"}, CPU=2)]
+    check_fit([prefill(2, pool()), Demand(Role.DECODE, pool(labels={"pool": "decode"}), 1)], nodes)
+
+
+def test_both_pools_compete_for_the_same_room() -> None:
+    with pytest.raises(DeployError, match=r"^decode: room for 1 of 2 replicas"):
+        check_fit([prefill(1, pool()), Demand(Role.DECODE, pool(), 2)], [node("a", CPU=2)])
+
+
+def test_an_unmet_label_is_named_beside_what_there_is() -> None:
+    nodes = [node("a", labels={"pool": "prefill", "zone": "z"}, CPU=8)]
+    with pytest.raises(DeployError, match=r"^prefill: no node has the labels pool=gpu; nodes have pool=prefill$"):
+        check_fit([prefill(1, pool(labels={"pool": "gpu"}))], nodes)
+
+
+def test_ranks_that_would_need_two_nodes_are_refused() -> None:
+    nodes = [node("a", CPU=8, GPU=4), node("b", CPU=8, GPU=4)]
+    with pytest.raises(
+        DeployError, match=r"each replica needs 8 CPU, 8 GPU, on one node; the most .* is 8 CPU, 4 GPU$"
+    ):
+        check_fit([prefill(1, pool(tensor_parallel=8, cpus=1, gpus=1))], nodes)
+
+
+def test_an_empty_pool_asks_for_nothing() -> None:
+    check_fit([prefill(0, pool(labels={"pool": "gpu"}))], [])
+
+
+def test_why_a_replica_waits() -> None:
+    full, free = node("a", CPU=2, free={"CPU": 0.5}), node("b", CPU=2)
+    assert why_pending(pool(), [full]) == "no room at present; each replica needs 1 CPU"
+    assert why_pending(pool(), [full, free]) == ""
+    assert "no node has the labels" in why_pending(pool(labels={"x": "y"}), [free])

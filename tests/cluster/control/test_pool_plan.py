@@ -1,0 +1,55 @@
+"""Which replicas to start and which to retire."""
+
+from __future__ import annotations
+
+from cluster.control.pool_plan import Backoff, PoolPlan, plan_pool
+from cluster.control.replica import ReplicaState, ReplicaView
+from cluster.words.request import Role
+
+
+def replica(number: int, state: str = "ready", *, running: int = 0) -> ReplicaView:
+    return ReplicaView(id=f"decode-{number}", role=Role.DECODE, state=ReplicaState(state), running=running)
+
+
+def test_what_is_missing_is_started() -> None:
+    assert plan_pool(3, [replica(0), replica(1, "loading")], can_start=True) == PoolPlan(start=1)
+    assert plan_pool(3, [replica(0)], can_start=False) == PoolPlan()
+    assert plan_pool(1, [replica(0)], can_start=True) == PoolPlan()
+
+
+def test_a_draining_replica_counts_for_nothing() -> None:
+    assert plan_pool(1, [replica(0, "draining")], can_start=True) == PoolPlan(start=1)
+    assert plan_pool(0, [replica(0, "draining")], can_start=True) == PoolPlan()
+
+
+def test_the_least_useful_are_retired() -> None:
+    pool = [replica(0), replica(1, "loading"), replica(2, "pending"), replica(3, running=2), replica(4), replica(5)]
+    retired = plan_pool(0, pool, can_start=True).retire
+    assert retired == tuple(f"decode-{n}" for n in (2, 1, 5, 4, 0, 3))
+    assert plan_pool(4, pool, can_start=True).retire == retired[:2]
+
+
+def test_the_newest_is_by_number_not_by_spelling() -> None:
+    assert plan_pool(1, [replica(9), replica(10)], can_start=True).retire == ("decode-10",)
+
+
+def test_failed_rounds_double_the_wait_up_to_a_minute() -> None:
+    backoff, now, waits = Backoff(), 0.0, []
+    while not backoff.has_given_up:
+        backoff.failed(started_at=now, now=now)
+        assert not backoff.allows(now)
+        waits.append(backoff.retry_at - now)
+        now = backoff.retry_at
+    assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60, 60]
+    assert not backoff.allows(now + 1e6)
+    backoff.reset()
+    assert backoff.allows(now)
+
+
+def test_what_was_started_together_fails_as_one_round() -> None:
+    backoff = Backoff()
+    for now in (5.0, 5.1, 5.2):
+        backoff.failed(started_at=0.0, now=now)
+    assert backoff.rounds == 1
+    backoff.failed(started_at=6.0, now=7.0)
+    assert backoff.rounds == 2

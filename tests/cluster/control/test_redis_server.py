@@ -1,0 +1,98 @@
+"""The embedded Redis: a real server, private, and never left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import ray
+import redis
+from redis.backoff import ConstantBackoff
+from redis.retry import Retry
+
+from cluster.index.embedded import EmbeddedIndex
+from cluster.index.redis_server import RedisAddress, RedisServer
+from cluster.process.ports import free_port
+from cluster.words.errors import DeployError
+
+
+def connect(address: RedisAddress) -> redis.Redis:
+    return redis.Redis.from_url(
+        address.url, retry=Retry(ConstantBackoff(0.05), 200), retry_on_error=[redis.ConnectionError]
+    )
+
+
+@pytest.fixture
+def address() -> RedisAddress:
+    return RedisAddress(free_port())
+
+
+def test_it_serves_and_evicts_only_what_expires(address: RedisAddress, tmp_path: Path) -> None:
+    server = RedisServer(address, log=tmp_path / "index.log")
+    server.start()
+    try:
+        with connect(address) as client:
+            client.xadd("events", {"op": "stored"})
+            assert client.xlen("events") == 1
+            assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "volatile-lru"}
+            assert client.config_get("save") == {"save": ""}
+        stranger = redis.Redis(port=address.port, retry=Retry(ConstantBackoff(0), 0))
+        with stranger, pytest.raises(redis.AuthenticationError):
+            stranger.ping()
+    finally:
+        server.stop()
+
+
+def test_a_port_in_use_is_explained(address: RedisAddress, tmp_path: Path) -> None:
+    server = RedisServer(address, log=tmp_path / "index.log")
+    server.start()
+    try:
+        with pytest.raises(DeployError, match=f"did not start on port {address.port}: .*"):
+            RedisServer(RedisAddress(address.port), log=tmp_path / "second.log").start()
+    finally:
+        server.stop()
+
+
+def test_it_dies_with_its_owner(address: RedisAddress, tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from cluster.index.redis_server import RedisAddress, RedisServer\n"
+        f"address = RedisAddress({address.port}, {address.password!r})\n"
+        f"RedisServer(address, log=Path({str(tmp_path / 'log')!r})).start()\n"
+        "print('up', flush=True); sys.stdin.read()"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with owner:
+        assert owner.stdout is not None and owner.stdout.readline() == b"up\n"
+        with connect(address) as client:
+            pid = client.info("server")["process_id"]
+        owner.kill()
+    deadline = time.monotonic() + 5
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_actor_brings_it_back_on_the_same_port(three_nodes: str, address: RedisAddress, tmp_path: Path) -> None:
+    make = ray.remote(EmbeddedIndex).options(
+        num_cpus=0, max_restarts=-1, lifetime="detached", name="index", namespace="r"
+    )
+    actor = make.remote(address, str(tmp_path))
+    try:
+        ray.get(actor.ready.remote(), timeout=20)
+        with connect(address) as client:
+            first = client.info("server")["process_id"]
+            os.kill(first, signal.SIGKILL)
+            second = client.info("server")["process_id"]
+            assert second != first
+            ray.kill(actor, no_restart=False)  # the owner dies, its server with it, and both come back
+            deadline = time.monotonic() + 20
+            while client.info("server")["process_id"] in (first, second):
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+    finally:
+        ray.kill(actor)

@@ -1,0 +1,117 @@
+"""What the command line remembers, and what it clears away."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cluster.control.placement import Node
+from cluster.host import state
+from cluster.host.local_ray import LocalRay
+from cluster.host.preflight import check_name, check_nodes, check_ports
+from cluster.host.state import Command, NotDeployed, State
+from cluster.process import processes
+from cluster.process.ports import free_port
+from cluster.words.errors import DeployError, SpecError
+from cluster.words.spec import RouterSpec, parse_spec
+
+
+@pytest.fixture(autouse=True)
+def state_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CLUSTER_STATE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def deployed(name: str, **changes: object) -> State:
+    up = State(
+        name=name,
+        ray_address="10.0.0.1:6379",
+        local_ray=None,
+        grpc="127.0.0.1:50051",
+        http="http://127.0.0.1:8000",
+        deploying=None,
+    )
+    return replace(up, **changes)
+
+
+def dead_command() -> Command:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    command = Command(child.pid, processes.start_time(child.pid))
+    child.communicate(b"\n")
+    return command
+
+
+def test_what_is_saved_is_found_again() -> None:
+    saved = deployed("a", local_ray=LocalRay("/tmp/x", 20_123), deploying=Command.current())
+    state.save(saved)
+    assert state.load("a") == saved == state.find(None) == state.find("a")
+    state.forget("a")
+    assert state.load("a") is None
+
+
+def test_one_of_several_must_be_named() -> None:
+    with pytest.raises(NotDeployed, match="nothing is deployed"):
+        state.find(None)
+    state.save(deployed("a"))
+    state.save(deployed("b"))
+    with pytest.raises(SpecError, match="several deployments are up: a, b; choose one with --name"):
+        state.find(None)
+    with pytest.raises(NotDeployed, match="c is not deployed"):
+        state.find("c")
+
+
+def test_an_interrupted_deploy_is_recognised() -> None:
+    assert not deployed("a", deploying=Command.current()).is_interrupted
+    assert deployed("a", deploying=dead_command()).is_interrupted
+    reused = Command(os.getpid(), 1)  # our pid, but not our start
+    assert deployed("a", deploying=reused).is_interrupted
+
+
+def test_a_name_that_is_taken_is_refused() -> None:
+    state.save(deployed("a"))
+    with pytest.raises(DeployError, match="a is deployed already; `cluster scale` resizes it"):
+        check_name("a", print)
+    state.save(deployed("a", deploying=Command.current()))
+    with pytest.raises(DeployError, match="a is being deployed"):
+        check_name("a", print)
+    state.save(deployed("a", deploying=dead_command()))
+    with pytest.raises(DeployError, match=r"was interrupted on Ray at 10.0.0.1:6379; run `cluster down` first"):
+        check_name("a", print)
+
+
+def test_what_a_killed_command_left_is_cleared(tmp_path: Path) -> None:
+    local = LocalRay(str(tmp_path / "ray"), free_port())
+    left = subprocess.Popen(["sleep", "60"], env={"XPYD_LOCAL_RAY": local.temp_dir}, start_new_session=True)
+    state.save(deployed("a", local_ray=local, deploying=dead_command()))
+    said: list[str] = []
+    check_name("a", said.append)
+    assert left.wait(5) < 0
+    assert state.load("a") is None and said == ["clearing away what is left of an earlier a"]
+
+
+def test_ports_in_use_are_found_before_anything_starts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        http = taken.getsockname()[1]
+        with pytest.raises(
+            DeployError, match=f"HTTP port {http} on 127.0.0.1 is in use; choose another with --http-port"
+        ):
+            check_ports(RouterSpec(grpc_port=free_port(), http_port=http))
+        check_ports(RouterSpec(grpc_port=free_port(), http_port=http), http_is_ours=False)
+    with pytest.raises(SpecError, match=r"router.http_port: 7000 is router.grpc_port, too"):
+        check_ports(RouterSpec(grpc_port=7000, http_port=7000))
+
+
+def test_what_is_bound_to_one_machine_is_refused_on_several() -> None:
+    nodes = [Node(id=ip, name=ip, ip=ip, total={"CPU": 4}, available={"CPU": 4}) for ip in ("10.0.0.1", "10.0.0.2")]
+    with pytest.raises(SpecError, match="index: the embedded Redis serves one machine only"):
+        check_nodes(parse_spec({}), nodes)
+    with pytest.raises(SpecError, match=r"router.host: 127.0.0.1 is on one machine"):
+        check_nodes(parse_spec({"index": "redis://10.0.0.9:6379"}), nodes)
+    check_nodes(parse_spec({"index": "redis://10.0.0.9:6379", "router": {"host": "0.0.0.0"}}), nodes)
+    check_nodes(parse_spec({}), nodes[:1])

@@ -1,0 +1,60 @@
+"""What a spec refuses because its parts do not fit together: by path, in one line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cluster.words.errors import SpecError
+from cluster.words.spec import load_spec, parse_spec
+
+DETERMINISTIC = {"engine": {"deterministic": True}, "kv": {"wire_dtype": "raw"}}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"kv": {"pool_dtype": "fp8_e4m3"}},
+        {"kv": {"pool_dtype": "int8"}},
+        {"model": {"weights": "int8"}},
+        {"prefill": {"tensor_parallel": 2}, "decode": {"tensor_parallel": 2}},
+    ],
+)
+def test_deterministic(more: dict[str, Any]) -> None:
+    assert parse_spec(DETERMINISTIC | more).engine.deterministic
+
+
+@pytest.mark.parametrize(
+    ("more", "need"),
+    [
+        ({"kv": {}}, "kv.wire_dtype raw, or a kv.pool_dtype of 8 bits"),
+        ({"model": {"dtype": "float32"}}, "model.dtype bfloat16"),
+        ({"model": {"weights": "quantized"}}, "model.weights as_stored or int8"),
+        ({"decode": {"resources": {"gpus": 1}}}, "pools without GPUs"),
+        ({"prefill": {"tensor_parallel": 2}}, "prefill.tensor_parallel equal to decode.tensor_parallel"),
+        ({role: {"tensor_parallel": 3} for role in ("prefill", "decode")}, "a tensor_parallel of 1 or 2"),
+    ],
+)
+def test_deterministic_says_what_it_needs(more: dict[str, Any], need: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        parse_spec(DETERMINISTIC | more)
+    message = str(refused.value)
+    assert message.startswith(f"spec: engine: deterministic needs {need}") and "\n" not in message
+
+
+def test_another_mistake_is_told_alone() -> None:
+    with pytest.raises(SpecError, match=r"^spec: kv\.block_size: [^;]*$"):
+        parse_spec(DETERMINISTIC | {"kv": {"block_size": 7}})
+
+
+@pytest.mark.parametrize(("text", "meant"), [("auto", "auto"), ("off", "off"), ("'off'", "off"), ("false", "off")])
+def test_cuda_graphs(text: str, meant: str) -> None:
+    """A bare off is false to YAML."""
+    assert load_spec("1P1D", overrides=[f"engine.cuda_graphs={text}"]).engine.cuda_graphs == meant
+
+
+def test_cuda_graphs_are_no_number() -> None:
+    with pytest.raises(SpecError, match=r"engine\.cuda_graphs"):
+        load_spec("1P1D", overrides=["engine.cuda_graphs=8"])

@@ -1,0 +1,108 @@
+"""Latent attention by torch, by the kernels and by their references: what one query and head after another gets."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.attention.latent_heads import Expansion, LatentHeads, Turn
+from engine.attention.triton_latent_heads import KernelLatentHeads
+from engine.batch.batch import Batch, Row
+from engine.batch.device_batch import DeviceBatch
+from engine.kernels.eight_bits import as_bytes
+from engine.kv.layout import KVLayout
+from engine.kv.pool import KVPool
+from tests.engine.kernels.launched import launch_kernels
+
+CPU = torch.device("cpu")
+LATENT, ROPE, NOPE, VALUE, HEADS = 24, 8, 12, 10, 3
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def naive(q_THD: torch.Tensor, pool: KVPool, rows: list[Row], expansion: Expansion, scale: float) -> torch.Tensor:
+    """One query and one head after the other, over expanded keys and values."""
+    out, token = torch.empty(len(q_THD), HEADS, VALUE), 0
+    for row in rows:
+        kept_LD = pool.read(0, torch.tensor(list(row.blocks)), torch.float32)[0, 0]
+        for position in range(row.start, row.end):
+            seen = kept_LD[: position + 1]
+            for head in range(HEADS):
+                keys = torch.cat((seen[:, :LATENT] @ expansion.key_HNC[head].T, seen[:, LATENT:]), dim=-1)
+                weights = (keys @ q_THD[token, head] * scale).softmax(dim=0)
+                out[token, head] = weights @ (seen[:, :LATENT] @ expansion.value_HWC[head].T)
+            token += 1
+    return out
+
+
+@pytest.mark.parametrize("dtype", ["float32", "fp8_e4m3", "int8"])
+@pytest.mark.parametrize("by", ["torch", "references", "kernels"])
+def test_any_mix_of_rows(by: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = KVLayout(
+        model="m",
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=LATENT + ROPE,
+        block_size=4,
+        dtype=dtype,
+        num_sides=1,
+        exact_dim=ROPE,
+    )
+    pool = KVPool(layout, num_blocks=40, device=CPU)
+    pool.write_latents(0, torch.arange(160), random(160, LATENT + ROPE))
+    order = iter(torch.randperm(40, generator=torch.Generator().manual_seed(1)).tolist())
+    rows = [
+        Row(
+            token_ids=range(n),
+            start=start,
+            blocks=[next(order) for _ in range(-(-(start + n) // 4))],
+            wants_logits=True,
+        )
+        for start, n in [(0, 1), (0, 6), (29, 1), (9, 5), (14, 1)]
+    ]
+    batch = Batch.of(rows, block_size=4)
+    q = random(batch.num_tokens, HEADS, NOPE + ROPE, seed=2)
+    expansion = Expansion(random(HEADS, NOPE, LATENT, seed=3) / 5, random(HEADS, VALUE, LATENT, seed=4) / 5)
+    angles = torch.zeros(batch.num_tokens, 1, ROPE // 2)
+    turn = Turn(angles.cos(), angles.sin(), is_interleaved=False)
+    if by == "kernels":
+        launch_kernels(monkeypatch)
+    if by == "torch":
+        heads = LatentHeads(batch, pool, turn, scale=0.3)
+    else:
+        heads = KernelLatentHeads(DeviceBatch.of(batch, CPU), pool, turn, scale=0.3)
+    got = heads.attend(0, q, expansion)
+    torch.testing.assert_close(got, naive(q, pool, rows, expansion, 0.3), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "fp8_e4m3", "int8"])
+def test_kernels_store_what_torch_stores(dtype: str, is_interleaved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = KVLayout(
+        model="m",
+        num_layers=2,
+        num_kv_heads=1,
+        head_dim=LATENT + ROPE,
+        block_size=4,
+        dtype=dtype,
+        num_sides=1,
+        exact_dim=ROPE,
+    )
+    row = Row(token_ids=range(9), start=2, blocks=[5, 1, 3], wants_logits=True)
+    batch = Batch.of([row], block_size=4)
+    q, latent, key = random(9, HEADS, NOPE + ROPE), random(9, LATENT, seed=1), random(9, ROPE, seed=2)
+    # The interpreter cuts numbers off to bf16 where others round: so keys are turned to numbers that bf16 has.
+    quarter = torch.zeros(9, 1, ROPE // 2), torch.ones(9, 1, ROPE // 2)
+    turn = Turn(*quarter, is_interleaved=is_interleaved)
+    key = key.bfloat16().float()
+    pools = [KVPool(layout, num_blocks=6, device=CPU) for _ in range(2)]
+    expected = LatentHeads(batch, pools[0], turn, scale=1.0).store(1, q, latent, key)
+    launch_kernels(monkeypatch)
+    torch.testing.assert_close(
+        KernelLatentHeads(DeviceBatch.of(batch, CPU), pools[1], turn, scale=1.0).store(1, q, latent, key), expected
+    )
+    for ours, theirs in zip(pools[1].codes + pools[1].scales, pools[0].codes + pools[0].scales, strict=True):
+        assert torch.equal(as_bytes(ours), as_bytes(theirs))
+    assert pools[0].codes[1].float().any()

@@ -1,0 +1,155 @@
+"""The block manager as a state machine: whatever is done, each block is in one state and shared content stays whole."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from cluster.words.hashing import block_hashes, root_hash
+from engine.kv.block_manager import BlockManager
+
+NUM_BLOCKS = 12
+ROOT = root_hash("model")
+# A few prefixes that share beginnings, so that matches of every depth occur.
+PROMPTS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 9, 9], [1, 2, 7], [8]]
+
+
+def hashes_of(prompt: list[int]) -> list[bytes]:
+    return block_hashes(ROOT, prompt, block_size=1)
+
+
+class Table:
+    """One sequence's blocks, and how many of them are sealed."""
+
+    def __init__(self, prompt: list[int], blocks: list[int], num_sealed: int) -> None:
+        self.hashes = hashes_of(prompt)
+        self.blocks = blocks
+        self.num_sealed = num_sealed
+
+
+class BlockManagerMachine(RuleBasedStateMachine):
+    """Beside the manager, a model that knows what is written in each block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.manager = BlockManager(NUM_BLOCKS)
+        self.tables: list[Table] = []
+        self.quarantined: list[int] = []
+        self.content: dict[int, bytes] = {}  # block -> hash of what was sealed there; wrong once it is overwritten
+        self.findable: set[bytes] = set()  # as somebody knows who only hears of changes
+
+    def pick(self, data: st.DataObject) -> Table:
+        return data.draw(st.sampled_from(self.tables))
+
+    def overwrite(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self.content.pop(block, None)
+
+    @rule(prompt=st.sampled_from(PROMPTS), extra=st.integers(0, 4))
+    def allocate(self, prompt: list[int], extra: int) -> None:
+        hashes, room = hashes_of(prompt), self.manager.num_available
+        matched = self.manager.match(hashes)
+        taken = self.manager.allocate(hashes, len(prompt) + extra)
+        if taken is None:
+            assert len(prompt) + extra - matched > room - matched  # matched blocks may be cached or held
+            return
+        blocks, num_cached = taken
+        assert num_cached == matched and len(blocks) == len(set(blocks)) == len(prompt) + extra
+        assert [self.content[block] for block in blocks[:num_cached]] == hashes[:num_cached]
+        held = {block for table in self.tables for block in table.blocks}
+        assert not held & set(blocks[num_cached:]) and not set(self.quarantined) & set(blocks)
+        self.overwrite(blocks[num_cached:])
+        self.tables.append(Table(prompt, blocks, num_cached))
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data(), count=st.integers(0, 5))
+    def extend(self, data: st.DataObject, count: int) -> None:
+        table, room = self.pick(data), self.manager.num_available
+        before = list(table.blocks)
+        done = self.manager.extend(table.blocks, len(before) + count)
+        assert done == (count <= room)
+        assert table.blocks[: len(before)] == before and len(table.blocks) == len(before) + (count if done else 0)
+        self.overwrite(table.blocks[len(before) :])
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        table = self.pick(data)
+        self.manager.share(table.blocks)
+        assert all(self.manager.is_shared(block) for block in table.blocks)
+        twin = Table([], list(table.blocks), table.num_sealed)
+        twin.hashes = table.hashes
+        self.tables.append(twin)
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def seal_the_next(self, data: st.DataObject) -> None:
+        table = self.pick(data)
+        if table.num_sealed == min(len(table.hashes), len(table.blocks)):
+            return
+        block, prefix_hash = table.blocks[table.num_sealed], table.hashes[table.num_sealed]
+        self.manager.seal(block, prefix_hash)
+        self.content.setdefault(block, prefix_hash)
+        table.num_sealed += 1
+        assert self.manager.match([prefix_hash]) == 1  # here or in another block; its head may be gone
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data(), by_quarantine=st.booleans())
+    def end(self, data: st.DataObject, by_quarantine: bool) -> None:
+        table = self.pick(data)
+        self.tables.remove(table)
+        if by_quarantine:
+            still_held = {block for other in self.tables for block in other.blocks}
+            self.quarantined += [block for block in table.blocks if block not in still_held]
+            self.manager.quarantine(table.blocks)
+        else:
+            self.manager.free(table.blocks)
+
+    @precondition(lambda self: self.quarantined)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        blocks = data.draw(st.lists(st.sampled_from(self.quarantined), unique=True))
+        self.manager.release(blocks)
+        self.quarantined = [block for block in self.quarantined if block not in blocks]
+
+    @rule()
+    def clear_cache(self) -> None:
+        self.manager.clear_cache()
+        assert self.manager.num_cached == 0
+
+    @rule()
+    def hear_of_changes(self) -> None:
+        for prefix_hash, is_there in self.manager.take_changes().items():
+            (self.findable.add if is_there else self.findable.discard)(prefix_hash)
+        assert self.findable == set(self.manager.sealed_hashes())
+
+    @invariant()
+    def everything_adds_up(self) -> None:
+        self.manager.check_integrity()
+        held = {block for table in self.tables for block in table.blocks}
+        assert self.manager.num_available == NUM_BLOCKS - len(held) - len(self.quarantined)
+
+
+BlockManagerMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestBlockManager = BlockManagerMachine.TestCase
+
+
+def test_the_least_recently_used_prefix_goes_first_and_its_tail_before_its_head() -> None:
+    manager = BlockManager(4)
+    for prompt in ([1, 2], [3, 4]):
+        taken = manager.allocate([], 2)
+        assert taken is not None
+        for block, prefix_hash in zip(taken[0], hashes_of(prompt), strict=True):
+            manager.seal(block, prefix_hash)
+        manager.free(taken[0])
+    manager.allocate([], 1)
+    assert (manager.match(hashes_of([1, 2])), manager.match(hashes_of([3, 4]))) == (1, 2)
+
+
+def test_integrity_is_really_checked() -> None:
+    manager = BlockManager(3)
+    manager._free.pop()
+    with pytest.raises(AssertionError, match="lost"):
+        manager.check_integrity()

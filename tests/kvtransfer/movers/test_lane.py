@@ -1,0 +1,66 @@
+"""On a device a link works beside the computation: what comes behind what there. The order of a GPU's streams is not
+tested here, but that the right things are asked of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed import PrefixStore
+
+from cluster.rpc import transfer_pb2 as pb
+from engine.kv.checksum import checksum
+from engine.kv.layout import KVLayout
+from engine.kv.pool import KVPool
+from kvtransfer.movers import incoming
+from kvtransfer.movers.codec import codec_for, slots_of
+from kvtransfer.movers.incoming import Incoming
+from kvtransfer.movers.lane import Mark, own_lane
+from kvtransfer.movers.meeting import Meeting, local_store
+from kvtransfer.protocol.plan import HeadCopy
+from kvtransfer.protocol.segment import Segment
+
+CPU = torch.device("cpu")
+
+
+def test_on_a_cpu_marks_are_of_nothing() -> None:
+    with own_lane(CPU):
+        mark = Mark(CPU)
+    mark.hold_up()
+    mark.wait()
+
+
+def test_a_write_comes_behind_what_was_there_and_closing_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a step that was started before the blocks were given away, or a write of a handoff that is closed, would
+    still change them."""
+    asked: list[tuple[str, int]] = []
+
+    class FakeMark:
+        def __init__(self, device: torch.device) -> None:
+            self.number = sum(what == "mark" for what, _ in asked)
+            asked.append(("mark", self.number))
+
+        def hold_up(self) -> None:
+            asked.append(("hold up", self.number))
+
+        def wait(self) -> None:
+            asked.append(("wait", self.number))
+
+    layout = KVLayout(model="m", num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
+    pool, codec = KVPool(layout, num_blocks=3, device=CPU), codec_for(layout, "raw")
+    segment = Segment(first_layer=0, num_layers=1, first_token=0, num_tokens=4, first_head=0, num_heads=1)
+    payload = torch.zeros(codec.num_bytes(segment), dtype=torch.uint8)
+    codec.pack(pool, segment, slots_of(pool, [0], 0, 4), payload)
+    announced = pb.Segment(handoff="h", epoch=1, num_layers=1, num_tokens=4, num_bytes=len(payload))
+    announced.checksum = checksum(payload)
+
+    monkeypatch.setattr(incoming, "Mark", FakeMark)
+    opened = pb.OpenRequest(handoff="h", block_ids=[2], max_tokens=4)
+    receiving = Incoming(opened, pool=pool, codec=codec)
+    copy = HeadCopy(sender=0, receiver=0, sender_head=0, receiver_head=0, num_heads=1)
+    receiving.write(announced, payload, copy=copy)
+    receiving.close()
+    assert asked == [("mark", 0), ("hold up", 0), ("mark", 1), ("wait", 1)]
+
+
+def test_what_watches_over_a_group_finds_no_word() -> None:
+    assert not PrefixStore("link", local_store(Meeting(), timeout_s=1)).check(["exception_dump"])

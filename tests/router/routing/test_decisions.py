@@ -1,0 +1,46 @@
+"""A router remembers why; by the client's id."""
+
+from __future__ import annotations
+
+from cluster.words.timing import StepTiming
+from router.routing.decisions import Decisions
+from router.routing.policy import Option, ReplicaView
+
+
+def _view(replica: str) -> ReplicaView:
+    return ReplicaView(
+        replica=replica,
+        cached_tokens=0,
+        stored_tokens=0,
+        queue_s=0.0,
+        num_streams=0,
+        num_blocks=10,
+        available_blocks=10,
+        timing=StepTiming(base_s=0.01, token_s=1e-4),
+        max_batch_tokens=512,
+        link_bytes_per_s=1e9,
+    )
+
+
+def test_every_attempt_of_every_prompt_is_told() -> None:
+    decisions = Decisions()
+    first, second = Option(prefill="p-0", decode="d-0", compute_s=1.0), Option(prefill=None, decode="d-1", queue_s=2.0)
+    decisions.add("chat-1-0a1b2c3d", [first, second], [_view("p-0"), _view("d-0"), _view("d-1"), _view("d-2")])
+    decisions.add("chat-1-0a1b2c3d", [second], [])
+    decisions.add("chat-1-ffffffff", [first], [])
+    decisions.add("chat-10-0a1b2c3d", [first], [])
+    told = decisions.explain("chat-1")
+    assert sorted(told) == ["chat-1-0a1b2c3d", "chat-1-ffffffff"]
+    chosen = [[option["decode"] for option in attempt["options"]] for attempt in told["chat-1-0a1b2c3d"]]
+    assert chosen == [["d-0", "d-1"], ["d-1"]]
+    known = told["chat-1-0a1b2c3d"][0]["replicas"]
+    assert list(known) == ["p-0", "d-0", "d-1"] and known["p-0"]["timing"]["base_s"] == 0.01
+    assert told["chat-1-ffffffff"][0]["options"][0]["cost_s"] == 1.0
+    assert decisions.explain("another") == {}
+
+
+def test_only_the_last_are_remembered() -> None:
+    decisions = Decisions()
+    for number in range(1500):
+        decisions.add(f"r{number}", [Option(prefill=None, decode="d")], [])
+    assert decisions.explain("r0") == {} and decisions.explain("r1499")

@@ -1,0 +1,74 @@
+"""The tokens of one attempt, joined from the replica that computes the prompt and the one that decodes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from cluster.words.errors import ReplicaLost, TransferError
+from cluster.words.request import FinishReason, SampledToken
+from router.serving.choices import Choices
+
+
+def _token(id: int, *, is_last: bool = False) -> SampledToken:
+    return SampledToken(token_id=id, finish_reason=FinishReason.LENGTH if is_last else None)
+
+
+def _choices(number: int = 1, *, has_prefill: bool = True) -> tuple[Choices, list[tuple[int, int]]]:
+    emitted: list[tuple[int, int]] = []
+    choices = Choices(range(number), lambda i, token: emitted.append((i, token.token_id)), has_prefill=has_prefill)
+    return choices, emitted
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(["first", "started", "decoded"])))
+async def test_in_whatever_order_the_two_replicas_are_heard(order: tuple[str, ...]) -> None:
+    choices, emitted = _choices(2)
+    for event in order:
+        if event == "first":
+            choices.first([_token(10), _token(20)], epoch=3)
+        elif event == "started":
+            choices.started(epoch=3)
+        else:
+            choices.decoded(0, [_token(11), _token(12, is_last=True)])
+            choices.decoded(1, [_token(21, is_last=True)])
+    await choices.wait()
+    assert emitted[:2] == [(0, 10), (1, 20)], "a first token waits for nobody but its own replica"
+    assert [id for choice, id in emitted if choice == 0] == [10, 11, 12]
+    assert [id for choice, id in emitted if choice == 1] == [20, 21]
+
+
+async def test_what_follows_the_first_tokens_of_another_life_is_never_told() -> None:
+    choices, emitted = _choices()
+    choices.started(epoch=0)  # by a prefill replica that was given up, whose KV had landed
+    choices.decoded(0, [_token(98), _token(99, is_last=True)])
+    choices.first([_token(10)], epoch=1)
+    with pytest.raises(TransferError, match=r"epoch 0, .* of 1"):
+        await choices.wait()
+    assert emitted == [(0, 10)]
+
+
+async def test_without_a_prefill_replica_nothing_is_kept_back() -> None:
+    choices, emitted = _choices(has_prefill=False)
+    choices.decoded(0, [_token(10, is_last=True)])
+    await choices.wait()
+    assert emitted == [(0, 10)]
+
+
+async def test_a_choice_that_needs_no_more_gets_no_more() -> None:
+    choices, emitted = _choices(2, has_prefill=False)
+    choices.decoded(0, [_token(10)])
+    choices.finish(0)
+    choices.decoded(0, [_token(11)])
+    choices.decoded(1, [_token(20, is_last=True)])
+    await choices.wait()
+    assert emitted == [(0, 10), (1, 20)]
+    await choices.wait_for(0, 5)  # it has finished: there is nothing to wait for
+
+
+async def test_the_first_error_is_the_one_that_is_raised() -> None:
+    choices, _ = _choices()
+    choices.fail(ReplicaLost("one"))
+    choices.fail(ReplicaLost("another"))
+    with pytest.raises(ReplicaLost, match="one"):
+        await choices.wait()

@@ -1,0 +1,38 @@
+"""Which stream should go where, as pure rules."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.serving.rebalance import Crowd, next_move
+
+
+def _crowds(*counts: int) -> list[Crowd]:
+    return [Crowd(f"decode-{i}", count) for i, count in enumerate(counts)]
+
+
+def test_a_newcomer_gets_streams_of_the_fullest() -> None:
+    assert next_move(_crowds(3, 8, 0)) == ("decode-1", "decode-2")
+
+
+def test_nothing_moves_for_little() -> None:
+    assert next_move([]) is None
+    assert next_move(_crowds(8)) is None
+    assert next_move(_crowds(3, 0)) is None
+    assert next_move(_crowds(100, 80)) is None
+
+
+@given(st.lists(st.integers(0, 300), max_size=6), st.integers(1, 3))
+def test_it_comes_to_an_end_and_leaves_nobody_far_ahead(counts: list[int], num_routers: int) -> None:
+    """Also where several routers see the same and each move one stream."""
+    crowds, num_moves = _crowds(*counts), 0
+    while move := next_move(crowds):
+        source, target = move
+        change = {source: -num_routers, target: num_routers}
+        crowds = [Crowd(crowd.replica, crowd.num_streams + change.get(crowd.replica, 0)) for crowd in crowds]
+        num_moves += 1
+        assert num_moves <= sum(counts)
+    final = [crowd.num_streams for crowd in crowds]
+    assert sum(final) == sum(counts) and min(final, default=0) >= 0
+    assert max(final, default=0) - min(final, default=0) < max(4, 0.25 * max(final, default=0))

@@ -1,0 +1,95 @@
+"""The replicas as a router sees them, where they come and go under calls of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from grpc import aio
+
+from cluster.index.membership import Member, Membership
+from cluster.index.presence import connect_redis
+from cluster.process.ports import free_port
+from cluster.rpc import worker_pb2 as pb
+from cluster.rpc import worker_pb2_grpc as rpc
+from cluster.words.errors import ReplicaLost
+from cluster.words.request import Role
+from router.serving.replicas import Replica, Replicas
+
+_NAME = "here"
+
+
+class _Worker(rpc.WorkerServicer):
+    async def Frames(self, request: pb.FramesRequest, context: Any) -> AsyncIterator[pb.Frame]:
+        yield pb.Frame(status=pb.Status(replica="prefill-0"))
+        await asyncio.Event().wait()
+
+
+async def _serve(port: int) -> aio.Server:
+    server = aio.server()
+    server.add_insecure_port(f"127.0.0.1:{port}")
+    rpc.add_WorkerServicer_to_server(_Worker(), server)
+    await server.start()
+    return server
+
+
+async def _until_alive(replicas: Replicas, *, alive: bool) -> None:
+    while any(replica.is_alive for replica in replicas) is not alive:
+        await replicas.changed(timeout_s=10)
+
+
+async def _call(replica: Replica) -> None:
+    async for _ in rpc.PrefillWorkerStub(replica.channel).Prefill(pb.PrefillRequest()):
+        pass
+
+
+async def test_who_still_calls_a_replica_that_has_left_loses_it_like_any_other(redis_url: str) -> None:
+    port = free_port()
+    worker = await _serve(port)
+    member = Member(
+        replica="prefill-0",
+        role=Role.PREFILL,
+        address=f"127.0.0.1:{port}",
+        layout="",
+        num_blocks=8,
+        block_size=16,
+        bytes_per_token=1,
+        max_tokens=128,
+    )
+    redis = connect_redis(redis_url)
+    await redis.flushall()
+    membership = Membership(redis, name=_NAME)
+    await membership.renew(member)
+    replicas = Replicas(connect_redis(redis_url), name=_NAME, router="router-0")
+    replicas.start()
+    try:
+        await _until_alive(replicas, alive=True)
+        replica = replicas.get("prefill-0")
+        assert replica
+        await membership.leave("prefill-0")
+        await worker.stop(None)
+        await _until_alive(replicas, alive=False)
+        heard: list[Any] = []
+        replica.subscribe(1, heard.append)  # too late to hear of the first loss
+        async with asyncio.timeout(10):
+            while replicas.get("prefill-0"):
+                await asyncio.sleep(0.01)
+        assert [type(loss) for loss in heard][-1:] == [ReplicaLost]
+        with pytest.raises(aio.AioRpcError):
+            await _call(replica)
+        with pytest.raises(ReplicaLost):
+            await replica.unless_lost(_call(replica))
+
+        worker = await _serve(port)
+        await membership.renew(member)  # it may come back under its name
+        await _until_alive(replicas, alive=True)
+        back = replicas.get("prefill-0")
+        assert back
+        with pytest.raises(aio.AioRpcError, match="Method not found"):
+            await back.unless_lost(_call(back))
+    finally:
+        await replicas.close()
+        await redis.aclose()
+        await worker.stop(None)

@@ -1,0 +1,114 @@
+"""Conversations rendered as transformers renders them, and refused in the template's own words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.words.errors import RequestError, SpecError
+from router.text.chat_template import MAX_MESSAGES, ChatTemplate, find_chat_template
+from router.text.template_sandbox import MAX_TEXT_CHARS
+from tests.router.tiny_tokenizers import CHATML, write_json
+
+SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+
+# chatml, and templates in the manner of the families that we serve.
+TEMPLATES = {path.stem: path.read_text() for path in sorted((Path(__file__).parent / "templates").glob("*.jinja"))}
+TEMPLATES["chatml"] = CHATML
+
+CONVERSATIONS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "What is the capital of France?"}],
+    [{"role": "system", "content": " Be brief. "}, {"role": "user", "content": "  <b>你好</b> & 'quotes' \n"}],
+    [
+        {"role": "user", "content": "One", "name": "ann"},
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\nTwo"},
+        {"role": "user", "content": "{{ bos_token }} {% raw %}"},
+    ],
+]
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS, ids=["user", "system", "turns"])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_renders_as_transformers(byte_level_dir: Path, name: str, messages: list[dict[str, Any]]) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_file=str(byte_level_dir / "tokenizer.json"), chat_template=TEMPLATES[name], **SPECIAL_TOKENS
+    )
+    ours = ChatTemplate(TEMPLATES[name], special_tokens=SPECIAL_TOKENS)
+    for variables in ({}, {"enable_thinking": False}):
+        expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
+        assert ours.render(messages, variables=variables) == expected
+
+
+def refusal(source: str | None, messages: list[dict[str, Any]] | None = None, **variables: Any) -> str:
+    template = ChatTemplate(source, special_tokens=SPECIAL_TOKENS)
+    with pytest.raises(RequestError) as caught:
+        template.render(CONVERSATIONS[0] if messages is None else messages, variables=variables)
+    assert caught.value.param == "messages"
+    return str(caught.value)
+
+
+def test_a_refused_conversation_is_told_in_the_templates_words() -> None:
+    assert "roles must alternate" in refusal(TEMPLATES["llama2"], [{"role": "assistant", "content": "hi"}])
+    assert "has no attribute" in refusal("{{ messages[0].tool_calls.first }}")
+    assert "can only concatenate str" in refusal("{{ 'a' + 1 }}")
+    assert "no chat template" in refusal(None)
+    assert "at least one" in refusal(CHATML, [])
+    assert str(MAX_MESSAGES) in refusal(CHATML, [{"role": "user", "content": ""}] * (MAX_MESSAGES + 1))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.__class__.mro() }}",
+        "{{ ''.__class__.x }}",
+        "{{ raise_exception.__globals__.x }}",
+        "{{ messages.append({}) }}",
+        "{{ messages[0].update(role='x') }}",
+        "{{ 'x' * 999999999 }}",
+        "{{ 9 ** 9 ** 9 }}",
+        "{% for i in range(999999999) %}{% endfor %}",
+        "{% set ns = namespace(__call__=1) %}",
+        "{% set ns = namespace() %}{% set ns.__html__ = 1 %}",
+        "{% for i in range(99999) %}{{ ' ' * 1000 }}{% endfor %}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+    ],
+)
+def test_a_hostile_template_is_refused(source: str) -> None:
+    refusal(source)
+
+
+def test_a_client_cannot_replace_what_the_model_sets() -> None:
+    template = ChatTemplate("{{ bos_token }}{{ messages[0].content }}{{ tools }}", special_tokens=SPECIAL_TOKENS)
+    mine = {"bos_token": "mine", "messages": [], "tools": "mine"}
+    assert template.render([{"role": "user", "content": "hi"}], variables=mine) == "<s>hiNone"
+
+
+def test_messages_are_data_and_not_template() -> None:
+    template = ChatTemplate("{{ messages[0].content }}", special_tokens={})
+    assert template.render([{"role": "user", "content": "{{ 1 + 1 }}"}]) == "{{ 1 + 1 }}"
+    long = [{"role": "user", "content": "x" * (MAX_TEXT_CHARS + 1)}]
+    assert "exceed" in refusal("{{ messages[0].content }}", long)
+
+
+def test_a_bad_template_is_the_operators_mistake() -> None:
+    with pytest.raises(SpecError, match="line 2"):
+        ChatTemplate("x\n{% if %}", special_tokens={})
+    with pytest.raises(SpecError, match="characters"):
+        ChatTemplate("x" * 1_000_000, special_tokens={})
+
+
+def test_where_a_template_is_found(tmp_path: Path) -> None:
+    assert find_chat_template(tmp_path) is None
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
+    write_json(tmp_path / "tokenizer_config.json", {"chat_template": named})
+    assert find_chat_template(tmp_path) == "yes"
+    (tmp_path / "chat_template.jinja").write_text("first")
+    assert find_chat_template(tmp_path) == "first"
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(SpecError, match="not readable as JSON"):
+        find_chat_template(tmp_path)

@@ -1,0 +1,349 @@
+"""Text in, text out, over a fake cluster: what reaches the workers, what comes back, and that everything ends."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.words.errors import (
+    CapacityError,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    ReplicaLost,
+    RequestError,
+    UnknownModel,
+)
+from cluster.words.request import FinishReason
+from router.text.completion import Completions
+from router.text.completion_request import Chat, CompletionRequest
+from router.text.events import Delta, Event, Finished, Summary
+from router.text.tokenizer import Tokenizer
+from tests.router.fake_dispatcher import FakeDispatcher
+from tests.router.tiny_service import MakeCompletions
+
+
+def request(prompt: Any = "The capital", **fields: Any) -> CompletionRequest:
+    return CompletionRequest(id="r1", prompt=prompt, **fields)
+
+
+async def run(completions: Completions, asked: CompletionRequest) -> list[Event]:
+    completion = await completions.open(asked)
+    async with completion.run() as events:
+        return [event async for event in events]
+
+
+def text_of(events: Sequence[Event], choice: int = 0) -> str:
+    return "".join(event.text for event in events if isinstance(event, Delta) and event.choice == choice)
+
+
+def outcomes(completions: Completions) -> dict[str, float]:
+    samples = [s for family in completions.metrics.requests.collect() for s in family.samples]
+    return {s.labels["outcome"]: s.value for s in samples if s.name == "requests_total"}
+
+
+async def test_the_text_of_all_tokens_and_one_account(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+    fake = FakeDispatcher()
+    service = completions(fake)
+    ids = byte_level.encode("Paris 你好 🎉")
+    events = await run(service, request("Paris 你好 🎉", max_tokens=2 * len(ids)))
+    assert text_of(events) == "Paris 你好 🎉" * 2
+    assert [type(event) for event in events] == [Delta] * 2 * len(ids) + [Finished, Summary]
+    assert events[-2] == Finished(0, FinishReason.LENGTH)
+    summary = events[-1]
+    assert isinstance(summary, Summary)
+    assert (summary.usage.prompt_tokens, summary.usage.completion_tokens, summary.usage.cached_tokens) == (
+        len(ids),
+        2 * len(ids),
+        3,
+    )
+    assert summary.route.wire_bytes == 1000
+    assert 0 < summary.ttft_s < 5 and 0 < summary.itl_s < 5
+    assert [kind for _, kind in fake.ended] == [None]
+    assert outcomes(service) == {"completed": 1}
+
+
+async def test_what_reaches_the_workers_is_resolved(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+    fake = FakeDispatcher()
+    await run(
+        completions(fake), request(n=2, salt="acme", priority=-1, stop_token_ids=(300,), top_k=-1, temperature=1e-9)
+    )
+    (sent,) = fake.started
+    assert sent.token_ids == tuple(byte_level.encode("The capital"))
+    assert (sent.num_prompt_tokens, sent.choices, sent.salt, sent.priority) == (len(sent.token_ids), (0, 1), "acme", -1)
+    assert sent.sampling.max_tokens == 256 - len(sent.token_ids)
+    assert set(sent.sampling.stop_token_ids) == {300, *byte_level.eos_token_ids}
+    assert (sent.sampling.temperature, sent.sampling.top_k, sent.sampling.is_greedy) == (0.0, 0, True)
+    assert sent.deadline_s is not None and 0 < sent.deadline_s <= 60
+    assert sent.id.startswith("r1-")
+
+
+async def test_two_requests_of_one_id_are_told_apart(completions: MakeCompletions) -> None:
+    fake = FakeDispatcher()
+    service = completions(fake)
+    await asyncio.gather(*(run(service, request(max_tokens=2)) for _ in range(2)))
+    assert len({sent.id for sent in fake.started}) == 2
+
+
+async def test_seeds(completions: MakeCompletions) -> None:
+    fake = FakeDispatcher()
+    service = completions(fake)
+    for seed in (None, None, 7, 7, -1, 2**64 - 1):
+        await run(service, request(seed=seed, max_tokens=1))
+    first, second, third, fourth, negative, large = [sent.sampling.seed for sent in fake.started]
+    assert first != second and third == fourth == 7
+    assert 0 <= negative < 2**63 and 0 <= large < 2**63
+
+
+@pytest.mark.parametrize("include_stop", [False, True])
+async def test_a_stop_string_over_several_tokens(
+    completions: MakeCompletions, byte_level: Tokenizer, include_stop: bool
+) -> None:
+    fake = FakeDispatcher()
+    ids = byte_level.encode("abcdefgh")
+    assert len(ids) > 6  # so that "cdef" spans tokens
+    events = await run(completions(fake), request("abcdefgh", stop=("cdef", "zzz"), include_stop=include_stop))
+    assert text_of(events) == ("abcdef" if include_stop else "ab")
+    assert events[-2] == Finished(0, FinishReason.STOP, "cdef")
+    summary = events[-1]
+    assert isinstance(summary, Summary)
+    assert summary.usage.completion_tokens == len(byte_level.encode("abcdef"))  # up to the one that completed it
+    assert [choice for _, choice in fake.stopped] == [0]
+
+
+async def test_text_held_back_for_a_stop_string_is_released_at_the_end(completions: MakeCompletions) -> None:
+    events = await run(completions(FakeDispatcher()), request("abc", max_tokens=3, stop=("bcd",)))
+    assert text_of(events) == "abc"
+
+
+async def test_one_choice_stops_and_the_other_goes_on(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+    scripts = [byte_level.encode("ab#"), byte_level.encode("xyz")]
+    fake = FakeDispatcher(script=lambda _, choice: scripts[choice])
+    events = await run(completions(fake), request(n=2, max_tokens=6, stop=("#",)))
+    assert (text_of(events, 0), text_of(events, 1)) == ("ab", "xyzxyz")
+    finished = [event for event in events if isinstance(event, Finished)]
+    assert finished == [Finished(0, FinishReason.STOP, "#"), Finished(1, FinishReason.LENGTH)]
+    after = events[events.index(finished[0]) :]
+    assert not any(isinstance(event, Delta) and event.choice == 0 for event in after)
+    summary = events[-1]
+    assert isinstance(summary, Summary) and summary.usage.completion_tokens == 3 + 6
+
+
+async def test_end_of_sequence(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+    fake = FakeDispatcher(script=lambda *_: byte_level.encode("ab<|im_end|>c"))
+    service = completions(fake)
+    shown = {"skip_special_tokens": False}
+    assert text_of(await run(service, request())) == "ab"
+    assert text_of(await run(service, request(**shown))) == "ab"
+    assert text_of(await run(service, request(**shown, include_stop=True))) == "ab<|im_end|>"
+    ignored = await run(service, request(**shown, ignore_eos=True, max_tokens=4))
+    assert text_of(ignored) == "ab<|im_end|>c" and ignored[-2] == Finished(0, FinishReason.LENGTH)
+    late = await run(service, request(**shown, min_tokens=3, max_tokens=8))
+    assert text_of(late) == "ab<|im_end|>cab"
+
+
+async def test_a_stop_string_at_the_very_limit(completions: MakeCompletions) -> None:
+    fake = FakeDispatcher()
+    events = await run(completions(fake), request("abc", stop=("c",), max_tokens=3))
+    assert text_of(events) == "ab" and events[-2] == Finished(0, FinishReason.STOP, "c")
+    assert fake.stopped == []  # the workers have ended it themselves
+
+
+async def test_stop_strings_wait_for_min_tokens(completions: MakeCompletions) -> None:
+    events = await run(completions(FakeDispatcher()), request("ab", stop=("a",), min_tokens=2, max_tokens=8))
+    assert text_of(events) == "ab"
+
+
+async def test_a_character_cut_by_the_limit(completions: MakeCompletions) -> None:
+    events = await run(completions(FakeDispatcher()), request("𝄞", max_tokens=2))
+    assert text_of(events) == "�"
+
+
+@given(data=st.data())
+def test_whatever_the_tokens_the_text_is_cut_as_a_whole(
+    completions: MakeCompletions, byte_level: Tokenizer, data: st.DataObject
+) -> None:
+    ids = data.draw(st.lists(st.integers(200, 300), min_size=1, max_size=12))
+    stops = data.draw(st.lists(st.sampled_from(["a", "is", "the ", "o", "�", "xy"]), max_size=3))
+    fake = FakeDispatcher(script=lambda *_: ids)
+    events = asyncio.run(run(completions(fake), request(max_tokens=len(ids), ignore_eos=True, stop=tuple(stops))))
+    whole = byte_level.decode(ids)
+    ends = [(whole.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in whole]
+    expected = whole[: min(ends)[0] + min(ends)[1]] if ends else whole
+    assert text_of(events) == expected
+
+
+async def test_logprobs_and_offsets(completions: MakeCompletions) -> None:
+    events = await run(completions(FakeDispatcher()), request("ab𝄞c", max_tokens=7, logprobs=2))
+    deltas = [event for event in events if isinstance(event, Delta)]
+    assert [delta.text_offset for delta in deltas] == [0, 1, 2, 2, 2, 2, 3]
+    assert all(delta.token.logprob is not None and len(delta.token.logprob.top) == 2 for delta in deltas)
+
+
+async def test_chat_is_rendered_by_the_template(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+    fake = FakeDispatcher()
+    await run(completions(fake), request(Chat(messages=({"role": "user", "content": "hi"},)), max_tokens=1))
+    prompt = byte_level.decode(fake.started[0].token_ids, skip_special_tokens=False)
+    assert prompt.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+
+
+WRONG: list[tuple[str, dict[str, Any]]] = [
+    ("temperature", {"temperature": -0.1}),
+    ("temperature", {"temperature": math.nan}),
+    ("temperature", {"temperature": math.inf}),
+    ("top_p", {"top_p": 0.0}),
+    ("top_p", {"top_p": 1.1}),
+    ("min_p", {"min_p": 1.1}),
+    ("top_k", {"top_k": -2}),
+    ("repetition_penalty", {"repetition_penalty": 0.0}),
+    ("presence_penalty", {"presence_penalty": 2.1}),
+    ("frequency_penalty", {"frequency_penalty": -2.1}),
+    ("n", {"n": 0}),
+    ("n", {"n": 129}),
+    ("logprobs", {"logprobs": 21}),
+    ("max_tokens", {"max_tokens": 0}),
+    ("min_tokens", {"min_tokens": 5, "max_tokens": 4}),
+    ("seed", {"seed": 2**64}),
+    ("stop", {"stop": ("",)}),
+    ("stop", {"stop": ("x" * 1025,)}),
+    ("stop", {"stop": ("x",) * 17}),
+    ("stop_token_ids", {"stop_token_ids": (1_000_000,)}),
+    ("prompt", {"prompt": ""}),
+    ("prompt", {"prompt": ()}),
+    ("prompt", {"prompt": (1, -2)}),
+    ("prompt", {"prompt": (1, 1_000_000)}),
+    ("messages", {"prompt": Chat(messages=())}),
+    ("cache_salt", {"salt": "x" * 1025}),
+]
+
+
+@pytest.mark.parametrize(("param", "fields"), WRONG, ids=str)
+async def test_a_wrong_field_is_named(completions: MakeCompletions, param: str, fields: dict[str, Any]) -> None:
+    fake = FakeDispatcher()
+    service = completions(fake)
+    with pytest.raises(RequestError) as caught:
+        await service.open(request(**fields))
+    assert caught.value.param == param
+    assert not fake.started
+    assert outcomes(service) == {"invalid_value": 1}
+
+
+async def test_unknown_model(completions: MakeCompletions) -> None:
+    with pytest.raises(UnknownModel, match="'gpt-9' is not served here; 'tiny' is"):
+        await completions(FakeDispatcher()).open(request(model="gpt-9"))
+    await completions(FakeDispatcher()).open(request(model="tiny"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "needs"),
+    [
+        ({"prompt": (1,) * 256}, "256 for the prompt"),
+        ({"prompt": (1,) * 200, "max_tokens": 57}, "200 for the prompt and 57"),
+        ({"prompt": (1,) * 200, "min_tokens": 57}, "200 for the prompt"),
+        ({"prompt": "word " * 10_000_000}, "characters are more"),
+    ],
+    ids=["prompt", "max_tokens", "min_tokens", "megabytes"],
+)
+async def test_what_does_not_fit_the_context(completions: MakeCompletions, fields: dict[str, Any], needs: str) -> None:
+    with pytest.raises(ContextLengthExceeded, match=needs):
+        await completions(FakeDispatcher()).open(request(**fields))
+    await completions(FakeDispatcher()).open(request((1,) * 200, max_tokens=56))
+
+
+WORDS = "word " * 100_000
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        WORDS,
+        Chat(messages=({"role": "user", "content": WORDS},)),
+        Chat(messages=({"role": "user", "content": "hi", "reasoning_content": WORDS},)),
+    ],
+    ids=["text", "chat", "reasoning"],
+)
+async def test_a_long_prompt_does_not_block_the_loop(completions: MakeCompletions, prompt: str | Chat) -> None:
+    everything = "{% for message in messages %}{{ message.content }}{{ message.reasoning_content }}{% endfor %}"
+    service = completions(FakeDispatcher(), max_context=1_000_000, chat_template=everything)
+    opening = asyncio.ensure_future(service.open(request(prompt)))
+    turns = 0
+    while not opening.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns > 10
+    assert len((await opening).prompt_ids) >= 100_000
+
+
+async def test_leaving_early_ends_the_generation(completions: MakeCompletions) -> None:
+    fake = FakeDispatcher()
+    service = completions(fake)
+    completion = await service.open(request())
+    async with completion.run() as events:
+        async for _ in events:
+            break
+    assert fake.has_ended.is_set()
+    assert outcomes(service) == {"cancelled": 1}
+
+
+async def test_a_cancelled_task_ends_the_generation(completions: MakeCompletions) -> None:
+    fake = FakeDispatcher(hang_after=3)
+    service = completions(fake)
+    task = asyncio.ensure_future(run(service, request()))
+    await asyncio.wait_for(fake.is_hanging.wait(), 5)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert fake.ended == [(fake.started[0].id, asyncio.CancelledError)]
+    assert outcomes(service) == {"cancelled": 1}
+
+
+@pytest.mark.parametrize(
+    ("faults", "kind", "outcome"),
+    [
+        ({"refuse": CapacityError("full", retry_after_s=2)}, CapacityError, "overloaded"),
+        ({"fail_after": (3, ReplicaLost("decode-0 died"))}, ReplicaLost, "replica_lost"),
+        ({"fail_after": (3, ZeroDivisionError())}, ZeroDivisionError, "internal_error"),
+        ({"end_after": 3}, ReplicaLost, "replica_lost"),
+        ({"cancel_after": 3}, ReplicaLost, "replica_lost"),
+        ({"fail_after": (3, TimeoutError("not ours"))}, TimeoutError, "internal_error"),
+    ],
+    ids=["full", "lost", "bug", "ends early", "cancelled", "foreign timeout"],
+)
+async def test_failures_pass_through_and_are_counted(
+    completions: MakeCompletions, faults: dict[str, Any], kind: type[Exception], outcome: str
+) -> None:
+    fake = FakeDispatcher(**faults)
+    service = completions(fake)
+    with pytest.raises(kind):
+        await run(service, request())
+    assert len(fake.started) == len(fake.ended)
+    assert outcomes(service) == {outcome: 1}
+
+
+async def test_the_deadline_holds_for_a_slow_consumer_too(completions: MakeCompletions) -> None:
+    fake = FakeDispatcher()
+    completion = await completions(fake).open(request(deadline_s=0.05))
+    with pytest.raises(DeadlineExceeded):
+        async with completion.run():
+            await asyncio.get_running_loop().create_future()
+    assert fake.has_ended.is_set()
+
+
+@pytest.mark.parametrize("hang_after", [0, 2])
+async def test_the_deadline_is_kept(completions: MakeCompletions, hang_after: int) -> None:
+    fake = FakeDispatcher(hang_after=hang_after)
+    service = completions(fake)
+    with pytest.raises(DeadlineExceeded, match=r"within 0\.05 s"):
+        await run(service, request(deadline_s=0.05))
+    assert fake.has_ended.is_set()
+    assert outcomes(service) == {"deadline_exceeded": 1}
+
+
+async def test_the_routers_own_limit(completions: MakeCompletions) -> None:
+    with pytest.raises(DeadlineExceeded):
+        await run(completions(FakeDispatcher(hang_after=0), max_request_s=0.01), request())
