@@ -19,6 +19,7 @@ from typing import Any
 
 from cluster.words.request import Role
 from tests import hosts
+from tests.ceiling import Ceiling
 
 _ROOT = Path(__file__).parent.parent
 _MODULES = {Role.PREFILL: "prefill_worker.actor", Role.DECODE: "decode_worker.actor"}
@@ -26,6 +27,11 @@ _ANSWER_S = 60.0
 _END_S = 10.0
 
 _forks = multiprocessing.get_context("forkserver")
+
+
+def shared_ceiling(num_tokens: int) -> Ceiling:
+    """One for ranks in processes, lifted in all of them at once."""
+    return Ceiling(num_tokens, lifted=_forks.Event())
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,7 @@ class RankInProcess:
         spec: dict[str, Any],
         *,
         faults: tuple[Fault, ...] = (),
+        ceiling: Ceiling | None = None,
         log: str = os.devnull,
         network: str = "",
         **arguments: Any,
@@ -81,7 +88,9 @@ class RankInProcess:
         self._connection, theirs = _forks.Pipe()
         self._lock = threading.Lock()
         self.process = _forks.Process(
-            target=_serve, args=(theirs, role, spec, arguments, faults, log, network), daemon=True
+            target=_serve,
+            args=(theirs, role, spec, arguments, (*faults, *([ceiling] if ceiling else [])), log, network),
+            daemon=True,
         )
         self.process.start()
         theirs.close()
@@ -148,7 +157,7 @@ def _serve(
     role: Role,
     spec: dict[str, Any],
     arguments: dict[str, Any],
-    faults: tuple[Fault, ...],
+    faults: tuple[Fault | Ceiling, ...],
     log: str,
     network: str,
 ) -> None:

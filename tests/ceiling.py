@@ -1,0 +1,45 @@
+"""Answers that cannot end before a test lets them: they run when something happens, on any machine.
+
+under = Ceiling(20)
+under.arm(monkeypatch.setattr)      # decode replicas in this process; others: `LocalCluster.add(…, ceiling=…)`
+…                                   # every answer stands still at 20 tokens; its replica goes on with all else
+under.lift()
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from multiprocessing.synchronize import Event
+from typing import Any
+
+from decode_worker import moves
+from engine.decode_scheduler import Scheduler
+from engine.group import Choice
+
+
+class Ceiling:
+    """No sequence decodes beyond `num_tokens` of its answer until `lift`. What stands there may be moved, copied,
+    stopped, and killed; it never is too near its end to be worth a move."""
+
+    def __init__(self, num_tokens: int, *, lifted: threading.Event | Event | None = None) -> None:
+        """lifted: one that other processes share, where they are to arm this."""
+        self._num_tokens = num_tokens
+        self._lifted = lifted or threading.Event()
+
+    def lift(self) -> None:
+        """For good. A replica that had nothing else to do goes on within half a second."""
+        self._lifted.set()
+
+    def arm(self, replace: Callable[[Any, str, Any], None] = setattr) -> None:
+        """In this process; `replace` puts a function in another's place."""
+        schedule = Scheduler.schedule
+
+        def schedule_below(scheduler: Scheduler) -> list[tuple[Choice, int]]:
+            return [(choice, count) for choice, count in schedule(scheduler) if not self._holds(choice)]
+
+        replace(Scheduler, "schedule", schedule_below)
+        replace(moves, "is_quicker_to_ship", lambda **_: True)
+
+    def _holds(self, choice: Choice) -> bool:
+        return not self._lifted.is_set() and choice.sequence.num_generated >= self._num_tokens
