@@ -10,7 +10,8 @@ import yaml
 
 from cluster.control.placement import Demand, Node, check_fit
 from cluster.words.request import Role
-from cluster.words.spec import Spec, load_spec
+from cluster.words.spec import Spec
+from cluster.words.spec_file import load_spec
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 TOPOLOGIES = sorted((DEPLOY / "topologies").glob("*.yaml"))
