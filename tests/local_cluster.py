@@ -23,7 +23,7 @@ from cluster.model import config as model_config
 from cluster.words.metrics import Metrics
 from cluster.words.request import Role, SampledToken, Sampling, SequenceRequest
 from cluster.words.spec import Spec, parse_spec
-from router.generation import Route
+from router.generation import RequestRoute
 from router.routing.plain_policies import make_policy
 from router.routing.policy import Policy
 from router.serving.dispatch import Dispatch
@@ -64,7 +64,7 @@ class Answer:
     """What came of one request: tokens per choice, and the way it went."""
 
     tokens: dict[int, list[SampledToken]]
-    route: Route
+    route: RequestRoute
 
     @property
     def ids(self) -> list[int]:
