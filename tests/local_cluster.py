@@ -24,7 +24,7 @@ from cluster.words.metrics import Metrics
 from cluster.words.request import Role, SampledToken, Sampling, SequenceRequest
 from cluster.words.spec import Spec
 from cluster.words.spec_file import parse_spec
-from router.generation import Route
+from router.generation import RequestRoute
 from router.routing.plain_policies import make_policy
 from router.routing.policy import Policy
 from router.serving.dispatch import Dispatch
@@ -65,7 +65,7 @@ class Answer:
     """What came of one request: tokens per choice, and the way it went."""
 
     tokens: dict[int, list[SampledToken]]
-    route: Route
+    route: RequestRoute
 
     @property
     def ids(self) -> list[int]:

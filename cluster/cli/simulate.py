@@ -81,7 +81,7 @@ class Simulator:
         """Raises SpecError when there is no such profile."""
         profiles = importlib.import_module("router.simulator.profile")
         self.profile: Any = profiles.load_profile(profile or profiles.DEFAULT)
-        self.setup: Any = importlib.import_module("router.simulator.fleet").Setup
+        self.setup: Any = importlib.import_module("router.simulator.fleet").FleetSetup
 
     def run(self, setup: Any, requests: Any, *, slo_ttft_ms: float | None, slo_itl_ms: float | None) -> dict[str, Any]:
         report: dict[str, Any] = importlib.import_module("router.simulator.run").simulate(
@@ -95,7 +95,7 @@ class Simulator:
 
 
 def _pools(topology: str | None, colocated: int | None) -> dict[str, int]:
-    """The fields of Setup that follow from what is deployed."""
+    """The fields of FleetSetup that follow from what is deployed."""
     from cluster.words.spec_file import load_spec
 
     if (topology is None) == (colocated is None):

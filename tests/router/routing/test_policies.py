@@ -8,10 +8,10 @@ import pytest
 
 from cluster.words.timing import StepTiming
 from router.routing.plain_policies import POLICIES, make_policy
-from router.routing.policy import Demand, ReplicaView
+from router.routing.policy import CandidateReplica, RoutingRequest
 
-_DEMAND = Demand(num_tokens=4096, block_size=64, bytes_per_token=1000, max_local_tokens=16)
-_IDLE = ReplicaView(
+_DEMAND = RoutingRequest(num_tokens=4096, block_size=64, bytes_per_token=1000, max_local_tokens=16)
+_IDLE = CandidateReplica(
     replica="",
     cached_tokens=0,
     stored_tokens=0,
@@ -30,11 +30,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("any_policy", [*POLICIES, *metafunc.config.getoption("policy")])
 
 
-def _views(kind: str, count: int = 3) -> list[ReplicaView]:
+def _views(kind: str, count: int = 3) -> list[CandidateReplica]:
     return [replace(_IDLE, replica=f"{kind}-{i}") for i in range(count)]
 
 
-def _holding(view: ReplicaView, tokens: int) -> ReplicaView:
+def _holding(view: CandidateReplica, tokens: int) -> CandidateReplica:
     return replace(view, cached_tokens=tokens, stored_tokens=tokens)
 
 
