@@ -24,8 +24,8 @@ _SIMULATOR = "simulator"
 _NEVER_LOADED = {
     "cluster": {"torch", "transformers"},
     "router": {"torch", "transformers"},
-    "engine": {"ray", "redis", "grpc", "pydantic", "transformers", "gguf"},
-    "kvtransfer": {"ray", "redis", "pydantic", "transformers", "gguf"},
+    "engine": {"ray", "redis", "grpc", "pydantic", "msgspec", "transformers", "gguf"},
+    "kvtransfer": {"ray", "redis", "pydantic", "msgspec", "transformers", "gguf"},
 }
 
 
