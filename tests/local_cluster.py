@@ -22,7 +22,8 @@ from cluster.index.presence import connect_redis
 from cluster.model import config as model_config
 from cluster.words.metrics import Metrics
 from cluster.words.request import Role, SampledToken, Sampling, SequenceRequest
-from cluster.words.spec import Spec, parse_spec
+from cluster.words.spec import Spec
+from cluster.words.spec_file import parse_spec
 from router.generation import RequestRoute
 from router.routing.chooser import Chooser
 from router.routing.plain_policies import make_policy

@@ -59,7 +59,7 @@ class CostPolicy:
     pulls: replicas may fetch blocks from each other.
     """
 
-    def __init__(self, *, pulls: bool) -> None:
+    def __init__(self, *, pulls: bool = False) -> None:
         self._pulls = pulls
 
     def options(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from cluster.words.plugin import find
 from router.routing.cost_policy import CostPolicy
 from router.routing.policy import CandidateReplica, Option, Policy, RoutingRequest
 
@@ -39,16 +40,18 @@ class PrefixAffinity:
         return _one(demand, prefills, decodes, choose=_nearest)
 
 
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "cost": CostPolicy,
+    "prefix": PrefixAffinity,
+    "least_loaded": LeastLoaded,
+    "round_robin": RoundRobin,
+}
+
+
 def make_policy(name: str, *, pulls: bool = False) -> Policy:
-    """`name` is one of cost, prefix, least_loaded and round_robin; only cost knows of pulling from a peer."""
-    if name == "cost":
-        return CostPolicy(pulls=pulls)
-    plain: dict[str, Callable[[], Policy]] = {
-        "prefix": PrefixAffinity,
-        "least_loaded": LeastLoaded,
-        "round_robin": RoundRobin,
-    }
-    return plain[name]()
+    """By its name in POLICIES, or MODULE:NAME. Only cost knows of pulling from a peer. Raises SpecError."""
+    make = find(name, POLICIES)
+    return CostPolicy(pulls=pulls) if make is CostPolicy else make()
 
 
 def _one(

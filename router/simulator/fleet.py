@@ -31,7 +31,7 @@ class FleetSetup:
     kv_tokens: int  # per replica
     host_tokens: int = 0  # per replica
     pulls: bool = False
-    eviction: str = "reuse"  # or "lru"
+    eviction: str = "reuse_value"  # as kv.eviction
     prefill_batch_tokens: int = 8192
     decode_batch_tokens: int = 2048
     max_running: int = 256
