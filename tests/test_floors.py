@@ -81,9 +81,9 @@ prefill_worker.server: cluster(rpc wire words worker) engine(prefill_scheduler s
 prefill_worker.worker: cluster(rpc wire words worker) engine(batch kv orders pace prefill_scheduler rate sampler
     tiers) kvtransfer(movers protocol)
 router.app: cluster(process words) router(service)
-router.doors: cluster(rpc words) router(generation text)
+router.doors: cluster(rpc wire words) router(generation text)
 router.generation: cluster(words)
-router.routing: cluster(words)
+router.routing: cluster(index words)
 router.service: cluster(index model rpc words) router(doors routing serving text)
 router.serving: cluster(index rpc wire words) router(generation routing)
 router.simulator: cluster(bench index words) engine(decode_scheduler group kv prefill_scheduler sequence)
@@ -103,7 +103,6 @@ _KNOWN_CIRCLES = {
         "kvtransfer.links.tcp",
     ),
     ("kvtransfer.movers.outgoing_link", "kvtransfer.movers.sender"),
-    ("router.serving.dispatch", "router.serving.relay"),
     ("engine.batch", "engine.kernels"),
 }
 
