@@ -40,7 +40,7 @@ async def test_the_next_turn_finds_the_answer_where_its_prompt_was_computed(
     running_on.arm(monkeypatch.setattr)
     expected = [token.token_id for token in reference(model_dir, [prompt], sampling)[0]]
     async with local_cluster(model_dir, redis_url, policy=CostPolicy(pulls=False), **_TREE) as cluster:
-        async with beside(cluster.dispatch.back_up_forever(every=_EVERY)):
+        async with beside(cluster.core.back_up_forever(every=_EVERY)):
             running = asyncio.create_task(cluster.generate(prompt, sampling))
             most = len(prompt) + len(expected) - 2 * _EVERY  # so much a copy has at its latest
             await _homes(cluster, [*prompt, *expected], at_least=most // _BLOCK)
@@ -68,7 +68,7 @@ async def test_who_goes_on_for_a_lost_replica_computes_the_last_tokens_only(
     async with local_cluster(model_dir, redis_url, processes=True, policy=CostPolicy(pulls=False), **tree) as cluster:
         for _ in range(2):
             await cluster.add(Role.DECODE, ceiling=running_on)
-        async with beside(cluster.dispatch.back_up_forever(every=_EVERY)):
+        async with beside(cluster.core.back_up_forever(every=_EVERY)):
             running = asyncio.create_task(cluster.generate(prompt, _GREEDY))
             homes = await _homes(cluster, [*prompt, *expected], at_least=(len(prompt) + _EVERY) // _BLOCK)
             busy = next(r.id for r in cluster.replicas if r.member.role is Role.DECODE and r.num_requests)

@@ -7,6 +7,7 @@ import random
 from typing import Any
 
 import pytest
+from grpc import aio
 
 from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc
@@ -91,15 +92,16 @@ async def test_a_move_that_fails_leaves_the_sequence_where_it_was(
         seen = cluster.seen(source)
         running = asyncio.create_task(cluster.generate(asked, sampling))
         await _tokens_from(cluster, source, at_least=19)  # the first came from the prefill replica
-        stub = worker_pb2_grpc.DecodeWorkerStub(seen.channel)
         nowhere = pb.Handoff(
             id="h", epoch=1, ranks=["127.0.0.1:1"], num_tokens=len(asked), max_tokens=10_000, ttl_s=5.0
         )
         request = pb.MigrateRequest(router="router-0", stream=1, handoff=nowhere)  # the router's first
-        failed = await stub.Migrate(request, timeout=WITHIN_S)
-        assert not failed.moved and "127.0.0.1:1" in failed.reason
-        abandoned = stub.Migrate(request)  # nobody waits for this one
-        abandoned.cancel()
+        async with aio.insecure_channel(seen.member.address) as channel:
+            stub = worker_pb2_grpc.DecodeWorkerStub(channel)
+            failed = await stub.Migrate(request, timeout=WITHIN_S)
+            assert not failed.moved and "127.0.0.1:1" in failed.reason
+            abandoned = stub.Migrate(request)  # nobody waits for this one
+            abandoned.cancel()
         running_on.lift()
         answer = await running
         assert answer.ids == [token.token_id for token in expected]

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.words.request import Role, Sampling
 from router.routing.plain_policies import RoundRobin
-from router.routing.policy import Demand, Option, ReplicaView
+from router.routing.policy import CandidateReplica, Option, RoutingRequest
 from tests.ceiling import Ceiling
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
@@ -32,7 +32,7 @@ class Crowding:
     """Puts everything on one decode replica."""
 
     def options(
-        self, demand: Demand, prefills: Sequence[ReplicaView], decodes: Sequence[ReplicaView]
+        self, demand: RoutingRequest, prefills: Sequence[CandidateReplica], decodes: Sequence[CandidateReplica]
     ) -> Sequence[Option]:
         wanted = [view for view in decodes if view.replica == _CROWDED] or decodes
         return RoundRobin().options(demand, prefills, wanted)
@@ -52,7 +52,7 @@ async def test_a_crowd_spreads_and_no_token_changes(
     model_dir, asked = checkpoint("llama"), prompts(*range(20, 28))
     expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, asked, sampling)]
     async with local_cluster(model_dir, redis_url, policy=Crowding(), **_TREE) as cluster:
-        async with beside(cluster.dispatch.rebalance_forever()):
+        async with beside(cluster.core.rebalance_forever()):
             running = [
                 asyncio.create_task(cluster.generate(prompt, sampling, id=str(i))) for i, prompt in enumerate(asked)
             ]
@@ -74,7 +74,7 @@ async def test_what_has_moved_moves_on_when_its_new_place_drains(
     model_dir, asked = checkpoint("llama"), prompts(*range(20, 28))
     expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, asked, _GREEDY)]
     async with local_cluster(model_dir, redis_url, policy=Crowding(), **_TREE) as cluster:
-        async with beside(cluster.dispatch.rebalance_forever()):
+        async with beside(cluster.core.rebalance_forever()):
             running = [
                 asyncio.create_task(cluster.generate(prompt, _GREEDY, id=str(i))) for i, prompt in enumerate(asked)
             ]
