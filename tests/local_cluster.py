@@ -136,14 +136,14 @@ class LocalCluster:
                 tokens[item.choice].append(item.token)
         return Answer(tokens, generation.route)
 
-    async def idle(self, *, within_s: float = 30.0) -> None:
+    async def idle(self, *, timeout_s: float = 30.0) -> None:
         """Wait until every replica that lives has nothing to do and has all its blocks back.
 
         However slow the machine is, 30 s are less than the time after which a handoff expires: what is free by then was
         given back, and not only given up.
         """
         living = [replica for pool in self.pools.values() for replica in pool if replica.is_alive]
-        await becomes(lambda: all(map(_is_idle, living)), within_s=within_s)
+        await becomes(lambda: all(map(_is_idle, living)), within_s=timeout_s)
 
     async def until(self, condition: Callable[[], Any]) -> None:
         """Wait until a condition holds that only what is heard of the replicas can bring about. Raises TimeoutError."""

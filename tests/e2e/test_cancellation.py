@@ -56,7 +56,7 @@ async def _abort(cluster: LocalCluster, *, count: int, seed: int, within_s: floa
 
     for start in range(0, count, _AT_ONCE):
         await asyncio.gather(*(ask_and_go_away(number) for number in range(start, start + _AT_ONCE)))
-        await cluster.idle(within_s=within_s)
+        await cluster.idle(timeout_s=within_s)
     await cluster.until(lambda: _num_cancelled(cluster) >= count // 2)
 
 

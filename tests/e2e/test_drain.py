@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from cluster.words.request import Role, Sampling
+from router.routing.plain_policies import RoundRobin
 from tests.ceiling import Ceiling
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
@@ -35,7 +36,7 @@ async def test_one_replica_of_each_pool_leaves_under_load(
     running_on = Ceiling(30)
     running_on.arm(monkeypatch.setattr)
     expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, asked, _GREEDY)]
-    async with local_cluster(model_dir, redis_url, **_TREE) as cluster:
+    async with local_cluster(model_dir, redis_url, policy=RoundRobin(), **_TREE) as cluster:
         leaving = [cluster.pools[role].pop() for role in Role]
         running = [
             asyncio.create_task(cluster.generate(prompt, _GREEDY, id=str(i))) for i, prompt in enumerate(asked[:16])
