@@ -45,6 +45,7 @@ class Prompt:
     num_here: int = 0  # leading tokens that were in the prefix cache when it was queued
     num_cached: int = 0  # tokens found in the prefix cache when it was admitted
     num_fetched: int = 0  # tokens after these whose KV came from where it was offered
+    num_loaded: int = 0  # of these, those that were here in a lower tier
     number: int = 0  # of its arrival
 
     @property
