@@ -77,7 +77,7 @@ def _deployment(model: str) -> Iterator[State]:
     from cluster.control.desired import Parts
     from cluster.host import deployment
     from cluster.process.ports import free_port
-    from cluster.words.spec import load_spec
+    from cluster.words.spec_file import load_spec
 
     ports = [f"router.grpc_port={free_port()}", f"router.http_port={free_port()}"]
     spec = load_spec("1P1D", overrides=[f"name={_OF_ITS_OWN}", f"model.source={model}", *ports])

@@ -28,7 +28,8 @@ from cluster.control.replica_life import ReplicaLife
 from cluster.process.log import LogPart, log_path, read_log, redirect_output
 from cluster.words.errors import DeployError, SpecError
 from cluster.words.request import Role
-from cluster.words.spec import Spec, parse_spec
+from cluster.words.spec import Spec
+from cluster.words.spec_file import parse_spec
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,8 @@ from grpc import aio
 from cluster.process.stopwatch import Stopwatch
 from cluster.wire.rank_host import RankHost
 from cluster.words.rank import Binding, Progress, RankStatus
-from cluster.words.spec import Spec, parse_spec
+from cluster.words.spec import Spec
+from cluster.words.spec_file import parse_spec
 from cluster.worker.replica_service import ReplicaService
 
 logger = logging.getLogger(__name__)
