@@ -16,8 +16,8 @@ from typing import Any
 from cluster.worker import replica_service
 from cluster.worker.step_loop import StepLoop
 from decode_worker import moves
-from engine.decode_scheduler import Scheduler
-from engine.group import Choice
+from engine.decoding import Decoding
+from engine.sequence import Sequence
 
 
 class Ceiling:
@@ -35,17 +35,19 @@ class Ceiling:
 
     def arm(self, replace: Callable[[Any, str, Any], None] = setattr) -> None:
         """In this process; `replace` puts a function in another's place."""
-        schedule = Scheduler.schedule
+        make_room = Decoding.make_room
 
-        def schedule_below(scheduler: Scheduler) -> list[tuple[Choice, int]]:
-            return [(choice, count) for choice, count in schedule(scheduler) if not self._holds(choice)]
+        def make_room_below(decoding: Decoding) -> list[Sequence]:
+            return [sequence for sequence in make_room(decoding) if not self._holds(sequence)]
 
-        replace(Scheduler, "schedule", schedule_below)
+        replace(Decoding, "make_room", make_room_below)
         replace(moves, "is_quicker_to_ship", lambda **_: True)
         replace(replica_service, "StepLoop", _eager_loop)
 
-    def _holds(self, choice: Choice) -> bool:
-        return not self._lifted.is_set() and choice.sequence.num_generated >= self._num_tokens
+    def _holds(self, sequence: Sequence) -> bool:
+        if self._lifted.is_set() or threading.current_thread() is threading.main_thread():
+            return False  # what the test itself generates, as a reference
+        return sequence.num_generated >= self._num_tokens
 
 
 def _eager_loop(**arguments: Any) -> StepLoop:
