@@ -20,7 +20,8 @@ from cluster.rpc import transfer_pb2_grpc as rpc
 from cluster.wire.channel import error_of, open_channel
 from cluster.words.errors import HandoffExpired, LayoutMismatch, LinkClosed, TransferError
 from engine.kv.checksum import checksum
-from kvtransfer.links.link import MEET_TIMEOUT_S, Link, LinkEnd, open_link, operation_timeout
+from kvtransfer.links.backends import open_link
+from kvtransfer.links.link import MEET_TIMEOUT_S, Link, LinkEnd, operation_timeout
 from kvtransfer.movers.codec import WIRE_VERSION, slots_of
 from kvtransfer.movers.lane import Mark, own_lane
 from kvtransfer.movers.meeting import remote_store

@@ -17,7 +17,8 @@ import torch
 from cluster.rpc import transfer_pb2 as pb
 from cluster.words.errors import LayoutMismatch, LinkClosed, TransferError
 from engine.kv.pool import KVPool
-from kvtransfer.links.link import MEET_TIMEOUT_S, Link, LinkEnd, open_link, operation_timeout
+from kvtransfer.links.backends import open_link
+from kvtransfer.links.link import MEET_TIMEOUT_S, Link, LinkEnd, operation_timeout
 from kvtransfer.movers.codec import WIRE_VERSION, codec_for
 from kvtransfer.movers.incoming import Incoming
 from kvtransfer.movers.lane import own_lane

@@ -15,7 +15,7 @@ from cluster.words.handoff import Handoff
 from engine.kv.pool import KVPool
 from kvtransfer.movers.sender import Sender
 from kvtransfer.protocol.passage import Passage, Shipment
-from tests.kvtransfer.receiving_process import LAYOUT, NUM_BLOCKS, ReceivingProcess, receiving_process
+from tests.kvtransfer.movers.receiving_process import LAYOUT, NUM_BLOCKS, ReceivingProcess, receiving_process
 
 _NUM_TOKENS = NUM_BLOCKS * LAYOUT.block_size
 _SILENCE_S = 3.0  # timeouts.transfer_s

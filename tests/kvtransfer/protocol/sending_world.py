@@ -18,12 +18,12 @@ from kvtransfer.protocol.departures import Departure, Departures
 from kvtransfer.protocol.passage import Ending, Key, Outlet, Passage, Shipment
 from kvtransfer.protocol.plan import HeadCopy, plan_heads, sending_ranks
 from kvtransfer.protocol.segment import Segment
-from tests.kvtransfer.pools import BLOCK_SIZE, NUM_BLOCKS, NUM_LAYERS, layout
-from tests.kvtransfer.pull_world import content_of, hashes_of
+from tests.kvtransfer.protocol.pools import BLOCK_SIZE, NUM_BLOCKS, NUM_LAYERS, layout
+from tests.kvtransfer.protocol.pull_world import content_of, hashes_of
 
 if TYPE_CHECKING:
-    from tests.kvtransfer.protocol_world import World
-    from tests.kvtransfer.receiving_world import ReceivingRank
+    from tests.kvtransfer.protocol.protocol_world import World
+    from tests.kvtransfer.protocol.receiving_world import ReceivingRank
 
 
 @dataclass(eq=False)

@@ -14,12 +14,12 @@ from kvtransfer.protocol.arrivals import Arrival, Arrivals, ArrivalState
 from kvtransfer.protocol.ledger import Landing, Ledger
 from kvtransfer.protocol.plan import HeadCopy, plan_heads
 from kvtransfer.protocol.register import Register
-from tests.kvtransfer.pools import BLOCK_SIZE, NUM_BLOCKS, NUM_LAYERS, layout
-from tests.kvtransfer.pull_world import Puller, Want
+from tests.kvtransfer.protocol.pools import BLOCK_SIZE, NUM_BLOCKS, NUM_LAYERS, layout
+from tests.kvtransfer.protocol.pull_world import Puller, Want
 
 if TYPE_CHECKING:
-    from tests.kvtransfer.protocol_world import World
-    from tests.kvtransfer.sending_world import Link
+    from tests.kvtransfer.protocol.protocol_world import World
+    from tests.kvtransfer.protocol.sending_world import Link
 
 
 @dataclass(eq=False)

@@ -14,12 +14,12 @@ from cluster.words.handoff import Holder
 from kvtransfer.protocol.arrivals import Arrival
 from kvtransfer.protocol.passage import Shipment
 from kvtransfer.protocol.pulls import Pull, Pulls
-from tests.kvtransfer.pools import layout
+from tests.kvtransfer.protocol.pools import layout
 
 if TYPE_CHECKING:
-    from tests.kvtransfer.protocol_world import World
-    from tests.kvtransfer.receiving_world import Decode
-    from tests.kvtransfer.sending_world import Prefill
+    from tests.kvtransfer.protocol.protocol_world import World
+    from tests.kvtransfer.protocol.receiving_world import Decode
+    from tests.kvtransfer.protocol.sending_world import Prefill
 
 MAX_BLOCKS = 3
 
