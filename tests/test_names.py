@@ -20,7 +20,6 @@ _KNOWN_TWICE = {
     "Serving",
     "Setup",
     "Source",
-    "Turn",
 }
 
 
