@@ -19,7 +19,6 @@ _KNOWN_TWICE = {
     "Scheduler",
     "Serving",
     "Setup",
-    "Source",
 }
 
 

@@ -223,7 +223,7 @@ class Prefill:
         self.contents[handoff.id] = content_of(prefix)
         self.grants.give(handoff, hashes_of(prefix), listener)
         for order in self.grants.take_orders():
-            self._order(lambda rank, o=order: rank.grant(handoff, o["blocks"], o["num_tokens"]))
+            self._order(lambda rank, o=order: rank.grant(handoff, o.blocks, o.num_tokens))
 
     def ungrant(self, listener: GrantListener) -> None:
         self.grants.cancel(listener)
