@@ -14,37 +14,40 @@ import grpc
 from grpc import aio
 
 from cluster.words import errors
-from cluster.words.errors import ClusterError, ReplicaLost, outcome_of
+from cluster.words.errors import CapacityError, ClusterError, ReplicaLost, RequestError, outcome_of
 
 _MAX_MESSAGE_BYTES = 64 << 20  # a 1M-token prompt is 4 MB; no KV bytes travel here
-_ERROR_KEY = "cluster-error"
+# Of an error that crosses a call: its class, and what a caller acts upon.
+_ERROR_KEY, _PARAM_KEY, _RETRY_KEY = "cluster-error", "cluster-error-param", "cluster-error-retry-after-s"
 
 
-def _keepalive(*, ping_every_ms: int, answer_within_ms: int) -> list[tuple[str, Any]]:
+def keepalive(*, ping_every_ms: int, answer_within_ms: int) -> list[tuple[str, Any]]:
+    """All that finds a silent peer, for either side of a connection."""
     return [
-        ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-        ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
         ("grpc.keepalive_time_ms", ping_every_ms),
         ("grpc.keepalive_timeout_ms", answer_within_ms),
         ("grpc.http2.ping_timeout_ms", answer_within_ms),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.max_reconnect_backoff_ms", 1000),
-        ("grpc.use_local_subchannel_pool", 1),
-        ("grpc.enable_http_proxy", 0),  # whatever proxy the environment names: it is not for our own processes
     ]
 
 
-_PEER_OPTIONS = _keepalive(ping_every_ms=1000, answer_within_ms=2000)
-CLIENT_OPTIONS = _keepalive(ping_every_ms=10_000, answer_within_ms=20_000)
-SERVER_OPTIONS: list[tuple[str, Any]] = [
-    *_PEER_OPTIONS,
-    ("grpc.so_reuseport", 0),
-    # Without these two a server answers our keepalive with GOAWAY and kills a quiet stream after five seconds.
+# Without these two a server answers its clients' keepalive with GOAWAY and kills a quiet stream after five seconds.
+PINGS_ALLOWED: list[tuple[str, Any]] = [
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
 ]
+_CHANNEL_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),  # whatever proxy the environment names: it is not for our own processes
+]
+_PEER_OPTIONS = [*_CHANNEL_OPTIONS, *keepalive(ping_every_ms=1000, answer_within_ms=2000)]
+CLIENT_OPTIONS = [*_CHANNEL_OPTIONS, *keepalive(ping_every_ms=10_000, answer_within_ms=20_000)]
+SERVER_OPTIONS: list[tuple[str, Any]] = [*_PEER_OPTIONS, *PINGS_ALLOWED, ("grpc.so_reuseport", 0)]
 
 
 def open_channel(address: str) -> aio.Channel:
@@ -55,14 +58,22 @@ def open_channel(address: str) -> aio.Channel:
 async def abort_with(context: aio.ServicerContext[Any, Any], error: ClusterError) -> NoReturn:
     """End a call with `error`; the other side gets it back from `error_of`."""
     status = getattr(grpc.StatusCode, outcome_of(error).grpc)
-    await context.abort(status, str(error), ((_ERROR_KEY, type(error).__name__),))
+    facts = [(_ERROR_KEY, type(error).__name__)]
+    if isinstance(error, RequestError) and error.param is not None:
+        facts.append((_PARAM_KEY, error.param))
+    if isinstance(error, CapacityError):
+        facts.append((_RETRY_KEY, str(error.retry_after_s)))
+    await context.abort(status, str(error), tuple(facts))
     raise AssertionError("abort returned")
 
 
 def error_of(error: aio.AioRpcError, *, peer: str) -> ClusterError:
     """What a failed call to `peer` means here: its own error, or ReplicaLost if it could not even answer."""
-    for key, value in error.trailing_metadata() or ():
-        kind = getattr(errors, str(value), None) if key == _ERROR_KEY else None
-        if isinstance(kind, type) and issubclass(kind, ClusterError):
-            return kind(error.details() or "")
+    facts = {key: str(value) for key, value in error.trailing_metadata() or ()}
+    kind = getattr(errors, facts.get(_ERROR_KEY, ""), None)
+    text = error.details() or ""
+    if isinstance(kind, type) and issubclass(kind, ClusterError):
+        if issubclass(kind, CapacityError) and _RETRY_KEY in facts:
+            return kind(text, retry_after_s=float(facts[_RETRY_KEY]))
+        return kind(text, param=facts.get(_PARAM_KEY)) if issubclass(kind, RequestError) else kind(text)
     return ReplicaLost(f"{peer}: {error.code().name}: {error.details()}")
