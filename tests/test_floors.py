@@ -146,9 +146,7 @@ def test_no_module_and_no_room_is_in_a_circle() -> None:
 
 def test_the_rooms_stand_on_floors() -> None:
     """Without circles there is a floor for every room; `pytest -s` shows them."""
-    round_about = {room: circle for circle in circles(_ARROWS) for room in circle}
-    straight = {room: imported - {*round_about.get(room, ())} for room, imported in _ARROWS.items()}
-    print("\n" + picture(straight))
+    print("\n" + picture(_ARROWS))
 
 
 def test_nothing_is_imported_by_path_but_what_is_started_so() -> None:
