@@ -14,6 +14,7 @@ from grpc import aio
 
 from cluster.process.stopwatch import Stopwatch
 from cluster.wire.rank_host import RankHost
+from cluster.words.probe import Probe, unobserved
 from cluster.words.rank import Binding, Loaded, Progress, RankStatus
 from cluster.words.spec import Spec, parse_spec
 from cluster.worker.replica_service import ReplicaService
@@ -34,6 +35,7 @@ class Setup:
     index_url: str
     host: RankHost
     on_progress: Callable[[str, float], None]  # stage, fraction of the whole load
+    probe: Probe = unobserved
 
 
 class Body(Protocol):
@@ -72,6 +74,7 @@ class RankProcess:
         index_url: str,
         log_dir: str,
         host: str | None = None,
+        probe: Probe = unobserved,
     ) -> None:
         """host: the address to listen on; otherwise the one by which Ray knows this node."""
         self._spec = parse_spec(spec)
@@ -80,6 +83,7 @@ class RankProcess:
         self._rank = rank
         self._index_url = index_url
         self._address = host
+        self._probe = probe
         self._host: RankHost | None = None
         self._binding: Binding | None = None
         self._watch = Stopwatch()
@@ -108,6 +112,7 @@ class RankProcess:
             index_url=self._index_url,
             host=self._host,
             on_progress=self._note_progress,
+            probe=self._probe,
         )
         self._watch = Stopwatch()
         blocks = self._body.load(setup)

@@ -21,10 +21,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.kvtransfer.protocol_world import World
-from tests.kvtransfer.pull_world import MAX_BLOCKS
-from tests.kvtransfer.receiving_world import Request
-from tests.kvtransfer.sending_world import Job, Link, Prefill
+from tests.kvtransfer.protocol.protocol_world import World
+from tests.kvtransfer.protocol.pull_world import MAX_BLOCKS
+from tests.kvtransfer.protocol.receiving_world import Request
+from tests.kvtransfer.protocol.sending_world import Job, Link, Prefill
 
 _RANDOM = st.randoms(use_true_random=False)
 

@@ -8,8 +8,8 @@ from engine.kv.block_manager import BlockManager
 from engine.tiers.tiers import Tiers
 from kvtransfer.movers.grants import Grants
 from kvtransfer.protocol.passage import Shipment
-from tests.kvtransfer.pools import BLOCK_SIZE, NUM_BLOCKS, layout
-from tests.kvtransfer.pull_world import hashes_of
+from tests.kvtransfer.protocol.pools import BLOCK_SIZE, NUM_BLOCKS, layout
+from tests.kvtransfer.protocol.pull_world import hashes_of
 
 
 class Listener:

@@ -11,9 +11,9 @@ import itertools
 from collections.abc import Callable
 from functools import partial
 
-from tests.kvtransfer.pools import NUM_BLOCKS
-from tests.kvtransfer.receiving_world import Decode
-from tests.kvtransfer.sending_world import Link, Prefill
+from tests.kvtransfer.protocol.pools import NUM_BLOCKS
+from tests.kvtransfer.protocol.receiving_world import Decode
+from tests.kvtransfer.protocol.sending_world import Link, Prefill
 
 
 class World:

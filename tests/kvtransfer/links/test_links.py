@@ -16,7 +16,8 @@ import torch
 from torch.distributed import FileStore, PrefixStore, Store
 
 from cluster.words.errors import LinkClosed
-from kvtransfer.links.link import Link, LinkEnd, open_link
+from kvtransfer.links.link import Link, LinkEnd
+from kvtransfer.links.opening import open_link
 
 BACKENDS = ["tcp", "gloo", pytest.param("nccl", marks=pytest.mark.gpu)]
 _TIMEOUT_S = 1.0
@@ -30,6 +31,7 @@ def _end(backend: str, store: Store, *, is_sender: bool) -> LinkEnd:
 def _serve_peer(backend: str, place: str, orders: Connection) -> None:
     """The other side: sends when told ("send", bytes) or receives when told ("recv", size), and says what it got."""
     store = FileStore(place)
+    orders.send("up")
     is_sender = orders.recv()
     link = open_link(backend, _end(backend, store, is_sender=is_sender))
     orders.send("ready")
@@ -63,6 +65,7 @@ def _peer(backend: str, directory: Path, *, we_send: bool) -> Iterator[Peer]:
     place = str(directory / "store")
     process = context.Process(target=_serve_peer, args=(backend, place, theirs), daemon=True)
     process.start()
+    assert ours.recv() == "up"  # before the deadline to meet begins: it takes seconds to import torch
     ours.send(not we_send)
     link = open_link(backend, _end(backend, FileStore(place), is_sender=we_send))
     assert ours.recv() == "ready"
