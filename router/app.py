@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from ray import serve
 
 from cluster.process.log import redirect_output
-from cluster.words.spec import parse_spec
+from cluster.words.spec_file import parse_spec
 from router.service import RouterService
 
 _MAX_REQUESTS = 100_000  # Serve's own limit must never be the one that bites: dispatch knows better when to refuse

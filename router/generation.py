@@ -10,7 +10,7 @@ from cluster.words.request import SampledToken, SequenceRequest
 
 
 @dataclass(kw_only=True)
-class Route:
+class RequestRoute:
     """Which way a request went; filled in as it becomes known."""
 
     prefill_replica: str = ""  # empty: the decode replica computed the prompt itself
@@ -35,7 +35,7 @@ class ChoiceToken:
 class Generation(Protocol):
     """One request under way. Leaving the `async with` block ends it everywhere and frees what it holds."""
 
-    route: Route
+    route: RequestRoute
 
     async def __aenter__(self) -> Generation: ...
     async def __aexit__(self, *exc: object) -> None: ...

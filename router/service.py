@@ -19,7 +19,7 @@ from cluster.rpc import worker_pb2
 from cluster.words.metrics import Metrics
 from cluster.words.request import Role
 from cluster.words.spec import Spec
-from router.doors.grpc_api import GrpcDoor, open_grpc_door
+from router.doors.grpc_api import GrpcApi, open_grpc_api
 from router.doors.openai_api import create_app
 from router.routing.plain_policies import make_policy
 from router.serving.dispatch import Dispatch
@@ -44,7 +44,7 @@ class RouterService:
         dispatch: Dispatch,
         replicas: Replicas,
         metrics: Metrics,
-        door: GrpcDoor,
+        door: GrpcApi,
         *,
         rebalances: bool,
         backup_tokens: int,
@@ -94,7 +94,7 @@ class RouterService:
             metrics=metrics,
             max_request_s=spec.timeouts.request_s,
         )
-        door = await open_grpc_door(
+        door = await open_grpc_api(
             completions, host=spec.router.host, port=spec.router.grpc_port, is_port_shared=spec.router.replicas > 1
         )
         replicas.start()

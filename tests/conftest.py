@@ -20,6 +20,12 @@ os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """So that whoever writes one runs our suite on it (docs/EXTENDING.md)."""
+    for kind in ("policy", "link", "eviction"):
+        parser.addoption(f"--{kind}", action="append", default=[], metavar="MODULE:NAME", help=f"test this {kind}, too")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def collect_garbage() -> Iterator[None]:
     """What a module's tests leave behind is found there, not in a later one that happens to trigger the collector."""

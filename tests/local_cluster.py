@@ -22,8 +22,9 @@ from cluster.index.presence import connect_redis
 from cluster.model import config as model_config
 from cluster.words.metrics import Metrics
 from cluster.words.request import Role, SampledToken, Sampling, SequenceRequest
-from cluster.words.spec import Spec, parse_spec
-from router.generation import Route
+from cluster.words.spec import Spec
+from cluster.words.spec_file import parse_spec
+from router.generation import RequestRoute
 from router.routing.plain_policies import make_policy
 from router.routing.policy import Policy
 from router.serving.dispatch import Dispatch
@@ -64,7 +65,7 @@ class Answer:
     """What came of one request: tokens per choice, and the way it went."""
 
     tokens: dict[int, list[SampledToken]]
-    route: Route
+    route: RequestRoute
 
     @property
     def ids(self) -> list[int]:

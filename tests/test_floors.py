@@ -1,70 +1,202 @@
-"""Who may import whom (docs/ARCHITECTURE.md §3): no arrow runs up or sideways, lazy imports included."""
+"""Who may import whom, room by room (docs/ARCHITECTURE.md §3). `python -m tests.rooms` prints what the code does."""
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-_ROOT = Path(__file__).parent.parent
-_FLOORS = {
-    "cluster": set(),
-    "engine": {"cluster"},
-    "kvtransfer": {"cluster", "engine"},
-    "prefill_worker": {"cluster", "engine", "kvtransfer"},
-    "decode_worker": {"cluster", "engine", "kvtransfer"},
-    "router": {"cluster"},
+from tests.rooms import (
+    ROOT,
+    circles,
+    entry,
+    module_arrows,
+    modules,
+    parse_table,
+    paths_in_strings,
+    picture,
+    room_arrows,
+    room_of,
+)
+
+# Every arrow that there may be, and no other: a new one is a decision, and so is one that goes.
+_ARROWS = parse_table("""
+cluster.bench: cluster(rpc wire words)
+cluster.chaos: cluster(host process rpc wire words)
+cluster.cli: cluster(bench chaos control host model process rpc wire words)
+cluster.control: cluster(process words)
+cluster.host: cluster(control index model process words)
+cluster.index: cluster(words)
+cluster.model: cluster(words)
+cluster.process: cluster(words)
+cluster.rpc:
+cluster.wire: cluster(rpc words)
+cluster.words: cluster(rpc)
+cluster.worker: cluster(index model process rpc wire words) engine(kv load parallel runner sequence tiers)
+    kvtransfer(links movers protocol)
+decode_worker.actor: cluster(index process rpc wire words worker) engine(decode_scheduler group kv load runner
+    sequence tiers) kvtransfer(movers protocol) decode_worker(rank server worker)
+decode_worker.answers: cluster(rpc wire words worker) engine(decode_scheduler group kv sampler sequence tiers)
+    kvtransfer(protocol) decode_worker(moves rank)
+decode_worker.moves: cluster(words) engine(batch group kv rate) kvtransfer(protocol) decode_worker(rank)
+decode_worker.opening: cluster(rpc words) engine(group)
+decode_worker.rank: cluster(words) engine(batch runner tiers) kvtransfer(movers)
+decode_worker.server: cluster(rpc wire words worker) engine(group sequence) kvtransfer(movers protocol)
+    decode_worker(worker)
+decode_worker.worker: cluster(rpc wire words worker) engine(batch decode_scheduler group kv pace tiers)
+    kvtransfer(movers protocol) decode_worker(answers moves opening rank)
+engine.attention: cluster(model) engine(batch cpu kernels kv layers)
+engine.batch: engine(kernels)
+engine.cpu: cluster(model)
+engine.decode_graphs: engine(batch)
+engine.decode_scheduler: cluster(words) engine(group kv sequence)
+engine.expert_placement:
+engine.group: engine(sequence)
+engine.kernels: engine(batch cpu)
+engine.kv: engine(batch cpu kernels)
+engine.layers: cluster(words) engine(cpu kernels parallel weights)
+engine.learnt_timing: cluster(words) engine(batch)
+engine.load: cluster(model) engine(kv parallel runner)
+engine.model: cluster(model) engine(attention batch cpu expert_placement kernels kv layers parallel weights)
+engine.pace: cluster(words) engine(batch learnt_timing rate)
+engine.parallel: cluster(words)
+engine.prefill_scheduler: cluster(words) engine(kv sequence)
+engine.quantization: cluster(model words) engine(batch kernels kv layers model parallel runner weights)
+engine.rate:
+engine.runner: cluster(model words) engine(batch cpu decode_graphs kv layers model parallel weights)
+engine.sampler: cluster(words) engine(sequence)
+engine.sequence: cluster(words) engine(batch kv)
+engine.tiers: cluster(process words) engine(kv rate sequence)
+engine.tools: cluster(words) engine(batch kernels kv learnt_timing load model parallel runner sampler sequence)
+engine.weights: cluster(model words)
+kvtransfer.bench: cluster(rpc wire words) engine(batch kv load parallel runner) kvtransfer(links movers protocol)
+kvtransfer.links: cluster(words)
+kvtransfer.movers: cluster(rpc wire words) engine(cpu kernels kv parallel tiers) kvtransfer(links protocol)
+kvtransfer.protocol: cluster(rpc wire words) engine(kv) kvtransfer(links)
+prefill_worker.actor: cluster(index process rpc wire words worker) engine(kv load prefill_scheduler runner sequence
+    tiers) kvtransfer(movers protocol) prefill_worker(rank server worker)
+prefill_worker.rank: cluster(words) engine(batch runner tiers) kvtransfer(movers protocol)
+prefill_worker.server: cluster(rpc wire words worker) engine(prefill_scheduler sequence) kvtransfer(protocol)
+    prefill_worker(worker)
+prefill_worker.worker: cluster(rpc wire words worker) engine(batch kv pace prefill_scheduler rate sampler tiers)
+    kvtransfer(movers protocol) prefill_worker(rank)
+router.app: cluster(process words) router(service)
+router.doors: cluster(rpc words) router(generation text)
+router.generation: cluster(words)
+router.routing: cluster(words)
+router.service: cluster(index model rpc words) router(doors routing serving text)
+router.serving: cluster(index rpc wire words) router(generation routing)
+router.simulator: cluster(bench index words) engine(decode_scheduler group kv prefill_scheduler sequence)
+    router(routing)
+router.text: cluster(words) router(generation)
+""")
+
+# Circles that are still there: whoever opens one takes it off this list.
+_KNOWN_CIRCLES = {
+    ("engine.model.cpu_program", "engine.model.dense"),
+    ("engine.weights.checkpoint", "engine.weights.quantized_checkpoint"),
+    (
+        "kvtransfer.links.connection",
+        "kvtransfer.links.gloo",
+        "kvtransfer.links.link",
+        "kvtransfer.links.nccl",
+        "kvtransfer.links.tcp",
+    ),
+    ("kvtransfer.movers.outgoing_link", "kvtransfer.movers.sender"),
+    ("router.serving.dispatch", "router.serving.relay"),
+    ("engine.batch", "engine.kernels"),
 }
-# The simulator runs the engine's own schedulers and blocks; the router that serves does not know it.
-_SIMULATOR = "simulator"
-# What a floor must be able to do without, on a machine where it is not installed.
+
+# Whoever starts a module by its path in a string, and which.
+_BY_PATH = {
+    "cluster.control.desired": {"prefill_worker.actor", "decode_worker.actor", "router.app"},
+    "cluster.cli.bench": {
+        "cluster.model.source",
+        "engine.load",
+        "engine.tools.bench",
+        "engine.tools.bench_kernels",
+        "kvtransfer.bench.run",
+    },
+    "cluster.cli.plan": {"router.simulator.plan", "router.simulator.plot"},
+    "cluster.cli.profile": {
+        "cluster.model.source",
+        "engine.tools.step_profile",
+        "kvtransfer.bench.carried",
+        "kvtransfer.bench.run",
+        "router.simulator.profile",
+    },
+    "cluster.cli.quality": {"cluster.model.source", "engine.tools.perplexity"},
+    "cluster.cli.simulate": {"router.simulator.fleet", "router.simulator.profile", "router.simulator.run"},
+}
+
+# What rooms do without: on a machine where it is not installed, or for the time that it takes to load.
 _NEVER_LOADED = {
-    "cluster": {"torch", "transformers"},
-    "router": {"torch", "transformers"},
-    "engine": {"ray", "redis", "grpc", "pydantic", "transformers", "gguf"},
-    "kvtransfer": {"ray", "redis", "pydantic", "transformers", "gguf"},
+    "cluster.words cluster.process cluster.model": "torch transformers ray redis fastapi",
+    "cluster.rpc cluster.wire": "torch transformers ray redis pydantic",
+    "cluster.index": "torch transformers ray grpc pydantic",
+    "cluster.bench": "torch transformers ray redis pydantic",
+    "cluster.control cluster.host cluster.chaos": "torch transformers",
+    "cluster.cli": "torch transformers ray redis pydantic numpy rich httpx",
+    "router": "torch transformers",
+    "engine": "ray redis grpc pydantic msgspec transformers gguf",
+    "kvtransfer": "ray redis pydantic msgspec transformers gguf",
 }
 
 
-def _modules(package: str) -> list[Path]:
-    return sorted((_ROOT / package).rglob("*.py"))
+def test_every_arrow_between_rooms_is_in_the_table_and_every_one_there_is_used() -> None:
+    found = room_arrows()
+    assert _ARROWS.keys() == found.keys(), "rooms that came or went: " + ", ".join(_ARROWS.keys() ^ found.keys())
+    changed = [room for room in sorted(found) if found[room] != _ARROWS[room]]
+    for room in changed:
+        for to in sorted(found[room] - _ARROWS[room]):
+            who = [
+                name
+                for name, imported in module_arrows().items()
+                if room_of(name) == room
+                for i in imported
+                if room_of(i) == to
+            ]
+            print(f"new: {room} -> {to}, in {', '.join(sorted(set(who)))}")
+        for to in sorted(_ARROWS[room] - found[room]):
+            print(f"not used any more: {room} -> {to}")
+    assert not changed, "the table would have to say:\n" + "\n".join(entry(room, found[room]) for room in changed)
 
 
-def _imported(path: Path) -> set[str]:
-    """The top-level names that a file imports, anywhere in it."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            names.add((node.module or "").split(".")[0])
-    return names
+def test_no_module_and_no_room_is_in_a_circle() -> None:
+    found = {*circles(module_arrows()), *circles(_ARROWS)}
+    assert found == _KNOWN_CIRCLES, f"new: {found - _KNOWN_CIRCLES}; gone: {_KNOWN_CIRCLES - found}"
 
 
-@pytest.mark.parametrize("package", _FLOORS)
-def test_no_arrow_runs_up_or_sideways(package: str) -> None:
-    for path in _modules(package):
-        allowed = _FLOORS[package] | {package} | ({"engine"} if path.parent.name == _SIMULATOR else set())
-        wrong = _imported(path) & set(_FLOORS) - allowed
-        assert not wrong, f"{path.relative_to(_ROOT)} imports {wrong}"
+def test_the_rooms_stand_on_floors() -> None:
+    """Without circles there is a floor for every room; `pytest -s` shows them."""
+    round_about = {room: circle for circle in circles(_ARROWS) for room in circle}
+    straight = {room: imported - {*round_about.get(room, ())} for room, imported in _ARROWS.items()}
+    print("\n" + picture(straight))
 
 
-@pytest.mark.parametrize("package", _NEVER_LOADED)
-def test_a_floor_loads_without_what_it_must_not_need(package: str) -> None:
-    paths = [path.relative_to(_ROOT) for path in _modules(package) if path.name not in ("__init__.py", "__main__.py")]
-    names = [".".join(path.with_suffix("").parts) for path in paths]
-    program = f"import sys; [__import__(name) for name in {names}]; print(*{_NEVER_LOADED[package]} & set(sys.modules))"
-    loaded = subprocess.run([sys.executable, "-c", program], cwd=_ROOT, capture_output=True, text=True, timeout=60)
+def test_nothing_is_imported_by_path_but_what_is_started_so() -> None:
+    assert paths_in_strings() == _BY_PATH
+
+
+@pytest.mark.parametrize("rooms", _NEVER_LOADED)
+def test_a_room_loads_without_what_it_must_not_need(rooms: str) -> None:
+    wanted = tuple(rooms.split())
+    names = [
+        name
+        for name, path in modules().items()
+        if path.name != "__main__.py" and f"{name}.".startswith(tuple(f"{room}." for room in wanted))
+    ]
+    without = set(_NEVER_LOADED[rooms].split())
+    program = f"import sys; [__import__(name) for name in {names}]; print(*{without} & set(sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert loaded.returncode == 0, loaded.stderr
     assert loaded.stdout.split() == []
 
 
 def test_proto_holds_no_python() -> None:
     """A package of that name would shadow proto-plus, which Ray's dependencies import as `proto`."""
-    assert {path.suffix for path in (_ROOT / "proto").iterdir()} == {".proto"}
+    assert {path.suffix for path in (ROOT / "proto").iterdir()} == {".proto"}
     import proto
 
     assert hasattr(proto, "Message")

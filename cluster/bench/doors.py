@@ -22,7 +22,7 @@ class RequestFailed(ClusterError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Usage:
+class TokenUsage:
     """What the deployment says of a request that it has answered."""
 
     prompt_tokens: int
@@ -32,7 +32,9 @@ class Usage:
 class Door(Protocol):
     """One connection to a deployment; lives on one event loop."""
 
-    def ask(self, token_ids: Sequence[int], *, max_tokens: int, timeout_s: float) -> AsyncGenerator[int | Usage, None]:
+    def ask(
+        self, token_ids: Sequence[int], *, max_tokens: int, timeout_s: float
+    ) -> AsyncGenerator[int | TokenUsage, None]:
         """Have exactly `max_tokens` generated, greedily. Yields how many tokens each event brings, and last the usage.
 
         Leaving the iteration cancels the request. Raises RequestFailed.
@@ -46,13 +48,13 @@ async def open_door(endpoint: str) -> AsyncIterator[Door]:
     if endpoint.startswith(("http://", "https://")):
         no_limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)  # the load decides how many
         async with httpx.AsyncClient(base_url=endpoint, limits=no_limits, trust_env=False) as client:
-            yield HttpDoor(client)
+            yield OpenAIClient(client)
     else:
         async with aio.insecure_channel(endpoint, options=CLIENT_OPTIONS) as channel:
-            yield GrpcDoor(channel)
+            yield GrpcClient(channel)
 
 
-class GrpcDoor:
+class GrpcClient:
     """Implements Door over cluster.v1.Inference."""
 
     def __init__(self, channel: aio.Channel) -> None:
@@ -60,7 +62,7 @@ class GrpcDoor:
 
     async def ask(
         self, token_ids: Sequence[int], *, max_tokens: int, timeout_s: float
-    ) -> AsyncGenerator[int | Usage, None]:
+    ) -> AsyncGenerator[int | TokenUsage, None]:
         request = pb.GenerateRequest(
             token_ids=pb.TokenIds(ids=token_ids),
             sampling=pb.SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True),
@@ -72,14 +74,14 @@ class GrpcDoor:
                     yield len(event.delta.token_ids)
                 elif event.HasField("summary"):
                     usage = event.summary.usage
-                    yield Usage(prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens)
+                    yield TokenUsage(prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens)
         except aio.AioRpcError as error:
             raise RequestFailed(f"{error.code().name.lower()}: {error.details()}") from None
         finally:
             call.cancel()
 
 
-class HttpDoor:
+class OpenAIClient:
     """Implements Door over the OpenAI API, /v1/completions."""
 
     def __init__(self, client: httpx.AsyncClient) -> None:
@@ -87,7 +89,7 @@ class HttpDoor:
 
     async def ask(
         self, token_ids: Sequence[int], *, max_tokens: int, timeout_s: float
-    ) -> AsyncGenerator[int | Usage, None]:
+    ) -> AsyncGenerator[int | TokenUsage, None]:
         body = {
             "prompt": list(token_ids),
             "max_tokens": max_tokens,
@@ -108,13 +110,13 @@ class HttpDoor:
             raise RequestFailed(str(error) or type(error).__name__) from None
 
 
-def _items(chunk: dict[str, Any]) -> Iterator[int | Usage]:
+def _items(chunk: dict[str, Any]) -> Iterator[int | TokenUsage]:
     for choice in chunk.get("choices", ()):
         if choice.get("token_ids"):
             yield len(choice["token_ids"])
     if usage := chunk.get("usage"):
         details = usage.get("prompt_tokens_details") or {}
-        yield Usage(prompt_tokens=usage["prompt_tokens"], cached_tokens=details.get("cached_tokens") or 0)
+        yield TokenUsage(prompt_tokens=usage["prompt_tokens"], cached_tokens=details.get("cached_tokens") or 0)
 
 
 def _chunk(line: str) -> dict[str, Any]:

@@ -27,7 +27,7 @@ _LAST_S = 60.0  # for the answers that are under way at the end
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Workload:
     """One measurement."""
 
     streams: int = 4
@@ -66,14 +66,14 @@ class _Seen:
         }
 
 
-async def measure(plan: Plan, ask: Ask) -> dict[str, Any]:
-    """Run the plan; plain JSON values, times in milliseconds. Raises what `ask` raised to a stream."""
-    load = _Load(plan, ask)
-    streams = [asyncio.create_task(load.stream(seed)) for seed in range(plan.streams)]
+async def measure(workload: Workload, ask: Ask) -> dict[str, Any]:
+    """Run the workload; plain JSON values, times in milliseconds. Raises what `ask` raised to a stream."""
+    load = _Load(workload, ask)
+    streams = [asyncio.create_task(load.stream(seed)) for seed in range(workload.streams)]
     try:
         await load.phase(_WARM_UP_S)
-        quiet = await load.phase(plan.quiet_s)
-        loaded = await load.phase(plan.loaded_s, prefills_per_s=plan.prefills_per_s)
+        quiet = await load.phase(workload.quiet_s)
+        loaded = await load.phase(workload.loaded_s, prefills_per_s=workload.prefills_per_s)
         for task in streams:
             if task.done():
                 task.result()
@@ -82,12 +82,12 @@ async def measure(plan: Plan, ask: Ask) -> dict[str, Any]:
             task.cancel()
         await asyncio.gather(*streams, return_exceptions=True)
     return {
-        "streams": plan.streams,
-        "prompt_tokens": plan.prompt_tokens,
-        "answer_tokens": plan.answer_tokens,
-        "prefills_per_s": plan.prefills_per_s,
-        "quiet": quiet.as_dict(plan.quiet_s),
-        "loaded": loaded.as_dict(plan.loaded_s),
+        "streams": workload.streams,
+        "prompt_tokens": workload.prompt_tokens,
+        "answer_tokens": workload.answer_tokens,
+        "prefills_per_s": workload.prefills_per_s,
+        "quiet": quiet.as_dict(workload.quiet_s),
+        "loaded": loaded.as_dict(workload.loaded_s),
     }
 
 
@@ -99,8 +99,8 @@ def percentile(seconds: Sequence[float], share: float) -> float | None:
 
 
 class _Load:
-    def __init__(self, plan: Plan, ask: Ask) -> None:
-        self._plan = plan
+    def __init__(self, workload: Workload, ask: Ask) -> None:
+        self._workload = workload
         self._ask = ask
         self._seen = _Seen()  # in the present phase
 
@@ -134,7 +134,7 @@ class _Load:
         begin = time.monotonic()
         is_first = True
         try:
-            async for _ in self._ask(_prompt(self._plan.prompt_tokens, seed), self._plan.answer_tokens):
+            async for _ in self._ask(_prompt(self._workload.prompt_tokens, seed), self._workload.answer_tokens):
                 if is_first:
                     seen.first_s.append(time.monotonic() - begin)
                 is_first = False

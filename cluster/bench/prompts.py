@@ -9,7 +9,7 @@ from cluster.bench.trace import TraceRequest
 _VOCABULARY = 100  # token ids below this: every model has them, and 100^8 blocks of eight differ
 
 
-class Prompts:
+class TracePrompts:
     """Token ids for a trace's requests. Another `seed` makes other ones, of which nothing is cached yet."""
 
     def __init__(self, *, seed: int) -> None:

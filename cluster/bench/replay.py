@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from cluster.bench.doors import Door, RequestFailed, Usage
-from cluster.bench.prompts import Prompts
+from cluster.bench.doors import Door, RequestFailed, TokenUsage
+from cluster.bench.prompts import TracePrompts
 from cluster.bench.trace import TraceRequest
 
 
@@ -23,7 +23,7 @@ class Answered:
     gaps: list[tuple[float, int]] = field(
         default_factory=list
     )  # (seconds, so many tokens came that long after another)
-    usage: Usage | None = None
+    usage: TokenUsage | None = None
     error: str = ""
 
     @property
@@ -64,7 +64,7 @@ async def replay(
 
     seed: another one makes other prompts. timeout_s: of one answer.
     """
-    prompts = [Prompts(seed=seed).of(request) for request in trace]  # beforehand: it takes time of its own
+    prompts = [TracePrompts(seed=seed).of(request) for request in trace]  # beforehand: it takes time of its own
     begin = time.perf_counter()
 
     async def one(answered: Answered, token_ids: list[int]) -> None:
@@ -72,7 +72,7 @@ async def replay(
         await asyncio.sleep(request.arrival_s - (time.perf_counter() - begin))
         try:
             async for item in door.ask(token_ids, max_tokens=request.num_output, timeout_s=timeout_s):
-                if isinstance(item, Usage):
+                if isinstance(item, TokenUsage):
                     answered.usage = item
                 else:
                     answered.came(time.perf_counter() - begin, item)

@@ -15,7 +15,7 @@ from cluster.chaos.network import partition
 from cluster.words.request import Role
 
 if TYPE_CHECKING:  # the command line shows the names before it may import Ray
-    from cluster.chaos.load import Load
+    from cluster.chaos.load import LoadGenerator
     from cluster.chaos.site import Site, Target
 
 _STOPPED_S = 6.0  # longer than any of our deadlines for silence
@@ -34,7 +34,7 @@ class Scene:
     """What a fault works on."""
 
     site: Site
-    load: Load
+    load: LoadGenerator
     random: random.Random
 
 

@@ -13,7 +13,7 @@ from google.rpc.error_details_pb2 import ErrorInfo
 from grpc import aio
 from grpc_status import rpc_status
 
-from cluster.chaos.question import Answer, Question, compare
+from cluster.chaos.question import Question, Reply, compare
 from cluster.chaos.tally import Tally
 from cluster.rpc import inference_pb2 as pb
 from cluster.rpc import inference_pb2_grpc as rpc
@@ -25,7 +25,7 @@ _ASK_AGAIN_S = 0.2
 _UNDISTURBED_AT_ONCE = 4
 
 
-class Load:
+class LoadGenerator:
     """Asks `questions` in random order, whatever comes back: `rate` a second, or so that `streams` always run.
 
     Use it as an `async with` block.
@@ -43,10 +43,10 @@ class Load:
         self._rate = rate
         self._streams = streams
         self._random = random.Random(seed)
-        self._undisturbed: dict[int, Answer] = {}
+        self._undisturbed: dict[int, Reply] = {}
         self._running: set[asyncio.Task[None]] = set()
 
-    async def __aenter__(self) -> Load:
+    async def __aenter__(self) -> LoadGenerator:
         self._channel = aio.insecure_channel(self._endpoint, options=CLIENT_OPTIONS)
         self._stub = rpc.InferenceStub(self._channel)
         return self
@@ -139,12 +139,12 @@ class Load:
         if mismatch := compare(question, answer, self._undisturbed[question.number]):
             self.tally.mismatched(mismatch)
 
-    async def _ask(self, question: Question) -> Answer:
+    async def _ask(self, question: Question) -> Reply:
         message = pb.GenerateRequest()
         message.CopyFrom(question.message)
         if self._random.random() < 0.5:  # half of them find nothing in any cache, so that blocks are shipped
             message.cache_salt = f"{self._random.getrandbits(64):x}"
-        answer = Answer()
+        answer = Reply()
         last_at = time.monotonic()
         async for event in self._stub.Generate(message, timeout=_ANSWER_S):
             now = time.monotonic()

@@ -31,7 +31,7 @@ class Question:
 
 
 @dataclass
-class Answer:
+class Reply:
     """What came of one question: tokens, text and end, and the runner-up's distance at each position."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -62,7 +62,7 @@ def questions(count: int, *, max_tokens: int) -> list[Question]:
     return [_question(number, max_tokens=max_tokens) for number in range(count)]
 
 
-def compare(question: Question, answer: Answer, undisturbed: Answer) -> Mismatch | None:
+def compare(question: Question, answer: Reply, undisturbed: Reply) -> Mismatch | None:
     """None when they are the same, text and end included."""
     ours, theirs = answer.token_ids, undisturbed.token_ids
     if (ours, answer.text, answer.finish_reason) == (theirs, undisturbed.text, undisturbed.finish_reason):

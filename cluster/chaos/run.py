@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cluster.chaos.faults import FAULTS, Scene
-from cluster.chaos.load import Load
+from cluster.chaos.load import LoadGenerator
 from cluster.chaos.question import questions
 from cluster.chaos.site import Site, leaked_blocks
 from cluster.chaos.tally import Stroke, Tally
@@ -22,7 +22,7 @@ _MIB = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Experiment:
     """What to do, and for how long."""
 
     faults: Sequence[str]  # names of FAULTS, struck in turn
@@ -35,32 +35,34 @@ class Plan:
     seed: int
 
 
-async def run(plan: Plan, site: Site, endpoint: str, *, say: Callable[[str], None]) -> Tally:
+async def run(experiment: Experiment, site: Site, endpoint: str, *, say: Callable[[str], None]) -> Tally:
     """Raises DeployError when the deployment is not whole or does not answer before anything is disturbed."""
     if not await _is_whole(site):
         raise DeployError("not every replica is ready; see `cluster status`")
-    asked = questions(plan.num_questions, max_tokens=plan.max_tokens)
-    async with Load(endpoint, asked, rate=plan.rate, streams=plan.streams, seed=plan.seed) as load:
-        say(f"learning the undisturbed answers of {plan.num_questions} questions")
+    asked = questions(experiment.num_questions, max_tokens=experiment.max_tokens)
+    async with LoadGenerator(
+        endpoint, asked, rate=experiment.rate, streams=experiment.streams, seed=experiment.seed
+    ) as load:
+        say(f"learning the undisturbed answers of {experiment.num_questions} questions")
         await load.learn()
         tally = load.tally
-        offered = f"{plan.streams} streams" if plan.streams else f"{plan.rate:g} requests a second"
-        say(f"{offered} for {plan.seconds:.0f} s; faults: {', '.join(plan.faults) or 'none'}")
+        offered = f"{experiment.streams} streams" if experiment.streams else f"{experiment.rate:g} requests a second"
+        say(f"{offered} for {experiment.seconds:.0f} s; faults: {', '.join(experiment.faults) or 'none'}")
         async with asyncio.TaskGroup() as group:
-            group.create_task(load.run(plan.seconds))
-            group.create_task(_strike(plan, Scene(site, load, random.Random(plan.seed)), tally, say=say))
-            group.create_task(_weigh(plan, site, tally))
+            group.create_task(load.run(experiment.seconds))
+            group.create_task(_strike(experiment, Scene(site, load, random.Random(experiment.seed)), tally, say=say))
+            group.create_task(_weigh(experiment, site, tally))
     tally.blocks_leaked = await _await_blocks(site)
     return tally
 
 
-async def _strike(plan: Plan, scene: Scene, tally: Tally, *, say: Callable[[str], None]) -> None:
+async def _strike(experiment: Experiment, scene: Scene, tally: Tally, *, say: Callable[[str], None]) -> None:
     """One fault after another, each on a whole deployment, as long as there is time to see it through."""
-    end_at = time.monotonic() + plan.seconds
+    end_at = time.monotonic() + experiment.seconds
     number = 0
-    await asyncio.sleep(plan.rest_s)
-    while plan.faults and time.monotonic() + plan.rest_s < end_at:
-        name = plan.faults[number % len(plan.faults)]
+    await asyncio.sleep(experiment.rest_s)
+    while experiment.faults and time.monotonic() + experiment.rest_s < end_at:
+        name = experiment.faults[number % len(experiment.faults)]
         number += 1
         stroke = Stroke(name, "", round(tally.elapsed_s, 1))
         tally.strokes.append(stroke)
@@ -69,19 +71,19 @@ async def _strike(plan: Plan, scene: Scene, tally: Tally, *, say: Callable[[str]
         if not stroke.target:
             tally.strokes.pop()
             say(f"{name}: there is nothing to strike")
-            await asyncio.sleep(plan.rest_s)
+            await asyncio.sleep(experiment.rest_s)
             continue
-        await asyncio.sleep(plan.rest_s)  # what is struck is not always known at once
+        await asyncio.sleep(experiment.rest_s)  # what is struck is not always known at once
         if await _await_whole(scene.site, within_s=_RECOVER_S):
             stroke.recovered_s = round(time.monotonic() - began_at, 1)
         say(f"{stroke.at_s:.0f} s: {name} {stroke.target}; worst pause so far {tally.worst_pause_s:.2f} s")
 
 
-async def _weigh(plan: Plan, site: Site, tally: Tally) -> None:
+async def _weigh(experiment: Experiment, site: Site, tally: Tally) -> None:
     """How much memory each process gained over the second half, when everything has been touched once."""
-    await asyncio.sleep(plan.seconds / 2)
+    await asyncio.sleep(experiment.seconds / 2)
     before = site.memory(await site.status() or {"pools": {}})
-    await asyncio.sleep(plan.seconds / 2)
+    await asyncio.sleep(experiment.seconds / 2)
     after = site.memory(await site.status() or {"pools": {}})
     tally.memory_growth_mib = {name: (after[name] - before[name]) / _MIB for name in before if after.get(name)}
 

@@ -45,10 +45,10 @@ def chaos(
     controller = join_controller(state)
     import asyncio
 
-    from cluster.chaos.run import Plan, run
+    from cluster.chaos.run import Experiment, run
     from cluster.chaos.site import Site
 
-    plan = Plan(
+    experiment = Experiment(
         faults=chosen,
         seconds=minutes * 60,
         rate=rate,
@@ -58,7 +58,7 @@ def chaos(
         max_tokens=max_tokens,
         seed=seed,
     )
-    tally = asyncio.run(run(plan, Site(state, controller), state.grpc, say=_say))
+    tally = asyncio.run(run(experiment, Site(state, controller), state.grpc, say=_say))
     print(json.dumps(tally.as_dict(), indent=1) if as_json else _as_text(tally))
     raise typer.Exit(0 if tally.is_clean else 1)
 

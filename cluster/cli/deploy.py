@@ -49,7 +49,7 @@ def deploy(
     from cluster.cli.console import reporter
     from cluster.control.desired import Parts
     from cluster.host import deployment
-    from cluster.words.spec import load_spec
+    from cluster.words.spec_file import load_spec
 
     begin = time.monotonic()
     flags: dict[str, Any] = {

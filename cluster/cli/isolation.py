@@ -15,7 +15,7 @@ from cluster.cli.model_options import DEFAULT_MODEL, Model
 from cluster.host import state as states
 
 if TYPE_CHECKING:
-    from cluster.bench.isolation import Plan
+    from cluster.bench.isolation import Workload
     from cluster.host.state import State
 
 _OF_ITS_OWN = "bench-isolation"
@@ -39,20 +39,20 @@ def isolation(
 
     A deployment of one prefill and one decode replica, each with one compute thread, asked through its gRPC door.
     """
-    from cluster.bench.isolation import Plan
+    from cluster.bench.isolation import Workload
 
-    plan = Plan(
+    workload = Workload(
         prefills_per_s=rate, streams=streams, prompt_tokens=prompt_tokens, loaded_s=seconds, quiet_s=seconds / 4
     )
     if name is not None:
-        result = _measure(plan, states.find(name))
+        result = _measure(workload, states.find(name))
     else:
         with _deployment(model) as state:
-            result = _measure(plan, state)
+            result = _measure(workload, state)
     print(json.dumps(result) if as_json else "\n".join(_lines(result)))
 
 
-def _measure(plan: Plan, state: State) -> dict[str, Any]:
+def _measure(workload: Workload, state: State) -> dict[str, Any]:
     from cluster.bench.doors import open_door
     from cluster.bench.isolation import measure
 
@@ -65,7 +65,7 @@ def _measure(plan: Plan, state: State) -> dict[str, Any]:
                         if isinstance(item, int):
                             yield item
 
-            return await measure(plan, ask)
+            return await measure(workload, ask)
 
     return asyncio.run(run())
 
@@ -77,7 +77,7 @@ def _deployment(model: str) -> Iterator[State]:
     from cluster.control.desired import Parts
     from cluster.host import deployment
     from cluster.process.ports import free_port
-    from cluster.words.spec import load_spec
+    from cluster.words.spec_file import load_spec
 
     ports = [f"router.grpc_port={free_port()}", f"router.http_port={free_port()}"]
     spec = load_spec("1P1D", overrides=[f"name={_OF_ITS_OWN}", f"model.source={model}", *ports])

@@ -74,7 +74,7 @@ def _as_spec(source: str, best: Any, *, block_size: int) -> str:
     """`source` with the plan's pools, as YAML that `cluster deploy` takes."""
     import yaml
 
-    from cluster.words.spec import load_spec
+    from cluster.words.spec_file import load_spec
 
     sizes = [
         f"prefill.replicas={best.num_prefill}",
@@ -113,7 +113,7 @@ def _memory(source: str) -> dict[str, Any]:
     from cluster.model import source as model_source
     from cluster.model.kv_arithmetic import KVArithmetic
     from cluster.words.request import Role
-    from cluster.words.spec import load_spec
+    from cluster.words.spec_file import load_spec
 
     spec = load_spec(source)
     config = model_config.load(model_source.resolve(spec.model.source))

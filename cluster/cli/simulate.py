@@ -21,23 +21,15 @@ Speedup = Annotated[float, typer.Option(help="Requests arrive so many times as f
 Scale = Annotated[str, typer.Option("--scale-tokens", metavar="SHARE", help="All lengths times this, such as 1/16.")]
 SloTtft = Annotated[float | None, typer.Option("--slo-ttft-ms", help="Limit for a request to count as goodput.")]
 SloItl = Annotated[float | None, typer.Option("--slo-itl-ms", help="The same, for its mean time between tokens.")]
+PolicyName = Annotated[str, typer.Option(help="cost, prefix, least_loaded, round_robin or a MODULE:NAME of your own.")]
+EvictionName = Annotated[str, typer.Option(help="reuse_value, lru or a MODULE:NAME of your own.")]
+
+_REUSE = "reuse_value"  # "reuse" is its older name here
 
 
 class TraceFormat(StrEnum):
     MOONCAKE = "mooncake"
     AZURE = "azure"
-
-
-class PolicyName(StrEnum):
-    COST = "cost"
-    PREFIX = "prefix"
-    LEAST_LOADED = "least_loaded"
-    ROUND_ROBIN = "round_robin"
-
-
-class EvictionName(StrEnum):
-    REUSE = "reuse"
-    LRU = "lru"
 
 
 def simulate(
@@ -47,12 +39,12 @@ def simulate(
     colocated: Annotated[
         int | None, typer.Option(min=1, help="Instead: so many replicas, each of which does both.")
     ] = None,
-    policy: PolicyName = PolicyName.COST,
+    policy: PolicyName = "cost",
     kv_tokens_per_replica: Annotated[int | None, typer.Option(min=1, help="Default: the profile's.")] = None,
     block_size: BlockSize = 64,
     host_tokens: HostTokens = 0,
     pull: Annotated[bool, typer.Option(help="Policy cost: replicas may fetch blocks from each other.")] = True,
-    eviction: EvictionName = EvictionName.REUSE,
+    eviction: EvictionName = _REUSE,
     speedup: Speedup = 1.0,
     scale_tokens: Scale = "1",
     slo_ttft_ms: SloTtft = None,
@@ -68,12 +60,12 @@ def simulate(
     simulator = Simulator(profile)
     setup = simulator.setup(
         **_pools(topology, colocated),
-        policy=policy.value,
+        policy=policy,
         block_size=block_size,
         kv_tokens=kv_tokens_per_replica or simulator.profile.kv.pool_tokens,
         host_tokens=host_tokens,
-        pulls=pull and policy is PolicyName.COST,
-        eviction=eviction.value,
+        pulls=pull and policy == "cost",
+        eviction=_REUSE if eviction == "reuse" else eviction,
     )
     requests = read_trace(
         trace, format=format and format.value, speedup=speedup, scale=scale_tokens, max_requests=max_requests
@@ -89,7 +81,7 @@ class Simulator:
         """Raises SpecError when there is no such profile."""
         profiles = importlib.import_module("router.simulator.profile")
         self.profile: Any = profiles.load_profile(profile or profiles.DEFAULT)
-        self.setup: Any = importlib.import_module("router.simulator.fleet").Setup
+        self.setup: Any = importlib.import_module("router.simulator.fleet").FleetSetup
 
     def run(self, setup: Any, requests: Any, *, slo_ttft_ms: float | None, slo_itl_ms: float | None) -> dict[str, Any]:
         report: dict[str, Any] = importlib.import_module("router.simulator.run").simulate(
@@ -103,8 +95,8 @@ class Simulator:
 
 
 def _pools(topology: str | None, colocated: int | None) -> dict[str, int]:
-    """The fields of Setup that follow from what is deployed."""
-    from cluster.words.spec import load_spec
+    """The fields of FleetSetup that follow from what is deployed."""
+    from cluster.words.spec_file import load_spec
 
     if (topology is None) == (colocated is None):
         raise SpecError("name either --topology, such as 8P8D, or --colocated N")

@@ -21,14 +21,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cluster.control import desired as desired_store
 from cluster.control.desired import Desired, Parts
 from cluster.control.gang import find_replicas, remove_leftovers
-from cluster.control.placement import Demand, check_fit, live_nodes
-from cluster.control.pool import Pool
+from cluster.control.placement import ResourceDemand, check_fit, live_nodes
+from cluster.control.pool import ReplicaPool
 from cluster.control.replica import ReplicaFailed, replica_id, role_of
 from cluster.control.replica_life import ReplicaLife
 from cluster.process.log import LogPart, log_path, read_log, redirect_output
 from cluster.words.errors import DeployError, SpecError
 from cluster.words.request import Role
-from cluster.words.spec import Spec, parse_spec
+from cluster.words.spec import Spec
+from cluster.words.spec_file import parse_spec
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class Controller:
         if self._desired:
             redirect_output(_own_log(self._desired.log_dir), who=ACTOR_NAME)
         self._changed = asyncio.Event()
-        self._pools = {role: Pool(role, changed=self._changed.set) for role in Role}
+        self._pools = {role: ReplicaPool(role, changed=self._changed.set) for role in Role}
         self._loop = asyncio.create_task(self._reconcile_forever())
 
     async def apply(self, spec: dict[str, Any], *, index_url: str, log_dir: str, parts: Parts) -> None:
@@ -66,7 +67,7 @@ class Controller:
         self._desire_changed()
 
     async def status(self) -> dict[str, Any]:
-        """`{"spec": the spec as it is now, "pools": {role: Pool.status}}`."""
+        """`{"spec": the spec as it is now, "pools": {role: ReplicaPool.status}}`."""
         desired = self._known
         pools = {role.value: self._pools[role].status(desired.spec.pool(role).replicas) for role in Role}
         return {"spec": desired.spec.model_dump(mode="json"), "pools": pools}
@@ -162,9 +163,11 @@ class Controller:
         nodes = live_nodes()
         if min(more.values(), default=0) < 0 or any(pool.num_draining for pool in self._pools.values()):
             nodes = [replace(node, available=node.total) for node in nodes]  # room is being made; who knows where
-        check_fit([Demand(role, self._known.spec.pool(role), max(number, 0)) for role, number in more.items()], nodes)
+        check_fit(
+            [ResourceDemand(role, self._known.spec.pool(role), max(number, 0)) for role, number in more.items()], nodes
+        )
 
-    def _pool_of(self, replica: str) -> Pool:
+    def _pool_of(self, replica: str) -> ReplicaPool:
         """The pool to which a replica belongs, or has belonged. Raises SpecError for any other name."""
         for pool in self._pools.values():
             if pool.get(replica) is not None or pool.home(replica) is not None:

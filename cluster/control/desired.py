@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from cluster.words.request import Role
-from cluster.words.spec import Spec, parse_spec
+from cluster.words.spec import Spec
+from cluster.words.spec_file import parse_spec
 
 _KEY = b"desired"
 

@@ -25,7 +25,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Demand:
+class ResourceDemand:
     """Replicas of one pool that still need a place."""
 
     role: Role
@@ -39,7 +39,7 @@ def bundle(pool: PoolSpec) -> dict[str, float]:
     return {name: amount for name, amount in amounts.items() if amount > 0}
 
 
-def check_fit(demands: Iterable[Demand], nodes: Sequence[Node]) -> None:
+def check_fit(demands: Iterable[ResourceDemand], nodes: Sequence[Node]) -> None:
     """Raise DeployError, in one line, when these replicas cannot all be placed on what `nodes` have available.
 
     A replica's ranks share one node. Pools with the fewest nodes to choose from are placed first, each replica on the

@@ -33,7 +33,7 @@ class _Member:
         return since is not None and now - since >= STABLE_S
 
 
-class Pool:
+class ReplicaPool:
     """Owned by the controller's event loop. `changed` is called whenever a replica has come to its end."""
 
     def __init__(self, role: Role, *, changed: Callable[[], None]) -> None:

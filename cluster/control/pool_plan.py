@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.control.replica import ReplicaState, ReplicaView
+from cluster.control.replica import ReplicaState, ReplicaStatus
 
 # Least useful first: what serves nobody yet is the cheapest to lose.
 _RETIRE_ORDER = (ReplicaState.PENDING, ReplicaState.STARTING, ReplicaState.LOADING, ReplicaState.READY)
@@ -55,7 +55,7 @@ class Backoff:
         return not self.has_given_up and now >= self.retry_at
 
 
-def plan_pool(desired: int, replicas: Sequence[ReplicaView], *, can_start: bool) -> PoolPlan:
+def plan_pool(desired: int, replicas: Sequence[ReplicaStatus], *, can_start: bool) -> PoolPlan:
     """Compare what is wanted with what lives. Replicas that drain are on their way out: they count for nothing."""
     staying = [replica for replica in replicas if replica.state is not ReplicaState.DRAINING]
     surplus = len(staying) - desired
@@ -64,10 +64,10 @@ def plan_pool(desired: int, replicas: Sequence[ReplicaView], *, can_start: bool)
     return PoolPlan(start=-surplus if can_start else 0)
 
 
-def _usefulness(replica: ReplicaView) -> tuple[int, int, int]:
+def _usefulness(replica: ReplicaStatus) -> tuple[int, int, int]:
     """Retired first: not yet serving, then the least busy, then the newest (its cache is the coldest)."""
     return _RETIRE_ORDER.index(replica.state), replica.running + replica.waiting, -_number(replica)
 
 
-def _number(replica: ReplicaView) -> int:
+def _number(replica: ReplicaStatus) -> int:
     return int(replica.id.rpartition("-")[2])

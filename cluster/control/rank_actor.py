@@ -12,7 +12,7 @@ import time
 from typing import Any, cast
 
 from cluster.process.log import LogPart, log_path, read_log, redirect_output
-from cluster.words.rank import Binding, Loaded, Progress, Rank, RankStatus
+from cluster.words.rank import Binding, Progress, Rank, RankStatus
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +43,8 @@ class RankActor:
             self._rank = cast(Rank, make(self._spec, **self._arguments))
         return self._rank.bind()
 
-    def load(self, addresses: list[str]) -> Loaded:
-        return self._bound.load(addresses)
+    def load(self, addresses: list[str]) -> None:
+        self._bound.load(addresses)
 
     def progress(self) -> Progress:
         return self._bound.progress()

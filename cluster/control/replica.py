@@ -31,7 +31,7 @@ class RankInfo:
 
 
 @dataclass
-class ReplicaView:
+class ReplicaStatus:
     """What `cluster status` shows of a replica."""
 
     id: str

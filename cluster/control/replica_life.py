@@ -10,7 +10,7 @@ from typing import cast
 
 from cluster.control.desired import Desired
 from cluster.control.gang import Gang, Home
-from cluster.control.replica import RankInfo, RankUnreachable, ReplicaFailed, ReplicaState, ReplicaView, role_of
+from cluster.control.replica import RankInfo, RankUnreachable, ReplicaFailed, ReplicaState, ReplicaStatus, role_of
 from cluster.process.log import LogPart
 from cluster.words.rank import Binding, Progress, RankStatus
 
@@ -25,7 +25,7 @@ class ReplicaLife:
     """Owned by the controller's event loop. `view` is always fit to show."""
 
     def __init__(self, replica: str, desired: Desired) -> None:
-        self.view = ReplicaView(id=replica, role=role_of(replica))
+        self.view = ReplicaStatus(id=replica, role=role_of(replica))
         self.serving_since: float | None = None  # time.monotonic()
         self._heard_at = 0.0
         self._timeouts = desired.spec.timeouts

@@ -10,7 +10,7 @@ from cluster.control.replica import ReplicaDidNotStart
 from cluster.host.driver import ask
 from cluster.words.errors import ClusterError, DeployError
 
-Pools = dict[str, dict[str, Any]]  # role -> Pool.status()
+Pools = dict[str, dict[str, Any]]  # role -> ReplicaPool.status()
 
 _POLL_S = 0.25
 _LOG_LINES = 20

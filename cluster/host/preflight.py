@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from cluster.control.placement import Demand, Node, check_fit
+from cluster.control.placement import Node, ResourceDemand, check_fit
 from cluster.host import local_ray
 from cluster.host import state as states
 from cluster.process.ports import is_free
@@ -75,7 +75,7 @@ def check_nodes(spec: Spec, nodes: Sequence[Node], *, wait_for_nodes: bool = Fal
         if spec.router.host not in _EVERYWHERE:
             raise SpecError(f"router.host: {spec.router.host} is on one machine, and this Ray has several; set 0.0.0.0")
     if not wait_for_nodes:
-        check_fit([Demand(role, spec.pool(role), spec.pool(role).replicas) for role in Role], nodes)
+        check_fit([ResourceDemand(role, spec.pool(role), spec.pool(role).replicas) for role in Role], nodes)
 
 
 def this_node() -> Node:

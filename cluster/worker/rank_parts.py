@@ -14,7 +14,7 @@ from cluster.worker.tier_parts import LoadedPart
 from engine.load import load_runner, set_threads
 from engine.parallel import TensorParallel
 from engine.runner import ModelRunner
-from kvtransfer.links.opening import backend_for
+from kvtransfer.links.backends import backend_for
 from kvtransfer.movers.link_config import LinkConfig
 from kvtransfer.movers.peers import Peers, open_gang
 from kvtransfer.movers.rank_servicer import RankServicer

@@ -15,8 +15,9 @@ from grpc import aio
 from cluster.process.stopwatch import Stopwatch
 from cluster.wire.rank_host import RankHost
 from cluster.words.probe import Probe, unobserved
-from cluster.words.rank import Binding, Loaded, Progress, RankStatus
-from cluster.words.spec import Spec, parse_spec
+from cluster.words.rank import Binding, Progress, RankStatus
+from cluster.words.spec import Spec
+from cluster.words.spec_file import parse_spec
 from cluster.worker.replica_service import ReplicaService
 
 logger = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ class RankProcess:
             }
         return self._binding
 
-    def load(self, addresses: list[str]) -> Loaded:
+    def load(self, addresses: list[str]) -> None:
         assert self._host, "bind() comes first"
         setup = Setup(
             spec=self._spec,
@@ -115,10 +116,9 @@ class RankProcess:
             probe=self._probe,
         )
         self._watch = Stopwatch()
-        blocks = self._body.load(setup)
+        self._body.load(setup)
         self._note_progress("serving", 1.0)
         logger.info("loaded: %s", self._watch)
-        return {"blocks": blocks}
 
     def progress(self) -> Progress:
         return self._progress

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Protocol
 
+from cluster.words.plugin import find
 from engine.kv.reuse_history import ReuseHistory
 
 
@@ -99,14 +100,6 @@ class LeastRecentlyUsed:
     def pop(self) -> int:
         return self._candidates.popitem(last=False)[0]
 
-
-def make_eviction(name: str, *, num_blocks: int) -> Eviction:
-    """name: "lru" or "reuse_value". For so many blocks."""
-    return LeastRecentlyUsed() if name == "lru" else ReuseValue(num_ghosts=min(_GHOSTS * num_blocks, _MAX_GHOSTS))
-
-
-_GHOSTS = 2  # evicted blocks remembered, for each one held
-_MAX_GHOSTS = 200_000  # some 50 MB
 
 # The kinds: one for each origin as long as nobody has asked for the block again, and then
 _USED_ONCE = len(Origin)
@@ -242,3 +235,31 @@ class ReuseValue:
         )
         self._history.learn(waiting, keep=_KEEP)
         self._adds_left = max(256, min(len(self._past), self._max_ghosts) // 2)
+
+
+_GHOSTS = 2  # evicted blocks remembered, for each one held
+_MAX_GHOSTS = 200_000  # some 50 MB
+
+
+class MakeEviction(Protocol):
+    """What a name in EVICTIONS stands for: a class, or a function that returns an Eviction."""
+
+    def __call__(self, *, num_blocks: int, clock: Callable[[], float]) -> Eviction:
+        """num_blocks: of the manager that will own it. clock: seconds; simulated ones in the simulator."""
+        ...
+
+
+def _least_recently_used(*, num_blocks: int, clock: Callable[[], float]) -> Eviction:
+    return LeastRecentlyUsed()
+
+
+def _reuse_value(*, num_blocks: int, clock: Callable[[], float]) -> Eviction:
+    return ReuseValue(num_ghosts=min(_GHOSTS * num_blocks, _MAX_GHOSTS), clock=clock)
+
+
+EVICTIONS: dict[str, MakeEviction] = {"reuse_value": _reuse_value, "lru": _least_recently_used}
+
+
+def make_eviction(name: str, *, num_blocks: int, clock: Callable[[], float] = time.monotonic) -> Eviction:
+    """By its name in EVICTIONS, or MODULE:NAME. Raises SpecError."""
+    return find(name, EVICTIONS)(num_blocks=num_blocks, clock=clock)

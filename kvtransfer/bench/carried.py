@@ -17,8 +17,8 @@ from torch.distributed import Store
 from cluster.rpc.transfer_pb2_grpc import RankStub
 from cluster.wire.channel import open_channel
 from kvtransfer.bench.near_side import HOST, TIMEOUT_S, NearSide
+from kvtransfer.links.backends import open_link
 from kvtransfer.links.link import LinkEnd
-from kvtransfer.links.opening import open_link
 from kvtransfer.movers.meeting import Meeting, local_store, remote_store
 from kvtransfer.movers.staging import StagingRing
 

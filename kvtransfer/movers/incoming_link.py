@@ -14,8 +14,8 @@ from torch import Tensor
 
 from cluster.rpc import transfer_pb2 as pb
 from cluster.words.errors import LinkClosed, TransferError
+from kvtransfer.links.backends import open_link
 from kvtransfer.links.link import MEET_TIMEOUT_S, Link
-from kvtransfer.links.opening import open_link
 from kvtransfer.movers.incoming import Incoming
 from kvtransfer.movers.lane import own_lane
 from kvtransfer.movers.link_config import LinkConfig

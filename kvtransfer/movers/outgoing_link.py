@@ -20,8 +20,8 @@ from cluster.wire.channel import error_of, open_channel
 from cluster.words.errors import HandoffExpired, LayoutMismatch, LinkClosed, TransferError
 from cluster.words.probe import Milestone
 from engine.kv.checksum import checksum
+from kvtransfer.links.backends import open_link
 from kvtransfer.links.link import MEET_TIMEOUT_S, Link
-from kvtransfer.links.opening import open_link
 from kvtransfer.movers.codec import WIRE_VERSION, slots_of
 from kvtransfer.movers.lane import Mark, own_lane
 from kvtransfer.movers.link_config import LinkConfig

@@ -43,7 +43,7 @@ _OPTIONS = (
 )
 
 
-async def open_grpc_door(completions: Completions, *, host: str, port: int, is_port_shared: bool = False) -> GrpcDoor:
+async def open_grpc_api(completions: Completions, *, host: str, port: int, is_port_shared: bool = False) -> GrpcApi:
     """Start to serve on host:port (0: any free one), in this event loop.
 
     is_port_shared: several router processes of one node listen on the same port and the kernel deals out connections;
@@ -59,12 +59,12 @@ async def open_grpc_door(completions: Completions, *, host: str, port: int, is_p
     except RuntimeError as error:
         raise DeployError(f"gRPC port {host}:{port} cannot be opened; is it in use?") from error
     await server.start()
-    door = GrpcDoor(server, health_servicer, bound)
+    door = GrpcApi(server, health_servicer, bound)
     await door.set_serving(True)
     return door
 
 
-class GrpcDoor:
+class GrpcApi:
     """A server that runs until `close`."""
 
     def __init__(self, server: grpc.aio.Server, health_servicer: health.aio.HealthServicer, port: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from cluster.rpc import inference_pb2 as pb
 from cluster.words.errors import RequestError
-from router.generation import Route
+from router.generation import RequestRoute
 from router.text.completion_request import Chat, CompletionRequest
 from router.text.events import Delta, Event, Finished, Summary
 from router.text.tokenizer import Tokenizer
@@ -88,7 +88,7 @@ def _delta(delta: Delta, tokenizer: Tokenizer) -> pb.Delta:
 
 
 def _trace(summary: Summary) -> pb.Trace:
-    route: Route = summary.route
+    route: RequestRoute = summary.route
     return pb.Trace(
         prefill_replica=route.prefill_replica,
         decode_replica=route.decode_replica,

@@ -10,11 +10,11 @@ from router.doors.event_stream import DONE, data
 from router.doors.openai_forms import JSON, Form
 from router.doors.side_by_side import run_all
 from router.text.completion import Completion
-from router.text.events import Delta, Finished, Summary, Usage
+from router.text.events import Delta, Finished, Summary, TokenUsage
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class OpenAIAnswer:
     """What answers one HTTP request: a completion per prompt, each with its own form. Choices count through all."""
 
     id: str
@@ -27,7 +27,7 @@ class Answer:
 
     async def whole(self) -> JSON:
         """Raises ClusterError."""
-        usage = Usage()
+        usage = TokenUsage()
         choices = [_Choice(form) for form, one in zip(self.forms, self.completions, strict=True) for _ in range(one.n)]
         async with run_all(self.completions) as events:
             async for number, event in events:
@@ -47,7 +47,7 @@ class Answer:
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events, the last of them [DONE]. Raises ClusterError."""
-        usage = Usage()
+        usage = TokenUsage()
         opened: set[int] = set()
         async with run_all(self.completions) as events:
             async for number, event in events:
@@ -127,7 +127,7 @@ def _end(finished: Finished) -> JSON:
     return {"finish_reason": finished.reason.value, "stop_reason": finished.stop}
 
 
-def _usage(usage: Usage) -> JSON:
+def _usage(usage: TokenUsage) -> JSON:
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,

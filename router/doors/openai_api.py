@@ -18,7 +18,7 @@ from cluster.words.errors import RequestTooLarge, UnknownModel
 from cluster.words.metrics import CONTENT_TYPE
 from cluster.words.request import Role
 from router.doors.event_stream import EventStream, while_connected
-from router.doors.openai_answer import Answer
+from router.doors.openai_answer import OpenAIAnswer
 from router.doors.openai_errors import CLIENT_GONE, explain, handle_errors
 from router.doors.openai_forms import JSON, ChatForm, Form, TextForm
 from router.doors.openai_types import ChatBody, TextBody
@@ -109,7 +109,7 @@ class _Door:
     async def _answer(
         self, request: Request, body: TextBody | ChatBody, opened: list[Completion], forms: Sequence[Form]
     ) -> Response:
-        answer = Answer(
+        answer = OpenAIAnswer(
             id=forms[0].id_prefix + request.state.request_id,
             model=self._completions.model.id,
             completions=opened,

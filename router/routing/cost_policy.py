@@ -22,7 +22,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router.routing.policy import Demand, Option, ReplicaView
+from router.routing.policy import CandidateReplica, Option, RoutingRequest
 
 _HORIZON = 64  # tokens of an answer for which the load on a decode replica counts
 _SHORTLIST = 4
@@ -35,7 +35,7 @@ _PULL_LATENCY_S = 0.002  # of asking a peer, beyond what the bytes take
 class _Prompt:
     """What it takes to have the prompt's KV on one replica."""
 
-    view: ReplicaView
+    view: CandidateReplica
     cost_s: float
     compute_s: float
     keep_s: float
@@ -48,7 +48,7 @@ class _Prompt:
 class _End:
     """What it takes to decode on one replica what another has computed."""
 
-    view: ReplicaView
+    view: CandidateReplica
     num_bytes: int  # that must come there
     decode_s: float
 
@@ -59,11 +59,11 @@ class CostPolicy:
     pulls: replicas may fetch blocks from each other.
     """
 
-    def __init__(self, *, pulls: bool) -> None:
+    def __init__(self, *, pulls: bool = False) -> None:
         self._pulls = pulls
 
     def options(
-        self, demand: Demand, prefills: Sequence[ReplicaView], decodes: Sequence[ReplicaView]
+        self, demand: RoutingRequest, prefills: Sequence[CandidateReplica], decodes: Sequence[CandidateReplica]
     ) -> Sequence[Option]:
         holders = heapq.nlargest(2, [*prefills, *decodes], key=lambda view: view.stored_tokens) if self._pulls else []
         local = [view for view in decodes if not prefills or _uncached(demand, view) <= demand.max_local_tokens]
@@ -82,7 +82,7 @@ class CostPolicy:
         return sorted(found, key=lambda o: (o.cost_s, streams[o.prefill or o.decode], streams[o.decode]))
 
 
-def _alone(demand: Demand, prompt: _Prompt) -> Option:
+def _alone(demand: RoutingRequest, prompt: _Prompt) -> Option:
     return Option(
         prefill=None,
         decode=prompt.view.replica,
@@ -112,7 +112,7 @@ def _pair(prompt: _Prompt, end: _End) -> Option:
     )
 
 
-def _prompt(demand: Demand, view: ReplicaView, holders: Sequence[ReplicaView]) -> _Prompt:
+def _prompt(demand: RoutingRequest, view: CandidateReplica, holders: Sequence[CandidateReplica]) -> _Prompt:
     """The quickest way to the prompt's KV: compute what is not cached, or fetch some of it first."""
     compute_s = _compute_s(demand, view, view.cached_tokens)
     keep_s = _KEEP * compute_s
@@ -127,7 +127,7 @@ def _prompt(demand: Demand, view: ReplicaView, holders: Sequence[ReplicaView]) -
     return best
 
 
-def _try_fetch(best: _Prompt, demand: Demand, source: ReplicaView, pull_s: float) -> None:
+def _try_fetch(best: _Prompt, demand: RoutingRequest, source: CandidateReplica, pull_s: float) -> None:
     """Fetch all that `source` stores and compute the rest, if that is quicker than the best way so far."""
     view = best.view
     before_s = max(view.queue_s, pull_s) + best.keep_s
@@ -139,13 +139,13 @@ def _try_fetch(best: _Prompt, demand: Demand, source: ReplicaView, pull_s: float
         best.pull_from, best.pull_tokens, best.pull_s = source.replica, source.stored_tokens, pull_s
 
 
-def _compute_s(demand: Demand, view: ReplicaView, after: int) -> float:
+def _compute_s(demand: RoutingRequest, view: CandidateReplica, after: int) -> float:
     # The last token is computed even where all of the prompt is cached: its logits are wanted.
     missing = max(1, demand.num_tokens - after)
     return view.timing.prefill_s(missing, after=demand.num_tokens - missing, chunk=view.max_batch_tokens)
 
 
-def _decode_s(demand: Demand, view: ReplicaView) -> float:
+def _decode_s(demand: RoutingRequest, view: CandidateReplica) -> float:
     """Our own steps there, and by how much each of them delays the others."""
     slower_s = view.timing.token_s + view.timing.context_s * demand.num_tokens
     step_s = view.timing.base_s + slower_s * (view.num_streams + 1)
@@ -156,5 +156,5 @@ def _decode_s(demand: Demand, view: ReplicaView) -> float:
     return decode_s
 
 
-def _uncached(demand: Demand, view: ReplicaView) -> int:
+def _uncached(demand: RoutingRequest, view: CandidateReplica) -> int:
     return max(0, demand.num_tokens - view.cached_tokens)

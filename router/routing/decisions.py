@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from router.routing.policy import Option, ReplicaView
+from router.routing.policy import CandidateReplica, Option
 
 _MAX_REQUESTS = 1000
 _MAX_OPTIONS = 8  # of each choice, the best ones
@@ -17,7 +17,7 @@ _MAX_OPTIONS = 8  # of each choice, the best ones
 @dataclass(frozen=True)
 class _Attempt:
     options: Sequence[Option]
-    views: Sequence[ReplicaView]
+    views: Sequence[CandidateReplica]
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -32,7 +32,7 @@ class Decisions:
     def __init__(self) -> None:
         self._attempts: OrderedDict[str, list[_Attempt]] = OrderedDict()
 
-    def add(self, request_id: str, options: Sequence[Option], views: Sequence[ReplicaView]) -> None:
+    def add(self, request_id: str, options: Sequence[Option], views: Sequence[CandidateReplica]) -> None:
         """`options` of one more attempt, the one taken first, and what was known of the replicas then."""
         best = options[:_MAX_OPTIONS]
         named = {name for option in best for name in (option.prefill, option.decode, option.pull_from)}

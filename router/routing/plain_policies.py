@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from cluster.words.plugin import find
 from router.routing.cost_policy import CostPolicy
-from router.routing.policy import Demand, Option, Policy, ReplicaView
+from router.routing.policy import CandidateReplica, Option, Policy, RoutingRequest
 
 _MIN_SHARE = 0.1  # of the prompt must be cached before affinity counts
 _IMBALANCE = 32  # streams by which the busiest may lead the idlest before affinity is given up
 
-View = ReplicaView
-Choose = Callable[[Demand, Sequence[View]], View]
+View = CandidateReplica
+Choose = Callable[[RoutingRequest, Sequence[View]], View]
 
 
 class RoundRobin:
@@ -20,7 +21,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._turn = 0
 
-    def options(self, demand: Demand, prefills: Sequence[View], decodes: Sequence[View]) -> Sequence[Option]:
+    def options(self, demand: RoutingRequest, prefills: Sequence[View], decodes: Sequence[View]) -> Sequence[Option]:
         self._turn += 1
         return _one(demand, prefills, decodes, choose=lambda _, views: views[self._turn % len(views)])
 
@@ -28,30 +29,34 @@ class RoundRobin:
 class LeastLoaded:
     """The shortest queue, then the fewest streams."""
 
-    def options(self, demand: Demand, prefills: Sequence[View], decodes: Sequence[View]) -> Sequence[Option]:
+    def options(self, demand: RoutingRequest, prefills: Sequence[View], decodes: Sequence[View]) -> Sequence[Option]:
         return _one(demand, prefills, decodes, choose=_idlest)
 
 
 class PrefixAffinity:
     """The longest cached prefix, unless it is short or the load has become uneven."""
 
-    def options(self, demand: Demand, prefills: Sequence[View], decodes: Sequence[View]) -> Sequence[Option]:
+    def options(self, demand: RoutingRequest, prefills: Sequence[View], decodes: Sequence[View]) -> Sequence[Option]:
         return _one(demand, prefills, decodes, choose=_nearest)
 
 
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "cost": CostPolicy,
+    "prefix": PrefixAffinity,
+    "least_loaded": LeastLoaded,
+    "round_robin": RoundRobin,
+}
+
+
 def make_policy(name: str, *, pulls: bool = False) -> Policy:
-    """`name` is one of cost, prefix, least_loaded and round_robin; only cost knows of pulling from a peer."""
-    if name == "cost":
-        return CostPolicy(pulls=pulls)
-    plain: dict[str, Callable[[], Policy]] = {
-        "prefix": PrefixAffinity,
-        "least_loaded": LeastLoaded,
-        "round_robin": RoundRobin,
-    }
-    return plain[name]()
+    """By its name in POLICIES, or MODULE:NAME. Only cost knows of pulling from a peer. Raises SpecError."""
+    make = find(name, POLICIES)
+    return CostPolicy(pulls=pulls) if make is CostPolicy else make()
 
 
-def _one(demand: Demand, prefills: Sequence[View], decodes: Sequence[View], *, choose: Choose) -> Sequence[Option]:
+def _one(
+    demand: RoutingRequest, prefills: Sequence[View], decodes: Sequence[View], *, choose: Choose
+) -> Sequence[Option]:
     """The choice of each pool by itself."""
     if not decodes:
         return []
@@ -60,11 +65,11 @@ def _one(demand: Demand, prefills: Sequence[View], decodes: Sequence[View], *, c
     return [Option(prefill=prefill.replica if prefill else None, decode=decode.replica)]
 
 
-def _idlest(_: Demand, views: Sequence[View]) -> View:
+def _idlest(_: RoutingRequest, views: Sequence[View]) -> View:
     return min(views, key=lambda view: (view.queue_s, view.num_streams))
 
 
-def _nearest(demand: Demand, views: Sequence[View]) -> View:
+def _nearest(demand: RoutingRequest, views: Sequence[View]) -> View:
     streams = [view.num_streams for view in views]
     nearest = max(views, key=lambda view: (view.cached_tokens, -view.queue_s, -view.num_streams))
     if max(streams) - min(streams) > _IMBALANCE or nearest.cached_tokens < _MIN_SHARE * demand.num_tokens:

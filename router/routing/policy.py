@@ -12,7 +12,7 @@ from cluster.words.timing import StepTiming
 
 
 @dataclass(kw_only=True, slots=True)
-class ReplicaView:
+class CandidateReplica:
     """What the choice knows of one replica."""
 
     replica: str
@@ -29,7 +29,7 @@ class ReplicaView:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Demand:
+class RoutingRequest:
     """What the choice knows of the request."""
 
     num_tokens: int
@@ -68,7 +68,7 @@ class Policy(Protocol):
     """A way to choose. Owned by one router, on its event loop."""
 
     def options(
-        self, demand: Demand, prefills: Sequence[ReplicaView], decodes: Sequence[ReplicaView]
+        self, demand: RoutingRequest, prefills: Sequence[CandidateReplica], decodes: Sequence[CandidateReplica]
     ) -> Sequence[Option]:
         """Ways to serve the request, the one to take first; none if there is no decode replica."""
         ...

@@ -38,7 +38,7 @@ from cluster.words.errors import (
 )
 from cluster.words.handoff import Handoff
 from cluster.words.request import SampledToken, SequenceRequest
-from router.generation import Route
+from router.generation import RequestRoute
 from router.serving.choices import Choices
 from router.serving.move import Place
 from router.serving.pair import Pair
@@ -70,7 +70,7 @@ class Attempt:
         pair: Pair,
         *,
         router: str,
-        route: Route,
+        route: RequestRoute,
         emit: Callable[[int, SampledToken], None],
         next_prefill: Callable[[], Pair | None],
         next_place: Callable[[], Place | None] = lambda: None,

@@ -18,11 +18,11 @@ from cluster.words.request import Role, SequenceRequest
 from router.generation import Generation
 from router.routing.admission import Ticket
 from router.routing.decisions import Decisions
-from router.routing.policy import Demand, Option, Policy, ReplicaView
+from router.routing.policy import CandidateReplica, Option, Policy, RoutingRequest
 from router.routing.room import AnswerLength, prefill_has_room
 from router.serving.attempt import may_retry
 from router.serving.backup import Backup
-from router.serving.gate import Gate
+from router.serving.gate import AdmissionGate
 from router.serving.move import Place
 from router.serving.pair import Pair, Promise
 from router.serving.places import Places
@@ -71,7 +71,7 @@ class Dispatch:
         self._queue_s = queue_s
         self._metrics = metrics
         self._answers = AnswerLength()
-        self._gate: Gate[Pair] = Gate(max_waiting=max_waiting, queue_s=queue_s)
+        self._gate: AdmissionGate[Pair] = AdmissionGate(max_waiting=max_waiting, queue_s=queue_s)
         self._streams = itertools.count(1)
         self._running: set[Places] = set()
         replicas.on_change = self._gate.wake
@@ -197,7 +197,7 @@ class Dispatch:
 
     def _weigh(
         self, need: _Need, prefills: list[Replica], decodes: list[Replica], *, avoid: Set[str]
-    ) -> tuple[Sequence[Option], list[ReplicaView]]:
+    ) -> tuple[Sequence[Option], list[CandidateReplica]]:
         """The options, and what they were weighed by."""
         request = need.request
         decodes = [replica for replica in decodes if len(request.token_ids) < replica.member.max_tokens]
@@ -205,7 +205,7 @@ class Dispatch:
             return [], []
         member = decodes[0].member
         depths = self._replicas.index.depths(need.hashes)
-        demand = Demand(
+        demand = RoutingRequest(
             num_tokens=len(request.token_ids),
             block_size=member.block_size,
             bytes_per_token=member.bytes_per_token,
@@ -218,7 +218,7 @@ class Dispatch:
         )
         return self._policy.options(demand, views, decode_views), [*views, *decode_views]
 
-    def _pair(self, need: _Need, option: Option, views: Sequence[ReplicaView]) -> Pair:
+    def _pair(self, need: _Need, option: Option, views: Sequence[CandidateReplica]) -> Pair:
         request = need.request
         logger.debug("route request=%s %s", request.id, option)
         pair = self._prefill_half(need, option, views)
@@ -229,7 +229,7 @@ class Dispatch:
         promise = Promise(decode, num_blocks=need.num_blocks, num_streams=len(request.choices))
         return replace(pair, decode=decode, promise=promise)
 
-    def _prefill_half(self, need: _Need, option: Option, views: Sequence[ReplicaView]) -> Pair:
+    def _prefill_half(self, need: _Need, option: Option, views: Sequence[CandidateReplica]) -> Pair:
         """Who computes the prompt, and from whom it fetches; what it must compute is in its queue from now on."""
         prefill = self._replicas.get(option.prefill) if option.prefill else None
         held = max((view.cached_tokens for view in views if view.replica == option.prefill), default=0)

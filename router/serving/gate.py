@@ -15,7 +15,7 @@ T = TypeVar("T")
 _PATIENCE = 4  # times the longest wait, for a request whose turn was predicted wrongly while the queue moves on
 
 
-class Gate(Generic[T]):
+class AdmissionGate(Generic[T]):
     """Lets requests pass in the order of an AdmissionQueue. Belongs to the event loop.
 
     Each brings a `choose`, which takes what it needs and returns it, or None while there is no room. It is asked when

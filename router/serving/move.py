@@ -36,7 +36,7 @@ class Place:
     stream: int
 
 
-class Move:
+class ChoiceMove:
     """One choice on its way from `source` to `target`. Leaves nothing behind on the target unless `run` succeeds."""
 
     def __init__(self, source: Place, target: Place, *, router: str) -> None:

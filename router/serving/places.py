@@ -10,9 +10,9 @@ from typing import Any
 
 from cluster.words.errors import ClusterError, ReplicaLost
 from cluster.words.request import SampledToken, SequenceRequest
-from router.generation import Route
+from router.generation import RequestRoute
 from router.serving.choices import Choices
-from router.serving.move import Lease, Move, Place, hold
+from router.serving.move import ChoiceMove, Lease, Place, hold
 from router.serving.pair import Promise
 from router.serving.replicas import Replica
 
@@ -37,7 +37,7 @@ class Places:
         promise: Promise | None,
         *,
         router: str,
-        route: Route,
+        route: RequestRoute,
         next_place: Callable[[], Place | None],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
@@ -132,7 +132,7 @@ class Places:
             if choice not in self._choices.unfinished:
                 return
             source = self._places[choice]
-            move = Move(source, target, router=self._router)
+            move = ChoiceMove(source, target, router=self._router)
             num_tokens = await move.run(self._so_far(choice, target.stream))
             if num_tokens is None:
                 return

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from cluster.words.errors import ClusterError, DeadlineExceeded
 from cluster.words.request import SampledToken, SequenceRequest
-from router.generation import ChoiceToken, Generation, Route
+from router.generation import ChoiceToken, Generation, RequestRoute
 from router.serving.attempt import Attempt
 from router.serving.pair import Pair
 
@@ -36,7 +36,7 @@ class Relay:
     """Implements router.generation.Generation: a task that serves the request, and the tokens that it has brought."""
 
     def __init__(self, dispatch: Dispatch, request: SequenceRequest) -> None:
-        self.route = Route()
+        self.route = RequestRoute()
         self._dispatch = dispatch
         self._request = request
         self._started_at = time.monotonic()

@@ -9,7 +9,7 @@ from cluster.index.prefix_index import Depths
 from cluster.rpc import worker_pb2 as pb
 from cluster.wire.messages import timing_from_proto
 from cluster.words.timing import StepTiming
-from router.routing.policy import ReplicaView
+from router.routing.policy import CandidateReplica
 from router.routing.room import DecodeLoad, decode_has_room
 from router.serving.replicas import Replica
 
@@ -38,13 +38,13 @@ class Usual:
         )
 
 
-def view_of(replica: Replica, held: Depths, usual: Usual) -> ReplicaView:
+def view_of(replica: Replica, held: Depths, usual: Usual) -> CandidateReplica:
     """`held`: how many leading blocks of the prompt the index finds there."""
     status, member = replica.status, replica.member
     tokens_per_s = status.prefill_tokens_per_s or usual.prefill_tokens_per_s
     # What we have sent and it has not reported yet counts too.
     queued_tokens = max(status.queued_tokens, replica.pending_tokens)
-    return ReplicaView(
+    return CandidateReplica(
         replica=replica.id,
         cached_tokens=held.device * member.block_size,
         stored_tokens=held.disk * member.block_size,

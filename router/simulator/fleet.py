@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from cluster.bench.trace import TraceRequest
 from cluster.index.prefix_index import PrefixIndex
 from router.routing.plain_policies import make_policy
-from router.routing.policy import Demand, Option, ReplicaView
+from router.routing.policy import CandidateReplica, Option, RoutingRequest
 from router.simulator.clock import Clock
 from router.simulator.cores import Cores
 from router.simulator.decode_replica import DecodeReplica
@@ -21,7 +21,7 @@ from router.simulator.store import Store
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setup:
+class FleetSetup:
     """What is simulated. With num_prefill = 0 each decode replica computes its prompts itself."""
 
     num_prefill: int
@@ -31,7 +31,7 @@ class Setup:
     kv_tokens: int  # per replica
     host_tokens: int = 0  # per replica
     pulls: bool = False
-    eviction: str = "reuse"  # or "lru"
+    eviction: str = "reuse_value"  # as kv.eviction
     prefill_batch_tokens: int = 8192
     decode_batch_tokens: int = 2048
     max_running: int = 256
@@ -41,7 +41,7 @@ class Setup:
 class Fleet:
     """Takes requests of one trace, whose `hashes` are shared, and tells `report` what becomes of them."""
 
-    def __init__(self, setup: Setup, profile: Profile, hashes: PrefixHashes, clock: Clock, report: Report) -> None:
+    def __init__(self, setup: FleetSetup, profile: Profile, hashes: PrefixHashes, clock: Clock, report: Report) -> None:
         self._setup = setup
         self._profile = profile
         self._timing, self._decode_timing = profile.timing, profile.decode_timing
@@ -78,7 +78,7 @@ class Fleet:
             self._fetch(flight, option.pull_from, computes)
 
     def _choose(self, request: TraceRequest, hashes: list[bytes]) -> Option:
-        demand = Demand(
+        demand = RoutingRequest(
             num_tokens=request.num_tokens,
             block_size=self._setup.block_size,
             bytes_per_token=self._profile.kv.wire_bytes_per_token,
@@ -92,11 +92,11 @@ class Fleet:
 
     def _view(
         self, name: str, replica: PrefillReplica | DecodeReplica, cached: dict[str, int], stored: dict[str, int]
-    ) -> ReplicaView:
+    ) -> CandidateReplica:
         setup, blocks = self._setup, replica.store.blocks
         cached_tokens = cached.get(name, 0) * setup.block_size
         is_prefill = name in self.prefills
-        return ReplicaView(
+        return CandidateReplica(
             replica=name,
             cached_tokens=cached_tokens,
             stored_tokens=max(cached_tokens, stored.get(name, 0) * setup.block_size),

@@ -8,7 +8,7 @@ from typing import Any
 
 from cluster.bench.trace import TraceRequest
 from cluster.words.errors import SpecError
-from router.simulator.fleet import Setup
+from router.simulator.fleet import FleetSetup
 from router.simulator.profile import Profile
 from router.simulator.run import simulate
 
@@ -35,14 +35,14 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class CapacityPlan:
     best: Candidate | None  # None: nothing within the limit keeps the SLO
     frontier: list[Candidate]  # cheapest first; each keeps the SLO for more requests than all cheaper ones
     tried: list[Candidate]
 
 
 def make_plan(
-    setup: Setup,
+    setup: FleetSetup,
     profile: Profile,
     trace: Sequence[TraceRequest],
     *,
@@ -51,7 +51,7 @@ def make_plan(
     good_share: float,
     max_replicas: int,
     tried: Callable[[Candidate], None] = lambda candidate: None,
-) -> Plan:
+) -> CapacityPlan:
     """Try topologies of 2, 3, … replicas until one serves `good_share` of the requests within the SLO.
 
     From one size to the next the split between the pools is that of the best before, with one replica more on either
@@ -76,7 +76,7 @@ def make_plan(
         enough = [c for c in candidates if c.num_replicas == size and c.good_share >= good_share]
         best = max(enough, key=lambda c: c.good_share, default=None)
         size += 1
-    return Plan(best=best, frontier=frontier(candidates), tried=candidates)
+    return CapacityPlan(best=best, frontier=frontier(candidates), tried=candidates)
 
 
 def frontier(candidates: Sequence[Candidate]) -> list[Candidate]:

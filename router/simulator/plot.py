@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from cluster.words.errors import SpecError
-from router.simulator.plan import Plan
+from router.simulator.plan import CapacityPlan
 
 
-def plot(plan: Plan, path: Path, *, good_share: float) -> None:
+def plot(plan: CapacityPlan, path: Path, *, good_share: float) -> None:
     """Write a PNG or SVG, by the file's ending. Raises SpecError without matplotlib or for another ending."""
     try:
         from matplotlib.figure import Figure

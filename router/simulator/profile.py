@@ -40,7 +40,7 @@ class KV(_Section):
     pool_tokens: Annotated[int, Field(gt=0)]  # what a replica holds when nobody says otherwise
 
 
-class Link(_Section):
+class LinkProfile(_Section):
     latency_s: NotNegative
     bytes_per_s: Positive  # of one replica, each way
 
@@ -55,7 +55,7 @@ class Profile(_Section):
     slowdown: list[Positive] = []
     request_s: NotNegative = 0.0  # that a request takes beside its steps, from a client to its first token
     kv: KV
-    link: Link
+    link: LinkProfile
     host_bytes_per_s: Positive  # between a replica's device and its host memory
     usd_per_hour: Positive  # of one replica
 

@@ -9,14 +9,14 @@ from typing import Any
 
 from cluster.bench.trace import TraceRequest
 from router.simulator.clock import Clock
-from router.simulator.fleet import Fleet, Setup
+from router.simulator.fleet import Fleet, FleetSetup
 from router.simulator.prefix_hashes import PrefixHashes
 from router.simulator.profile import Profile
 from router.simulator.report import Report
 
 
 def simulate(
-    setup: Setup,
+    setup: FleetSetup,
     profile: Profile,
     trace: Sequence[TraceRequest],
     *,

@@ -10,10 +10,8 @@ from collections.abc import Sequence
 
 from cluster.index.prefix_index import PrefixIndex
 from engine.kv.block_manager import BlockManager
-from engine.kv.eviction import LeastRecentlyUsed, ReuseValue
+from engine.kv.eviction import make_eviction
 from router.simulator.clock import Clock
-
-_GHOSTS = 2  # evicted blocks remembered, for each one held
 
 
 class Store:
@@ -77,6 +75,4 @@ class Store:
 
 
 def _manager(num_blocks: int, eviction: str, clock: Clock) -> BlockManager:
-    if eviction == "lru":
-        return BlockManager(num_blocks, LeastRecentlyUsed())
-    return BlockManager(num_blocks, ReuseValue(num_ghosts=_GHOSTS * num_blocks, clock=lambda: clock.now))
+    return BlockManager(num_blocks, make_eviction(eviction, num_blocks=num_blocks, clock=lambda: clock.now))

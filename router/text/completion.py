@@ -18,11 +18,11 @@ from dataclasses import replace
 from cluster.words.errors import ClusterError, ContextLengthExceeded, DeadlineExceeded, ReplicaLost, outcome_of
 from cluster.words.metrics import Metrics
 from cluster.words.request import FinishReason, Sampling, SequenceRequest
-from router.generation import ChoiceToken, Dispatcher, Generation, Route
+from router.generation import ChoiceToken, Dispatcher, Generation, RequestRoute
 from router.text.chat_template import ChatTemplate
 from router.text.choice_text import ChoiceText
 from router.text.completion_request import Chat, CompletionRequest, check, sampling_of
-from router.text.events import Event, Summary, Usage
+from router.text.events import Event, Summary, TokenUsage
 from router.text.model_card import ModelCard
 from router.text.token_clock import TokenClock
 from router.text.tokenizer import Tokenizer
@@ -111,7 +111,7 @@ class Completion:
         self._clock = clock
         self._limit_s = limit_s
         self._choices = [ChoiceText(request, choice, service.tokenizer) for choice in range(request.n)]
-        self._route = Route()
+        self._route = RequestRoute()
 
     @asynccontextmanager
     async def run(self) -> AsyncIterator[AsyncIterator[Event]]:
@@ -151,8 +151,8 @@ class Completion:
         return all(choice.finished is not None for choice in self._choices)
 
     @property
-    def _usage(self) -> Usage:
-        return Usage(
+    def _usage(self) -> TokenUsage:
+        return TokenUsage(
             prompt_tokens=len(self.prompt_ids),
             completion_tokens=sum(choice.num_tokens for choice in self._choices),
             cached_tokens=self._route.cached_tokens + self._route.pulled_tokens,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cluster.words.request import FinishReason, SampledToken
-from router.generation import Route
+from router.generation import RequestRoute
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class Finished:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Usage:
+class TokenUsage:
     prompt_tokens: int = 0
     completion_tokens: int = 0  # of all choices, each up to the token that ended it
     cached_tokens: int = 0  # prompt tokens whose KV was not computed again
 
-    def __add__(self, other: Usage) -> Usage:
-        return Usage(
+    def __add__(self, other: TokenUsage) -> TokenUsage:
+        return TokenUsage(
             prompt_tokens=self.prompt_tokens + other.prompt_tokens,
             completion_tokens=self.completion_tokens + other.completion_tokens,
             cached_tokens=self.cached_tokens + other.cached_tokens,
@@ -45,8 +45,8 @@ class Usage:
 class Summary:
     """Once, after every choice has finished."""
 
-    usage: Usage
-    route: Route
+    usage: TokenUsage
+    route: RequestRoute
     ttft_s: float  # from the request's arrival
     itl_s: float  # mean time between two tokens of a choice; 0 where none has two
 

@@ -26,13 +26,13 @@ _ROOT = Path(__file__).parents[2]
 _VLLM = """
 import asyncio, json, sys
 from itertools import count
-from cluster.bench.isolation import Plan, measure
+from cluster.bench.isolation import Workload, measure
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-async def main(model, plan, options):
+async def main(model, workload, options):
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(
         model=model, dtype="bfloat16", skip_tokenizer_init=True, max_num_seqs=64, max_model_len=2304, **options))
     numbers = count()
@@ -45,7 +45,7 @@ async def main(model, plan, options):
 
     async for _ in ask(list(range(100, 1124)), 8):
         pass
-    print("RESULT" + json.dumps(await measure(Plan(**plan), ask)), flush=True)
+    print("RESULT" + json.dumps(await measure(Workload(**workload), ask)), flush=True)
     engine.shutdown()
 
 if __name__ == "__main__":
@@ -62,14 +62,14 @@ def main(
     ours = json.loads(
         _run([sys.executable, "-m", "cluster.cli", "bench", "isolation", *_options(rate, seconds), "--json"], {})
     )
-    plan = {"prefills_per_s": rate, "loaded_s": seconds, "quiet_s": seconds / 4}
+    workload = {"prefills_per_s": rate, "loaded_s": seconds, "quiet_s": seconds / 4}
     theirs = {}
     with tempfile.TemporaryDirectory() as directory:
         export(Path(directory))
         program = Path(directory) / "side.py"
         program.write_text(_VLLM)  # a file: vLLM starts its engine by `spawn`, which imports it again
         for name, options in _STEPS.items():
-            arguments = [directory, json.dumps(plan), json.dumps(options)]
+            arguments = [directory, json.dumps(workload), json.dumps(options)]
             theirs[name] = _vllm([str(vllm_python), str(program), *arguments])
     print(json.dumps({"ours": ours, "vllm": theirs, "ratios": _ratios(ours, theirs)}, indent=1))
 

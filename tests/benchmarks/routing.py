@@ -20,7 +20,7 @@ from cluster.index.prefix_index import PrefixIndex
 from cluster.words.hashing import HASH_BYTES, block_hashes, root_hash
 from cluster.words.timing import StepTiming
 from router.routing.plain_policies import make_policy
-from router.routing.policy import Demand, Option, Policy, ReplicaView
+from router.routing.policy import CandidateReplica, Option, Policy, RoutingRequest
 
 
 def main() -> None:
@@ -84,7 +84,7 @@ def _fill(options: argparse.Namespace) -> tuple[PrefixIndex, list[list[int]], fl
 def _choose(policy: Policy, depths: dict[str, int], options: argparse.Namespace) -> Sequence[Option]:
     timing = StepTiming(base_s=0.006, token_s=3e-5, pair_s=1e-9, context_s=2e-8)
     views = [
-        ReplicaView(
+        CandidateReplica(
             replica=_name(i),
             cached_tokens=depths.get(_name(i), 0) * options.block_size,
             stored_tokens=depths.get(_name(i), 0) * options.block_size,
@@ -99,7 +99,7 @@ def _choose(policy: Policy, depths: dict[str, int], options: argparse.Namespace)
         for i in range(options.replicas)
     ]
     half = options.replicas // 2
-    demand = Demand(
+    demand = RoutingRequest(
         num_tokens=options.tokens, block_size=options.block_size, bytes_per_token=67_584, max_local_tokens=16
     )
     return policy.options(demand, views[:half], views[half:])

@@ -16,7 +16,7 @@ from cluster.words.hashing import block_hashes, root_hash
 from cluster.words.request import Role, SampledToken, Sampling
 from cluster.words.timing import StepTiming
 from router.routing.cost_policy import CostPolicy
-from router.routing.policy import Demand, Option, ReplicaView
+from router.routing.policy import CandidateReplica, Option, RoutingRequest
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
 from tests.local_cluster import Answer, LocalCluster, local_cluster
@@ -32,7 +32,7 @@ class FakePolicy:
         self.ways: dict[int, list[Option]] = {}  # by the prompt's length
 
     def options(
-        self, demand: Demand, prefills: Sequence[ReplicaView], decodes: Sequence[ReplicaView]
+        self, demand: RoutingRequest, prefills: Sequence[CandidateReplica], decodes: Sequence[CandidateReplica]
     ) -> Sequence[Option]:
         there = {view.replica for view in (*prefills, *decodes)}
         return [way for way in self.ways[demand.num_tokens] if {way.prefill or way.decode, way.decode} <= there]
@@ -207,12 +207,12 @@ class SteadyRates:
         self._policy = CostPolicy(pulls=True)
 
     def options(
-        self, demand: Demand, prefills: Sequence[ReplicaView], decodes: Sequence[ReplicaView]
+        self, demand: RoutingRequest, prefills: Sequence[CandidateReplica], decodes: Sequence[CandidateReplica]
     ) -> Sequence[Option]:
         return self._policy.options(demand, [_steady(view) for view in prefills], [_steady(view) for view in decodes])
 
 
-def _steady(view: ReplicaView) -> ReplicaView:
+def _steady(view: CandidateReplica) -> CandidateReplica:
     timing = StepTiming(base_s=0.0, token_s=1e-3)
     learnt_s = view.timing.token_s  # nothing, where a fit has given everything to a step's base
     queue_s = view.queue_s / learnt_s * timing.token_s if learnt_s else view.queue_s

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.words.request import Role, Sampling
 from router.routing.plain_policies import RoundRobin
-from router.routing.policy import Demand, Option, ReplicaView
+from router.routing.policy import CandidateReplica, Option, RoutingRequest
 from router.serving import rebalance
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
@@ -32,7 +32,7 @@ class Crowding:
     """Puts everything on one decode replica."""
 
     def options(
-        self, demand: Demand, prefills: Sequence[ReplicaView], decodes: Sequence[ReplicaView]
+        self, demand: RoutingRequest, prefills: Sequence[CandidateReplica], decodes: Sequence[CandidateReplica]
     ) -> Sequence[Option]:
         wanted = [view for view in decodes if view.replica == _CROWDED] or decodes
         return RoundRobin().options(demand, prefills, wanted)

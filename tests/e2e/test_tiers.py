@@ -16,7 +16,7 @@ from cluster.index.prefix_index import Depths
 from cluster.words.hashing import block_hashes, root_hash
 from cluster.words.request import Role, Sampling
 from engine.tiers.disk_store import DiskStore
-from router.routing.policy import Demand, Option, ReplicaView
+from router.routing.policy import CandidateReplica, Option, RoutingRequest
 from router.serving.replicas import Replica
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
@@ -241,6 +241,6 @@ class FakePolicy:
         self.option: Option | None = None
 
     def options(
-        self, demand: Demand, prefills: Sequence[ReplicaView], decodes: Sequence[ReplicaView]
+        self, demand: RoutingRequest, prefills: Sequence[CandidateReplica], decodes: Sequence[CandidateReplica]
     ) -> Sequence[Option]:
         return [self.option] if self.option else []

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from cluster.words.request import FinishReason, SampledToken, SequenceRequest, TokenLogprob, finish_reason
-from router.generation import ChoiceToken, Route
+from router.generation import ChoiceToken, RequestRoute
 
 Script = Callable[[SequenceRequest, int], Sequence[int]]
 
@@ -46,7 +46,7 @@ class FakeGeneration:
         self._owner: asyncio.Task[object] | None = None
         self._open = set(request.choices)
         self._stopped: set[int] = set()
-        self.route = Route(
+        self.route = RequestRoute(
             prefill_replica="prefill-0", decode_replica="decode-0", cached_tokens=3, blocks_shipped=2, wire_bytes=1000,
             attempts=1,
         )  # fmt: skip

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.bench.prompts import Prompts
+from cluster.bench.prompts import TracePrompts
 from cluster.bench.trace import TraceRequest, poisson, read_trace
 from cluster.words.errors import SpecError
 
@@ -52,7 +52,7 @@ def test_random_arrivals_come_at_the_rate_that_is_asked_for() -> None:
 def test_equal_ids_and_only_they_give_equal_tokens() -> None:
     def tokens(number: int, ids: tuple[int, ...] | None, *, seed: int = 0) -> list[int]:
         request = TraceRequest(number=number, arrival_s=0, num_tokens=50, num_output=1, ids=ids, tokens_per_id=32)
-        return Prompts(seed=seed).of(request)
+        return TracePrompts(seed=seed).of(request)
 
     assert tokens(0, (1, 2)) == tokens(1, (1, 2)) and len(tokens(0, (1, 2))) == 50
     assert tokens(0, (1, 2))[:32] == tokens(0, (1, 3))[:32] and tokens(0, (1, 2))[32:] != tokens(0, (1, 3))[32:]

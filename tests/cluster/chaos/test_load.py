@@ -11,7 +11,7 @@ import pytest
 from grpc import aio
 from grpc_status import rpc_status
 
-from cluster.chaos.load import Load
+from cluster.chaos.load import LoadGenerator
 from cluster.chaos.question import questions
 from cluster.rpc import inference_pb2 as pb
 from cluster.rpc import inference_pb2_grpc as rpc
@@ -43,13 +43,13 @@ class FakeRouter(rpc.InferenceServicer):
 
 
 @asynccontextmanager
-async def _load() -> AsyncIterator[tuple[FakeRouter, Load]]:
+async def _load() -> AsyncIterator[tuple[FakeRouter, LoadGenerator]]:
     router, server = FakeRouter(), aio.server()
     rpc.add_InferenceServicer_to_server(router, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        async with Load(f"127.0.0.1:{port}", questions(4, max_tokens=8), rate=200, seed=1) as load:
+        async with LoadGenerator(f"127.0.0.1:{port}", questions(4, max_tokens=8), rate=200, seed=1) as load:
             yield router, load
     finally:
         await server.stop(0)

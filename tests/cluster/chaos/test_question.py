@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from cluster.chaos.question import Answer, compare, questions
+from cluster.chaos.question import Reply, compare, questions
 from cluster.chaos.site import leaked_blocks
 from cluster.chaos.tally import Stroke, Tally
 
 
-def _answer(*token_ids: int, text: str = "", reason: str = "length") -> Answer:
-    return Answer(list(token_ids), [0.5] * len(token_ids), text, reason)
+def _answer(*token_ids: int, text: str = "", reason: str = "length") -> Reply:
+    return Reply(list(token_ids), [0.5] * len(token_ids), text, reason)
 
 
 def test_questions_differ_and_each_has_one_answer() -> None:

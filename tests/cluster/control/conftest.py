@@ -1,9 +1,7 @@
-"""One Ray of three nodes, on loopback, for all tests of this folder, and deployments in it."""
+"""Deployments in the Ray of three nodes, whose ranks hold no model."""
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -12,40 +10,7 @@ from typing import Any
 
 import pytest
 
-_HERE = Path(__file__).parent
-os.environ["PYTHONPATH"] = os.pathsep.join([str(_HERE.parents[1]), str(_HERE), os.environ.get("PYTHONPATH", "")])
-sys.path.insert(0, str(_HERE))
-
-
-NODE = {"num_cpus": 4, "object_store_memory": 80_000_000, "node_ip_address": "127.0.0.1"}
-
-
-@pytest.fixture(scope="session")
-def ray_nodes() -> Iterator[Any]:
-    """A ray.cluster_utils.Cluster of three nodes on this machine, told apart by the label `pool`: none, prefill and
-    decode. A test may add nodes of its own."""
-    import ray
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
-    for pool in ("prefill", "decode"):
-        cluster.add_node(**NODE, labels={"pool": pool})
-    ray.init(
-        address=cluster.address,
-        log_to_driver=False,
-        logging_level="ERROR",
-        _node_ip_address="127.0.0.1",
-    )
-    yield cluster
-    ray.shutdown()
-    cluster.shutdown()
-
-
-@pytest.fixture(scope="session")
-def three_nodes(ray_nodes: Any) -> str:
-    """Their address."""
-    address: str = ray_nodes.address
-    return address
+from tests.cluster.control import fake_rank
 
 
 class Deployment:
@@ -58,8 +23,8 @@ class Deployment:
         self.name = f"t{uuid.uuid4().hex[:8]}"
         self.log_dir = log_dir
         self.controller = start_controller(self.name)
-        arguments = {"prefill": "fake_rank:FakeRank", "decode": "fake_rank:FakeRank"} | parts
-        self._parts = Parts(**arguments)
+        arguments = {"prefill": "FakeRank", "decode": "FakeRank"} | parts
+        self._parts = Parts(**{role: f"{fake_rank.__name__}:{name}" for role, name in arguments.items()})
         self.apply(spec)
 
     def apply(self, spec: dict[str, Any]) -> None:
@@ -97,7 +62,7 @@ class Deployment:
 
 @pytest.fixture
 def deploy(three_nodes: str, tmp_path: Path) -> Iterator[Callable[..., Deployment]]:
-    """deploy(spec, prefill="fake_rank:slow_load", …) -> Deployment; taken down at the end."""
+    """deploy(spec, prefill="slow_load", …) -> Deployment; taken down at the end."""
     made: list[Deployment] = []
 
     def make(spec: dict[str, Any], **parts: str) -> Deployment:

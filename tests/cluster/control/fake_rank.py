@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from cluster.words.rank import Binding, Loaded, Progress, RankStatus
+from cluster.words.rank import Binding, Progress, RankStatus
 
 _WAIT_S = 60.0
 
@@ -35,7 +35,7 @@ class FakeRank:
     def bind(self) -> Binding:
         return {"pid": os.getpid(), "host": "node", "address": f"127.0.0.1:{20_000 + self._rank}", "device": "cpu"}
 
-    def load(self, addresses: list[str]) -> Loaded:
+    def load(self, addresses: list[str]) -> None:
         print(f"loading with {len(addresses)} ranks", flush=True)
         if self._fault == "raises in load":
             raise ValueError("weights.safetensors is\ncut short")
@@ -45,7 +45,6 @@ class FakeRank:
         if self._fault == "slow load":
             self._wait_for(self._dir / "go")
         self._state = "ready"
-        return {"blocks": 100}
 
     def progress(self) -> Progress:
         return {"stage": "reading weights", "fraction": 0.25 * (self._rank + 1)}

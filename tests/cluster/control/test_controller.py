@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import ray
-from conftest import Deployment, ids
 
 from cluster.control.replica import Failure
 from cluster.words.errors import DeployError, SpecError
+from tests.cluster.control.conftest import Deployment, ids
 
 Deploy = Callable[..., Deployment]
 SMALL = {"prefill": {"replicas": 1}, "decode": {"replicas": 1}}
@@ -78,7 +78,7 @@ def test_a_restarted_controller_adopts_what_lives(deploy: Deploy) -> None:
 
 
 def test_a_restarted_controller_removes_half_a_gang(deploy: Deploy) -> None:
-    deployment = deploy(SMALL, prefill="fake_rank:slow_load")
+    deployment = deploy(SMALL, prefill="slow_load")
     loading = deployment.until(lambda pools: pids(pools["prefill"]) and pools["prefill"]["replicas"][0]["fraction"])
     ray.kill(deployment.controller, no_restart=False)
     deployment.until(lambda pools: ids(pools["prefill"]) == ["prefill-1"])
@@ -101,7 +101,7 @@ def test_scaling_touches_only_the_pool_named(deploy: Deploy) -> None:
 
 
 def test_a_replica_that_leaves_finishes_its_work_first(deploy: Deploy) -> None:
-    deployment = deploy(SMALL, decode="fake_rank:slow_drain")
+    deployment = deploy(SMALL, decode="slow_drain")
     [pid] = pids(deployment.until_ready()["decode"])
     deployment.call("scale", {"decode": 0})
     pools = deployment.until(lambda pools: pools["decode"]["replicas"][0]["state"] == "draining")
@@ -115,7 +115,7 @@ def test_a_replica_that_leaves_finishes_its_work_first(deploy: Deploy) -> None:
 
 
 def test_a_drain_that_takes_too_long_is_cut_short(deploy: Deploy) -> None:
-    deployment = deploy({**SMALL, "timeouts": {"drain_s": 0.3}}, decode="fake_rank:slow_drain")
+    deployment = deploy({**SMALL, "timeouts": {"drain_s": 0.3}}, decode="slow_drain")
     deployment.until_ready()
     deployment.call("scale", {"decode": 0})
     deployment.until_ready(within_s=10)
@@ -137,12 +137,16 @@ def test_a_drained_replica_is_replaced(deploy: Deploy) -> None:
     [
         ("raises_in_load", "rank 0: ValueError: weights.safetensors is cut short", "loading with 2 ranks"),
         ("dies_in_load", "the process of rank 0 died: killed, out of memory, or crashed", "about to die"),
-        ("no_such_class", "rank 0: AttributeError: module 'fake_rank' has no attribute 'no_such_class'", ""),
+        (
+            "no_such_class",
+            "rank 0: AttributeError: module 'tests.cluster.control.fake_rank' has no attribute 'no_such_class'",
+            "",
+        ),
     ],
 )
 def test_a_failing_start_is_explained(deploy: Deploy, fault: str, reason: str, log: str) -> None:
     spec = {"prefill": {"replicas": 1, "tensor_parallel": 2}, "decode": {"replicas": 0}}
-    deployment = deploy(spec, prefill=f"fake_rank:{fault}")
+    deployment = deploy(spec, prefill=fault)
     pools = deployment.until(lambda pools: pools["prefill"]["failures"])
     failure = pools["prefill"]["failures"][0]
     assert failure["reason"] == reason
@@ -153,14 +157,14 @@ def test_a_failing_start_is_explained(deploy: Deploy, fault: str, reason: str, l
 
 
 def test_failed_starts_come_slower_and_slower(deploy: Deploy) -> None:
-    deployment = deploy({"prefill": {"replicas": 2}, "decode": {"replicas": 0}}, prefill="fake_rank:raises_in_load")
+    deployment = deploy({"prefill": {"replicas": 2}, "decode": {"replicas": 0}}, prefill="raises_in_load")
     pools = deployment.until(lambda pools: pools["prefill"]["failed_rounds"] == 2)
     assert len(pools["prefill"]["failures"]) <= 4, "two replicas that fail together are one round"
 
 
 def test_a_start_that_takes_too_long_is_explained(deploy: Deploy) -> None:
     spec = {"prefill": {"replicas": 1}, "decode": {"replicas": 0}, "timeouts": {"start_s": 2.0}}
-    deployment = deploy(spec, prefill="fake_rank:slow_load")
+    deployment = deploy(spec, prefill="slow_load")
     pools = deployment.until(lambda pools: pools["prefill"]["failures"])
     reason = "not ready 2 s after it was placed (timeouts.start_s), at 'reading weights'"
     assert pools["prefill"]["failures"][0]["reason"] == reason
@@ -168,7 +172,7 @@ def test_a_start_that_takes_too_long_is_explained(deploy: Deploy) -> None:
 
 def test_progress_is_shown_while_loading(deploy: Deploy) -> None:
     spec = {"prefill": {"replicas": 1, "tensor_parallel": 2}, "decode": {"replicas": 0}}
-    deployment = deploy(spec, prefill="fake_rank:slow_load")
+    deployment = deploy(spec, prefill="slow_load")
     pools = deployment.until(lambda pools: pools["prefill"]["replicas"][0]["fraction"])
     replica = pools["prefill"]["replicas"][0]
     assert (replica["state"], replica["stage"], replica["fraction"]) == ("loading", "reading weights", 0.25)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.control.conftest import NODE, Deployment
+from tests.cluster.conftest import NODE
+from tests.cluster.control.conftest import Deployment
 
 _SPARE = {"labels": {"pool": "spare"}}
 _SPEC = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.control.placement import Demand, Node, bundle, check_fit, matches, why_pending
+from cluster.control.placement import Node, ResourceDemand, bundle, check_fit, matches, why_pending
 from cluster.words.errors import DeployError
 from cluster.words.request import Role
 from cluster.words.spec import PoolSpec
@@ -22,8 +22,8 @@ def pool(*, tensor_parallel: int = 1, labels: dict[str, str] | None = None, **re
     )
 
 
-def prefill(count: int, pool: PoolSpec) -> Demand:
-    return Demand(Role.PREFILL, pool, count)
+def prefill(count: int, pool: PoolSpec) -> ResourceDemand:
+    return ResourceDemand(Role.PREFILL, pool, count)
 
 
 def test_a_bundle_names_only_what_is_needed() -> None:
@@ -62,12 +62,12 @@ def test_fractions_are_counted_as_ray_counts_them() -> None:
 
 def test_the_pool_with_less_choice_is_placed_first() -> None:
     nodes = [node("plain", CPU=1), node("labelled", labels={"pool": "decode"}, CPU=2)]
-    check_fit([prefill(2, pool()), Demand(Role.DECODE, pool(labels={"pool": "decode"}), 1)], nodes)
+    check_fit([prefill(2, pool()), ResourceDemand(Role.DECODE, pool(labels={"pool": "decode"}), 1)], nodes)
 
 
 def test_both_pools_compete_for_the_same_room() -> None:
     with pytest.raises(DeployError, match=r"^decode: room for 1 of 2 replicas"):
-        check_fit([prefill(1, pool()), Demand(Role.DECODE, pool(), 2)], [node("a", CPU=2)])
+        check_fit([prefill(1, pool()), ResourceDemand(Role.DECODE, pool(), 2)], [node("a", CPU=2)])
 
 
 def test_an_unmet_label_is_named_beside_what_there_is() -> None:

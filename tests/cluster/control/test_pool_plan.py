@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from cluster.control.pool_plan import Backoff, PoolPlan, plan_pool
-from cluster.control.replica import ReplicaState, ReplicaView
+from cluster.control.replica import ReplicaState, ReplicaStatus
 from cluster.words.request import Role
 
 
-def replica(number: int, state: str = "ready", *, running: int = 0) -> ReplicaView:
-    return ReplicaView(id=f"decode-{number}", role=Role.DECODE, state=ReplicaState(state), running=running)
+def replica(number: int, state: str = "ready", *, running: int = 0) -> ReplicaStatus:
+    return ReplicaStatus(id=f"decode-{number}", role=Role.DECODE, state=ReplicaState(state), running=running)
 
 
 def test_what_is_missing_is_started() -> None:

@@ -22,7 +22,7 @@ from cluster.process.ports import free_port
 from cluster.rpc import inference_pb2 as pb
 from cluster.rpc import inference_pb2_grpc as rpc
 from cluster.wire.channel import CLIENT_OPTIONS
-from tests.cluster.control.command import ClusterCommand
+from tests.cluster.cli.command import ClusterCommand
 
 _MARK = "XPYD_TEST_HEAD"
 

@@ -19,7 +19,8 @@ from cluster.host.state import Command, NotDeployed, State
 from cluster.process import processes
 from cluster.process.ports import free_port
 from cluster.words.errors import DeployError, SpecError
-from cluster.words.spec import RouterSpec, parse_spec
+from cluster.words.spec import RouterSpec
+from cluster.words.spec_file import parse_spec
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cluster.words.errors import SpecError
-from cluster.words.spec import load_spec, parse_spec
+from cluster.words.spec_file import load_spec, parse_spec
 
 DETERMINISTIC = {"engine": {"deterministic": True}, "kv": {"wire_dtype": "raw"}}
 

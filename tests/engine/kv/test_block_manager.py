@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from cluster.words.hashing import block_hashes, root_hash
 from engine.kv.block_manager import BlockManager
+from engine.kv.eviction import EVICTIONS, make_eviction
 
 NUM_BLOCKS = 12
 ROOT = root_hash("model")
@@ -32,9 +41,9 @@ class Table:
 class BlockManagerMachine(RuleBasedStateMachine):
     """Beside the manager, a model that knows what is written in each block."""
 
-    def __init__(self) -> None:
+    def __init__(self, eviction: str) -> None:
         super().__init__()
-        self.manager = BlockManager(NUM_BLOCKS)
+        self.manager = BlockManager(NUM_BLOCKS, make_eviction(eviction, num_blocks=NUM_BLOCKS))
         self.tables: list[Table] = []
         self.quarantined: list[int] = []
         self.content: dict[int, bytes] = {}  # block -> hash of what was sealed there; wrong once it is overwritten
@@ -132,8 +141,16 @@ class BlockManagerMachine(RuleBasedStateMachine):
         assert self.manager.num_available == NUM_BLOCKS - len(held) - len(self.quarantined)
 
 
-BlockManagerMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
-TestBlockManager = BlockManagerMachine.TestCase
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "any_eviction" in metafunc.fixturenames:
+        metafunc.parametrize("any_eviction", [*EVICTIONS, *metafunc.config.getoption("eviction")])
+
+
+def test_whatever_is_done_nothing_is_lost(any_eviction: str) -> None:
+    run_state_machine_as_test(
+        partial(BlockManagerMachine, any_eviction),
+        settings=settings(max_examples=100, stateful_step_count=40, deadline=None),
+    )
 
 
 def test_the_least_recently_used_prefix_goes_first_and_its_tail_before_its_head() -> None:

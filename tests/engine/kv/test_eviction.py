@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
-from engine.kv.eviction import Eviction, LeastRecentlyUsed, Origin, ReuseValue
+from engine.kv.eviction import EVICTIONS, Origin, ReuseValue, make_eviction
 from engine.kv.reuse_history import ReuseHistory
 
 
@@ -22,12 +20,13 @@ def _hash(number: int) -> bytes:
     return (number * 0x9E3779B97F4A7C15 % (1 << 128)).to_bytes(16, "little")
 
 
-_MAKERS: list[Callable[[], Eviction]] = [LeastRecentlyUsed, lambda: ReuseValue(num_ghosts=8, clock=FakeClock())]
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "any_eviction" in metafunc.fixturenames:
+        metafunc.parametrize("any_eviction", [*EVICTIONS, *metafunc.config.getoption("eviction")])
 
 
-@pytest.mark.parametrize("make", _MAKERS)
-def test_every_candidate_is_given_up_once_and_no_other(make: Callable[[], Eviction]) -> None:
-    eviction = make()
+def test_every_candidate_is_given_up_once_and_no_other(any_eviction: str) -> None:
+    eviction = make_eviction(any_eviction, num_blocks=4, clock=FakeClock())
     for block in range(20):
         eviction.sealed(_hash(block))
         eviction.add(block, _hash(block), Origin(block % 3))
@@ -40,18 +39,16 @@ def test_every_candidate_is_given_up_once_and_no_other(make: Callable[[], Evicti
         eviction.pop()
 
 
-@pytest.mark.parametrize("make", _MAKERS)
-def test_the_spare_go_first(make: Callable[[], Eviction]) -> None:
-    eviction = make()
+def test_the_spare_go_first(any_eviction: str) -> None:
+    eviction = make_eviction(any_eviction, num_blocks=4, clock=FakeClock())
     for block in range(5):
         eviction.add(block, _hash(block), Origin.FIRST)
     eviction.spare(3)
     assert eviction.pop() == 3
 
 
-@pytest.mark.parametrize("make", _MAKERS)
-def test_of_one_kind_the_oldest_goes_first(make: Callable[[], Eviction]) -> None:
-    eviction = make()
+def test_of_one_kind_the_oldest_goes_first(any_eviction: str) -> None:
+    eviction = make_eviction(any_eviction, num_blocks=4, clock=FakeClock())
     for block in (4, 2, 7):
         eviction.add(block, _hash(block), Origin.FIRST)
     assert [eviction.pop() for _ in range(3)] == [4, 2, 7]

@@ -16,11 +16,16 @@ import torch
 from torch.distributed import FileStore, PrefixStore, Store
 
 from cluster.words.errors import LinkClosed
+from kvtransfer.links.backends import LINKS, open_link
 from kvtransfer.links.link import Link, LinkEnd
-from kvtransfer.links.opening import open_link
 
-BACKENDS = ["tcp", "gloo", pytest.param("nccl", marks=pytest.mark.gpu)]
 _TIMEOUT_S = 1.0
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "backend" in metafunc.fixturenames:
+        ours = [pytest.param(name, marks=pytest.mark.gpu) if name == "nccl" else name for name in LINKS]
+        metafunc.parametrize("backend", [*ours, *metafunc.config.getoption("link")])
 
 
 def _end(backend: str, store: Store, *, is_sender: bool) -> LinkEnd:
@@ -81,7 +86,6 @@ def _payload(link: Link, size: int) -> torch.Tensor:
     return torch.randint(0, 256, (size,), dtype=torch.uint8).to(link.device)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_bytes_arrive_in_order_whatever_their_size(backend: str, tmp_path: Path) -> None:
     with _peer(backend, tmp_path, we_send=True) as peer:
         for size in (1, 7, 1000, 65_536, 5_000_001):
@@ -91,7 +95,6 @@ def test_bytes_arrive_in_order_whatever_their_size(backend: str, tmp_path: Path)
             assert peer.orders.recv() == bytes(payload.cpu().numpy())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_several_payloads_may_be_on_their_way(backend: str, tmp_path: Path) -> None:
     with _peer(backend, tmp_path, we_send=True) as peer:
         payloads = [_payload(peer.link, size) for size in (300_000, 1, 2_000_000)]
@@ -103,7 +106,6 @@ def test_several_payloads_may_be_on_their_way(backend: str, tmp_path: Path) -> N
             assert peer.orders.recv() == bytes(payload.cpu().numpy())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_killed_peer_fails_the_operation_by_its_deadline_and_the_link_for_good(backend: str, tmp_path: Path) -> None:
     with _peer(backend, tmp_path, we_send=True) as peer:
         peer.kill(signal.SIGKILL)
@@ -117,7 +119,6 @@ def test_a_killed_peer_fails_the_operation_by_its_deadline_and_the_link_for_good
             peer.link.send(_payload(peer.link, 1)).wait(timeout_s=_TIMEOUT_S)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_frozen_peer_fails_a_receive_at_the_deadline(backend: str, tmp_path: Path) -> None:
     with _peer(backend, tmp_path, we_send=False) as peer:
         peer.kill(signal.SIGSTOP)
@@ -127,7 +128,6 @@ def test_a_frozen_peer_fails_a_receive_at_the_deadline(backend: str, tmp_path: P
         assert time.monotonic() - started < 10 * _TIMEOUT_S
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_closed_link_refuses_and_closing_twice_is_fine(backend: str, tmp_path: Path) -> None:
     with _peer(backend, tmp_path, we_send=True) as peer:
         peer.link.close()
@@ -180,7 +180,6 @@ def test_a_stranger_is_not_let_in_to_a_tcp_link(tmp_path: Path) -> None:
     assert torch.equal(got, payload)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_peer_that_never_comes_is_reported_at_the_deadline(backend: str, tmp_path: Path) -> None:
     store = FileStore(str(tmp_path / "store"))
     device = torch.device("cuda") if backend == "nccl" else torch.device("cpu")

@@ -85,8 +85,8 @@ async def test_a_killed_receiver_is_known_within_a_second_in_the_middle_of_a_sen
 ):
     with receiving_process() as victim, receiving_process() as bystander:
         async with _shipping() as shipping:
-            for peer in (victim, bystander):
-                shipping.ship(peer, 0)
+            shipping.ship(victim, 0)
+            shipping.ship(bystander, 2)
             assert [(await shipping.ended(within_s=20)).error for _ in range(2)] == [None, None]
             victim.signal(signal.SIGSTOP)  # so that the send cannot get through before the kill
             shipping.ship(victim, 1)
@@ -94,7 +94,7 @@ async def test_a_killed_receiver_is_known_within_a_second_in_the_middle_of_a_sen
             victim.signal(signal.SIGKILL)
             shipment = await shipping.ended(within_s=1.0)
             assert shipment.handoff == "h1" and isinstance(shipment.error, LinkClosed)
-            shipping.ship(bystander, 1)
+            shipping.ship(bystander, 3)
             assert (await shipping.ended(within_s=5.0)).error is None
 
 
@@ -103,9 +103,9 @@ async def test_a_frozen_receiver_is_known_by_the_deadline_whether_it_was_connect
         async with _shipping() as shipping:
             shipping.ship(connected, 0)
             assert (await shipping.ended(within_s=20)).error is None
-            for peer in (connected, stranger):
+            for number, peer in enumerate((connected, stranger), start=1):
                 peer.signal(signal.SIGSTOP)
-                shipping.ship(peer, 1)
+                shipping.ship(peer, number)
             errors = [(await shipping.ended(within_s=SILENCE_S + 0.5)).error for _ in range(2)]
             assert all(isinstance(error, LinkClosed) for error in errors)
 

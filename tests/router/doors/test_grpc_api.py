@@ -18,7 +18,7 @@ from grpc_status import rpc_status
 from cluster.rpc import inference_pb2 as pb
 from cluster.rpc.inference_pb2_grpc import InferenceStub
 from cluster.words.errors import CapacityError, DeployError, LayoutMismatch, ReplicaLost
-from router.doors.grpc_api import GrpcDoor, open_grpc_door
+from router.doors.grpc_api import GrpcApi, open_grpc_api
 from router.text.completion import Completions
 from router.text.tokenizer import Tokenizer
 from tests.router.fake_dispatcher import FakeDispatcher
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 @dataclass
 class Door:
     service: Completions
-    door: GrpcDoor
+    door: GrpcApi
     channel: grpc.aio.Channel
     stub: InferenceStub
 
@@ -62,7 +62,7 @@ def details_of(error: grpc.aio.AioRpcError) -> dict[str, Any]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server(completions: MakeCompletions) -> AsyncIterator[Door]:
     service = completions(FakeDispatcher())
-    door = await open_grpc_door(service, host="127.0.0.1", port=0)
+    door = await open_grpc_api(service, host="127.0.0.1", port=0)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
         yield Door(service, door, channel, InferenceStub(channel))
     await door.close(grace_s=0)
@@ -290,7 +290,7 @@ async def test_the_calls_deadline_ends_the_generation(door: Door) -> None:
 
 
 async def test_health(completions: MakeCompletions) -> None:
-    door = await open_grpc_door(completions(FakeDispatcher()), host="127.0.0.1", port=0)
+    door = await open_grpc_api(completions(FakeDispatcher()), host="127.0.0.1", port=0)
     serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
     async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
         stub = health_pb2_grpc.HealthStub(channel)
@@ -313,13 +313,13 @@ async def test_reflection(door: Door) -> None:
 
 async def test_a_port_in_use(door: Door, completions: MakeCompletions) -> None:
     with pytest.raises(DeployError, match="in use"):
-        await open_grpc_door(completions(FakeDispatcher()), host="127.0.0.1", port=door.door.port)
+        await open_grpc_api(completions(FakeDispatcher()), host="127.0.0.1", port=door.door.port)
 
 
 async def test_routers_of_one_node_may_share_a_port(completions: MakeCompletions) -> None:
     service = completions(FakeDispatcher())
-    first = await open_grpc_door(service, host="127.0.0.1", port=0, is_port_shared=True)
-    second = await open_grpc_door(service, host="127.0.0.1", port=first.port, is_port_shared=True)
+    first = await open_grpc_api(service, host="127.0.0.1", port=0, is_port_shared=True)
+    second = await open_grpc_api(service, host="127.0.0.1", port=first.port, is_port_shared=True)
     assert second.port == first.port
     await first.close(grace_s=0)
     await second.close(grace_s=0)
@@ -327,7 +327,7 @@ async def test_routers_of_one_node_may_share_a_port(completions: MakeCompletions
 
 async def test_closing_lets_what_is_under_way_finish(completions: MakeCompletions) -> None:
     fake = FakeDispatcher(hang_after=2)
-    door = await open_grpc_door(completions(fake), host="127.0.0.1", port=0)
+    door = await open_grpc_api(completions(fake), host="127.0.0.1", port=0)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
         stub = InferenceStub(channel)
         call = aiter(stub.Generate(pb.GenerateRequest(prompt="abc", sampling=pb.SamplingParams(max_tokens=4))))

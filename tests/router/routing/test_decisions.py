@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from cluster.words.timing import StepTiming
 from router.routing.decisions import Decisions
-from router.routing.policy import Option, ReplicaView
+from router.routing.policy import CandidateReplica, Option
 
 
-def _view(replica: str) -> ReplicaView:
-    return ReplicaView(
+def _view(replica: str) -> CandidateReplica:
+    return CandidateReplica(
         replica=replica,
         cached_tokens=0,
         stored_tokens=0,

@@ -9,7 +9,7 @@ import pytest
 
 from cluster.words.errors import CapacityError, RequestError
 from router.routing.admission import Ticket
-from router.serving.gate import Gate
+from router.serving.gate import AdmissionGate
 
 
 class Room:
@@ -28,18 +28,18 @@ class Room:
         self.free += 1
 
 
-async def _enter(gate: Gate[str], room: Room, *, within_s: float | None = None, tenant: str = "") -> str:
+async def _enter(gate: AdmissionGate[str], room: Room, *, within_s: float | None = None, tenant: str = "") -> str:
     return await gate.enter(Ticket(tenant, 0, 1.0), room.choose, within_s=within_s, give_back=room.give_back)
 
 
 async def test_with_room_nobody_waits() -> None:
-    gate, room = Gate[str](max_waiting=1, queue_s=1), Room(2)
+    gate, room = AdmissionGate[str](max_waiting=1, queue_s=1), Room(2)
     assert [await _enter(gate, room) for _ in range(2)] == ["place"] * 2
     assert (len(gate), room.free) == (0, 0)
 
 
 async def test_each_place_that_becomes_free_lets_one_pass() -> None:
-    gate, room = Gate[str](max_waiting=100, queue_s=10), Room(0)
+    gate, room = AdmissionGate[str](max_waiting=100, queue_s=10), Room(0)
     waiting = [asyncio.create_task(_enter(gate, room)) for _ in range(3)]
     await asyncio.sleep(0)
     assert len(gate) == 3
@@ -52,7 +52,7 @@ async def test_each_place_that_becomes_free_lets_one_pass() -> None:
 
 
 async def test_who_comes_while_others_wait_does_not_overtake_them() -> None:
-    gate, room = Gate[str](max_waiting=100, queue_s=10), Room(0)
+    gate, room = AdmissionGate[str](max_waiting=100, queue_s=10), Room(0)
     first = asyncio.create_task(_enter(gate, room))
     await asyncio.sleep(0)
     room.free += 1
@@ -67,7 +67,7 @@ async def test_who_comes_while_others_wait_does_not_overtake_them() -> None:
 
 
 async def test_who_goes_away_in_the_moment_of_its_turn_gives_its_place_back() -> None:
-    gate, room = Gate[str](max_waiting=100, queue_s=10), Room(0)
+    gate, room = AdmissionGate[str](max_waiting=100, queue_s=10), Room(0)
     task = asyncio.create_task(_enter(gate, room))
     await asyncio.sleep(0)
     room.free += 1
@@ -79,7 +79,7 @@ async def test_who_goes_away_in_the_moment_of_its_turn_gives_its_place_back() ->
 
 
 async def test_a_place_given_back_by_one_that_went_away_goes_to_the_next() -> None:
-    gate, room = Gate[str](max_waiting=100, queue_s=10), Room(0)
+    gate, room = AdmissionGate[str](max_waiting=100, queue_s=10), Room(0)
     tasks = [asyncio.create_task(_enter(gate, room)) for _ in range(2)]
     await asyncio.sleep(0)
     room.free += 1
@@ -89,14 +89,14 @@ async def test_a_place_given_back_by_one_that_went_away_goes_to_the_next() -> No
 
 
 async def test_a_wait_that_lasts_too_long_ends_in_a_refusal() -> None:
-    gate, room = Gate[str](max_waiting=100, queue_s=0.05), Room(0)
+    gate, room = AdmissionGate[str](max_waiting=100, queue_s=0.05), Room(0)
     with pytest.raises(CapacityError, match=r"within 0\.05 s") as refused:
         await _enter(gate, room)
     assert refused.value.retry_after_s > 0 and len(gate) == 0
 
 
 async def test_whoever_waits_keeps_its_place_while_the_queue_moves() -> None:
-    gate, room = Gate[str](max_waiting=100, queue_s=0.2), Room(0)
+    gate, room = AdmissionGate[str](max_waiting=100, queue_s=0.2), Room(0)
     begin = time.monotonic()
     waiting = [asyncio.create_task(_enter(gate, room)) for _ in range(2)]
     await asyncio.sleep(0)
@@ -109,7 +109,7 @@ async def test_whoever_waits_keeps_its_place_while_the_queue_moves() -> None:
 
 
 async def test_a_request_that_can_never_be_served_hears_so_at_its_turn_and_holds_up_nobody() -> None:
-    gate, room = Gate[str](max_waiting=100, queue_s=10), Room(0)
+    gate, room = AdmissionGate[str](max_waiting=100, queue_s=10), Room(0)
     is_wrong = False
 
     def choose() -> str | None:

@@ -9,7 +9,7 @@ import pytest
 
 from cluster.cli.app import run
 from cluster.model.kv_arithmetic import KVArithmetic
-from cluster.words.spec import load_spec
+from cluster.words.spec_file import load_spec
 
 
 @pytest.fixture

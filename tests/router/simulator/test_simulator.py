@@ -10,14 +10,14 @@ import pytest
 
 from cluster.bench.trace import TraceRequest, read_trace
 from cluster.words.errors import SpecError
-from router.simulator.fleet import Setup
+from router.simulator.fleet import FleetSetup
 from router.simulator.plan import make_plan
 from router.simulator.prefix_hashes import PrefixHashes
 from router.simulator.profile import load_profile, shipped_profiles
 from router.simulator.run import simulate
 
 _PROFILE = load_profile("h100-llama-3.1-8b")
-_SETUP = Setup(num_prefill=0, num_decode=2, policy="cost", block_size=64, kv_tokens=65_536)
+_SETUP = FleetSetup(num_prefill=0, num_decode=2, policy="cost", block_size=64, kv_tokens=65_536)
 
 
 def _chat(num_users: int = 6, num_turns: int = 5, *, every_s: float = 2.0) -> list[TraceRequest]:
@@ -46,7 +46,7 @@ def _without_time(report: dict[str, object]) -> dict[str, object]:
 @pytest.mark.parametrize("pools", [(0, 3), (2, 2)])
 def test_every_request_ends_and_all_blocks_come_back(policy: str, pools: tuple[int, int]) -> None:
     trace = _chat()
-    setup = Setup(num_prefill=pools[0], num_decode=pools[1], policy=policy, block_size=64, kv_tokens=65_536)
+    setup = FleetSetup(num_prefill=pools[0], num_decode=pools[1], policy=policy, block_size=64, kv_tokens=65_536)
     report = simulate(setup, _PROFILE, trace, slo_ttft_s=10.0, slo_itl_s=1.0)
     assert report["completed"] == len(trace) and report["good_share"] == 1.0
     assert report["output_tokens"] == 20 * len(trace)
@@ -55,7 +55,7 @@ def test_every_request_ends_and_all_blocks_come_back(policy: str, pools: tuple[i
 def test_with_room_for_all_one_replica_reuses_all_that_came_before() -> None:
     trace = _chat()
     report = simulate(
-        Setup(num_prefill=0, num_decode=1, policy="cost", block_size=64, kv_tokens=10**6), _PROFILE, trace
+        FleetSetup(num_prefill=0, num_decode=1, policy="cost", block_size=64, kv_tokens=10**6), _PROFILE, trace
     )
     known, reusable = set[int](), 0
     for request in trace:
@@ -68,7 +68,9 @@ def test_with_room_for_all_one_replica_reuses_all_that_came_before() -> None:
 
 def test_a_lone_request_takes_as_long_as_the_profile_says() -> None:
     request = TraceRequest(number=0, arrival_s=0.0, num_tokens=4096, num_output=11, ids=None)
-    setup = Setup(num_prefill=0, num_decode=1, policy="cost", block_size=64, kv_tokens=65_536, decode_batch_tokens=1024)
+    setup = FleetSetup(
+        num_prefill=0, num_decode=1, policy="cost", block_size=64, kv_tokens=65_536, decode_batch_tokens=1024
+    )
     report = simulate(setup, _PROFILE, [request])
     steps = _PROFILE.steps
     expected = 4 * steps.base_s + 4096 * steps.token_s + 4096 * 4097 / 2 * steps.pair_s
@@ -80,7 +82,7 @@ def test_a_lone_request_takes_as_long_as_the_profile_says() -> None:
 
 def test_the_wire_carries_what_decode_lacks() -> None:
     request = TraceRequest(number=0, arrival_s=0.0, num_tokens=4096, num_output=5, ids=None)
-    setup = Setup(num_prefill=1, num_decode=1, policy="cost", block_size=64, kv_tokens=65_536)
+    setup = FleetSetup(num_prefill=1, num_decode=1, policy="cost", block_size=64, kv_tokens=65_536)
     assert simulate(setup, _PROFILE, [request])["transfer_bytes"] == 4096 * _PROFILE.kv.wire_bytes_per_token
 
 
@@ -91,7 +93,7 @@ def test_it_repeats_itself() -> None:
 
 def test_pulling_reuses_what_is_elsewhere_and_a_host_tier_what_was_evicted() -> None:
     trace = _chat(num_users=12, every_s=0.05)
-    tight = Setup(num_prefill=0, num_decode=3, policy="cost", block_size=64, kv_tokens=8192)
+    tight = FleetSetup(num_prefill=0, num_decode=3, policy="cost", block_size=64, kv_tokens=8192)
     alone = simulate(tight, _PROFILE, trace)
     tiered = simulate(replace(tight, host_tokens=10**6), _PROFILE, trace)
     pulling = simulate(replace(tight, host_tokens=10**6, pulls=True), _PROFILE, trace)
@@ -101,7 +103,7 @@ def test_pulling_reuses_what_is_elsewhere_and_a_host_tier_what_was_evicted() -> 
 
 def test_what_a_prefill_replica_fetches_is_its_own_to_free() -> None:
     trace = _chat(num_users=40, num_turns=6, every_s=0.02)
-    setup = Setup(num_prefill=6, num_decode=6, policy="cost", block_size=64, kv_tokens=65_536, pulls=True)
+    setup = FleetSetup(num_prefill=6, num_decode=6, policy="cost", block_size=64, kv_tokens=65_536, pulls=True)
     report = simulate(setup, _PROFILE, trace)
     assert report["completed"] == len(trace)
     assert report["pull_bytes"] > 0
@@ -147,6 +149,8 @@ def test_every_shipped_profile_loads_and_says_whence_it_is() -> None:
 @pytest.mark.skipif("CONVERSATION_TRACE" not in os.environ, reason="names the Mooncake conversation trace")
 def test_round_robin_on_the_conversation_trace() -> None:
     trace = read_trace(Path(os.environ["CONVERSATION_TRACE"]))
-    setup = Setup(num_prefill=0, num_decode=8, policy="round_robin", block_size=64, kv_tokens=1_048_576, eviction="lru")
+    setup = FleetSetup(
+        num_prefill=0, num_decode=8, policy="round_robin", block_size=64, kv_tokens=1_048_576, eviction="lru"
+    )
     report = simulate(setup, _PROFILE, trace)
     assert report["completed"] == 12_031 and report["reuse_share"] == pytest.approx(0.082, abs=0.005)

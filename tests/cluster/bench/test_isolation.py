@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from cluster.bench import isolation
-from cluster.bench.isolation import Plan, measure, percentile
+from cluster.bench.isolation import Workload, measure, percentile
 
 _STREAM_GAP_S, _FIRST_S = 0.005, 0.05
 
@@ -40,8 +40,8 @@ class FakeServer:
 async def test_streams_and_prompts_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolation, "_WARM_UP_S", 0.05)
     server = FakeServer()
-    plan = Plan(streams=3, prompt_tokens=40, prefills_per_s=20, quiet_s=0.3, loaded_s=0.6)
-    result = await measure(plan, server.ask)
+    workload = Workload(streams=3, prompt_tokens=40, prefills_per_s=20, quiet_s=0.3, loaded_s=0.6)
+    result = await measure(workload, server.ask)
     assert server.num_streams == 0, "a stream was left running"
     assert len(set(server.prompts)) == len(server.prompts) == 12, "prompts are all different, and come at their rate"
     assert {len(prompt) for prompt in server.prompts} == {40}
@@ -62,7 +62,7 @@ async def test_a_stream_that_fails_fails_the_measurement(monkeypatch: pytest.Mon
         raise ConnectionError("gone")
 
     with pytest.raises(ConnectionError):
-        await measure(Plan(prefills_per_s=10, quiet_s=0.01, loaded_s=0.01), ask)
+        await measure(Workload(prefills_per_s=10, quiet_s=0.01, loaded_s=0.01), ask)
 
 
 def test_percentiles_are_values_that_were_seen() -> None:

@@ -1,7 +1,7 @@
 """Makes the files of this folder: one small matrix in each format, packed and widened again by the format's library.
 
     pip install --no-deps autoawq==0.2.9 auto-gptq==0.7.1 compressed-tensors==0.20.0 loguru
-    python tests/engine/formats/make.py
+    python tests/engine/weights/formats/make.py
 
 Each file holds the tensors as a checkpoint has them, under `w.`; what the library itself makes of them, as `numbers`
 (O, I) fp32; and the checkpoint's quantization_config, in its metadata. Tests read the files, and need no such package.

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-_HERE = Path(__file__).parent
+_ROOT = Path(__file__).parents[3]
 # A suite that a shell started in the background ignores SIGINT, and so would every command that it starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -35,10 +35,10 @@ class ClusterCommand:
         return Outcome(process.returncode, out, err)
 
     def start(self, *arguments: str, is_fake: bool = False) -> subprocess.Popen[str]:
-        program = [str(_HERE / "fake_cluster.py")] if is_fake else ["-m", "cluster.cli"]
+        program = "tests.cluster.cli.fake_cluster" if is_fake else "cluster.cli"
         pipe = subprocess.PIPE
         return subprocess.Popen(
-            [sys.executable, *program, *arguments],
+            [sys.executable, "-m", program, *arguments],
             env=self._environment,
             stdin=pipe,
             stdout=pipe,
@@ -48,7 +48,6 @@ class ClusterCommand:
 
     @property
     def _environment(self) -> dict[str, str]:
-        path = os.pathsep.join([str(_HERE.parents[1]), str(_HERE)])
         kept = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
         kept |= dict(self.ray_environment)
-        return {**kept, "PYTHONPATH": path, "CLUSTER_STATE_DIR": str(self.state_root), "PYTHONWARNINGS": "ignore"}
+        return {**kept, "PYTHONPATH": str(_ROOT), "CLUSTER_STATE_DIR": str(self.state_root), "PYTHONWARNINGS": "ignore"}

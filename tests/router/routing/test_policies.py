@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from cluster.words.timing import StepTiming
-from router.routing.plain_policies import make_policy
-from router.routing.policy import Demand, ReplicaView
+from router.routing.plain_policies import POLICIES, make_policy
+from router.routing.policy import CandidateReplica, RoutingRequest
 
-_DEMAND = Demand(num_tokens=4096, block_size=64, bytes_per_token=1000, max_local_tokens=16)
-_IDLE = ReplicaView(
+_DEMAND = RoutingRequest(num_tokens=4096, block_size=64, bytes_per_token=1000, max_local_tokens=16)
+_IDLE = CandidateReplica(
     replica="",
     cached_tokens=0,
     stored_tokens=0,
@@ -23,29 +23,33 @@ _IDLE = ReplicaView(
     max_batch_tokens=2048,
     link_bytes_per_s=1e9,
 )
-_NAMES = ["cost", "prefix", "least_loaded", "round_robin"]
 
 
-def _views(kind: str, count: int = 3) -> list[ReplicaView]:
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "any_policy" in metafunc.fixturenames:
+        metafunc.parametrize("any_policy", [*POLICIES, *metafunc.config.getoption("policy")])
+
+
+def _views(kind: str, count: int = 3) -> list[CandidateReplica]:
     return [replace(_IDLE, replica=f"{kind}-{i}") for i in range(count)]
 
 
-def _holding(view: ReplicaView, tokens: int) -> ReplicaView:
+def _holding(view: CandidateReplica, tokens: int) -> CandidateReplica:
     return replace(view, cached_tokens=tokens, stored_tokens=tokens)
 
 
-@pytest.mark.parametrize("name", _NAMES)
 @pytest.mark.parametrize("num_prefill", [0, 1, 3])
-def test_every_policy_names_a_pair_that_exists(name: str, num_prefill: int) -> None:
+def test_every_policy_names_a_pair_that_exists(any_policy: str, num_prefill: int) -> None:
     prefills, decodes = _views("p", num_prefill), _views("d")
-    for option in make_policy(name).options(_DEMAND, prefills, decodes):
+    options = make_policy(any_policy).options(_DEMAND, prefills, decodes)
+    assert options
+    for option in options:
         assert option.decode in [view.replica for view in decodes]
         assert option.prefill in ([view.replica for view in prefills] or [None])
 
 
-@pytest.mark.parametrize("name", _NAMES)
-def test_every_policy_has_nothing_to_offer_without_a_decode_replica(name: str) -> None:
-    assert list(make_policy(name).options(_DEMAND, _views("p"), [])) == []
+def test_every_policy_has_nothing_to_offer_without_a_decode_replica(any_policy: str) -> None:
+    assert list(make_policy(any_policy).options(_DEMAND, _views("p"), [])) == []
 
 
 @pytest.mark.parametrize("name", ["cost", "prefix", "least_loaded"])

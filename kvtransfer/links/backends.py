@@ -1,4 +1,4 @@
-"""Which links there are, and how both ends of one come to be."""
+"""All ways to carry blocks, by name."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from collections.abc import Callable
 
 import torch
 
-from cluster.words.errors import TransferError
+from cluster.words.plugin import find
 from kvtransfer.links.gloo import GlooLink
 from kvtransfer.links.link import Link, LinkEnd
 from kvtransfer.links.nccl import NcclLink
 from kvtransfer.links.tcp import TcpLink
 
-_BACKENDS: dict[str, Callable[[LinkEnd], Link]] = {"tcp": TcpLink, "gloo": GlooLink, "nccl": NcclLink}
+LINKS: dict[str, Callable[[LinkEnd], Link]] = {"tcp": TcpLink, "gloo": GlooLink, "nccl": NcclLink}
 
 
 def open_link(backend: str, end: LinkEnd) -> Link:
-    """Meet the other side, and return this side's end when both are there. Raises LinkClosed after end.timeout_s."""
-    if backend not in _BACKENDS:
-        raise TransferError(f"no link backend {backend!r}; there are {', '.join(_BACKENDS)}")
-    return _BACKENDS[backend](end)
+    """Meet the other side, and return this side's end when both are there.
+
+    backend: a name in LINKS, or MODULE:NAME; the same on both sides. Raises LinkClosed after timeout_s, and SpecError.
+    """
+    return find(backend, LINKS)(end)
 
 
 def backend_for(device: torch.device, *, host_link: str) -> str:

@@ -11,8 +11,8 @@ import pytest
 
 from cluster.host import state
 from cluster.host.state import State
-from tests.cluster.control.command import ClusterCommand
-from tests.cluster.control.fake_inference import FakeInference, serving
+from tests.cluster.cli.command import ClusterCommand
+from tests.cluster.cli.fake_inference import FakeInference, serving
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ from cluster.words.spec import KVSpec, ModelSpec
         (model_options.ModelWeights, ModelSpec, "weights"),
         (model_options.PoolDType, KVSpec, "pool_dtype"),
         (model_options.WireDType, KVSpec, "wire_dtype"),
-        (model_options.HostLink, KVSpec, "host_link"),
     ],
 )
 def test_an_option_takes_what_the_spec_takes(option: Any, section: Any, field: str) -> None:

@@ -14,7 +14,7 @@ import ray
 
 from cluster.process import processes
 from cluster.process.ports import free_port
-from tests.cluster.control.command import ClusterCommand
+from tests.cluster.cli.command import ClusterCommand
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def test_a_killed_deploy_is_cleared_away_and_a_failing_one_explains_itself(clust
         killed.kill()
     assert left_of(cluster) != []
 
-    arguments = ["--parts", "decode=fake_rank:raises_in_load", "deploy", "1P1D", *ports()]
+    arguments = ["--rank", "decode=raises_in_load", "deploy", "1P1D", *ports()]
     failed = cluster.run(*arguments, is_fake=True)
     assert failed.code == 2
     lines = failed.err.splitlines()
@@ -130,7 +130,7 @@ def test_a_killed_deploy_is_cleared_away_and_a_failing_one_explains_itself(clust
 
 @pytest.mark.timeout(180)
 def test_an_interrupted_deploy_leaves_nothing(cluster: ClusterCommand) -> None:
-    arguments = ["--parts", "decode=fake_rank:slow_load", "deploy", "1P1D", *ports()]
+    arguments = ["--rank", "decode=slow_load", "deploy", "1P1D", *ports()]
     with cluster.start(*arguments, is_fake=True) as process:
         assert process.stderr is not None
         for line in process.stderr:

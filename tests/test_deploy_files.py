@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.control.placement import Demand, Node, check_fit
+from cluster.control.placement import Node, ResourceDemand, check_fit
 from cluster.words.request import Role
-from cluster.words.spec import Spec, load_spec
+from cluster.words.spec import Spec
+from cluster.words.spec_file import load_spec
 
-DEPLOY = Path(__file__).parents[2] / "deploy"
+DEPLOY = Path(__file__).parents[1] / "deploy"
 TOPOLOGIES = sorted((DEPLOY / "topologies").glob("*.yaml"))
 CLUSTERS = sorted((DEPLOY / "ray").glob("*.yaml"))
 SMALL_MACHINE = Node(id="a", name="a", ip="127.0.0.1", total={"CPU": 2}, available={"CPU": 2})
@@ -24,8 +25,8 @@ def read(path: Path) -> dict[str, Any]:
     return tree
 
 
-def demands(spec: Spec) -> list[Demand]:
-    return [Demand(role, spec.pool(role), spec.pool(role).replicas) for role in Role]
+def demands(spec: Spec) -> list[ResourceDemand]:
+    return [ResourceDemand(role, spec.pool(role), spec.pool(role).replicas) for role in Role]
 
 
 @pytest.mark.parametrize("path", TOPOLOGIES, ids=lambda path: path.stem)

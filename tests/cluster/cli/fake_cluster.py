@@ -1,0 +1,24 @@
+"""The `cluster` command with parts that hold no model: fake_cluster [--rank prefill=NAME] ARGUMENTS."""
+
+from __future__ import annotations
+
+import functools
+import sys
+
+from cluster.cli.app import run
+from cluster.control import desired
+from cluster.host import preflight
+from tests.cluster.cli import fake_router
+from tests.cluster.control import fake_rank
+
+if __name__ == "__main__":
+    ranks = {"prefill": "FakeRank", "decode": "FakeRank"}
+    arguments = sys.argv[1:]
+    while arguments[:1] == ["--rank"]:
+        role, _, name = arguments[1].partition("=")
+        ranks[role] = name
+        arguments = arguments[2:]
+    parts = {role: f"{fake_rank.__name__}:{name}" for role, name in ranks.items()}
+    desired.Parts = functools.partial(desired.Parts, **parts, router=f"{fake_router.__name__}:build")
+    preflight.check_model = lambda spec, say: say(f"checking {spec.model.source}")
+    sys.exit(run(arguments))

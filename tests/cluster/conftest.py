@@ -1,0 +1,43 @@
+"""One Ray of three nodes, on loopback, for all tests of this folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Ray's workers import the parts that hold no model by their path.
+os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+
+NODE = {"num_cpus": 4, "object_store_memory": 80_000_000, "node_ip_address": "127.0.0.1"}
+
+
+@pytest.fixture(scope="session")
+def ray_nodes() -> Iterator[Any]:
+    """A ray.cluster_utils.Cluster of three nodes on this machine, told apart by the label `pool`: none, prefill and
+    decode. A test may add nodes of its own."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
+    for pool in ("prefill", "decode"):
+        cluster.add_node(**NODE, labels={"pool": pool})
+    ray.init(
+        address=cluster.address,
+        log_to_driver=False,
+        logging_level="ERROR",
+        _node_ip_address="127.0.0.1",
+    )
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+@pytest.fixture(scope="session")
+def three_nodes(ray_nodes: Any) -> str:
+    """Their address."""
+    address: str = ray_nodes.address
+    return address
