@@ -14,11 +14,12 @@ from cluster.words.errors import ClusterError
 from cluster.words.handoff import Handoff
 from cluster.words.request import SampledToken, TokenLogprob
 from cluster.worker.fetches import Fetches
+from cluster.worker.gang_runner import GangRunner
 from decode_worker.moves import Moves
-from decode_worker.rank import DecodeRank
 from engine.decode_scheduler import Scheduler
 from engine.group import Choice, Group, Source
 from engine.kv.block_manager import BlockManager
+from engine.orders import Orders
 from engine.sampler import SamplingRow, sample
 from engine.sequence import Sequence
 from engine.tiers.tiers import Tiers
@@ -47,7 +48,7 @@ class Answers:
 
     def __init__(
         self,
-        rank: DecodeRank,
+        rank: GangRunner,
         blocks: BlockManager,
         scheduler: Scheduler,
         *,
@@ -164,7 +165,7 @@ class Answers:
         forks = [(index, root.fork(index, self._blocks)) for index in indices]
         copies = [fork[1] for _, fork in forks if fork and fork[1]]
         if copies:
-            self._rank.lead(None, {"tiers": self._tiers.take_orders(), "copy": copies})
+            self._rank.execute(None, Orders(tiers=self._tiers.take_orders(), copies=copies))
         return [fork[0] if fork else root.without_blocks(index) for index, fork in forks]
 
     def _decode_on(self, choice: Choice, *, is_over: bool) -> None:

@@ -33,19 +33,18 @@ cluster.process: cluster(words)
 cluster.rpc:
 cluster.wire: cluster(rpc words)
 cluster.words: cluster(rpc)
-cluster.worker: cluster(index model process rpc wire words) engine(kv load parallel runner sequence tiers)
-    kvtransfer(links movers protocol)
+cluster.worker: cluster(index model process rpc wire words) engine(batch kv load orders parallel runner sequence
+    tiers) kvtransfer(links movers protocol)
 decode_worker.actor: cluster(index process rpc wire words worker) engine(decode_scheduler group kv load runner
-    sequence tiers) kvtransfer(movers protocol) decode_worker(rank server worker)
-decode_worker.answers: cluster(rpc wire words worker) engine(decode_scheduler group kv sampler sequence tiers)
-    kvtransfer(protocol) decode_worker(moves rank)
-decode_worker.moves: cluster(words) engine(batch group kv rate) kvtransfer(protocol) decode_worker(rank)
-decode_worker.opening: cluster(rpc words) engine(group)
-decode_worker.rank: cluster(words) engine(batch runner tiers) kvtransfer(movers)
+    sequence tiers) kvtransfer(movers protocol) decode_worker(server worker)
+decode_worker.answers: cluster(rpc wire words worker) engine(decode_scheduler group kv orders sampler sequence
+    tiers) kvtransfer(protocol) decode_worker(moves)
+decode_worker.moves: cluster(words worker) engine(group kv orders rate) kvtransfer(protocol)
+decode_worker.opening: cluster(words) engine(group) kvtransfer(protocol)
 decode_worker.server: cluster(rpc wire words worker) engine(group sequence) kvtransfer(movers protocol)
     decode_worker(worker)
-decode_worker.worker: cluster(rpc wire words worker) engine(batch decode_scheduler group kv pace tiers)
-    kvtransfer(movers protocol) decode_worker(answers moves opening rank)
+decode_worker.worker: cluster(rpc wire words worker) engine(batch decode_scheduler group kv orders pace tiers)
+    kvtransfer(movers protocol) decode_worker(answers moves opening)
 engine.attention: cluster(model) engine(batch cpu kernels kv layers)
 engine.batch: engine(kernels)
 engine.cpu: cluster(model)
@@ -54,11 +53,12 @@ engine.decode_scheduler: cluster(words) engine(group kv sequence)
 engine.expert_placement:
 engine.group: engine(sequence)
 engine.kernels: engine(batch cpu)
-engine.kv: engine(batch cpu kernels)
+engine.kv: cluster(words) engine(batch cpu kernels)
 engine.layers: cluster(words) engine(cpu kernels parallel weights)
 engine.learnt_timing: cluster(words) engine(batch)
 engine.load: cluster(model) engine(kv parallel runner)
 engine.model: cluster(model) engine(attention batch cpu expert_placement kernels kv layers parallel weights)
+engine.orders: cluster(words) engine(tiers)
 engine.pace: cluster(words) engine(batch learnt_timing rate)
 engine.parallel: cluster(words)
 engine.prefill_scheduler: cluster(words) engine(kv sequence)
@@ -72,19 +72,18 @@ engine.tools: cluster(words) engine(batch kernels kv learnt_timing load model pa
 engine.weights: cluster(model words)
 kvtransfer.bench: cluster(rpc wire words) engine(batch kv load parallel runner) kvtransfer(links movers protocol)
 kvtransfer.links: cluster(words)
-kvtransfer.movers: cluster(rpc wire words) engine(cpu kernels kv parallel tiers) kvtransfer(links protocol)
-kvtransfer.protocol: cluster(rpc wire words) engine(kv) kvtransfer(links)
+kvtransfer.movers: cluster(rpc wire words) engine(cpu kernels kv orders parallel tiers) kvtransfer(links protocol)
+kvtransfer.protocol: cluster(words) engine(kv)
 prefill_worker.actor: cluster(index process rpc wire words worker) engine(kv load prefill_scheduler runner sequence
-    tiers) kvtransfer(movers protocol) prefill_worker(rank server worker)
-prefill_worker.rank: cluster(words) engine(batch runner tiers) kvtransfer(movers protocol)
+    tiers) kvtransfer(movers protocol) prefill_worker(server worker)
 prefill_worker.server: cluster(rpc wire words worker) engine(prefill_scheduler sequence) kvtransfer(protocol)
     prefill_worker(worker)
-prefill_worker.worker: cluster(rpc wire words worker) engine(batch kv pace prefill_scheduler rate sampler tiers)
-    kvtransfer(movers protocol) prefill_worker(rank)
+prefill_worker.worker: cluster(rpc wire words worker) engine(batch kv orders pace prefill_scheduler rate sampler
+    tiers) kvtransfer(movers protocol)
 router.app: cluster(process words) router(service)
-router.doors: cluster(rpc words) router(generation text)
+router.doors: cluster(rpc wire words) router(generation text)
 router.generation: cluster(words)
-router.routing: cluster(words)
+router.routing: cluster(index words)
 router.service: cluster(index model rpc words) router(doors routing serving text)
 router.serving: cluster(index rpc wire words) router(generation routing)
 router.simulator: cluster(bench index words) engine(decode_scheduler group kv prefill_scheduler sequence)
@@ -96,15 +95,6 @@ router.text: cluster(words) router(generation)
 _KNOWN_CIRCLES = {
     ("engine.model.cpu_program", "engine.model.dense"),
     ("engine.weights.checkpoint", "engine.weights.quantized_checkpoint"),
-    (
-        "kvtransfer.links.connection",
-        "kvtransfer.links.gloo",
-        "kvtransfer.links.link",
-        "kvtransfer.links.nccl",
-        "kvtransfer.links.tcp",
-    ),
-    ("kvtransfer.movers.outgoing_link", "kvtransfer.movers.sender"),
-    ("router.serving.dispatch", "router.serving.relay"),
     ("engine.batch", "engine.kernels"),
 }
 

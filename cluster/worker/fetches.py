@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 from cluster.rpc import worker_pb2 as pb
 from cluster.words.handoff import Holder
 from engine.sequence import Sequence
-from engine.tiers.orders import Loaded
+from engine.tiers.orders import LoadResult
 from engine.tiers.tiers import Tiers
 from kvtransfer.movers.grants import Grants
 from kvtransfer.protocol.ledger import Landing
@@ -121,7 +121,7 @@ class Fetches(Generic[T]):
         if self._pulls.missed(pull):
             self._failed(pull, reason)
 
-    def loaded(self, rank: int, loaded: Loaded) -> None:
+    def loaded(self, rank: int, loaded: LoadResult) -> None:
         """One rank has brought back what it could of a prefix that lay in its lower tiers."""
         load = self._tiers.loaded(rank, loaded)
         if load is None or self._grants.loaded(load):

@@ -11,7 +11,7 @@ from cluster.worker import rank_parts
 from cluster.worker.tier_parts import loaded_from_report
 from engine.kv.block_manager import BlockManager
 from engine.runner import ModelRunner
-from engine.tiers.orders import Loaded
+from engine.tiers.orders import LoadResult
 from kvtransfer.movers.peers import Peers
 from kvtransfer.movers.pull_call import ask_holder
 from kvtransfer.movers.receiver import Receiver
@@ -35,7 +35,7 @@ class Leader(Protocol):
 
     def shipped(self, rank: int, shipment: Shipment, /) -> None: ...
 
-    def loaded(self, rank: int, loaded: Loaded, /) -> None: ...
+    def loaded(self, rank: int, loaded: LoadResult, /) -> None: ...
 
 
 class Inbox(Generic[T]):
@@ -63,7 +63,7 @@ class Inbox(Generic[T]):
         """One of our ranks has nothing more to send for a handoff."""
         self._tell(lambda leader: leader.shipped(rank, shipment))
 
-    def loaded(self, rank: int, loaded: Loaded) -> None:
+    def loaded(self, rank: int, loaded: LoadResult) -> None:
         """One of our ranks has done with a load from its lower tiers."""
         self._tell(lambda leader: leader.loaded(rank, loaded))
 

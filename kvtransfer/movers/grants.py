@@ -8,19 +8,19 @@ nothing for a grant.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from cluster.words.errors import HandoffExpired, TransferError
-from cluster.words.handoff import Handoff
+from cluster.words.handoff import Handoff, HandoffKey
 from cluster.words.probe import Milestone, Probe, unobserved
 from engine.kv.block_manager import BlockManager
 from engine.kv.layout import KVLayout
+from engine.orders import BeginOrder
 from engine.tiers.table import Load
 from engine.tiers.tiers import Tiers
-from kvtransfer.movers.sender import Sender
 from kvtransfer.protocol.departures import Departure, Departures
-from kvtransfer.protocol.passage import Key, Shipment
+from kvtransfer.protocol.passage import Shipment
 from kvtransfer.protocol.plan import sending_ranks
 
 
@@ -53,7 +53,7 @@ class Loading:
 
 
 class Grants:
-    """Owned by the step thread. Its orders are carried out by every rank with `carry_out`, before any abort."""
+    """Owned by the step thread. Every rank carries its orders out in the next step, before any abort."""
 
     def __init__(self, blocks: BlockManager, layout: KVLayout, tiers: Tiers[Any], *, probe: Probe = unobserved) -> None:
         self._blocks = blocks
@@ -63,8 +63,8 @@ class Grants:
         self._loading: dict[GrantListener, Loading] = {}
         self._departures: Departures[GrantListener] = Departures(blocks)
         self._listeners: dict[GrantListener, Departure[GrantListener]] = {}
-        self._hashes: dict[Key, list[bytes]] = {}
-        self._orders: list[dict[str, Any]] = []
+        self._hashes: dict[HandoffKey, list[bytes]] = {}
+        self._orders: list[BeginOrder] = []
 
     def __len__(self) -> int:
         """Grants under way, and what is still being sent of those that were given up."""
@@ -135,7 +135,7 @@ class Grants:
         self._blocks.free(blocks)  # the departure holds them
         self._listeners[listener] = departure
         self._hashes[departure.key] = list(hashes[:num_blocks])
-        self._orders.append({"handoff": asdict(handoff), "blocks": blocks, "num_tokens": num_tokens})
+        self._orders.append(BeginOrder(handoff, blocks, num_tokens))
         self._probe(Milestone.GRANTED, handoff.id)
 
     def cancel(self, listener: GrantListener) -> None:
@@ -163,21 +163,11 @@ class Grants:
             listener.ended(departure.shipment, None)
         return departure.shipment
 
-    def take_orders(self) -> list[dict[str, Any]]:
+    def take_orders(self) -> list[BeginOrder]:
         """What every rank must begin to ship in the next step."""
         orders, self._orders = self._orders, []
         return orders
 
-    def take_aborts(self) -> list[Key]:
+    def take_aborts(self) -> list[HandoffKey]:
         """What the ranks must be ordered to abort."""
         return self._departures.take_aborts()
-
-
-def carry_out(order: dict[str, Any], sender: Sender) -> None:
-    """On each rank: ship its part of a grant, which is in the pool already."""
-    fields = order["handoff"]
-    handoff = Handoff(**{**fields, "ranks": tuple(fields["ranks"])})
-    if passage := sender.begin(handoff, order["blocks"]):
-        for layer in range(sender.pool.layout.num_layers):  # so that no payload grows with the prompt and the model
-            passage.layer_ready(layer, 0, order["num_tokens"])
-        passage.commit(order["num_tokens"])

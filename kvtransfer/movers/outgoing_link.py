@@ -18,6 +18,7 @@ from cluster.rpc import transfer_pb2 as pb
 from cluster.rpc import transfer_pb2_grpc as rpc
 from cluster.wire.channel import error_of, open_channel
 from cluster.words.errors import HandoffExpired, LayoutMismatch, LinkClosed, TransferError
+from cluster.words.handoff import HandoffKey
 from cluster.words.probe import Milestone
 from engine.kv.checksum import checksum
 from kvtransfer.links.backends import open_link
@@ -30,7 +31,7 @@ from kvtransfer.movers.reconnection import Reconnection
 from kvtransfer.movers.staging import StagingRing
 from kvtransfer.movers.wire_messages import frame_to_proto
 from kvtransfer.protocol.frames import CommitFrame, SegmentFrame
-from kvtransfer.protocol.passage import Ending, Key, Outlet, Passage
+from kvtransfer.protocol.passage import Ending, Outlet, Passage
 from kvtransfer.protocol.segment import Segment, operation_timeout
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class OutgoingLink:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._frames: asyncio.Queue[pb.SenderFrame] = asyncio.Queue()
         self._lock = threading.Lock()
-        self._outlets: dict[Key, Outlet] = {}
+        self._outlets: dict[HandoffKey, Outlet] = {}
         self._last_place: tuple[tuple[int, ...], int, int] = ((), 0, 0)
         self._last_slots_T = torch.empty(0, dtype=torch.int64, device=config.pool.device)
         self._failure: TransferError | None = None

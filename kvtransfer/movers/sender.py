@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from cluster.words.errors import LinkClosed
-from cluster.words.handoff import Handoff
+from cluster.words.handoff import Handoff, HandoffKey
 from cluster.words.probe import Milestone
 from engine.kv.layout import KVLayout
 from kvtransfer.movers.link_config import LinkConfig
 from kvtransfer.movers.outgoing_link import OutgoingLink
 from kvtransfer.movers.reconnection import Reconnection
-from kvtransfer.protocol.passage import Key, Outlet, Passage, Shipment
+from kvtransfer.protocol.passage import Outlet, Passage, Shipment
 from kvtransfer.protocol.plan import plan_heads
 from kvtransfer.protocol.segment import Segment
 
@@ -46,7 +46,7 @@ class Sender:
         self._loop = loop
         self._on_shipped = on_shipped
         self._group_rows = max(1, group_bytes // config.codec.num_bytes(_one_row(config.pool.layout)))
-        self._passages: dict[Key, Passage] = {}
+        self._passages: dict[HandoffKey, Passage] = {}
         self._links: dict[str, OutgoingLink] = {}
         self._reconnections: defaultdict[str, Reconnection] = defaultdict(Reconnection)  # by address
         self._epochs = itertools.count(1)
@@ -66,7 +66,7 @@ class Sender:
             link.add(outlet)
         return passage
 
-    def find(self, key: Key) -> Passage | None:
+    def find(self, key: HandoffKey) -> Passage | None:
         """A passage that is not over."""
         return self._passages.get(key)
 

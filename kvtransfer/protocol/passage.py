@@ -19,13 +19,11 @@ from enum import StrEnum
 from typing import Protocol
 
 from cluster.words.errors import HandoffExpired, TransferError
-from cluster.words.handoff import Handoff
+from cluster.words.handoff import Handoff, HandoffKey
 from engine.kv.layout import KVLayout
 from kvtransfer.protocol.frames import CommitFrame, SegmentFrame
 from kvtransfer.protocol.plan import HeadCopy
 from kvtransfer.protocol.segment import Segment, combine_checksums
-
-Key = tuple[str, int]  # handoff id, epoch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +82,7 @@ class Outlet:
         self._is_reading = False
 
     @property
-    def key(self) -> Key:
+    def key(self) -> HandoffKey:
         return self.passage.key
 
     @property
@@ -178,7 +176,7 @@ class Passage:
         self._group: Segment | None = None  # layers handed over and not yet sent
 
     @property
-    def key(self) -> Key:
+    def key(self) -> HandoffKey:
         return self.handoff.id, self.handoff.epoch
 
     @property

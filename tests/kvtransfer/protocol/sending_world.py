@@ -9,13 +9,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from cluster.words.errors import HandoffExpired, LinkClosed, TransferError
-from cluster.words.handoff import Handoff
+from cluster.words.handoff import Handoff, HandoffKey
 from engine.kv.block_manager import BlockManager
 from engine.tiers.tiers import Tiers
 from kvtransfer.movers.grants import GrantListener, Grants
 from kvtransfer.protocol.departures import Departure, Departures
 from kvtransfer.protocol.frames import CommitFrame, SegmentFrame
-from kvtransfer.protocol.passage import Ending, Key, Outlet, Passage, Shipment
+from kvtransfer.protocol.passage import Ending, Outlet, Passage, Shipment
 from kvtransfer.protocol.plan import HeadCopy, plan_heads, sending_ranks
 from kvtransfer.protocol.segment import Segment
 from tests.kvtransfer.protocol.pools import BLOCK_SIZE, NUM_BLOCKS, NUM_LAYERS, layout
@@ -45,8 +45,8 @@ class Link:
         self.jobs: deque[tuple[Outlet, Segment | Ending]] = deque()
         self.reading: tuple[Outlet, Segment] | None = None  # the thread is inside a read
         self.frames: deque[SegmentFrame | CommitFrame] = deque()
-        self.answers: deque[tuple[Key, str]] = deque()
-        self.outlets: dict[Key, Outlet] = {}
+        self.answers: deque[tuple[HandoffKey, str]] = deque()
+        self.outlets: dict[HandoffKey, Outlet] = {}
         self.failure: TransferError | None = None
 
     def put(self, outlet: Outlet, item: Segment | Ending) -> None:
@@ -121,7 +121,7 @@ class SendingRank:
     def __init__(self, replica: Prefill, rank: int) -> None:
         self.replica, self.rank = replica, rank
         self.pool: dict[int, tuple[str, int]] = {}  # slot → (handoff, position) that was computed there
-        self.passages: dict[Key, Passage] = {}
+        self.passages: dict[HandoffKey, Passage] = {}
         self.links: dict[int, Link] = {}
         self.orders: deque[Callable[[], None]] = deque()  # of rank 0, carried out one after the other
 
@@ -163,7 +163,7 @@ class SendingRank:
     def follow(self) -> None:
         self.orders.popleft()()
 
-    def abort(self, key: Key) -> None:
+    def abort(self, key: HandoffKey) -> None:
         if passage := self.passages.get(key):
             passage.abort()
 
@@ -234,7 +234,7 @@ class Prefill:
         self.contents[handoff.id] = content_of(prefix)
         self.grants.give(handoff, hashes_of(prefix), listener)
         for order in self.grants.take_orders():
-            self._order(lambda rank, o=order: rank.grant(handoff, o["blocks"], o["num_tokens"]))
+            self._order(lambda rank, o=order: rank.grant(handoff, o.blocks, o.num_tokens))
 
     def ungrant(self, listener: GrantListener) -> None:
         self.grants.cancel(listener)
