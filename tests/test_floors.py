@@ -41,7 +41,7 @@ decode_worker.actor: cluster(index process rpc wire words worker) engine(decode_
 decode_worker.answers: cluster(rpc wire words worker) engine(decode_scheduler group kv orders sampler sequence
     tiers) kvtransfer(protocol) decode_worker(moves)
 decode_worker.moves: cluster(words worker) engine(group kv orders rate) kvtransfer(protocol)
-decode_worker.opening: cluster(rpc words) engine(group)
+decode_worker.opening: cluster(words) engine(group) kvtransfer(protocol)
 decode_worker.server: cluster(rpc wire words worker) engine(group sequence) kvtransfer(movers protocol)
     decode_worker(worker)
 decode_worker.worker: cluster(rpc wire words worker) engine(batch decode_scheduler group kv orders pace tiers)
@@ -74,7 +74,7 @@ engine.weights: cluster(model words)
 kvtransfer.bench: cluster(rpc wire words) engine(batch kv load parallel runner) kvtransfer(links movers protocol)
 kvtransfer.links: cluster(words)
 kvtransfer.movers: cluster(rpc wire words) engine(cpu kernels kv orders parallel tiers) kvtransfer(links protocol)
-kvtransfer.protocol: cluster(rpc wire words) engine(kv) kvtransfer(links)
+kvtransfer.protocol: cluster(words) engine(kv)
 prefill_worker.actor: cluster(index process rpc wire words worker) engine(kv load prefill_scheduler runner sequence
     tiers) kvtransfer(movers protocol) prefill_worker(server worker)
 prefill_worker.server: cluster(rpc wire words worker) engine(prefill_scheduler sequence) kvtransfer(protocol)
@@ -97,7 +97,6 @@ router.text: cluster(words) router(generation metrics)
 _KNOWN_CIRCLES = {
     ("engine.model.cpu_program", "engine.model.dense"),
     ("engine.weights.checkpoint", "engine.weights.quantized_checkpoint"),
-    ("kvtransfer.movers.outgoing_link", "kvtransfer.movers.sender"),
     ("engine.batch", "engine.kernels"),
 }
 
