@@ -69,7 +69,7 @@ engine.prefill_scheduler: cluster(words) engine(kv sequence)
 engine.prompts: cluster(words) engine(kv sequence)
 engine.quantization: cluster(model words) engine(batch kernels kv layers model parallel runner weights)
 engine.rate:
-engine.runner: cluster(model words) engine(batch cpu decode_graphs kv layers orders parallel step weights)
+engine.runner: cluster(model words) engine(batch cpu decode_graphs kv layers model orders parallel step weights)
 engine.sampler: cluster(words) engine(sampling)
 engine.sampling: cluster(words) engine(sequence)
 engine.sequence: cluster(words) engine(batch kv)
