@@ -121,7 +121,7 @@ class PrefillBody:
         tiers: Tiers[Prompt] = Tiers(
             blocks, rank_tiers, layout, eviction=eviction, timeout_s=setup.spec.timeouts.transfer_s
         )
-        grants = Grants(blocks, layout, tiers)
+        grants = Grants(blocks, layout, tiers, probe=setup.probe)
         worker = PrefillWorker(
             GangRunner(runner, self._make_sender(setup, runner, functools.partial(inbox.shipped, 0)), rank_tiers),
             blocks,
