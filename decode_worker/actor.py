@@ -130,7 +130,7 @@ class DecodeBody:
         tiers: Tiers[Group] = Tiers(
             blocks, rank_tiers, layout, eviction=eviction, timeout_s=setup.spec.timeouts.transfer_s
         )
-        grants = Grants(blocks, layout, tiers)
+        grants = Grants(blocks, layout, tiers, probe=setup.probe)
         decoder = Decoder(
             GangRunner(runner, self._make_sender(setup, runner, functools.partial(inbox.shipped, 0)), rank_tiers),
             receiver,

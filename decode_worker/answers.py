@@ -8,7 +8,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from cluster.rpc import transfer_pb2
 from cluster.rpc import worker_pb2 as pb
 from cluster.wire.messages import tokens_to_proto
 from cluster.words.errors import ClusterError
@@ -25,12 +24,13 @@ from engine.sampler import SamplingRow, sample
 from engine.sequence import Sequence
 from engine.tiers.tiers import Tiers
 from kvtransfer.protocol.arrivals import Arrival
+from kvtransfer.protocol.frames import Opening
 
 
 class GroupListener(Protocol):
     """Who holds the lease of a request. Called on the step thread."""
 
-    def reserved(self, handoff: Handoff | None, opening: transfer_pb2.OpenRequest | None, num_cached: int) -> None:
+    def reserved(self, handoff: Handoff | None, opening: Opening | None, num_cached: int) -> None:
         """Blocks are set aside. With a handoff, the other ranks must open it too before anyone is told of it."""
         ...
 

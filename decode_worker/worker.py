@@ -26,7 +26,7 @@ from engine.pace import Pace
 from engine.tiers.orders import LoadResult
 from engine.tiers.tiers import Tiers
 from kvtransfer.movers.grants import Grants
-from kvtransfer.protocol.arrivals import Arrival, Arrivals, Gate
+from kvtransfer.protocol.arrivals import Arrival, Arrivals, ReceivingEnd
 from kvtransfer.protocol.ledger import Landing
 from kvtransfer.protocol.passage import Shipment
 from kvtransfer.protocol.pulls import Pull, Pulls
@@ -43,7 +43,7 @@ class Decoder:
     def __init__(
         self,
         rank: GangRunner,
-        gate: Gate,
+        receiver: ReceivingEnd,
         blocks: BlockManager,
         scheduler: Scheduler,
         *,
@@ -64,7 +64,7 @@ class Decoder:
         self._handoff_s = handoff_s
         self._awaited: dict[Group, Arrival[Group]] = {}  # whose KV comes from elsewhere
         self._arrivals: Arrivals[Group] = Arrivals(
-            gate, blocks, num_ranks=len(addresses), close_elsewhere=close_handoff
+            receiver, blocks, num_ranks=len(addresses), close_elsewhere=close_handoff
         )
         self._grants = grants
         self._tiers = tiers

@@ -120,7 +120,7 @@ class PrefillBody:
         tiers: Tiers[Job] = Tiers(
             blocks, rank_tiers, layout, eviction=eviction, timeout_s=setup.spec.timeouts.transfer_s
         )
-        grants = Grants(blocks, layout, tiers)
+        grants = Grants(blocks, layout, tiers, probe=setup.probe)
         prefiller = Prefiller(
             GangRunner(runner, self._make_sender(setup, runner, functools.partial(inbox.shipped, 0)), rank_tiers),
             blocks,
