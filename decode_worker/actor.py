@@ -15,11 +15,11 @@ from cluster.rpc import transfer_pb2_grpc, worker_pb2_grpc
 from cluster.wire.frames import FrameHub, WorkerServicer
 from cluster.words.request import Role, SequenceRequest
 from cluster.worker import rank_parts
+from cluster.worker.gang_runner import GangRunner
 from cluster.worker.inbox import Inbox
 from cluster.worker.rank_process import RankProcess, Setup
 from cluster.worker.replica_service import ReplicaService
 from cluster.worker.tier_parts import LoadedPart, open_tiers
-from decode_worker.rank import DecodeRank
 from decode_worker.server import DecodeServicer, Serving
 from decode_worker.worker import Decoder
 from engine.decode_scheduler import Scheduler
@@ -29,7 +29,7 @@ from engine.kv.eviction import make_eviction
 from engine.load import device_for, max_tokens_of
 from engine.runner import ModelRunner
 from engine.sequence import Sequence
-from engine.tiers.orders import Loaded
+from engine.tiers.orders import LoadResult
 from engine.tiers.rank_tiers import RankTiers
 from engine.tiers.tiers import Tiers
 from kvtransfer.movers.grants import Grants
@@ -85,7 +85,7 @@ class DecodeBody:
             report = functools.partial(rank_parts.report, setup, self._peers)
             rank_parts.make_receiver(setup, runner, self._ranks, report)
             tiers = self._open_tiers(setup, runner, lambda loaded: report(LoadedPart(loaded)))
-            rank = DecodeRank(runner, self._make_sender(setup, runner, report), tiers)
+            rank = GangRunner(runner, self._make_sender(setup, runner, report), tiers)
             self._following = BackgroundThread(rank.follow, name="following")
             self._following.start()
         return runner.pool.num_blocks
@@ -107,7 +107,9 @@ class DecodeBody:
         self._sender = rank_parts.make_sender(setup, runner, on_shipped)
         return self._sender
 
-    def _open_tiers(self, setup: Setup, runner: ModelRunner, on_loaded: Callable[[Loaded], None]) -> RankTiers | None:
+    def _open_tiers(
+        self, setup: Setup, runner: ModelRunner, on_loaded: Callable[[LoadResult], None]
+    ) -> RankTiers | None:
         self._tiers = open_tiers(setup, Role.DECODE, runner, on_loaded)
         return self._tiers
 
@@ -128,9 +130,9 @@ class DecodeBody:
         tiers: Tiers[Group] = Tiers(
             blocks, rank_tiers, layout, eviction=eviction, timeout_s=setup.spec.timeouts.transfer_s
         )
-        grants = Grants(blocks, layout, tiers)
+        grants = Grants(blocks, layout, tiers, probe=setup.probe)
         decoder = Decoder(
-            DecodeRank(runner, self._make_sender(setup, runner, functools.partial(inbox.shipped, 0)), rank_tiers),
+            GangRunner(runner, self._make_sender(setup, runner, functools.partial(inbox.shipped, 0)), rank_tiers),
             receiver,
             blocks,
             scheduler,

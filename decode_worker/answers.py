@@ -8,28 +8,29 @@ from typing import Protocol
 
 from torch import Tensor
 
-from cluster.rpc import transfer_pb2
 from cluster.rpc import worker_pb2 as pb
 from cluster.wire.messages import tokens_to_proto
 from cluster.words.errors import ClusterError
 from cluster.words.handoff import Handoff
 from cluster.words.request import SampledToken, TokenLogprob
 from cluster.worker.fetches import Fetches
+from cluster.worker.gang_runner import GangRunner
 from decode_worker.moves import Moves
-from decode_worker.rank import DecodeRank
 from engine.decode_scheduler import Scheduler
 from engine.group import Choice, Group, Source
 from engine.kv.block_manager import BlockManager
+from engine.orders import Orders
 from engine.sampler import SamplingRow, sample
 from engine.sequence import Sequence
 from engine.tiers.tiers import Tiers
 from kvtransfer.protocol.arrivals import Arrival
+from kvtransfer.protocol.frames import Opening
 
 
 class GroupListener(Protocol):
     """Who holds the lease of a request. Called on the step thread."""
 
-    def reserved(self, handoff: Handoff | None, opening: transfer_pb2.OpenRequest | None, num_cached: int) -> None:
+    def reserved(self, handoff: Handoff | None, opening: Opening | None, num_cached: int) -> None:
         """Blocks are set aside. With a handoff, the other ranks must open it too before anyone is told of it."""
         ...
 
@@ -47,7 +48,7 @@ class Answers:
 
     def __init__(
         self,
-        rank: DecodeRank,
+        rank: GangRunner,
         blocks: BlockManager,
         scheduler: Scheduler,
         *,
@@ -164,7 +165,7 @@ class Answers:
         forks = [(index, root.fork(index, self._blocks)) for index in indices]
         copies = [fork[1] for _, fork in forks if fork and fork[1]]
         if copies:
-            self._rank.lead(None, {"tiers": self._tiers.take_orders(), "copy": copies})
+            self._rank.execute(None, Orders(tiers=self._tiers.take_orders(), copies=copies))
         return [fork[0] if fork else root.without_blocks(index) for index, fork in forks]
 
     def _decode_on(self, choice: Choice, *, is_over: bool) -> None:

@@ -14,17 +14,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Protocol
 
 from cluster.words.errors import HandoffExpired, TransferError
-from cluster.words.handoff import Handoff
-from decode_worker.rank import DecodeRank, begin_order
-from engine.batch.step_message import Orders
+from cluster.words.handoff import Handoff, HandoffKey
+from cluster.worker.gang_runner import GangRunner
 from engine.group import Choice
 from engine.kv.block_manager import BlockManager
+from engine.orders import BeginOrder, CommitOrder, Orders, ShipOrder
 from engine.rate import Rate
 from kvtransfer.protocol.departures import Departure, Departures
-from kvtransfer.protocol.passage import Key, Shipment
+from kvtransfer.protocol.passage import Shipment
 from kvtransfer.protocol.plan import sending_ranks
 
 _LINK_BYTES_PER_S = 100e6  # until we have measured our own
@@ -68,7 +68,7 @@ class Moves:
 
     def __init__(
         self,
-        rank: DecodeRank,
+        rank: GangRunner,
         blocks: BlockManager,
         *,
         pause: Callable[[Choice], None],
@@ -135,9 +135,8 @@ class Moves:
             return shipment
         return None
 
-    def orders(self) -> Orders:
-        """What the ranks must do for the moves in the next step; empty when there is nothing."""
-        orders: dict[str, list[Any]] = {"begin": [], "ship": [], "commit": []}
+    def add_to(self, orders: Orders) -> None:
+        """What the ranks must do for the moves in the next step."""
         for move in list(self._under_way.values()):
             if move.departure is None:
                 self._start(move, orders)
@@ -145,25 +144,25 @@ class Moves:
                 self._fail(move, HandoffExpired("it was preempted"))
             elif move.state is MoveState.COPYING and (self._is_sent(move.departure.key) or self._has_no_room(move)):
                 self._stop_and_commit(move, orders)
-        orders["abort"] = list(self._departures.take_aborts())
-        return {name: order for name, order in orders.items() if order}
+        orders.aborts += self._departures.take_aborts()
 
-    def _start(self, move: Move, orders: dict[str, list[Any]]) -> None:
-        blocks = move.choice.sequence.blocks
+    def _start(self, move: Move, orders: Orders) -> None:
+        sequence = move.choice.sequence
         ranks = sending_ranks(self._layout, num_receivers=len(move.handoff.ranks))
-        move.departure = self._departures.begin(move.handoff, blocks, ranks=ranks, owner=move)
-        orders["begin"].append(begin_order(move.handoff))
-        self._ship(move, orders)
+        move.departure = self._departures.begin(move.handoff, sequence.blocks, ranks=ranks, owner=move)
+        orders.begins.append(BeginOrder(move.handoff, sequence.blocks, sequence.num_computed))
+        move.num_shipped = sequence.num_computed
 
-    def _ship(self, move: Move, orders: dict[str, list[Any]]) -> None:
+    def _ship(self, move: Move, orders: Orders) -> None:
         """Hand over every position that has been computed since the last time."""
         assert move.departure
         sequence = move.choice.sequence
         self._departures.grow(move.departure, sequence.blocks)
-        orders["ship"].append([*move.departure.key, sequence.blocks, move.num_shipped, sequence.num_computed])
+        ship = ShipOrder(move.departure.key, sequence.blocks, move.num_shipped, sequence.num_computed)
+        orders.ships.append(ship)
         move.num_shipped = sequence.num_computed
 
-    def _stop_and_commit(self, move: Move, orders: dict[str, list[Any]]) -> None:
+    def _stop_and_commit(self, move: Move, orders: Orders) -> None:
         assert move.departure
         sequence = move.choice.sequence
         self._pause(move.choice)
@@ -171,9 +170,9 @@ class Moves:
         self._ship(move, orders)
         # The other side knows all tokens up to the first whose KV it does not ask for.
         unknown = sequence.tokens[move.handoff.num_tokens + 1 :]
-        orders["commit"].append([*move.departure.key, sequence.num_computed, unknown])
+        orders.commits.append(CommitOrder(move.departure.key, sequence.num_computed, unknown))
 
-    def _is_sent(self, key: Key) -> bool:
+    def _is_sent(self, key: HandoffKey) -> bool:
         """On rank 0, which stands for the others: they send as much."""
         passage = self._rank.sender.find(key)
         return passage is not None and passage.is_idle

@@ -12,21 +12,21 @@ from cluster.words.errors import ClusterError, HandoffExpired, TransferError
 from cluster.words.handoff import Handoff, Holder
 from cluster.words.tier import Tier
 from cluster.worker.fetches import Fetches
+from cluster.worker.gang_runner import GangRunner
 from cluster.worker.tier_parts import tell_tiers
 from decode_worker.answers import Answers, GroupListener
 from decode_worker.moves import MoveListener
 from decode_worker.opening import opening_for, ticket_for
-from decode_worker.rank import DecodeRank
 from engine.batch.batch import Batch
-from engine.batch.step_message import Orders
 from engine.decode_scheduler import Scheduler
 from engine.group import Group, Source
 from engine.kv.block_manager import BlockManager
+from engine.orders import Orders
 from engine.pace import Pace
-from engine.tiers.orders import Loaded
+from engine.tiers.orders import LoadResult
 from engine.tiers.tiers import Tiers
 from kvtransfer.movers.grants import Grants
-from kvtransfer.protocol.arrivals import Arrival, Arrivals, Gate
+from kvtransfer.protocol.arrivals import Arrival, Arrivals, ReceivingEnd
 from kvtransfer.protocol.ledger import Landing
 from kvtransfer.protocol.passage import Shipment
 from kvtransfer.protocol.pulls import Pull, Pulls
@@ -42,8 +42,8 @@ class Decoder:
 
     def __init__(
         self,
-        rank: DecodeRank,
-        gate: Gate,
+        rank: GangRunner,
+        receiver: ReceivingEnd,
         blocks: BlockManager,
         scheduler: Scheduler,
         *,
@@ -64,7 +64,7 @@ class Decoder:
         self._handoff_s = handoff_s
         self._awaited: dict[Group, Arrival[Group]] = {}  # whose KV comes from elsewhere
         self._arrivals: Arrivals[Group] = Arrivals(
-            gate, blocks, num_ranks=len(addresses), close_elsewhere=close_handoff
+            receiver, blocks, num_ranks=len(addresses), close_elsewhere=close_handoff
         )
         self._grants = grants
         self._tiers = tiers
@@ -123,7 +123,7 @@ class Decoder:
         else:
             self._fail(group, TransferError(f"{len(tokens)} tokens came along with {arrival.num_tokens} positions"))
 
-    def loaded(self, rank: int, loaded: Loaded) -> None:
+    def loaded(self, rank: int, loaded: LoadResult) -> None:
         """One rank has brought back what it could of a prefix that lay in its lower tiers."""
         self._fetches.loaded(rank, loaded)
 
@@ -164,17 +164,16 @@ class Decoder:
             self._admitted(group)
         orders = self._orders()
         chosen = self._scheduler.schedule()
-        if saves := self._tiers.take_orders():
-            orders["tiers"] = saves
+        orders.tiers = self._tiers.take_orders()
         if not chosen:
             self._pace.rest()
             if orders:
-                self._rank.lead(None, orders)
+                self._rank.execute(None, orders)
             return bool(orders)
         rows = [choice.sequence.row(count) for choice, count in chosen]
         batch = Batch.of(rows, block_size=self._rank.runner.layout.block_size)
         self._pace.begin()
-        logits = self._rank.lead(batch, orders)
+        logits = self._rank.execute(batch, orders)
         assert logits is not None
         self.totals.computed_tokens += batch.num_tokens - len(self._scheduler.decoding)
         for choice, count in chosen:
@@ -189,22 +188,19 @@ class Decoder:
         self._tiers.save_ahead()
         orders = self._tiers.take_orders()
         if orders or self._rank.runner.parallel.size > 1:
-            self._rank.lead(None, {"tiers": orders})
+            self._rank.execute(None, Orders(tiers=orders))
 
     def stop(self) -> None:
         self._tiers.save_ahead(is_last=True)
         if orders := self._tiers.take_orders():
-            self._rank.lead(None, {"tiers": orders})
+            self._rank.execute(None, Orders(tiers=orders))
         if self._rank.runner.parallel.size > 1:
-            self._rank.lead(None, {"stop": True})
+            self._rank.execute(None, Orders(stop=True))
 
     def _orders(self) -> Orders:
-        """What the ranks must do in the next step beside its batch; empty when there is nothing."""
-        orders = self._moves.orders()
-        if aborts := self._grants.take_aborts():
-            orders["abort"] = orders.get("abort", []) + aborts
-        if grants := self._grants.take_orders():
-            orders["grant"] = grants
+        """What the ranks must do in the next step beside its batch; false when there is nothing."""
+        orders = Orders(grants=self._grants.take_orders(), aborts=self._grants.take_aborts())
+        self._moves.add_to(orders)
         return orders
 
     # What the world is told.
@@ -265,7 +261,7 @@ class Decoder:
     def _save_evicted(self) -> None:
         """What was evicted is copied on every rank before a peer may write to its block."""
         if orders := self._tiers.take_orders():
-            self._rank.lead(None, {"tiers": orders, "meet": True})
+            self._rank.execute(None, Orders(tiers=orders, meet=True))
 
     def _loaded_here(self, group: Group, num_tokens: int) -> None:
         self.totals.prefix_hit_tokens += num_tokens

@@ -77,5 +77,6 @@ def max_tokens_of(runner: ModelRunner, *, limit: int | None) -> int:
 def _gpu_kv_gib(model_dir: Path, layout: KVLayout, dtype: str, device: torch.device) -> float:
     """What the pool may have of a GPU whose weights are still to be loaded."""
     free_bytes, _ = torch.cuda.mem_get_info(device)
-    weight_bytes = model_config.load(model_dir).num_parameters * getattr(torch, dtype).itemsize / layout.tensor_parallel
+    itemsize: int = getattr(torch, dtype).itemsize
+    weight_bytes = model_config.load(model_dir).num_parameters * itemsize / layout.tensor_parallel
     return (free_bytes - weight_bytes) * _GPU_KV_SHARE / GIB

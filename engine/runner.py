@@ -20,9 +20,9 @@ from engine.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from engine.layers.shards import ShardReader
-from engine.model.dense import DenseDecoder, OnLayer
+from engine.model.transformer import OnLayer, Transformer
 from engine.parallel import TensorParallel
-from engine.weights.checkpoint import open_checkpoint
+from engine.weights.open_checkpoint import open_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class ModelRunner:
                 progress((layer + 1) / num_layers)
 
         with torch.inference_mode():
-            self._model = DenseDecoder(self.config, reader, layout, on_read=on_read)
+            self._model = Transformer(self.config, reader, layout, on_read=on_read)
         # Outside inference mode, for others write to it who are not in it: blocks that arrive from a peer.
         self.pool = KVPool(layout, num_blocks=num_blocks, device=device)
         if replayed_rows and capture is None and device.type == "cuda":

@@ -15,6 +15,7 @@ from cluster.rpc import transfer_pb2_grpc, worker_pb2_grpc
 from cluster.wire.frames import FrameHub, WorkerServicer
 from cluster.words.request import Role, SequenceRequest
 from cluster.worker import rank_parts
+from cluster.worker.gang_runner import GangRunner
 from cluster.worker.inbox import Inbox
 from cluster.worker.rank_process import RankProcess, Setup
 from cluster.worker.replica_service import ReplicaService
@@ -25,7 +26,7 @@ from engine.load import device_for, max_tokens_of
 from engine.prefill_scheduler import Job, Scheduler
 from engine.runner import ModelRunner
 from engine.sequence import Sequence
-from engine.tiers.orders import Loaded
+from engine.tiers.orders import LoadResult
 from engine.tiers.rank_tiers import RankTiers
 from engine.tiers.tiers import Tiers
 from kvtransfer.movers.grants import Grants
@@ -34,7 +35,6 @@ from kvtransfer.movers.pull_servicer import Granting, PullServicer
 from kvtransfer.movers.rank_servicer import RankServicer
 from kvtransfer.movers.sender import Sender
 from kvtransfer.protocol.passage import Shipment
-from prefill_worker.rank import PrefillRank
 from prefill_worker.server import PrefillServicer, Serving
 from prefill_worker.worker import Prefiller
 
@@ -75,7 +75,7 @@ class PrefillBody:
             report = functools.partial(rank_parts.report, setup, self._peers)
             rank_parts.make_receiver(setup, runner, self._ranks, report)
             tiers = self._open_tiers(setup, runner, lambda loaded: report(LoadedPart(loaded)))
-            rank = PrefillRank(runner, self._make_sender(setup, runner, report), tiers)
+            rank = GangRunner(runner, self._make_sender(setup, runner, report), tiers)
             self._following = BackgroundThread(rank.follow, name="following")
             self._following.start()
         return runner.pool.num_blocks
@@ -97,7 +97,9 @@ class PrefillBody:
         self._sender = rank_parts.make_sender(setup, runner, on_shipped)
         return self._sender
 
-    def _open_tiers(self, setup: Setup, runner: ModelRunner, on_loaded: Callable[[Loaded], None]) -> RankTiers | None:
+    def _open_tiers(
+        self, setup: Setup, runner: ModelRunner, on_loaded: Callable[[LoadResult], None]
+    ) -> RankTiers | None:
         self._tiers = open_tiers(setup, Role.PREFILL, runner, on_loaded)
         return self._tiers
 
@@ -118,9 +120,9 @@ class PrefillBody:
         tiers: Tiers[Job] = Tiers(
             blocks, rank_tiers, layout, eviction=eviction, timeout_s=setup.spec.timeouts.transfer_s
         )
-        grants = Grants(blocks, layout, tiers)
+        grants = Grants(blocks, layout, tiers, probe=setup.probe)
         prefiller = Prefiller(
-            PrefillRank(runner, self._make_sender(setup, runner, functools.partial(inbox.shipped, 0)), rank_tiers),
+            GangRunner(runner, self._make_sender(setup, runner, functools.partial(inbox.shipped, 0)), rank_tiers),
             blocks,
             scheduler,
             pulls=inbox.make_pulls(runner, receiver, blocks),

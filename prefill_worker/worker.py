@@ -14,22 +14,23 @@ from cluster.words.handoff import Handoff, Holder
 from cluster.words.request import SampledToken
 from cluster.words.tier import Tier
 from cluster.worker.fetches import Fetches
+from cluster.worker.gang_runner import GangRunner
 from cluster.worker.tier_parts import tell_tiers
 from engine.batch.batch import Batch
 from engine.kv.block_manager import BlockManager
+from engine.orders import BeginOrder, Orders
 from engine.pace import Pace
 from engine.prefill_scheduler import Job, Scheduler
 from engine.rate import Rate
 from engine.sampler import SamplingRow, sample
-from engine.tiers.orders import Loaded
+from engine.tiers.orders import LoadResult
 from engine.tiers.tiers import Tiers
 from kvtransfer.movers.grants import Grants
 from kvtransfer.protocol.departures import Departures
 from kvtransfer.protocol.ledger import Landing
-from kvtransfer.protocol.passage import Key, Shipment
+from kvtransfer.protocol.passage import Shipment
 from kvtransfer.protocol.plan import sending_ranks
 from kvtransfer.protocol.pulls import Pull, Pulls
-from prefill_worker.rank import PrefillRank, begin_order
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class Prefiller:
 
     def __init__(
         self,
-        rank: PrefillRank,
+        rank: GangRunner,
         blocks: BlockManager,
         scheduler: Scheduler,
         *,
@@ -89,7 +90,7 @@ class Prefiller:
     def submit(self, job: Job, listener: JobListener, *, holder: Holder | None = None) -> None:
         """Queue a job, of whose prompt `holder` may hold more than is here. An error goes to the listener."""
         try:
-            if job.handoff and (self._is_known(job.handoff) or self._departures.knows(_key(job.handoff))):
+            if job.handoff and (self._is_known(job.handoff) or self._departures.knows(job.handoff.key)):
                 raise HandoffExpired(f"{job.id}: its handoff is under way already, or was")
             self._fetches.offer(job, holder, tokens_per_s=self._pace.prompt_tokens_per_s)
             self._scheduler.add(job)
@@ -119,23 +120,22 @@ class Prefiller:
             job.sequence.release(self._blocks)
             self._end(job, None, None)
         chosen = self._scheduler.schedule()
-        orders = {
-            "tiers": self._tiers.take_orders(),
-            "grant": self._grants.take_orders(),
-            "begin": [self._begin(job, job.handoff) for job, _ in chosen if job.handoff and job.departure is None],
-            "rows": [_key(job.handoff) if job.handoff else None for job, _ in chosen],
-            "abort": self._departures.take_aborts() + self._grants.take_aborts(),
-        }
+        orders = Orders(
+            tiers=self._tiers.take_orders(),
+            grants=self._grants.take_orders(),
+            begins=[self._begin(job, job.handoff) for job, _ in chosen if job.handoff and job.departure is None],
+            rows=[job.handoff and job.handoff.key for job, _ in chosen],
+            aborts=self._departures.take_aborts() + self._grants.take_aborts(),
+        )
         if not chosen:
             self._pace.rest()
-            has_orders = any(orders.values())
-            if has_orders:
-                self._rank.lead(None, orders)
-            return has_orders
+            if orders:
+                self._rank.execute(None, orders)
+            return bool(orders)
         self._pace.begin()
         rows = [job.sequence.row(count) for job, count in chosen]
         batch = Batch.of(rows, block_size=self._rank.runner.layout.block_size)
-        logits = self._rank.lead(batch, orders)
+        logits = self._rank.execute(batch, orders)
         assert logits is not None
         self.totals.computed_tokens += batch.num_tokens
         self._finish([job for job, count in chosen if self._advance(job, count)], logits)
@@ -165,7 +165,7 @@ class Prefiller:
         """Nothing comes of a pull."""
         self._fetches.missed(pull, reason)
 
-    def loaded(self, rank: int, loaded: Loaded) -> None:
+    def loaded(self, rank: int, loaded: LoadResult) -> None:
         """One rank has brought back what it could of a prefix that lay in its lower tiers."""
         self._fetches.loaded(rank, loaded)
 
@@ -175,15 +175,15 @@ class Prefiller:
         self._tiers.save_ahead()
         orders = self._tiers.take_orders()
         if orders or self._rank.runner.parallel.size > 1:
-            self._rank.lead(None, {"tiers": orders})
+            self._rank.execute(None, Orders(tiers=orders))
 
     def stop(self) -> None:
         """Let the other ranks go."""
         self._tiers.save_ahead(is_last=True)
         if orders := self._tiers.take_orders():
-            self._rank.lead(None, {"tiers": orders})
+            self._rank.execute(None, Orders(tiers=orders))
         if self._rank.runner.parallel.size > 1:
-            self._rank.lead(None, {"stop": True})
+            self._rank.execute(None, Orders(stop=True))
 
     def take_tokens(self) -> dict[str, list[pb.StreamTokens]]:
         return {}  # first tokens travel in each job's own call
@@ -209,16 +209,16 @@ class Prefiller:
         tell_tiers(self._tiers, status, self.totals)
         return status
 
-    def _begin(self, job: Job, handoff: Handoff) -> dict[str, object]:
+    def _begin(self, job: Job, handoff: Handoff) -> BeginOrder:
         layout = self._rank.runner.layout
         ranks = sending_ranks(layout, num_receivers=len(handoff.ranks))
         job.departure = self._departures.begin(handoff, job.sequence.blocks, ranks=ranks, owner=job)
-        return begin_order(handoff, job.sequence.blocks, num_tokens=job.sequence.num_computed)
+        return BeginOrder(handoff, job.sequence.blocks, job.sequence.num_computed)
 
     def _save_evicted(self) -> None:
         """What was evicted is copied on every rank before a peer may write to its block."""
         if orders := self._tiers.take_orders():
-            self._rank.lead(None, {"tiers": orders, "meet": True})
+            self._rank.execute(None, Orders(tiers=orders, meet=True))
 
     def _advance(self, job: Job, num_tokens: int) -> bool:
         """Book one chunk; True when the prompt is complete."""
@@ -241,7 +241,7 @@ class Prefiller:
                 listener.first_tokens(firsts)
             job.sequence.release(self._blocks)
             if job.handoff:
-                self._rank.commit(_key(job.handoff), [token.token_id for token in firsts])
+                self._rank.commit(job.handoff.key, [token.token_id for token in firsts])
             else:
                 self._end(job, None, None)
 
@@ -272,7 +272,7 @@ class Prefiller:
         self._link_rate.add(shipment.wire_bytes, shipment.link_s)
 
     def _is_known(self, handoff: Handoff) -> bool:
-        return any(job.handoff and _key(job.handoff) == _key(handoff) for job in self._listeners)
+        return any(job.handoff and job.handoff.key == handoff.key for job in self._listeners)
 
     def _end(self, job: Job, shipment: Shipment | None, error: ClusterError | None) -> None:
         if listener := self._listeners.pop(job, None):
@@ -283,7 +283,3 @@ def _loaded_here(job: Job, num_tokens: int) -> None:
     """What comes from a lower tier was here, and counts as found in the cache."""
     job.num_cached += num_tokens
     job.num_fetched = 0
-
-
-def _key(handoff: Handoff) -> Key:
-    return handoff.id, handoff.epoch

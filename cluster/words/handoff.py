@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+HandoffKey = tuple[str, int]  # a handoff's id, and the epoch of the attempt to fill it
+
 
 @dataclass(frozen=True, kw_only=True)
 class Handoff:
@@ -25,6 +27,10 @@ class Handoff:
     max_tokens: int  # tokens that there is room for: a sequence that decodes while it is shipped grows
     first_token: int  # the first position whose KV it lacks; a multiple of the block size
     ttl_s: float  # it waits this long for the commit
+
+    @property
+    def key(self) -> HandoffKey:
+        return self.id, self.epoch
 
     @property
     def num_missing_tokens(self) -> int:

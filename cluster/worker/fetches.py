@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 from cluster.rpc import worker_pb2 as pb
 from cluster.words.handoff import Holder
 from engine.sequence import Sequence
-from engine.tiers.orders import Loaded
+from engine.tiers.orders import LoadResult
 from engine.tiers.tiers import Tiers
 from kvtransfer.movers.grants import Grants
 from kvtransfer.protocol.ledger import Landing
@@ -97,7 +97,13 @@ class Fetches(Generic[T]):
         hashes = sequence.hashes()[: owner.fetch_end // self._block_size]
         if holder := self._holders.get(owner):
             self._pulls.begin(
-                owner, holder, id=owner.id, hashes=hashes, blocks=sequence.blocks, first_block=first_block
+                owner,
+                holder,
+                id=owner.id,
+                hashes=hashes,
+                blocks=sequence.blocks,
+                first_block=first_block,
+                now=time.monotonic(),
             )
         elif not self._tiers.begin(owner, hashes[first_block:], sequence.blocks[first_block:]):
             self._queue.fetch_failed(owner)
@@ -115,7 +121,7 @@ class Fetches(Generic[T]):
         if self._pulls.missed(pull):
             self._failed(pull, reason)
 
-    def loaded(self, rank: int, loaded: Loaded) -> None:
+    def loaded(self, rank: int, loaded: LoadResult) -> None:
         """One rank has brought back what it could of a prefix that lay in its lower tiers."""
         load = self._tiers.loaded(rank, loaded)
         if load is None or self._grants.loaded(load):

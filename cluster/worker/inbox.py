@@ -11,10 +11,11 @@ from cluster.worker import rank_parts
 from cluster.worker.tier_parts import loaded_from_report
 from engine.kv.block_manager import BlockManager
 from engine.runner import ModelRunner
-from engine.tiers.orders import Loaded
+from engine.tiers.orders import LoadResult
 from kvtransfer.movers.peers import Peers
 from kvtransfer.movers.pull_call import ask_holder
 from kvtransfer.movers.receiver import Receiver
+from kvtransfer.movers.wire_messages import landing_from_proto, shipment_from_proto
 from kvtransfer.protocol.ledger import Landing
 from kvtransfer.protocol.passage import Shipment
 from kvtransfer.protocol.pulls import Pull, Pulls
@@ -34,7 +35,7 @@ class Leader(Protocol):
 
     def shipped(self, rank: int, shipment: Shipment, /) -> None: ...
 
-    def loaded(self, rank: int, loaded: Loaded, /) -> None: ...
+    def loaded(self, rank: int, loaded: LoadResult, /) -> None: ...
 
 
 class Inbox(Generic[T]):
@@ -62,7 +63,7 @@ class Inbox(Generic[T]):
         """One of our ranks has nothing more to send for a handoff."""
         self._tell(lambda leader: leader.shipped(rank, shipment))
 
-    def loaded(self, rank: int, loaded: Loaded) -> None:
+    def loaded(self, rank: int, loaded: LoadResult) -> None:
         """One of our ranks has done with a load from its lower tiers."""
         self._tell(lambda leader: leader.loaded(rank, loaded))
 
@@ -70,9 +71,9 @@ class Inbox(Generic[T]):
         """The same, told by one of the other ranks."""
         part = report.WhichOneof("part")
         if part == "landed":
-            self.landed(report.rank, Landing.from_report(report.landed))
+            self.landed(report.rank, landing_from_proto(report.landed))
         elif part == "shipped":
-            self.shipped(report.rank, Shipment.from_report(report.shipped))
+            self.shipped(report.rank, shipment_from_proto(report.shipped))
         elif part == "loaded":
             self.loaded(report.rank, loaded_from_report(report.loaded))
 

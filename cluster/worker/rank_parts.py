@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from cluster.model import source as model_source
-from cluster.rpc import transfer_pb2 as pb
 from cluster.words.errors import ReplicaLost
+from cluster.worker.tier_parts import LoadedPart
 from engine.load import load_runner, set_threads
 from engine.parallel import TensorParallel
 from engine.runner import ModelRunner
 from kvtransfer.links.backends import backend_for
+from kvtransfer.movers.link_config import LinkConfig
 from kvtransfer.movers.peers import Peers, open_gang
 from kvtransfer.movers.rank_servicer import RankServicer
 from kvtransfer.movers.receiver import Receiver
 from kvtransfer.movers.sender import Sender
+from kvtransfer.movers.wire_messages import part_to_report
 from kvtransfer.protocol.ledger import Landing
 from kvtransfer.protocol.passage import Shipment
 
@@ -27,12 +29,6 @@ if TYPE_CHECKING:  # they need Ray and pydantic, which this floor does without
     from cluster.worker.rank_process import Setup
 
 logger = logging.getLogger(__name__)
-
-
-class Part(Protocol):
-    """A rank's part of a handoff: a Landing or a Shipment."""
-
-    def to_report(self, *, rank: int) -> pb.ReportRequest: ...
 
 
 def meet(setup: Setup, servicer: RankServicer, *, device: torch.device) -> tuple[Peers, TensorParallel]:
@@ -89,13 +85,8 @@ def load(
 
 def make_sender(setup: Setup, runner: ModelRunner, on_shipped: Callable[[Shipment], None]) -> Sender:
     return Sender(
+        _link_config(setup, runner),
         name=f"{setup.replica}/{setup.rank}",
-        rank=setup.rank,
-        pool=runner.pool,
-        wire_dtype=setup.spec.kv.wire_dtype,
-        backend=backend_for(runner.pool.device, host_link=setup.spec.kv.host_link),
-        host=setup.host.host,
-        timeout_s=setup.spec.timeouts.transfer_s,
         loop=setup.host.loop,
         on_shipped=on_shipped,
     )
@@ -105,17 +96,20 @@ def make_receiver(
     setup: Setup, runner: ModelRunner, servicer: RankServicer, on_landed: Callable[[Landing], None]
 ) -> Receiver:
     """The rank's receiver, which serves senders elsewhere from now on."""
-    servicer.receiver = Receiver(
+    servicer.receiver = Receiver(_link_config(setup, runner), meeting=servicer.meeting, on_landed=on_landed)
+    return servicer.receiver
+
+
+def _link_config(setup: Setup, runner: ModelRunner) -> LinkConfig:
+    return LinkConfig(
         rank=setup.rank,
         pool=runner.pool,
         wire_dtype=setup.spec.kv.wire_dtype,
         backend=backend_for(runner.pool.device, host_link=setup.spec.kv.host_link),
         host=setup.host.host,
         timeout_s=setup.spec.timeouts.transfer_s,
-        meeting=servicer.meeting,
-        on_landed=on_landed,
+        probe=setup.probe,
     )
-    return servicer.receiver
 
 
 def close_handoff(setup: Setup, peers: Peers, handoff: str, then: Callable[[], None]) -> None:
@@ -132,6 +126,10 @@ def close_handoff(setup: Setup, peers: Peers, handoff: str, then: Callable[[], N
     setup.host.spawn(close())
 
 
-def report(setup: Setup, peers: Peers, part: Part) -> None:
+def report(setup: Setup, peers: Peers, part: Landing | Shipment | LoadedPart) -> None:
     """On the other ranks, from any thread: tell rank 0."""
-    setup.host.spawn(peers.report(part.to_report(rank=setup.rank)))
+    if isinstance(part, LoadedPart):
+        report = part.to_report(rank=setup.rank)
+    else:
+        report = part_to_report(part, rank=setup.rank)
+    setup.host.spawn(peers.report(report))

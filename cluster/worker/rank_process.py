@@ -14,6 +14,7 @@ from grpc import aio
 
 from cluster.process.stopwatch import Stopwatch
 from cluster.wire.rank_host import RankHost
+from cluster.words.probe import Probe, unobserved
 from cluster.words.rank import Binding, Progress, RankStatus
 from cluster.words.spec import Spec
 from cluster.words.spec_file import parse_spec
@@ -35,6 +36,7 @@ class Setup:
     index_url: str
     host: RankHost
     on_progress: Callable[[str, float], None]  # stage, fraction of the whole load
+    probe: Probe = unobserved
 
 
 class Body(Protocol):
@@ -73,6 +75,7 @@ class RankProcess:
         index_url: str,
         log_dir: str,
         host: str | None = None,
+        probe: Probe = unobserved,
     ) -> None:
         """host: the address to listen on; otherwise the one by which Ray knows this node."""
         self._spec = parse_spec(spec)
@@ -81,6 +84,7 @@ class RankProcess:
         self._rank = rank
         self._index_url = index_url
         self._address = host
+        self._probe = probe
         self._host: RankHost | None = None
         self._binding: Binding | None = None
         self._watch = Stopwatch()
@@ -109,6 +113,7 @@ class RankProcess:
             index_url=self._index_url,
             host=self._host,
             on_progress=self._note_progress,
+            probe=self._probe,
         )
         self._watch = Stopwatch()
         self._body.load(setup)

@@ -18,7 +18,7 @@ from engine.tiers.block_file import Stamp
 from engine.tiers.claim import Claim, choose_claim, take_claim
 from engine.tiers.disk_store import DiskStore
 from engine.tiers.host_store import HostStore
-from engine.tiers.orders import Loaded
+from engine.tiers.orders import LoadResult
 from engine.tiers.rank_tiers import RankTiers
 from engine.tiers.tiers import Tiers
 
@@ -28,7 +28,9 @@ if TYPE_CHECKING:  # they need Ray and pydantic, which this floor does without
     from cluster.worker.rank_process import Setup
 
 
-def open_tiers(setup: Setup, role: Role, runner: ModelRunner, on_loaded: Callable[[Loaded], None]) -> RankTiers | None:
+def open_tiers(
+    setup: Setup, role: Role, runner: ModelRunner, on_loaded: Callable[[LoadResult], None]
+) -> RankTiers | None:
     """The tiers below this rank's pool; None if the spec wants none. Every rank of a replica calls this together.
 
     Raises SpecError where the directory cannot be used.
@@ -68,7 +70,7 @@ def _claim(setup: Setup, pool: PoolSpec, parallel: TensorParallel, *, root: Path
 class LoadedPart:
     """A rank's answer to a load, on its way to rank 0."""
 
-    loaded: Loaded
+    loaded: LoadResult
 
     def to_report(self, *, rank: int) -> pb.ReportRequest:
         loaded = self.loaded
@@ -78,8 +80,8 @@ class LoadedPart:
         return pb.ReportRequest(rank=rank, loaded=part)
 
 
-def loaded_from_report(part: pb.LoadedPart) -> Loaded:
-    return Loaded(
+def loaded_from_report(part: pb.LoadedPart) -> LoadResult:
+    return LoadResult(
         part.id,
         part.num_blocks,
         num_bytes={Tier(tier): count for tier, count in part.num_bytes.items()},

@@ -1,9 +1,9 @@
-"""What rank 0 tells every rank to do with its lower tiers, and what a rank answers. Plain values, as JSON."""
+"""What rank 0 tells every rank to do with its lower tiers, and what a rank answers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cluster.words.tier import Tier
 
@@ -25,7 +25,7 @@ class Save(NamedTuple):
     prefix_hash: bytes
 
 
-class Source(NamedTuple):
+class LoadSource(NamedTuple):
     """Of one block that is loaded."""
 
     tier: Tier
@@ -39,7 +39,7 @@ class LoadOrder:
     """Back to the device, in order, as far as it goes."""
 
     id: int
-    sources: list[Source]
+    sources: list[LoadSource]
 
 
 @dataclass
@@ -53,32 +53,9 @@ class TierOrders:
     def __bool__(self) -> bool:
         return bool(self.spills or self.saves or self.loads)
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "spills": [(s.source, s.target, s.prefix_hash.hex()) for s in self.spills],
-            "saves": [(s.tier, s.block, s.place, s.prefix_hash.hex()) for s in self.saves],
-            "loads": [
-                (order.id, [(s.tier, s.place, s.prefix_hash.hex(), s.block) for s in order.sources])
-                for order in self.loads
-            ],
-        }
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> TierOrders:
-        return cls(
-            spills=[Spill(source, target, bytes.fromhex(text)) for source, target, text in fields["spills"]],
-            saves=[Save(Tier(tier), block, place, bytes.fromhex(text)) for tier, block, place, text in fields["saves"]],
-            loads=[
-                LoadOrder(
-                    id, [Source(Tier(tier), place, bytes.fromhex(text), block) for tier, place, text, block in it]
-                )
-                for id, it in fields["loads"]
-            ],
-        )
-
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadResult:
     """What came of a load on one rank."""
 
     id: int

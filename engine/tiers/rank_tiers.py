@@ -16,7 +16,7 @@ from cluster.words.tier import Tier
 from engine.kv.pool import KVPool
 from engine.tiers.disk_store import DiskStore
 from engine.tiers.host_store import HostStore
-from engine.tiers.orders import Loaded, LoadOrder, Source, TierOrders
+from engine.tiers.orders import LoadOrder, LoadResult, LoadSource, TierOrders
 from engine.tiers.store import BlockStore
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class RankTiers:
         *,
         host: HostStore | None,
         disk: DiskStore | None,
-        on_loaded: Callable[[Loaded], None],
+        on_loaded: Callable[[LoadResult], None],
     ) -> None:
         self._pool = pool
         self._disk = disk
@@ -93,7 +93,7 @@ class RankTiers:
         while (order := self._orders.get()) is not None:
             self._on_loaded(self._load(order))
 
-    def _load(self, order: LoadOrder) -> Loaded:
+    def _load(self, order: LoadOrder) -> LoadResult:
         num_bytes: dict[Tier, int] = {}
         seconds: dict[Tier, float] = {}
         num_blocks = 0
@@ -106,18 +106,18 @@ class RankTiers:
             num_blocks += num_loaded
             if num_loaded < len(batch):
                 break
-        return Loaded(order.id, num_blocks, num_bytes, seconds)
+        return LoadResult(order.id, num_blocks, num_bytes, seconds)
 
-    def _batch(self, sources: list[Source]) -> list[Source]:
+    def _batch(self, sources: list[LoadSource]) -> list[LoadSource]:
         """The leading ones of one tier, up to _BATCH."""
-        batch: list[Source] = []
+        batch: list[LoadSource] = []
         for source in sources[:_BATCH]:
             if source.tier is not sources[0].tier:
                 break
             batch.append(source)
         return batch
 
-    def _load_batch(self, batch: list[Source]) -> int:
+    def _load_batch(self, batch: list[LoadSource]) -> int:
         """How many of them are in the pool now."""
         payloads: list[Tensor] = []
         for source in batch:

@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 from cluster.words.tier import Tier
 from engine.kv.block_manager import BlockManager
 from engine.rate import Rate
-from engine.tiers.orders import Loaded, LoadOrder, Save, Source, Spill, TierOrders
+from engine.tiers.orders import LoadOrder, LoadResult, LoadSource, Save, Spill, TierOrders
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ class Load(Generic[T]):
     order: LoadOrder
     expires_at: float  # on the caller's clock
     is_given_up: bool = False
-    answers: dict[int, Loaded] = field(default_factory=dict)  # of each rank
+    answers: dict[int, LoadResult] = field(default_factory=dict)  # of each rank
 
     @property
     def blocks(self) -> list[int]:
@@ -126,7 +126,7 @@ class TierTable(Generic[T]):
         for (tier, manager), prefix_hash, block in zip(self._find(hashes), hashes, blocks, strict=False):
             taken = manager.allocate([prefix_hash], 1)
             assert taken
-            sources.append(Source(tier, taken[0][0], prefix_hash, block))
+            sources.append(LoadSource(tier, taken[0][0], prefix_hash, block))
         if not sources:
             return None
         order = LoadOrder(next(self._ids), sources)
@@ -134,7 +134,7 @@ class TierTable(Generic[T]):
         self._orders.loads.append(order)
         return load
 
-    def loaded(self, rank: int, loaded: Loaded) -> Load[T] | None:
+    def loaded(self, rank: int, loaded: LoadResult) -> Load[T] | None:
         """One rank has done with a load. The load, once, when every rank has and its owner still waits for it."""
         load = self._loads.get(loaded.id)
         if load is None:
@@ -169,10 +169,6 @@ class TierTable(Generic[T]):
         self._lower[tier].discard(prefix_hash)
 
     # What the world is told.
-
-    @property
-    def num_loads(self) -> int:
-        return len(self._loads)
 
     def num_blocks(self, tier: Tier) -> int:
         return self._lower[tier].num_sealed if tier in self._lower else 0

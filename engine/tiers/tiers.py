@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from cluster.words.tier import Tier
 from engine.kv.block_manager import BlockManager
 from engine.kv.eviction import LeastRecentlyUsed, make_eviction
 from engine.kv.layout import KVLayout
 from engine.sequence import Sequence as TokenSequence
-from engine.tiers.orders import Loaded
+from engine.tiers.orders import LoadResult, TierOrders
 from engine.tiers.rank_tiers import RankTiers
 from engine.tiers.table import Load, TierTable
 
@@ -45,9 +45,9 @@ class Tiers(Generic[T]):
         )
         self._loads: dict[T, Load[T]] = {}
 
-    def take_orders(self) -> list[dict[str, Any]]:
+    def take_orders(self) -> list[TierOrders]:
         """What every rank must do before anything is written to a block that was allocated since the last call."""
-        return [orders.to_json() for orders in self._table.take_orders()]
+        return self._table.take_orders()
 
     def save_ahead(self, *, is_last: bool = False) -> None:
         """There is nothing else to do: copy blocks to the disk, with the next orders; as many as it takes if these are
@@ -78,7 +78,7 @@ class Tiers(Generic[T]):
             self._loads[owner] = load
         return load is not None
 
-    def loaded(self, rank: int, loaded: Loaded) -> Load[T] | None:
+    def loaded(self, rank: int, loaded: LoadResult) -> Load[T] | None:
         """One rank has done with a load. The load, once, when every rank has and its owner waits for it."""
         load = self._table.loaded(rank, loaded)
         if load:

@@ -30,7 +30,7 @@ from cluster.words.request import Sampling, SequenceRequest
 from engine.batch.batch import Batch
 from engine.kv.block_manager import BlockManager
 from engine.load import device_for, load_runner
-from engine.model.dense import OnLayer
+from engine.model.transformer import OnLayer
 from engine.parallel import TensorParallel
 from engine.runner import GIB, ModelRunner, layout_for
 from engine.sampler import SamplingRow, sample

@@ -8,29 +8,28 @@ nothing for a grant.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from cluster.words.errors import HandoffExpired, TransferError
-from cluster.words.handoff import Handoff
+from cluster.words.handoff import Handoff, HandoffKey
+from cluster.words.probe import Milestone, Probe, unobserved
 from engine.kv.block_manager import BlockManager
 from engine.kv.layout import KVLayout
+from engine.orders import BeginOrder
 from engine.tiers.table import Load
 from engine.tiers.tiers import Tiers
 from kvtransfer.protocol.departures import Departure, Departures
-from kvtransfer.protocol.passage import Key, Shipment
+from kvtransfer.protocol.passage import Shipment
 from kvtransfer.protocol.plan import sending_ranks
-
-if TYPE_CHECKING:
-    from kvtransfer.movers.sender import Sender
 
 
 class GrantListener(Protocol):
     """Who waits for a grant. Called on the step thread."""
 
     def granted(self, num_tokens: int) -> None:
-        """So many leading positions will be there, those before the handoff included. If that is none more than there
-        were, it is all that is heard."""
+        """The receiver will have this many leading positions, counting those before the handoff. If that adds nothing
+        to what it has, the grant is over and `ended` is not called."""
         ...
 
     def ended(self, shipment: Shipment | None, error: TransferError | None) -> None:
@@ -54,17 +53,18 @@ class Loading:
 
 
 class Grants:
-    """Owned by the step thread. Its orders are carried out by every rank with `carry_out`, before any abort."""
+    """Owned by the step thread. Every rank carries its orders out in the next step, before any abort."""
 
-    def __init__(self, blocks: BlockManager, layout: KVLayout, tiers: Tiers[Any]) -> None:
+    def __init__(self, blocks: BlockManager, layout: KVLayout, tiers: Tiers[Any], *, probe: Probe = unobserved) -> None:
         self._blocks = blocks
         self._layout = layout
         self._tiers = tiers
+        self._probe = probe
         self._loading: dict[GrantListener, Loading] = {}
         self._departures: Departures[GrantListener] = Departures(blocks)
         self._listeners: dict[GrantListener, Departure[GrantListener]] = {}
-        self._hashes: dict[Key, list[bytes]] = {}
-        self._orders: list[dict[str, Any]] = []
+        self._hashes: dict[HandoffKey, list[bytes]] = {}
+        self._orders: list[BeginOrder] = []
 
     def __len__(self) -> int:
         """Grants under way, and what is still being sent of those that were given up."""
@@ -72,6 +72,7 @@ class Grants:
 
     def give(self, handoff: Handoff, hashes: Sequence[bytes], listener: GrantListener) -> None:
         """Ship what is here of the blocks of `hashes`, as far as the handoff has room for it."""
+        self._probe(Milestone.ASKED, handoff.id)
         if self._departures.knows((handoff.id, handoff.epoch)):
             listener.ended(None, HandoffExpired(f"handoff {handoff.id} is under way already, or was"))
             return
@@ -134,7 +135,8 @@ class Grants:
         self._blocks.free(blocks)  # the departure holds them
         self._listeners[listener] = departure
         self._hashes[departure.key] = list(hashes[:num_blocks])
-        self._orders.append({"handoff": asdict(handoff), "blocks": blocks, "num_tokens": num_tokens})
+        self._orders.append(BeginOrder(handoff, blocks, num_tokens))
+        self._probe(Milestone.GRANTED, handoff.id)
 
     def cancel(self, listener: GrantListener) -> None:
         """Nobody waits for it any more. It may have ended already."""
@@ -161,21 +163,11 @@ class Grants:
             listener.ended(departure.shipment, None)
         return departure.shipment
 
-    def take_orders(self) -> list[dict[str, Any]]:
+    def take_orders(self) -> list[BeginOrder]:
         """What every rank must begin to ship in the next step."""
         orders, self._orders = self._orders, []
         return orders
 
-    def take_aborts(self) -> list[Key]:
+    def take_aborts(self) -> list[HandoffKey]:
         """What the ranks must be ordered to abort."""
         return self._departures.take_aborts()
-
-
-def carry_out(order: dict[str, Any], sender: Sender) -> None:
-    """On each rank: ship its part of a grant, which is in the pool already."""
-    fields = order["handoff"]
-    handoff = Handoff(**{**fields, "ranks": tuple(fields["ranks"])})
-    if passage := sender.begin(handoff, order["blocks"]):
-        for layer in range(sender.pool.layout.num_layers):  # so that no payload grows with the prompt and the model
-            passage.layer_ready(layer, 0, order["num_tokens"])
-        passage.commit(order["num_tokens"])

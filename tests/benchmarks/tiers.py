@@ -27,7 +27,7 @@ from engine.kv.pool import KVPool
 from engine.tiers.block_file import Stamp
 from engine.tiers.disk_store import DiskStore
 from engine.tiers.host_store import HostStore
-from engine.tiers.orders import Loaded, LoadOrder, Save, Source, Spill, TierOrders
+from engine.tiers.orders import LoadOrder, LoadResult, LoadSource, Save, Spill, TierOrders
 from engine.tiers.rank_tiers import RankTiers
 
 _LAYOUT = KVLayout(model="m", num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="bfloat16")
@@ -52,7 +52,7 @@ def _copies(directory: Path) -> None:
     host = HostStore(num_places=_NUM_BLOCKS, block_bytes=_LAYOUT.block_bytes, device=_CPU)
     disk = DiskStore(directory, Stamp(_LAYOUT, rank=0), num_places=_NUM_BLOCKS)
     assert disk.wait_until_written(timeout_s=_WAIT_S)
-    answers: queue.SimpleQueue[Loaded] = queue.SimpleQueue()
+    answers: queue.SimpleQueue[LoadResult] = queue.SimpleQueue()
     rank = RankTiers(pool, host=host, disk=disk, on_loaded=answers.put)
     blocks = range(256)
     print(f"a block has {_LAYOUT.block_bytes:,} bytes")
@@ -65,7 +65,7 @@ def _copies(directory: Path) -> None:
     assert disk.wait_until_written(timeout_s=_WAIT_S)
     print(f"written by its thread: {256 * _LAYOUT.block_bytes / (time.monotonic() - started) / 1e6:.0f} MB/s")
     for tier in (Tier.HOST, Tier.DISK):
-        order = LoadOrder(0, [Source(tier, block, _HASHES[block], 256 + block) for block in blocks])
+        order = LoadOrder(0, [LoadSource(tier, block, _HASHES[block], 256 + block) for block in blocks])
         rank.carry_out(TierOrders(loads=[order]))
         answer = answers.get(timeout=_WAIT_S)
         print(f"{tier.name.lower()} to device: {answer.num_bytes[tier] / answer.seconds[tier] / 1e6:.0f} MB/s")

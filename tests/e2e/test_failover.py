@@ -26,7 +26,7 @@ _PREFILL_EVENTS = {
     "the request arrives": Fault("engine.prefill_scheduler:Scheduler.add"),
     "the prompt is half computed": Fault("engine.runner:ModelRunner.forward", call=2),
     "the first token is known": Fault("prefill_worker.worker:sample", after=True),
-    "the first token is told": Fault("prefill_worker.rank:PrefillRank.commit"),
+    "the first token is told": Fault("cluster.worker.gang_runner:GangRunner.commit"),
     "the handoff is acknowledged": Fault("prefill_worker.worker:Prefiller.shipped"),
 }
 _DECODE_EVENTS = {

@@ -29,7 +29,7 @@ from engine import decode_graphs, runner, sampler
 from engine.batch import device_batch
 from engine.batch.batch import Batch, Row
 from engine.attention import triton_latent_heads as latent_heads
-from engine.model.dense import expected_tensors
+from engine.model.transformer import expected_tensors
 from engine.runner import ModelRunner, layout_for
 from engine.sampler import SamplingRow, sample
 from kvtransfer.movers.codec import codec_for, slots_of

@@ -22,7 +22,7 @@ from engine.kv.pool import KVPool
 from engine.tiers.block_file import Stamp
 from engine.tiers.disk_store import DiskStore
 from engine.tiers.host_store import HostStore
-from engine.tiers.orders import Loaded, TierOrders
+from engine.tiers.orders import LoadResult
 from engine.tiers.rank_tiers import RankTiers
 from engine.tiers.table import Load, TierTable, worth_loading
 
@@ -64,7 +64,7 @@ class _Replica:
     def __init__(self, directory: Path, *, host: int, disk: int, eviction: str = "lru") -> None:
         self.directory = directory
         places = {tier: count for tier, count in ((Tier.HOST, host), (Tier.DISK, disk)) if count}
-        self.answers: queue.SimpleQueue[tuple[int, Loaded]] = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue[tuple[int, LoadResult]] = queue.SimpleQueue()
         self.ranks = [_Rank(rank, places, directory / str(rank), self.answers) for rank in range(2)]
         self.blocks = BlockManager(_NUM_BLOCKS, make_eviction(eviction, num_blocks=_NUM_BLOCKS))
         lower = {tier: BlockManager(count) for tier, count in self.ranks[0].tiers.num_places.items()}
@@ -127,7 +127,7 @@ class _Replica:
     def carry_out(self) -> None:
         for orders in self.table.take_orders():
             for rank in self.ranks:
-                rank.tiers.carry_out(TierOrders.from_json(orders.to_json()))
+                rank.tiers.carry_out(orders)
 
     def check(self, hashes: list[bytes], blocks: list[int]) -> None:
         for rank in self.ranks:

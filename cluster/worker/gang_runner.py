@@ -1,0 +1,101 @@
+"""What every rank of a replica does in a step: what it is ordered to, then its share of the batch."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from cluster.words.handoff import HandoffKey
+from cluster.worker.step_message import decode_step, encode_step
+from engine.batch.batch import Batch
+from engine.orders import BeginOrder, Orders
+from engine.runner import ModelRunner
+from engine.tiers.rank_tiers import RankTiers
+from kvtransfer.movers.sender import Sender
+from kvtransfer.protocol.passage import Passage
+
+
+class GangRunner:
+    """One rank's model, its lower tiers and what it sends. Belongs to the step thread on rank 0, to the following
+    thread elsewhere."""
+
+    def __init__(self, runner: ModelRunner, sender: Sender, tiers: RankTiers | None) -> None:
+        self.runner = runner
+        self.sender = sender
+        self.tiers = tiers
+
+    def execute(self, batch: Batch | None, orders: Orders) -> Tensor | None:
+        """On rank 0: do a step together with the other ranks. Logits of the rows that want them."""
+        if self.runner.parallel.size > 1:
+            self.runner.parallel.broadcast_bytes(encode_step(batch, orders))
+        return self._execute(batch, orders)
+
+    def follow(self) -> None:
+        """On the other ranks: do what rank 0 says until it says stop."""
+        while True:
+            batch, orders = decode_step(self.runner.parallel.broadcast_bytes())
+            if orders.stop:
+                return
+            self._execute(batch, orders)
+            for passage, _, end in self._spans(batch, orders):
+                if end == passage.handoff.num_tokens:
+                    passage.commit(end)
+
+    def commit(self, key: HandoffKey, first_tokens: list[int]) -> None:
+        """On rank 0: a prompt that was shipped as it was computed is whole, and its first tokens are known. The other
+        ranks see by themselves that it is whole."""
+        if passage := self.sender.find(key):
+            passage.commit(passage.handoff.num_tokens, first_tokens)
+
+    def _execute(self, batch: Batch | None, orders: Orders) -> Tensor | None:
+        self._carry_out(orders)
+        if batch is None:
+            return None
+        shipped = self._spans(batch, orders)
+        if not shipped:
+            return self.runner.forward(batch)
+
+        def on_layer(layer: int) -> None:
+            for passage, start, end in shipped:
+                passage.layer_ready(layer, start, end)
+
+        return self.runner.forward(batch, on_layer)
+
+    def _carry_out(self, orders: Orders) -> None:
+        for order in orders.tiers:
+            assert self.tiers, "orders for tiers that this rank does not have"
+            self.tiers.carry_out(order)
+        if orders.meet:
+            self.runner.parallel.meet()
+        for source, target in orders.copies:
+            self.runner.pool.copy_block(source, target)
+        for grant in orders.grants:
+            self._grant(grant)
+        for begin in orders.begins:
+            if passage := self.sender.begin(begin.handoff, begin.blocks):
+                passage.layer_ready(0, 0, begin.num_tokens, num_layers=self.runner.layout.num_layers)
+        for ship in orders.ships:
+            if passage := self.sender.find(ship.key):
+                passage.blocks = tuple(ship.blocks)
+                passage.layer_ready(0, ship.start, ship.end, num_layers=self.runner.layout.num_layers)
+        for commit in orders.commits:
+            if passage := self.sender.find(commit.key):
+                passage.commit(commit.num_tokens, commit.next_tokens)
+        for key in orders.aborts:
+            if passage := self.sender.find(key):
+                passage.abort()
+
+    def _grant(self, grant: BeginOrder) -> None:
+        if passage := self.sender.begin(grant.handoff, grant.blocks):
+            for layer in range(self.runner.layout.num_layers):  # so that no payload grows with the prompt and the model
+                passage.layer_ready(layer, 0, grant.num_tokens)
+            passage.commit(grant.num_tokens)
+
+    def _spans(self, batch: Batch | None, orders: Orders) -> list[tuple[Passage, int, int]]:
+        """The rows of the batch that are shipped: passage, and the positions [start, end) that the row computes."""
+        if batch is None or not any(orders.rows):
+            return []
+        ends = batch.context_lens.tolist()
+        starts = (batch.context_lens - batch.query_lens).tolist()
+        spans = zip(orders.rows, starts, ends, strict=True)
+        found = ((self.sender.find(key), start, end) for key, start, end in spans if key)
+        return [(passage, start, end) for passage, start, end in found if passage]

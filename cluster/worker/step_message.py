@@ -1,0 +1,33 @@
+"""How a step's orders and batch travel from rank 0 to the other ranks of its replica."""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+import numpy as np
+
+from engine.batch.batch import Batch
+from engine.orders import Orders
+
+_HEADER = struct.Struct("<I")  # length of the orders; what follows them is padded so that the batch is aligned
+_ALIGNED = 8
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Orders)
+
+
+def encode_step(batch: Batch | None, orders: Orders) -> bytes:
+    """The header, the orders, and the batch as it encodes itself, if there is one."""
+    packed = _encoder.encode(orders)
+    padding = bytes(-(_HEADER.size + len(packed)) % _ALIGNED)
+    return b"".join((_HEADER.pack(len(packed)), packed, padding, batch.encode().tobytes() if batch else b""))
+
+
+def decode_step(data: bytes) -> tuple[Batch | None, Orders]:
+    """The inverse of `encode_step`. Raises msgspec.ValidationError or DecodeError for what is no such message."""
+    (length,) = _HEADER.unpack_from(data)
+    end = _HEADER.size + length
+    orders = _decoder.decode(data[_HEADER.size : end])
+    end += -end % _ALIGNED
+    batch = Batch.decode(np.frombuffer(data, dtype=np.int64, offset=end).copy()) if len(data) > end else None
+    return batch, orders
