@@ -9,9 +9,9 @@ from random import Random
 from cluster.index.membership import Member
 from cluster.words.errors import CapacityError, ClusterError, DeadlineExceeded
 from cluster.words.hashing import block_hashes, root_hash
-from cluster.words.metrics import Metrics
 from cluster.words.request import Role, Sampling, SequenceRequest
 from router.generation import Generation
+from router.metrics import Metrics
 from router.routing.chooser import Chooser
 from router.routing.cost_policy import CostPolicy
 from router.serving.core import RouterCore

@@ -153,7 +153,7 @@ SETTINGS = settings(deadline=None, suppress_health_check=list(HealthCheck), prin
 
 
 def test_every_choice_gets_its_tokens_whatever_happens() -> None:
-    run_state_machine_as_test(Serving, settings=settings(SETTINGS, max_examples=60, stateful_step_count=40))
+    run_state_machine_as_test(Serving, settings=settings(SETTINGS, max_examples=20, stateful_step_count=40))
 
 
 @pytest.mark.slow
