@@ -180,15 +180,14 @@ async def test_the_puller_dies_in_a_pull(checkpoint: Checkpoint, reference: Refe
 
 async def test_a_pull_that_nobody_waits_for_leaves_nothing(checkpoint: Checkpoint, redis_url: str) -> None:
     prompt, policy = prompts(70)[0], FakePolicy()
-    async with local_cluster(checkpoint("llama"), redis_url, processes=True, policy=policy, **_tree(1, 1)) as cluster:
+    tree = _tree(1, 1, timeouts={"transfer_s": 60.0})  # whatever ends it here is no deadline
+    async with local_cluster(checkpoint("llama"), redis_url, processes=True, policy=policy, **tree) as cluster:
         holder = await cluster.add(Role.DECODE)
         prefill, decode = (cluster.pools[role][0].id for role in (Role.PREFILL, Role.DECODE))
         await _ask(cluster, policy, prompt, f"> {holder.id}")
         holder.send(signal.SIGSTOP)
         asking = asyncio.create_task(_ask(cluster, policy, prompt, f"{prefill} < {holder.id} > {decode}", pull=64))
-        async with asyncio.timeout(5):
-            while not (seen := cluster.replicas.get(prefill)) or not seen.status.running:
-                await cluster.replicas.changed(timeout_s=5)
+        await cluster.until(lambda: (seen := cluster.replicas.get(prefill)) and seen.status.running)
         asking.cancel()
         others = [replica for replica in cluster.replicas if replica.id != holder.id]
         await cluster.until(lambda: not any(replica.status.running for replica in others))
