@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _TESTS = Path(__file__).parent
-# The one place that may look again and again, and the scripts that measure.
-_MAY_SLEEP = {"waiting.py"}
+_MAY_SLEEP = {
+    "waiting.py",  # the one place that may look again and again
+    *(f"router/serving/{name}.py" for name in ("fake_worker", "serving_world", "test_serving")),  # in virtual time
+}
 _OTHERS = {
     "os._exit",  # public, in spite of its name
     "Fp8Dequantize(None)._dequantize_one",  # of transformers: the reference
