@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
@@ -16,6 +15,7 @@ from transformers import PreTrainedModel
 from engine.runner import ModelRunner, layout_for
 from tests.engine.gang import StartGang
 from tests.engine.tiny_models import MakeModel, MakeRunner, random_model, tiny_config
+from tests.forks import forks
 
 MAX_RANKS = 4
 
@@ -56,8 +56,7 @@ def make_runner() -> MakeRunner:
 @pytest.fixture(scope="module")
 def start_gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartGang]:
     """start_gang(size, function, ...) runs function(place, prefix, rank, size, ...) in `size` processes."""
-    spawn = multiprocessing.get_context("spawn")
-    ranks = [ProcessPoolExecutor(1, mp_context=spawn) for _ in range(MAX_RANKS)]
+    ranks = [ProcessPoolExecutor(1, mp_context=forks) for _ in range(MAX_RANKS)]
     gangs = itertools.count()
     place = tmp_path_factory.mktemp("gangs") / "store"
 
