@@ -21,12 +21,12 @@ from cluster.worker.rank_process import RankProcess, Setup
 from cluster.worker.replica_service import ReplicaService
 from cluster.worker.tier_parts import LoadedPart, open_tiers
 from decode_worker.server import DecodeServicer, Serving
-from decode_worker.worker import Decoder
-from engine.decode_scheduler import Scheduler
-from engine.group import Group
+from decode_worker.worker import DecodeWorker
+from engine.engine import SchedulerConfig
 from engine.kv.block_manager import BlockManager
 from engine.kv.eviction import make_eviction
 from engine.load import device_for, max_tokens_of
+from engine.prompts import Prompt
 from engine.runner import ModelRunner
 from engine.sequence import Sequence
 from engine.tiers.orders import LoadResult
@@ -118,24 +118,23 @@ class DecodeBody:
         pool, layout = setup.spec.decode, runner.layout
         num_blocks, eviction = runner.pool.num_blocks, setup.spec.kv.eviction
         blocks = BlockManager(num_blocks, make_eviction(eviction, num_blocks=num_blocks))
-        scheduler = Scheduler(
-            blocks,
+        config = SchedulerConfig(
             max_batch_tokens=pool.max_batch_tokens,
             max_running=pool.max_running,
             max_waiting=pool.max_waiting,
         )
-        inbox: Inbox[Group] = Inbox(setup, peers)
+        inbox = Inbox(setup, peers)
         receiver = rank_parts.make_receiver(setup, runner, self._ranks, functools.partial(inbox.landed, 0))
         rank_tiers = self._open_tiers(setup, runner, functools.partial(inbox.loaded, 0))
-        tiers: Tiers[Group] = Tiers(
+        tiers: Tiers[Prompt] = Tiers(
             blocks, rank_tiers, layout, eviction=eviction, timeout_s=setup.spec.timeouts.transfer_s
         )
         grants = Grants(blocks, layout, tiers)
-        decoder = Decoder(
+        worker = DecodeWorker(
             GangRunner(runner, self._make_sender(setup, runner, functools.partial(inbox.shipped, 0)), rank_tiers),
             receiver,
             blocks,
-            scheduler,
+            config,
             replica=setup.replica,
             addresses=setup.addresses,
             handoff_s=setup.spec.timeouts.handoff_s,
@@ -144,8 +143,8 @@ class DecodeBody:
             grants=grants,
             tiers=tiers,
         )
-        self.service = ReplicaService(decoder, setup.host, self._hub, replica=setup.replica)
-        inbox.open(decoder, self.service.post)
+        self.service = ReplicaService(worker, setup.host, self._hub, replica=setup.replica)
+        inbox.open(worker, self.service.post)
         max_tokens = max_tokens_of(runner, limit=setup.spec.model.max_context)
 
         def sequence_of(request: SequenceRequest) -> Sequence:
@@ -153,7 +152,7 @@ class DecodeBody:
             first = request.choices[0]
             return Sequence(request, first, model=layout.model, block_size=layout.block_size, max_context=max_tokens)
 
-        self._requests.serving = Serving(self.service, decoder, peers, sequence_of)
+        self._requests.serving = Serving(self.service, worker, peers, sequence_of)
         self._prefixes.granting = Granting(grants, self.service.post)
         self._ranks.on_report = inbox.reported
         member = Member(

@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 from typing import Protocol
-
-from torch import Tensor
 
 from cluster.rpc import transfer_pb2
 from cluster.rpc import worker_pb2 as pb
 from cluster.wire.messages import tokens_to_proto
 from cluster.words.errors import ClusterError
 from cluster.words.handoff import Handoff
-from cluster.words.request import SampledToken, TokenLogprob
-from cluster.worker.fetches import Fetches
+from cluster.words.request import SampledToken
 from cluster.worker.gang_runner import GangRunner
+from cluster.worker.replica_engine import ReplicaEngine
 from decode_worker.moves import Moves
-from engine.decode_scheduler import Scheduler
-from engine.group import Choice, Group, Source
 from engine.kv.block_manager import BlockManager
-from engine.orders import Orders
-from engine.sampler import SamplingRow, sample
+from engine.prompts import Prompt
 from engine.sequence import Sequence
-from engine.tiers.tiers import Tiers
-from kvtransfer.protocol.arrivals import Arrival
+from engine.step import Prefilled, StepResult
 
 
-class GroupListener(Protocol):
+class RequestListener(Protocol):
     """Who holds the lease of a request. Called on the step thread."""
 
     def reserved(self, handoff: Handoff | None, opening: transfer_pb2.OpenRequest | None, num_cached: int) -> None:
@@ -43,137 +37,107 @@ class GroupListener(Protocol):
         ...
 
 
+@dataclass(eq=False)
+class LiveRequest:
+    """A request that lives here."""
+
+    prompt: Prompt
+    router: str
+    listener: RequestListener
+    choices: dict[int, Sequence] = field(default_factory=dict)  # by stream; empty until the prompt's KV is whole
+    unwanted: set[int] = field(default_factory=set)  # streams that were stopped, perhaps before they began
+
+
 class Answers:
     """Owned by the step thread. Choices leave by their last token, because nobody wants them, or by a move."""
 
-    def __init__(
-        self,
-        rank: GangRunner,
-        blocks: BlockManager,
-        scheduler: Scheduler,
-        *,
-        fetches: Fetches[Group],
-        tiers: Tiers[Group],
-        totals: pb.Totals,
-    ) -> None:
-        self.moves = Moves(rank, blocks, pause=scheduler.remove_choice, resume=scheduler.start, leave=self.end)
-        self._rank = rank
-        self._blocks = blocks
-        self._scheduler = scheduler
-        self._fetches = fetches
-        self._tiers = tiers
-        self._totals = totals
-        self._listeners: dict[Group, GroupListener] = {}
+    def __init__(self, rank: GangRunner, blocks: BlockManager, replica: ReplicaEngine) -> None:
+        self.moves = Moves(rank, blocks, replica.engine, replica.link_rate, leave=self.end)
+        self._replica = replica
+        self._engine = replica.engine
+        self._requests: dict[Prompt, LiveRequest] = {}
+        self._stream_of: dict[Sequence, tuple[LiveRequest, int]] = {}
         self._tokens: dict[str, list[pb.StreamTokens]] = {}
 
     def __len__(self) -> int:
-        return len(self._listeners)
+        return len(self._requests)
 
-    def add(self, group: Group, listener: GroupListener) -> None:
+    def add(self, prompt: Prompt, router: str, listener: RequestListener) -> None:
         """It lives here from now on, though it has no choices yet."""
-        self._listeners[group] = listener
+        self._requests[prompt] = LiveRequest(prompt, router, listener)
 
-    def listener(self, group: Group) -> GroupListener:
-        return self._listeners[group]
+    def listener(self, prompt: Prompt) -> RequestListener:
+        return self._requests[prompt].listener
 
-    def remove(self, group: Group) -> GroupListener | None:
+    def remove(self, prompt: Prompt) -> RequestListener | None:
         """Give back everything that a request holds here, in whatever state it is; its listener, if it lived here."""
-        listener = self._listeners.pop(group, None)
-        if listener:
-            for choice in group.choices:
-                self.moves.cancel(choice, "it has ended")
-            self._scheduler.remove(group)
-            self._fetches.cancel(group)
-            for sequence in [choice.sequence for choice in group.choices] or [group.root]:
-                sequence.release(self._blocks)
-            group.choices = []
-        return listener
+        request = self._requests.pop(prompt, None)
+        if request is None:
+            return None
+        for sequence in list(request.choices.values()):
+            self._let_go(sequence)
+        self._replica.cancel(prompt)
+        return request.listener
 
-    def find(self, router: str, stream: int) -> Choice | None:
-        groups = (group for group in self._listeners if group.router == router)
-        return next((choice for group in groups for choice in group.choices if choice.stream == stream), None)
+    def find(self, router: str, stream: int) -> Sequence | None:
+        return next((r.choices[stream] for r in self._of(router) if stream in r.choices), None)
 
     def stop_streams(self, router: str, streams: Iterable[int]) -> None:
         """These choices need no more tokens."""
-        for group in [group for group in self._listeners if group.router == router]:
-            group.unwanted.update(streams)  # it may not have started yet
-            for choice in [choice for choice in group.choices if choice.stream in group.unwanted]:
-                self.end(choice)
+        streams = set(streams)
+        for request in self._of(router):
+            request.unwanted |= streams  # it may not have started yet
+            for sequence in [sequence for stream, sequence in request.choices.items() if stream in streams]:
+                self.end(sequence)
 
-    def start(self, group: Group, first_tokens: list[tuple[int, TokenLogprob | None]], *, epoch: int = 0) -> None:
-        """The prompt's KV is whole and each choice has its first token: fork, and decode those that go on."""
-        request = group.root.request
-        self._scheduler.ready(group)
-        sequences = [group.root, *self._fork(group.root, request.choices[1:])]
-        group.choices = [Choice(group, sequence, request.stream + i) for i, sequence in enumerate(sequences)]
-        is_told = group.source is Source.PREFILL  # the prefill replica has told the router of the first tokens
-        self._listeners[group].started(len(group.root.tokens) + is_told, epoch=epoch, num_pulled=group.num_fetched)
-        self._fetches.forget(group)
-        self._totals.prefix_hit_tokens += group.num_cached
-        for choice, (token_id, logprob) in zip(list(group.choices), first_tokens, strict=True):
-            token = choice.sequence.append(token_id, logprob)
-            if not is_told:
-                self._emit(choice, token)
-            self._decode_on(choice, is_over=bool(token.finish_reason) or choice.stream in group.unwanted)
+    def start(self, prefilled: Prefilled, *, epoch: int = 0) -> None:
+        """The prompt's KV is whole. First tokens that came along with it are known to the router already."""
+        prompt, request = prefilled.prompt, self._requests[prefilled.prompt]
+        first_stream = prompt.sequence.request.stream
+        request.choices = dict(enumerate(prefilled.sequences, first_stream))
+        self._stream_of |= {sequence: (request, stream) for stream, sequence in request.choices.items()}
+        is_new = prompt.is_computed_here
+        num_tokens = len(prompt.sequence.tokens) - is_new
+        request.listener.started(num_tokens, epoch=epoch, num_pulled=prompt.num_fetched)
+        if is_new:
+            for sequence, token in zip(prefilled.sequences, prefilled.tokens, strict=True):
+                self._emit(sequence, token)
+        for i, sequence in enumerate(prefilled.sequences):
+            is_over = bool(prefilled.tokens and prefilled.tokens[i].finish_reason)
+            if is_over or first_stream + i in request.unwanted:
+                self.end(sequence)
 
-    def resume(self, group: Group, arrival: Arrival[Group]) -> None:
-        """A sequence has come from another decode replica, with the tokens that it got on the way."""
-        root = group.root
-        self._totals.prefix_hit_tokens += group.num_cached
-        root.tokens += arrival.next_tokens
-        root.computed(arrival.num_tokens - root.num_computed, self._blocks)
-        self._scheduler.ready(group)
-        group.choices = [Choice(group, root, root.request.stream)]
-        self._listeners[group].started(len(root.tokens), epoch=arrival.epoch, num_pulled=0)
-        self._decode_on(group.choices[0], is_over=root.request.stream in group.unwanted)
+    def take(self, result: StepResult) -> None:
+        """Hand on what came of a step."""
+        for sequence, token in result.sampled:
+            self._emit(sequence, token)
+            if token.finish_reason:
+                self.end(sequence)
+        for prefilled in result.prefilled:
+            self.start(prefilled)
 
-    def sample(self, ready: list[Choice], logits_RV: Tensor) -> None:
-        """Choose the next token of every row that is ready; a prompt that is new has one row for all its choices."""
-        rows, source = [], []
-        for i, choice in enumerate(ready):
-            wanted = [choice.sequence.choice] if choice.group.choices else choice.sequence.request.choices
-            rows += [SamplingRow.of(choice.sequence, index) for index in wanted]
-            source += [i] * len(wanted)
-        sampled = sample(logits_RV[source] if len(rows) > len(ready) else logits_RV, rows)
-        self._totals.generated_tokens += len(sampled)
-        for i, choice in enumerate(ready):
-            tokens = [token for token, row in zip(sampled, source, strict=True) if row == i]
-            if not choice.group.choices:
-                self.start(choice.group, tokens)
-            else:
-                token = choice.sequence.append(*tokens[0])
-                self._emit(choice, token)
-                self._decode_on(choice, is_over=bool(token.finish_reason))
-
-    def end(self, choice: Choice) -> None:
+    def end(self, sequence: Sequence) -> None:
         """It gets no more tokens here."""
-        group = choice.group
-        self.moves.cancel(choice, "it has ended")
-        self._scheduler.remove_choice(choice)
-        choice.sequence.release(self._blocks)
-        group.choices.remove(choice)
-        if not group.choices:
-            self._listeners.pop(group).ended(None)
+        request = self._let_go(sequence)
+        if not request.choices:
+            self._requests.pop(request.prompt).listener.ended(None)
 
     def take_tokens(self) -> dict[str, list[pb.StreamTokens]]:
         """What was sampled since the last time, by router."""
         tokens, self._tokens = self._tokens, {}
         return tokens
 
-    def _fork(self, root: Sequence, indices: Seq[int]) -> list[Sequence]:
-        """The other choices of a request. One for which no block is left starts without any, and is computed again."""
-        forks = [(index, root.fork(index, self._blocks)) for index in indices]
-        copies = [fork[1] for _, fork in forks if fork and fork[1]]
-        if copies:
-            self._rank.execute(None, Orders(tiers=self._tiers.take_orders(), copies=copies))
-        return [fork[0] if fork else root.without_blocks(index) for index, fork in forks]
+    def _of(self, router: str) -> list[LiveRequest]:
+        return [request for request in self._requests.values() if request.router == router]
 
-    def _decode_on(self, choice: Choice, *, is_over: bool) -> None:
-        if is_over:
-            self.end(choice)
-        else:
-            self._scheduler.start(choice)
+    def _let_go(self, sequence: Sequence) -> LiveRequest:
+        self.moves.cancel(sequence, "it has ended")
+        self._engine.end(sequence)
+        request, stream = self._stream_of.pop(sequence)
+        del request.choices[stream]
+        return request
 
-    def _emit(self, choice: Choice, token: SampledToken) -> None:
-        tokens = pb.StreamTokens(stream=choice.stream, tokens=tokens_to_proto([token]))
-        self._tokens.setdefault(choice.group.router, []).append(tokens)
+    def _emit(self, sequence: Sequence, token: SampledToken) -> None:
+        request, stream = self._stream_of[sequence]
+        tokens = pb.StreamTokens(stream=stream, tokens=tokens_to_proto([token]))
+        self._tokens.setdefault(request.router, []).append(tokens)

@@ -16,13 +16,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from torch import Tensor
+
 from cluster.words.errors import HandoffExpired, TransferError
 from cluster.words.handoff import Handoff, HandoffKey
 from cluster.worker.gang_runner import GangRunner
-from engine.group import Choice
+from engine.engine import Engine
 from engine.kv.block_manager import BlockManager
 from engine.orders import BeginOrder, CommitOrder, Orders, ShipOrder
 from engine.rate import Rate
+from engine.sequence import Sequence
 from kvtransfer.protocol.departures import Departure, Departures
 from kvtransfer.protocol.passage import Shipment
 from kvtransfer.protocol.plan import sending_ranks
@@ -48,7 +51,7 @@ class MoveState(StrEnum):
 class Move:
     """One choice on its way to another replica."""
 
-    choice: Choice
+    sequence: Sequence
     handoff: Handoff
     listener: MoveListener
     state: MoveState = MoveState.COPYING
@@ -63,58 +66,55 @@ def is_quicker_to_ship(*, num_bytes: int, bytes_per_s: float, num_steps: int, st
 
 
 class Moves:
-    """Owned by the step thread. `pause` takes a choice out of the running batch, `resume` puts it back, `leave` ends it
-    here because it goes on elsewhere."""
+    """Owned by the step thread. `leave` ends a choice here because it goes on elsewhere."""
 
     def __init__(
         self,
         rank: GangRunner,
         blocks: BlockManager,
+        engine: Engine[Tensor],
+        link_rate: Rate,
         *,
-        pause: Callable[[Choice], None],
-        resume: Callable[[Choice], None],
-        leave: Callable[[Choice], None],
+        leave: Callable[[Sequence], None],
     ) -> None:
-        self.link_rate = Rate()  # bytes
+        self._link_rate = link_rate  # bytes
         self._rank = rank
         self._layout = rank.runner.layout
         self._departures: Departures[Move] = Departures(blocks)
-        self._pause = pause
-        self._resume = resume
+        self._engine = engine
         self._leave = leave
-        self._under_way: dict[Choice, Move] = {}
+        self._under_way: dict[Sequence, Move] = {}
 
     def __len__(self) -> int:
         """Moves under way, and what is still being sent of those that were given up."""
         return len(self._departures)
 
-    def __contains__(self, choice: Choice) -> bool:
-        return choice in self._under_way
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self._under_way
 
     @property
     def num_paused(self) -> int:
         return sum(move.state is MoveState.PAUSED for move in self._under_way.values())
 
-    def begin(self, choice: Choice, handoff: Handoff, listener: MoveListener, *, step_s: float) -> None:
+    def begin(self, sequence: Sequence, handoff: Handoff, listener: MoveListener, *, step_s: float) -> None:
         """Begin to ship a choice that decodes here, a token every `step_s`; unless it is gone sooner by itself."""
-        sequence = choice.sequence
-        if choice in self._under_way or self._departures.knows((handoff.id, handoff.epoch)):
+        if sequence in self._under_way or self._departures.knows((handoff.id, handoff.epoch)):
             listener.stays("it is being moved already, or was")
         elif handoff.num_tokens >= len(sequence.tokens):
             listener.stays(f"it has {len(sequence.tokens)} tokens, the handoff is for more")
         elif is_quicker_to_ship(
             num_bytes=self._num_bytes(sequence.num_computed - handoff.first_token),
-            bytes_per_s=self.link_rate.per_s or _LINK_BYTES_PER_S,
+            bytes_per_s=self._link_rate.per_s or _LINK_BYTES_PER_S,
             num_steps=sequence.request.sampling.max_tokens - sequence.num_generated,
             step_s=step_s,
         ):
-            self._under_way[choice] = Move(choice, handoff, listener)
+            self._under_way[sequence] = Move(sequence, handoff, listener)
         else:
             listener.stays("it ends sooner here")
 
-    def cancel(self, choice: Choice, reason: str) -> None:
+    def cancel(self, sequence: Sequence, reason: str) -> None:
         """The choice is not to be moved, or has ended. Does nothing if it is not being moved."""
-        if move := self._under_way.get(choice):
+        if move := self._under_way.get(sequence):
             self._fail(move, HandoffExpired(reason))
 
     def shipped(self, rank: int, shipment: Shipment) -> Shipment | None:
@@ -125,12 +125,12 @@ class Moves:
         move = departure.owner
         if departure.error:
             self._fail(move, departure.error)
-        elif departure.is_over and move.choice in self._under_way:
-            del self._under_way[move.choice]
-            num_tokens = len(move.choice.sequence.tokens)
+        elif departure.is_over and move.sequence in self._under_way:
+            del self._under_way[move.sequence]
+            num_tokens = len(move.sequence.tokens)
             shipment = departure.shipment
-            self.link_rate.add(shipment.wire_bytes, shipment.link_s)
-            self._leave(move.choice)
+            self._link_rate.add(shipment.wire_bytes, shipment.link_s)
+            self._leave(move.sequence)
             move.listener.moved(num_tokens, shipment, time.monotonic() - move.paused_at)
             return shipment
         return None
@@ -140,14 +140,14 @@ class Moves:
         for move in list(self._under_way.values()):
             if move.departure is None:
                 self._start(move, orders)
-            elif move.choice.sequence.blocks[: len(move.departure.blocks)] != move.departure.blocks:
+            elif move.sequence.blocks[: len(move.departure.blocks)] != move.departure.blocks:
                 self._fail(move, HandoffExpired("it was preempted"))
             elif move.state is MoveState.COPYING and (self._is_sent(move.departure.key) or self._has_no_room(move)):
                 self._stop_and_commit(move, orders)
         orders.aborts += self._departures.take_aborts()
 
     def _start(self, move: Move, orders: Orders) -> None:
-        sequence = move.choice.sequence
+        sequence = move.sequence
         ranks = sending_ranks(self._layout, num_receivers=len(move.handoff.ranks))
         move.departure = self._departures.begin(move.handoff, sequence.blocks, ranks=ranks, owner=move)
         orders.begins.append(BeginOrder(move.handoff, sequence.blocks, sequence.num_computed))
@@ -156,7 +156,7 @@ class Moves:
     def _ship(self, move: Move, orders: Orders) -> None:
         """Hand over every position that has been computed since the last time."""
         assert move.departure
-        sequence = move.choice.sequence
+        sequence = move.sequence
         self._departures.grow(move.departure, sequence.blocks)
         ship = ShipOrder(move.departure.key, sequence.blocks, move.num_shipped, sequence.num_computed)
         orders.ships.append(ship)
@@ -164,8 +164,8 @@ class Moves:
 
     def _stop_and_commit(self, move: Move, orders: Orders) -> None:
         assert move.departure
-        sequence = move.choice.sequence
-        self._pause(move.choice)
+        sequence = move.sequence
+        self._engine.pause(move.sequence)
         move.state, move.paused_at = MoveState.PAUSED, time.monotonic()
         self._ship(move, orders)
         # The other side knows all tokens up to the first whose KV it does not ask for.
@@ -181,13 +181,13 @@ class Moves:
         return num_positions * self._layout.bytes_per_token() * self._layout.tensor_parallel
 
     def _has_no_room(self, move: Move) -> bool:
-        return move.choice.sequence.num_computed >= move.handoff.max_tokens
+        return move.sequence.num_computed >= move.handoff.max_tokens
 
     def _fail(self, move: Move, error: TransferError) -> None:
-        if self._under_way.pop(move.choice, None) is None:
+        if self._under_way.pop(move.sequence, None) is None:
             return
         if move.departure:
             self._departures.abort(move.departure, error)
         if move.state is MoveState.PAUSED:
-            self._resume(move.choice)
+            self._engine.resume(move.sequence)
         move.listener.stays(str(error))

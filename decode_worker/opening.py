@@ -6,24 +6,24 @@ import time
 
 from cluster.rpc import transfer_pb2 as pb
 from cluster.words.handoff import Handoff
-from engine.group import Group, Source
+from engine.prompts import Prompt
 
 
-def opening_for(group: Group, *, replica: str) -> pb.OpenRequest:
-    """The positions that the group lacks, and the blocks that they go to. Its id is never used again.
+def opening_for(prompt: Prompt, *, replica: str) -> pb.OpenRequest:
+    """The positions that the prompt lacks, and the blocks that they go to. Its id is never used again.
 
     Of a sequence that runs elsewhere there is KV for all tokens but the last, and soon for more: as many as there are
     blocks for.
     """
-    root = group.root
-    is_growing = group.source is Source.DECODE
-    num_tokens = len(root.tokens) - is_growing
+    sequence = prompt.sequence
+    is_growing = prompt.is_running_elsewhere
+    num_tokens = len(sequence.tokens) - is_growing
     return pb.OpenRequest(
-        handoff=f"{replica}/{group.id}/{time.monotonic_ns():x}",
-        first_token=group.num_cached,
+        handoff=f"{replica}/{prompt.id}/{time.monotonic_ns():x}",
+        first_token=prompt.num_cached,
         num_tokens=num_tokens,
-        max_tokens=min(len(root.blocks) * root.block_size, root.max_context) if is_growing else num_tokens,
-        block_ids=root.blocks[group.num_cached // root.block_size :],
+        max_tokens=min(len(sequence.blocks) * sequence.block_size, sequence.max_context) if is_growing else num_tokens,
+        block_ids=sequence.blocks[prompt.num_cached // sequence.block_size :],
     )
 
 

@@ -18,8 +18,8 @@ from cluster.words.errors import ClusterError, ReplicaLost
 from cluster.words.handoff import Handoff
 from cluster.words.request import SequenceRequest
 from cluster.worker.replica_service import ReplicaService
-from decode_worker.worker import Decoder
-from engine.group import Group, Source
+from decode_worker.worker import DecodeWorker
+from engine.prompts import KVSource, Prompt
 from engine.sequence import Sequence
 from kvtransfer.movers.peers import Peers
 from kvtransfer.protocol.passage import Shipment
@@ -32,7 +32,7 @@ class Serving:
     """A replica that is up."""
 
     service: ReplicaService
-    decoder: Decoder
+    worker: DecodeWorker
     peers: Peers
     sequence_of: Callable[[SequenceRequest], Sequence]
 
@@ -47,11 +47,11 @@ class DecodeServicer(rpc.DecodeWorkerServicer):
         serving = self.serving
         if serving is None or serving.service.is_draining:
             await abort_with(context, ReplicaLost("this replica takes no new work"))
-        root = serving.sequence_of(sequence_from_proto(request.sequence))
-        group = Group(root, router=request.router, source=_source(request))
+        sequence = serving.sequence_of(sequence_from_proto(request.sequence))
+        prompt = Prompt(sequence, source=_source(request))
         holder = holder_from_proto(request.holder) if request.HasField("holder") else None
         call = _Call()
-        serving.service.post(lambda: serving.decoder.submit(group, call, holder=holder))
+        serving.service.post(lambda: serving.worker.submit(prompt, request.router, call, holder=holder))
         try:
             while (event := await call.events.get()) is not None:
                 if isinstance(event, ClusterError):
@@ -64,23 +64,23 @@ class DecodeServicer(rpc.DecodeWorkerServicer):
         except ClusterError as error:
             await abort_with(context, error)
         finally:
-            serving.service.post(lambda: serving.decoder.cancel(group))
+            serving.service.post(lambda: serving.worker.cancel(prompt))
 
     async def Migrate(self, request: pb.MigrateRequest, context: _Context) -> pb.MigrateReply:
         serving = self.serving
         if serving is None:
             await abort_with(context, ReplicaLost("this replica serves nothing yet"))
         handoff, move = handoff_from_proto(request.handoff), _Move()
-        serving.service.post(lambda: serving.decoder.migrate(request.router, request.stream, handoff, move))
+        serving.service.post(lambda: serving.worker.migrate(request.router, request.stream, handoff, move))
         try:
             return await move.reply
         finally:
             if not move.reply.done() or move.reply.cancelled():
-                serving.service.post(lambda: serving.decoder.keep(request.router, request.stream))
+                serving.service.post(lambda: serving.worker.keep(request.router, request.stream))
 
     async def Stop(self, request: pb.StopRequest, context: _Context) -> pb.StopReply:
         if serving := self.serving:
-            serving.service.post(lambda: serving.decoder.stop_streams(request.router, list(request.streams)))
+            serving.service.post(lambda: serving.worker.stop_streams(request.router, list(request.streams)))
         return pb.StopReply()
 
 
@@ -127,7 +127,7 @@ class _Move:
             self.reply.set_result(reply)
 
 
-def _source(request: pb.GenerateRequest) -> Source:
+def _source(request: pb.GenerateRequest) -> KVSource:
     if request.prefill_here:
-        return Source.HERE
-    return Source.DECODE if request.continues else Source.PREFILL
+        return KVSource.HERE
+    return KVSource.DECODE if request.continues else KVSource.PREFILL

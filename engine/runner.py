@@ -21,7 +21,9 @@ from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from engine.layers.shards import ShardReader
 from engine.model.dense import DenseDecoder, OnLayer
+from engine.orders import Orders
 from engine.parallel import TensorParallel
+from engine.step import ScheduledStep
 from engine.weights.checkpoint import open_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -142,6 +144,12 @@ class ModelRunner:
         if self._graphs is not None and on_layer is None and (logits_RV := self._graphs(batch)) is not None:
             return logits_RV
         return self._model(batch, self.pool, on_layer)
+
+    def execute(self, step: ScheduledStep | None, orders: Orders) -> Tensor | None:
+        """Implements engine.step.Runner for an engine whose only rank this is, or in which each rank leads itself."""
+        for source, target in orders.copies:
+            self.pool.copy_block(source, target)
+        return self.forward(step.batch) if step else None
 
     def warm_up(self, max_tokens: int) -> None:
         """Before anything else, on every rank: compute prompts of up to so many tokens on a GPU, so that no request

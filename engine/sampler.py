@@ -16,52 +16,28 @@ import math
 import struct
 from collections import Counter
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from hashlib import blake2b
 
 import torch
 from torch import Tensor
 
-from cluster.words.request import Sampling, TokenLogprob, choice_seed
-from engine.sequence import Sequence
+from cluster.words.request import TokenLogprob
+from engine.sampling import Chosen, SamplingRow
 
-# R rows, N those of them that draw at random, V vocabulary
+# P positions, R rows, N those of them that draw at random, V vocabulary
 
 _FEW = 1024  # a nucleus usually lies within so many tokens, which are found much sooner than all are sorted
 _DRAW_BITS = 48  # a draw times a sum of probabilities stays below the sum, also after rounding to fp64
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplingRow:
-    """How to choose the next token of one sequence."""
-
-    sampling: Sampling
-    seed: int  # of this choice; see cluster.words.request.choice_seed
-    tokens: Seq[int]  # all so far; the one to be chosen has position len(tokens)
-    num_prompt_tokens: int
-
-    @classmethod
-    def of(cls, sequence: Sequence, choice: int | None = None) -> SamplingRow:
-        """The row of a sequence; or of another choice of its request, which has the same tokens so far."""
-        sampling = sequence.request.sampling
-        return cls(
-            sampling=sampling,
-            seed=sequence.seed if choice is None else choice_seed(sampling.seed, choice),
-            tokens=sequence.tokens,
-            num_prompt_tokens=sequence.request.num_prompt_tokens,
-        )
-
-    @property
-    def output(self) -> Seq[int]:
-        return self.tokens[self.num_prompt_tokens :]
-
-
 @torch.inference_mode()
-def sample(logits_RV: Tensor, rows: Seq[SamplingRow]) -> list[tuple[int, TokenLogprob | None]]:
-    """Choose a token for each row. logits_RV: fp32, one row per entry of `rows`; left as it is.
+def sample(logits_PV: Tensor, rows: Seq[SamplingRow], positions: Seq[int] | None = None) -> list[Chosen]:
+    """Choose a token for each row. logits_PV: fp32, left as it is; positions: which of them is each row's, None where
+    there is one for each, in order.
 
     Log-probabilities are those of the logits as given, before anything here changes them.
     """
+    logits_RV = logits_PV if positions is None else logits_PV[_place(positions, torch.int64, logits_PV.device)]
     adjusted_RV = _adjust(logits_RV, rows)
     chosen_R = adjusted_RV.argmax(dim=-1)
     drawing = [i for i, row in enumerate(rows) if not row.sampling.is_greedy]

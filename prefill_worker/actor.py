@@ -20,10 +20,11 @@ from cluster.worker.inbox import Inbox
 from cluster.worker.rank_process import RankProcess, Setup
 from cluster.worker.replica_service import ReplicaService
 from cluster.worker.tier_parts import LoadedPart, open_tiers
+from engine.engine import SchedulerConfig
 from engine.kv.block_manager import BlockManager
 from engine.kv.eviction import make_eviction
 from engine.load import device_for, max_tokens_of
-from engine.prefill_scheduler import Job, Scheduler
+from engine.prompts import Prompt
 from engine.runner import ModelRunner
 from engine.sequence import Sequence
 from engine.tiers.orders import LoadResult
@@ -36,7 +37,7 @@ from kvtransfer.movers.rank_servicer import RankServicer
 from kvtransfer.movers.sender import Sender
 from kvtransfer.protocol.passage import Shipment
 from prefill_worker.server import PrefillServicer, Serving
-from prefill_worker.worker import Prefiller
+from prefill_worker.worker import PrefillWorker
 
 
 def make_rank(spec: dict[str, Any], **arguments: Any) -> RankProcess:
@@ -108,29 +109,29 @@ class PrefillBody:
         pool, layout = setup.spec.prefill, runner.layout
         num_blocks, eviction = runner.pool.num_blocks, setup.spec.kv.eviction
         blocks = BlockManager(num_blocks, make_eviction(eviction, num_blocks=num_blocks))
-        scheduler = Scheduler(
-            blocks,
+        config = SchedulerConfig(
+            decodes=False,
             max_batch_tokens=pool.max_batch_tokens,
             max_running=pool.max_running,
             max_waiting=pool.max_waiting,
         )
-        inbox: Inbox[Job] = Inbox(setup, peers)
+        inbox = Inbox(setup, peers)
         receiver = rank_parts.make_receiver(setup, runner, self._ranks, functools.partial(inbox.landed, 0))
         rank_tiers = self._open_tiers(setup, runner, functools.partial(inbox.loaded, 0))
-        tiers: Tiers[Job] = Tiers(
+        tiers: Tiers[Prompt] = Tiers(
             blocks, rank_tiers, layout, eviction=eviction, timeout_s=setup.spec.timeouts.transfer_s
         )
         grants = Grants(blocks, layout, tiers)
-        prefiller = Prefiller(
+        worker = PrefillWorker(
             GangRunner(runner, self._make_sender(setup, runner, functools.partial(inbox.shipped, 0)), rank_tiers),
             blocks,
-            scheduler,
+            config,
             pulls=inbox.make_pulls(runner, receiver, blocks),
             grants=grants,
             tiers=tiers,
         )
-        self.service = ReplicaService(prefiller, setup.host, self._hub, replica=setup.replica)
-        inbox.open(prefiller, self.service.post)
+        self.service = ReplicaService(worker, setup.host, self._hub, replica=setup.replica)
+        inbox.open(worker, self.service.post)
         max_tokens = max_tokens_of(runner, limit=setup.spec.model.max_context)
 
         def sequence_of(request: SequenceRequest) -> Sequence:
@@ -138,7 +139,7 @@ class PrefillBody:
             first = request.choices[0]
             return Sequence(request, first, model=layout.model, block_size=layout.block_size, max_context=max_tokens)
 
-        self._prompts.serving = Serving(self.service, prefiller, sequence_of)
+        self._prompts.serving = Serving(self.service, worker, sequence_of)
         self._prefixes.granting = Granting(grants, self.service.post)
         self._ranks.on_report = inbox.reported
         member = Member(

@@ -14,12 +14,13 @@ from cluster.rpc import worker_pb2_grpc as rpc
 from cluster.wire.channel import abort_with
 from cluster.wire.messages import handoff_from_proto, holder_from_proto, sequence_from_proto, tokens_to_proto
 from cluster.words.errors import ClusterError, ReplicaLost
+from cluster.words.handoff import Handoff
 from cluster.words.request import SampledToken, SequenceRequest
 from cluster.worker.replica_service import ReplicaService
-from engine.prefill_scheduler import Job
+from engine.prompts import Prompt
 from engine.sequence import Sequence
 from kvtransfer.protocol.passage import Shipment
-from prefill_worker.worker import Prefiller
+from prefill_worker.worker import PrefillWorker
 
 _Context = aio.ServicerContext[Any, Any]
 
@@ -29,7 +30,7 @@ class Serving:
     """A replica that is up."""
 
     service: ReplicaService
-    prefiller: Prefiller
+    worker: PrefillWorker
     sequence_of: Callable[[SequenceRequest], Sequence]
 
 
@@ -45,30 +46,34 @@ class PrefillServicer(rpc.PrefillWorkerServicer):
             await abort_with(context, ReplicaLost("this replica takes no new work"))
         handoff = handoff_from_proto(request.handoff) if request.HasField("handoff") else None
         sequence = serving.sequence_of(sequence_from_proto(request.sequence))
-        job = Job(sequence, handoff, fetch_only=request.fetch_only)
+        prompt = Prompt(sequence, fetch_only=request.fetch_only)
         holder = holder_from_proto(request.holder) if request.HasField("holder") else None
-        call = _Call(job)
-        serving.service.post(lambda: serving.prefiller.submit(job, call, holder=holder))
+        call = _Call(prompt, handoff)
+        serving.service.post(lambda: serving.worker.submit(prompt, handoff, call, holder=holder))
         try:
             while (event := await call.events.get()) is not None:
                 if isinstance(event, ClusterError):
                     await abort_with(context, event)
                 yield event
         finally:
-            serving.service.post(lambda: serving.prefiller.cancel(job))
+            serving.service.post(lambda: serving.worker.cancel(prompt))
 
 
 class _Call:
-    """Brings what happens to a job from the step thread to the call that waits for it."""
+    """Brings what happens to a prompt from the step thread to the call that waits for it."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, prompt: Prompt, handoff: Handoff | None) -> None:
         self.events: asyncio.Queue[pb.PrefillEvent | ClusterError | None] = asyncio.Queue()
-        self._job = job
+        self._prompt = prompt
+        self._handoff = handoff
         self._loop = asyncio.get_running_loop()
 
     def first_tokens(self, tokens: list[SampledToken]) -> None:
+        prompt = self._prompt
         first_tokens = pb.FirstTokens(
-            tokens=tokens_to_proto(tokens), cached_tokens=self._job.num_cached, pulled_tokens=self._job.num_fetched
+            tokens=tokens_to_proto(tokens),
+            cached_tokens=prompt.num_cached + prompt.num_loaded,
+            pulled_tokens=prompt.num_fetched - prompt.num_loaded,
         )
         self._put(pb.PrefillEvent(first_tokens=first_tokens))
 
@@ -78,8 +83,8 @@ class _Call:
         self._put(error)
 
     def _shipped(self, shipment: Shipment) -> pb.Shipped:
-        assert self._job.handoff
-        blocks = self._job.sequence.num_blocks_for(self._job.handoff.num_missing_tokens)
+        assert self._handoff
+        blocks = self._prompt.sequence.num_blocks_for(self._handoff.num_missing_tokens)
         return pb.Shipped(blocks=blocks, wire_bytes=shipment.wire_bytes, seconds=shipment.seconds)
 
     def _put(self, event: pb.PrefillEvent | ClusterError | None) -> None:

@@ -9,6 +9,7 @@ from cluster.worker.step_message import decode_step, encode_step
 from engine.batch.batch import Batch
 from engine.orders import BeginOrder, Orders
 from engine.runner import ModelRunner
+from engine.step import ScheduledStep
 from engine.tiers.rank_tiers import RankTiers
 from kvtransfer.movers.sender import Sender
 from kvtransfer.protocol.passage import Passage
@@ -23,9 +24,15 @@ class GangRunner:
         self.sender = sender
         self.tiers = tiers
 
-    def execute(self, batch: Batch | None, orders: Orders) -> Tensor | None:
-        """On rank 0: do a step together with the other ranks. Logits of the rows that want them."""
-        if self.runner.parallel.size > 1:
+    @property
+    def has_others(self) -> bool:
+        """Whether ranks follow this one."""
+        return self.runner.parallel.size > 1
+
+    def execute(self, step: ScheduledStep | None, orders: Orders) -> Tensor | None:
+        """Implements engine.step.Runner, on rank 0: do a step together with the other ranks."""
+        batch = step.batch if step else None
+        if self.has_others:
             self.runner.parallel.broadcast_bytes(encode_step(batch, orders))
         return self._execute(batch, orders)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
 from cluster.rpc import transfer_pb2
 from cluster.worker import rank_parts
+from cluster.worker.replica_engine import ReplicaEngine
 from cluster.worker.tier_parts import loaded_from_report
 from engine.kv.block_manager import BlockManager
+from engine.prompts import Prompt
 from engine.runner import ModelRunner
 from engine.tiers.orders import LoadResult
 from kvtransfer.movers.peers import Peers
@@ -22,23 +24,19 @@ from kvtransfer.protocol.pulls import Pull, Pulls
 if TYPE_CHECKING:  # it needs Ray and pydantic, which this floor does without
     from cluster.worker.rank_process import Setup
 
-T = TypeVar("T")
-
 
 class Leader(Protocol):
     """The step loop of rank 0, of either role. Called on the step thread."""
 
-    def landed(self, rank: int, landing: Landing, /) -> None: ...
+    replica: ReplicaEngine
 
-    def missed(self, pull: Pull[Any], reason: str, /) -> None: ...
+    def landed(self, rank: int, landing: Landing, /) -> None: ...
 
     def shipped(self, rank: int, shipment: Shipment, /) -> None: ...
 
-    def loaded(self, rank: int, loaded: LoadResult, /) -> None: ...
 
-
-class Inbox(Generic[T]):
-    """Everything but the constructor and `open` may be called from any thread. T: whose prefixes are pulled."""
+class Inbox:
+    """Everything but the constructor and `open` may be called from any thread."""
 
     def __init__(self, setup: Setup, peers: Peers) -> None:
         self._setup = setup
@@ -54,9 +52,9 @@ class Inbox(Generic[T]):
         """A handoff's KV, or a prefix that we fetch, is whole on one of our ranks."""
         self._tell(lambda leader: leader.landed(rank, landing))
 
-    def missed(self, pull: Pull[T], reason: str) -> None:
+    def missed(self, pull: Pull[Prompt], reason: str) -> None:
         """Nothing comes of a pull."""
-        self._tell(lambda leader: leader.missed(pull, reason))
+        self._tell(lambda leader: leader.replica.fetches.missed(pull, reason))
 
     def shipped(self, rank: int, shipment: Shipment) -> None:
         """One of our ranks has nothing more to send for a handoff."""
@@ -64,7 +62,7 @@ class Inbox(Generic[T]):
 
     def loaded(self, rank: int, loaded: LoadResult) -> None:
         """One of our ranks has done with a load from its lower tiers."""
-        self._tell(lambda leader: leader.loaded(rank, loaded))
+        self._tell(lambda leader: leader.replica.fetches.loaded(rank, loaded))
 
     def reported(self, report: transfer_pb2.ReportRequest) -> None:
         """The same, told by one of the other ranks."""
@@ -82,7 +80,7 @@ class Inbox(Generic[T]):
         assert post
         rank_parts.close_handoff(self._setup, self._peers, handoff, lambda: post(then))
 
-    def make_pulls(self, runner: ModelRunner, receiver: Receiver, blocks: BlockManager) -> Pulls[T]:
+    def make_pulls(self, runner: ModelRunner, receiver: Receiver, blocks: BlockManager) -> Pulls[Prompt]:
         """The pulls of this replica, whose misfortunes come here."""
         setup, peers = self._setup, self._peers
         return Pulls(

@@ -18,6 +18,7 @@ from cluster.words.errors import ReplicaLost
 from cluster.words.rank import RankStatus
 from cluster.words.tier import Tier
 from cluster.worker.gang_watch import watch_ranks
+from cluster.worker.replica_engine import ReplicaEngine
 from cluster.worker.step_loop import Command, StepLoop
 
 logger = logging.getLogger(__name__)
@@ -25,21 +26,18 @@ logger = logging.getLogger(__name__)
 _IDLE_S = 0.5  # how often an idle engine gives a sign of life to its other ranks
 
 
-class Engine(Protocol):
+class RoleWorker(Protocol):
     """What a role does step by step. All of it runs on the step thread."""
 
-    num_requests: int  # requests that the replica still has something to do for
+    replica: ReplicaEngine
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that the replica still has something to do for."""
+        ...
 
     def step(self) -> bool:
         """One step; False when there was nothing to do."""
-        ...
-
-    def heartbeat(self) -> None:
-        """Called when there has been nothing to do for a while."""
-        ...
-
-    def stop(self) -> None:
-        """The last step: let the other ranks go."""
         ...
 
     def status(self) -> pb.Status: ...
@@ -48,20 +46,12 @@ class Engine(Protocol):
         """The tokens sampled since the last call, per router."""
         ...
 
-    def take_changes(self) -> Mapping[bytes, Tier | None]:
-        """Where the blocks are now whose place has changed since the last call, by prefix hash; None: gone."""
-        ...
-
-    def held(self) -> Mapping[bytes, Tier]:
-        """Every block that the replica holds, by prefix hash, and where."""
-        ...
-
 
 class ReplicaService:
-    """Drives an Engine on the step thread and tells the event loop about it."""
+    """Drives a worker on the step thread and tells the event loop about it."""
 
-    def __init__(self, engine: Engine, host: RankHost, hub: FrameHub, *, replica: str) -> None:
-        self._engine = engine
+    def __init__(self, worker: RoleWorker, host: RankHost, hub: FrameHub, *, replica: str) -> None:
+        self._worker = worker
         self._host = host
         self._hub = hub
         self._replica = replica
@@ -109,7 +99,7 @@ class ReplicaService:
         if self._presence and self._presence_task:
             self._presence_task.cancel()
             self._host.call(self._presence.leave(), timeout_s=timeout_s)
-        self._loop.stop(self._engine.stop, timeout_s=timeout_s)
+        self._loop.stop(self._worker.replica.stop, timeout_s=timeout_s)
 
     async def _watch(self, other_ranks: Sequence[str]) -> None:
         try:
@@ -129,21 +119,21 @@ class ReplicaService:
                 self._outcome.set_result(None)
 
     def _step(self) -> bool:
-        did_work = self._engine.step()
+        did_work = self._worker.step()
         self._publish()
         return did_work
 
     def _idle(self) -> None:
-        self._engine.heartbeat()
+        self._worker.replica.heartbeat()
         self._publish()
 
     def _publish(self) -> None:
         """Everything that is new since the last step goes to the event loop in one call."""
-        status = self._engine.status()
+        status = self._worker.status()
         status.replica = self._replica
         status.draining = self.is_draining
-        self._num_requests = self._engine.num_requests
-        tokens, changes = self._engine.take_tokens(), self._engine.take_changes()
+        self._num_requests = self._worker.num_requests
+        tokens, changes = self._worker.take_tokens(), self._worker.replica.take_changes()
         if tokens or changes or status != self._status:
             self._status = status
             self._host.post(self._tell, tokens, status, changes)
@@ -155,5 +145,5 @@ class ReplicaService:
 
     async def _snapshot(self) -> Mapping[bytes, Tier]:
         answer: asyncio.Future[Mapping[bytes, Tier]] = asyncio.get_running_loop().create_future()
-        self.post(lambda: self._host.post(answer.set_result, self._engine.held()))
+        self.post(lambda: self._host.post(answer.set_result, self._worker.replica.held()))
         return await answer

@@ -18,23 +18,26 @@ import json
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from cluster.words.errors import SpecError
 from cluster.words.request import Sampling, SequenceRequest
-from engine.batch.batch import Batch
+from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
 from engine.load import device_for, load_runner
-from engine.model.dense import OnLayer
+from engine.orders import Orders
 from engine.parallel import TensorParallel
+from engine.prompts import Prompt
 from engine.runner import GIB, ModelRunner, layout_for
-from engine.sampler import SamplingRow, sample
+from engine.sampler import sample
 from engine.sequence import Sequence
+from engine.step import Runner, ScheduledStep
 
 _NUM_STEPS = 128  # of one decode measurement
 _NUM_TRIES = 3  # the best counts
@@ -122,69 +125,78 @@ def _blocks_for(num_tokens: int) -> int:
 
 
 def _decode(runner: ModelRunner, batch: int, context: int) -> dict[str, Any]:
-    def run(on_layer: OnLayer | None = None) -> float:
-        blocks = BlockManager(runner.pool.num_blocks)
-        sequences = [make_sequence(runner, blocks, context, seed) for seed in range(batch)]
-        for sequence in sequences:
-            take_step(runner, blocks, [sequence], [len(sequence.tokens)])
-        ones = [1] * batch
-        take_step(runner, blocks, sequences, ones, on_layer)
-        return _timed(lambda: [take_step(runner, blocks, sequences, ones, on_layer) for _ in range(_NUM_STEPS)])
+    def run(model: Runner[Tensor]) -> float:
+        engine = decoding_engine(runner, model, batch=batch, context=context)
+        engine.step()
+        return _timed(lambda: [engine.step() for _ in range(_NUM_STEPS)])
 
-    seconds = min(run() for _ in range(_NUM_TRIES))
+    seconds = min(run(runner) for _ in range(_NUM_TRIES))
     row = {
         "batch": batch,
         "context": context,
         "tokens_per_s": round(batch * _NUM_STEPS / seconds, 1),
         "step_ms": round(seconds / _NUM_STEPS * 1e3, 3),
     }
-    if runner.device.type == "cuda":  # a step whose layers somebody wants to hear of is not replayed
-        plain_s = min(run(on_layer=lambda layer: None) for _ in range(_NUM_TRIES))
+    if runner.device.type == "cuda":
+        plain_s = min(run(_Plain(runner)) for _ in range(_NUM_TRIES))
         row["plain_step_ms"] = round(plain_s / _NUM_STEPS * 1e3, 3)
     return row
 
 
 def _prefill(runner: ModelRunner, num_tokens: int) -> dict[str, Any]:
     def run() -> float:
-        blocks = BlockManager(runner.pool.num_blocks)
-        sequence = make_sequence(runner, blocks, num_tokens, 0)
-        cuts = [*range(0, num_tokens, _CHUNK), num_tokens]
-        return _timed(lambda: [take_step(runner, blocks, [sequence], [end - start]) for start, end in pairwise(cuts)])
+        engine = prefilling_engine(runner, num_tokens, max_batch_tokens=_CHUNK)
+        return _timed(lambda: [engine.step() for _ in range(0, num_tokens, _CHUNK)])
 
     run()  # the first pass meets memory that was never touched
     seconds = min(run() for _ in range(_NUM_TRIES))
     return {"tokens": num_tokens, "tokens_per_s": round(num_tokens / seconds, 1)}
 
 
-def make_sequence(runner: ModelRunner, blocks: BlockManager, num_tokens: int, seed: int) -> Sequence:
-    """A prompt of random tokens, with blocks for it and for the steps of one measurement."""
+class _Plain:
+    """Implements Runner. A step whose layers somebody wants to hear of is not replayed."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    def execute(self, step: ScheduledStep | None, orders: Orders) -> Tensor | None:
+        return self._runner.forward(step.batch, lambda layer: None) if step else None
+
+
+def decoding_engine(runner: ModelRunner, model: Runner[Tensor], *, batch: int, context: int) -> Engine[Tensor]:
+    """An engine of so many sequences, each with a random prompt and one token more; there is room for the steps of one
+    measurement. `model` computes them."""
+    engine = _engine(runner, model, SchedulerConfig(max_batch_tokens=context, max_running=batch, max_waiting=1))
+    sequences = []
+    for seed in range(batch):  # each prompt alone, in one step
+        prompt = _random_prompt(runner, context, seed)
+        engine.add(prompt)
+        engine.step()
+        engine.pause(prompt.sequence)
+        sequences.append(prompt.sequence)
+    for sequence in sequences:
+        engine.resume(sequence)
+    return engine
+
+
+def prefilling_engine(runner: ModelRunner, num_tokens: int, *, max_batch_tokens: int) -> Engine[Tensor]:
+    """An engine with a random prompt, which it is about to compute."""
+    config = SchedulerConfig(max_batch_tokens=max_batch_tokens, max_running=1, max_waiting=1, decodes=False)
+    engine = _engine(runner, runner, config)
+    engine.add(_random_prompt(runner, num_tokens, 0))
+    return engine
+
+
+def _engine(runner: ModelRunner, model: Runner[Tensor], config: SchedulerConfig) -> Engine[Tensor]:
+    return Engine(model, sample, BlockManager(runner.pool.num_blocks), config, block_size=runner.layout.block_size)
+
+
+def _random_prompt(runner: ModelRunner, num_tokens: int, seed: int) -> Prompt:
     token_ids = tuple(np.random.default_rng(seed).integers(0, runner.config.vocab_size, num_tokens).tolist())
-    sampling = Sampling(temperature=0.0, max_tokens=_NUM_STEPS + 2)
+    sampling = Sampling(temperature=0.0, max_tokens=_NUM_STEPS + 3)
     request = SequenceRequest(id=str(seed), token_ids=token_ids, num_prompt_tokens=num_tokens, sampling=sampling)
-    layout, limit = runner.layout, num_tokens + _NUM_STEPS + 3
-    sequence = Sequence(request, 0, model=layout.model, block_size=layout.block_size, max_context=limit)
-    taken = blocks.allocate([], min(runner.pool.num_blocks, sequence.num_blocks_for(num_tokens + _NUM_STEPS + 1)))
-    assert taken is not None
-    sequence.blocks = taken[0]
-    return sequence
-
-
-def take_step(
-    runner: ModelRunner,
-    blocks: BlockManager,
-    sequences: Seq[Sequence],
-    counts: Seq[int],
-    on_layer: OnLayer | None = None,
-) -> None:
-    """One step, as a worker takes it."""
-    rows = [sequence.row(count) for sequence, count in zip(sequences, counts, strict=True)]
-    logits = runner.forward(Batch.of(rows, block_size=runner.layout.block_size), on_layer)
-    for sequence, count in zip(sequences, counts, strict=True):
-        sequence.computed(count, blocks)
-    ready = [sequence for sequence, row in zip(sequences, rows, strict=True) if row.wants_logits]
-    sampled = sample(logits, [SamplingRow.of(sequence) for sequence in ready]) if ready else []
-    for sequence, token in zip(ready, sampled, strict=True):
-        sequence.append(*token)
+    layout, limit = runner.layout, num_tokens + _NUM_STEPS + 4
+    return Prompt(Sequence(request, 0, model=layout.model, block_size=layout.block_size, max_context=limit))
 
 
 def _timed(work: Callable[[], object]) -> float:

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-from engine.kv.block_manager import BlockManager
 from engine.load import load_runner
 from engine.parallel import TensorParallel
 from engine.runner import GIB, layout_for
-from engine.tools.bench import make_sequence, take_step
+from engine.tools.bench import decoding_engine, prefilling_engine
 
 _BLOCK_SIZE = 16
 _NUM_STEPS = 64  # of one batch, before it begins anew
@@ -52,9 +51,7 @@ class Stepper:
         """Prompts, each in one step, for so long at least: mean seconds of a step."""
 
         def step() -> None:
-            blocks = BlockManager(self._runner.pool.num_blocks)
-            sequence = make_sequence(self._runner, blocks, num_tokens, 0)
-            take_step(self._runner, blocks, [sequence], [num_tokens])
+            prefilling_engine(self._runner, num_tokens, max_batch_tokens=num_tokens).step()
 
         return _mean_s(step, seconds)
 
@@ -62,13 +59,10 @@ class Stepper:
         """Steps of `batch` sequences of about `context` tokens, for so long at least: mean seconds of a step."""
         total_s, num_steps = 0.0, 0
         while total_s < seconds:
-            blocks = BlockManager(self._runner.pool.num_blocks)
-            sequences = [make_sequence(self._runner, blocks, context, seed) for seed in range(batch)]
-            for sequence in sequences:
-                take_step(self._runner, blocks, [sequence], [context])
+            engine = decoding_engine(self._runner, self._runner, batch=batch, context=context)
             begin = time.perf_counter()
             for _ in range(_NUM_STEPS):
-                take_step(self._runner, blocks, sequences, [1] * batch)
+                engine.step()
                 num_steps += 1
                 if total_s + time.perf_counter() - begin >= seconds:
                     break

@@ -23,17 +23,17 @@ _PROMPTS = prompts(20, 33, 47, 70, 35, 64)
 _SAMPLINGS = [_GREEDY] * 3 + [replace(_SAMPLED, seed=seed) for seed in range(3)]
 
 _PREFILL_EVENTS = {
-    "the request arrives": Fault("engine.prefill_scheduler:Scheduler.add"),
+    "the request arrives": Fault("engine.prompts:PromptQueue.add"),
     "the prompt is half computed": Fault("engine.runner:ModelRunner.forward", call=2),
-    "the first token is known": Fault("prefill_worker.worker:sample", after=True),
+    "the first token is known": Fault("cluster.worker.replica_engine:sample", after=True),
     "the first token is told": Fault("cluster.worker.gang_runner:GangRunner.commit"),
-    "the handoff is acknowledged": Fault("prefill_worker.worker:Prefiller.shipped"),
+    "the handoff is acknowledged": Fault("prefill_worker.worker:PrefillWorker.shipped"),
 }
 _DECODE_EVENTS = {
-    "the request arrives": Fault("engine.decode_scheduler:Scheduler.add"),
+    "the request arrives": Fault("engine.prompts:PromptQueue.add"),
     "its blocks are set aside": Fault("kvtransfer.movers.receiver:Receiver.open", after=True),
-    "the KV has landed": Fault("decode_worker.worker:Decoder.landed"),
-    "the first token is sampled": Fault("decode_worker.answers:sample", after=True),
+    "the KV has landed": Fault("decode_worker.worker:DecodeWorker.landed"),
+    "the first token is sampled": Fault("cluster.worker.replica_engine:sample", after=True),
     "it streams": Fault("engine.runner:ModelRunner.forward", call=12),
 }
 

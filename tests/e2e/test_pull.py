@@ -171,7 +171,7 @@ async def test_the_puller_dies_in_a_pull(checkpoint: Checkpoint, reference: Refe
     model_dir, prompt, policy = checkpoint("llama"), prompts(70)[0], FakePolicy()
     async with local_cluster(model_dir, redis_url, processes=True, policy=policy, **_tree(1, 1)) as cluster:
         prefill, decode = (cluster.pools[role][0].id for role in (Role.PREFILL, Role.DECODE))
-        doomed = await cluster.add(Role.PREFILL, Fault("prefill_worker.worker:Prefiller.landed"))
+        doomed = await cluster.add(Role.PREFILL, Fault("cluster.worker.fetches:Fetches.landed"))
         await _ask(cluster, policy, prompt, f"{prefill} > {decode}")
         ways = f"{doomed.id} < {prefill} > {decode}", f"{prefill} > {decode}"
         async with asyncio.timeout(20):

@@ -1,0 +1,153 @@
+"""A replica's engine, and what both roles do around it: prefixes that come and go, lower tiers, the other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from cluster.rpc import worker_pb2 as pb
+from cluster.wire.messages import timing_to_proto
+from cluster.words.errors import ClusterError
+from cluster.words.handoff import Holder
+from cluster.words.tier import Tier
+from cluster.worker.fetches import Fetches
+from cluster.worker.gang_runner import GangRunner
+from cluster.worker.tier_parts import tell_tiers
+from engine.engine import Engine, SchedulerConfig
+from engine.kv.block_manager import BlockManager
+from engine.orders import Orders
+from engine.pace import Pace
+from engine.prompts import Prompt
+from engine.rate import Rate
+from engine.sampler import sample
+from engine.step import KVConnector, StepResult
+from engine.tiers.tiers import Tiers
+from kvtransfer.movers.grants import Grants
+from kvtransfer.protocol.passage import Shipment
+from kvtransfer.protocol.pulls import Pulls
+
+
+class ReplicaEngine:
+    """Owned by the step thread of rank 0."""
+
+    def __init__(
+        self,
+        rank: GangRunner,
+        blocks: BlockManager,
+        config: SchedulerConfig,
+        connector: KVConnector,
+        *,
+        pulls: Pulls[Prompt],
+        grants: Grants,
+        tiers: Tiers[Prompt],
+    ) -> None:
+        self.totals = pb.Totals()
+        self.pace = Pace()
+        self.link_rate = Rate()  # bytes
+        self.engine: Engine[Tensor] = Engine(
+            rank,
+            sample,
+            blocks,
+            config,
+            block_size=rank.runner.layout.block_size,
+            connector=connector,
+            tier_orders=tiers.take_orders,
+            pace=self.pace,
+        )
+        self.fetches = Fetches(
+            self.engine.prompts, pulls, grants, tiers, self.totals, block_size=rank.runner.layout.block_size
+        )
+        self.grants = grants
+        self._rank = rank
+        self._blocks = blocks
+        self._tiers = tiers
+
+    def add(self, prompt: Prompt, holder: Holder | None) -> None:
+        """Queue a prompt, of which `holder` may hold more than is here. Raises what Engine.add does."""
+        try:
+            if prompt.is_computed_here:
+                self.fetches.offer(prompt, holder, tokens_per_s=self.pace.prompt_tokens_per_s)
+            self.engine.add(prompt)
+        except ClusterError:
+            self.fetches.forget(prompt)
+            raise
+        if prompt.is_computed_here and not prompt.fetch_only:
+            self.totals.prompt_tokens += len(prompt.sequence.tokens)
+
+    def cancel(self, prompt: Prompt) -> None:
+        """Do no more for a prompt, which may be whole already."""
+        self.fetches.cancel(prompt)
+        self.engine.cancel(prompt)
+
+    def step(self) -> StepResult:
+        """One step of the engine, booked."""
+        self.fetches.expire()
+        result = self.engine.step()
+        self.totals.computed_tokens += result.num_computed
+        self.totals.generated_tokens += result.num_generated
+        for prompt in result.fetched:
+            self.fetches.forget(prompt)
+        for prefilled in result.prefilled:
+            self.count_hits(prefilled.prompt)
+        return result
+
+    def count_hits(self, prompt: Prompt) -> None:
+        """The KV of a prompt is whole."""
+        self.fetches.forget(prompt)
+        self.totals.prefix_hit_tokens += prompt.num_cached + prompt.num_loaded
+
+    def count_shipment(self, shipment: Shipment) -> None:
+        """All ranks' of a handoff, or of a grant, that has landed."""
+        self.totals.transfer_bytes += shipment.wire_bytes
+        self.totals.transfer_seconds += shipment.seconds
+
+    def orders(self) -> Orders:
+        """What the ranks do for those who fetch prefixes from here."""
+        return Orders(grants=self.grants.take_orders(), aborts=self.grants.take_aborts())
+
+    def save_evicted(self) -> None:
+        """What was evicted is copied on every rank before a peer may write to its block."""
+        if orders := self._tiers.take_orders():
+            self._rank.execute(None, Orders(tiers=orders, meet=True))
+
+    def heartbeat(self) -> None:
+        """Keep the other ranks from giving us up while there is nothing to do."""
+        self._tiers.save_ahead()
+        orders = self._tiers.take_orders()
+        if orders or self._rank.has_others:
+            self._rank.execute(None, Orders(tiers=orders))
+
+    def stop(self) -> None:
+        """Let the other ranks go."""
+        self._tiers.save_ahead(is_last=True)
+        if orders := self._tiers.take_orders():
+            self._rank.execute(None, Orders(tiers=orders))
+        if self._rank.has_others:
+            self._rank.execute(None, Orders(stop=True))
+
+    def take_changes(self) -> Mapping[bytes, Tier | None]:
+        """Where the blocks are now whose place has changed since the last call, by prefix hash; None: gone."""
+        return self._tiers.take_changes()
+
+    def held(self) -> Mapping[bytes, Tier]:
+        """Every block that the replica holds, by prefix hash, and where."""
+        return self._tiers.held()
+
+    def status(self) -> pb.Status:
+        """Of the engine; the role adds what else it has."""
+        engine, blocks = self.engine, self._blocks
+        self.totals.preemptions = engine.decoding.num_preemptions
+        status = pb.Status(
+            running=engine.num_running + len(self.grants),
+            waiting=engine.num_waiting,
+            queued_tokens=engine.num_queued_tokens,
+            blocks_total=blocks.num_blocks,
+            blocks_free=blocks.num_free,
+            blocks_cached=blocks.num_cached,
+            prefill_tokens_per_s=self.pace.prompt_tokens_per_s,
+            link_bytes_per_s=self.link_rate.per_s,
+            timing=timing_to_proto(self.pace.timing),
+        )
+        tell_tiers(self._tiers, status, self.totals)
+        return status

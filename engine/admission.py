@@ -1,0 +1,109 @@
+"""When a prompt that waits gets its blocks: one rule for engines that decode, one for those that only prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from engine.decoding import Decoding
+from engine.kv.block_manager import BlockManager
+from engine.prompts import Prompt, PromptQueue
+
+
+class Admission(Protocol):
+    """Asked twice in each step."""
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that run, or will as soon as their KV is there: what max_running limits."""
+        ...
+
+    def ahead(self) -> list[Prompt]:
+        """Before the rows are chosen: those that are admitted now, whether or not there is a chunk for them yet."""
+        ...
+
+    def in_time(self) -> Iterator[Prompt]:
+        """While the step has room for another chunk: each prompt is admitted as it is asked for."""
+        ...
+
+
+class AdmitWithRoomToGrow:
+    """Whoever fits gets blocks at once, for others may be waiting to fill them, as long as each sequence that decodes
+    is left one to grow into. Those that were preempted come before all."""
+
+    def __init__(self, blocks: BlockManager, prompts: PromptQueue, decoding: Decoding, *, max_running: int) -> None:
+        self._blocks = blocks
+        self._prompts = prompts
+        self._decoding = decoding
+        self._max_running = max_running
+
+    @property
+    def num_running(self) -> int:
+        prompts = self._prompts
+        to_come = sum(len(prompt.choices) for prompt in (*prompts.reserved, *prompts.fetching))
+        return len(self._decoding.running) + len(prompts.computing) + to_come
+
+    def ahead(self) -> list[Prompt]:
+        admitted = []
+        for prompt in tuple(self._prompts.waiting):
+            if self._decoding.preempted or not self._has_room(prompt):
+                break
+            if prompt.is_computed_here and self._prompts.is_on_its_way(prompt):
+                continue  # others go on meanwhile
+            if not self._prompts.admit(prompt):
+                break
+            admitted.append(prompt)
+        return admitted
+
+    def in_time(self) -> Iterator[Prompt]:
+        return iter(())
+
+    def _has_room(self, prompt: Prompt) -> bool:
+        sequence, num_choices = prompt.sequence, len(prompt.choices)
+        if self.num_running + num_choices > max(self._max_running, num_choices):
+            return False
+        if not self.num_running:
+            return True
+        num_blocks = sequence.num_blocks_for(len(sequence.tokens) + max(1, prompt.room))
+        needed = self._blocks.num_needed(sequence.hashes(), num_blocks)
+        return needed + len(self._decoding.running) <= self._blocks.num_available
+
+
+class AdmitInTime:
+    """A prompt gets blocks when there is a chunk for it to compute; or before, when a part of it is fetched meanwhile
+    and there is room for it and for all who came before."""
+
+    def __init__(self, blocks: BlockManager, prompts: PromptQueue, *, max_running: int) -> None:
+        self._blocks = blocks
+        self._prompts = prompts
+        self._max_running = max_running
+
+    @property
+    def num_running(self) -> int:
+        return len(self._prompts.computing) + len(self._prompts.fetching)
+
+    def ahead(self) -> list[Prompt]:
+        prompts, begun = self._prompts, []
+        num_ahead = 0  # blocks for those who came before, at most
+        for prompt in tuple(prompts.waiting):
+            if self.num_running >= self._max_running:
+                break
+            needed = prompt.sequence.num_blocks_for(len(prompt.sequence.tokens))
+            if not prompts.is_offered_more(prompt) or prompts.is_on_its_way(prompt):
+                num_ahead += needed
+            elif (num_ahead and num_ahead + needed > self._blocks.num_available) or not prompts.admit(prompt):
+                break
+            else:
+                begun.append(prompt)
+        return begun
+
+    def in_time(self) -> Iterator[Prompt]:
+        prompts = self._prompts
+        for prompt in tuple(prompts.waiting):
+            if self.num_running >= self._max_running:
+                return
+            if prompts.is_on_its_way(prompt):
+                continue  # others go on meanwhile
+            if prompts.is_offered_more(prompt) or not prompts.admit(prompt):
+                return  # there was no room
+            yield prompt

@@ -1,0 +1,233 @@
+"""The engine: schedule, execute, book, sample, append. Every step of every caller is made here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from cluster.words.errors import ContextLengthExceeded
+from cluster.words.request import SampledToken
+from engine.admission import Admission, AdmitInTime, AdmitWithRoomToGrow
+from engine.decoding import Decoding
+from engine.kv.block_manager import BlockManager
+from engine.orders import Orders
+from engine.pace import Pace
+from engine.prompts import Prompt, PromptQueue, allocate
+from engine.sampling import Chosen, Sampler, SamplingRow
+from engine.sequence import Sequence
+from engine.step import KVConnector, NoConnector, Prefilled, Runner, ScheduledStep, StepResult
+from engine.tiers.orders import TierOrders
+
+Logits = TypeVar("Logits")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """What an engine takes on."""
+
+    max_batch_tokens: int  # of one step
+    max_running: int
+    max_waiting: int
+    decodes: bool = True  # False: a prompt is over with the first token of each of its choices
+
+
+class Engine(Generic[Logits]):
+    """All sequences of one replica, and the blocks that hold their KV. Owned by the step thread.
+
+    `step` is `launch` and `complete`: whoever has something else to do in between calls those.
+    """
+
+    def __init__(
+        self,
+        runner: Runner[Logits],
+        sampler: Sampler[Logits],
+        blocks: BlockManager,
+        config: SchedulerConfig,
+        *,
+        block_size: int,
+        connector: KVConnector | None = None,
+        tier_orders: Callable[[], list[TierOrders]] = list,
+        pace: Pace | None = None,
+    ) -> None:
+        """connector: None where everything is computed here. tier_orders: what must be done with lower tiers before
+        anything is written to a block that was allocated since the last call. pace: None where nobody wants to know.
+        """
+        self.blocks = blocks
+        self.prompts = PromptQueue(blocks, max_waiting=config.max_waiting)
+        self.decoding = Decoding(blocks)
+        self._admission: Admission = (
+            AdmitWithRoomToGrow(blocks, self.prompts, self.decoding, max_running=config.max_running)
+            if config.decodes
+            else AdmitInTime(blocks, self.prompts, max_running=config.max_running)
+        )
+        self._runner = runner
+        self._config = config
+        self._block_size = block_size
+        self._connector = connector or NoConnector()
+        self._tier_orders = tier_orders
+        self._sampler = sampler
+        self._pace = pace
+
+    # The step.
+
+    def step(self) -> StepResult:
+        """One step."""
+        return self.complete(*self.launch())
+
+    def launch(self) -> tuple[ScheduledStep, Logits | None]:
+        """Choose the rows of a step, and have the runner execute it."""
+        self._connector.begin_step(self._admission.ahead())
+        step = self._schedule()
+        step.orders = self._connector.orders(step)
+        step.orders.tiers += self._tier_orders()
+        if step.has_rows:
+            if self._pace:
+                self._pace.begin()
+            return step, self._runner.execute(step, step.orders)
+        if self._pace:
+            self._pace.rest()
+        if step.orders:
+            self._runner.execute(None, step.orders)
+        return step, None
+
+    def complete(self, step: ScheduledStep, logits: Logits | None) -> StepResult:
+        """The KV of the step's rows is in the pool: take the next token of each sequence that has nothing missing."""
+        for sequence, num_tokens in step.sequences:
+            sequence.computed(num_tokens, self.blocks)
+        result = StepResult(
+            did_work=step.has_rows or bool(step.orders),
+            num_computed=sum(num_tokens for _, num_tokens in step.prompts),
+            fetched=step.fetched,
+        )
+        whole = [prompt for prompt, _ in step.prompts if not prompt.sequence.num_missing]
+        chosen = iter(self._sample(step, whole, logits))
+        for sequence in step.decoding:
+            result.sampled.append((sequence, self._append(sequence, next(chosen))))
+        for prompt in whole:
+            self._finish(prompt, [next(chosen) for _ in prompt.choices], result)
+        if step.has_rows and self._pace:
+            self._pace.end(step.batch)
+        return result
+
+    def _schedule(self) -> ScheduledStep:
+        fetched = self.prompts.take_fetched()
+        for prompt in fetched:
+            prompt.sequence.release(self.blocks)
+        decoding = self.decoding.make_room()
+        preempted, computing = self.decoding.preempted, self.prompts.computing
+        while preempted and len(decoding) + len(computing) < self._config.max_running:
+            if not allocate(preempted[0], self.blocks):
+                break
+            self.prompts.restart(preempted.popleft())
+        prompts = self.prompts.chunks(self._config.max_batch_tokens - len(decoding), self._admission.in_time())
+        return ScheduledStep(decoding=decoding, prompts=prompts, block_size=self._block_size, fetched=fetched)
+
+    def _sample(self, step: ScheduledStep, whole: Seq[Prompt], logits: Logits | None) -> list[Chosen]:
+        """The next token of every sequence that decodes; then, for each prompt that is whole, one for every choice."""
+        rows = [SamplingRow.of(sequence) for sequence in step.decoding]
+        positions = list(range(len(rows)))
+        for position, prompt in enumerate(whole, len(rows)):
+            rows += [SamplingRow.of(prompt.sequence, choice) for choice in prompt.choices]
+            positions += [position] * len(prompt.choices)
+        if not rows:
+            return []
+        assert logits is not None
+        return self._sampler(logits, rows, positions if len(rows) > len(step.decoding) + len(whole) else None)
+
+    # Sequences.
+
+    def add(self, prompt: Prompt) -> None:
+        """Raises CapacityError when the queue is full, ContextLengthExceeded when the prompt can never fit."""
+        num_tokens, limit = len(prompt.sequence.tokens), prompt.sequence.max_context
+        if self._config.decodes and num_tokens >= limit:
+            raise ContextLengthExceeded(f"{num_tokens} tokens leave no room in {limit}", param="prompt")
+        self.prompts.add(prompt)
+
+    def cancel(self, prompt: Prompt) -> None:
+        """Do no more for a prompt that is not whole yet. Blocks that something may still be written to have left its
+        table."""
+        self.prompts.remove(prompt)
+        prompt.sequence.release(self.blocks)
+
+    def landed(self, prompt: Prompt, num_tokens: int, next_tokens: Seq[int]) -> Prefilled:
+        """The KV of a prompt that was reserved has come: `num_tokens` positions, and tokens that follow them.
+
+        From a prefill replica: the first token of each choice; from a decode replica, what the sequence got on the way.
+        """
+        sequence = prompt.sequence
+        if prompt.is_running_elsewhere:
+            sequence.tokens += next_tokens
+            sequence.computed(num_tokens - sequence.num_computed, self.blocks)
+            self.prompts.remove(prompt)
+            self.decoding.start(sequence)
+            return Prefilled(prompt, [], [sequence])
+        sequence.computed(sequence.num_missing, self.blocks)
+        return self._start(prompt, [(token, None) for token in next_tokens])
+
+    def end(self, sequence: Sequence) -> None:
+        """It gets no more tokens here. It may have ended already."""
+        self.pause(sequence)
+        sequence.release(self.blocks)
+
+    def pause(self, sequence: Sequence) -> None:
+        """Take a sequence out of the steps; it keeps its blocks."""
+        self.decoding.remove(sequence)
+        self.prompts.remove_restart(sequence)
+
+    def resume(self, sequence: Sequence) -> None:
+        """It decodes from now on; without blocks, it first computes its KV again."""
+        self.decoding.start(sequence)
+
+    def _finish(self, prompt: Prompt, chosen: list[Chosen], result: StepResult) -> None:
+        """The KV of a prompt is whole."""
+        sequence = prompt.sequence
+        if prompt.is_restart:
+            self.prompts.remove(prompt)
+            self.decoding.start(sequence)
+            result.sampled.append((sequence, self._append(sequence, chosen[0])))
+        elif self._config.decodes:
+            result.prefilled.append(self._start(prompt, chosen))
+        else:
+            result.prefilled.append(Prefilled(prompt, [sequence.peek(*first) for first in chosen]))
+            self.cancel(prompt)
+
+    def _start(self, prompt: Prompt, firsts: list[Chosen]) -> Prefilled:
+        """The KV of a prompt is whole, and each choice has its first token: fork, and decode those that go on."""
+        self.prompts.remove(prompt)
+        sequences = [prompt.sequence, *self._fork(prompt.sequence, prompt.choices[1:])]
+        for sequence in sequences:
+            self.decoding.start(sequence)
+        tokens = [self._append(sequence, first) for sequence, first in zip(sequences, firsts, strict=True)]
+        return Prefilled(prompt, tokens, sequences)
+
+    def _append(self, sequence: Sequence, chosen: Chosen) -> SampledToken:
+        token = sequence.append(*chosen)
+        if token.finish_reason:
+            self.end(sequence)
+        return token
+
+    def _fork(self, root: Sequence, choices: Seq[int]) -> list[Sequence]:
+        """The other choices of a request. One for which no block is left starts without any, and is computed again."""
+        forks = [(choice, root.fork(choice, self.blocks)) for choice in choices]
+        if copies := [fork[1] for _, fork in forks if fork and fork[1]]:
+            self._runner.execute(None, Orders(tiers=self._tier_orders(), copies=copies))
+        return [fork[0] if fork else root.without_blocks(choice) for choice, fork in forks]
+
+    # What the world is told.
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that run, or will as soon as their KV is there."""
+        return self._admission.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.prompts.waiting) + len(self.decoding.preempted)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Tokens still to be computed here, but for one per sequence that decodes."""
+        again = sum(sequence.num_missing for sequence in self.decoding.preempted)
+        return self.prompts.num_queued_tokens + again

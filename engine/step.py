@@ -1,0 +1,105 @@
+"""One step on its way through an engine: what takes part in it, what executes it, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol, TypeVar
+
+from cluster.words.request import SampledToken
+from engine.batch.batch import Batch, Row
+from engine.orders import Orders
+from engine.prompts import Prompt
+from engine.sequence import Sequence
+
+Logits = TypeVar("Logits", covariant=True)
+
+
+@dataclass(eq=False, kw_only=True)
+class ScheduledStep:
+    """The rows of a step, in this order, and what belongs to it."""
+
+    decoding: list[Sequence]  # each computes its last token
+    prompts: list[tuple[Prompt, int]]  # and how many tokens of each
+    block_size: int
+    fetched: list[Prompt] = field(default_factory=list)  # those that only fetch, and have got what there is
+    orders: Orders = field(default_factory=Orders)
+
+    @property
+    def has_rows(self) -> bool:
+        return bool(self.decoding or self.prompts)
+
+    @property
+    def sequences(self) -> list[tuple[Sequence, int]]:
+        """Of every row, and how many tokens of each."""
+        ones = [(sequence, 1) for sequence in self.decoding]
+        return ones + [(prompt.sequence, num_tokens) for prompt, num_tokens in self.prompts]
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """As they are before the step."""
+        return [sequence.row(num_tokens) for sequence, num_tokens in self.sequences]
+
+    @cached_property
+    def batch(self) -> Batch:
+        """Made when a runner asks for it."""
+        return Batch.of(self.rows, block_size=self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """A prompt whose KV is whole, and the first token of each of its choices."""
+
+    prompt: Prompt
+    tokens: list[SampledToken]
+    sequences: list[Sequence] = field(default_factory=list)  # one for each token, where the engine decodes
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What came of a step."""
+
+    did_work: bool  # False: there was nothing to do
+    num_computed: int = 0  # tokens of prompts, and of sequences that were preempted
+    fetched: list[Prompt] = field(default_factory=list)  # see ScheduledStep
+    prefilled: list[Prefilled] = field(default_factory=list)
+    sampled: list[tuple[Sequence, SampledToken]] = field(default_factory=list)  # the next token of each that decodes
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.sampled) + sum(len(prefilled.tokens) for prefilled in self.prefilled)
+
+
+class Runner(Protocol[Logits]):
+    """Computes steps: a model in this process, a rank that leads its gang, or what only takes the time."""
+
+    def execute(self, step: ScheduledStep | None, orders: Orders, /) -> Logits | None:
+        """Carry out the orders, then compute the step, if there is one.
+
+        Returns the logits that its rows want, (positions, vocabulary) fp32; the next step may overwrite them.
+        """
+        ...
+
+
+class KVConnector(Protocol):
+    """Brings KV to the blocks of an engine from elsewhere, and takes it elsewhere. Called in every step."""
+
+    def begin_step(self, admitted: Seq[Prompt]) -> None:
+        """Before the rows are chosen. These prompts have their blocks from now on; where KV for them is elsewhere, it
+        is to be brought."""
+        ...
+
+    def orders(self, step: ScheduledStep) -> Orders:
+        """What every rank does before it computes this step."""
+        ...
+
+
+class NoConnector:
+    """Implements KVConnector for an engine that computes everything itself."""
+
+    def begin_step(self, admitted: Seq[Prompt]) -> None:
+        pass
+
+    def orders(self, step: ScheduledStep) -> Orders:
+        return Orders()
