@@ -7,7 +7,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from cluster.worker.tier_parts import LoadedPart, open_tiers
 from grpc import aio
+from kvtransfer.movers.peers import Peers
 
 from cluster.index.membership import Member
 from cluster.process.background import BackgroundThread
@@ -19,7 +21,6 @@ from cluster.worker.gang_runner import GangRunner
 from cluster.worker.inbox import Inbox
 from cluster.worker.rank_process import RankProcess, Setup
 from cluster.worker.replica_service import ReplicaService
-from cluster.worker.tier_parts import LoadedPart, open_tiers
 from decode_worker.server import DecodeServicer, Serving
 from decode_worker.worker import DecodeWorker
 from engine.engine import SchedulerConfig
@@ -33,7 +34,6 @@ from engine.tiers.orders import LoadResult
 from engine.tiers.rank_tiers import RankTiers
 from engine.tiers.tiers import Tiers
 from kvtransfer.movers.grants import Grants
-from kvtransfer.movers.peers import Peers
 from kvtransfer.movers.pull_servicer import Granting, PullServicer
 from kvtransfer.movers.rank_servicer import RankServicer
 from kvtransfer.movers.sender import Sender

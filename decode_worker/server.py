@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpc import aio
+from kvtransfer.movers.peers import Peers
 
 from cluster.rpc import transfer_pb2
 from cluster.rpc import worker_pb2 as pb
@@ -21,7 +22,6 @@ from cluster.worker.replica_service import ReplicaService
 from decode_worker.worker import DecodeWorker
 from engine.prompts import KVSource, Prompt
 from engine.sequence import Sequence
-from kvtransfer.movers.peers import Peers
 from kvtransfer.protocol.passage import Shipment
 
 _Context = aio.ServicerContext[Any, Any]

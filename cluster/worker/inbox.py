@@ -6,6 +6,9 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+from kvtransfer.movers.peers import Peers
+from kvtransfer.movers.pull_call import ask_holder
+
 from cluster.rpc import transfer_pb2
 from cluster.worker import rank_parts
 from cluster.worker.replica_engine import ReplicaEngine
@@ -14,8 +17,6 @@ from engine.kv.block_manager import BlockManager
 from engine.prompts import Prompt
 from engine.runner import ModelRunner
 from engine.tiers.orders import LoadResult
-from kvtransfer.movers.peers import Peers
-from kvtransfer.movers.pull_call import ask_holder
 from kvtransfer.movers.receiver import Receiver
 from kvtransfer.protocol.ledger import Landing
 from kvtransfer.protocol.passage import Shipment

@@ -1,0 +1,304 @@
+"""A rank, put together once for both roles: its gang, its model, what moves its blocks, and on rank 0 what serves."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from grpc import aio
+
+from cluster.index.membership import Member
+from cluster.model import source as model_source
+from cluster.process.background import BackgroundThread
+from cluster.rpc import transfer_pb2 as pb
+from cluster.rpc import transfer_pb2_grpc, worker_pb2_grpc
+from cluster.wire.frames import FrameHub, WorkerServicer
+from cluster.words.request import Role, SequenceRequest
+from cluster.words.spec import Spec
+from cluster.worker.gang_runner import GangRunner
+from cluster.worker.inbox import Inbox
+from cluster.worker.lower_tiers import loaded_to_report, open_tiers
+from cluster.worker.peers import Peers, open_gang
+from cluster.worker.rank_setup import RankSetup
+from cluster.worker.replica_service import ReplicaService, RoleWorker
+from engine.config import EngineConfig
+from engine.engine import SchedulerConfig
+from engine.kv.block_manager import BlockManager
+from engine.kv.eviction import make_eviction
+from engine.load import device_for, max_tokens_of, set_threads
+from engine.parallel import TensorParallel
+from engine.prompts import Prompt
+from engine.runner import ModelRunner
+from engine.sequence import Sequence
+from engine.tiers.rank_tiers import RankTiers
+from engine.tiers.tiers import Tiers
+from kvtransfer.links.link import backend_for
+from kvtransfer.movers.grants import Grants
+from kvtransfer.movers.pull_servicer import Granting, PullServicer
+from kvtransfer.movers.rank_servicer import RankServicer
+from kvtransfer.movers.receiver import Receiver
+from kvtransfer.movers.sender import Sender
+from kvtransfer.protocol.pulls import Pulls
+
+W = TypeVar("W", bound=RoleWorker)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaderParts:
+    """What a role's worker is made from, on rank 0."""
+
+    setup: RankSetup
+    gang: GangRunner
+    receiver: Receiver
+    blocks: BlockManager
+    limits: SchedulerConfig
+    inbox: Inbox
+    pulls: Pulls[Prompt]
+    grants: Grants
+    tiers: Tiers[Prompt]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveReplica(Generic[W]):
+    """A replica that takes requests, as its servicers see it on the event loop."""
+
+    service: ReplicaService
+    worker: W
+    peers: Peers
+    model: str  # fingerprint of its weights
+    block_size: int
+    max_tokens: int  # of a sequence
+
+    def sequence_of(self, request: SequenceRequest) -> Sequence:
+        first = request.choices[0]  # after a migration, what runs here may be any of the client's choices
+        return Sequence(
+            request, first, model=self.model, block_size=self.block_size, max_context=self.max_tokens
+        )
+
+
+class RoleParts(Protocol[W]):
+    """What a role brings: see prefill_worker.actor and decode_worker.actor."""
+
+    role: Role
+
+    def configure(self, config: EngineConfig, spec: Spec) -> EngineConfig:
+        """What is particular to the role's engine."""
+        ...
+
+    def register(self, server: aio.Server) -> None:
+        """Add the role's servicer, before anything is loaded."""
+        ...
+
+    def make_worker(self, parts: LeaderParts) -> W: ...
+
+    def serve(self, replica: LiveReplica[W]) -> None:
+        """From now on its servicer takes requests."""
+        ...
+
+
+class RankBody(Generic[W]):
+    """Rank 0 schedules and answers routers; every rank receives, computes and ships its own heads."""
+
+    def __init__(self, role: RoleParts[W], spec: Spec) -> None:
+        self.role = role
+        self.device: torch.device = device_for(gpus=spec.pool(role.role).resources.gpus)
+        self.service: ReplicaService | None = None  # on rank 0, once loaded
+        self._hub = FrameHub()
+        self._ranks = RankServicer()
+        self._prefixes = PullServicer()
+        self._following: BackgroundThread | None = None
+        self._peers: Peers | None = None
+        self._sender: Sender | None = None
+        self._tiers: RankTiers | None = None
+
+    def register(self, server: aio.Server) -> None:
+        """Add the servicers, before anything is loaded."""
+        transfer_pb2_grpc.add_RankServicer_to_server(self._ranks, server)
+        worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(self._hub), server)
+        worker_pb2_grpc.add_PrefixHolderServicer_to_server(self._prefixes, server)
+        self.role.register(server)
+
+    def load(self, setup: RankSetup) -> None:
+        """Form the gang, load the weights, begin to serve. Raises ClusterError."""
+        timeouts = setup.spec.timeouts
+        setup.on_progress("meeting the other ranks", 0.0)
+        self._peers, parallel = open_gang(
+            self._ranks,
+            setup.host,
+            setup.addresses,
+            rank=setup.rank,
+            device=self.device,
+            start_s=timeouts.start_s,
+            ask_s=timeouts.handoff_s,
+        )
+        runner = self._load_model(setup, parallel)
+        if setup.rank == 0:
+            self._lead(setup, runner, self._peers)
+        else:
+            self._follow(setup, runner, self._peers)
+
+    def run(self) -> None:
+        """Return when this rank has been told to stop; raise what ended it otherwise."""
+        running = self.service or self._following
+        assert running, "load() comes first"
+        running.run()
+
+    async def close(self) -> None:
+        """Close the connections to other ranks, on the event loop."""
+        if self._sender:
+            await self._sender.close()
+        if self._tiers:
+            await asyncio.to_thread(self._tiers.close)
+        if self._peers:
+            await self._peers.disconnect()
+
+    def _load_model(self, setup: RankSetup, parallel: TensorParallel) -> ModelRunner:
+        """This rank's share of the weights, and its KV pool. Returns when every rank has them."""
+        spec, pool = setup.spec, setup.pool
+        set_threads(pool.resources.cpus)
+        setup.on_progress("finding the model", 0.05)
+        config = EngineConfig(
+            model_dir=model_source.resolve(spec.model.source),
+            device=str(self.device),
+            dtype=spec.model.dtype,
+            weights=spec.model.weights,
+            pool_dtype=spec.kv.pool_dtype,
+            block_size=spec.kv.block_size,
+            kv_memory_gib=pool.kv_memory_gib,
+            deterministic=spec.engine.deterministic,
+        )
+        runner = ModelRunner(
+            self.role.configure(config, spec),
+            parallel,
+            progress=lambda fraction: setup.on_progress("loading weights", 0.1 + 0.9 * fraction),
+        )
+        setup.on_progress("waiting for the other ranks", 1.0)
+        parallel.wait_for_all("load", timeout_s=spec.timeouts.start_s)
+        runner.warm_up(pool.max_batch_tokens)
+        return runner
+
+    def _follow(self, setup: RankSetup, runner: ModelRunner, peers: Peers) -> None:
+        """Another rank than 0: do as rank 0 says, and tell it what comes and goes here."""
+
+        def report(request: pb.ReportRequest) -> None:
+            setup.host.spawn(peers.report(request))
+
+        rank = setup.rank
+        self._receive(setup, runner, lambda landing: report(landing.to_report(rank=rank)))
+        gang = self._make_gang_runner(
+            setup,
+            runner,
+            on_shipped=lambda shipment: report(shipment.to_report(rank=rank)),
+            on_loaded=lambda loaded: report(loaded_to_report(loaded, rank=rank)),
+        )
+        self._following = BackgroundThread(gang.follow, name="following")
+        self._following.start()
+
+    def _lead(self, setup: RankSetup, runner: ModelRunner, peers: Peers) -> None:
+        """Rank 0: begin to take requests."""
+        spec, layout = setup.spec, runner.layout
+        num_blocks, eviction = runner.pool.num_blocks, spec.kv.eviction
+        blocks = BlockManager(num_blocks, make_eviction(eviction, num_blocks=num_blocks))
+        inbox = Inbox(setup, peers)
+        receiver = self._receive(setup, runner, functools.partial(inbox.landed, 0))
+        gang = self._make_gang_runner(
+            setup,
+            runner,
+            on_shipped=functools.partial(inbox.shipped, 0),
+            on_loaded=functools.partial(inbox.loaded, 0),
+        )
+        tiers: Tiers[Prompt] = Tiers(
+            blocks, gang.tiers, layout, eviction=eviction, timeout_s=spec.timeouts.transfer_s
+        )
+        grants = Grants(blocks, layout, tiers)
+        worker = self.role.make_worker(
+            LeaderParts(
+                setup=setup,
+                gang=gang,
+                receiver=receiver,
+                blocks=blocks,
+                limits=SchedulerConfig(
+                    max_batch_tokens=setup.pool.max_batch_tokens,
+                    max_running=setup.pool.max_running,
+                    max_waiting=setup.pool.max_waiting,
+                ),
+                inbox=inbox,
+                pulls=inbox.make_pulls(runner, receiver, blocks),
+                grants=grants,
+                tiers=tiers,
+            )
+        )
+        self.service = ReplicaService(worker, setup.host, self._hub, replica=setup.replica)
+        inbox.open(worker, self.service.post)
+        replica = LiveReplica(
+            service=self.service,
+            worker=worker,
+            peers=peers,
+            model=layout.model,
+            block_size=layout.block_size,
+            max_tokens=max_tokens_of(runner, limit=spec.model.max_context),
+        )
+        self.role.serve(replica)
+        self._prefixes.granting = Granting(grants, self.service.post)
+        self._ranks.on_report = inbox.reported
+        self.service.start(
+            index_url=setup.index_url,
+            name=spec.name,
+            member=_member(setup, runner, max_tokens=replica.max_tokens),
+            other_ranks=setup.addresses[1:],
+        )
+
+    def _make_gang_runner(
+        self,
+        setup: RankSetup,
+        runner: ModelRunner,
+        *,
+        on_shipped: Callable[[Shipment], None],
+        on_loaded: Callable[[LoadResult], None],
+    ) -> GangRunner:
+        self._sender = Sender(
+            name=f"{setup.replica}/{setup.rank}",
+            rank=setup.rank,
+            pool=runner.pool,
+            wire_dtype=setup.spec.kv.wire_dtype,
+            backend=backend_for(self.device, host_link=setup.spec.kv.host_link),
+            host=setup.host.host,
+            timeout_s=setup.spec.timeouts.transfer_s,
+            loop=setup.host.loop,
+            on_shipped=on_shipped,
+        )
+        self._tiers = open_tiers(setup, runner, on_loaded)
+        return GangRunner(runner, self._sender, self._tiers)
+
+    def _receive(self, setup: RankSetup, runner: ModelRunner, on_landed: Callable[[Landing], None]) -> Receiver:
+        """Serve senders elsewhere from now on."""
+        self._ranks.receiver = Receiver(
+            rank=setup.rank,
+            pool=runner.pool,
+            wire_dtype=setup.spec.kv.wire_dtype,
+            backend=backend_for(self.device, host_link=setup.spec.kv.host_link),
+            host=setup.host.host,
+            timeout_s=setup.spec.timeouts.transfer_s,
+            meeting=self._ranks.meeting,
+            on_landed=on_landed,
+        )
+        return self._ranks.receiver
+
+
+def _member(setup: RankSetup, runner: ModelRunner, *, max_tokens: int) -> Member:
+    layout = runner.layout
+    return Member(
+        replica=setup.replica,
+        role=setup.role,
+        address=setup.addresses[0],
+        layout=layout.fingerprint,
+        num_blocks=runner.pool.num_blocks,
+        block_size=layout.block_size,
+        bytes_per_token=layout.bytes_per_token() * layout.tensor_parallel,
+        max_tokens=max_tokens,
+        max_running=setup.pool.max_running,
+        max_batch_tokens=setup.pool.max_batch_tokens,
+    )
