@@ -1,5 +1,6 @@
 # make demo     deploy 1P1D on this machine, ask it a question, take it down
 # make test     lint, types, and the test suite
+# make docs     what the documents take from the code, and their prose at one width
 # make test-slow, make test-gpu, make proto, make clean
 
 PYTHON ?= python3
@@ -8,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 REQUIREMENTS := pyproject.toml constraints.txt
 
-.PHONY: demo test lint test-slow test-gpu proto clean
+.PHONY: demo test lint test-slow test-gpu docs proto clean
 
 demo: $(VENV)/installed
 	@PATH="$(abspath $(BIN)):$$PATH" deploy/demo.sh
@@ -26,6 +27,9 @@ test-slow: $(VENV)/installed-for-tests
 
 test-gpu: $(VENV)/installed-for-tests
 	$(BIN)/python -m pytest -m gpu --timeout 600
+
+docs: $(VENV)/installed-for-tests
+	$(BIN)/python -m docs.generate
 
 proto: $(VENV)/installed-for-tests
 	$(BIN)/python -m grpc_tools.protoc -Icluster/rpc=proto --python_out=. --pyi_out=. --grpc_python_out=. proto/*.proto

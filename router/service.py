@@ -21,8 +21,12 @@ from cluster.words.request import Role
 from cluster.words.spec import Spec
 from router.doors.grpc_api import GrpcApi, open_grpc_api
 from router.doors.openai_api import create_app
+from router.routing.chooser import Chooser
 from router.routing.plain_policies import make_policy
+from router.serving.core import RouterCore
+from router.serving.discovery import Discovery
 from router.serving.dispatch import Dispatch
+from router.serving.grpc_worker import GrpcWorker
 from router.serving.replicas import Replicas
 from router.text.chat_template import ChatTemplate, find_chat_template
 from router.text.completion import Completions
@@ -41,8 +45,8 @@ class RouterService:
     def __init__(
         self,
         completions: Completions,
-        dispatch: Dispatch,
-        replicas: Replicas,
+        core: RouterCore,
+        discovery: Discovery,
         metrics: Metrics,
         door: GrpcApi,
         *,
@@ -50,15 +54,16 @@ class RouterService:
         backup_tokens: int,
     ) -> None:
         self._completions = completions
-        self._dispatch = dispatch
-        self._replicas = replicas
+        self._dispatch = core.dispatch
+        self._replicas = core.dispatch.replicas
+        self._discovery = discovery
         self._metrics = metrics
         self._door = door
         self._tasks = [_start(self._watch())]
         if rebalances:
-            self._tasks.append(_start(dispatch.rebalance_forever()))
+            self._tasks.append(_start(core.rebalance_forever()))
         if backup_tokens:
-            self._tasks.append(_start(dispatch.back_up_forever(every=backup_tokens)))
+            self._tasks.append(_start(core.back_up_forever(every=backup_tokens)))
 
     @classmethod
     async def open(cls, spec: Spec, *, index_url: str, router: str) -> RouterService:
@@ -69,20 +74,21 @@ class RouterService:
         model_dir = await asyncio.to_thread(model_source.resolve, spec.model.source)
         config = model_config.load(model_dir)
         metrics = Metrics()
-        replicas = Replicas(connect_redis(index_url), name=spec.name, router=router)
+        replicas = Replicas(lambda member: GrpcWorker(member.replica, member.address, router=router))
+        discovery = Discovery(connect_redis(index_url), replicas, name=spec.name)
+        policy = make_policy(spec.router.policy, pulls=True)
         dispatch = Dispatch(
             replicas,
-            router=router,
+            Chooser(policy, max_local_tokens=spec.router.max_local_prefill),
             model=model_config.fingerprint(model_dir),
-            policy=make_policy(spec.router.policy, pulls=True),
-            max_local_tokens=spec.router.max_local_prefill,
             queue_s=spec.timeouts.queue_s,
             max_waiting=spec.router.max_waiting,
             metrics=metrics,
         )
+        core = RouterCore(dispatch)
         tokenizer = Tokenizer(model_dir)
         completions = Completions(
-            dispatcher=dispatch,
+            dispatcher=core,
             tokenizer=tokenizer,
             chat_template=ChatTemplate(find_chat_template(model_dir), special_tokens=tokenizer.special_tokens),
             model=ModelCard(
@@ -97,11 +103,11 @@ class RouterService:
         door = await open_grpc_api(
             completions, host=spec.router.host, port=spec.router.grpc_port, is_port_shared=spec.router.replicas > 1
         )
-        replicas.start()
+        discovery.start()
         service = cls(
             completions,
-            dispatch,
-            replicas,
+            core,
+            discovery,
             metrics,
             door,
             rebalances=spec.router.rebalance,
@@ -135,6 +141,7 @@ class RouterService:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._door.close(grace_s=_CLOSE_GRACE_S)
+        await self._discovery.close()
         await self._replicas.close()
 
     def _statuses(self) -> Iterator[tuple[Role, worker_pb2.Status]]:

@@ -25,9 +25,13 @@ from cluster.words.request import Role, SampledToken, Sampling, SequenceRequest
 from cluster.words.spec import Spec
 from cluster.words.spec_file import parse_spec
 from router.generation import RequestRoute
+from router.routing.chooser import Chooser
 from router.routing.plain_policies import make_policy
 from router.routing.policy import Policy
+from router.serving.core import RouterCore
+from router.serving.discovery import Discovery
 from router.serving.dispatch import Dispatch
+from router.serving.grpc_worker import GrpcWorker
 from router.serving.replicas import Replicas
 from tests.hosts import Host
 from tests.rank_in_process import Fault, RankInProcess
@@ -78,7 +82,7 @@ class LocalCluster:
     index_url: str
     model: str
     replicas: Replicas
-    dispatch: Dispatch
+    core: RouterCore
     processes: bool = False
     pools: dict[Role, list[LocalReplica]] = field(default_factory=lambda: {role: [] for role in Role})
     _next_id: int = 0
@@ -119,7 +123,7 @@ class LocalCluster:
             salt=salt,
         )
         tokens: dict[int, list[SampledToken]] = {choice: [] for choice in range(n)}
-        async with self.dispatch.start(request) as generation:
+        async with self.core.start(request) as generation:
             async for item in generation:
                 tokens[item.choice].append(item.token)
         return Answer(tokens, generation.route)
@@ -157,19 +161,19 @@ async def local_cluster(
     spec = parse_spec(tree)
     redis.Redis.from_url(redis_url).flushall()
     fingerprint = model_config.fingerprint(model_dir)
-    replicas = Replicas(connect_redis(redis_url), name=spec.name, router="router-0")
+    replicas = Replicas(lambda member: GrpcWorker(member.replica, member.address, router="router-0"))
+    discovery = Discovery(connect_redis(redis_url), replicas, name=spec.name)
+    policy = policy or make_policy(spec.router.policy, pulls=True)
     dispatch = Dispatch(
         replicas,
-        router="router-0",
+        Chooser(policy, max_local_tokens=spec.router.max_local_prefill),
         model=fingerprint,
-        policy=policy or make_policy(spec.router.policy, pulls=True),
-        max_local_tokens=spec.router.max_local_prefill,
         queue_s=spec.timeouts.queue_s,
         max_waiting=spec.router.max_waiting,
         metrics=Metrics(),
     )
-    cluster = LocalCluster(spec, redis_url, fingerprint, replicas, dispatch, processes)
-    replicas.start()
+    cluster = LocalCluster(spec, redis_url, fingerprint, replicas, RouterCore(dispatch), processes)
+    discovery.start()
     try:
         starting = [cluster.add(role) for role in Role for _ in range(spec.pool(role).replicas)]
         if processes:
@@ -179,6 +183,7 @@ async def local_cluster(
                 await start
         yield cluster
     finally:
+        await discovery.close()
         await replicas.close()
         for pool in cluster.pools.values():
             for replica in pool:

@@ -53,7 +53,7 @@ engine.decode_scheduler: cluster(words) engine(group kv sequence)
 engine.expert_placement:
 engine.group: engine(sequence)
 engine.kernels: engine(batch cpu)
-engine.kv: engine(batch cpu kernels)
+engine.kv: cluster(words) engine(batch cpu kernels)
 engine.layers: cluster(words) engine(cpu kernels parallel weights)
 engine.learnt_timing: cluster(words) engine(batch)
 engine.load: cluster(model) engine(kv parallel runner)
@@ -81,9 +81,9 @@ prefill_worker.server: cluster(rpc wire words worker) engine(prefill_scheduler s
 prefill_worker.worker: cluster(rpc wire words worker) engine(batch kv orders pace prefill_scheduler rate sampler
     tiers) kvtransfer(movers protocol)
 router.app: cluster(process words) router(service)
-router.doors: cluster(rpc words) router(generation text)
+router.doors: cluster(rpc wire words) router(generation text)
 router.generation: cluster(words)
-router.routing: cluster(words)
+router.routing: cluster(index words)
 router.service: cluster(index model rpc words) router(doors routing serving text)
 router.serving: cluster(index rpc wire words) router(generation routing)
 router.simulator: cluster(bench index words) engine(decode_scheduler group kv prefill_scheduler sequence)
@@ -95,15 +95,7 @@ router.text: cluster(words) router(generation)
 _KNOWN_CIRCLES = {
     ("engine.model.cpu_program", "engine.model.dense"),
     ("engine.weights.checkpoint", "engine.weights.quantized_checkpoint"),
-    (
-        "kvtransfer.links.connection",
-        "kvtransfer.links.gloo",
-        "kvtransfer.links.link",
-        "kvtransfer.links.nccl",
-        "kvtransfer.links.tcp",
-    ),
     ("kvtransfer.movers.outgoing_link", "kvtransfer.movers.sender"),
-    ("router.serving.dispatch", "router.serving.relay"),
     ("engine.batch", "engine.kernels"),
 }
 

@@ -20,31 +20,33 @@ _MAX_MESSAGE_BYTES = 64 << 20  # a 1M-token prompt is 4 MB; no KV bytes travel h
 _ERROR_KEY = "cluster-error"
 
 
-def _keepalive(*, ping_every_ms: int, answer_within_ms: int) -> list[tuple[str, Any]]:
+def keepalive(*, ping_every_ms: int, answer_within_ms: int) -> list[tuple[str, Any]]:
+    """All that finds a silent peer, for either side of a connection."""
     return [
-        ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-        ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
         ("grpc.keepalive_time_ms", ping_every_ms),
         ("grpc.keepalive_timeout_ms", answer_within_ms),
         ("grpc.http2.ping_timeout_ms", answer_within_ms),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.max_reconnect_backoff_ms", 1000),
-        ("grpc.use_local_subchannel_pool", 1),
-        ("grpc.enable_http_proxy", 0),  # whatever proxy the environment names: it is not for our own processes
     ]
 
 
-_PEER_OPTIONS = _keepalive(ping_every_ms=1000, answer_within_ms=2000)
-CLIENT_OPTIONS = _keepalive(ping_every_ms=10_000, answer_within_ms=20_000)
-SERVER_OPTIONS: list[tuple[str, Any]] = [
-    *_PEER_OPTIONS,
-    ("grpc.so_reuseport", 0),
-    # Without these two a server answers our keepalive with GOAWAY and kills a quiet stream after five seconds.
+# Without these two a server answers its clients' keepalive with GOAWAY and kills a quiet stream after five seconds.
+PINGS_ALLOWED: list[tuple[str, Any]] = [
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
 ]
+_CHANNEL_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),  # whatever proxy the environment names: it is not for our own processes
+]
+_PEER_OPTIONS = [*_CHANNEL_OPTIONS, *keepalive(ping_every_ms=1000, answer_within_ms=2000)]
+CLIENT_OPTIONS = [*_CHANNEL_OPTIONS, *keepalive(ping_every_ms=10_000, answer_within_ms=20_000)]
+SERVER_OPTIONS: list[tuple[str, Any]] = [*_PEER_OPTIONS, *PINGS_ALLOWED, ("grpc.so_reuseport", 0)]
 
 
 def open_channel(address: str) -> aio.Channel:

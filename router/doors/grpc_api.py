@@ -19,6 +19,7 @@ from grpc_status import rpc_status
 
 from cluster.rpc import inference_pb2 as pb
 from cluster.rpc import inference_pb2_grpc as pb_grpc
+from cluster.wire.channel import PINGS_ALLOWED, keepalive
 from cluster.words.errors import CapacityError, ClusterError, DeployError, RequestError, outcome_of
 from router.doors.grpc_messages import field_of, request_of, response_of
 from router.text.completion import Completions
@@ -30,16 +31,10 @@ SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
-    # A client that has vanished without a word is noticed within 15 s. The third option is what counts for a network
-    # that swallows packets: without it the default of 60 s does, whatever the second says.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    # Clients may ping as well, also while they wait for a first token; a default server hangs up on them.
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
-    ("grpc.http2.max_ping_strikes", 0),
+    # A client that has vanished without a word is noticed within 15 s. Clients may ping, too, also while they wait for
+    # a first token.
+    *keepalive(ping_every_ms=10_000, answer_within_ms=5_000),
+    *PINGS_ALLOWED,
 )
 
 

@@ -7,7 +7,7 @@ Reference: https://platform.openai.com/docs/api-reference; the extensions have v
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
@@ -33,15 +33,16 @@ def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(token_id) is int for token_id in value)
 
 
-def _only(*neutral: Any) -> Callable[[Any], Any]:
-    """A validator for a field that we know and cannot serve: what it may be without changing the answer."""
+@dataclass(frozen=True)
+class Only:
+    """Validates a field that we know and cannot serve: what it may be without changing the answer."""
 
-    def check(value: Any) -> Any:
-        if value is not None and value not in neutral:
+    neutral: tuple[Any, ...]
+
+    def __call__(self, value: Any) -> Any:
+        if value is not None and value not in self.neutral:
             raise ValueError("is not supported here")
         return value
-
-    return check
 
 
 def _strings(value: Any) -> Any:
@@ -57,11 +58,21 @@ def _parts(value: Any) -> Any:
 
 
 Ignored = Any  # changes nothing about the answer
-Unsupported = Annotated[Any, AfterValidator(_only([], {}))]
+Unsupported = Annotated[
+    Any,
+    AfterValidator(
+        Only(
+            (
+                [],
+                {},
+            )
+        )
+    ),
+]
 
 
 class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class StreamOptions(_Body):
@@ -71,30 +82,48 @@ class StreamOptions(_Body):
 class _Sampled(_Body):
     """What both endpoints share."""
 
-    model: str | None = None  # None: the one that is served
+    model: str | None = None
+    """Left out: the one that is served."""
     max_tokens: int | None = None
+    """Left out: 16 of a text, and in a chat what the context has room for."""
     temperature: float | None = None
+    """Default 1; 0 is greedy."""
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
+    """Left out: drawn at random, once per request. Choice i of n has a seed of its own, made from this one."""
     stop: Annotated[list[str], BeforeValidator(_strings)] | None = None
+    """A string or a list; the text ends before the first of them."""
     n: int | None = None
+    """Choices; they share the prompt's KV."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # Extensions that servers have made customary.
-    top_k: int | None = None  # 0 and -1: off
+    """`include_usage`: one more chunk before `[DONE]`, with the usage of all choices."""
+    top_k: int | None = None
+    """Extension. 0 and -1: off."""
     min_p: float | None = None
+    """Extension."""
     repetition_penalty: float | None = None
+    """Extension, of prompt and answer, as in transformers. Default 1."""
     min_tokens: int | None = None
+    """Extension: no stop token before so many."""
     stop_token_ids: list[int] | None = None
+    """Extension."""
     ignore_eos: bool | None = None
+    """Extension: the model's end-of-sequence tokens do not end the answer."""
     include_stop_str_in_output: bool | None = None
+    """Extension: the text keeps the stop string that ended it."""
     skip_special_tokens: bool | None = None
+    """Extension. Default true."""
     cache_salt: str | None = None
+    """Extension: cached prefixes are shared with requests of the same salt only."""
     priority: int | None = None
+    """Extension: smaller goes first, among the requests of one `user`. Default 0."""
     return_token_ids: bool | None = None
-    user: str | None = None  # whose share of the queue the request takes
+    """Extension: `prompt_token_ids` and `token_ids` beside the text."""
+    user: str | None = None
+    """Whose share of the queue the request takes (its tenant)."""
     # Of the API, and without effect on the answer.
     metadata: Ignored = None
     store: Ignored = None
@@ -122,10 +151,14 @@ class TextBody(_Sampled):
     """POST /v1/completions"""
 
     prompt: Annotated[tuple[Prompt, ...], PlainValidator(_prompts)]
+    """A string, a list of strings, token ids, or a list of such lists: one choice of n for each."""
     logprobs: int | None = None
+    """So many of the likeliest tokens beside each chosen one."""
     echo: bool | None = None
-    suffix: Annotated[str | None, AfterValidator(_only(""))] = None
+    """The prompt before the answer; not together with `logprobs`."""
+    suffix: Annotated[str | None, AfterValidator(Only(("",)))] = None
     best_of: int | None = None
+    """Only as much as `n`."""
 
     def requests(self, request_id: str) -> list[CompletionRequest]:
         """One request per prompt. Raises RequestError."""
@@ -147,9 +180,13 @@ class TextPart(_Body):
 
 class ChatMessage(_Body):
     role: str
-    content: Annotated[list[TextPart], BeforeValidator(_parts)]  # each part is a line of its own
+    """`system`, `user`, `assistant`, or what the model's template knows."""
+    content: Annotated[list[TextPart], BeforeValidator(_parts)]
+    """A string, or a list of parts of type `text`, each of which becomes a line of its own."""
     name: str | None = None
+    """For the template."""
     reasoning_content: str | None = None
+    """Extension, for the template."""
     # A client may send back an answer as it came; these are null or empty in ours.
     refusal: Unsupported = None
     annotations: Unsupported = None
@@ -172,17 +209,41 @@ class ChatBody(_Sampled):
     """POST /v1/chat/completions"""
 
     messages: list[ChatMessage]
-    max_completion_tokens: int | None = None  # OpenAI's newer name of max_tokens; it wins
+    max_completion_tokens: int | None = None
+    """The newer name of `max_tokens`; it wins."""
     logprobs: bool | None = None
+    """True: of each chosen token."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None  # extension: variables of the template, e.g. enable_thinking
+    """Needs `logprobs: true`."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Extension: variables of the template, for example `enable_thinking`."""
     parallel_tool_calls: Ignored = None
     tools: Unsupported = None
-    tool_choice: Annotated[Any, AfterValidator(_only("none", "auto"))] = None
+    tool_choice: Annotated[
+        Any,
+        AfterValidator(
+            Only(
+                (
+                    "none",
+                    "auto",
+                )
+            )
+        ),
+    ] = None
     functions: Unsupported = None
-    function_call: Annotated[Any, AfterValidator(_only("none", "auto"))] = None
-    response_format: Annotated[Any, AfterValidator(_only({"type": "text"}))] = None
-    modalities: Annotated[Any, AfterValidator(_only(["text"]))] = None
+    function_call: Annotated[
+        Any,
+        AfterValidator(
+            Only(
+                (
+                    "none",
+                    "auto",
+                )
+            )
+        ),
+    ] = None
+    response_format: Annotated[Any, AfterValidator(Only(({"type": "text"},)))] = None
+    modalities: Annotated[Any, AfterValidator(Only((["text"],)))] = None
     audio: Unsupported = None
     prediction: Unsupported = None
     web_search_options: Unsupported = None

@@ -6,7 +6,7 @@ whichever replica is free first. The blocks that it is predicted to need are pro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from router.routing.replica_load import ReplicaLoad
 
 _MAX_BACKLOG_S = 1.0  # so much work in hand keeps a prefill replica busy until it has told us of its progress
 _DEFAULT_TOKENS_PER_S = 1000.0
@@ -14,29 +14,18 @@ _DEFAULT_ANSWER = 64.0  # tokens, before any answer was seen
 _WEIGHT = 0.05  # of the newest answer
 
 
-@dataclass(frozen=True, kw_only=True)
-class DecodeLoad:
-    """What is on a decode replica."""
-
-    num_blocks: int  # in all
-    held_blocks: int  # by sequences, as it last said
-    promised_blocks: int  # to requests of this router: what they hold and what they are predicted to grow by
-    num_streams: int
-    max_streams: int
-    num_waiting: int  # requests that it could not take up yet, as it last said
-
-
-def decode_has_room(load: DecodeLoad, *, num_blocks: int, num_streams: int) -> bool:
+def decode_has_room(load: ReplicaLoad, *, num_blocks: int, num_streams: int) -> bool:
     """An idle replica has room for everything; what does not fit at all is refused elsewhere."""
-    if not load.num_streams:
+    streams = max(load.num_told_streams, load.promised_streams)
+    if not streams:
         return True
-    used = max(load.held_blocks, load.promised_blocks)
-    fits = used + num_blocks <= load.num_blocks and load.num_streams + num_streams <= load.max_streams
+    used = max(load.num_blocks - load.available_blocks, load.promised_blocks)
+    fits = used + num_blocks <= load.num_blocks and streams + num_streams <= load.max_streams
     return fits and not load.num_waiting
 
 
-def prefill_has_room(*, queued_tokens: int, tokens_per_s: float) -> bool:
-    return queued_tokens <= _MAX_BACKLOG_S * (tokens_per_s or _DEFAULT_TOKENS_PER_S)
+def prefill_has_room(load: ReplicaLoad) -> bool:
+    return load.queued_tokens <= _MAX_BACKLOG_S * (load.prefill_tokens_per_s or _DEFAULT_TOKENS_PER_S)
 
 
 class AnswerLength:

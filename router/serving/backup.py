@@ -17,16 +17,12 @@ from collections.abc import Set
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-from grpc import aio
-
-from cluster.rpc import worker_pb2 as pb
-from cluster.rpc import worker_pb2_grpc as rpc
-from cluster.wire.channel import error_of
-from cluster.wire.messages import holder_to_proto, sequence_to_proto
+from cluster.words.errors import ClusterError
 from cluster.words.handoff import Holder
 from cluster.words.request import Role, Sampling, SequenceRequest
 from router.serving.places import Places, Running
-from router.serving.replicas import Replica, Replicas
+from router.serving.replica import Replica
+from router.serving.replicas import Replicas
 
 logger = logging.getLogger(__name__)
 
@@ -98,17 +94,6 @@ class Backup:
 
 
 async def _copy(running: Running, prefill: Replica) -> None:
-    try:
-        async with asyncio.timeout(_COPY_S):
-            async for _ in rpc.PrefillWorkerStub(prefill.channel).Prefill(_copy_of(running)):
-                pass
-    except aio.AioRpcError as error:
-        logger.debug("request=%s is not copied: %s", running.request.id, error_of(error, peer=prefill.id))
-    except TimeoutError:
-        logger.debug("request=%s is not copied: %s took too long", running.request.id, prefill.id)
-
-
-def _copy_of(running: Running) -> pb.PrefillRequest:
     member, request = running.replica.member, running.request
     num_held = (len(request.token_ids) - 1) // member.block_size * member.block_size
     tokens = request.token_ids[: num_held + 1]
@@ -122,7 +107,17 @@ def _copy_of(running: Running) -> pb.PrefillRequest:
         priority=_LAST,
     )
     holder = Holder(replica=running.replica.id, address=member.address, num_tokens=num_held)
-    return pb.PrefillRequest(sequence=sequence_to_proto(copy), holder=holder_to_proto(holder), fetch_only=True)
+    call = prefill.worker.prefill(copy, holder=holder, fetch_only=True)
+    try:
+        async with asyncio.timeout(_COPY_S):
+            async for _ in call:
+                pass
+    except ClusterError as error:
+        logger.debug("request=%s is not copied: %s", request.id, error)
+    except TimeoutError:
+        logger.debug("request=%s is not copied: %s took too long", request.id, prefill.id)
+    finally:
+        call.cancel()
 
 
 def _is_idle(replica: Replica) -> bool:

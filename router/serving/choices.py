@@ -1,4 +1,4 @@
-"""The choices of one attempt: what has come of each, joined from the two replicas that serve it.
+"""The choices of one attempt: what comes of each, joined from the two replicas that serve it.
 
 The first tokens come from the prefill replica and the others from the decode replica, over two connections and so in
 any order. What the decode replica says is kept back until both have spoken of the same epoch of the handoff: a prefill
@@ -8,28 +8,31 @@ replica that was given up may have landed its KV after all, and decoding then be
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from cluster.words.errors import ClusterError, TransferError
 from cluster.words.request import SampledToken
+from router.serving.request_state import RequestState
 
 
 class Choices:
-    """`emit(choice, token)` gets every token once, and those of a choice in order. Belongs to the event loop."""
+    """Appends every token to the request's state once, those of a choice in order. Belongs to the event loop."""
 
-    def __init__(self, choices: Sequence[int], emit: Callable[[int, SampledToken], None], *, has_prefill: bool) -> None:
+    def __init__(self, state: RequestState, choices: Sequence[int], *, has_prefill: bool) -> None:
         """has_prefill: the first tokens come from a prefill replica."""
-        self.unfinished = set(choices)
-        self.emitted: dict[int, list[int]] = {choice: [] for choice in choices}
         self.error: ClusterError | None = None
+        self._state = state
         self._choices = choices
-        self._emit = emit
         self._is_joined = not has_prefill
         self._first_epoch: int | None = None  # of the handoff, as told by P with the first tokens
         self._started_epoch: int | None = None  # and by D, when it began
         self._early: list[tuple[int, SampledToken]] = []  # of D, not joined yet
         self._arrived = asyncio.Event()  # set at each token
         self._ended = asyncio.Event()
+
+    @property
+    def unfinished(self) -> list[int]:
+        return [choice for choice in self._choices if choice in self._state.unfinished]
 
     @property
     def has_first(self) -> bool:
@@ -48,8 +51,8 @@ class Choices:
             raise self.error
 
     async def wait_for(self, choice: int, num_tokens: int) -> None:
-        """Until so many tokens of a choice have been emitted, or it has finished."""
-        while choice in self.unfinished and len(self.emitted[choice]) < num_tokens:
+        """Until a choice has so many tokens, of all attempts, or has finished."""
+        while choice in self._state.unfinished and len(self._state.tokens[choice]) < num_tokens:
             self._arrived.clear()
             await self._arrived.wait()
 
@@ -74,14 +77,14 @@ class Choices:
                 self._early.append((choice, token))
 
     def finish(self, choice: int) -> None:
-        """It needs no more tokens; none will be emitted."""
-        self.unfinished.discard(choice)
+        """It needs no more tokens; none will be appended."""
+        self._state.unfinished.discard(choice)
         self._arrived.set()
         if not self.unfinished:
             self._ended.set()
 
     def fail(self, error: ClusterError) -> None:
-        """The attempt cannot go on. What was emitted stays valid."""
+        """The attempt cannot go on. What it brought stays valid."""
         self.error = self.error or error
         self._ended.set()
 
@@ -100,9 +103,8 @@ class Choices:
             self._take(choice, token)
 
     def _take(self, choice: int, token: SampledToken) -> None:
-        if choice in self.unfinished:
-            self._emit(choice, token)
-            self.emitted[choice].append(token.token_id)
+        if choice in self._state.unfinished:
+            self._state.append(choice, token)
             self._arrived.set()
             if token.finish_reason:
                 self.finish(choice)

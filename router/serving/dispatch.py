@@ -1,261 +1,209 @@
-"""Choosing replicas for requests, now or when there is room: what is known of the replicas meets the pure policy."""
+"""Replicas for requests, now or when there is room: what is known of them goes to the pure chooser, and what it decides
+is booked."""
 
 from __future__ import annotations
 
-import itertools
+import asyncio
 import logging
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from cluster.index.prefix_index import Depths
-from cluster.words.errors import CapacityError, ClusterError, ContextLengthExceeded
-from cluster.words.handoff import Holder
+from cluster.words.errors import (
+    CapacityError,
+    ClusterError,
+    ContextLengthExceeded,
+    LayoutMismatch,
+    ReplicaLost,
+    TransferError,
+)
 from cluster.words.hashing import block_hashes, root_hash
 from cluster.words.metrics import Metrics
 from cluster.words.request import Role, SequenceRequest
-from router.generation import Generation
 from router.routing.admission import Ticket
+from router.routing.chooser import Chooser, Decision, Need, with_room
 from router.routing.decisions import Decisions
-from router.routing.policy import CandidateReplica, Option, Policy, RoutingRequest
-from router.routing.room import AnswerLength, prefill_has_room
-from router.serving.attempt import may_retry
-from router.serving.backup import Backup
+from router.routing.replica_load import ReplicaLoad
+from router.routing.room import AnswerLength
+from router.serving.booking import Booking
 from router.serving.gate import AdmissionGate
 from router.serving.move import Place
-from router.serving.pair import Pair, Promise
-from router.serving.places import Places
-from router.serving.rebalance import Rebalancer
-from router.serving.relay import Relay
-from router.serving.replica_view import Usual, has_room, view_of
-from router.serving.replicas import Replica, Replicas
+from router.serving.pair import Pair
+from router.serving.replica import Replica
+from router.serving.replicas import Replicas
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Need:
+class _Asked:
     """A request as it is weighed again and again while it waits."""
 
     request: SequenceRequest
+    need: Need
     hashes: list[bytes]
-    num_blocks: int  # with the answer that is predicted
-
-
-_NOTHING = Depths(0, 0, 0)
 
 
 class Dispatch:
-    """Chooses replicas and serves requests on them. One per router; lives on the event loop."""
+    """Chooses and books replicas. One per router; lives on the event loop."""
 
     def __init__(
-        self,
-        replicas: Replicas,
-        *,
-        router: str,
-        model: str,
-        policy: Policy,
-        max_local_tokens: int,
-        queue_s: float,
-        max_waiting: int,
-        metrics: Metrics,
+        self, replicas: Replicas, chooser: Chooser, *, model: str, queue_s: float, max_waiting: int, metrics: Metrics
     ) -> None:
         """model: fingerprint, as in the prefix hashes. queue_s: how long a request may wait for a replica with room."""
+        self.replicas = replicas
         self.decisions = Decisions()
-        self._policy = policy
-        self.router = router
-        self._replicas = replicas
+        self._chooser = chooser
         self._model = model
-        self._max_local_tokens = max_local_tokens
         self._queue_s = queue_s
         self._metrics = metrics
         self._answers = AnswerLength()
         self._gate: AdmissionGate[Pair] = AdmissionGate(max_waiting=max_waiting, queue_s=queue_s)
-        self._streams = itertools.count(1)
-        self._running: set[Places] = set()
+        self._now = asyncio.get_running_loop().time
         replicas.on_change = self._gate.wake
         metrics.requests_waiting.set_function(lambda: len(self._gate))
 
-    def start(self, request: SequenceRequest) -> Generation:
-        return Relay(self, request)
-
-    def new_streams(self, count: int) -> int:
-        """The first of `count` stream keys that nobody else of this router has."""
-        first = next(self._streams)
-        for _ in range(count - 1):
-            next(self._streams)
-        return first
-
     async def admit(self, request: SequenceRequest) -> Pair:
-        """The cheapest pair with room, at the request's turn. What is promised to it, `give_back` takes back.
+        """The cheapest pair with room, at the request's turn. What is booked for it, `give_back` takes back.
 
         Raises CapacityError, at once where its turn is predicted to come too late, and ContextLengthExceeded when no
         replica could ever hold the request.
         """
-        need = self._need(request)
+        began_at = self._now()
+        asked = self._asked(request)
         self._check_length(request)
         ticket = Ticket(request.tenant, request.priority, cost=self._cost(request))
-        return await self._gate.enter(
-            ticket, lambda: self._choose(need), within_s=request.deadline_s, give_back=self.give_back
+        pair = await self._gate.enter(
+            ticket, lambda: self._choose_with_room(asked), within_s=request.deadline_s, give_back=self.give_back
         )
+        self._metrics.queue_time.observe(self._now() - began_at)
+        return pair
 
     async def choose(self, request: SequenceRequest, *, avoid: Set[str]) -> Pair:
         """The cheapest pair for a request that was admitted before, room or no room. Waits while there is none at all.
 
         Replicas in `avoid` are the last resort. Raises as `admit`.
         """
-        need = self._need(request)
-        give_up_at = time.monotonic() + self._queue_s
+        asked = self._asked(request)
+        give_up_at = self._now() + self._queue_s
         while True:
             self._check_length(request)
+            decodes = self._loads(Role.DECODE)
             # A prompt may wait behind others where the beginning of it is.
-            for room_on in (frozenset([Role.DECODE]), frozenset[Role]()):
-                if pair := self._choose(need, avoid=avoid, room_on=room_on):
+            for some in (with_room(decodes, asked.need), decodes):
+                if pair := self._choose(asked, self._loads(Role.PREFILL), some, avoid=avoid):
                     return pair
             try:
-                await self._replicas.changed(timeout_s=give_up_at - time.monotonic())
+                await self.replicas.changed(timeout_s=give_up_at - self._now())
             except TimeoutError:
                 raise CapacityError("no decode replica is available", retry_after_s=1.0) from None
 
     def give_back(self, pair: Pair) -> None:
         """A pair is not used any more."""
-        pair.answered()
-        if pair.promise:
-            pair.promise.end()
+        pair.release()
         self._gate.wake()
 
-    def expect(self, pair: Pair) -> Callable[[], None]:
-        """A pair is about to compute its prompt: let its siblings know. Call what is returned when it is over."""
+    @contextmanager
+    def expected(self, pair: Pair) -> Iterator[None]:
+        """Meanwhile a pair computes its prompt: let its siblings know."""
         replica = pair.prefill or pair.decode
         assert replica
-        self._replicas.index.expect(replica.id, pair.hashes)
-        return lambda: self._replicas.index.settle(replica.id, pair.hashes)
-
-    @contextmanager
-    def running(self, places: Places) -> Iterator[None]:
-        """Meanwhile the request may be asked to move to a replica that has less to do, and is copied."""
-        self._running.add(places)
+        self.replicas.index.expect(replica.id, pair.hashes)
         try:
             yield
         finally:
-            self._running.discard(places)
+            self.replicas.index.settle(replica.id, pair.hashes)
 
-    async def rebalance_forever(self) -> None:
-        """Keep the decode replicas about evenly filled with what runs."""
-        await Rebalancer(self._replicas, running=self._running, new_stream=lambda: self.new_streams(1)).run_forever()
+    def another_prefill(self, request: SequenceRequest, pair: Pair, *, avoid: Set[str]) -> Pair | None:
+        """The same pair with another prefill replica, for a request whose decode replica waits for its prompt."""
+        if pair.decode is None:
+            return None
+        asked = self._asked(request)
+        depths = self.replicas.index.depths(asked.hashes)
+        decision = self._chooser.choose_prefill(
+            asked.need, self._loads(Role.PREFILL), pair.decode.load(), depths, avoid=avoid
+        )
+        return replace(self._book_prompt(asked, decision), decode=pair.decode, room=pair.room) if decision else None
 
-    async def back_up_forever(self, *, every: int) -> None:
-        """Keep copies of what runs, no more than so many tokens behind, where prefill replicas are idle."""
-        await Backup(self._replicas, running=self._running, every=every).run_forever()
-
-    def next_prefill(self, request: SequenceRequest, decode: Replica | None, *, avoid: Set[str]) -> Pair | None:
-        """Another prefill replica for a request whose decode replica is chosen already: the prefill half of a pair."""
-        need = self._need(request)
-        prefills = [replica for replica in self._replicas.usable(Role.PREFILL) if replica.id not in avoid]
-        found, views = self._weigh(need, prefills, [decode] if decode else [], avoid=avoid)
-        option = next((option for option in found if option.prefill), None)
-        return self._prefill_half(need, option, views) if option else None
-
-    def next_place(self, request: SequenceRequest) -> Place | None:
+    def another_place(self, request: SequenceRequest) -> Place | None:
         """Another decode replica for a request that runs on one that drains, and a stream key for a choice."""
-        found, _ = self._weigh(self._need(request), [], self._replicas.usable(Role.DECODE), avoid=set())
-        replica = self._replicas.get(found[0].decode) if found else None
-        return Place(replica, self.new_streams(1)) if replica else None
+        asked = self._asked(request)
+        depths = self.replicas.index.depths(asked.hashes)
+        decision = self._chooser.choose(asked.need, [], self._loads(Role.DECODE), depths)
+        replica = self._replica(decision.decode) if decision else None
+        return Place(replica, self.replicas.new_streams(1)) if replica else None
 
     def may_try_again(self, error: ClusterError, avoid: Set[str]) -> bool:
         """Whether another try may help. Where every decode replica is full, the client hears so at once."""
         if isinstance(error, CapacityError):
-            return any(replica.id not in avoid for replica in self._replicas.usable(Role.DECODE))
+            return any(replica.id not in avoid for replica in self.replicas.usable(Role.DECODE))
         return may_retry(error)
-
-    def admitted(self, waited_s: float) -> None:
-        self._metrics.queue_time.observe(waited_s)
 
     def finished(self, num_tokens: Iterable[int]) -> None:
         """Answers have come to their end, with so many tokens."""
         for number in num_tokens:
             self._answers.add(number)
 
+    def _choose_with_room(self, asked: _Asked) -> Pair | None:
+        decodes = with_room(self._loads(Role.DECODE), asked.need)
+        return self._choose(asked, self._loads(Role.PREFILL), decodes, prefill_needs_room=True)
+
     def _choose(
-        self, need: _Need, *, avoid: Set[str] = frozenset(), room_on: Set[Role] = frozenset(Role)
+        self,
+        asked: _Asked,
+        prefills: Sequence[ReplicaLoad],
+        decodes: Sequence[ReplicaLoad],
+        *,
+        avoid: Set[str] = frozenset(),
+        prefill_needs_room: bool = False,
     ) -> Pair | None:
-        """The cheapest pair, and what it promises to the request; None where there is none."""
-        prefills, decodes = self._replicas.usable(Role.PREFILL), self._replicas.usable(Role.DECODE)
-        if Role.DECODE in room_on:
-            num_streams = len(need.request.choices)
-            decodes = [r for r in decodes if has_room(r, num_blocks=need.num_blocks, num_streams=num_streams)]
-        if Role.PREFILL in room_on:
-            prefills = [r for r in prefills if self._has_room(r.id)] or prefills  # a policy may offer a few only
-        found, views = self._weigh(need, prefills, decodes, avoid=avoid)
-        if Role.PREFILL in room_on:
-            found = [option for option in found if option.prefill is None or self._has_room(option.prefill)]
-        if not found:
-            return None
-        self.decisions.add(need.request.id, found, views)
-        return self._pair(need, found[0], views)
-
-    def _weigh(
-        self, need: _Need, prefills: list[Replica], decodes: list[Replica], *, avoid: Set[str]
-    ) -> tuple[Sequence[Option], list[CandidateReplica]]:
-        """The options, and what they were weighed by."""
-        request = need.request
-        decodes = [replica for replica in decodes if len(request.token_ids) < replica.member.max_tokens]
+        """The pair that is decided on, booked; None where there is none."""
         if not decodes:
-            return [], []
-        member = decodes[0].member
-        depths = self._replicas.index.depths(need.hashes)
-        demand = RoutingRequest(
-            num_tokens=len(request.token_ids),
-            block_size=member.block_size,
-            bytes_per_token=member.bytes_per_token,
-            max_local_tokens=self._max_local_tokens,
-        )
-        usual = Usual.of([*prefills, *decodes])
-        views, decode_views = (
-            [view_of(replica, depths.get(replica.id, _NOTHING), usual) for replica in _preferred(replicas, avoid)]
-            for replicas in (prefills, decodes)
-        )
-        return self._policy.options(demand, views, decode_views), [*views, *decode_views]
-
-    def _pair(self, need: _Need, option: Option, views: Sequence[CandidateReplica]) -> Pair:
-        request = need.request
-        logger.debug("route request=%s %s", request.id, option)
-        pair = self._prefill_half(need, option, views)
-        if pair.prefill and request.sampling.max_tokens - request.num_generated == 1:
-            return pair
-        decode = self._replicas.get(option.decode)
-        assert decode
-        promise = Promise(decode, num_blocks=need.num_blocks, num_streams=len(request.choices))
-        return replace(pair, decode=decode, promise=promise)
-
-    def _prefill_half(self, need: _Need, option: Option, views: Sequence[CandidateReplica]) -> Pair:
-        """Who computes the prompt, and from whom it fetches; what it must compute is in its queue from now on."""
-        prefill = self._replicas.get(option.prefill) if option.prefill else None
-        held = max((view.cached_tokens for view in views if view.replica == option.prefill), default=0)
-        uncached = len(need.request.token_ids) - max(held, option.pull_tokens)
-        answered = prefill.expect_answer(max(1, uncached)) if prefill else lambda: None
-        return Pair(prefill, None, need.hashes, answered=answered, holder=self._holder(option))
-
-    def _holder(self, option: Option) -> Holder | None:
-        """The peer that gives its blocks, where the option counts on one."""
-        peer = self._replicas.get(option.pull_from) if option.pull_from else None
-        if peer is None or peer.id == (option.prefill or option.decode):
             return None
-        return Holder(replica=peer.id, address=peer.member.address, num_tokens=option.pull_tokens)
+        depths = self.replicas.index.depths(asked.hashes)
+        decision = self._chooser.choose(
+            asked.need, prefills, decodes, depths, avoid=avoid, prefill_needs_room=prefill_needs_room
+        )
+        if decision is None:
+            return None
+        self.decisions.add(asked.request.id, decision.options, decision.candidates)
+        logger.debug("route request=%s %s", asked.request.id, decision.options[0])
+        pair = self._book_prompt(asked, decision)
+        if decode := self._replica(decision.decode):
+            need = asked.need
+            room = Booking(decode, num_blocks=need.num_blocks, num_streams=need.num_streams)
+            pair = replace(pair, decode=decode, room=room)
+        return pair
 
-    def _need(self, request: SequenceRequest) -> _Need:
-        members = [replica.member for replica in self._replicas.usable(Role.DECODE)]
+    def _book_prompt(self, asked: _Asked, decision: Decision) -> Pair:
+        """The prefill half of a pair."""
+        prefill = self._replica(decision.prefill)
+        return Pair(
+            prefill=prefill,
+            decode=None,
+            prompt=Booking(prefill, prompt_tokens=decision.prompt_tokens) if prefill else None,
+            room=None,
+            holder=decision.holder,
+            hashes=asked.hashes,
+        )
+
+    def _asked(self, request: SequenceRequest) -> _Asked:
+        num_tokens, num_streams = len(request.token_ids), len(request.choices)
+        members = [replica.member for replica in self.replicas.usable(Role.DECODE)]
         if not members:
-            return _Need(request, [], 0)
+            return _Asked(request, Need(num_tokens=num_tokens, num_streams=num_streams), [])
         block_size = members[0].block_size
-        predicted = self._predicted_tokens(request)
-        prompt_blocks = len(request.token_ids) // block_size
+        prompt_blocks = num_tokens // block_size
         # Choices share the full blocks of the prompt.
-        per_choice = -(-(len(request.token_ids) + predicted) // block_size) - prompt_blocks
+        per_choice = -(-(num_tokens + self._predicted_tokens(request)) // block_size) - prompt_blocks
+        need = Need(
+            num_tokens=num_tokens,
+            num_streams=num_streams,
+            num_blocks=prompt_blocks + per_choice * num_streams,
+            max_new_tokens=request.sampling.max_tokens - request.num_generated,
+        )
         root = root_hash(self._model, adapter=request.adapter, salt=request.salt)
-        hashes = block_hashes(root, request.token_ids, block_size=block_size)
-        return _Need(request, hashes, prompt_blocks + per_choice * len(request.choices))
+        return _Asked(request, need, block_hashes(root, request.token_ids, block_size=block_size))
 
     def _predicted_tokens(self, request: SequenceRequest) -> int:
         return self._answers.predict(max(1, request.sampling.max_tokens - request.num_generated))
@@ -263,21 +211,21 @@ class Dispatch:
     def _cost(self, request: SequenceRequest) -> float:
         return float(len(request.token_ids) + self._predicted_tokens(request) * len(request.choices))
 
-    def _has_room(self, prefill: str) -> bool:
-        replica = self._replicas.get(prefill)
-        assert replica
-        queued = max(replica.status.queued_tokens, replica.pending_tokens)
-        return prefill_has_room(queued_tokens=queued, tokens_per_s=replica.status.prefill_tokens_per_s)
+    def _loads(self, role: Role) -> list[ReplicaLoad]:
+        return [replica.load() for replica in self.replicas.usable(role)]
+
+    def _replica(self, name: str | None) -> Replica | None:
+        return self.replicas.get(name) if name else None
 
     def _check_length(self, request: SequenceRequest) -> None:
         """Raises ContextLengthExceeded where replicas are there, and none could ever hold the request."""
-        limit = max((replica.member.max_tokens for replica in self._replicas.usable(Role.DECODE)), default=None)
+        limit = max((replica.member.max_tokens for replica in self.replicas.usable(Role.DECODE)), default=None)
         if limit is not None and len(request.token_ids) >= limit:
             raise ContextLengthExceeded(
                 f"{len(request.token_ids)} tokens leave no room in the {limit} that a replica holds", param="prompt"
             )
 
 
-def _preferred(replicas: list[Replica], avoid: Iterable[str]) -> list[Replica]:
-    """Those that have not failed this request yet; all, if all have."""
-    return [replica for replica in replicas if replica.id not in avoid] or replicas
+def may_retry(error: ClusterError) -> bool:
+    """Whether another replica may succeed where this error came from one."""
+    return isinstance(error, ReplicaLost | CapacityError | TransferError) and not isinstance(error, LayoutMismatch)

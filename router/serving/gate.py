@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -26,6 +25,7 @@ class AdmissionGate(Generic[T]):
         """queue_s: how long a request may wait where nothing moves, and what a prediction is held against."""
         self._queue = AdmissionQueue(max_waiting=max_waiting)
         self._queue_s = queue_s
+        self._now = asyncio.get_running_loop().time
         self._num_passed = 0
         self._choosers: dict[Ticket, tuple[Callable[[], T | None], asyncio.Future[T]]] = {}
 
@@ -45,7 +45,7 @@ class AdmissionGate(Generic[T]):
         if not len(self._queue) and (taken := choose()) is not None:
             return taken
         limit_s = self._queue_s if within_s is None else min(within_s, self._queue_s)
-        self._queue.add(ticket, within_s=limit_s, now=time.monotonic())
+        self._queue.add(ticket, within_s=limit_s, now=self._now())
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._choosers[ticket] = (choose, future)
         try:
@@ -64,7 +64,7 @@ class AdmissionGate(Generic[T]):
             raise
         finally:
             del self._choosers[ticket]
-            self._queue.remove(ticket, now=time.monotonic())
+            self._queue.remove(ticket, now=self._now())
             self.wake()  # the next one may need less
 
     def wake(self) -> None:
@@ -75,10 +75,10 @@ class AdmissionGate(Generic[T]):
                 taken = choose()
             except ClusterError as error:
                 future.set_exception(error)
-                self._queue.remove(ticket, now=time.monotonic())
+                self._queue.remove(ticket, now=self._now())
                 continue
             if taken is None:
                 return
-            self._queue.pop(now=time.monotonic())
+            self._queue.pop(now=self._now())
             self._num_passed += 1
             future.set_result(taken)

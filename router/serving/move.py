@@ -11,21 +11,17 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any
-
-from grpc import aio
 
 from cluster.rpc import worker_pb2 as pb
-from cluster.rpc import worker_pb2_grpc as rpc
-from cluster.wire.channel import error_of
-from cluster.wire.messages import sequence_to_proto
-from cluster.words.errors import ReplicaLost
+from cluster.wire.messages import handoff_from_proto
+from cluster.words.errors import ClusterError, ReplicaLost
 from cluster.words.request import SampledToken, SequenceRequest
-from router.serving.replicas import Replica, TokenSink
+from router.serving.replica import Replica, TokenSink
+from router.serving.worker import WorkerCall
 
 logger = logging.getLogger(__name__)
 
-Lease = Any  # the Generate call, aio.UnaryStreamCall, which grpc does not type
+Lease = WorkerCall[pb.GenerateEvent]
 
 
 @dataclass(frozen=True)
@@ -39,11 +35,10 @@ class Place:
 class ChoiceMove:
     """One choice on its way from `source` to `target`. Leaves nothing behind on the target unless `run` succeeds."""
 
-    def __init__(self, source: Place, target: Place, *, router: str) -> None:
+    def __init__(self, source: Place, target: Place) -> None:
         self.lease: Lease | None = None  # on the target
         self._source = source
         self._target = target
-        self._router = router
         self._early: list[list[SampledToken] | ReplicaLost] = []  # of the target, before the source's last
         self._sink: TokenSink | None = None
 
@@ -52,24 +47,23 @@ class ChoiceMove:
 
         Afterwards its tokens come from the target: `follow` says where to.
         """
-        target = self._target.replica
+        source, target = self._source.replica, self._target.replica
         target.subscribe(self._target.stream, self._take)
         has_moved = False
         try:
-            self.lease = rpc.DecodeWorkerStub(target.channel).Generate(
-                pb.GenerateRequest(sequence=sequence_to_proto(request), router=self._router, continues=True)
-            )
+            self.lease = target.worker.generate(request, continues=True)
             async for event in self.lease:
                 if event.WhichOneof("event") == "reserved":
-                    reply = await self._migrate(event.reserved.handoff)
+                    handoff = handoff_from_proto(event.reserved.handoff)
+                    reply = await source.worker.migrate(self._source.stream, handoff)
                     has_moved = reply.moved
                     if not has_moved:
-                        logger.debug("request=%s stays on %s: %s", request.id, self._source.replica.id, reply.reason)
+                        logger.debug("request=%s stays on %s: %s", request.id, source.id, reply.reason)
                         return None
                     logger.info(
                         "request=%s moved from=%s to=%s tokens=%d bytes=%d pause_ms=%.1f",
                         request.id,
-                        self._source.replica.id,
+                        source.id,
                         target.id,
                         reply.num_tokens,
                         reply.wire_bytes,
@@ -77,8 +71,8 @@ class ChoiceMove:
                     )
                     return reply.num_tokens
             return None
-        except aio.AioRpcError as error:
-            logger.warning("request=%s cannot move: %s", request.id, error_of(error, peer=target.id))
+        except ClusterError as error:
+            logger.warning("request=%s cannot move: %s", request.id, error)
             return None
         finally:
             if not has_moved:
@@ -93,23 +87,8 @@ class ChoiceMove:
         for tokens in early:
             sink(tokens)
 
-    async def _migrate(self, handoff: pb.Handoff) -> pb.MigrateReply:
-        request = pb.MigrateRequest(router=self._router, stream=self._source.stream, handoff=handoff)
-        stub = rpc.DecodeWorkerStub(self._source.replica.channel)
-        reply: pb.MigrateReply = await stub.Migrate(request, timeout=handoff.ttl_s)
-        return reply
-
     def _take(self, tokens: list[SampledToken] | ReplicaLost) -> None:
         if self._sink:
             self._sink(tokens)
         else:
             self._early.append(tokens)
-
-
-async def hold(lease: Lease, *, peer: str) -> None:
-    """Keep a lease until it ends by itself. Raises ClusterError when its replica cannot go on."""
-    try:
-        async for _ in lease:
-            pass
-    except aio.AioRpcError as error:
-        raise error_of(error, peer=peer) from error

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from cluster.words.errors import ClusterError, ReplicaLost
 from cluster.words.request import SampledToken, SequenceRequest
-from router.generation import RequestRoute
+from router.serving.attempt_tasks import AttemptTasks
+from router.serving.booking import Booking
 from router.serving.choices import Choices
-from router.serving.move import ChoiceMove, Lease, Place, hold
-from router.serving.pair import Promise
-from router.serving.replicas import Replica
+from router.serving.dispatch import Dispatch
+from router.serving.move import ChoiceMove, Lease, Place
+from router.serving.replica import Replica
+from router.serving.request_state import RequestState
 
 _MOVE_AGAIN_S = 0.25
 
@@ -32,25 +32,24 @@ class Places:
 
     def __init__(
         self,
+        state: RequestState,
         request: SequenceRequest,
         choices: Choices,
-        promise: Promise | None,
+        tasks: AttemptTasks,
         *,
-        router: str,
-        route: RequestRoute,
-        next_place: Callable[[], Place | None],
-        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        room: Booking | None,
+        dispatch: Dispatch,
     ) -> None:
-        """spawn: makes a task whose failure ends the attempt."""
+        """request: what the attempt began with."""
+        self.num_given = len(request.token_ids)  # of the prompt, and of earlier attempts
+        self._num_before = len(request.token_ids) - len(state.request.token_ids)  # of each choice
+        self._state = state
         self._request = request
         self._choices = choices
-        self._router = router
-        self._route = route
-        self._promise = promise
-        self._next_place = next_place
-        self._spawn = spawn
+        self._tasks = tasks
+        self._room = room
+        self._dispatch = dispatch
         self._places: dict[int, Place] = {}
-        self._tasks: list[asyncio.Task[None]] = []
         self._one_at_a_time = asyncio.Lock()
 
     def begin(self, decode: Replica) -> None:
@@ -58,13 +57,10 @@ class Places:
         for i, choice in enumerate(self._request.choices):
             self._places[choice] = place = Place(decode, self._request.stream + i)
             decode.subscribe(place.stream, partial(self._take, choice))
-        self._start(self._leave_when_draining(decode))
+        self._tasks.start(self._leave_when_draining(decode))
 
-    async def close(self) -> None:
-        """Nothing comes any more: ends what is on its way, and the leases on replicas that choices have moved to."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+    def close(self) -> None:
+        """Nothing comes any more. The tasks have ended before."""
         for place in self._places.values():
             place.replica.unsubscribe(place.stream)
 
@@ -86,93 +82,89 @@ class Places:
         if choice is None:
             return None
         place = self._places[choice]
-        return Running(place.replica, self._so_far(choice, place.stream))
+        return Running(place.replica, self._state.continuation([choice], stream=place.stream))
 
     @property
     def prefill_replica(self) -> str:
         """Where the prompt was computed; "" on the decode replica itself, or not yet."""
-        return self._route.prefill_replica
-
-    @property
-    def num_given(self) -> int:
-        """Tokens that the attempt began with: of the prompt, and of earlier attempts."""
-        return len(self._request.token_ids)
+        return self._state.route.prefill_replica
 
     @property
     def num_blocks(self) -> int:
         """That the request is predicted to need."""
-        return self._promise.num_blocks if self._promise else 0
+        return self._room.num_blocks if self._room else 0
 
     def num_tokens(self) -> int:
         """What it was given, and what all choices have brought since."""
-        return self.num_given + sum(map(len, self._choices.emitted.values()))
+        choices = self._request.choices
+        return self.num_given + self._state.num_tokens(choices) - len(choices) * self._num_before
 
     def start_move(self, choice: int, target: Place) -> asyncio.Task[None]:
         """Take a choice that has begun to another replica, if it can be done before the attempt ends."""
-        return self._start(self._move(choice, target))
+        return self._tasks.start(self._move(choice, target))
 
     def _only_choice(self) -> int | None:
-        movable = [choice for choice in self._choices.unfinished if self._choices.emitted[choice]]
+        movable = [choice for choice in self._choices.unfinished if self._has_begun(choice)]
         return movable[0] if len(self._places) == 1 and movable else None
 
-    def _movable(self, replica: Replica) -> list[int]:
-        return [choice for choice in self.on(replica) if self._choices.emitted[choice]]
+    def _has_begun(self, choice: int) -> bool:
+        return len(self._state.tokens[choice]) > self._num_before
 
     async def _leave_when_draining(self, decode: Replica) -> None:
         """Take every choice away from a replica that drains, one after the other, as long as some are left there."""
         await decode.is_draining.wait()
         while self.on(decode):
-            for choice in self._movable(decode):
-                if place := self._next_place():
+            for choice in filter(self._has_begun, self.on(decode)):
+                if place := self._dispatch.another_place(self._request):
                     await self._move(choice, place)
             await asyncio.sleep(_MOVE_AGAIN_S)
 
     async def _move(self, choice: int, target: Place) -> None:
         async with self._one_at_a_time:
-            if choice not in self._choices.unfinished:
+            if choice not in self._state.unfinished:
                 return
             source = self._places[choice]
-            move = ChoiceMove(source, target, router=self._router)
-            num_tokens = await move.run(self._so_far(choice, target.stream))
+            move = ChoiceMove(source, target)
+            num_tokens = await move.run(self._state.continuation([choice], stream=target.stream))
             if num_tokens is None:
                 return
             assert move.lease
-            self._keep(move.lease, target.replica)
+            holding = self._hold(move.lease, target.replica)
             try:
-                await self._choices.wait_for(choice, num_tokens - self.num_given)
+                await self._choices.wait_for(choice, num_tokens - len(self._state.request.token_ids))
             except asyncio.CancelledError:
                 target.replica.unsubscribe(target.stream)
                 raise
             source.replica.unsubscribe(source.stream)
             self._places[choice] = target
-            if self._promise and len(self._places) == 1:
-                self._promise.move(target.replica)
-            self._route.decode_replica = target.replica.id
-            self._route.moves += 1
+            if choice not in self._state.unfinished:  # it was stopped on its way, where it is no more
+                holding.cancel()
+                return
+            if self._room and len(self._places) == 1:
+                self._room.move(target.replica)
+            self._state.route.decode_replica = target.replica.id
+            self._state.route.moves += 1
             move.follow(partial(self._take, choice))
-            self._start(self._leave_when_draining(target.replica))
+            self._tasks.start(self._leave_when_draining(target.replica))
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = self._spawn(work)
-        self._tasks.append(task)
-        return task
+    def _hold(self, lease: Lease, replica: Replica) -> asyncio.Task[None]:
+        """Keep the lease until it ends by itself, or the attempt ends."""
+        booking = Booking(replica, num_requests=1)
 
-    def _so_far(self, choice: int, stream: int) -> SequenceRequest:
-        token_ids = self._request.token_ids + tuple(self._choices.emitted[choice])
-        return replace(self._request, token_ids=token_ids, choices=(choice,), stream=stream)
+        def release(_: asyncio.Task[None]) -> None:  # also when it is cancelled before it has begun
+            booking.end()
+            lease.cancel()
 
-    def _keep(self, lease: Lease, replica: Replica) -> None:
-        held = self._start(self._hold(lease, replica))
-        held.add_done_callback(lambda _: lease.cancel())  # also when it is cancelled before it has begun
+        holding = self._tasks.start(self._until_it_ends(lease))
+        holding.add_done_callback(release)
+        return holding
 
-    async def _hold(self, lease: Lease, replica: Replica) -> None:
-        replica.num_requests += 1
+    async def _until_it_ends(self, lease: Lease) -> None:
         try:
-            await hold(lease, peer=replica.id)
+            async for _ in lease:
+                pass
         except ClusterError as error:
             self._choices.fail(error)
-        finally:
-            replica.num_requests -= 1
 
     def _take(self, choice: int, tokens: list[SampledToken] | ReplicaLost) -> None:
         if isinstance(tokens, ReplicaLost):

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from cluster.words.request import Role
+from router.routing.room import decode_has_room
 from router.serving.move import Place
 from router.serving.places import Places
-from router.serving.replica_view import has_room, num_streams
-from router.serving.replicas import Replica, Replicas
+from router.serving.replica import Replica
+from router.serving.replicas import Replicas
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +47,9 @@ def next_move(crowds: Sequence[Crowd]) -> tuple[str, str] | None:
 class Rebalancer:
     """Moves the requests of one router, one at a time. Others may do the same: the gap leaves room for that."""
 
-    def __init__(self, replicas: Replicas, *, running: Collection[Places], new_stream: Callable[[], int]) -> None:
+    def __init__(self, replicas: Replicas, *, running: Collection[Places]) -> None:
         self._replicas = replicas
         self._running = running
-        self._new_stream = new_stream
 
     async def run_forever(self) -> None:
         while True:
@@ -59,7 +59,7 @@ class Rebalancer:
 
     def _start(self) -> asyncio.Task[None] | None:
         decodes = {replica.id: replica for replica in self._replicas.usable(Role.DECODE)}
-        found = next_move([Crowd(replica.id, num_streams(replica)) for replica in decodes.values()])
+        found = next_move([Crowd(replica.id, replica.load().num_streams) for replica in decodes.values()])
         if not found:
             return None
         source, target = (decodes[name] for name in found)
@@ -69,7 +69,9 @@ class Rebalancer:
         places = min(movable, key=lambda places: places.num_given)  # the least to ship
         choice = places.only_on(source)
         assert choice is not None
-        return places.start_move(choice, Place(target, self._new_stream()))
+        return places.start_move(choice, Place(target, self._replicas.new_streams(1)))
 
     def _may_move(self, places: Places, source: Replica, target: Replica) -> bool:
-        return places.only_on(source) is not None and has_room(target, num_blocks=places.num_blocks, num_streams=1)
+        return places.only_on(source) is not None and decode_has_room(
+            target.load(), num_blocks=places.num_blocks, num_streams=1
+        )

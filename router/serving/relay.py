@@ -9,19 +9,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import time
 from collections.abc import AsyncIterator
-from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from cluster.words.errors import ClusterError, DeadlineExceeded
-from cluster.words.request import SampledToken, SequenceRequest
-from router.generation import ChoiceToken, Generation, RequestRoute
+from cluster.words.errors import ClusterError
+from cluster.words.request import SequenceRequest
+from router.generation import ChoiceToken, Generation
 from router.serving.attempt import Attempt
+from router.serving.dispatch import Dispatch
 from router.serving.pair import Pair
-
-if TYPE_CHECKING:
-    from router.serving.dispatch import Dispatch
+from router.serving.places import Places
+from router.serving.request_state import RequestState
 
 logger = logging.getLogger(__name__)
 
@@ -35,16 +32,13 @@ _BACKOFF_S, _MAX_BACKOFF_S = 0.01, 1.0
 class Relay:
     """Implements router.generation.Generation: a task that serves the request, and the tokens that it has brought."""
 
-    def __init__(self, dispatch: Dispatch, request: SequenceRequest) -> None:
-        self.route = RequestRoute()
+    def __init__(self, request: SequenceRequest, dispatch: Dispatch, running: set[Places]) -> None:
+        """running: the attempts of all requests that are under way."""
+        self._state = RequestState(request)
+        self.route = self._state.route
         self._dispatch = dispatch
-        self._request = request
-        self._started_at = time.monotonic()
-        self._tokens: dict[int, list[int]] = {choice: [] for choice in request.choices}
-        self._unfinished = set(request.choices)
-        self._lost_at: dict[int, float] = {}  # choices that have tokens, and wait for the first of another attempt
+        self._running = running
         self._attempts: dict[int, Attempt] = {}  # of each choice, the one that serves it now
-        self._outbox: asyncio.Queue[ChoiceToken | ClusterError | None] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Generation:
@@ -57,40 +51,29 @@ class Relay:
         await asyncio.gather(self._task, return_exceptions=True)
 
     async def __aiter__(self) -> AsyncIterator[ChoiceToken]:
-        while (item := await self._outbox.get()) is not None:
+        while (item := await self._state.outbox.get()) is not None:
             if isinstance(item, ClusterError):
                 raise item
             yield item
 
     async def stop(self, choice: int) -> None:
-        self._unfinished.discard(choice)
+        self._state.unfinished.discard(choice)
         if attempt := self._attempts.get(choice):
             await attempt.stop(choice)
 
-    @property
-    def _remaining_s(self) -> float | None:
-        """Until the request's deadline; None where it has none. Raises DeadlineExceeded when that has passed."""
-        if self._request.deadline_s is None:
-            return None
-        remaining_s = self._request.deadline_s - (time.monotonic() - self._started_at)
-        if remaining_s <= 0:
-            raise DeadlineExceeded(f"request {self._request.id}: not finished within {self._request.deadline_s:g} s")
-        return remaining_s
-
     async def _run(self) -> None:
+        state = self._state
         try:
-            request = self._continuation(self._request.choices)
-            pair = await self._dispatch.admit(request)
-            self._dispatch.admitted(time.monotonic() - self._started_at)
-            await self._serve(self._request.choices, pair)
-            self._dispatch.finished([len(tokens) for tokens in self._tokens.values()])
+            pair = await self._dispatch.admit(state.request)
+            await self._serve(state.request.choices, pair)
+            self._dispatch.finished([len(tokens) for tokens in state.tokens.values()])
         except* ClusterError as errors:
-            self._outbox.put_nowait(_first(errors))
+            state.outbox.put_nowait(_first(errors))
         except* Exception as errors:  # the edge of this task: no answer must look like an empty one
-            logger.exception("request=%s failed", self._request.id)
-            self._outbox.put_nowait(ClusterError(f"internal error: {errors.exceptions[0]!r}"))
+            logger.exception("request=%s failed", state.request.id)
+            state.outbox.put_nowait(ClusterError(f"internal error: {errors.exceptions[0]!r}"))
         finally:
-            self._outbox.put_nowait(None)
+            state.outbox.put_nowait(None)
 
     async def _serve(
         self, choices: tuple[int, ...], pair: Pair | None = None, *, avoid: frozenset[str] = frozenset()
@@ -99,103 +82,61 @@ class Relay:
 
         `pair`: for the first attempt, where it is chosen already.
         """
-        used = set(avoid)
+        state = self._state
+        failed = set(avoid)
         fruitless = 0
         for attempt in itertools.count(1):
-            num_tokens = self._num_tokens(choices)
+            num_tokens = state.num_tokens(choices)
             try:
-                return await self._attempt(choices, pair, avoid=used)
+                return await self._attempt(choices, pair, failed=failed)
             except ClusterError as error:
-                fruitless = 0 if self._num_tokens(choices) >= num_tokens + _PROGRESS else fruitless + 1
-                if fruitless == _MAX_FRUITLESS or not self._dispatch.may_try_again(error, used):
+                fruitless = 0 if state.num_tokens(choices) >= num_tokens + _PROGRESS else fruitless + 1
+                if fruitless == _MAX_FRUITLESS or not self._dispatch.may_try_again(error, failed):
                     raise
-                logger.warning("request=%s goes on elsewhere: %s", self._request.id, error)
+                logger.warning("request=%s goes on elsewhere: %s", state.request.id, error)
             pair = None
-            choices = tuple(choice for choice in choices if choice in self._unfinished)
-            self._lost_at = {c: time.monotonic() for c in choices if self._tokens[c]} | self._lost_at
-            if len(choices) > 1 and self._num_tokens(choices):
+            choices = self._unfinished(choices)
+            state.lost(choices)
+            if len(choices) > 1 and state.num_tokens(choices):
                 async with asyncio.TaskGroup() as group:
                     for choice in choices:
-                        group.create_task(self._serve((choice,), avoid=frozenset(used)))
+                        group.create_task(self._serve((choice,), avoid=frozenset(failed)))
                 return
             if not choices:
                 return
             await asyncio.sleep(min(_MAX_BACKOFF_S, _BACKOFF_S * 2 ** min(attempt, 10)))
 
-    async def _attempt(self, choices: tuple[int, ...], pair: Pair | None, *, avoid: set[str]) -> None:
-        """One try. Adds to `avoid` the replicas on which it may have failed, if it fails."""
-        self.route.attempts += 1
-        self.route.migrations += self._num_tokens(choices) > 0
-        request = self._continuation(choices)
+    async def _attempt(self, choices: tuple[int, ...], pair: Pair | None, *, failed: set[str]) -> None:
+        """One try. Adds to `failed` the replicas on which it may have failed, if it fails."""
+        state, dispatch = self._state, self._dispatch
+        state.route.attempts += 1
+        state.route.migrations += state.num_tokens(choices) > 0
         try:
-            pair = pair or await self._dispatch.choose(request, avoid=avoid)
-            await self._try(request, pair, avoid=avoid)
+            state.check_deadline()
+            pair = pair or await dispatch.choose(state.continuation(choices), avoid=failed)
+            if choices := self._unfinished(choices):  # some may have been stopped meanwhile
+                with dispatch.expected(pair):
+                    await self._try(choices, pair, failed=failed)
         finally:
             if pair:
-                self._dispatch.give_back(pair)
+                dispatch.give_back(pair)
 
-    async def _try(self, request: SequenceRequest, pair: Pair, *, avoid: set[str]) -> None:
-        used = {replica.id for replica in (pair.prefill, pair.decode) if replica}
-
-        def next_prefill() -> Pair | None:
-            other = self._dispatch.next_prefill(request, pair.decode, avoid=avoid | used)
-            used.update([other.prefill.id] if other and other.prefill else [])
-            return other
-
-        attempt = Attempt(
-            request,
-            pair,
-            router=self._dispatch.router,
-            route=self.route,
-            emit=self._emit,
-            next_prefill=next_prefill,
-            next_place=lambda: self._dispatch.next_place(request),
-        )
-        self._attempts |= dict.fromkeys(request.choices, attempt)
-        settle = self._dispatch.expect(pair)
+    async def _try(self, choices: tuple[int, ...], pair: Pair, *, failed: set[str]) -> None:
+        stream = self._dispatch.replicas.new_streams(len(choices))
+        request = self._state.continuation(choices, stream=stream)
+        attempt = Attempt(self._state, request, pair, dispatch=self._dispatch, avoid=failed)
+        self._attempts |= dict.fromkeys(choices, attempt)
+        self._running.add(attempt.places)  # it may be moved to a replica that has less to do, and is copied
         try:
-            with self._dispatch.running(attempt.places):
-                await attempt.run()
+            await attempt.run()
         except ClusterError:
-            avoid |= used - attempt.blameless
+            failed |= attempt.blamed
             raise
         finally:
-            settle()
+            self._running.discard(attempt.places)
 
-    def _continuation(self, choices: tuple[int, ...]) -> SequenceRequest:
-        """What is still to be done for these choices, which have equally many tokens: one choice, or none yet."""
-        return replace(
-            self._request,
-            token_ids=self._request.token_ids + tuple(self._tokens[choices[0]]),
-            choices=choices,
-            stream=self._dispatch.new_streams(len(choices)),
-            deadline_s=self._remaining_s,
-        )
-
-    def _num_tokens(self, choices: tuple[int, ...]) -> int:
-        return sum(len(self._tokens[choice]) for choice in choices)
-
-    def _emit(self, choice: int, token: SampledToken) -> None:
-        if (lost_at := self._lost_at.pop(choice, None)) is not None:
-            self._log_pause(choice, time.monotonic() - lost_at)
-        self._tokens[choice].append(token.token_id)
-        if token.finish_reason:
-            self._unfinished.discard(choice)
-        self._outbox.put_nowait(ChoiceToken(choice, token))
-
-    def _log_pause(self, choice: int, pause_s: float) -> None:
-        logger.info(
-            "request=%s choice=%d went on pause_ms=%.0f prefill=%s decode=%s tokens=%d cached=%d pulled=%d attempts=%d",
-            self._request.id,
-            choice,
-            pause_s * 1e3,
-            self.route.prefill_replica,
-            self.route.decode_replica,
-            len(self._request.token_ids) + len(self._tokens[choice]),
-            self.route.cached_tokens,
-            self.route.pulled_tokens,
-            self.route.attempts,
-        )
+    def _unfinished(self, choices: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(choice for choice in choices if choice in self._state.unfinished)
 
 
 def _first(errors: BaseExceptionGroup[ClusterError]) -> ClusterError:

@@ -24,7 +24,7 @@ GREEDY_BELOW = 1e-5  # a temperature so small is greedy; dividing by it would ov
 _SEED_BITS = (1 << 63) - 1
 
 # field: (lowest, highest, whether the lowest itself is allowed). The wire is float32, so there is always a highest.
-_RANGES: Mapping[str, tuple[float, float, bool]] = {
+RANGES: Mapping[str, tuple[float, float, bool]] = {
     "temperature": (0, 100, True),
     "top_p": (0, 1, False),
     "min_p": (0, 1, True),
@@ -91,7 +91,7 @@ def check(request: CompletionRequest, model: ModelCard) -> None:
         raise RequestError("request_id: must be 1 to 128 visible ASCII characters", param="request_id")
     if request.model not in ("", model.id):
         raise UnknownModel(f"model {request.model!r} is not served here; {model.id!r} is", param="model")
-    for name, (lowest, highest, is_lowest_allowed) in _RANGES.items():
+    for name, (lowest, highest, is_lowest_allowed) in RANGES.items():
         value = getattr(request, name)
         if value is None:
             continue

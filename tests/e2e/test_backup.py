@@ -41,7 +41,7 @@ async def test_the_next_turn_finds_the_answer_where_its_prompt_was_computed(
     model_dir, prompt = checkpoint("llama"), prompts(40)[0]
     expected = [token.token_id for token in reference(model_dir, [prompt], sampling)[0]]
     async with local_cluster(model_dir, redis_url, policy=CostPolicy(pulls=False), **_TREE) as cluster:
-        async with beside(cluster.dispatch.back_up_forever(every=_EVERY)):
+        async with beside(cluster.core.back_up_forever(every=_EVERY)):
             answer = await cluster.generate(prompt, sampling)
         assert answer.ids == expected
         await cluster.idle()
@@ -62,7 +62,7 @@ async def test_who_goes_on_for_a_lost_replica_computes_the_last_tokens_only(
     expected = [token.token_id for token in reference(model_dir, [prompt], _GREEDY)[0]]
     tree = _TREE | {"prefill": {**_TREE["prefill"], "replicas": 2}}  # one of them has the prompt, and keeps the copy
     async with local_cluster(model_dir, redis_url, processes=True, policy=CostPolicy(pulls=False), **tree) as cluster:
-        async with beside(cluster.dispatch.back_up_forever(every=_EVERY)):
+        async with beside(cluster.core.back_up_forever(every=_EVERY)):
             running = asyncio.create_task(cluster.generate(prompt, _GREEDY))
             hashes = block_hashes(root_hash(cluster.model), [*prompt, *expected], block_size=_BLOCK)
             index, enough = cluster.replicas.index, (len(prompt) + _EVERY) // _BLOCK

@@ -34,7 +34,7 @@ async def _ask(cluster: LocalCluster, number: int, prompt: list[int], *, num_tok
         sampling=Sampling(max_tokens=200, temperature=1.0, seed=number),
         choices=(0, 1) if number % 5 == 0 else (0,),
     )
-    async with cluster.dispatch.start(request) as generation:
+    async with cluster.core.start(request) as generation:
         async for _ in generation:
             num_tokens -= 1
             if not num_tokens:

@@ -128,7 +128,7 @@ async def test_preemption_changes_no_token(checkpoint: Checkpoint, reference: Re
     bytes_per_block = 3 * 2 * 2 * 16 * 4 * 16  # layers, k and v, kv heads, head_dim, float32, block
     gib = 20.5 * bytes_per_block / 2**30
     async with local_cluster(model_dir, redis_url, **_tree(kv_memory_gib=gib)) as cluster:
-        cluster.dispatch.finished([1] * 200)  # so short have answers been until now
+        cluster.core.dispatch.finished([1] * 200)  # so short have answers been until now
         answers = await asyncio.gather(*(cluster.generate(p, sampling, id=str(i)) for i, p in enumerate(asked)))
         assert [answer.ids for answer in answers] == expected
         decode = next(replica for replica in cluster.replicas if replica.id.startswith("decode"))

@@ -155,7 +155,7 @@ async def test_choices_that_have_ended_stay_ended(checkpoint: Checkpoint, refere
     async with local_cluster(model_dir, redis_url, processes=True, **_tree(1, 0)) as cluster:
         await cluster.add(Role.DECODE, _DECODE_EVENTS["it streams"])
         await cluster.add(Role.DECODE)
-        async with asyncio.timeout(30), cluster.dispatch.start(request) as generation:
+        async with asyncio.timeout(30), cluster.core.start(request) as generation:
             async for item in generation:
                 tokens[item.choice].append(item.token.token_id)
                 if item.choice == 2 and len(tokens[2]) == 3:

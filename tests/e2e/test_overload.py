@@ -35,7 +35,7 @@ async def _ask(cluster: LocalCluster, number: int, *, done: list[int] | None = N
         id=str(number), token_ids=tuple(prompt), num_prompt_tokens=len(prompt), sampling=_GREEDY, **fields
     )
     count = 0
-    async with cluster.dispatch.start(request) as generation:
+    async with cluster.core.start(request) as generation:
         async for _ in generation:
             count += 1
     if done is not None:

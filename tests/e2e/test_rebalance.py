@@ -50,7 +50,7 @@ async def test_a_crowd_spreads_and_no_token_changes(
     model_dir, asked = checkpoint("llama"), prompts(*range(20, 28))
     expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, asked, sampling)]
     async with local_cluster(model_dir, redis_url, policy=Crowding(), **_TREE) as cluster:
-        async with beside(cluster.dispatch.rebalance_forever()):
+        async with beside(cluster.core.rebalance_forever()):
             answers = await asyncio.gather(
                 *(cluster.generate(prompt, sampling, id=str(i)) for i, prompt in enumerate(asked))
             )
@@ -68,7 +68,7 @@ async def test_what_has_moved_moves_on_when_its_new_place_drains(
     model_dir, asked = checkpoint("llama"), prompts(*range(20, 28))
     expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, asked, _GREEDY)]
     async with local_cluster(model_dir, redis_url, policy=Crowding(), **_TREE) as cluster:
-        async with beside(cluster.dispatch.rebalance_forever()):
+        async with beside(cluster.core.rebalance_forever()):
             running = [
                 asyncio.create_task(cluster.generate(prompt, _GREEDY, id=str(i))) for i, prompt in enumerate(asked)
             ]

@@ -17,7 +17,7 @@ from cluster.words.hashing import block_hashes, root_hash
 from cluster.words.request import Role, Sampling
 from engine.tiers.disk_store import DiskStore
 from router.routing.policy import CandidateReplica, Option, RoutingRequest
-from router.serving.replicas import Replica
+from router.serving.replica import Replica
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
 from tests.local_cluster import LocalCluster, LocalReplica, local_cluster

@@ -7,23 +7,31 @@ import itertools
 import pytest
 
 from cluster.words.errors import ReplicaLost, TransferError
-from cluster.words.request import FinishReason, SampledToken
+from cluster.words.request import FinishReason, SampledToken, SequenceRequest
+from router.generation import ChoiceToken
 from router.serving.choices import Choices
+from router.serving.request_state import RequestState
 
 
 def _token(id: int, *, is_last: bool = False) -> SampledToken:
     return SampledToken(token_id=id, finish_reason=FinishReason.LENGTH if is_last else None)
 
 
-def _choices(number: int = 1, *, has_prefill: bool = True) -> tuple[Choices, list[tuple[int, int]]]:
-    emitted: list[tuple[int, int]] = []
-    choices = Choices(range(number), lambda i, token: emitted.append((i, token.token_id)), has_prefill=has_prefill)
-    return choices, emitted
+def _choices(number: int = 1, *, has_prefill: bool = True) -> tuple[Choices, RequestState]:
+    request = SequenceRequest(id="r", token_ids=(1,), num_prompt_tokens=1, choices=tuple(range(number)))
+    state = RequestState(request)
+    return Choices(state, request.choices, has_prefill=has_prefill), state
+
+
+def _emitted(state: RequestState) -> list[tuple[int, int]]:
+    """What has gone to the client, in order."""
+    items = [state.outbox.get_nowait() for _ in range(state.outbox.qsize())]
+    return [(item.choice, item.token.token_id) for item in items if isinstance(item, ChoiceToken)]
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(["first", "started", "decoded"])))
 async def test_in_whatever_order_the_two_replicas_are_heard(order: tuple[str, ...]) -> None:
-    choices, emitted = _choices(2)
+    choices, state = _choices(2)
     for event in order:
         if event == "first":
             choices.first([_token(10), _token(20)], epoch=3)
@@ -33,36 +41,37 @@ async def test_in_whatever_order_the_two_replicas_are_heard(order: tuple[str, ..
             choices.decoded(0, [_token(11), _token(12, is_last=True)])
             choices.decoded(1, [_token(21, is_last=True)])
     await choices.wait()
+    emitted = _emitted(state)
     assert emitted[:2] == [(0, 10), (1, 20)], "a first token waits for nobody but its own replica"
     assert [id for choice, id in emitted if choice == 0] == [10, 11, 12]
     assert [id for choice, id in emitted if choice == 1] == [20, 21]
 
 
 async def test_what_follows_the_first_tokens_of_another_life_is_never_told() -> None:
-    choices, emitted = _choices()
+    choices, state = _choices()
     choices.started(epoch=0)  # by a prefill replica that was given up, whose KV had landed
     choices.decoded(0, [_token(98), _token(99, is_last=True)])
     choices.first([_token(10)], epoch=1)
     with pytest.raises(TransferError, match=r"epoch 0, .* of 1"):
         await choices.wait()
-    assert emitted == [(0, 10)]
+    assert _emitted(state) == [(0, 10)]
 
 
 async def test_without_a_prefill_replica_nothing_is_kept_back() -> None:
-    choices, emitted = _choices(has_prefill=False)
+    choices, state = _choices(has_prefill=False)
     choices.decoded(0, [_token(10, is_last=True)])
     await choices.wait()
-    assert emitted == [(0, 10)]
+    assert _emitted(state) == [(0, 10)]
 
 
 async def test_a_choice_that_needs_no_more_gets_no_more() -> None:
-    choices, emitted = _choices(2, has_prefill=False)
+    choices, state = _choices(2, has_prefill=False)
     choices.decoded(0, [_token(10)])
     choices.finish(0)
     choices.decoded(0, [_token(11)])
     choices.decoded(1, [_token(20, is_last=True)])
     await choices.wait()
-    assert emitted == [(0, 10), (1, 20)]
+    assert _emitted(state) == [(0, 10), (1, 20)]
     await choices.wait_for(0, 5)  # it has finished: there is nothing to wait for
 
 

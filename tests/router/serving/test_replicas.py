@@ -15,8 +15,11 @@ from cluster.process.ports import free_port
 from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
 from cluster.words.errors import ReplicaLost
-from cluster.words.request import Role
-from router.serving.replicas import Replica, Replicas
+from cluster.words.request import Role, SequenceRequest
+from router.serving.discovery import Discovery
+from router.serving.grpc_worker import GrpcWorker
+from router.serving.replica import Replica
+from router.serving.replicas import Replicas
 
 _NAME = "here"
 
@@ -41,7 +44,7 @@ async def _until_alive(replicas: Replicas, *, alive: bool) -> None:
 
 
 async def _call(replica: Replica) -> None:
-    async for _ in rpc.PrefillWorkerStub(replica.channel).Prefill(pb.PrefillRequest()):
+    async for _ in replica.worker.prefill(SequenceRequest(id="r", token_ids=(1,), num_prompt_tokens=1)):
         pass
 
 
@@ -62,8 +65,9 @@ async def test_who_still_calls_a_replica_that_has_left_loses_it_like_any_other(r
     await redis.flushall()
     membership = Membership(redis, name=_NAME)
     await membership.renew(member)
-    replicas = Replicas(connect_redis(redis_url), name=_NAME, router="router-0")
-    replicas.start()
+    replicas = Replicas(lambda member: GrpcWorker(member.replica, member.address, router="router-0"))
+    discovery = Discovery(connect_redis(redis_url), replicas, name=_NAME)
+    discovery.start()
     try:
         await _until_alive(replicas, alive=True)
         replica = replicas.get("prefill-0")
@@ -77,8 +81,6 @@ async def test_who_still_calls_a_replica_that_has_left_loses_it_like_any_other(r
             while replicas.get("prefill-0"):
                 await asyncio.sleep(0.01)
         assert [type(loss) for loss in heard][-1:] == [ReplicaLost]
-        with pytest.raises(aio.AioRpcError):
-            await _call(replica)
         with pytest.raises(ReplicaLost):
             await replica.unless_lost(_call(replica))
 
@@ -87,9 +89,10 @@ async def test_who_still_calls_a_replica_that_has_left_loses_it_like_any_other(r
         await _until_alive(replicas, alive=True)
         back = replicas.get("prefill-0")
         assert back
-        with pytest.raises(aio.AioRpcError, match="Method not found"):
+        with pytest.raises(ReplicaLost, match="Method not found"):
             await back.unless_lost(_call(back))
     finally:
+        await discovery.close()
         await replicas.close()
         await redis.aclose()
         await worker.stop(None)

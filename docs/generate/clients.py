@@ -1,0 +1,110 @@
+"""What the doors take and what they answer, for docs/CLIENTS.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import AfterValidator
+from pydantic.fields import FieldInfo
+
+from cluster.words import errors as tree
+from cluster.words.errors import ClusterError, outcome_of
+from docs.generate.table import table
+from router.doors.openai_types import MAX_PROMPTS_TIMES_N, ChatBody, ChatMessage, Only, TextBody
+from router.text import completion_request as rules
+
+_NOT_FOR_CLIENTS = (tree.SpecError, tree.DeployError)
+_LIMITS = {
+    "stop": f"{rules.MAX_STOPS} strings of 1 to {rules.MAX_STOP_CHARS:,} characters",
+    "stop_token_ids": f"{rules.MAX_STOP_TOKENS:,}",
+    "cache_salt": f"{rules.MAX_SALT_CHARS:,} characters",
+    "prompt": f"prompts times `n`: {MAX_PROMPTS_TIMES_N:,}",
+    "top_logprobs": f"0 to {rules.MAX_LOGPROBS}",
+}
+_ORDER = ("yes", "only", "ignored", "refused")
+_OF = ("text:", "chat:")
+_SAME_AS = {"max_completion_tokens": "max_tokens"}
+
+
+def errors() -> str:
+    """The table from error to gRPC status and HTTP status."""
+    rows = []
+    for kind in _kinds(ClusterError):
+        outcome = outcome_of(kind(""))
+        meaning = (kind.__doc__ or "").strip().splitlines()[0]
+        rows.append((f"`{kind.__name__}`", meaning, outcome.grpc, str(outcome.http), outcome.type, f"`{outcome.code}`"))
+    return table(("error", "meaning", "gRPC status", "HTTP", "`type`", "`code`"), rows)
+
+
+def fields() -> str:
+    """What the bodies of both OpenAI endpoints take."""
+    bodies = (TextBody.model_fields, ChatBody.model_fields)
+    rows = []
+    for name in dict.fromkeys(name for body in bodies for name in body):
+        supports = [_support(name, body[name]) if name in body else ("refused", "", "") for body in bodies]
+        taken = [support[0] for support in supports]
+        told = list(
+            dict.fromkeys(support[1:] for name_, support in zip(bodies, supports, strict=True) if any(support[1:]))
+        )
+        if len(told) == 2:
+            bounds, notes = (
+                "; ".join(f"{of} {text}" for of, text in zip(_OF, texts, strict=True) if text)
+                for texts in zip(*told, strict=True)
+            )
+        else:
+            bounds, notes = told[0] if told else ("", "")
+        rows.append((f"`{name}`", *taken, bounds, notes))
+    rows.sort(key=lambda row: min(_ORDER.index(taken.split()[0]) for taken in row[1:3]))
+    return table(("field", "`/v1/completions`", "`/v1/chat/completions`", "bounds", "notes"), rows)
+
+
+def messages() -> str:
+    rows = [(f"`{name}`", *_support(name, field)) for name, field in ChatMessage.model_fields.items()]
+    return table(("field of a message", "taken", "bounds", "notes"), rows)
+
+
+def limits() -> str:
+    return (
+        f"One request has at most {rules.MAX_REQUEST_BYTES // 2**20} MiB at either door, a request id 1 to 128 visible "
+        f"ASCII characters. A temperature below {rules.GREEDY_BELOW:g} counts as 0."
+    )
+
+
+def _kinds(kind: type[ClusterError]) -> Iterator[type[ClusterError]]:
+    """The errors that a client can meet, as the tree has them."""
+    for below in kind.__subclasses__():
+        if below.__module__ == tree.__name__ and below not in _NOT_FOR_CLIENTS:
+            yield below
+            yield from _kinds(below)
+
+
+def _support(name: str, field: FieldInfo) -> tuple[str, str, str]:
+    if rule := next(
+        (m.func for m in field.metadata if isinstance(m, AfterValidator) and isinstance(m.func, Only)), None
+    ):
+        if rule.neutral == ([], {}):
+            return "refused", "", ""
+        return f"only {' or '.join(f'`{json.dumps(value)}`' for value in rule.neutral)}", "", field.description or ""
+    if field.annotation is Any and not field.metadata:
+        return "ignored", "", ""
+    required = "required. " if field.is_required() else ""
+    return "yes", _bounds(_SAME_AS.get(name, name), field), required + (field.description or "")
+
+
+def _bounds(name: str, field: FieldInfo) -> str:
+    if name in _LIMITS:
+        return _LIMITS[name]
+    if name not in rules.RANGES or "bool" in str(field.annotation):
+        return ""
+    low, high, takes_low = rules.RANGES[name]
+    return f"{_number(low)} to {_number(high)}" if takes_low else f"above {_number(low)}, to {_number(high)}"
+
+
+def _number(value: float) -> str:
+    for power in (31, 63, 64):
+        for base in (2**power, 2**power - 1):
+            if abs(value) == base:
+                return f"{'-' if value < 0 else ''}2^{power}{' - 1' if base % 2 else ''}"
+    return f"{value:g}"

@@ -1,0 +1,92 @@
+"""Every key of a spec, for docs/SPEC.md."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from cluster.words.spec import Spec
+from docs.generate.table import table
+
+_HEADING = ("key", "default", "type", "unit", "meaning")
+_POOLS = ("prefill", "decode")
+
+
+def sections() -> str:
+    """One table per section, in the order of the spec."""
+    schema = Spec.model_json_schema()
+    of_section = {key: _section(schema, field) for key, field in schema["properties"].items()}
+    plain = {key: field for key, field in schema["properties"].items() if of_section[key] is None}
+    parts = ["## The whole\n\n" + _table("", plain, schema)]
+    for key, section in of_section.items():
+        if section is None or key == _POOLS[1]:
+            continue
+        if key == _POOLS[0]:
+            parts.append(_pools(section, of_section[_POOLS[1]] or {}, schema))
+        else:
+            parts.append(f"## `{key}`\n\n{section['description']}\n\n{_table(key, section['properties'], schema)}")
+    return "\n\n".join(parts)
+
+
+def _pools(prefill: dict[str, Any], decode: dict[str, Any], schema: dict[str, Any]) -> str:
+    shared = {key: field for key, field in decode["properties"].items() if key in prefill["properties"]}
+    for key, field in prefill["properties"].items():
+        if field.get("default") != shared[key].get("default"):
+            shared[key] = shared[key] | {"default_of": {"prefill": field["default"], "decode": shared[key]["default"]}}
+    only = {key: field for key, field in decode["properties"].items() if key not in shared}
+    return (
+        "## `prefill` and `decode`\n\nThe replicas of one role. Both have the same keys, here without that prefix: "
+        f"`prefill.replicas`, `decode.replicas`.\n\n{_table('', shared, schema)}\n\n"
+        f"Only `decode` has:\n\n{_table('decode', only, schema)}"
+    )
+
+
+def _table(prefix: str, fields: dict[str, Any], schema: dict[str, Any]) -> str:
+    return table(_HEADING, [row for key, field in fields.items() for row in _rows(prefix, key, field, schema)])
+
+
+def _rows(prefix: str, key: str, field: dict[str, Any], schema: dict[str, Any]) -> list[tuple[str, ...]]:
+    path = f"{prefix}.{key}" if prefix else key
+    if section := _section(schema, field):
+        return [row for name, inner in section["properties"].items() for row in _rows(path, name, inner, schema)]
+    return [(f"`{path}`", _default(field), _type(field), _unit(field), field["description"])]
+
+
+def _section(schema: dict[str, Any], field: dict[str, Any]) -> dict[str, Any] | None:
+    if "$ref" not in field:
+        return None
+    found: dict[str, Any] = schema["$defs"][field["$ref"].rpartition("/")[2]]
+    return found
+
+
+def _default(field: dict[str, Any]) -> str:
+    if defaults := field.get("default_of"):
+        return ", ".join(f"{role} `{json.dumps(value)}`" for role, value in defaults.items())
+    value = field["default"]
+    return f"`{value}`" if isinstance(value, str) else f"`{json.dumps(value)}`"
+
+
+def _type(field: dict[str, Any]) -> str:
+    if "anyOf" in field:
+        return " or ".join(_type(kind) for kind in field["anyOf"])
+    if values := field.get("enum") or field.get("examples"):
+        return ", ".join(f"`{value}`" for value in values)
+    if field["type"] == "object":
+        return f"mapping of string to {_type(field['additionalProperties'])}"
+    return " ".join(part for part in (field["type"], _bounds(field)) if part)
+
+
+def _bounds(field: dict[str, Any]) -> str:
+    low, above, high = (field.get(key) for key in ("minimum", "exclusiveMinimum", "maximum"))
+    parts = [
+        f"from {low}" if low is not None else "",
+        f"above {above}" if above is not None else "",
+        f"to {high}" if high is not None else "",
+        f"like `{field['pattern']}`" if "pattern" in field else "",
+    ]
+    return " ".join(part for part in parts if part)
+
+
+def _unit(field: dict[str, Any]) -> str:
+    kinds = [field, *field.get("anyOf", [])]
+    return next((kind["unit"] for kind in kinds if "unit" in kind), "")

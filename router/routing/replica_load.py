@@ -1,0 +1,98 @@
+"""What a router knows of each replica, and what that makes of it as a candidate for one request. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster.index.prefix_index import Depths
+from cluster.words.timing import StepTiming
+from router.routing.policy import CandidateReplica
+
+_DEFAULT_PREFILL_TOKENS_PER_S = 1000.0
+_DEFAULT_STEP_S = 0.02
+_DEFAULT_LINK_BYTES_PER_S = 1e9
+_DEFAULT_HOST_BYTES_PER_S = 4e9  # from a replica's memory to its device
+_DEFAULT_DISK_BYTES_PER_S = 5e8
+
+
+# Not frozen: a frozen dataclass sets each field by a call.
+@dataclass(kw_only=True, slots=True)
+class ReplicaLoad:
+    """A replica at one moment, the same for every request: its own account, and what it has been asked since.
+
+    A rate of 0 was not measured yet.
+    """
+
+    replica: str
+    address: str  # "host:port" of rank 0
+    max_tokens: int  # of one sequence
+    max_streams: int
+    max_batch_tokens: int
+    block_size: int
+    bytes_per_token: int  # of KV on the wire
+    num_blocks: int  # in all
+    available_blocks: int  # free, or cached and unused
+    promised_blocks: int  # to requests of this router: what they hold and what they are predicted to grow by
+    promised_streams: int
+    num_streams: int  # running and waiting as it last said, or of ours if that is more
+    num_told_streams: int  # as it last said
+    num_waiting: int  # of these, requests that it could not take up yet
+    queued_tokens: int  # of prompts, as it last said, or of ours if that is more
+    prefill_tokens_per_s: float
+    decode_step_s: float
+    link_bytes_per_s: float
+    host_bytes_per_s: float
+    disk_bytes_per_s: float
+    timing: StepTiming | None  # None: not learnt yet
+
+
+@dataclass(frozen=True)
+class UsualRates:
+    """What to assume of a replica that has not measured something yet: what the others have, or a default."""
+
+    prefill_tokens_per_s: float
+    step_s: float
+    link_bytes_per_s: float
+
+    @classmethod
+    def of(cls, loads: Sequence[ReplicaLoad]) -> UsualRates:
+        return cls(
+            _mean([load.prefill_tokens_per_s for load in loads], _DEFAULT_PREFILL_TOKENS_PER_S),
+            _mean([load.decode_step_s for load in loads], _DEFAULT_STEP_S),
+            _mean([load.link_bytes_per_s for load in loads], _DEFAULT_LINK_BYTES_PER_S),
+        )
+
+
+def candidate_of(load: ReplicaLoad, held: Depths, usual: UsualRates) -> CandidateReplica:
+    """`held`: how many leading blocks of the prompt the index finds there."""
+    tokens_per_s = load.prefill_tokens_per_s or usual.prefill_tokens_per_s
+    return CandidateReplica(
+        replica=load.replica,
+        cached_tokens=held.device * load.block_size,
+        stored_tokens=held.disk * load.block_size,
+        queue_s=load.queued_tokens / tokens_per_s,
+        num_streams=load.num_streams,
+        num_blocks=load.num_blocks,
+        available_blocks=load.available_blocks,
+        timing=load.timing or StepTiming(base_s=usual.step_s, token_s=1 / tokens_per_s),
+        max_batch_tokens=load.max_batch_tokens,
+        link_bytes_per_s=load.link_bytes_per_s or usual.link_bytes_per_s,
+        restore_bytes_per_s=_restore_bytes_per_s(held, load),
+    )
+
+
+def _restore_bytes_per_s(held: Depths, load: ReplicaLoad) -> float:
+    """At which rate this prefix comes back from where it lies below the device; 0: nothing of it does."""
+    from_host, from_disk = held.host - held.device, held.disk - held.host
+    if not (from_host or from_disk):
+        return 0.0
+    block_s = from_host / (load.host_bytes_per_s or _DEFAULT_HOST_BYTES_PER_S)
+    block_s += from_disk / (load.disk_bytes_per_s or _DEFAULT_DISK_BYTES_PER_S)
+    return (from_host + from_disk) / block_s
+
+
+def _mean(values: Sequence[float], default: float) -> float:
+    """Of what was measured."""
+    measured = [value for value in values if value > 0]
+    return sum(measured) / len(measured) if measured else default

@@ -1,0 +1,71 @@
+"""Keeping up with Redis: who is a member, and which blocks each one holds."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from cluster.index.membership import Membership
+from cluster.index.store import IndexReader
+from router.serving.replicas import Replicas
+
+logger = logging.getLogger(__name__)
+
+_REFRESH_S = 0.25  # how often membership is read
+_FOLLOW_MS = 500
+
+
+class Discovery:
+    """Owns `redis`. Where that is away the replicas known stay: each one's own frames tell whether it lives."""
+
+    def __init__(self, redis: Redis, replicas: Replicas, *, name: str) -> None:
+        """name: of the deployment."""
+        self._redis = redis
+        self._replicas = replicas
+        self._membership = Membership(redis, name=name)
+        self._reader = IndexReader(redis, replicas.index, name=name)
+        self._redis_was_there = True
+        self._is_closing = False
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        self._tasks = [
+            asyncio.create_task(self._forever(self._refresh)),
+            asyncio.create_task(self._forever(self._follow_index)),
+        ]
+
+    async def close(self) -> None:
+        self._is_closing = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._redis.aclose()
+
+    async def _refresh(self) -> None:
+        members = {member.replica: member for member in await self._membership.members()}
+        for replica, member in members.items():
+            if not self._replicas.get(replica):
+                await self._reader.load([replica])
+                self._replicas.add(member)
+        for replica in [r.id for r in self._replicas if r.id not in members and not r.is_alive]:
+            await self._reader.forget(replica)
+            self._replicas.remove(replica)
+        await asyncio.sleep(_REFRESH_S)
+
+    async def _follow_index(self) -> None:
+        await self._reader.follow([replica.id for replica in self._replicas], wait_ms=_FOLLOW_MS)
+
+    async def _forever(self, action: Callable[[], Awaitable[None]]) -> None:
+        while not self._is_closing:  # redis-py may swallow a cancellation
+            try:
+                await action()
+                self._redis_was_there = True
+            except RedisError as error:
+                if self._redis_was_there:
+                    logger.warning("Redis is away; routing goes on with what is known: %s", error)
+                self._redis_was_there = False
+                await asyncio.sleep(_REFRESH_S)

@@ -1,0 +1,123 @@
+"""A worker reached over gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+import grpc
+from grpc import aio
+
+from cluster.rpc import worker_pb2 as pb
+from cluster.rpc import worker_pb2_grpc as rpc
+from cluster.wire.channel import error_of, open_channel
+from cluster.wire.messages import handoff_to_proto, holder_to_proto, sequence_to_proto
+from cluster.words.errors import ClusterError, DeadlineExceeded
+from cluster.words.handoff import Handoff, Holder
+from cluster.words.request import SequenceRequest
+
+Event = TypeVar("Event")
+
+
+class GrpcWorker:
+    """Implements router.serving.worker.Worker. Connects on first use."""
+
+    def __init__(self, replica: str, address: str, *, router: str) -> None:
+        """router: its name; the worker keeps a token stream for each."""
+        self._replica = replica
+        self._router = router
+        self._channel = open_channel(address)
+
+    def frames(self) -> GrpcCall[pb.Frame]:
+        call = rpc.WorkerStub(self._channel).Frames(pb.FramesRequest(router=self._router))
+        return GrpcCall(call, self._replica)
+
+    def prefill(
+        self,
+        request: SequenceRequest,
+        *,
+        handoff: Handoff | None = None,
+        holder: Holder | None = None,
+        fetch_only: bool = False,
+        timeout_s: float | None = None,
+    ) -> GrpcCall[pb.PrefillEvent]:
+        message = pb.PrefillRequest(
+            sequence=sequence_to_proto(request),
+            handoff=handoff_to_proto(handoff) if handoff else None,
+            holder=holder_to_proto(holder) if holder else None,
+            fetch_only=fetch_only,
+        )
+        call = rpc.PrefillWorkerStub(self._channel).Prefill(message, timeout=timeout_s)
+        return GrpcCall(call, self._replica, request, timeout_s)
+
+    def generate(
+        self,
+        request: SequenceRequest,
+        *,
+        prefill_here: bool = False,
+        continues: bool = False,
+        holder: Holder | None = None,
+        timeout_s: float | None = None,
+    ) -> GrpcCall[pb.GenerateEvent]:
+        message = pb.GenerateRequest(
+            sequence=sequence_to_proto(request),
+            router=self._router,
+            prefill_here=prefill_here,
+            continues=continues,
+            holder=holder_to_proto(holder) if holder else None,
+        )
+        call = rpc.DecodeWorkerStub(self._channel).Generate(message, timeout=timeout_s)
+        return GrpcCall(call, self._replica, request, timeout_s)
+
+    async def migrate(self, stream: int, handoff: Handoff) -> pb.MigrateReply:
+        message = pb.MigrateRequest(router=self._router, stream=stream, handoff=handoff_to_proto(handoff))
+        try:
+            reply: pb.MigrateReply = await rpc.DecodeWorkerStub(self._channel).Migrate(message, timeout=handoff.ttl_s)
+        except aio.AioRpcError as error:
+            raise error_of(error, peer=self._replica) from error
+        return reply
+
+    async def stop(self, streams: Sequence[int], *, timeout_s: float) -> None:
+        message = pb.StopRequest(router=self._router, streams=streams)
+        try:
+            await rpc.DecodeWorkerStub(self._channel).Stop(message, timeout=timeout_s)
+        except aio.AioRpcError as error:
+            raise error_of(error, peer=self._replica) from error
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+class GrpcCall(Generic[Event]):
+    """Implements router.serving.worker.WorkerCall."""
+
+    def __init__(
+        self,
+        call: aio.UnaryStreamCall,
+        peer: str,
+        request: SequenceRequest | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        self._call = call
+        self._events = aiter(call)
+        self._peer = peer
+        self._request = request
+        self._timeout_s = timeout_s
+
+    def __aiter__(self) -> GrpcCall[Event]:
+        return self
+
+    async def __anext__(self) -> Event:
+        try:
+            event: Event = await anext(self._events)
+        except aio.AioRpcError as error:
+            raise self._error_of(error) from error
+        return event
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+    def _error_of(self, error: aio.AioRpcError) -> ClusterError:
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and self._request and self._timeout_s is not None:
+            return DeadlineExceeded(f"request {self._request.id}: not finished within its deadline")
+        return error_of(error, peer=self._peer)

@@ -1,0 +1,183 @@
+"""One replica as a router sees it: whether it lives, what it last said, what it was asked since, its token streams."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from cluster.index.membership import Member
+from cluster.rpc import worker_pb2 as pb
+from cluster.wire.messages import timing_from_proto, tokens_from_proto
+from cluster.words.errors import ClusterError, ReplicaLost
+from cluster.words.request import SampledToken
+from router.routing.replica_load import ReplicaLoad
+from router.serving.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+_SILENCE_S = 3.0  # a worker sends a frame every second at least
+_RECONNECT_S = 0.2
+
+TokenSink = Callable[[list[SampledToken] | ReplicaLost], None]
+
+
+class Replica:
+    """Follows the frames of `worker`, which it owns, for as long as it is a member. Lives on the event loop."""
+
+    def __init__(self, member: Member, worker: Worker, *, on_change: Callable[[], None]) -> None:
+        self.member = member
+        self.worker = worker
+        self.status = pb.Status(replica=member.replica)
+        self.is_alive = False  # its frames are coming
+        self.is_draining = asyncio.Event()  # set for good once it says so
+        self.pending_tokens = 0  # of prompts that were meant for it, and that it has not answered yet
+        self.num_requests = 0  # of ours, under way there
+        self.promised_blocks = 0  # to requests of ours
+        self.promised_streams = 0
+        self._on_change = on_change
+        self._load: ReplicaLoad | None = None  # None: something has changed
+        self._sinks: dict[int, TokenSink] = {}
+        self._loss: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # of this life; done while dead
+        self._task = asyncio.create_task(self._follow())
+
+    @property
+    def id(self) -> str:
+        return self.member.replica
+
+    @property
+    def is_usable(self) -> bool:
+        return self.is_alive and not self.status.draining
+
+    @property
+    def num_subscribed(self) -> int:
+        """Token streams that somebody listens to."""
+        return len(self._sinks)
+
+    def load(self) -> ReplicaLoad:
+        """As it is now; not to be changed."""
+        if self._load is None:
+            self._load = self._weighed()
+        return self._load
+
+    def book(self, prompt_tokens: int, num_requests: int, num_blocks: int, num_streams: int) -> None:
+        """So much more, or less, is asked of it: see Booking."""
+        self.pending_tokens += prompt_tokens
+        self.num_requests += num_requests
+        self.promised_blocks += num_blocks
+        self.promised_streams += num_streams
+        self._load = None
+
+    def subscribe(self, stream: int, sink: TokenSink) -> None:
+        """Hand every token of `stream` to `sink`, or ReplicaLost, once, if the frames end."""
+        self._sinks[stream] = sink
+
+    def unsubscribe(self, stream: int) -> None:
+        self._sinks.pop(stream, None)
+
+    async def unless_lost(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work`, but raise ReplicaLost once the frames have ended: its calls may stay open for longer."""
+        task = asyncio.create_task(work)
+        loss = self._loss
+        either: set[asyncio.Future[Any]] = {task, loss}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ReplicaLost(f"{self.id}: {loss.result()}")
+            await task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def forget(self) -> None:
+        """It has left. Calls of ours fail as with any replica lost; the channel goes with the last of them."""
+        self._task.cancel()
+        self._lost("it has left")
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        await self.worker.close()
+
+    async def _follow(self) -> None:
+        while True:
+            reason = "its frames ended"
+            try:
+                await self._read_frames()
+            except ClusterError as error:
+                reason = str(error)
+            except TimeoutError:
+                reason = f"silent for {_SILENCE_S} s"
+            self._lost(reason)
+            await asyncio.sleep(_RECONNECT_S)
+
+    async def _read_frames(self) -> None:
+        frames, num_seen = self.worker.frames(), 0
+        try:
+            while True:
+                async with asyncio.timeout(_SILENCE_S):
+                    frame = await anext(frames, None)
+                if frame is None:
+                    return
+                if frame.number > num_seen:
+                    raise ReplicaLost(f"{self.id}: a frame is missing before number {frame.number}")
+                if frame.number == num_seen:  # not one that came before
+                    num_seen += 1
+                    self._take(frame)
+        finally:
+            frames.cancel()
+
+    def _take(self, frame: pb.Frame) -> None:
+        has_status = frame.HasField("status")
+        if has_status:
+            self.status = frame.status
+            self._load = None
+            if frame.status.draining:
+                self.is_draining.set()
+        if self._loss.done():
+            self._loss = asyncio.get_running_loop().create_future()
+        if has_status or not self.is_alive:
+            self.is_alive = True
+            self._on_change()
+        for stream in frame.streams:
+            if sink := self._sinks.get(stream.stream):
+                sink(tokens_from_proto(stream.tokens))
+
+    def _lost(self, reason: str) -> None:
+        if self.is_alive:
+            logger.warning("replica lost replica=%s: %s", self.id, reason)
+        self.is_alive = False
+        if not self._loss.done():
+            self._loss.set_result(reason)
+        sinks, self._sinks = self._sinks, {}
+        for sink in sinks.values():
+            sink(ReplicaLost(f"{self.id}: {reason}"))
+        self._on_change()
+
+    def _weighed(self) -> ReplicaLoad:
+        member, status = self.member, self.status
+        told = status.running + status.waiting
+        return ReplicaLoad(
+            replica=member.replica,
+            address=member.address,
+            max_tokens=member.max_tokens,
+            max_streams=member.max_running,
+            max_batch_tokens=member.max_batch_tokens,
+            block_size=member.block_size,
+            bytes_per_token=member.bytes_per_token,
+            num_blocks=member.num_blocks,
+            available_blocks=status.blocks_free + status.blocks_cached,
+            promised_blocks=self.promised_blocks,
+            promised_streams=self.promised_streams,
+            num_streams=max(told, self.num_requests),
+            num_told_streams=told,
+            num_waiting=status.waiting,
+            queued_tokens=max(status.queued_tokens, self.pending_tokens),
+            prefill_tokens_per_s=status.prefill_tokens_per_s,
+            decode_step_s=status.decode_step_s,
+            link_bytes_per_s=status.link_bytes_per_s,
+            host_bytes_per_s=status.host_bytes_per_s,
+            disk_bytes_per_s=status.disk_bytes_per_s,
+            timing=timing_from_proto(status.timing) if status.HasField("timing") else None,
+        )

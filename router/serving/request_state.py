@@ -1,0 +1,80 @@
+"""What has become of one request, from its arrival to its last token."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+from cluster.words.errors import ClusterError, DeadlineExceeded
+from cluster.words.request import SampledToken, SequenceRequest
+from router.generation import ChoiceToken, RequestRoute
+
+logger = logging.getLogger(__name__)
+
+
+class RequestState:
+    """Owned by the request's Relay, on the event loop; attempts append to it, several of other choices at a time."""
+
+    def __init__(self, request: SequenceRequest) -> None:
+        self.request = request
+        self.route = RequestRoute()
+        self.tokens: dict[int, list[int]] = {choice: [] for choice in request.choices}
+        self.unfinished = set(request.choices)
+        self.outbox: asyncio.Queue[ChoiceToken | ClusterError | None] = asyncio.Queue()  # for the client; None: the end
+        self._now = asyncio.get_running_loop().time
+        self._started_at = self._now()
+        self._lost_at: dict[int, float] = {}  # choices that have tokens, and wait for the first of another attempt
+
+    def append(self, choice: int, token: SampledToken) -> None:
+        """The next token of an unfinished choice."""
+        self.tokens[choice].append(token.token_id)
+        if token.finish_reason:
+            self.unfinished.discard(choice)
+        self.outbox.put_nowait(ChoiceToken(choice, token))
+        if self._lost_at and (lost_at := self._lost_at.pop(choice, None)) is not None:
+            self._log_pause(choice, self._now() - lost_at)
+
+    def lost(self, choices: Sequence[int]) -> None:
+        """The attempt that brought tokens of these choices has failed."""
+        self._lost_at = {choice: self._now() for choice in choices if self.tokens[choice]} | self._lost_at
+
+    def num_tokens(self, choices: Sequence[int]) -> int:
+        return sum(len(self.tokens[choice]) for choice in choices)
+
+    def remaining_s(self) -> float | None:
+        """Until the request's deadline, at least 0; None where it has none."""
+        if self.request.deadline_s is None:
+            return None
+        return max(0.0, self.request.deadline_s - (self._now() - self._started_at))
+
+    def check_deadline(self) -> None:
+        """Raises DeadlineExceeded."""
+        deadline_s = self.request.deadline_s
+        if deadline_s is not None and self.remaining_s() == 0:
+            raise DeadlineExceeded(f"request {self.request.id}: not finished within {deadline_s:g} s")
+
+    def continuation(self, choices: Sequence[int], *, stream: int = 0) -> SequenceRequest:
+        """What is still to be done for these choices, which have equally many tokens: one choice, or none yet."""
+        return replace(
+            self.request,
+            token_ids=self.request.token_ids + tuple(self.tokens[choices[0]]),
+            choices=tuple(choices),
+            stream=stream,
+            deadline_s=self.remaining_s(),
+        )
+
+    def _log_pause(self, choice: int, pause_s: float) -> None:
+        logger.info(
+            "request=%s choice=%d went on pause_ms=%.0f prefill=%s decode=%s tokens=%d cached=%d pulled=%d attempts=%d",
+            self.request.id,
+            choice,
+            pause_s * 1e3,
+            self.route.prefill_replica,
+            self.route.decode_replica,
+            len(self.request.token_ids) + len(self.tokens[choice]),
+            self.route.cached_tokens,
+            self.route.pulled_tokens,
+            self.route.attempts,
+        )
