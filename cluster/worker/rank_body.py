@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
 import torch
 from grpc import aio
@@ -16,7 +16,6 @@ from cluster.process.background import BackgroundThread
 from cluster.rpc import transfer_pb2 as pb
 from cluster.rpc import transfer_pb2_grpc, worker_pb2_grpc
 from cluster.wire.frames import FrameHub, WorkerServicer
-from cluster.words.request import Role, SequenceRequest
 from cluster.words.spec import Spec
 from cluster.worker.gang_runner import GangRunner
 from cluster.worker.inbox import Inbox
@@ -24,6 +23,7 @@ from cluster.worker.lower_tiers import loaded_to_report, open_tiers
 from cluster.worker.peers import Peers, open_gang
 from cluster.worker.rank_setup import RankSetup
 from cluster.worker.replica_service import ReplicaService, RoleWorker
+from cluster.worker.role_parts import LeaderParts, LiveReplica, RoleParts
 from engine.config import EngineConfig
 from engine.engine import SchedulerConfig
 from engine.kv.block_manager import BlockManager
@@ -32,71 +32,19 @@ from engine.load import device_for, max_tokens_of, set_threads
 from engine.parallel import TensorParallel
 from engine.prompts import Prompt
 from engine.runner import ModelRunner
-from engine.sequence import Sequence
+from engine.tiers.orders import LoadResult
 from engine.tiers.rank_tiers import RankTiers
 from engine.tiers.tiers import Tiers
-from kvtransfer.links.link import backend_for
+from kvtransfer.links.backends import backend_for
 from kvtransfer.movers.grants import Grants
 from kvtransfer.movers.pull_servicer import Granting, PullServicer
 from kvtransfer.movers.rank_servicer import RankServicer
 from kvtransfer.movers.receiver import Receiver
 from kvtransfer.movers.sender import Sender
-from kvtransfer.protocol.pulls import Pulls
+from kvtransfer.protocol.ledger import Landing
+from kvtransfer.protocol.passage import Shipment
 
 W = TypeVar("W", bound=RoleWorker)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LeaderParts:
-    """What a role's worker is made from, on rank 0."""
-
-    setup: RankSetup
-    gang: GangRunner
-    receiver: Receiver
-    blocks: BlockManager
-    limits: SchedulerConfig
-    inbox: Inbox
-    pulls: Pulls[Prompt]
-    grants: Grants
-    tiers: Tiers[Prompt]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LiveReplica(Generic[W]):
-    """A replica that takes requests, as its servicers see it on the event loop."""
-
-    service: ReplicaService
-    worker: W
-    peers: Peers
-    model: str  # fingerprint of its weights
-    block_size: int
-    max_tokens: int  # of a sequence
-
-    def sequence_of(self, request: SequenceRequest) -> Sequence:
-        first = request.choices[0]  # after a migration, what runs here may be any of the client's choices
-        return Sequence(
-            request, first, model=self.model, block_size=self.block_size, max_context=self.max_tokens
-        )
-
-
-class RoleParts(Protocol[W]):
-    """What a role brings: see prefill_worker.actor and decode_worker.actor."""
-
-    role: Role
-
-    def configure(self, config: EngineConfig, spec: Spec) -> EngineConfig:
-        """What is particular to the role's engine."""
-        ...
-
-    def register(self, server: aio.Server) -> None:
-        """Add the role's servicer, before anything is loaded."""
-        ...
-
-    def make_worker(self, parts: LeaderParts) -> W: ...
-
-    def serve(self, replica: LiveReplica[W]) -> None:
-        """From now on its servicer takes requests."""
-        ...
 
 
 class RankBody(Generic[W]):
@@ -210,9 +158,7 @@ class RankBody(Generic[W]):
             on_shipped=functools.partial(inbox.shipped, 0),
             on_loaded=functools.partial(inbox.loaded, 0),
         )
-        tiers: Tiers[Prompt] = Tiers(
-            blocks, gang.tiers, layout, eviction=eviction, timeout_s=spec.timeouts.transfer_s
-        )
+        tiers: Tiers[Prompt] = Tiers(blocks, gang.tiers, layout, eviction=eviction, timeout_s=spec.timeouts.transfer_s)
         grants = Grants(blocks, layout, tiers)
         worker = self.role.make_worker(
             LeaderParts(

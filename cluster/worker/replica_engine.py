@@ -13,7 +13,7 @@ from cluster.words.handoff import Holder
 from cluster.words.tier import Tier
 from cluster.worker.fetches import Fetches
 from cluster.worker.gang_runner import GangRunner
-from cluster.worker.tier_parts import tell_tiers
+from cluster.worker.lower_tiers import tell_tiers
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
 from engine.orders import Orders

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -30,9 +30,7 @@ CPU = torch.device("cpu")
 
 
 def make_runner(directory: Path, weights: str) -> ModelRunner:
-    return ModelRunner(
-        EngineConfig(model_dir=directory, dtype="float32", weights=weights, block_size=8, num_blocks=12)
-    )
+    return ModelRunner(EngineConfig(model_dir=directory, dtype="float32", weights=weights, block_size=8, num_blocks=12))
 
 
 @pytest.mark.parametrize("weights", ["as_stored", "quantized"])
