@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, TypeAlias
 
 from grpc import aio
 
@@ -20,7 +20,7 @@ from decode_worker.worker import DecodeWorker
 from engine.prompts import KVSource, Prompt
 from kvtransfer.protocol.passage import Shipment
 
-_Context = aio.ServicerContext[Any, Any]
+_Context: TypeAlias = aio.ServicerContext[Any, Any]
 
 
 class DecodeServicer(rpc.DecodeWorkerServicer):

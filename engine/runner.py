@@ -19,7 +19,7 @@ from engine.cpu.library import open_kernels
 from engine.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from engine.kv.pool import KVPool
 from engine.layers.shards import ShardReader
-from engine.model.dense import DenseDecoder
+from engine.model.dense import DenseDecoder, OnLayer
 from engine.orders import Orders
 from engine.parallel import TensorParallel
 from engine.step import ScheduledStep
@@ -85,6 +85,18 @@ class ModelRunner:
         if config.recorded_rows and capture is None and self.device.type == "cuda":
             capture = CudaCapture(self.device)
         self._graphs = self._record(config.recorded_rows, capture) if config.recorded_rows and capture else None
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, on_layer: OnLayer | None = None) -> Tensor:
+        """Compute one step. Returns the logits of the rows that want them, (rows, vocabulary) fp32, on every rank; the
+        next step may overwrite them.
+
+        `on_layer(i)` is called as soon as layer i's keys and values of this batch are in the pool, before the layer's
+        attention is computed. On a GPU that means: enqueued on the current stream.
+        """
+        if self._graphs is not None and on_layer is None and (logits_RV := self._graphs(batch)) is not None:
+            return logits_RV
+        return self._model(batch, self.pool, on_layer)
 
     def execute(self, step: ScheduledStep | None, orders: Orders) -> Tensor | None:
         """Implements engine.step.Runner for an engine whose only rank this is, or in which each rank leads itself."""

@@ -17,8 +17,6 @@ _KNOWN_TWICE = {
     "Move",
     "Route",
     "Scheduler",
-    "Serving",
-    "Setup",
     "Turn",
 }
 

@@ -63,7 +63,12 @@ def _claim(setup: RankSetup, pool: PoolSpec, parallel: TensorParallel, *, root: 
 
 def loaded_to_report(loaded: LoadResult, *, rank: int) -> pb.ReportRequest:
     """A rank's answer to a load, on its way to rank 0."""
-    part = pb.LoadedPart(id=loaded.id, num_blocks=loaded.num_blocks, num_bytes=loaded.num_bytes, seconds=loaded.seconds)
+    part = pb.LoadedPart(
+        id=loaded.id,
+        num_blocks=loaded.num_blocks,
+        num_bytes={int(tier): count for tier, count in loaded.num_bytes.items()},
+        seconds={int(tier): seconds for tier, seconds in loaded.seconds.items()},
+    )
     return pb.ReportRequest(rank=rank, loaded=part)
 
 

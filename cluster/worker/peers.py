@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from grpc import aio
-from torch.distributed import Store
+from torch.distributed.distributed_c10d import Store
 
 from cluster.rpc import transfer_pb2 as pb
 from cluster.rpc import transfer_pb2_grpc as rpc

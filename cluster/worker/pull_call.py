@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from grpc import aio
 
 from cluster.rpc import worker_pb2_grpc as rpc
 from cluster.wire.channel import error_of, open_channel
 from cluster.words.errors import ReplicaLost
+from cluster.worker.peers import Peers
 from kvtransfer.protocol.pulls import Pull
-
-if TYPE_CHECKING:
-    from kvtransfer.movers.peers import Peers
 
 
 async def ask_holder(pull: Pull[Any], peers: Peers, missed: Callable[[str], None]) -> None:
