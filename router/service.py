@@ -16,11 +16,11 @@ from cluster.index.presence import connect_redis
 from cluster.model import config as model_config
 from cluster.model import source as model_source
 from cluster.rpc import worker_pb2
-from cluster.words.metrics import Metrics
 from cluster.words.request import Role
 from cluster.words.spec import Spec
 from router.doors.grpc_api import GrpcApi, open_grpc_api
 from router.doors.openai_api import create_app
+from router.metrics import Metrics
 from router.routing.chooser import Chooser
 from router.routing.plain_policies import make_policy
 from router.serving.core import RouterCore

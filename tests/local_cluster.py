@@ -20,11 +20,11 @@ import decode_worker.actor
 import prefill_worker.actor
 from cluster.index.presence import connect_redis
 from cluster.model import config as model_config
-from cluster.words.metrics import Metrics
 from cluster.words.request import Role, SampledToken, Sampling, SequenceRequest
 from cluster.words.spec import Spec
 from cluster.words.spec_file import parse_spec
 from router.generation import RequestRoute
+from router.metrics import Metrics
 from router.routing.chooser import Chooser
 from router.routing.plain_policies import make_policy
 from router.routing.policy import Policy

@@ -23,16 +23,17 @@ from tests.rooms import (
 # Every arrow that there may be, and no other: a new one is a decision, and so is one that goes.
 _ARROWS = parse_table("""
 cluster.bench: cluster(rpc wire words)
-cluster.chaos: cluster(host process rpc wire words)
-cluster.cli: cluster(bench chaos control host model process rpc wire words)
+cluster.chaos: cluster(control host process rpc wire words)
+cluster.cli: cluster(bench chaos control host model process rpc wire words) engine(load quantization tools)
+    kvtransfer(bench) router(simulator)
 cluster.control: cluster(process words)
-cluster.host: cluster(control index model process words)
+cluster.host: cluster(control index model process words) router(app)
 cluster.index: cluster(words)
 cluster.model: cluster(words)
 cluster.process: cluster(words)
 cluster.rpc:
 cluster.wire: cluster(rpc words)
-cluster.words: cluster(rpc)
+cluster.words:
 cluster.worker: cluster(index model process rpc wire words) engine(batch config engine kv load orders pace parallel
     prompts rate runner sampler sequence step tiers) kvtransfer(links movers protocol)
 decode_worker.actor: cluster(rpc words worker) engine(config) decode_worker(server worker)
@@ -85,14 +86,15 @@ prefill_worker.server: cluster(rpc wire words worker) engine(prompts) kvtransfer
 prefill_worker.worker: cluster(rpc words worker) engine(engine kv orders prompts step tiers) kvtransfer(movers
     protocol)
 router.app: cluster(process words) router(service)
-router.doors: cluster(rpc wire words) router(generation text)
+router.doors: cluster(rpc wire words) router(generation metrics text)
 router.generation: cluster(words)
+router.metrics: cluster(rpc words)
 router.routing: cluster(index words)
-router.service: cluster(index model rpc words) router(doors routing serving text)
-router.serving: cluster(index rpc wire words) router(generation routing)
+router.service: cluster(index model rpc words) router(doors metrics routing serving text)
+router.serving: cluster(index rpc wire words) router(generation metrics routing)
 router.simulator: cluster(bench index words) engine(decode_scheduler group kv prefill_scheduler sequence)
     router(routing)
-router.text: cluster(words) router(generation)
+router.text: cluster(words) router(generation metrics)
 """)
 
 # Circles that are still there: whoever opens one takes it off this list.
@@ -105,24 +107,7 @@ _KNOWN_CIRCLES = {
 
 # Whoever starts a module by its path in a string, and which.
 _BY_PATH = {
-    "cluster.control.desired": {"prefill_worker.actor", "decode_worker.actor", "router.app"},
-    "cluster.cli.bench": {
-        "cluster.model.source",
-        "engine.load",
-        "engine.tools.bench",
-        "engine.tools.bench_kernels",
-        "kvtransfer.bench.run",
-    },
-    "cluster.cli.plan": {"router.simulator.plan", "router.simulator.plot"},
-    "cluster.cli.profile": {
-        "cluster.model.source",
-        "engine.tools.step_profile",
-        "kvtransfer.bench.carried",
-        "kvtransfer.bench.run",
-        "router.simulator.profile",
-    },
-    "cluster.cli.quality": {"cluster.model.source", "engine.tools.perplexity"},
-    "cluster.cli.simulate": {"router.simulator.fleet", "router.simulator.profile", "router.simulator.run"},
+    "cluster.control.desired": {"prefill_worker.actor", "decode_worker.actor"},
 }
 
 # What rooms do without: on a machine where it is not installed, or for the time that it takes to load.

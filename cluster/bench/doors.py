@@ -14,15 +14,11 @@ from grpc import aio
 from cluster.rpc import inference_pb2 as pb
 from cluster.rpc import inference_pb2_grpc as rpc
 from cluster.wire.channel import CLIENT_OPTIONS
-from cluster.words.errors import ClusterError
-
-
-class RequestFailed(ClusterError):
-    """The deployment refused a request, or did not carry it out."""
+from cluster.words.errors import RequestFailed
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenUsage:
+class ReportedUsage:
     """What the deployment says of a request that it has answered."""
 
     prompt_tokens: int
@@ -34,7 +30,7 @@ class Door(Protocol):
 
     def ask(
         self, token_ids: Sequence[int], *, max_tokens: int, timeout_s: float
-    ) -> AsyncGenerator[int | TokenUsage, None]:
+    ) -> AsyncGenerator[int | ReportedUsage, None]:
         """Have exactly `max_tokens` generated, greedily. Yields how many tokens each event brings, and last the usage.
 
         Leaving the iteration cancels the request. Raises RequestFailed.
@@ -62,7 +58,7 @@ class GrpcClient:
 
     async def ask(
         self, token_ids: Sequence[int], *, max_tokens: int, timeout_s: float
-    ) -> AsyncGenerator[int | TokenUsage, None]:
+    ) -> AsyncGenerator[int | ReportedUsage, None]:
         request = pb.GenerateRequest(
             token_ids=pb.TokenIds(ids=token_ids),
             sampling=pb.SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True),
@@ -74,7 +70,7 @@ class GrpcClient:
                     yield len(event.delta.token_ids)
                 elif event.HasField("summary"):
                     usage = event.summary.usage
-                    yield TokenUsage(prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens)
+                    yield ReportedUsage(prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens)
         except aio.AioRpcError as error:
             raise RequestFailed(f"{error.code().name.lower()}: {error.details()}") from None
         finally:
@@ -89,7 +85,7 @@ class OpenAIClient:
 
     async def ask(
         self, token_ids: Sequence[int], *, max_tokens: int, timeout_s: float
-    ) -> AsyncGenerator[int | TokenUsage, None]:
+    ) -> AsyncGenerator[int | ReportedUsage, None]:
         body = {
             "prompt": list(token_ids),
             "max_tokens": max_tokens,
@@ -110,13 +106,13 @@ class OpenAIClient:
             raise RequestFailed(str(error) or type(error).__name__) from None
 
 
-def _items(chunk: dict[str, Any]) -> Iterator[int | TokenUsage]:
+def _items(chunk: dict[str, Any]) -> Iterator[int | ReportedUsage]:
     for choice in chunk.get("choices", ()):
         if choice.get("token_ids"):
             yield len(choice["token_ids"])
     if usage := chunk.get("usage"):
         details = usage.get("prompt_tokens_details") or {}
-        yield TokenUsage(prompt_tokens=usage["prompt_tokens"], cached_tokens=details.get("cached_tokens") or 0)
+        yield ReportedUsage(prompt_tokens=usage["prompt_tokens"], cached_tokens=details.get("cached_tokens") or 0)
 
 
 def _chunk(line: str) -> dict[str, Any]:

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from cluster.bench.doors import Door, RequestFailed, TokenUsage
+from cluster.bench.doors import Door, ReportedUsage
 from cluster.bench.prompts import TracePrompts
 from cluster.bench.trace import TraceRequest
+from cluster.words.errors import RequestFailed
 
 
 @dataclass
@@ -23,7 +24,7 @@ class Answered:
     gaps: list[tuple[float, int]] = field(
         default_factory=list
     )  # (seconds, so many tokens came that long after another)
-    usage: TokenUsage | None = None
+    usage: ReportedUsage | None = None
     error: str = ""
 
     @property
@@ -72,7 +73,7 @@ async def replay(
         await asyncio.sleep(request.arrival_s - (time.perf_counter() - begin))
         try:
             async for item in door.ask(token_ids, max_tokens=request.num_output, timeout_s=timeout_s):
-                if isinstance(item, TokenUsage):
+                if isinstance(item, ReportedUsage):
                     answered.usage = item
                 else:
                     answered.came(time.perf_counter() - begin, item)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from cluster.chaos.tally import Mismatch
 from cluster.rpc import inference_pb2 as pb
 
 _SENTENCES = (
@@ -45,16 +46,6 @@ class Reply:
         for logprob in delta.logprobs:
             likeliest = [top.logprob for top in logprob.top]
             self.gaps.append(likeliest[0] - likeliest[1] if len(likeliest) > 1 else 0.0)
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """An answer that is not the undisturbed one."""
-
-    question: int
-    position: int  # of the first token that differs
-    gap: float  # how near the runner-up was there, in the undisturbed answer; rounding can turn only small ones
-    was_greedy: bool
 
 
 def questions(count: int, *, max_tokens: int) -> list[Question]:

@@ -13,6 +13,7 @@ from cluster.chaos.load import LoadGenerator
 from cluster.chaos.question import questions
 from cluster.chaos.site import Site, leaked_blocks
 from cluster.chaos.tally import Stroke, Tally
+from cluster.control.report import Pools
 from cluster.words.errors import DeployError
 
 _POLL_S = 0.5
@@ -82,15 +83,20 @@ async def _strike(experiment: Experiment, scene: Scene, tally: Tally, *, say: Ca
 async def _weigh(experiment: Experiment, site: Site, tally: Tally) -> None:
     """How much memory each process gained over the second half, when everything has been touched once."""
     await asyncio.sleep(experiment.seconds / 2)
-    before = site.memory(await site.status() or {"pools": {}})
+    before = site.memory(await _pools(site))
     await asyncio.sleep(experiment.seconds / 2)
-    after = site.memory(await site.status() or {"pools": {}})
+    after = site.memory(await _pools(site))
     tally.memory_growth_mib = {name: (after[name] - before[name]) / _MIB for name in before if after.get(name)}
+
+
+async def _pools(site: Site) -> Pools:
+    status = await site.status()
+    return status["pools"] if status else {}
 
 
 async def _is_whole(site: Site) -> bool:
     status = await site.status()
-    return status is not None and bool(status["ready"])
+    return status is not None and status["ready"]
 
 
 async def _await_whole(site: Site, *, within_s: float) -> bool:
@@ -107,7 +113,7 @@ async def _await_blocks(site: Site) -> dict[str, int]:
     deadline = time.monotonic() + _BLOCKS_BACK_S
     while True:
         status = await site.status()
-        leaked = leaked_blocks(status) if status else {}
+        leaked = leaked_blocks(status["pools"]) if status else {}
         if (status and not leaked) or time.monotonic() > deadline:
             return leaked
         await asyncio.sleep(_POLL_S)

@@ -8,9 +8,10 @@ import signal
 from dataclasses import dataclass
 from typing import Any
 
+from cluster.control.report import Pools
 from cluster.host import driver
 from cluster.host.state import State
-from cluster.host.status import read_status
+from cluster.host.status import DeploymentReport, read_status
 from cluster.process import processes
 from cluster.words.errors import ClusterError, SpecError
 from cluster.words.request import Role
@@ -50,8 +51,8 @@ class Site:
         self._controller = controller
         self._mark = state.local_ray.mark
 
-    async def status(self) -> dict[str, Any] | None:
-        """`cluster status`, as a dictionary; None while the controller does not answer."""
+    async def status(self) -> DeploymentReport | None:
+        """`cluster status`; None while the controller does not answer."""
         try:
             return await asyncio.to_thread(read_status, self._state, self._controller)
         except ClusterError:
@@ -85,11 +86,11 @@ class Site:
         """The embedded Redis: the child of the index's actor. It overwrites its own environment, and so its mark."""
         return [Target("redis", pid) for actor in self.named("index") for pid in processes.children(actor.pid)]
 
-    def memory(self, status: dict[str, Any]) -> dict[str, int]:
-        """Resident bytes of every process of ours, by name and pid."""
+    def memory(self, pools: Pools) -> dict[str, int]:
+        """Resident bytes of every process of ours, by name and pid; of the ranks in `pools`."""
         ranks = [
             Target(f"{replica['id']}/{number}", rank["pid"])
-            for pool in status["pools"].values()
+            for pool in pools.values()
             for replica in pool["replicas"]
             for number, rank in enumerate(replica["ranks"])
         ]
@@ -100,10 +101,10 @@ class Site:
         return processes.marked(self._mark)
 
 
-def leaked_blocks(status: dict[str, Any]) -> dict[str, int]:
+def leaked_blocks(pools: Pools) -> dict[str, int]:
     """Blocks that idle replicas still hold, by replica; those that hold none are left out."""
     found = {}
-    for pool in status["pools"].values():
+    for pool in pools.values():
         for replica in pool["replicas"]:
             blocks = replica["blocks"]
             if held := blocks["total"] - blocks["free"] - blocks["cached"]:

@@ -7,9 +7,17 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from cluster.chaos.question import Mismatch
-
 _KEPT = 20  # failures and mismatches of which the account is kept; all are counted
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """An answer that is not the undisturbed one."""
+
+    question: int
+    position: int  # of the first token that differs
+    gap: float  # how near the runner-up was there, in the undisturbed answer; rounding can turn only small ones
+    was_greedy: bool
 
 
 @dataclass

@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 import json
-from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 
 from cluster.cli import load
+from cluster.cli import model_options as options
 from cluster.cli.isolation import isolation
-from cluster.cli.model_options import (
-    DEFAULT_DTYPE,
-    DEFAULT_HOST_LINK,
-    DEFAULT_MODEL,
-    DEFAULT_WEIGHTS,
-    HostLink,
-    Model,
-    ModelDType,
-    ModelWeights,
-    PoolDType,
-    WireDType,
-)
 from cluster.words.errors import SpecError
 
 bench = typer.Typer(help="Measure a deployment under a load; or, by a command's name, something else.")
@@ -34,14 +22,14 @@ _Counts = Annotated[str, typer.Option(metavar="N[,N…]")]
 
 @bench.command()
 def engine(
-    model: Model = DEFAULT_MODEL,
+    model: options.Model = options.DEFAULT_MODEL,
     batch: _Counts = "1,8,32",
     context: _Counts = "128",
     prefill: _Counts = "512,2048",
     threads: Annotated[int | None, typer.Option(min=1, help="Default: one per processor.")] = None,
-    dtype: ModelDType = DEFAULT_DTYPE,
-    weights: ModelWeights = DEFAULT_WEIGHTS,
-    pool_dtype: PoolDType = "auto",
+    dtype: options.ModelDType = options.DEFAULT_DTYPE,
+    weights: options.ModelWeights = options.DEFAULT_WEIGHTS,
+    pool_dtype: options.PoolDType = "auto",
     gpu: Annotated[bool, typer.Option("--gpu", help="On the first GPU, with CUDA graphs and without.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
@@ -49,10 +37,12 @@ def engine(
 
     Random token ids, greedy, 128 steps after prompts of --context tokens; prompts of --prefill tokens; best of three.
     """
-    model_dir = import_module("cluster.model.source").resolve(model)
-    # By name: this floor does not import the ones above it.
-    result = import_module("engine.tools.bench").bench_engine(
-        model_dir,
+    from cluster.model.source import resolve
+    from engine.load import device_for
+    from engine.tools.bench import bench_engine
+
+    result = bench_engine(
+        resolve(model),
         dtype=dtype,
         weights=weights,
         pool_dtype=pool_dtype,
@@ -60,7 +50,7 @@ def engine(
         contexts=_parse("context", context),
         prefills=_parse("prefill", prefill),
         threads=threads,
-        device=import_module("engine.load").device_for(gpus=gpu),
+        device=device_for(gpus=gpu),
     )
     print(json.dumps(result) if as_json else "\n".join(_lines(result)))
 
@@ -68,7 +58,9 @@ def engine(
 @bench.command()
 def kernels(as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False) -> None:
     """The GPU kernels, each beside the copy bandwidth or the matrix product rate of the device in the same run."""
-    result = import_module("engine.tools.bench_kernels").bench_kernels()
+    from engine.tools.bench_kernels import bench_kernels
+
+    result = bench_kernels()
     if as_json:
         print(json.dumps(result))
         return
@@ -79,13 +71,13 @@ def kernels(as_json: Annotated[bool, typer.Option("--json", help="One JSON objec
 
 @bench.command()
 def kv(
-    model: Model = DEFAULT_MODEL,
+    model: options.Model = options.DEFAULT_MODEL,
     message: Annotated[str, typer.Option(metavar="KIB[,KIB…]", help="Sizes of messages in KiB.")] = _MESSAGES,
     prompt: _Counts = "256,1024,2048,8192",
     threads: Annotated[int, typer.Option(min=1, help="Of the process that computes prompts.")] = 1,
-    dtype: ModelDType = DEFAULT_DTYPE,
-    wire_dtype: WireDType = "fp8_e4m3",
-    host_link: HostLink = DEFAULT_HOST_LINK,
+    dtype: options.ModelDType = options.DEFAULT_DTYPE,
+    wire_dtype: options.WireDType = "fp8_e4m3",
+    host_link: options.HostLink = options.DEFAULT_HOST_LINK,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """The way of KV blocks from one process to another on this machine's processors.
@@ -94,9 +86,11 @@ def kv(
     connection and copies in memory, best of five. Then prompts of a model: how long their transfer takes alone, and how
     much of it the computation hides.
     """
-    model_dir = import_module("cluster.model.source").resolve(model)
-    result = import_module("kvtransfer.bench.run").bench_kv(
-        model_dir,
+    from cluster.model.source import resolve
+    from kvtransfer.bench.run import bench_kv
+
+    result = bench_kv(
+        resolve(model),
         dtype=dtype,
         wire_dtype=wire_dtype,
         host_link=host_link,

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from cluster.chaos.tally import Mismatch, Tally
 from cluster.cli.connection import join_controller
 from cluster.cli.deploy import Name
 from cluster.host import state as states
 from cluster.words.errors import SpecError
-
-if TYPE_CHECKING:
-    from cluster.chaos.question import Mismatch
-    from cluster.chaos.tally import Tally
 
 _SINGLE_ROUTER = "router"  # with one router, its clients can only ask again: left out of --all
 

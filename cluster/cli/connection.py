@@ -5,13 +5,11 @@ No command may import Ray, or what imports it, before it has called this: see lo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cluster.host import local_ray
+from cluster.host.state import State
 from cluster.words.errors import DeployError
-
-if TYPE_CHECKING:
-    from cluster.host.state import State
 
 
 def join_controller(state: State) -> Any:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from cluster.control.report import Pools, ReplicaReport
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -26,7 +28,7 @@ class ConsoleReporter:
         else:
             print(line, file=sys.stderr, flush=True)
 
-    def show(self, pools: dict[str, Any]) -> None:
+    def show(self, pools: Pools) -> None:
         replicas = [replica for pool in pools.values() for replica in pool["replicas"]]
         now = {
             failure["replica"] + " failed": failure["text"] for pool in pools.values() for failure in pool["failures"]
@@ -74,13 +76,13 @@ def columns(rows: list[list[str]]) -> str:
     )
 
 
-def _plain_line(replica: dict[str, Any]) -> str:
+def _plain_line(replica: ReplicaReport) -> str:
     where = f" on {replica['node']}" if replica["node"] else ""
     waits_for = f": {replica['stage']}" if replica["state"] == "pending" and replica["stage"] else ""
     return f"{replica['id']} {replica['state']}{where}{waits_for}"
 
 
-def _live_line(replica: dict[str, Any]) -> str:
+def _live_line(replica: ReplicaReport) -> str:
     bar = ""
     if replica["state"] == "loading":
         filled = round(_BAR_WIDTH * replica["fraction"])

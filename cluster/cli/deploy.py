@@ -6,15 +6,12 @@ import os
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from cluster.host import state as states
-from cluster.words.errors import DeployError
-
-if TYPE_CHECKING:
-    from cluster.host.state import Command
+from cluster.words.errors import DeployError, NotDeployed
 
 _INTERRUPT_S = 120.0
 
@@ -85,7 +82,7 @@ def down(
     begin = time.monotonic()
     try:
         state = states.find(name)
-    except states.NotDeployed as nothing:
+    except NotDeployed as nothing:
         print(f"{str(nothing).partition(';')[0]}: nothing to take down")
         return
     if state.deploying is not None and state.deploying.is_running:
@@ -95,7 +92,7 @@ def down(
     print(f"{state.name}{with_ray} is down after {time.monotonic() - begin:.1f} s")
 
 
-def _interrupt(command: Command) -> None:
+def _interrupt(command: states.Command) -> None:
     """Let a `cluster deploy` that is under way clean up after itself, as on Ctrl-C."""
     os.kill(command.pid, signal.SIGTERM)
     deadline = time.monotonic() + _INTERRUPT_S

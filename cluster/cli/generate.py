@@ -10,6 +10,7 @@ import typer
 
 from cluster.cli.deploy import Name
 from cluster.host import state as states
+from cluster.words.errors import RequestFailed
 
 if TYPE_CHECKING:
     from cluster.cli.inference_client import InferenceClient
@@ -76,7 +77,7 @@ def chat(
     endpoint: Endpoint = None,
 ) -> None:
     """Talk with the model. Ctrl-C stops an answer, /new begins anew, /quit or Ctrl-D ends."""
-    from cluster.cli.inference_client import InferenceClient, InferenceFailed
+    from cluster.cli.inference_client import InferenceClient
     from cluster.rpc import inference_pb2 as pb
 
     sampling = pb.SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
@@ -92,7 +93,7 @@ def chat(
             request = pb.GenerateRequest(chat=pb.Chat(messages=messages), sampling=sampling)
             try:
                 answer = _stream(client, request, timeout_s=timeout, is_shown=True)
-            except (InferenceFailed, KeyboardInterrupt) as error:
+            except (RequestFailed, KeyboardInterrupt) as error:
                 if not is_terminal:
                     raise
                 print(f"\n({error or 'stopped'})", file=sys.stderr)

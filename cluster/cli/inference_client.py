@@ -9,7 +9,7 @@ import grpc
 from cluster.rpc import inference_pb2 as pb
 from cluster.rpc import inference_pb2_grpc as pb_grpc
 from cluster.wire.channel import CLIENT_OPTIONS
-from cluster.words.errors import ClusterError
+from cluster.words.errors import RequestFailed
 
 _USERS_FAULT = (
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -17,14 +17,6 @@ _USERS_FAULT = (
     grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.PERMISSION_DENIED,
 )
-
-
-class InferenceFailed(ClusterError):
-    """The router refused a request or could not carry it out."""
-
-    def __init__(self, message: str, *, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
 
 
 class InferenceClient:
@@ -42,7 +34,7 @@ class InferenceClient:
         self._channel.close()
 
     def generate(self, request: pb.GenerateRequest, *, timeout_s: float) -> Iterator[pb.GenerateResponse]:
-        """The events of one request as they come. Leaving the iteration cancels it. Raises InferenceFailed."""
+        """The events of one request as they come. Leaving the iteration cancels it. Raises RequestFailed."""
         call = self._stub.Generate(request, timeout=timeout_s)
         try:
             yield from call
@@ -52,6 +44,6 @@ class InferenceClient:
                 text = f"no router answers at {self._endpoint}; see `cluster status`"
             else:
                 text = f"{code.name.lower()}: {error.details()}"
-            raise InferenceFailed(text, exit_code=2 if code in _USERS_FAULT else 1) from None
+            raise RequestFailed(text, exit_code=2 if code in _USERS_FAULT else 1) from None
         finally:
             call.cancel()

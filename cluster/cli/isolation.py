@@ -7,16 +7,14 @@ import json
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from cluster.bench.isolation import Workload, measure
 from cluster.cli.model_options import DEFAULT_MODEL, Model
 from cluster.host import state as states
-
-if TYPE_CHECKING:
-    from cluster.bench.isolation import Workload
-    from cluster.host.state import State
+from cluster.host.state import State
 
 _OF_ITS_OWN = "bench-isolation"
 _ANSWER_S = 300.0
@@ -39,8 +37,6 @@ def isolation(
 
     A deployment of one prefill and one decode replica, each with one compute thread, asked through its gRPC door.
     """
-    from cluster.bench.isolation import Workload
-
     workload = Workload(
         prefills_per_s=rate, streams=streams, prompt_tokens=prompt_tokens, loaded_s=seconds, quiet_s=seconds / 4
     )
@@ -54,7 +50,6 @@ def isolation(
 
 def _measure(workload: Workload, state: State) -> dict[str, Any]:
     from cluster.bench.doors import open_door
-    from cluster.bench.isolation import measure
 
     async def run() -> dict[str, Any]:
         async with open_door(state.grpc) as door:

@@ -12,6 +12,7 @@ import typer
 
 from cluster.cli.connection import join_controller
 from cluster.cli.deploy import Name
+from cluster.control.report import Pools
 from cluster.host import state as states
 from cluster.words.errors import SpecError
 
@@ -80,7 +81,7 @@ class _Change:
     """What came of a change to the pools."""
 
     answer: Any  # the controller's, when it was asked
-    pools: dict[str, Any]
+    pools: Pools
     seconds: float
 
 

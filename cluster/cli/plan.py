@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cluster.bench.trace import read_trace
 from cluster.cli.simulate import BlockSize, HostTokens, ProfileName, Simulator, Speedup
 from cluster.words.errors import SpecError
+
+if TYPE_CHECKING:
+    from router.simulator.plan import Candidate, CapacityPlan
 
 _CONTEXTS = (2048, 8192, 32_768, 131_072)
 
@@ -42,8 +44,11 @@ def plan(
         return
     if trace is None:
         raise SpecError("name a --trace to plan for, or --memory")
+    from router.simulator.fleet import FleetSetup
+    from router.simulator.plan import make_plan
+
     simulator = Simulator(profile)
-    setup = simulator.setup(
+    setup = FleetSetup(
         num_prefill=1,
         num_decode=1,
         policy="cost",
@@ -52,7 +57,7 @@ def plan(
         host_tokens=host_tokens,
         pulls=True,
     )
-    found = importlib.import_module("router.simulator.plan").make_plan(
+    found = make_plan(
         setup,
         simulator.profile,
         read_trace(trace, speedup=speedup, max_requests=max_requests),
@@ -63,14 +68,16 @@ def plan(
         tried=lambda c: print(f"{c.topology}: {c.good_share:.1%} within the SLO", file=sys.stderr, flush=True),
     )
     if plot:
-        importlib.import_module("router.simulator.plot").plot(found, plot, good_share=good)
+        from router.simulator.plot import plot as draw
+
+        draw(found, plot, good_share=good)
     if output and found.best:
         output.write_text(_as_spec(spec, found.best, block_size=block_size))
     print(json.dumps(_as_tree(found), indent=1) if as_json else _table(found, origin=simulator.profile.origin))
     raise typer.Exit(0 if found.best else 1)
 
 
-def _as_spec(source: str, best: Any, *, block_size: int) -> str:
+def _as_spec(source: str, best: Candidate, *, block_size: int) -> str:
     """`source` with the plan's pools, as YAML that `cluster deploy` takes."""
     import yaml
 
@@ -85,8 +92,8 @@ def _as_spec(source: str, best: Any, *, block_size: int) -> str:
     return yaml.safe_dump(spec.model_dump(mode="json", exclude_unset=True), sort_keys=False)
 
 
-def _as_tree(found: Any) -> dict[str, Any]:
-    def tree(candidate: Any) -> dict[str, Any]:
+def _as_tree(found: CapacityPlan) -> dict[str, Any]:
+    def tree(candidate: Candidate) -> dict[str, Any]:
         return {"topology": candidate.topology} | asdict(candidate)
 
     return {
@@ -96,7 +103,7 @@ def _as_tree(found: Any) -> dict[str, Any]:
     }
 
 
-def _table(found: Any, *, origin: str) -> str:
+def _table(found: CapacityPlan, *, origin: str) -> str:
     from cluster.cli.console import columns
 
     rows = [["", "TOPOLOGY", "USD/H", "WITHIN SLO", "TTFT P99 ms", "ITL P99 ms", "REUSED"]]

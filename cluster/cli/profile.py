@@ -10,24 +10,13 @@ import secrets
 import statistics
 import sys
 from dataclasses import asdict
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from cluster.cli import model_options as options
 from cluster.cli.deploy import Name
-from cluster.cli.model_options import (
-    DEFAULT_DTYPE,
-    DEFAULT_HOST_LINK,
-    DEFAULT_MODEL,
-    DEFAULT_WEIGHTS,
-    Model,
-    ModelDType,
-    ModelWeights,
-    PoolDType,
-    WireDType,
-)
 from cluster.host import state as states
 from cluster.words.timing import StepTiming
 
@@ -39,11 +28,11 @@ _COPY_BYTES, _NUM_COPIES = 1 << 20, 512
 
 def profile(
     output: Annotated[Path, typer.Option("--output", "-o", help="The JSON file to write.")],
-    model: Model = DEFAULT_MODEL,
-    dtype: ModelDType = DEFAULT_DTYPE,
-    weights: ModelWeights = DEFAULT_WEIGHTS,
-    pool_dtype: PoolDType = "auto",
-    wire_dtype: WireDType = "fp8_e4m3",
+    model: options.Model = options.DEFAULT_MODEL,
+    dtype: options.ModelDType = options.DEFAULT_DTYPE,
+    weights: options.ModelWeights = options.DEFAULT_WEIGHTS,
+    pool_dtype: options.PoolDType = "auto",
+    wire_dtype: options.WireDType = "fp8_e4m3",
     kv_memory_gib: Annotated[float, typer.Option(min=0.001, help="Of one replica, as in a spec.")] = 1.0,
     threads: Annotated[int, typer.Option(min=1, help="Compute threads of one replica.")] = 1,
     replicas: Annotated[
@@ -62,7 +51,10 @@ def profile(
     Starts processes that each hold the model and do what replicas do: prompts and decoding of several sizes, alone
     and side by side, and KV from one to another. Takes a minute or two; nothing else should run meanwhile.
     """
-    model_dir = import_module("cluster.model.source").resolve(model)
+    from cluster.model.source import resolve
+    from router.simulator.profile import Profile
+
+    model_dir = resolve(model)
     of = {"dtype": dtype, "weights": weights, "pool_dtype": pool_dtype, "threads": threads}
     if live:
         steps = _learnt(endpoint or states.find(name).http)
@@ -78,19 +70,17 @@ def profile(
     ]
     tree = {"name": output.stem, "origin": "measured", "derivation": derivation, **steps, "kv": kv}
     tree |= {"host_bytes_per_s": _copied_bytes_per_s(), "usd_per_hour": usd_per_hour}
-    found = import_module("router.simulator.profile").Profile.model_validate(tree)
-    output.write_text(found.model_dump_json(indent=1) + "\n")
+    output.write_text(Profile.model_validate(tree).model_dump_json(indent=1) + "\n")
     print(_table(tree))
 
 
 def _measured(
     model_dir: Path, of: dict[str, Any], *, wire_dtype: str, num_replicas: int, seconds: float
 ) -> dict[str, Any]:
+    from engine.tools.step_profile import profile_steps
+
     _say(f"steps of {model_dir.name}, alone and by up to {num_replicas} replicas at a time")
-    # By name: this floor does not import the ones above it.
-    measured = import_module("engine.tools.step_profile").profile_steps(
-        model_dir, **of, num_replicas=num_replicas, seconds=seconds
-    )
+    measured = profile_steps(model_dir, **of, num_replicas=num_replicas, seconds=seconds)
     _say("KV from process to process")
     return {
         "derivation": [
@@ -175,11 +165,13 @@ def _kv(model_dir: Path, *, dtype: str, pool_dtype: str, wire_dtype: str, kv_mem
 
 def _link(model_dir: Path, *, dtype: str, wire_dtype: str, threads: int) -> dict[str, float]:
     """seconds = latency + bytes / rate, through two points."""
-    measured = import_module("kvtransfer.bench.run").bench_kv(
+    from kvtransfer.bench.run import bench_kv
+
+    measured = bench_kv(
         model_dir,
         dtype=dtype,
         wire_dtype=wire_dtype,
-        host_link=DEFAULT_HOST_LINK,
+        host_link=options.DEFAULT_HOST_LINK,
         messages=[],
         prompts=_PROMPTS,
         threads=threads,
@@ -193,8 +185,9 @@ def _link(model_dir: Path, *, dtype: str, wire_dtype: str, threads: int) -> dict
 
 
 def _copied_bytes_per_s() -> float:
-    copy = import_module("kvtransfer.bench.carried").copy_in_memory
-    return float(_COPY_BYTES * _NUM_COPIES / copy(num_bytes=_COPY_BYTES, count=_NUM_COPIES))
+    from kvtransfer.bench.carried import copy_in_memory
+
+    return _COPY_BYTES * _NUM_COPIES / copy_in_memory(num_bytes=_COPY_BYTES, count=_NUM_COPIES)
 
 
 def _table(tree: dict[str, Any]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -12,8 +11,6 @@ import typer
 
 from cluster.cli.model_options import DEFAULT_DTYPE, DEFAULT_MODEL, Model, ModelDType
 from cluster.words.errors import SpecError
-
-_WRITE, _CALIBRATION = "engine.quantization.write", "engine.quantization.calibration"
 
 evaluate = typer.Typer(help="Measure a model's quality, in this process.", no_args_is_help=True)
 
@@ -33,10 +30,13 @@ def quantize(
     ] = None,
 ) -> None:
     """Write a checkpoint whose matrices have 8 bits, which this cluster and other engines can serve."""
-    model_dir = import_module("cluster.model.source").resolve(model)
-    # By name: this floor does not import the ones above it.
-    grams = import_module(_CALIBRATION).inputs_of_text(model_dir, _read(calibrate)) if calibrate else {}
-    import_module(_WRITE).quantize_checkpoint(model_dir, into, to, grams=grams)
+    from cluster.model.source import resolve
+    from engine.quantization.calibration import inputs_of_text
+    from engine.quantization.write import quantize_checkpoint
+
+    model_dir = resolve(model)
+    grams = inputs_of_text(model_dir, _read(calibrate)) if calibrate else {}
+    quantize_checkpoint(model_dir, into, to, grams=grams)
     print(f"wrote {into}")
 
 
@@ -56,20 +56,26 @@ def perplexity(
 
     Windows come from the first half of the text; weights that are "calibrated" have seen the second.
     """
-    model_dir = import_module("cluster.model.source").resolve(model)
-    words = _read(text) if text else "\n".join(import_module("pydoc_data.topics").topics.values())
+    from pydoc_data.topics import topics
+
+    from cluster.model.source import resolve
+    from engine.quantization.calibration import inputs_of_text
+    from engine.quantization.write import quantize_checkpoint
+    from engine.tools.perplexity import compare, settings_for
+
+    model_dir = resolve(model)
+    words = _read(text) if text else "\n".join(topics.values())
     words, seen = words[: len(words) // 2], words[len(words) // 2 :]
-    module = import_module("engine.tools.perplexity")
     with tempfile.TemporaryDirectory() as scratch:
         others = []
-        grams = import_module(_CALIBRATION).inputs_of_text(model_dir, seen)
+        grams = inputs_of_text(model_dir, seen)
         for name, kind, known in (("fp8", "fp8", {}), ("fp8 calibrated", "fp8", grams), ("int8", "int8", {})):
             directory = Path(scratch) / name.replace(" ", "-")
-            import_module(_WRITE).quantize_checkpoint(model_dir, directory, kind, grams=known)
+            quantize_checkpoint(model_dir, directory, kind, grams=known)
             others.append((name, directory))
         del grams
-        result = module.compare(
-            module.settings_for(model_dir, others),
+        result = compare(
+            settings_for(model_dir, others),
             words,
             dtype=dtype,
             window=window,

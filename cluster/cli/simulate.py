@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 import json
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster.bench.trace import read_trace
+from cluster.bench.trace import TraceRequest, read_trace
 from cluster.words.errors import SpecError
+
+if TYPE_CHECKING:
+    from router.simulator.fleet import FleetSetup
 
 TraceFile = Annotated[Path, typer.Option("--trace", help="Requests to replay.")]
 ProfileName = Annotated[str | None, typer.Option("--profile", help="A JSON file, or the name of a shipped profile.")]
@@ -57,8 +60,10 @@ def simulate(
 
     The policy, the schedulers, the block manager and the eviction are the ones that serve; only time is simulated.
     """
+    from router.simulator.fleet import FleetSetup
+
     simulator = Simulator(profile)
-    setup = simulator.setup(
+    setup = FleetSetup(
         **_pools(topology, colocated),
         policy=policy,
         block_size=block_size,
@@ -75,16 +80,25 @@ def simulate(
 
 
 class Simulator:
-    """The simulator lives on the router's floor: it is started by import path, as every floor above ours is."""
+    """A profile, and simulations with it."""
 
     def __init__(self, profile: str | None) -> None:
         """Raises SpecError when there is no such profile."""
-        profiles = importlib.import_module("router.simulator.profile")
-        self.profile: Any = profiles.load_profile(profile or profiles.DEFAULT)
-        self.setup: Any = importlib.import_module("router.simulator.fleet").FleetSetup
+        from router.simulator.profile import DEFAULT, load_profile
 
-    def run(self, setup: Any, requests: Any, *, slo_ttft_ms: float | None, slo_itl_ms: float | None) -> dict[str, Any]:
-        report: dict[str, Any] = importlib.import_module("router.simulator.run").simulate(
+        self.profile = load_profile(profile or DEFAULT)
+
+    def run(
+        self,
+        setup: FleetSetup,
+        requests: Sequence[TraceRequest],
+        *,
+        slo_ttft_ms: float | None,
+        slo_itl_ms: float | None,
+    ) -> dict[str, Any]:
+        from router.simulator.run import simulate
+
+        report = simulate(
             setup,
             self.profile,
             requests,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cluster.cli.connection import join_controller
 from cluster.cli.deploy import Name
 from cluster.host import state as states
-from cluster.words.errors import DeployError
+from cluster.words.errors import DeployError, NotDeployed
+
+if TYPE_CHECKING:  # Ray must not be imported before local_ray.join()
+    from cluster.host.status import DeploymentReport
 
 _NOT_READY, _NOTHING_DEPLOYED = 1, 3
 
@@ -23,8 +26,8 @@ def status(
     try:
         state = states.find(name)
         if state.local_ray is not None and not state.local_ray.is_running:
-            raise states.NotDeployed(f"{state.name} is not running any more; `cluster down` forgets it")
-    except states.NotDeployed as nothing:
+            raise NotDeployed(f"{state.name} is not running any more; `cluster down` forgets it")
+    except NotDeployed as nothing:
         typer.echo(f"cluster: {nothing}", err=True)
         raise typer.Exit(_NOTHING_DEPLOYED) from None
     try:
@@ -39,7 +42,7 @@ def status(
     raise typer.Exit(0 if report["ready"] else _NOT_READY)
 
 
-def _as_text(report: dict[str, Any]) -> str:
+def _as_text(report: DeploymentReport) -> str:
     from cluster.cli.console import columns
 
     rows = [["REPLICA", "STATE", "NODE", "DEVICES", "BLOCKS", "FREE", "CACHED", "RUNNING", "WAITING", ""]]

@@ -23,10 +23,11 @@ from cluster.control.desired import Desired, Parts
 from cluster.control.gang import find_replicas, remove_leftovers
 from cluster.control.placement import ResourceDemand, check_fit, live_nodes
 from cluster.control.pool import ReplicaPool
-from cluster.control.replica import ReplicaFailed, replica_id, role_of
+from cluster.control.replica import replica_id, role_of
 from cluster.control.replica_life import ReplicaLife
+from cluster.control.report import ControllerReport
 from cluster.process.log import LogPart, log_path, read_log, redirect_output
-from cluster.words.errors import DeployError, SpecError
+from cluster.words.errors import DeployError, ReplicaFailed, SpecError
 from cluster.words.request import Role
 from cluster.words.spec import Spec
 from cluster.words.spec_file import parse_spec
@@ -66,10 +67,9 @@ class Controller:
             self._desired = replace(self._desired, spec=new)
         self._desire_changed()
 
-    async def status(self) -> dict[str, Any]:
-        """`{"spec": the spec as it is now, "pools": {role: ReplicaPool.status}}`."""
+    async def status(self) -> ControllerReport:
         desired = self._known
-        pools = {role.value: self._pools[role].status(desired.spec.pool(role).replicas) for role in Role}
+        pools = {role.value: self._pools[role].report(desired.spec.pool(role).replicas) for role in Role}
         return {"spec": desired.spec.model_dump(mode="json"), "pools": pools}
 
     async def scale(self, replicas: dict[str, int], *, wait_for_nodes: bool = False) -> dict[str, tuple[int, int]]:

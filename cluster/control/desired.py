@@ -15,11 +15,10 @@ _KEY = b"desired"
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What is started by import path, "module:name"."""
+    """What a rank's process imports by path, "module:name": this process must not, for it brings torch."""
 
     prefill: str = "prefill_worker.actor:make_rank"
     decode: str = "decode_worker.actor:make_rank"
-    router: str = "router.app:build"
 
     def rank(self, role: Role) -> str:
         return self.prefill if role is Role.PREFILL else self.decode

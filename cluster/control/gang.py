@@ -26,7 +26,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.control.desired import Desired, namespace
 from cluster.control.placement import bundle, live_nodes, why_pending
 from cluster.control.rank_actor import CONCURRENCY_GROUPS, RankActor
-from cluster.control.replica import RankUnreachable, ReplicaFailed, parse_rank_name, rank_name, role_of
+from cluster.control.replica import parse_rank_name, rank_name, role_of
+from cluster.words.errors import RankUnreachable, ReplicaFailed
 
 _ANSWER_S = 10.0  # a call that only looks takes milliseconds; a machine that swaps takes longer
 _PLACE_POLL_S = 1.0

@@ -7,14 +7,15 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from cluster.control.desired import Desired
 from cluster.control.gang import Home
 from cluster.control.pool_plan import STABLE_S, Backoff, plan_pool
-from cluster.control.replica import Failure, ReplicaFailed, ReplicaState
+from cluster.control.replica import Failure, ReplicaState
 from cluster.control.replica_life import ReplicaLife
+from cluster.control.report import PoolReport
+from cluster.words.errors import ReplicaFailed
 from cluster.words.request import Role
 
 logger = logging.getLogger(__name__)
@@ -100,14 +101,14 @@ class ReplicaPool:
     def num_draining(self) -> int:
         return sum(member.life.view.state is ReplicaState.DRAINING for member in self._members.values())
 
-    def status(self, desired: int) -> dict[str, Any]:
+    def report(self, desired: int) -> PoolReport:
         """The pool's part of `Controller.status`."""
         views = [member.life.view for member in self._members.values()]
         return {
             "desired": desired,
             "ready": sum(view.state is ReplicaState.READY for view in views),
-            "replicas": [view.as_dict() for view in views],
-            "failures": [asdict(failure) | {"text": failure.describe()} for failure in self._failures],
+            "replicas": [view.report() for view in views],
+            "failures": [failure.report() for failure in self._failures],
             "failed_rounds": self._backoff.rounds,
             "has_given_up": self._backoff.has_given_up,
         }

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import cast
 
-from cluster.words.errors import ClusterError, DeployError
+from cluster.control.report import FailureReport, RankReport, ReplicaReport
 from cluster.words.rank import Blocks
 from cluster.words.request import Role
 
@@ -24,12 +24,6 @@ class ReplicaState(StrEnum):
     DRAINING = "draining"  # takes no new requests, finishes those that it has
 
 
-@dataclass(frozen=True)
-class RankInfo:
-    pid: int
-    device: str
-
-
 @dataclass
 class ReplicaStatus:
     """What `cluster status` shows of a replica."""
@@ -38,16 +32,16 @@ class ReplicaStatus:
     role: Role
     state: ReplicaState = ReplicaState.PENDING
     node: str = ""  # the node's name
-    ranks: list[RankInfo] = field(default_factory=list)
+    ranks: list[RankReport] = field(default_factory=list)
     blocks: Blocks = field(default_factory=lambda: Blocks(total=0, free=0, cached=0))
     running: int = 0
     waiting: int = 0
     stage: str = ""  # what it does at present, or waits for
     fraction: float = 0.0  # of loading
 
-    def as_dict(self) -> dict[str, Any]:
+    def report(self) -> ReplicaReport:
         """Everything but the role, under which the pools list it anyway."""
-        return {key: value for key, value in asdict(self).items() if key != "role"}
+        return cast(ReplicaReport, {key: value for key, value in asdict(self).items() if key != "role"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,31 +55,13 @@ class Failure:
     reason: str
     will_repeat: bool  # another try will hardly end otherwise
 
+    def report(self) -> FailureReport:
+        return cast(FailureReport, asdict(self) | {"text": self.describe()})
+
     def describe(self) -> str:
         where = f" on {self.node}" if self.node else ""
         what = "failed" if self.state in (ReplicaState.READY, ReplicaState.DRAINING) else "did not start"
         return f"{self.replica}{where} {what} ({self.state}): {self.reason}"
-
-
-class ReplicaFailed(ClusterError):
-    """A replica cannot go on. `rank` is the one to blame, where one is known."""
-
-    def __init__(self, reason: str, *, rank: int = 0, will_repeat: bool = False) -> None:
-        super().__init__(reason)
-        self.rank = rank
-        self.will_repeat = will_repeat
-
-
-class RankUnreachable(ReplicaFailed):
-    """A rank cannot be reached at present; its process may well live."""
-
-
-class ReplicaDidNotStart(DeployError):
-    """A replica failed to start, and another try would hardly end otherwise. `log` holds the last that it wrote."""
-
-    def __init__(self, message: str, *, log: str) -> None:
-        super().__init__(message)
-        self.log = log
 
 
 def replica_id(role: Role, number: int) -> str:

@@ -10,8 +10,9 @@ from typing import cast
 
 from cluster.control.desired import Desired
 from cluster.control.gang import Gang, Home
-from cluster.control.replica import RankInfo, RankUnreachable, ReplicaFailed, ReplicaState, ReplicaStatus, role_of
+from cluster.control.replica import ReplicaState, ReplicaStatus, role_of
 from cluster.process.log import LogPart
+from cluster.words.errors import RankUnreachable, ReplicaFailed
 from cluster.words.rank import Binding, Progress, RankStatus
 
 logger = logging.getLogger(__name__)
@@ -162,4 +163,4 @@ class ReplicaLife:
         self.view.stage = stage
 
     def _note_bindings(self, bindings: list[Binding]) -> None:
-        self.view.ranks = [RankInfo(pid=binding["pid"], device=binding["device"]) for binding in bindings]
+        self.view.ranks = [{"pid": binding["pid"], "device": binding["device"]} for binding in bindings]

@@ -13,11 +13,12 @@ import contextlib
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cluster.control.desired import Parts
 from cluster.host import local_ray, preflight
 from cluster.host import state as states
+from cluster.host.reporter import Reporter
 from cluster.host.state import Command, State
 from cluster.process.background import BackgroundThread
 from cluster.process.stopwatch import Stopwatch
@@ -26,7 +27,7 @@ from cluster.words.request import Role
 from cluster.words.spec import Spec
 
 if TYPE_CHECKING:  # Ray must not be imported before local_ray.join()
-    from cluster.host.pool_watch import Reporter
+    from ray import serve
 
 _SEE_ALL_S = 60.0  # from every replica being ready until the router has heard of all
 _STOP_S = 60.0
@@ -91,6 +92,13 @@ def take_down(state: State, *, force: bool = False) -> None:
     states.forget(state.name)
 
 
+def router_application(spec: dict[str, Any], index_url: str, log_dir: str) -> serve.Application:
+    """The router as Ray Serve takes it; the spec as plain values."""
+    from router.app import build
+
+    return build(spec, index_url, log_dir)
+
+
 def _new_state(spec: Spec, *, local: local_ray.LocalRay | None, address: str = "", owns_serve: bool = True) -> State:
     host = preflight.reachable_host(spec.router.host, otherwise=address.rpartition(":")[0] or "127.0.0.1")
     return State(
@@ -146,7 +154,7 @@ def _start(state: State, spec: Spec, *, parts: Parts, deadline: float, reporter:
         raise serving.failure
     watch.lap("Serve")
     reporter.say("starting the router")
-    router_app.start_router(spec, import_path=parts.router, index_url=index_url, log_dir=log_dir)
+    router_app.start_router(spec.name, router_application(plain_spec, index_url, log_dir))
     watch.lap("router")
     pool_watch.await_ready(controller, Role, deadline=deadline, reporter=reporter)
     watch.lap("replicas after that")

@@ -4,27 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable
-from typing import Any, Protocol
+from typing import Any
 
-from cluster.control.replica import ReplicaDidNotStart
+from cluster.control.report import FailureReport, PoolReport, Pools
 from cluster.host.driver import ask
-from cluster.words.errors import ClusterError, DeployError
-
-Pools = dict[str, dict[str, Any]]  # role -> ReplicaPool.status()
+from cluster.host.reporter import Reporter
+from cluster.words.errors import ClusterError, DeployError, ReplicaDidNotStart
 
 _POLL_S = 0.25
 _LOG_LINES = 20
 _MAX_FAILED_ROUNDS = 2  # a process that was killed may have had bad luck, once
-
-
-class Reporter(Protocol):
-    """Where the progress of a long command goes."""
-
-    def say(self, line: str) -> None: ...
-
-    def show(self, pools: Pools) -> None:
-        """The state of every replica; called a few times a second."""
-        ...
 
 
 def await_ready(
@@ -61,13 +50,12 @@ def failures_so_far(controller: Any) -> set[str]:
     return {failure["replica"] for pool in pools.values() for failure in pool["failures"]}
 
 
-def _is_settled(pool: dict[str, Any]) -> bool:
-    return bool(pool["ready"] == pool["desired"] == len(pool["replicas"]))
+def _is_settled(pool: PoolReport) -> bool:
+    return pool["ready"] == pool["desired"] == len(pool["replicas"])
 
 
-def _final_failure(pool: dict[str, Any], known: Collection[str]) -> dict[str, Any] | None:
-    new: list[dict[str, Any]] = [failure for failure in pool["failures"] if failure["replica"] not in known]
-    for failure in new:
+def _final_failure(pool: PoolReport, known: Collection[str]) -> FailureReport | None:
+    for failure in (failure for failure in pool["failures"] if failure["replica"] not in known):
         if failure["will_repeat"] or pool["failed_rounds"] >= _MAX_FAILED_ROUNDS:
             return failure
     return None

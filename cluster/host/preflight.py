@@ -48,7 +48,7 @@ def check_model(spec: Spec, say: Callable[[str], None]) -> None:
         try:
             config.check_tensor_parallel(spec.pool(role).tensor_parallel)
             if role is Role.DECODE and spec.decode.expert_parallel:
-                config.check_expert_parallel(spec.decode.tensor_parallel)
+                config.check_expert_parallel(spec.decode.tensor_parallel, redundant=spec.decode.redundant_experts)
         except SpecError as error:
             raise SpecError(f"{role}.{error}") from None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import time
 
@@ -12,7 +11,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
 from cluster.words.errors import DeployError
-from cluster.words.spec import RouterSpec, Spec
+from cluster.words.spec import RouterSpec
 
 _START_S = 120.0
 _POLL_S = 0.1
@@ -36,18 +35,16 @@ def start_serve(router: RouterSpec) -> None:
         raise DeployError(f"Ray Serve: {' '.join(str(error).split())}") from error
 
 
-def start_router(spec: Spec, *, import_path: str, index_url: str, log_dir: str) -> None:
+def start_router(name: str, application: serve.Application) -> None:
     """Deploy the router on a Serve that runs, and return when Serve calls it running. Raises DeployError with its
     reason."""
-    module, _, build = import_path.partition(":")
-    application = getattr(importlib.import_module(module), build)(spec.model_dump(mode="json"), index_url, log_dir)
     try:
         serve.run_many(
-            [serve.RunTarget(application, name=spec.name, route_prefix="/")],
+            [serve.RunTarget(application, name=name, route_prefix="/")],
             wait_for_ingress_deployment_creation=False,
             wait_for_applications_running=False,
         )
-        _await_running(spec.name)
+        _await_running(name)
     except (RayServeException, RayError, RuntimeError, ValueError) as error:
         raise DeployError(f"router: {' '.join(str(error).split())}") from error
 

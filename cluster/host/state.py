@@ -14,13 +14,9 @@ from pathlib import Path
 
 from cluster.host.local_ray import LocalRay
 from cluster.process import processes
-from cluster.words.errors import ClusterError, SpecError
+from cluster.words.errors import NotDeployed, SpecError
 
 _FILE = "state.json"
-
-
-class NotDeployed(ClusterError):
-    """There is nothing here to speak to."""
 
 
 @dataclass(frozen=True)

@@ -148,10 +148,6 @@ class ModelConfig:
             return self.intermediate_size
         return self.experts.num_experts * self.experts.intermediate_size + self.experts.shared_size
 
-    def kv_values_per_token(self) -> int:
-        """Numbers that one token adds to the KV cache, keys and values, all layers, all heads."""
-        return self.num_layers * self.kv_sides * self.num_kv_heads * self.kv_dim
-
     def tensor_parallel_choices(self) -> list[int]:
         """The tensor-parallel sizes that fit: query heads divide evenly, and KV heads divide or are replicated."""
         sizes = (size for size in range(1, self.num_q_heads + 1) if self.num_q_heads % size == 0)

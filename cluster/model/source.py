@@ -70,15 +70,6 @@ def resolve(source: str, *, progress: Progress | None = None) -> Path:
     return path
 
 
-def model_name(source: str) -> str:
-    """What clients call the model of `source` if the operator gives no name."""
-    kind, _, name = source.partition(":")
-    if kind in ("pypi", "hf"):
-        return name.split("@")[0].split("==")[0].removesuffix(".gguf")
-    path = Path(source).expanduser()
-    return path.stem if path.suffix == ".gguf" else path.resolve().name
-
-
 def cache_root() -> Path:
     return Path(os.environ.get("CLUSTER_CACHE") or Path.home() / ".cache" / "xpyd")
 

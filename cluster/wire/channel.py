@@ -14,10 +14,11 @@ import grpc
 from grpc import aio
 
 from cluster.words import errors
-from cluster.words.errors import ClusterError, ReplicaLost, outcome_of
+from cluster.words.errors import CapacityError, ClusterError, ReplicaLost, RequestError, outcome_of
 
 _MAX_MESSAGE_BYTES = 64 << 20  # a 1M-token prompt is 4 MB; no KV bytes travel here
-_ERROR_KEY = "cluster-error"
+# Of an error that crosses a call: its class, and what a caller acts upon.
+_ERROR_KEY, _PARAM_KEY, _RETRY_KEY = "cluster-error", "cluster-error-param", "cluster-error-retry-after-s"
 
 
 def keepalive(*, ping_every_ms: int, answer_within_ms: int) -> list[tuple[str, Any]]:
@@ -57,14 +58,22 @@ def open_channel(address: str) -> aio.Channel:
 async def abort_with(context: aio.ServicerContext[Any, Any], error: ClusterError) -> NoReturn:
     """End a call with `error`; the other side gets it back from `error_of`."""
     status = getattr(grpc.StatusCode, outcome_of(error).grpc)
-    await context.abort(status, str(error), ((_ERROR_KEY, type(error).__name__),))
+    facts = [(_ERROR_KEY, type(error).__name__)]
+    if isinstance(error, RequestError) and error.param is not None:
+        facts.append((_PARAM_KEY, error.param))
+    if isinstance(error, CapacityError):
+        facts.append((_RETRY_KEY, str(error.retry_after_s)))
+    await context.abort(status, str(error), tuple(facts))
     raise AssertionError("abort returned")
 
 
 def error_of(error: aio.AioRpcError, *, peer: str) -> ClusterError:
     """What a failed call to `peer` means here: its own error, or ReplicaLost if it could not even answer."""
-    for key, value in error.trailing_metadata() or ():
-        kind = getattr(errors, str(value), None) if key == _ERROR_KEY else None
-        if isinstance(kind, type) and issubclass(kind, ClusterError):
-            return kind(error.details() or "")
+    facts = {key: str(value) for key, value in error.trailing_metadata() or ()}
+    kind = getattr(errors, facts.get(_ERROR_KEY, ""), None)
+    text = error.details() or ""
+    if isinstance(kind, type) and issubclass(kind, ClusterError):
+        if issubclass(kind, CapacityError) and _RETRY_KEY in facts:
+            return kind(text, retry_after_s=float(facts[_RETRY_KEY]))
+        return kind(text, param=facts.get(_PARAM_KEY)) if issubclass(kind, RequestError) else kind(text)
     return ReplicaLost(f"{peer}: {error.code().name}: {error.details()}")

@@ -3,6 +3,11 @@
 ClusterError
 ├── SpecError               the operator wrote something wrong           (CLI: one line, exit code 2)
 ├── DeployError             a replica, a port or a resource failed       (CLI: one line, exit code 2)
+│   └── ReplicaDidNotStart  with the last that it wrote
+├── NotDeployed             there is nothing to speak to
+├── ReplicaFailed           a replica's process ended, or cannot go on; the controller starts another
+│   └── RankUnreachable     for the moment, perhaps
+├── RequestFailed           what a client was told by a deployment       (CLI: exit code 1, or 2 where it is the user's)
 ├── RequestError            the client sent something wrong; retrying will not help
 │   ├── UnknownModel
 │   ├── ContextLengthExceeded
@@ -32,6 +37,39 @@ class SpecError(ClusterError):
 
 class DeployError(ClusterError):
     """A deployment could not be carried out; the message names what failed and why."""
+
+
+class ReplicaDidNotStart(DeployError):
+    """A replica failed to start, and another try would hardly end otherwise. `log` holds the last that it wrote."""
+
+    def __init__(self, message: str, *, log: str) -> None:
+        super().__init__(message)
+        self.log = log
+
+
+class NotDeployed(ClusterError):
+    """There is nothing here to speak to."""
+
+
+class ReplicaFailed(ClusterError):
+    """A replica cannot go on. `rank` is the one to blame, where one is known."""
+
+    def __init__(self, reason: str, *, rank: int = 0, will_repeat: bool = False) -> None:
+        super().__init__(reason)
+        self.rank = rank
+        self.will_repeat = will_repeat
+
+
+class RankUnreachable(ReplicaFailed):
+    """A rank cannot be reached at present; its process may well live."""
+
+
+class RequestFailed(ClusterError):
+    """As a client sees it: the deployment refused a request, or did not carry it out."""
+
+    def __init__(self, message: str, *, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class RequestError(ClusterError):

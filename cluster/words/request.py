@@ -13,7 +13,6 @@ class FinishReason(StrEnum):
 
     STOP = "stop"  # a stop token, an end-of-sequence token or a stop string
     LENGTH = "length"  # max_tokens, or the model's context
-    CANCELLED = "cancelled"
 
 
 class Role(StrEnum):

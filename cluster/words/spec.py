@@ -69,11 +69,14 @@ class ModelSpec(_Section):
 
     @property
     def name(self) -> str:
-        """What clients call the model."""
-        kind, colon, rest = self.source.partition(":")
-        if colon and kind in ("hf", "pypi"):
-            return self.served_name or rest.split("@")[0]
-        return self.served_name or Path(self.source).name.removesuffix(".gguf")
+        """What clients call the model: without the version, revision or ending that its source may have."""
+        if self.served_name:
+            return self.served_name
+        kind, _, name = self.source.partition(":")
+        if kind in ("pypi", "hf"):
+            return name.split("@")[0].split("==")[0].removesuffix(".gguf")
+        path = Path(self.source).expanduser()
+        return path.stem if path.suffix == ".gguf" else path.resolve().name
 
 
 class KVSpec(_Section):

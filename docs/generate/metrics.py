@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cluster.words.metrics import Metrics
 from docs.generate.table import table
+from router.metrics import Metrics
 
 
 def table_of_metrics() -> list[tuple[str, str, str]]:

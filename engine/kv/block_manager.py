@@ -152,9 +152,6 @@ class BlockManager:
             assert block in self._refs, f"block {block} is not held"
             self._refs[block] += 1
 
-    def is_shared(self, block: int) -> bool:
-        return self._refs[block] > 1
-
     def seal(self, block: int, prefix_hash: bytes) -> None:
         """A held block is full and final: let others find it. A hash that is already known keeps its first block."""
         assert block in self._refs, f"block {block} is not held"
@@ -201,11 +198,6 @@ class BlockManager:
             if block in self._quarantined:
                 self._quarantined.remove(block)
                 self._free.append(block)
-
-    def clear_cache(self) -> None:
-        """Forget every cached prefix that no sequence holds: evict it."""
-        while self._cached:
-            self._free.append(self._evict())
 
     def take_changes(self) -> dict[bytes, bool]:
         """Every hash whose block was stored or removed since the last call, and whether it can be matched now."""

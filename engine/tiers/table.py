@@ -170,10 +170,6 @@ class TierTable(Generic[T]):
 
     # What the world is told.
 
-    @property
-    def num_loads(self) -> int:
-        return len(self._loads)
-
     def num_blocks(self, tier: Tier) -> int:
         return self._lower[tier].num_sealed if tier in self._lower else 0
 

@@ -15,13 +15,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.words.errors import RequestTooLarge, UnknownModel
-from cluster.words.metrics import CONTENT_TYPE
 from cluster.words.request import Role
 from router.doors.event_stream import EventStream, while_connected
 from router.doors.openai_answer import OpenAIAnswer
 from router.doors.openai_errors import CLIENT_GONE, explain, handle_errors
 from router.doors.openai_forms import JSON, ChatForm, Form, TextForm
 from router.doors.openai_types import ChatBody, TextBody
+from router.metrics import CONTENT_TYPE
 from router.text.completion import Completion, Completions
 from router.text.completion_request import MAX_REQUEST_BYTES, REQUEST_ID
 from router.text.model_card import ModelCard

@@ -18,8 +18,8 @@ from cluster.words.errors import (
     TransferError,
 )
 from cluster.words.hashing import block_hashes, root_hash
-from cluster.words.metrics import Metrics
 from cluster.words.request import Role, SequenceRequest
+from router.metrics import Metrics
 from router.routing.admission import Ticket
 from router.routing.chooser import Chooser, Decision, Need, with_room
 from router.routing.decisions import Decisions

@@ -16,9 +16,9 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from cluster.words.errors import ClusterError, ContextLengthExceeded, DeadlineExceeded, ReplicaLost, outcome_of
-from cluster.words.metrics import Metrics
-from cluster.words.request import FinishReason, Sampling, SequenceRequest
+from cluster.words.request import Sampling, SequenceRequest
 from router.generation import ChoiceToken, Dispatcher, Generation, RequestRoute
+from router.metrics import Metrics
 from router.text.chat_template import ChatTemplate
 from router.text.choice_text import ChoiceText
 from router.text.completion_request import Chat, CompletionRequest, check, sampling_of
@@ -174,12 +174,9 @@ class Completion:
 
     async def _next(self, tokens: AsyncIterator[ChoiceToken]) -> ChoiceToken:
         try:
-            token = await anext(tokens)
+            return await anext(tokens)
         except StopAsyncIteration:
             raise ReplicaLost(f"request {self.request.id}: its tokens ended before it was finished") from None
-        if token.token.finish_reason is FinishReason.CANCELLED:
-            raise ReplicaLost(f"request {self.request.id}: its replica cancelled it")
-        return token
 
     @asynccontextmanager
     async def _until_deadline(self) -> AsyncIterator[None]:

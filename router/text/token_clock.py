@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from time import monotonic
 
-from cluster.words.metrics import Metrics
+from router.metrics import Metrics
 
 
 class TokenClock:

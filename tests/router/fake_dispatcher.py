@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
-from cluster.words.request import FinishReason, SampledToken, SequenceRequest, TokenLogprob, finish_reason
+from cluster.words.request import SampledToken, SequenceRequest, TokenLogprob, finish_reason
 from router.generation import ChoiceToken, RequestRoute
 
 Script = Callable[[SequenceRequest, int], Sequence[int]]
@@ -27,7 +27,6 @@ class FakeDispatcher:
     hang_after: int | None = None  # tokens of all choices, then silence until `go_on`
     fail_after: tuple[int, Exception] | None = None  # tokens of all choices, then this error
     end_after: int | None = None  # tokens of all choices, then a premature end
-    cancel_after: int | None = None  # tokens of a choice; the next one says that its replica cancelled it
     started: list[SequenceRequest] = field(default_factory=list)
     stopped: list[tuple[str, int]] = field(default_factory=list)
     ended: list[tuple[str, type[BaseException] | None]] = field(default_factory=list)
@@ -107,6 +106,4 @@ class FakeGeneration:
         if sampling.num_logprobs is not None:
             top = tuple((token_id + i, -0.5 - i) for i in range(sampling.num_logprobs))
             logprob = TokenLogprob(logprob=-0.5, top=top)
-        if position == self._fake.cancel_after:
-            reason = FinishReason.CANCELLED
         return SampledToken(token_id=token_id, logprob=logprob, finish_reason=reason)

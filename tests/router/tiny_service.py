@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cluster.words.metrics import Metrics
+from router.metrics import Metrics
 from router.text.chat_template import ChatTemplate, find_chat_template
 from router.text.completion import Completions
 from router.text.model_card import ModelCard

@@ -7,11 +7,12 @@ from collections.abc import AsyncGenerator, Sequence
 
 import pytest
 
-from cluster.bench.doors import RequestFailed, TokenUsage
+from cluster.bench.doors import ReportedUsage
 from cluster.bench.measured import summary
 from cluster.bench.replay import Answered, replay
 from cluster.bench.spread import spread
 from cluster.bench.trace import TraceRequest
+from cluster.words.errors import RequestFailed
 
 
 class FakeDoor:
@@ -22,14 +23,14 @@ class FakeDoor:
 
     async def ask(
         self, token_ids: Sequence[int], *, max_tokens: int, timeout_s: float
-    ) -> AsyncGenerator[int | TokenUsage, None]:
+    ) -> AsyncGenerator[int | ReportedUsage, None]:
         if len(token_ids) == 1:
             raise RequestFailed("too short")
         async with asyncio.timeout(timeout_s):
             await self._barrier.wait()
         yield 1
         yield max_tokens - 1
-        yield TokenUsage(prompt_tokens=len(token_ids), cached_tokens=len(token_ids) // 2)
+        yield ReportedUsage(prompt_tokens=len(token_ids), cached_tokens=len(token_ids) // 2)
 
 
 def _request(number: int, num_tokens: int) -> TraceRequest:
@@ -53,7 +54,7 @@ def test_tokens_that_come_together_share_the_time() -> None:
     answered = Answered(_request(0, 8))
     for now, count in ((1.0, 1), (1.5, 1), (2.5, 2)):
         answered.came(now, count)
-    answered.usage = TokenUsage(prompt_tokens=8, cached_tokens=0)
+    answered.usage = ReportedUsage(prompt_tokens=8, cached_tokens=0)
     assert (answered.ttft_s, answered.mean_itl_s, answered.e2e_s) == (1.0, 0.5, 2.5)
     report = summary([answered], slo_ttft_s=0.9, slo_itl_s=None)
     assert report["itl_ms"]["mean"] == pytest.approx(500) and report["good_share"] == 0

@@ -43,7 +43,7 @@ def test_only_blocks_that_nobody_could_use_are_leaked() -> None:
         return {"id": id, "blocks": {"total": total, "free": free, "cached": cached}}
 
     pools = {"prefill": {"replicas": [replica("prefill-0", 10, 4, 6)]}, "decode": {"replicas": [replica("d", 9, 4, 3)]}}
-    assert leaked_blocks({"pools": pools}) == {"d": 2}
+    assert leaked_blocks(pools) == {"d": 2}
 
 
 def test_a_run_is_clean_until_something_fails_differs_or_leaks() -> None:

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import functools
 import sys
+from typing import Any
 
 from cluster.cli.app import run
 from cluster.control import desired
-from cluster.host import preflight
-from tests.cluster.cli import fake_router
+from cluster.host import deployment, preflight
 from tests.cluster.control import fake_rank
+
+
+def fake_router(spec: dict[str, Any], index_url: str, log_dir: str) -> Any:
+    from tests.cluster.cli.fake_router import build  # it imports Ray: not before local_ray.join()
+
+    return build(spec, index_url, log_dir)
+
 
 if __name__ == "__main__":
     ranks = {"prefill": "FakeRank", "decode": "FakeRank"}
@@ -19,6 +26,7 @@ if __name__ == "__main__":
         ranks[role] = name
         arguments = arguments[2:]
     parts = {role: f"{fake_rank.__name__}:{name}" for role, name in ranks.items()}
-    desired.Parts = functools.partial(desired.Parts, **parts, router=f"{fake_router.__name__}:build")
+    desired.Parts = functools.partial(desired.Parts, **parts)
+    deployment.router_application = fake_router
     preflight.check_model = lambda spec, say: say(f"checking {spec.model.source}")
     sys.exit(run(arguments))

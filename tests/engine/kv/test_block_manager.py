@@ -87,7 +87,6 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def fork(self, data: st.DataObject) -> None:
         table = self.pick(data)
         self.manager.share(table.blocks)
-        assert all(self.manager.is_shared(block) for block in table.blocks)
         twin = Table([], list(table.blocks), table.num_sealed)
         twin.hashes = table.hashes
         self.tables.append(twin)
@@ -122,11 +121,6 @@ class BlockManagerMachine(RuleBasedStateMachine):
         blocks = data.draw(st.lists(st.sampled_from(self.quarantined), unique=True))
         self.manager.release(blocks)
         self.quarantined = [block for block in self.quarantined if block not in blocks]
-
-    @rule()
-    def clear_cache(self) -> None:
-        self.manager.clear_cache()
-        assert self.manager.num_cached == 0
 
     @rule()
     def hear_of_changes(self) -> None:

@@ -161,7 +161,8 @@ class SendingRank:
     def check_read(self, passage: Passage, segment: Segment) -> None:
         for position in range(segment.first_token, segment.first_token + segment.num_tokens):
             block = passage.blocks[position // BLOCK_SIZE]
-            self.replica.blocks.is_shared(block)  # raises KeyError unless somebody holds it
+            self.replica.blocks.share([block])  # fails unless somebody holds it
+            self.replica.blocks.free([block])
             slot = block * BLOCK_SIZE + position % BLOCK_SIZE
             content = self.replica.contents.get(passage.handoff.id, passage.handoff.id)
             assert self.pool.get(slot) == (content, position), "read from a block that is another's by now"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.rpc.worker_pb2 import Status, StepTiming, Totals
-from cluster.words.metrics import Metrics
 from cluster.words.request import Role
+from router.metrics import Metrics
 
 
 def scrape(metrics: Metrics) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:

@@ -1,0 +1,63 @@
+"""What an error still knows when it comes back from another process."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from grpc import aio
+
+from cluster.rpc import worker_pb2 as pb
+from cluster.rpc import worker_pb2_grpc as rpc
+from cluster.wire.channel import SERVER_OPTIONS, abort_with, error_of, open_channel
+from cluster.words import errors
+from cluster.words.errors import ClusterError
+
+
+class RefusingServicer(rpc.WorkerServicer):
+    def __init__(self, error: ClusterError) -> None:
+        self._error = error
+
+    async def Frames(self, request: pb.FramesRequest, context: aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        await abort_with(context, self._error)
+        yield  # a generator
+
+
+@asynccontextmanager
+async def refusing(error: ClusterError) -> AsyncIterator[rpc.WorkerStub]:
+    server = aio.server(options=SERVER_OPTIONS)
+    rpc.add_WorkerServicer_to_server(RefusingServicer(error), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        yield rpc.WorkerStub(channel)
+    await server.stop(None)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.CapacityError("the queue is full", retry_after_s=2.5),
+        errors.RequestError("no such thing", param="stop"),
+        errors.ContextLengthExceeded("too long", param="messages"),
+        errors.RequestError("wrong as a whole"),
+        errors.HandoffExpired("epoch 1 is fenced"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+async def test_an_error_comes_back_as_it_was(error: ClusterError) -> None:
+    async with refusing(error) as worker:
+        with pytest.raises(aio.AioRpcError) as failed:
+            await worker.Frames(pb.FramesRequest(router="r")).read()
+    back = error_of(failed.value, peer="decode-0")
+    assert (type(back), str(back), vars(back)) == (type(error), str(error), vars(error))
+
+
+async def test_who_cannot_answer_is_lost() -> None:
+    async with open_channel("127.0.0.1:1") as channel:
+        with pytest.raises(aio.AioRpcError) as failed:
+            await rpc.WorkerStub(channel).Frames(pb.FramesRequest(router="r")).read()
+    back = error_of(failed.value, peer="decode-0")
+    assert type(back) is errors.ReplicaLost and str(back).startswith("decode-0: UNAVAILABLE")
