@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from cluster.model import source as model_source
 from cluster.rpc import transfer_pb2 as pb
-from cluster.rpc import worker_pb2
 from cluster.words.errors import SpecError
 from cluster.words.spec import PoolSpec
 from cluster.words.tier import Tier
@@ -22,7 +20,6 @@ from engine.tiers.disk_store import DiskStore
 from engine.tiers.host_store import HostStore
 from engine.tiers.orders import LoadResult
 from engine.tiers.rank_tiers import RankTiers
-from engine.tiers.tiers import Tiers
 
 
 def open_tiers(setup: RankSetup, runner: ModelRunner, on_loaded: Callable[[LoadResult], None]) -> RankTiers | None:
@@ -79,17 +76,3 @@ def loaded_from_report(part: pb.LoadedPart) -> LoadResult:
         num_bytes={Tier(tier): count for tier, count in part.num_bytes.items()},
         seconds={Tier(tier): seconds for tier, seconds in part.seconds.items()},
     )
-
-
-def tell_tiers(tiers: Tiers[Any], status: worker_pb2.Status, totals: worker_pb2.Totals) -> None:
-    """Put what lies below the pool, and what came of it, into a replica's account of itself."""
-    totals.host_hit_tokens = tiers.hit_tokens(Tier.HOST)
-    totals.disk_hit_tokens = tiers.hit_tokens(Tier.DISK)
-    totals.host_saved_bytes = tiers.saved_bytes(Tier.HOST)
-    totals.disk_saved_bytes = tiers.saved_bytes(Tier.DISK)
-    totals.tier_losses = tiers.num_losses
-    status.blocks_host = tiers.num_blocks(Tier.HOST)
-    status.blocks_disk = tiers.num_blocks(Tier.DISK)
-    status.host_bytes_per_s = tiers.bytes_per_s(Tier.HOST)
-    status.disk_bytes_per_s = tiers.bytes_per_s(Tier.DISK)
-    status.totals.CopyFrom(totals)

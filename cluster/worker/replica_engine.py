@@ -13,7 +13,6 @@ from cluster.words.handoff import Holder
 from cluster.words.tier import Tier
 from cluster.worker.fetches import Fetches
 from cluster.worker.gang_runner import GangRunner
-from cluster.worker.lower_tiers import tell_tiers
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
 from engine.orders import Orders
@@ -149,5 +148,18 @@ class ReplicaEngine:
             link_bytes_per_s=self.link_rate.per_s,
             timing=timing_to_proto(self.pace.timing),
         )
-        tell_tiers(self._tiers, status, self.totals)
+        self._tell_tiers(status)
+        status.totals.CopyFrom(self.totals)
         return status
+
+    def _tell_tiers(self, status: pb.Status) -> None:
+        tiers, totals = self._tiers, self.totals
+        totals.host_hit_tokens = tiers.hit_tokens(Tier.HOST)
+        totals.disk_hit_tokens = tiers.hit_tokens(Tier.DISK)
+        totals.host_saved_bytes = tiers.saved_bytes(Tier.HOST)
+        totals.disk_saved_bytes = tiers.saved_bytes(Tier.DISK)
+        totals.tier_losses = tiers.num_losses
+        status.blocks_host = tiers.num_blocks(Tier.HOST)
+        status.blocks_disk = tiers.num_blocks(Tier.DISK)
+        status.host_bytes_per_s = tiers.bytes_per_s(Tier.HOST)
+        status.disk_bytes_per_s = tiers.bytes_per_s(Tier.DISK)

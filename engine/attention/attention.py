@@ -25,7 +25,7 @@ _MAX_PADDING = 2.0  # gathered keys over needed ones
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PromptQueries:
     """One row of several queries."""
 
     first: int  # its queries are tokens [first, end) of the step
@@ -47,7 +47,7 @@ class Singles:
 class AttentionPlan:
     """Which blocks each row of a batch attends to, and which keys in them, under one sliding window (or none)."""
 
-    prompts: list[Prompt]
+    prompts: list[PromptQueries]
     singles: list[Singles]
 
     @classmethod
@@ -90,7 +90,7 @@ def attend_prompt(
 ) -> Tensor:
     """-> (Q, K, G, D) of the values. Keys and values are shared by G heads without being copied.
 
-    mask: see Prompt. scale: of the scores, by default 1 / sqrt(D) of the keys.
+    mask: see PromptQueries. scale: of the scores, by default 1 / sqrt(D) of the keys.
     """
     num_queries, _, group, _ = q_QKGD.shape
     if mask_QL is None:
@@ -118,14 +118,14 @@ class _Planner:
         self._low = lowest_key // block_size
         self._high = -(-batch.context_lens // block_size)
 
-    def prompt(self, row: int) -> Prompt:
+    def prompt(self, row: int) -> PromptQueries:
         first, end = int(self._ends[row] - self._batch.query_lens[row]), int(self._ends[row])
         low, high = int(self._low[row]), int(self._high[row])
         runs_2RKB = self._pool.runs(self._batch.block_tables[row : row + 1, low:high])
         if self._starts[row] == 0 and (self._window is None or self._window >= end - first):
-            return Prompt(first, end, runs_2RKB, None)
+            return PromptQueries(first, end, runs_2RKB, None)
         mask_1QL = self._mask(self._batch.positions[None, first:end], self._low[[row]], high - low)
-        return Prompt(first, end, runs_2RKB, mask_1QL[0])
+        return PromptQueries(first, end, runs_2RKB, mask_1QL[0])
 
     def singles(self, rows: Ints) -> Singles:
         low, high = self._low[rows], self._high[rows]

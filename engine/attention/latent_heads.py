@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention.attention import AttentionPlan, Prompt, Singles, attend_prompt
+from engine.attention.attention import AttentionPlan, PromptQueries, Singles, attend_prompt
 from engine.batch.batch import Batch
 from engine.kernels.rotary import rotate
 from engine.kv.pool import KVPool
@@ -102,7 +102,7 @@ class LatentHeads:
             out_THW[singles.tokens_R] = self._attend_singles(layer, q_THD, singles, expansion)
         return out_THW
 
-    def _attend_prompt(self, layer: int, q_THD: Tensor, prompt: Prompt, expansion: Expansion) -> Tensor:
+    def _attend_prompt(self, layer: int, q_THD: Tensor, prompt: PromptQueries, expansion: Expansion) -> Tensor:
         rows_LD = self._pool.gather(layer, prompt.runs_2RKB, q_THD.dtype)[0, 0, 0]
         latent_LC, key_LP = rows_LD.split((expansion.latent_dim, rows_LD.shape[-1] - expansion.latent_dim), dim=-1)
         k_HLN, v_HLW = (latent_LC @ made.transpose(1, 2) for made in (expansion.key_HNC, expansion.value_HWC))
