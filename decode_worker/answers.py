@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cluster.rpc import transfer_pb2
 from cluster.rpc import worker_pb2 as pb
 from cluster.wire.messages import tokens_to_proto
 from cluster.words.errors import ClusterError
@@ -19,12 +18,13 @@ from engine.kv.block_manager import BlockManager
 from engine.prompts import Prompt
 from engine.sequence import Sequence
 from engine.step import Prefilled, StepResult
+from kvtransfer.protocol.frames import Opening
 
 
 class RequestListener(Protocol):
     """Who holds the lease of a request. Called on the step thread."""
 
-    def reserved(self, handoff: Handoff | None, opening: transfer_pb2.OpenRequest | None, num_cached: int) -> None:
+    def reserved(self, handoff: Handoff | None, opening: Opening | None, num_cached: int) -> None:
         """Blocks are set aside. With a handoff, the other ranks must open it too before anyone is told of it."""
         ...
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 
-from cluster.rpc import transfer_pb2 as pb
 from cluster.words.handoff import Handoff
 from engine.prompts import Prompt
+from kvtransfer.protocol.frames import Opening
 
 
-def opening_for(prompt: Prompt, *, replica: str) -> pb.OpenRequest:
+def opening_for(prompt: Prompt, *, replica: str) -> Opening:
     """The positions that the prompt lacks, and the blocks that they go to. Its id is never used again.
 
     Of a sequence that runs elsewhere there is KV for all tokens but the last, and soon for more: as many as there are
@@ -18,18 +18,16 @@ def opening_for(prompt: Prompt, *, replica: str) -> pb.OpenRequest:
     sequence = prompt.sequence
     is_growing = prompt.is_running_elsewhere
     num_tokens = len(sequence.tokens) - is_growing
-    return pb.OpenRequest(
+    return Opening(
         handoff=f"{replica}/{prompt.id}/{time.monotonic_ns():x}",
         first_token=prompt.num_cached,
         num_tokens=num_tokens,
         max_tokens=min(len(sequence.blocks) * sequence.block_size, sequence.max_context) if is_growing else num_tokens,
-        block_ids=sequence.blocks[prompt.num_cached // sequence.block_size :],
+        block_ids=tuple(sequence.blocks[prompt.num_cached // sequence.block_size :]),
     )
 
 
-def ticket_for(
-    opening: pb.OpenRequest, *, replica: str, addresses: tuple[str, ...], layout: str, ttl_s: float
-) -> Handoff:
+def ticket_for(opening: Opening, *, replica: str, addresses: tuple[str, ...], layout: str, ttl_s: float) -> Handoff:
     return Handoff(
         id=opening.handoff,
         epoch=1,

@@ -8,7 +8,6 @@ from typing import Any, TypeAlias
 
 from grpc import aio
 
-from cluster.rpc import transfer_pb2
 from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
 from cluster.wire.channel import abort_with
@@ -18,6 +17,7 @@ from cluster.words.handoff import Handoff
 from cluster.worker.role_parts import LiveReplica
 from decode_worker.worker import DecodeWorker
 from engine.prompts import KVSource, Prompt
+from kvtransfer.protocol.frames import Opening
 from kvtransfer.protocol.passage import Shipment
 
 _Context: TypeAlias = aio.ServicerContext[Any, Any]
@@ -42,7 +42,7 @@ class DecodeServicer(rpc.DecodeWorkerServicer):
             while (event := await call.events.get()) is not None:
                 if isinstance(event, ClusterError):
                     raise event
-                if isinstance(event, transfer_pb2.OpenRequest):
+                if isinstance(event, Opening):
                     await replica.peers.open(event)
                 else:
                     yield event
@@ -74,10 +74,10 @@ class _Call:
     """Brings what happens to a request from the step thread to the call that holds its lease."""
 
     def __init__(self) -> None:
-        self.events: asyncio.Queue[pb.GenerateEvent | transfer_pb2.OpenRequest | ClusterError | None] = asyncio.Queue()
+        self.events: asyncio.Queue[pb.GenerateEvent | Opening | ClusterError | None] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
 
-    def reserved(self, handoff: Handoff | None, opening: transfer_pb2.OpenRequest | None, num_cached: int) -> None:
+    def reserved(self, handoff: Handoff | None, opening: Opening | None, num_cached: int) -> None:
         if opening:
             self._put(opening)
         ticket = handoff_to_proto(handoff) if handoff else None
@@ -90,7 +90,7 @@ class _Call:
     def ended(self, error: ClusterError | None) -> None:
         self._put(error)
 
-    def _put(self, event: pb.GenerateEvent | transfer_pb2.OpenRequest | ClusterError | None) -> None:
+    def _put(self, event: pb.GenerateEvent | Opening | ClusterError | None) -> None:
         self._loop.call_soon_threadsafe(self.events.put_nowait, event)
 
 

@@ -21,7 +21,7 @@ from engine.prompts import Prompt
 from engine.step import ScheduledStep
 from engine.tiers.tiers import Tiers
 from kvtransfer.movers.grants import Grants
-from kvtransfer.protocol.arrivals import Arrival, Arrivals, Gate
+from kvtransfer.protocol.arrivals import Arrival, Arrivals, ReceivingEnd
 from kvtransfer.protocol.ledger import Landing
 from kvtransfer.protocol.passage import Shipment
 from kvtransfer.protocol.pulls import Pulls
@@ -36,7 +36,7 @@ class DecodeWorker:
     def __init__(
         self,
         rank: GangRunner,
-        gate: Gate,
+        receiver: ReceivingEnd,
         blocks: BlockManager,
         config: SchedulerConfig,
         *,
@@ -55,7 +55,7 @@ class DecodeWorker:
         self._handoff_s = handoff_s
         self._awaited: dict[Prompt, Arrival[Prompt]] = {}  # whose KV comes from elsewhere
         self._arrivals: Arrivals[Prompt] = Arrivals(
-            gate, blocks, num_ranks=len(addresses), close_elsewhere=close_handoff
+            receiver, blocks, num_ranks=len(addresses), close_elsewhere=close_handoff
         )
         self._answers = Answers(rank, blocks, self.replica)
         self._moves = self._answers.moves

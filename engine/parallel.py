@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work
+from torch.distributed import ProcessGroupGloo, Work
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from cluster.words.errors import ReplicaLost
 
@@ -76,7 +77,7 @@ class TensorParallel:
         """Wait until every rank has reached `stage`, however long one takes within timeout_s; raises ReplicaLost."""
         if self._store is None:
             return
-        self._store.set(f"{stage}/{self.rank}", b"")
+        self._store.set(f"{stage}/{self.rank}", "")
         try:
             keys = [f"{stage}/{rank}" for rank in range(self.size)]
             self._store.wait(keys, timedelta(seconds=timeout_s))
@@ -172,12 +173,13 @@ class TensorParallel:
             raise ReplicaLost(f"rank {self.rank} of {self.size}: another rank is gone: {error}") from error
 
 
-def _gloo(store: Store, rank: int, size: int, host: str, timeout: timedelta) -> ProcessGroupGloo:
-    options = ProcessGroupGloo._Options()
+def _gloo(store: Store, rank: int, size: int, host: str, timeout: timedelta) -> Any:
+    gloo: Any = ProcessGroupGloo  # torch's stubs know neither its options nor the constructor that takes them
+    options = gloo._Options()
     options._timeout = timeout
     options._threads = 1
     options._devices = [_device(host)]
-    return ProcessGroupGloo(store, rank, size, options)
+    return gloo(store, rank, size, options)
 
 
 def _nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
@@ -189,6 +191,6 @@ def _nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 @lru_cache(maxsize=4)
-def _device(host: str) -> Any:
+def _device(host: str) -> ProcessGroupGloo.Device:
     """One Gloo device per address: it owns the thread that watches its sockets."""
     return ProcessGroupGloo.create_device(hostname=host)

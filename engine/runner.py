@@ -19,11 +19,11 @@ from engine.cpu.library import open_kernels
 from engine.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from engine.kv.pool import KVPool
 from engine.layers.shards import ShardReader
-from engine.model.dense import DenseDecoder, OnLayer
+from engine.model.transformer import OnLayer, Transformer
 from engine.orders import Orders
 from engine.parallel import TensorParallel
 from engine.step import ScheduledStep
-from engine.weights.checkpoint import open_checkpoint
+from engine.weights.open_checkpoint import open_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class ModelRunner:
                 progress((layer + 1) / num_layers)
 
         with torch.inference_mode():
-            self._model = DenseDecoder(self.config, reader, self.layout, on_read=on_read)
+            self._model = Transformer(self.config, reader, self.layout, on_read=on_read)
         # Outside inference mode, for others write to it who are not in it: blocks that arrive from a peer.
         self.pool = KVPool(self.layout, num_blocks=num_blocks, device=self.device)
         if config.recorded_rows and capture is None and self.device.type == "cuda":

@@ -88,11 +88,12 @@ def circles(graph: Graph) -> list[tuple[str, ...]]:
 
 
 def floors(arrows: Graph) -> list[list[str]]:
-    """Rooms from the ground up: each on the lowest floor that is above all that it imports. No circles, please."""
+    """Rooms from the ground up: each on the lowest floor that is above all that it imports, but for its circle."""
+    circle_of = {room: circle for circle in circles(arrows) for room in circle}
 
     @functools.cache
     def floor(room: str) -> int:
-        return max((floor(to) + 1 for to in arrows[room]), default=0)
+        return max((floor(to) + 1 for to in arrows[room] if to not in circle_of.get(room, ())), default=0)
 
     found: list[list[str]] = [[] for _ in range(max(map(floor, arrows)) + 1)]
     for room in sorted(arrows):
@@ -179,5 +180,4 @@ if __name__ == "__main__":
     print()
     for circle in circles(module_arrows()) + circles(known):
         print("circle:", *circle)
-    if not circles(known):
-        print(picture(known))
+    print(picture(known))

@@ -72,23 +72,23 @@ def namespace(name: str) -> str:
 
 
 def save(desired: Desired) -> None:
-    """Keep it in Ray's internal key-value store: as durable as Ray's own knowledge of the actors."""
-    from ray.experimental.internal_kv import _internal_kv_put
+    """Keep it in Ray's own control store."""
+    from cluster.control import ray_internals
 
-    _internal_kv_put(_KEY, desired.to_json().encode(), overwrite=True, namespace=_store(desired.spec.name))
+    ray_internals.put(_KEY, desired.to_json().encode(), namespace=_store(desired.spec.name))
 
 
 def load(name: str) -> Desired | None:
-    from ray.experimental.internal_kv import _internal_kv_get
+    from cluster.control import ray_internals
 
-    stored = _internal_kv_get(_KEY, namespace=_store(name))
+    stored = ray_internals.get(_KEY, namespace=_store(name))
     return Desired.from_json(stored) if stored else None
 
 
 def forget(name: str) -> None:
-    from ray.experimental.internal_kv import _internal_kv_del
+    from cluster.control import ray_internals
 
-    _internal_kv_del(_KEY, namespace=_store(name))
+    ray_internals.delete(_KEY, namespace=_store(name))
 
 
 def _store(name: str) -> bytes:

@@ -78,9 +78,10 @@ def matches(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
 def live_nodes() -> list[Node]:
     """The nodes of the Ray cluster to which this process is connected."""
     import ray
-    from ray._private.state import available_resources_per_node
 
-    available = available_resources_per_node()
+    from cluster.control import ray_internals
+
+    available = ray_internals.available_resources()
     return [
         Node(
             id=node["NodeID"],

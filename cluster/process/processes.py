@@ -2,6 +2,9 @@
 
 A session or a process group is not enough to find all that a program has started: each may leave it. The environment
 with which a process was started stays readable and goes on to its children. Only our own user's processes are seen.
+
+Not by psutil: a process that gives itself a title, as Ray's do, overwrites the first variables of its environment, and
+psutil reads no further. It also costs every command 70 ms to import.
 """
 
 from __future__ import annotations

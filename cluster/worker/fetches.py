@@ -66,7 +66,13 @@ class Fetches:
         hashes = sequence.hashes()[: owner.fetch_end // self._block_size]
         if holder := self._holders.get(owner):
             self._pulls.begin(
-                owner, holder, id=owner.id, hashes=hashes, blocks=sequence.blocks, first_block=first_block
+                owner,
+                holder,
+                id=owner.id,
+                hashes=hashes,
+                blocks=sequence.blocks,
+                first_block=first_block,
+                now=time.monotonic(),
             )
         elif not self._tiers.begin(owner, hashes[first_block:], sequence.blocks[first_block:]):
             self._queue.fetch_failed(owner)

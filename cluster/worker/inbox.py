@@ -18,6 +18,7 @@ from engine.prompts import Prompt
 from engine.runner import ModelRunner
 from engine.tiers.orders import LoadResult
 from kvtransfer.movers.receiver import Receiver
+from kvtransfer.movers.wire_messages import landing_from_proto, shipment_from_proto
 from kvtransfer.protocol.ledger import Landing
 from kvtransfer.protocol.passage import Shipment
 from kvtransfer.protocol.pulls import Pull, Pulls
@@ -58,9 +59,9 @@ class Inbox:
         """The same, told by one of the other ranks."""
         part = report.WhichOneof("part")
         if part == "landed":
-            self.landed(report.rank, Landing.from_report(report.landed))
+            self.landed(report.rank, landing_from_proto(report.landed))
         elif part == "shipped":
-            self.shipped(report.rank, Shipment.from_report(report.shipped))
+            self.shipped(report.rank, shipment_from_proto(report.shipped))
         elif part == "loaded":
             self.loaded(report.rank, loaded_from_report(report.loaded))
 

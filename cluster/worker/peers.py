@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import torch
+from google.protobuf.message import Message
 from grpc import aio
 from torch.distributed.distributed_c10d import Store
 
@@ -18,9 +20,13 @@ from cluster.words.errors import ReplicaLost
 from engine.parallel import TensorParallel
 from kvtransfer.movers.meeting import local_store, remote_store
 from kvtransfer.movers.rank_servicer import RankServicer
+from kvtransfer.movers.wire_messages import opening_to_proto
+from kvtransfer.protocol.frames import Opening
 
 _ANSWER_S = 3.0  # an answer between ranks takes milliseconds
 _ASK_AGAIN_S = 0.1
+
+_Method = Callable[..., Awaitable[Any]]  # of a stub, which grpc does not type
 
 
 class Peers:
@@ -36,9 +42,12 @@ class Peers:
         """Make the channels on the event loop that will use them."""
         return cls(addresses, rank=rank, timeout_s=timeout_s)
 
-    async def open(self, request: pb.OpenRequest) -> None:
+    async def open(self, opening: Opening) -> None:
         """Open a handoff on every other rank. Raises ReplicaLost if one does not answer."""
-        await self._all("Open", request)
+        request = opening_to_proto(opening)
+        await asyncio.gather(
+            *(_call(stub.Open, request, rank=rank, timeout_s=self._timeout_s) for rank, stub in self._stubs.items())
+        )
 
     async def close_handoff(self, handoff: str) -> None:
         """Close a handoff on every other rank; when this returns, none of them writes to its blocks any more.
@@ -46,11 +55,11 @@ class Peers:
         Asks again and again. Raises ReplicaLost when a rank does not answer for long: then the gang is broken.
         """
         request = pb.CloseRequest(handoff=handoff)
-        await asyncio.gather(*(self._insist(rank, "Close", request) for rank in self._stubs))
+        await asyncio.gather(*(self._insist(stub.Close, request, rank=rank) for rank, stub in self._stubs.items()))
 
     async def report(self, request: pb.ReportRequest) -> None:
         """Tell rank 0 about this rank's part of a handoff, again and again until it has heard."""
-        await self._insist(0, "Report", request)
+        await self._insist(self._stubs[0].Report, request, rank=0)
 
     def store(self, loop: asyncio.AbstractEventLoop, *, timeout_s: float) -> Store:
         """The meeting at rank 0, as the other ranks see it."""
@@ -60,25 +69,23 @@ class Peers:
         for channel in self._channels.values():
             await channel.close()
 
-    async def _all(self, method: str, request: Any) -> None:
-        await asyncio.gather(*(self._call(rank, method, request, self._timeout_s) for rank in self._stubs))
-
-    async def _insist(self, rank: int, method: str, request: Any) -> None:
+    async def _insist(self, method: _Method, request: Message, *, rank: int) -> None:
         """For what must not be lost, and does no harm twice."""
         give_up_at = time.monotonic() + self._timeout_s
         while True:
             try:
-                return await self._call(rank, method, request, min(_ANSWER_S, self._timeout_s))
+                return await _call(method, request, rank=rank, timeout_s=min(_ANSWER_S, self._timeout_s))
             except ReplicaLost:
                 if time.monotonic() > give_up_at:
                     raise
                 await asyncio.sleep(_ASK_AGAIN_S)
 
-    async def _call(self, rank: int, method: str, request: Any, timeout_s: float) -> None:
-        try:
-            await getattr(self._stubs[rank], method)(request, timeout=timeout_s)
-        except aio.AioRpcError as error:
-            raise error_of(error, peer=f"rank {rank}") from error
+
+async def _call(method: _Method, request: Message, *, rank: int, timeout_s: float) -> None:
+    try:
+        await method(request, timeout=timeout_s)
+    except aio.AioRpcError as error:
+        raise error_of(error, peer=f"rank {rank}") from error
 
 
 def open_gang(

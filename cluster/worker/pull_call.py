@@ -7,8 +7,10 @@ from typing import Any
 
 from grpc import aio
 
+from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
 from cluster.wire.channel import error_of, open_channel
+from cluster.wire.messages import handoff_to_proto
 from cluster.words.errors import ReplicaLost
 from cluster.worker.peers import Peers
 from kvtransfer.protocol.pulls import Pull
@@ -20,10 +22,11 @@ async def ask_holder(pull: Pull[Any], peers: Peers, missed: Callable[[str], None
     `missed` is called with the reason, if nothing comes of it. Cancelling this ends the call.
     """
     holder, first_token = pull.holder, pull.opening.first_token
+    request = pb.PullRequest(handoff=handoff_to_proto(pull.handoff), hashes=b"".join(pull.hashes))
     try:
         await peers.open(pull.opening)
         async with open_channel(holder.address) as channel:
-            async for event in rpc.PrefixHolderStub(channel).Pull(pull.request, timeout=pull.timeout_s):
+            async for event in rpc.PrefixHolderStub(channel).Pull(request, timeout=pull.timeout_s):
                 if event.WhichOneof("event") == "granted" and event.granted.num_tokens <= first_token:
                     missed(f"{holder.replica} does not hold it any more")
     except aio.AioRpcError as error:

@@ -37,10 +37,12 @@ from engine.tiers.rank_tiers import RankTiers
 from engine.tiers.tiers import Tiers
 from kvtransfer.links.backends import backend_for
 from kvtransfer.movers.grants import Grants
+from kvtransfer.movers.link_config import LinkConfig
 from kvtransfer.movers.pull_servicer import Granting, PullServicer
 from kvtransfer.movers.rank_servicer import RankServicer
 from kvtransfer.movers.receiver import Receiver
 from kvtransfer.movers.sender import Sender
+from kvtransfer.movers.wire_messages import part_to_report
 from kvtransfer.protocol.ledger import Landing
 from kvtransfer.protocol.passage import Shipment
 
@@ -135,11 +137,11 @@ class RankBody(Generic[W]):
             setup.host.spawn(peers.report(request))
 
         rank = setup.rank
-        self._receive(setup, runner, lambda landing: report(landing.to_report(rank=rank)))
+        self._receive(setup, runner, lambda landing: report(part_to_report(landing, rank=rank)))
         gang = self._make_gang_runner(
             setup,
             runner,
-            on_shipped=lambda shipment: report(shipment.to_report(rank=rank)),
+            on_shipped=lambda shipment: report(part_to_report(shipment, rank=rank)),
             on_loaded=lambda loaded: report(loaded_to_report(loaded, rank=rank)),
         )
         self._following = BackgroundThread(gang.follow, name="following")
@@ -159,7 +161,7 @@ class RankBody(Generic[W]):
             on_loaded=functools.partial(inbox.loaded, 0),
         )
         tiers: Tiers[Prompt] = Tiers(blocks, gang.tiers, layout, eviction=eviction, timeout_s=spec.timeouts.transfer_s)
-        grants = Grants(blocks, layout, tiers)
+        grants = Grants(blocks, layout, tiers, probe=setup.probe)
         worker = self.role.make_worker(
             LeaderParts(
                 setup=setup,
@@ -206,13 +208,8 @@ class RankBody(Generic[W]):
         on_loaded: Callable[[LoadResult], None],
     ) -> GangRunner:
         self._sender = Sender(
+            _link_config(setup, runner),
             name=f"{setup.replica}/{setup.rank}",
-            rank=setup.rank,
-            pool=runner.pool,
-            wire_dtype=setup.spec.kv.wire_dtype,
-            backend=backend_for(self.device, host_link=setup.spec.kv.host_link),
-            host=setup.host.host,
-            timeout_s=setup.spec.timeouts.transfer_s,
             loop=setup.host.loop,
             on_shipped=on_shipped,
         )
@@ -221,17 +218,21 @@ class RankBody(Generic[W]):
 
     def _receive(self, setup: RankSetup, runner: ModelRunner, on_landed: Callable[[Landing], None]) -> Receiver:
         """Serve senders elsewhere from now on."""
-        self._ranks.receiver = Receiver(
-            rank=setup.rank,
-            pool=runner.pool,
-            wire_dtype=setup.spec.kv.wire_dtype,
-            backend=backend_for(self.device, host_link=setup.spec.kv.host_link),
-            host=setup.host.host,
-            timeout_s=setup.spec.timeouts.transfer_s,
-            meeting=self._ranks.meeting,
-            on_landed=on_landed,
-        )
+        config, meeting = _link_config(setup, runner), self._ranks.meeting
+        self._ranks.receiver = Receiver(config, meeting=meeting, on_landed=on_landed)
         return self._ranks.receiver
+
+
+def _link_config(setup: RankSetup, runner: ModelRunner) -> LinkConfig:
+    return LinkConfig(
+        rank=setup.rank,
+        pool=runner.pool,
+        wire_dtype=setup.spec.kv.wire_dtype,
+        backend=backend_for(runner.device, host_link=setup.spec.kv.host_link),
+        host=setup.host.host,
+        timeout_s=setup.spec.timeouts.transfer_s,
+        probe=setup.probe,
+    )
 
 
 def _member(setup: RankSetup, runner: ModelRunner, *, max_tokens: int) -> Member:

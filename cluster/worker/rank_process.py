@@ -11,6 +11,7 @@ import ray
 
 from cluster.process.stopwatch import Stopwatch
 from cluster.wire.rank_host import RankHost
+from cluster.words.probe import Probe, unobserved
 from cluster.words.rank import Binding, Progress, RankStatus
 from cluster.words.spec_file import parse_spec
 from cluster.worker.rank_body import RankBody
@@ -38,6 +39,7 @@ class RankProcess(Generic[W]):
         index_url: str,
         log_dir: str,
         host: str | None = None,
+        probe: Probe = unobserved,
     ) -> None:
         """host: the address to listen on; otherwise the one by which Ray knows this node."""
         self._spec = parse_spec(spec)
@@ -47,6 +49,7 @@ class RankProcess(Generic[W]):
         self._rank = rank
         self._index_url = index_url
         self._address = host
+        self._probe = probe
         self._host: RankHost | None = None
         self._binding: Binding | None = None
         self._watch = Stopwatch()
@@ -76,6 +79,7 @@ class RankProcess(Generic[W]):
             index_url=self._index_url,
             host=self._host,
             on_progress=self._note_progress,
+            probe=self._probe,
         )
         self._watch = Stopwatch()
         self._body.load(setup)

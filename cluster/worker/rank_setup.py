@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cluster.wire.rank_host import RankHost
+from cluster.words.probe import Probe, unobserved
 from cluster.words.request import Role
 from cluster.words.spec import PoolSpec, Spec
 
@@ -22,6 +23,7 @@ class RankSetup:
     index_url: str
     host: RankHost
     on_progress: Callable[[str, float], None]  # stage, fraction of the whole load
+    probe: Probe = unobserved
 
     @property
     def pool(self) -> PoolSpec:

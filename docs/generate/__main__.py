@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from docs.generate import clients, metrics, spec
+from docs.generate import clients, floors, metrics, spec
 from docs.generate.prose import wrap
 
 ROOT = Path(__file__).parent.parent.parent
@@ -20,6 +20,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "messages": clients.messages,
     "limits": clients.limits,
     "metrics": metrics.table_text,
+    "floors": floors.drawing,
 }
 
 _BLOCK = re.compile(r"(<!-- (?P<name>[a-z-]+): [^\n]*-->\n).*?(<!-- end -->)", re.DOTALL)

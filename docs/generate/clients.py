@@ -15,7 +15,7 @@ from docs.generate.table import table
 from router.doors.openai_types import MAX_PROMPTS_TIMES_N, ChatBody, ChatMessage, Only, TextBody
 from router.text import completion_request as rules
 
-_NOT_FOR_CLIENTS = (tree.SpecError, tree.DeployError)
+_NOT_FOR_CLIENTS = (tree.SpecError, tree.DeployError, tree.NotDeployed, tree.ReplicaFailed, tree.RequestFailed)
 _LIMITS = {
     "stop": f"{rules.MAX_STOPS} strings of 1 to {rules.MAX_STOP_CHARS:,} characters",
     "stop_token_ids": f"{rules.MAX_STOP_TOKENS:,}",

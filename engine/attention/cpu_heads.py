@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from engine.batch.batch import Batch
-from engine.cpu.library import Attention, Coding, Kernels, Kind, Pool, Program, Step, Turn
+from engine.cpu.library import Kernels, Program
+from engine.cpu.structs import AttentionCall, Coding, Kind, PoolView, RotaryCall, Step
 from engine.kv.pool import KVPool
 from engine.layers.layers import RMSNorm
 
@@ -26,9 +27,9 @@ class CompiledHeads:
         self._rows = StepRows(batch, cos_T1F, sin_T1F)
 
     def store(self, layer: int, heads_TND: Tensor, *, q_norm: RMSNorm | None, k_norm: RMSNorm | None) -> Tensor:
-        turn = turn_call(self._pool, layer, heads_TND, q_norm=q_norm, k_norm=k_norm)
-        Program(self._kernels, [turn]).run(self._rows.step)
-        return heads_TND[:, : turn.q_heads]
+        rotation = rotary_call(self._pool, layer, heads_TND, q_norm=q_norm, k_norm=k_norm)
+        Program(self._kernels, [rotation]).run(self._rows.step)
+        return heads_TND[:, : rotation.q_heads]
 
     def attend(self, layer: int, q_THD: Tensor, *, window: int | None) -> Tensor:
         out_THD = torch.empty(q_THD.shape, dtype=torch.bfloat16)
@@ -59,18 +60,20 @@ class StepRows:
         )
 
 
-def turn_call(pool: KVPool, layer: int, heads_TND: Tensor, *, q_norm: RMSNorm | None, k_norm: RMSNorm | None) -> Turn:
-    """Norm and turn queries and keys in place, and put keys and values into the pool."""
-    turn = Turn(kind=Kind.TURN, pool=_view(pool, layer), heads=heads_TND.data_ptr())
-    turn.q_heads = heads_TND.shape[1] - 2 * pool.layout.heads_per_rank
+def rotary_call(
+    pool: KVPool, layer: int, heads_TND: Tensor, *, q_norm: RMSNorm | None, k_norm: RMSNorm | None
+) -> RotaryCall:
+    """Norm and rotate queries and keys in place, and put keys and values into the pool."""
+    call = RotaryCall(kind=Kind.ROTATE, pool=_view(pool, layer), heads=heads_TND.data_ptr())
+    call.q_heads = heads_TND.shape[1] - 2 * pool.layout.heads_per_rank
     if q_norm is not None and k_norm is not None:
-        turn.q_norm, turn.k_norm, turn.eps = q_norm.weight.data_ptr(), k_norm.weight.data_ptr(), q_norm.eps
-    return turn
+        call.q_norm, call.k_norm, call.eps = q_norm.weight.data_ptr(), k_norm.weight.data_ptr(), q_norm.eps
+    return call
 
 
-def attention_call(pool: KVPool, layer: int, q_THD: Tensor, out_THD: Tensor, *, window: int | None) -> Attention:
+def attention_call(pool: KVPool, layer: int, q_THD: Tensor, out_THD: Tensor, *, window: int | None) -> AttentionCall:
     """q_THD may be a part of wider rows; out_THD is contiguous."""
-    return Attention(
+    return AttentionCall(
         kind=Kind.ATTEND,
         pool=_view(pool, layer),
         q=q_THD.data_ptr(),
@@ -81,9 +84,9 @@ def attention_call(pool: KVPool, layer: int, q_THD: Tensor, out_THD: Tensor, *, 
     )
 
 
-def _view(pool: KVPool, layer: int) -> Pool:
+def _view(pool: KVPool, layer: int) -> PoolView:
     layout = pool.layout
-    return Pool(
+    return PoolView(
         codes=pool.codes[layer].data_ptr(),
         scales=pool.scales[layer].data_ptr() if pool.scales else None,
         coding=Coding.of(layout.torch_dtype),

@@ -27,7 +27,7 @@ class Heads(Protocol):
     """One step's heads."""
 
     def store(self, layer: int, heads_TND: Tensor, *, q_norm: RMSNorm | None, k_norm: RMSNorm | None) -> Tensor:
-        """Norm and turn queries and keys, and put keys and values into the pool. Returns the queries (T, H, D).
+        """Norm and rotate queries and keys, and put keys and values into the pool. Returns the queries (T, H, D).
 
         heads_TND: queries, then keys, then values; they may be changed in place.
         """
@@ -58,11 +58,11 @@ class TorchHeads:
         num_kv = self._pool.layout.heads_per_rank
         num_q = heads_TND.shape[1] - 2 * num_kv
         if q_norm is not None and k_norm is not None:
-            q_THD, k_TKD, v_TKD = heads_TND.split((num_q, num_kv, num_kv), dim=1)
+            q_THD, k_TKD, v_TKD = heads_TND.tensor_split((num_q, num_q + num_kv), dim=1)
             q_THD, k_TKD = self._rotate(q_norm(q_THD)), self._rotate(k_norm(k_TKD))
         else:
-            turning_TND, v_TKD = heads_TND.split((num_q + num_kv, num_kv), dim=1)
-            q_THD, k_TKD = self._rotate(turning_TND).split((num_q, num_kv), dim=1)
+            qk_TND, v_TKD = heads_TND.tensor_split((num_q + num_kv,), dim=1)
+            q_THD, k_TKD = self._rotate(qk_TND).tensor_split((num_q,), dim=1)
         self._pool.write(layer, self._slots_T, k_TKD, v_TKD)
         return q_THD
 

@@ -14,6 +14,7 @@ query and V_h to the result ("absorbed"), so that all heads share one key per to
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -50,7 +51,7 @@ class Expansion:
 
 
 @dataclass(frozen=True)
-class Turn:
+class Rotation:
     """The rotation of a step's queries and keys."""
 
     cos_T1F: Tensor
@@ -59,7 +60,7 @@ class Turn:
 
     def queries(self, q_THD: Tensor, *, rope_dim: int) -> Tensor:
         """Turned in their last `rope_dim` numbers."""
-        q_nope_THN, q_rope_THP = q_THD.split((q_THD.shape[-1] - rope_dim, rope_dim), dim=-1)
+        q_nope_THN, q_rope_THP = q_THD.tensor_split((-rope_dim,), dim=-1)
         return torch.cat((q_nope_THN, self._rotate(q_rope_THP)), dim=-1)
 
     def rows(self, latent_TC: Tensor, key_TP: Tensor) -> Tensor:
@@ -69,32 +70,41 @@ class Turn:
     def _rotate(self, x_THP: Tensor) -> Tensor:
         """Queries and keys are turned into the same order, so that their products do not show it."""
         if self.is_interleaved:
-            x_THP = x_THP.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+            x_THP = torch.unflatten(x_THP, -1, (-1, 2)).transpose(-1, -2).flatten(-2)
         return rotate(x_THP, self.cos_T1F, self.sin_T1F)
 
 
-class LatentHeads:
-    """One step's heads, made once and used by every layer. By torch operations, which gather the blocks of each step;
-    engine/attention/triton_latent_heads.py does the same on a GPU."""
-
-    def __init__(self, batch: Batch, pool: KVPool, turn: Turn, *, scale: float) -> None:
-        """scale: of queries."""
-        self._pool = pool
-        self._turn = turn
-        self._scale = scale
-        self._slots_T = torch.from_numpy(batch.slots).to(pool.device)
-        self._plan = AttentionPlan.of(batch, pool, window=None, dtype=turn.cos_T1F.dtype)
+class LatentHeads(Protocol):
+    """One step's heads, made once and used by every layer."""
 
     def store(self, layer: int, q_THD: Tensor, latent_TC: Tensor, key_TP: Tensor) -> Tensor:
         """Rotate what is to be rotated and put the tokens' rows into the pool. Returns the queries.
 
         latent: normed already. key: not rotated.
         """
-        self._pool.write_latents(layer, self._slots_T, self._turn.rows(latent_TC, key_TP))
-        return self._turn.queries(q_THD, rope_dim=key_TP.shape[-1])
+        ...
 
     def attend(self, layer: int, q_THD: Tensor, expansion: Expansion) -> Tensor:
         """Attention over the keys that come before each query, itself included: (T, H, W)."""
+        ...
+
+
+class TorchLatentHeads:
+    """Implements LatentHeads by torch operations, which gather the blocks of each step."""
+
+    def __init__(self, batch: Batch, pool: KVPool, rotation: Rotation, *, scale: float) -> None:
+        """scale: of queries."""
+        self._pool = pool
+        self._rotation = rotation
+        self._scale = scale
+        self._slots_T = torch.from_numpy(batch.slots).to(pool.device)
+        self._plan = AttentionPlan.of(batch, pool, window=None, dtype=rotation.cos_T1F.dtype)
+
+    def store(self, layer: int, q_THD: Tensor, latent_TC: Tensor, key_TP: Tensor) -> Tensor:
+        self._pool.write_latents(layer, self._slots_T, self._rotation.rows(latent_TC, key_TP))
+        return self._rotation.queries(q_THD, rope_dim=key_TP.shape[-1])
+
+    def attend(self, layer: int, q_THD: Tensor, expansion: Expansion) -> Tensor:
         out_THW = q_THD.new_empty(*q_THD.shape[:2], expansion.value_HWC.shape[1])
         for prompt in self._plan.prompts:
             out_THW[prompt.first : prompt.end] = self._attend_prompt(layer, q_THD, prompt, expansion)
@@ -104,7 +114,7 @@ class LatentHeads:
 
     def _attend_prompt(self, layer: int, q_THD: Tensor, prompt: PromptQueries, expansion: Expansion) -> Tensor:
         rows_LD = self._pool.gather(layer, prompt.runs_2RKB, q_THD.dtype)[0, 0, 0]
-        latent_LC, key_LP = rows_LD.split((expansion.latent_dim, rows_LD.shape[-1] - expansion.latent_dim), dim=-1)
+        latent_LC, key_LP = rows_LD.tensor_split((expansion.latent_dim,), dim=-1)
         k_HLN, v_HLW = (latent_LC @ made.transpose(1, 2) for made in (expansion.key_HNC, expansion.value_HWC))
         k_HLD = torch.cat((k_HLN, key_LP.expand(len(k_HLN), -1, -1)), dim=-1)
         q_QH1D = q_THD[prompt.first : prompt.end].unsqueeze(2)

@@ -17,7 +17,7 @@ from engine.layers.layers import RMSNorm
 
 
 class KernelHeads:
-    """Implements engine.attention.heads.Heads with the kernels of this folder; on a CPU, with their references.
+    """Implements engine.attention.heads.Heads with the Triton kernels; on a CPU, with their references.
 
     Rows of one query go to the decode kernel, the others to the prefill kernel; both read the pool's blocks in place.
     What is launched depends on the shapes of the batch's tensors and on `longest`, never on a number in them: so it can
@@ -35,7 +35,7 @@ class KernelHeads:
 
     def store(self, layer: int, heads_TND: Tensor, *, q_norm: RMSNorm | None, k_norm: RMSNorm | None) -> Tensor:
         num_kv = self._pool.layout.heads_per_rank
-        q_THD, k_TKD, v_TKD = heads_TND.split((heads_TND.shape[1] - 2 * num_kv, num_kv, num_kv), dim=1)
+        q_THD, k_TKD, v_TKD = heads_TND.tensor_split((-2 * num_kv, -num_kv), dim=1)
         if q_norm is not None and k_norm is not None:
             q_THD, k_TKD = q_norm(q_THD), k_norm(k_TKD)
         k_TKD = rotate(k_TKD, self._cos_T1F, self._sin_T1F)

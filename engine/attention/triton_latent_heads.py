@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.latent_heads import Expansion, Turn
+from engine.attention.latent_heads import Expansion, Rotation
 from engine.batch.device_batch import DeviceBatch, PromptRows, upload
 from engine.kernels.decode_attention import splits_for
 from engine.kernels.language import cdiv
@@ -20,25 +20,25 @@ from engine.kv.pool import KVPool
 
 
 class KernelLatentHeads:
-    """Does what LatentHeads does with the kernels of this folder; on a CPU, with their references.
+    """Implements LatentHeads with the Triton kernels; on a CPU, with their references.
 
     Rows of one query read the pool's rows in place. For the others, the rows of all prompts are gathered and expanded
     once, for all heads, which takes L * H * (N + W) numbers beside the pool. As in KernelHeads, what is launched for
     rows of one query follows from shapes and `longest` only.
     """
 
-    def __init__(self, batch: DeviceBatch, pool: KVPool, turn: Turn, *, scale: float) -> None:
+    def __init__(self, batch: DeviceBatch, pool: KVPool, rotation: Rotation, *, scale: float) -> None:
         """scale: of queries."""
         self._batch = batch
         self._pool = pool
-        self._turn = turn
+        self._rotation = rotation
         self._scale = scale
         self._prompts = _Prompts(batch.prompts, pool) if batch.prompts else None
 
     def store(self, layer: int, q_THD: Tensor, latent_TC: Tensor, key_TP: Tensor) -> Tensor:
-        rows_TD = self._turn.rows(latent_TC, key_TP)
+        rows_TD = self._rotation.rows(latent_TC, key_TP)
         write_latents(*self._stored(layer), self._batch.slots_T, rows_TD, rope_dim=key_TP.shape[-1])
-        return self._turn.queries(q_THD, rope_dim=key_TP.shape[-1])
+        return self._rotation.queries(q_THD, rope_dim=key_TP.shape[-1])
 
     def attend(self, layer: int, q_THD: Tensor, expansion: Expansion) -> Tensor:
         out_THW = q_THD.new_empty(*q_THD.shape[:2], expansion.value_HWC.shape[1])
@@ -84,7 +84,7 @@ class _Prompts:
         rows_LD = self._pool.read(layer, self._blocks_B, q_THD.dtype)[0, 0]
         latents_LC, keys_LP = rows_LD.tensor_split((expansion.latent_dim,), dim=-1)
         k_LHN, v_LHW = (
-            (latents_LC @ made_HOC.flatten(0, 1).T).unflatten(1, made_HOC.shape[:2])
+            torch.unflatten(latents_LC @ made_HOC.flatten(0, 1).T, 1, made_HOC.shape[:2])
             for made_HOC in (expansion.key_HNC, expansion.value_HWC)
         )
         latent_prefill_attention(

@@ -55,7 +55,7 @@ class DeviceBatch:
         """Start the copy; nothing waits for it but what comes behind it on the device."""
         begins_R = np.cumsum(batch.query_lens) - batch.query_lens
         single, several = np.flatnonzero(batch.query_lens == 1), np.flatnonzero(batch.query_lens != 1)
-        token_ids, positions, slots, logits_rows, *rest = upload(
+        token_ids, positions, slots, logits_rows, *singles, rows, firsts, begins, lengths, tables, contexts = upload(
             [
                 *(batch.token_ids, batch.positions, batch.slots, batch.logits_rows),
                 *(begins_R[single], batch.block_tables[single], batch.context_lens[single]),
@@ -66,15 +66,14 @@ class DeviceBatch:
             device,
         )
         longest = int(batch.context_lens[single].max(initial=0))
+        tiles = QueryTiles(rows, firsts, begins, lengths)
         return cls(
             token_ids,
             positions,
             slots,
             logits_rows,
-            SingleRows(*rest[:3], longest) if len(single) else None,
-            PromptRows(QueryTiles(*rest[3:7]), *rest[7:], batch.context_lens[several].tolist())
-            if len(several)
-            else None,
+            SingleRows(singles[0], singles[1], singles[2], longest) if len(single) else None,
+            PromptRows(tiles, tables, contexts, batch.context_lens[several].tolist()) if len(several) else None,
         )
 
 
@@ -89,5 +88,5 @@ def upload(arrays: Seq[Ints | NDArray[Any]], device: torch.device) -> list[Tenso
     numbers = host.numpy()
     for array, end, size in zip(arrays, np.cumsum(sizes).tolist(), sizes, strict=True):
         numbers[end - size : end - size + array.size] = array.ravel()
-    parts = host.to(device, non_blocking=True).split(sizes)
+    parts = torch.split(host.to(device, non_blocking=True), sizes)
     return [part[: array.size].view(array.shape) for part, array in zip(parts, arrays, strict=True)]

@@ -21,9 +21,9 @@
 
 namespace {
 
-struct Attention {
+struct AttentionCall {
     Kind kind;
-    Pool pool;
+    PoolView pool;
     const bf16* q;           // (tokens, q heads, head_dim), a token every q_stride
     int64_t q_stride;
     bf16* out;               // (tokens, q heads, head_dim)
@@ -79,14 +79,14 @@ template <int ROWS> inline void mix_all(const float* weights, int64_t stride, co
     }
 
 struct Work {
-    const Attention& a;
+    const AttentionCall& a;
     const Step& step;
     const Piece& piece;
     Desk& desk;
     int64_t dim, rows, first, end, width;  // head_dim in whole vectors; keys [first, end), first in whole tiles
     int64_t stride;                        // of a row of scores: beyond its width, lest all rows meet in the same cache sets
 
-    Work(const Attention& a, const Step& step, const Piece& piece, Desk& desk) : a(a), step(step), piece(piece), desk(desk) {
+    Work(const AttentionCall& a, const Step& step, const Piece& piece, Desk& desk) : a(a), step(step), piece(piece), desk(desk) {
         const int64_t lowest = a.window ? std::max<int64_t>(0, piece.position - a.window + 1) : 0;
         dim = round_up(a.pool.head_dim, LANES);
         rows = piece.count * group();
@@ -181,7 +181,7 @@ struct Work {
     }
 };
 
-inline std::vector<Piece> cut(const Attention& a, const Step& step) {
+inline std::vector<Piece> cut(const AttentionCall& a, const Step& step) {
     std::vector<Piece> pieces;
     for (int64_t s = 0, token = 0; s < step.sequences; token += step.query_lens[s++])
         for (int64_t q = 0; q < step.query_lens[s]; q += POSITIONS)
@@ -194,7 +194,7 @@ inline std::vector<Piece> cut(const Attention& a, const Step& step) {
     return pieces;
 }
 
-inline void attend(const Attention& a, const Step& step, Worker& me) {
+inline void attend(const AttentionCall& a, const Step& step, Worker& me) {
     const std::vector<Piece> pieces = cut(a, step);
     for (size_t i; (i = me.take()) < pieces.size();) Work(a, step, pieces[i], me.desk).run();
 }

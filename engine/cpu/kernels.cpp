@@ -13,23 +13,23 @@ template <class Arguments> const Arguments& as(const Kind* call) { return *reint
 
 void perform(const Kind* call, const Step& step, Worker& me) {
     switch (*call) {
-        case MULTIPLY_BF16: return multiply<Bf16>(as<Product>(call), step, me);
-        case MULTIPLY_INT8: return multiply<Int8>(as<Product>(call), step, me);
-        case TURN: return turn(as<Turn>(call), step, me);
-        case ATTEND: return attend(as<Attention>(call), step, me);
+        case MULTIPLY_BF16: return multiply<Bf16>(as<ProductCall>(call), step, me);
+        case MULTIPLY_INT8: return multiply<Int8>(as<ProductCall>(call), step, me);
+        case ROTATE: return rotate(as<RotaryCall>(call), step, me);
+        case ATTEND: return attend(as<AttentionCall>(call), step, me);
     }
 }
 
 // Multiplications; the others' work goes with them.
 int64_t work(const Kind* call, const Step& step) {
     if (*call != MULTIPLY_BF16 && *call != MULTIPLY_INT8) return 0;
-    return step.tokens * as<Product>(call).outputs * as<Product>(call).inputs;
+    return step.tokens * as<ProductCall>(call).outputs * as<ProductCall>(call).inputs;
 }
 
 int64_t scratch_bytes(const Kind* call, const Step& step) {
     switch (*call) {
-        case MULTIPLY_BF16: return Rows<Bf16>(as<Product>(call), step.tokens).bytes();
-        case MULTIPLY_INT8: return Rows<Int8>(as<Product>(call), step.tokens).bytes();
+        case MULTIPLY_BF16: return Rows<Bf16>(as<ProductCall>(call), step.tokens).bytes();
+        case MULTIPLY_INT8: return Rows<Int8>(as<ProductCall>(call), step.tokens).bytes();
         default: return 0;
     }
 }
@@ -37,8 +37,8 @@ int64_t scratch_bytes(const Kind* call, const Step& step) {
 // What this thread will read first.
 Ahead ahead_of(const Kind* call, const Worker& me) {
     switch (*call) {
-        case MULTIPLY_BF16: return share_of<Bf16>(as<Product>(call), me);
-        case MULTIPLY_INT8: return share_of<Int8>(as<Product>(call), me);
+        case MULTIPLY_BF16: return share_of<Bf16>(as<ProductCall>(call), me);
+        case MULTIPLY_INT8: return share_of<Int8>(as<ProductCall>(call), me);
         default: return {};
     }
 }

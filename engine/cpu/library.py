@@ -13,9 +13,8 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
-from ctypes import c_float, c_int32, c_int64, c_uint64, c_void_p
-from enum import IntEnum
+from collections.abc import Callable, Sequence
+from ctypes import c_int64, c_void_p
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
@@ -24,6 +23,7 @@ import torch
 from filelock import FileLock
 
 from cluster.model.source import cache_root
+from engine.cpu.structs import Call, Payload, Step, Wire
 
 logger = logging.getLogger(__name__)
 
@@ -56,111 +56,6 @@ def open_copies(device: torch.device) -> Kernels | None:
     return _open() if device.type == "cpu" else None
 
 
-class Step(ctypes.Structure):
-    """team.h: what all calls of a run have in common."""
-
-    _fields_ = (
-        ("tokens", c_int64),
-        ("sequences", c_int64),
-        ("table_width", c_int64),
-        ("slots", c_void_p),
-        ("cos", c_void_p),
-        ("sin", c_void_p),
-        ("tables", c_void_p),
-        ("query_lens", c_void_p),
-        ("context_lens", c_void_p),
-        ("threads", c_int32),
-    )
-
-
-class Kind(IntEnum):
-    """team.h: what a call does; every struct below begins with it."""
-
-    MULTIPLY_BF16 = 0
-    MULTIPLY_INT8 = 1
-    TURN = 2
-    ATTEND = 3
-
-
-class Product(ctypes.Structure):
-    """matrix.h"""
-
-    _fields_ = (
-        ("kind", c_int32),
-        ("panels", c_void_p),
-        ("scales", c_void_p),
-        ("sums", c_void_p),
-        ("bias", c_void_p),
-        ("outputs", c_int64),
-        ("inputs", c_int64),
-        ("before", c_int32),
-        ("eps", c_float),
-        ("norm", c_void_p),
-        ("x", c_void_p),
-        ("residual", c_void_p),
-        ("out", c_void_p),
-    )
-
-
-class Coding(IntEnum):
-    """pool.h: what the codes of a pool or of a payload are."""
-
-    PLAIN = 0
-    E4M3 = 1
-    INT8 = 2
-
-    @classmethod
-    def of(cls, dtype: torch.dtype) -> Coding:
-        return _CODINGS.get(dtype, cls.PLAIN)
-
-
-_CODINGS = {torch.float8_e4m3fn: Coding.E4M3, torch.int8: Coding.INT8}
-
-
-class Pool(ctypes.Structure):
-    """pool.h"""
-
-    _fields_ = (
-        ("codes", c_void_p),
-        ("scales", c_void_p),
-        ("coding", c_int32),
-        ("kv_heads", c_int64),
-        ("block_size", c_int64),
-        ("head_dim", c_int64),
-    )
-
-
-class Turn(ctypes.Structure):
-    """rotary.h"""
-
-    _fields_ = (
-        ("kind", c_int32),
-        ("pool", Pool),
-        ("heads", c_void_p),
-        ("q_norm", c_void_p),
-        ("k_norm", c_void_p),
-        ("eps", c_float),
-        ("q_heads", c_int64),
-    )
-
-
-class Attention(ctypes.Structure):
-    """attention.h"""
-
-    _fields_ = (
-        ("kind", c_int32),
-        ("pool", Pool),
-        ("q", c_void_p),
-        ("q_stride", c_int64),
-        ("out", c_void_p),
-        ("q_heads", c_int64),
-        ("window", c_int64),
-    )
-
-
-Call = Product | Turn | Attention
-
-
 class Program:
     """Calls, in order, that one team of threads goes through. What they point to belongs to whoever made them."""
 
@@ -176,30 +71,9 @@ class Program:
         self._run(ctypes.addressof(self._addresses) + first * ctypes.sizeof(c_void_p), count, ctypes.byref(step))
 
 
-class Wire(ctypes.Structure):
-    """wire.h"""
-
-    _fields_ = (
-        ("pool", Pool),
-        ("coding", c_int32),
-        ("row_bytes", c_int64),
-        ("codes", c_void_p),
-        ("scales", c_void_p),
-        ("slots", c_void_p),
-        ("tokens", c_int64),
-        ("first_head", c_int64),
-        ("heads", c_int64),
-    )
-
-
-class Payload(ctypes.Structure):
-    """wire.h"""
-
-    _fields_ = (("bytes", c_void_p), ("num_words", c_int64), ("sum", c_uint64))
-
-
-def _function(library: ctypes.CDLL, name: str, argument: type[ctypes.Structure]) -> ctypes._NamedFuncPointer:
-    function = getattr(library, name)
+def _function(library: ctypes.CDLL, name: str, argument: type[ctypes.Structure]) -> Callable[[object], None]:
+    """It takes a reference to such a struct."""
+    function: ctypes._NamedFuncPointer = getattr(library, name)
     function.argtypes = (ctypes.POINTER(argument),)
     function.restype = None
     return function

@@ -24,7 +24,7 @@ namespace {
 
 enum Before : int32_t { NOTHING, NORM, SILU };
 
-struct Product {
+struct ProductCall {
     Kind kind;
     // the matrix
     const void* panels;
@@ -48,11 +48,11 @@ constexpr int BLOCK_ROWS = 96;    // of one walk over the panels: their inputs s
 
 // ---- what a row becomes before it is multiplied; rounds to bf16 wherever transformers does ----
 
-inline void copied(const Product& p, const bf16* x, float* y) {
+inline void copied(const ProductCall& p, const bf16* x, float* y) {
     for (int64_t i = 0; i < p.inputs; i++) y[i] = widen(x[i]);
 }
 
-inline void normed(const Product& p, const bf16* x, float* y) {
+inline void normed(const ProductCall& p, const bf16* x, float* y) {
     Floats squares{};
     int64_t i = 0;
     for (; i + LANES <= p.inputs; i += LANES) {
@@ -65,7 +65,7 @@ inline void normed(const Product& p, const bf16* x, float* y) {
     for (i = 0; i < p.inputs; i++) y[i] = rounded(rounded(widen(x[i]) * inverse) * widen(p.norm[i]));
 }
 
-inline void gated(const Product& p, const bf16* x, float* y) {
+inline void gated(const ProductCall& p, const bf16* x, float* y) {
     auto silu_mul = [](Floats gate, Floats up) {
         // 1 / (1 + e^-g) by e^-|g|, which cannot overflow
         Floats e = exponential(gate > 0.0f ? -gate : gate);
@@ -78,7 +78,7 @@ inline void gated(const Product& p, const bf16* x, float* y) {
     for (; i < p.inputs; i++) y[i] = silu_mul(all(widen(x[i])), all(widen(x[p.inputs + i])))[0];
 }
 
-inline void prepared(const Product& p, int64_t row, float* y) {
+inline void prepared(const ProductCall& p, int64_t row, float* y) {
     switch (p.before) {
         case NOTHING: return copied(p, p.x + row * p.inputs, y);
         case NORM: return normed(p, p.x + row * p.inputs, y);
@@ -123,7 +123,7 @@ struct Bf16 {
             for (int p = 0; p < PANELS; p++) sums[r][p] += half[p] * x[r * stride + 1];
 #endif
     }
-    static inline Floats value(Sum sum, const Product&, int64_t, float) { return sum; }
+    static inline Floats value(Sum sum, const ProductCall&, int64_t, float) { return sum; }
 };
 
 // Rows are quantised too, each with its own scale: codes of 7 bits and a sign, shifted up by 128, for the units multiply
@@ -154,7 +154,7 @@ struct Int8 {
 #endif
         }
     }
-    static inline Floats value(Sum sum, const Product& p, int64_t first, float scale) {
+    static inline Floats value(Sum sum, const ProductCall& p, int64_t first, float scale) {
         const Ints shifted = sum - 128 * load<Ints>(p.sums + first);
         return __builtin_convertvector(shifted, Floats) * (load<Floats>(p.scales + first) * scale);
     }
@@ -169,13 +169,13 @@ template <class Weights> struct Rows {
     float* scales;
     Input* x;
 
-    Rows(const Product& p, int64_t count, char* memory = nullptr)
+    Rows(const ProductCall& p, int64_t count, char* memory = nullptr)
         : count(count), stride(round_up(p.inputs, Weights::GROUP)), scales(reinterpret_cast<float*>(memory)),
           x(reinterpret_cast<Input*>(memory + scales_bytes())) {}
     int64_t scales_bytes() const { return round_up((count + SPARE_ROWS) * sizeof(float), 64); }
     int64_t bytes() const { return scales_bytes() + (count + SPARE_ROWS) * stride * sizeof(Input); }
 
-    void prepare(const Product& p, int64_t first, int64_t end, std::vector<float>& y) const {
+    void prepare(const ProductCall& p, int64_t first, int64_t end, std::vector<float>& y) const {
         y.resize(p.inputs);
         for (int64_t row = first; row < end; row++) {
             prepared(p, row, y.data());
@@ -189,7 +189,7 @@ template <class Weights> struct Rows {
     }
 };
 
-inline void put(const Product& p, Floats value, int64_t row, int64_t first) {
+inline void put(const ProductCall& p, Floats value, int64_t row, int64_t first) {
     const int64_t count = std::min<int64_t>(LANES, p.outputs - first);
     bf16* out = p.out + row * p.outputs + first;
     bf16 edge[3][LANES] = {};  // where a panel is not full: bias, residual and result, by themselves
@@ -205,7 +205,7 @@ inline void put(const Product& p, Floats value, int64_t row, int64_t first) {
 }
 
 template <class Weights, int ROWS, int PANELS>
-inline void tile(const Product& p, const Rows<Weights>& rows, int64_t row, int64_t panel) {
+inline void tile(const ProductCall& p, const Rows<Weights>& rows, int64_t row, int64_t panel) {
     const int64_t groups = rows.stride / Weights::GROUP;
     const uint32_t* w = static_cast<const uint32_t*>(p.panels) + panel * groups * LANES;
     const typename Weights::Input* x = rows.x + row * rows.stride;
@@ -224,14 +224,14 @@ inline void tile(const Product& p, const Rows<Weights>& rows, int64_t row, int64
 template <int ROWS> constexpr int PANELS_OF = std::min(8, 30 / (ROWS + 2));
 
 template <class Weights, int ROWS, int PANELS = PANELS_OF<ROWS>>
-inline void panels(const Product& p, const Rows<Weights>& rows, int64_t row, int64_t first, int64_t end) {
+inline void panels(const ProductCall& p, const Rows<Weights>& rows, int64_t row, int64_t first, int64_t end) {
     for (; first + PANELS <= end; first += PANELS) tile<Weights, ROWS, PANELS>(p, rows, row, first);
     if constexpr (PANELS > 1)
         if (first < end) panels<Weights, ROWS, PANELS / 2>(p, rows, row, first, end);
 }
 
 template <class Weights>
-inline void rows_of(const Product& p, const Rows<Weights>& rows, int64_t row, int64_t end, int64_t first, int64_t last) {
+inline void rows_of(const ProductCall& p, const Rows<Weights>& rows, int64_t row, int64_t end, int64_t first, int64_t last) {
     for (int64_t left; (left = end - row) > 0;) {
         switch (left >= MOST_ROWS ? MOST_ROWS : left) {
 #define TILE_OF(N) panels<Weights, N>(p, rows, row, first, last); row += N; break
@@ -250,13 +250,13 @@ inline void rows_of(const Product& p, const Rows<Weights>& rows, int64_t row, in
 constexpr int PANELS_AT_ONCE = 24;  // as many as all rows of a block meet, one tile after the other: in the second cache
 
 // The panels of this thread.
-template <class Weights> inline Ahead share_of(const Product& p, const Worker& me) {
+template <class Weights> inline Ahead share_of(const ProductCall& p, const Worker& me) {
     const int64_t panels = round_up(p.outputs, LANES) / LANES, panel_bytes = round_up(p.inputs, Weights::GROUP) / Weights::GROUP * 64;
     const char* start = static_cast<const char*>(p.panels);
     return {start + me.first(panels) * panel_bytes, start + me.end(panels) * panel_bytes};
 }
 
-template <class Weights> inline Rows<Weights> prepared_rows(const Product& p, int64_t count, Worker& me) {
+template <class Weights> inline Rows<Weights> prepared_rows(const ProductCall& p, int64_t count, Worker& me) {
     if (count == 1) {  // prepared sooner than waited for: each thread does it for itself
         me.desk.kept.resize(std::max<size_t>(me.desk.kept.size(), Rows<Weights>(p, 1).bytes()));
         const Rows<Weights> rows(p, 1, me.desk.kept.data());
@@ -269,7 +269,7 @@ template <class Weights> inline Rows<Weights> prepared_rows(const Product& p, in
     return rows;
 }
 
-template <class Weights> void multiply(const Product& p, const Step& step, Worker& me) {
+template <class Weights> void multiply(const ProductCall& p, const Step& step, Worker& me) {
     const Rows<Weights> rows = prepared_rows<Weights>(p, step.tokens, me);
     const int64_t panels = round_up(p.outputs, LANES) / LANES, first = me.first(panels), end = me.end(panels);
     for (int64_t row = 0; row < rows.count; row += BLOCK_ROWS)

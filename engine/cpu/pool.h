@@ -9,7 +9,7 @@ namespace {
 
 enum class Coding : int32_t { PLAIN, E4M3, INT8 };  // plain: the numbers themselves
 
-struct Pool {
+struct PoolView {
     void* codes;
     bf16* scales;   // null: the codes are plain bf16
     Coding coding;
@@ -88,7 +88,7 @@ template <class Codes> inline void widen_row(const uint8_t* codes, float scale, 
 }
 
 // A row as floats: see widen_row.
-inline void read_row(const Pool& pool, int64_t row, float* to) {
+inline void read_row(const PoolView& pool, int64_t row, float* to) {
     const int64_t dim = pool.head_dim, start = row * dim;
     if (pool.coding == Coding::PLAIN) {
         const bf16* codes = static_cast<const bf16*>(pool.codes) + start;
@@ -103,7 +103,7 @@ inline void read_row(const Pool& pool, int64_t row, float* to) {
 }
 
 // Store a row, quantised if the pool has 8 bits.
-inline void write_row(const Pool& pool, int64_t row, const bf16* x) {
+inline void write_row(const PoolView& pool, int64_t row, const bf16* x) {
     const int64_t dim = pool.head_dim, start = row * dim;
     if (pool.coding == Coding::PLAIN) {
         std::memcpy(static_cast<bf16*>(pool.codes) + start, x, dim * sizeof(bf16));

@@ -6,9 +6,9 @@
 
 namespace {
 
-struct Turn {
+struct RotaryCall {
     Kind kind;
-    Pool pool;
+    PoolView pool;
     bf16* heads;                     // (tokens, q heads + 2 kv heads, head_dim): queries, keys, values; turned in place
     const bf16 *q_norm, *k_norm;     // (head_dim), or null
     float eps;
@@ -31,7 +31,7 @@ inline void rotate_head(bf16* x, const bf16* cos, const bf16* sin, int64_t dim) 
     }
 }
 
-inline void turn(const Turn& t, const Step& step, const Worker& me) {
+inline void rotate(const RotaryCall& t, const Step& step, const Worker& me) {
     const int64_t dim = t.pool.head_dim, kv_heads = t.pool.kv_heads, all_heads = t.q_heads + 2 * kv_heads;
     for (int64_t token = me.first(step.tokens); token < me.end(step.tokens); token++) {
         bf16* heads = t.heads + token * all_heads * dim;

@@ -14,7 +14,7 @@
 
 namespace {
 
-enum Kind : int32_t { MULTIPLY_BF16, MULTIPLY_INT8, TURN, ATTEND };  // of a call; its arguments begin with it
+enum Kind : int32_t { MULTIPLY_BF16, MULTIPLY_INT8, ROTATE, ATTEND };  // of a call; its arguments begin with it
 
 // What the rows of a step are, and where they belong. The same for every layer.
 struct Step {

@@ -11,7 +11,7 @@
 namespace {
 
 struct Wire {
-    Pool pool;               // its scales and coding are not looked at
+    PoolView pool;           // its scales and coding are not looked at
     Coding coding;           // of the payload; plain: it is raw
     int64_t row_bytes;       // of the pool
     void* codes;             // (tokens, 2, heads) rows

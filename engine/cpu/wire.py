@@ -7,7 +7,8 @@ from ctypes import byref
 import torch
 from torch import Tensor
 
-from engine.cpu.library import Coding, Kernels, Payload, Pool, Wire
+from engine.cpu.library import Kernels
+from engine.cpu.structs import Coding, Payload, PoolView, Wire
 
 # T tokens, B blocks, P kv heads of the pool, K of them that travel, S block_size, D head_dim; 2: keys, then values
 
@@ -53,7 +54,7 @@ def _wire(pool_B2PSD: Tensor, slots_T: Tensor, heads: slice, codes_T2KD: Tensor,
     assert pool_B2PSD.is_contiguous() and codes_T2KD.is_contiguous() and slots_T.is_contiguous()
     assert len(slots_T) == num_tokens and slots_T.dtype == torch.int64
     return Wire(
-        pool=Pool(
+        pool=PoolView(
             codes=pool_B2PSD.data_ptr(), kv_heads=pool_B2PSD.shape[2], block_size=pool_B2PSD.shape[3], head_dim=dim
         ),
         coding=Coding.PLAIN if scales_T2K is None else Coding.of(codes_T2KD.dtype),

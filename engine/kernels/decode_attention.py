@@ -7,6 +7,7 @@ a few long rows keep the whole device busy. The G query heads that share a kv he
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -152,21 +153,21 @@ def combine_splits(
     )
 
 
-@jit(do_not_specialize=["table_stride"])
+@partial(jit, do_not_specialize=["table_stride"])
 def _attend_split(
-    q,
-    codes,
-    scales,
-    tokens,
-    tables,
-    contexts,
-    part,
-    largest_out,
-    total_out,
-    scale,
-    q_token_stride,
-    q_head_stride,
-    table_stride,
+    q: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    tokens: tl.tensor,
+    tables: tl.tensor,
+    contexts: tl.tensor,
+    part: tl.tensor,
+    largest_out: tl.tensor,
+    total_out: tl.tensor,
+    scale: tl.tensor,
+    q_token_stride: tl.tensor,
+    q_head_stride: tl.tensor,
+    table_stride: tl.tensor,
     G: tl.constexpr,
     K: tl.constexpr,
     S: tl.constexpr,
@@ -177,7 +178,7 @@ def _attend_split(
     WINDOW: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     NATIVE: tl.constexpr,
-):
+) -> None:
     """One program: the G queries of one row and kv head over one part of the row's keys."""
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_splits = tl.num_programs(2)
@@ -231,19 +232,19 @@ def _attend_split(
     tl.store(total_out + place, total, mask=g < G)
 
 
-@jit(do_not_specialize=["num_splits"])
+@partial(jit, do_not_specialize=["num_splits"])
 def _combine_splits(
-    part,
-    largest_in,
-    total_in,
-    tokens,
-    out,
-    num_splits,
+    part: tl.tensor,
+    largest_in: tl.tensor,
+    total_in: tl.tensor,
+    tokens: tl.tensor,
+    out: tl.tensor,
+    num_splits: tl.tensor,
     H: tl.constexpr,
     D: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
-):
+) -> None:
     """One program: BLOCK_D features of one query head of one row, BLOCK_P parts at a time."""
     row, head = tl.program_id(0), tl.program_id(1)
     p, d = tl.arange(0, BLOCK_P), tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)

@@ -80,7 +80,7 @@ def _round_up_to_bf16(x: Tensor) -> Tensor:
 
 
 @jit
-def quantize_row(x, mask, codes: tl.constexpr):
+def quantize_row(x: tl.tensor, mask: tl.tensor, codes: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """x (N, D) fp32, masked-off places zero -> codes (N, D) of that type, scales (N, 1) fp32 that are exact in bf16."""
     sizes = tl.abs(x).to(tl.int32, bitcast=True)  # in the order of the sizes, and NaN comes last
     largest = tl.max(tl.where(mask, sizes, 0), axis=1, keep_dims=True).to(tl.float32, bitcast=True)
@@ -93,7 +93,7 @@ def quantize_row(x, mask, codes: tl.constexpr):
 
 
 @jit
-def to_int8(x):
+def to_int8(x: tl.tensor) -> tl.tensor:
     """fp32 within +-127 -> int8, to nearest, ties to even; NaN becomes 0.
 
     Adding 1.5 * 2^23 leaves the nearest whole number in the low bits.
@@ -103,7 +103,7 @@ def to_int8(x):
 
 
 @jit
-def to_e4m3(x):
+def to_e4m3(x: tl.tensor) -> tl.tensor:
     """fp32 within +-448 -> e4m3 bits, to nearest, ties to even; NaN stays NaN.
 
     Done by hand, because Triton's interpreter rounds 31.19 to 16, and the type is missing below compute capability 8.9.
@@ -118,7 +118,7 @@ def to_e4m3(x):
 
 
 @jit
-def from_code(code, dtype: tl.constexpr, NATIVE: tl.constexpr):
+def from_code(code: tl.tensor, dtype: tl.constexpr, NATIVE: tl.constexpr) -> tl.tensor:
     """Codes -> `dtype`, exactly. NATIVE: see has_fp8_casts; without it e4m3's NaN becomes 480, as in _widen."""
     if code.dtype == tl.int8:
         return code.to(dtype)

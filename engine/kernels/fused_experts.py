@@ -10,6 +10,8 @@ most that there can be, and those past the end do nothing.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -36,7 +38,7 @@ def fused_experts(x_TE: Tensor, gate_up_X2IE: Tensor, down_XEI: Tensor, chosen_T
 
 def reference_fused_experts(x_TE: Tensor, gate_up_X2IE: Tensor, down_XEI: Tensor, chosen_TC: Tensor) -> Tensor:
     out_TCE = x_TE.new_empty(*chosen_TC.shape, x_TE.shape[1])
-    for expert in chosen_TC.unique().tolist():
+    for expert in sorted(set(chosen_TC.flatten().tolist())):
         token, choice = (chosen_TC == expert).nonzero(as_tuple=True)
         out_TCE[token, choice] = silu_mul(x_TE[token] @ gate_up_X2IE[expert].T) @ down_XEI[expert].T
     return out_TCE
@@ -110,22 +112,22 @@ def sort_into_tiles(chosen_TC: Tensor, *, num_experts: int, rows: int) -> tuple[
     return choice_P, expert_B
 
 
-@jit(do_not_specialize=["num_choices"])
+@partial(jit, do_not_specialize=["num_choices"])
 def _gate_up(
-    x,
-    weights,
-    out,
-    choices,
-    experts,
-    num_choices,
-    num_experts,
+    x: tl.tensor,
+    weights: tl.tensor,
+    out: tl.tensor,
+    choices: tl.tensor,
+    experts: tl.tensor,
+    num_choices: tl.tensor,
+    num_experts: tl.tensor,
     C: tl.constexpr,
     K: tl.constexpr,
     F: tl.constexpr,
     M: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_K: tl.constexpr,
-):
+) -> None:
     """One program: BLOCK_O features of the choices of one tile."""
     expert = tl.load(experts + tl.program_id(1)).to(tl.int64)
     if expert >= num_experts:
@@ -151,21 +153,21 @@ def _gate_up(
     tl.store(out + choice[:, None] * F + o[None, :], result.to(out.dtype.element_ty), mask=is_row[:, None] & (o < F))
 
 
-@jit(do_not_specialize=["num_choices"])
+@partial(jit, do_not_specialize=["num_choices"])
 def _down(
-    x,
-    weights,
-    out,
-    choices,
-    experts,
-    num_choices,
-    num_experts,
+    x: tl.tensor,
+    weights: tl.tensor,
+    out: tl.tensor,
+    choices: tl.tensor,
+    experts: tl.tensor,
+    num_choices: tl.tensor,
+    num_experts: tl.tensor,
     K: tl.constexpr,
     F: tl.constexpr,
     M: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_K: tl.constexpr,
-):
+) -> None:
     """One program: BLOCK_O outputs of the choices of one tile."""
     expert = tl.load(experts + tl.program_id(1)).to(tl.int64)
     if expert >= num_experts:

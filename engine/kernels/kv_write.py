@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -76,25 +78,25 @@ def launch_write_kv(
     )
 
 
-@jit(do_not_specialize=["num_tokens"])
+@partial(jit, do_not_specialize=["num_tokens"])
 def _write_kv(
-    codes,
-    scales,
-    slots,
-    k,
-    v,
-    num_tokens,
-    k_token_stride,
-    k_head_stride,
-    v_token_stride,
-    v_head_stride,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    slots: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    num_tokens: tl.tensor,
+    k_token_stride: tl.tensor,
+    k_head_stride: tl.tensor,
+    v_token_stride: tl.tensor,
+    v_head_stride: tl.tensor,
     K: tl.constexpr,
     S: tl.constexpr,
     D: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HAS_SCALES: tl.constexpr,
-):
+) -> None:
     """One program: ROWS rows (token, head) of the keys (program 0 of axis 1) or of the values."""
     side = tl.program_id(1)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)

@@ -7,22 +7,39 @@ Everywhere else kernels are names that refuse to be launched, and what calls the
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
-if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
+__all__ = ["Kernel", "cdiv", "has_fp8_casts", "jit", "power_of_2", "tl"]
+
+_CAN_LAUNCH = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
+
+if TYPE_CHECKING or _CAN_LAUNCH:
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # 3.9 warns where nobody says which; 3.10 will not fuse
     import triton
     import triton.language as tl
-
-    jit = triton.jit
 else:
-    tl: Any = None
+    tl = None
 
-    def jit(function: Callable[..., Any] | None = None, **_: Any) -> Callable[..., Any]:
-        return jit if function is None else function
+
+class Kernel(Protocol):
+    """A function in Triton's language. Its arguments are pointers, numbers and tiles (all of them tl.tensor), or values
+    that it is compiled for (tl.constexpr)."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        """What launches so many programs; a tensor of torch is given where the kernel takes a pointer."""
+        ...
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Inside another kernel only."""
+        ...
+
+
+def jit(function: Callable[..., Any], *, do_not_specialize: Sequence[str] = ()) -> Kernel:
+    """triton.jit, where kernels can be launched. do_not_specialize: numbers whose value is not worth compiling for."""
+    return cast(Kernel, triton.jit(function, do_not_specialize=do_not_specialize) if _CAN_LAUNCH else function)
 
 
 def cdiv(a: int, b: int) -> int:

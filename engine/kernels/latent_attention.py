@@ -9,6 +9,7 @@ are split among programs whose results are put together. Row format: engine/kv/l
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -129,19 +130,19 @@ def launch_latent_decode_attention(
     return out_RHC
 
 
-@jit(do_not_specialize=["table_stride"])
+@partial(jit, do_not_specialize=["table_stride"])
 def _attend_latents(
-    q,
-    codes,
-    exact,
-    scales,
-    tables,
-    contexts,
-    part,
-    largest_out,
-    total_out,
-    scale,
-    table_stride,
+    q: tl.tensor,
+    codes: tl.tensor,
+    exact: tl.tensor,
+    scales: tl.tensor,
+    tables: tl.tensor,
+    contexts: tl.tensor,
+    part: tl.tensor,
+    largest_out: tl.tensor,
+    total_out: tl.tensor,
+    scale: tl.tensor,
+    table_stride: tl.tensor,
     H: tl.constexpr,
     S: tl.constexpr,
     C: tl.constexpr,
@@ -154,7 +155,7 @@ def _attend_latents(
     BLOCK_P: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     NATIVE: tl.constexpr,
-):
+) -> None:
     """One program: BLOCK_H heads of one row over one part of the row's keys."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
     num_splits = tl.num_programs(2)

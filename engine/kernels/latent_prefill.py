@@ -122,21 +122,21 @@ def launch_latent_prefill_attention(
 
 @jit
 def _attend_tile(
-    q,
-    k,
-    shared,
-    v,
-    tile_rows,
-    tile_firsts,
-    begins,
-    lengths,
-    key_firsts,
-    contexts,
-    out,
-    scale,
-    q_token_stride,
-    q_head_stride,
-    shared_stride,
+    q: tl.tensor,
+    k: tl.tensor,
+    shared: tl.tensor,
+    v: tl.tensor,
+    tile_rows: tl.tensor,
+    tile_firsts: tl.tensor,
+    begins: tl.tensor,
+    lengths: tl.tensor,
+    key_firsts: tl.tensor,
+    contexts: tl.tensor,
+    out: tl.tensor,
+    scale: tl.tensor,
+    q_token_stride: tl.tensor,
+    q_head_stride: tl.tensor,
+    shared_stride: tl.tensor,
     H: tl.constexpr,
     N: tl.constexpr,
     P: tl.constexpr,
@@ -146,7 +146,7 @@ def _attend_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_W: tl.constexpr,
-):
+) -> None:
     """One program: BLOCK_M queries of one row and one head."""
     tile, head = tl.program_id(0), tl.program_id(1)
     row, first_query = tl.load(tile_rows + tile), tl.load(tile_firsts + tile)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -59,14 +61,14 @@ def launch_write_latents(
     )
 
 
-@jit(do_not_specialize=["num_tokens"])
+@partial(jit, do_not_specialize=["num_tokens"])
 def _write_latents(
-    codes,
-    exact,
-    scales,
-    slots,
-    rows,
-    num_tokens,
+    codes: tl.tensor,
+    exact: tl.tensor,
+    scales: tl.tensor,
+    slots: tl.tensor,
+    rows: tl.tensor,
+    num_tokens: tl.tensor,
     C: tl.constexpr,
     P: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -75,7 +77,7 @@ def _write_latents(
     BLOCK_C: tl.constexpr,
     BLOCK_P: tl.constexpr,
     HAS_SCALES: tl.constexpr,
-):
+) -> None:
     """One program: ROWS tokens."""
     token = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     slot = tl.load(slots + token, mask=token < num_tokens, other=-1).to(tl.int64)

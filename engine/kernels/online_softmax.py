@@ -49,18 +49,18 @@ def reference_row(q_QHD: Tensor, kv_2KLD: Tensor, *, window: int | None) -> Tens
 
 @jit
 def attend_block(
-    out,
-    largest,
-    total,
-    q,
-    position,
-    first,
-    end,
-    codes,
-    scales,
-    table,
-    head,
-    scale,
+    out: tl.tensor,
+    largest: tl.tensor,
+    total: tl.tensor,
+    q: tl.tensor,
+    position: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    table: tl.tensor,
+    head: tl.tensor,
+    scale: tl.tensor,
     K: tl.constexpr,
     S: tl.constexpr,
     D: tl.constexpr,
@@ -70,7 +70,7 @@ def attend_block(
     HAS_SCALES: tl.constexpr,
     NATIVE: tl.constexpr,
     MASKED: tl.constexpr,
-):
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Take keys [first, first + BLOCK_N) of a row into (out (M, D), largest (M), total (M)), which are returned.
 
     q: (M, D). position: (M), of each query. end: keys from there on do not exist. table: where the row's block ids

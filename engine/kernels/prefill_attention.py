@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batch.batch import Ints
 from engine.kernels.eight_bits import as_bytes
 from engine.kernels.language import has_fp8_casts, jit, power_of_2, tl
 from engine.kernels.online_softmax import attend_block, gather_row, reference_row
+
+_Ints = NDArray[np.int64]
 
 # T tokens of the step, R rows, H query heads, K kv heads, G = H / K, D head_dim, B blocks, S block_size, N tiles
 
@@ -33,13 +36,19 @@ class QueryTiles:
     lengths_R: Tensor  # int32, its queries
 
     @classmethod
-    def of(cls, begins_R: Ints, lengths_R: Ints, contexts_R: Ints, device: torch.device) -> QueryTiles:
+    def of(
+        cls,
+        begins_R: _Ints,
+        lengths_R: _Ints,
+        contexts_R: _Ints,
+        device: torch.device,
+    ) -> QueryTiles:
         """See cut_tiles."""
         arrays = (*cut_tiles(lengths_R, contexts_R), begins_R, lengths_R)
         return cls(*(torch.from_numpy(numbers.astype(np.int32)).to(device) for numbers in arrays))
 
 
-def cut_tiles(lengths_R: Ints, contexts_R: Ints) -> tuple[Ints, Ints]:
+def cut_tiles(lengths_R: _Ints, contexts_R: _Ints) -> tuple[_Ints, _Ints]:
     """The row and the first query of each tile (N,). Those that see the most keys come first, so that none of them
     begins when the others are done."""
     counts = -(-lengths_R // TILE_QUERIES)
@@ -142,22 +151,22 @@ def launch_prefill_attention(
     )
 
 
-@jit(do_not_specialize=["table_stride"])
+@partial(jit, do_not_specialize=["table_stride"])
 def _attend_tile(
-    q,
-    codes,
-    scales,
-    tile_rows,
-    tile_firsts,
-    begins,
-    lengths,
-    tables,
-    contexts,
-    out,
-    scale,
-    q_token_stride,
-    q_head_stride,
-    table_stride,
+    q: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    tile_rows: tl.tensor,
+    tile_firsts: tl.tensor,
+    begins: tl.tensor,
+    lengths: tl.tensor,
+    tables: tl.tensor,
+    contexts: tl.tensor,
+    out: tl.tensor,
+    scale: tl.tensor,
+    q_token_stride: tl.tensor,
+    q_head_stride: tl.tensor,
+    table_stride: tl.tensor,
     H: tl.constexpr,
     K: tl.constexpr,
     S: tl.constexpr,
@@ -168,7 +177,7 @@ def _attend_tile(
     WINDOW: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     NATIVE: tl.constexpr,
-):
+) -> None:
     """One program: BLOCK_M queries of one row and one head.
 
     keys   lowest ........ plain ........ end       [lowest, plain): seen by every query of the tile, no mask needed

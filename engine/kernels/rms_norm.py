@@ -86,19 +86,19 @@ def _num_warps(num_features: int) -> int:
 
 @jit
 def _rms_norm(
-    x,
-    update,
-    weight,
-    total,
-    out,
-    heads,
-    token_stride,
-    head_stride,
-    num_features,
-    eps,
+    x: tl.tensor,
+    update: tl.tensor,
+    weight: tl.tensor,
+    total: tl.tensor,
+    out: tl.tensor,
+    heads: tl.tensor,
+    token_stride: tl.tensor,
+    head_stride: tl.tensor,
+    num_features: tl.tensor,
+    eps: tl.tensor,
     BLOCK: tl.constexpr,
     ADDS: tl.constexpr,
-):
+) -> None:
     """One program: one row."""
     row = tl.program_id(0).to(tl.int64)
     source = row // heads * token_stride + row % heads * head_stride

@@ -47,17 +47,17 @@ def launch_rotate(x_THD: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
 
 @jit
 def _rotate(
-    x,
-    cos,
-    sin,
-    out,
-    token_stride,
-    head_stride,
+    x: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    out: tl.tensor,
+    token_stride: tl.tensor,
+    head_stride: tl.tensor,
     H: tl.constexpr,
     F: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_F: tl.constexpr,
-):
+) -> None:
     """One program: all heads of one token."""
     token = tl.program_id(0).to(tl.int64)
     h, f = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_F)

@@ -32,7 +32,7 @@ def launch_silu_mul(gate_up_T2I: Tensor) -> Tensor:
 
 
 @jit
-def _silu_mul(gate_up, out, width, BLOCK: tl.constexpr):
+def _silu_mul(gate_up: tl.tensor, out: tl.tensor, width: tl.tensor, BLOCK: tl.constexpr) -> None:
     """One program: BLOCK features of one row."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

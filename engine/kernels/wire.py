@@ -7,6 +7,8 @@ wire of 8 bits its rows are longer than in the pool, for their last numbers trav
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from engine.cpu.library import Kernels, open_copies
@@ -113,8 +115,8 @@ def _exact(pool_B2PSD: Tensor, codes_T2KD: Tensor) -> int:
 
 @jit
 def _rows(
-    slots,
-    num_tokens,
+    slots: tl.tensor,
+    num_tokens: tl.tensor,
     P: tl.constexpr,
     S: tl.constexpr,
     D: tl.constexpr,
@@ -123,7 +125,7 @@ def _rows(
     SIDES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
-):
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """-> for each row of this program: its number in the payload, where its values lie in both, and what is real."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     token, side, head = row // (SIDES * K), row // K % SIDES, row % K
@@ -135,13 +137,13 @@ def _rows(
     return row, is_row, place[:, None] * D + d[None, :], row[:, None] * D + d[None, :], mask
 
 
-@jit(do_not_specialize=["num_tokens"])
+@partial(jit, do_not_specialize=["num_tokens"])
 def _pack_kv(
-    pool,
-    slots,
-    codes,
-    scales,
-    num_tokens,
+    pool: tl.tensor,
+    slots: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    num_tokens: tl.tensor,
     P: tl.constexpr,
     S: tl.constexpr,
     D: tl.constexpr,
@@ -151,7 +153,7 @@ def _pack_kv(
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HAS_SCALES: tl.constexpr,
-):
+) -> None:
     row, is_row, in_pool, in_payload, mask = _rows(slots, num_tokens, P, S, D, FIRST, K, SIDES, ROWS, BLOCK_D)
     x = tl.load(pool + in_pool, mask=mask, other=0)
     if HAS_SCALES:
@@ -162,13 +164,13 @@ def _pack_kv(
         tl.store(codes + in_payload, x, mask=mask)
 
 
-@jit(do_not_specialize=["num_tokens"])
+@partial(jit, do_not_specialize=["num_tokens"])
 def _unpack_kv(
-    codes,
-    scales,
-    pool,
-    slots,
-    num_tokens,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    pool: tl.tensor,
+    slots: tl.tensor,
+    num_tokens: tl.tensor,
     P: tl.constexpr,
     S: tl.constexpr,
     D: tl.constexpr,
@@ -179,7 +181,7 @@ def _unpack_kv(
     BLOCK_D: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     NATIVE: tl.constexpr,
-):
+) -> None:
     row, is_row, in_pool, in_payload, mask = _rows(slots, num_tokens, P, S, D, FIRST, K, SIDES, ROWS, BLOCK_D)
     x = tl.load(codes + in_payload, mask=mask, other=0)
     if HAS_SCALES:

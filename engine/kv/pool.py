@@ -87,7 +87,7 @@ class KVPool:
         """Fill blocks with what `copy_out` made of others, on any device."""
         index_B = torch.tensor(blocks, dtype=torch.int64, device=self.device)
         parts = self._parts()
-        payloads = payloads_BN.view(parts[0].dtype).split([part_BN.shape[1] for part_BN in parts], dim=1)
+        payloads = torch.split(payloads_BN.view(parts[0].dtype), [part_BN.shape[1] for part_BN in parts], dim=1)
         for part_BN, payload in zip(parts, payloads, strict=True):
             part_BN.index_copy_(0, index_B, payload.to(self.device))
 

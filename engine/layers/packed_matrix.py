@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.cpu.library import Kernels, Kind, Product, Program, Step
+from engine.cpu.library import Kernels, Program
+from engine.cpu.structs import Kind, ProductCall, Step
 from engine.layers.layers import Before, RMSNorm
 
 # T tokens, I input features, O output features, P panels of 16 outputs, N groups of inputs, C inputs of one group
@@ -70,10 +71,10 @@ class PackedMatrix:
         bias_O: Tensor | None,
         before: Before | None,
         residual_TO: Tensor | None,
-    ) -> Product:
+    ) -> ProductCall:
         """The same for a program, with the step's tokens as rows; `out_TO` may be the residual."""
         norm = before if isinstance(before, RMSNorm) else None
-        return Product(
+        return ProductCall(
             kind=self._kind,
             outputs=self.num_outputs,
             inputs=self.num_inputs,

@@ -1,4 +1,4 @@
-"""All layers of a dense decoder as one program, so that nothing is left to do in Python from layer to layer.
+"""All layers of a model as one program, so that nothing is left to do in Python from layer to layer.
 
 With one row, a layer of a small model takes half a millisecond, and its calls from Python took a fifth of that.
 """
@@ -6,21 +6,19 @@ With one row, a layer of a small model takes half a millisecond, and its calls f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from engine.attention.cpu_heads import StepRows, attention_call, turn_call
+from engine.attention.cpu_heads import StepRows, attention_call, rotary_call
 from engine.batch.batch import Batch
-from engine.cpu.library import Call, Kernels, Product, Program
+from engine.cpu.library import Kernels, Program
+from engine.cpu.structs import Call, ProductCall
 from engine.kv.pool import KVPool
 from engine.layers.layers import Before, GatedSiLU, Linear, RowParallelLinear
 from engine.layers.packed_matrix import PackedMatrix
-
-if TYPE_CHECKING:
-    from engine.model.dense import DecoderLayer
-    from engine.model.gated_mlp import GatedMLP
+from engine.model.decoder_layer import DecoderLayer
+from engine.model.gated_mlp import GatedMLP
 
 # T tokens of the step, C tokens that there is room for, I features, E hidden_size, N = H + 2 K heads, D head_dim
 
@@ -31,10 +29,10 @@ _CALLS_BEFORE_KV = 2  # until a layer's keys and values are in the pool
 class CompiledLayers:
     """The layers of a rank that is alone and whose matrices are all packed. Owned by the step thread."""
 
-    def __init__(self, kernels: Kernels, layers: Sequence[Any], pool: KVPool) -> None:
-        """layers: DecoderLayers, whose MLPs are GatedMLPs."""
+    def __init__(self, kernels: Kernels, layers: Sequence[DecoderLayer], pool: KVPool) -> None:
+        """layers: see can_compile."""
         self._kernels = kernels
-        self._layers: Sequence[DecoderLayer] = layers
+        self._layers = layers
         self._pool = pool
         self._make_room(1)
 
@@ -76,11 +74,23 @@ class CompiledLayers:
         x_CE, heads_CND, attended_CHD, gate_up_CI = self._x_CE, self._heads_CND, self._attended_CHD, self._gate_up_CI
         q_CHD = heads_CND[:, : attended_CHD.shape[1]]
         yield _product(layer.qkv, x_CE, heads_CND, before=layer.input_norm)
-        yield turn_call(self._pool, layer.index, heads_CND, q_norm=layer.q_norm, k_norm=layer.k_norm)
+        yield rotary_call(self._pool, layer.index, heads_CND, q_norm=layer.q_norm, k_norm=layer.k_norm)
         yield attention_call(self._pool, layer.index, q_CHD, attended_CHD, window=layer.window)
         yield _product(layer.output, attended_CHD, x_CE, residual_CE=x_CE)
         yield _product(mlp.gate_up, x_CE, gate_up_CI, before=layer.mlp_norm)
         yield _product(mlp.down, gate_up_CI, x_CE, before=GatedSiLU(), residual_CE=x_CE)
+
+
+def can_compile(layers: Sequence[DecoderLayer]) -> bool:
+    """Whether all their matrices are packed, and none of their MLPs has experts."""
+    return all(
+        isinstance(layer.mlp, GatedMLP)
+        and all(
+            isinstance(part.matrix, PackedMatrix)
+            for part in (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)
+        )
+        for layer in layers
+    )
 
 
 def _product(
@@ -90,12 +100,13 @@ def _product(
     *,
     before: Before | None = None,
     residual_CE: Tensor | None = None,
-) -> Product:
+) -> ProductCall:
     return _packed(part).call(x_CI, out_CO, bias_O=part.bias_O, before=before, residual_TO=residual_CE)
 
 
 def _mlp(layer: DecoderLayer) -> GatedMLP:
-    return cast("GatedMLP", layer.mlp)
+    assert isinstance(layer.mlp, GatedMLP)
+    return layer.mlp
 
 
 def _packed(part: Linear | RowParallelLinear) -> PackedMatrix:

@@ -43,7 +43,7 @@ class ExpertList:
     def __call__(self, x_TE: Tensor, chosen_TC: Tensor) -> Tensor:
         flat_N = chosen_TC.flatten()
         order_N, counts_X = flat_N.argsort(stable=True), flat_N.bincount(minlength=len(self.experts))
-        parts = x_TE[order_N // chosen_TC.shape[1]].split(counts_X.tolist())
+        parts = torch.split(x_TE[order_N // chosen_TC.shape[1]], counts_X.tolist())
         out_NE = x_TE.new_empty(len(flat_N), x_TE.shape[1])
         computed = [expert(part) for expert, part in zip(self.experts, parts, strict=True) if len(part)]
         if computed:

@@ -58,7 +58,7 @@ class Routing:
     def _within_groups(self, wanted_TX: Tensor) -> Tensor:
         """-inf for experts outside of the token's best groups."""
         config = self.config
-        wanted_TGX = wanted_TX.unflatten(-1, (config.num_groups, -1))
+        wanted_TGX = torch.unflatten(wanted_TX, -1, (config.num_groups, -1))
         best = 1 if self.bias_X is None else 2
         group_TG = wanted_TGX.topk(best, dim=-1).values.sum(dim=-1)
         groups = group_TG.topk(config.num_groups_per_token, dim=-1).indices

@@ -60,6 +60,7 @@ class SpreadExperts:
         self._redundant = redundant
         self._step = -turn
         self._counts_X = torch.zeros(num_experts, dtype=torch.int64)
+        self._copies_X = self._rank_XP = self._place_XP = torch.empty(0)  # of each expert; see _place
         self._place(plan_experts([1] * num_experts, ranks=parallel.size, redundant=redundant))
 
     def __call__(self, x_TE: Tensor, chosen_TC: Tensor, weights_TC: Tensor) -> Tensor:

@@ -17,9 +17,9 @@ from engine.config import EngineConfig
 from engine.kv.pool import KVPool
 from engine.layers.layers import Before, Matrix
 from engine.layers.shards import ShardReader
-from engine.model.dense import DenseDecoder
+from engine.model.transformer import Transformer
 from engine.parallel import TensorParallel
-from engine.weights.checkpoint import open_checkpoint
+from engine.weights.open_checkpoint import open_checkpoint
 
 # T tokens, I input features, O output features
 
@@ -49,7 +49,7 @@ def inputs_of(model_dir: Path, prompts: Sequence[Sequence[int]]) -> dict[str, Te
         open_checkpoint(model_dir), TensorParallel(), getattr(torch, _DTYPE), device, on_matrix=seen.observe
     )
     with torch.inference_mode():
-        model = DenseDecoder(config, reader, layout, on_read=lambda layer: None)
+        model = Transformer(config, reader, layout, on_read=lambda layer: None)
         longest = max(len(prompt) for prompt in prompts)
         pool = KVPool(layout, num_blocks=-(-longest // _BLOCK_SIZE), device=device)
         for prompt in prompts:

@@ -43,4 +43,5 @@ def _factor(gram_II: Tensor) -> Tensor:
     damping = _DAMPING * float(wide_II.diagonal().mean()) or 1.0  # nothing was seen: plain rounding
     wide_II = wide_II + damping * torch.eye(len(wide_II), dtype=torch.float64)
     inverse_II = torch.cholesky_inverse(torch.linalg.cholesky(wide_II))
-    return torch.linalg.cholesky(inverse_II, upper=True).float()
+    factor_II: Tensor = torch.linalg.cholesky(inverse_II, upper=True)
+    return factor_II.float()

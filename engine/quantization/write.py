@@ -18,7 +18,8 @@ from cluster.model.gguf_table import TABLE
 from cluster.words.errors import SpecError
 from engine.kernels.eight_bits import MOST
 from engine.quantization.rounding import round_with_compensation
-from engine.weights.checkpoint import Checkpoint, open_checkpoint
+from engine.weights.checkpoint import Checkpoint
+from engine.weights.open_checkpoint import open_checkpoint
 
 # O outputs, I inputs
 
@@ -37,7 +38,7 @@ def fp8_parts(weight_OI: Tensor, gram_II: Tensor | None = None) -> _Parts:
     """
     num_outputs, num_inputs = weight_OI.shape
     wide = pad(weight_OI.float(), (0, -num_inputs % _BLOCK, 0, -num_outputs % _BLOCK))
-    blocks = wide.unflatten(0, (-1, _BLOCK)).unflatten(2, (-1, _BLOCK))
+    blocks = torch.unflatten(torch.unflatten(wide, 0, (-1, _BLOCK)), 2, (-1, _BLOCK))
     scales = (blocks.abs().amax(dim=(1, 3)) / _FP8_MOST).clamp_min(2.0**-120)
     scales_OI = scales.repeat_interleave(_BLOCK, 0)[:num_outputs].repeat_interleave(_BLOCK, 1)[:, :num_inputs]
     if gram_II is not None:

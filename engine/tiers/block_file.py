@@ -70,7 +70,7 @@ def write_block(path: Path, stamp: Stamp, prefix_hash: bytes, payload: Tensor) -
     partial = path.with_suffix(".part")
     try:
         with partial.open("wb", buffering=0) as file:
-            for data in (header, memoryview(payload.numpy())):
+            for data in (header, payload.numpy().data):
                 _write_all(file.fileno(), memoryview(data))
         partial.replace(path)
     except OSError:

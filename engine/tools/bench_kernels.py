@@ -193,7 +193,7 @@ def _experts(device: torch.device) -> list[_Case]:
         chosen = torch.rand(num_tokens, num_experts, device=device).topk(per_token, dim=-1).indices
         run = partial(fused_experts, x, gate_up, down, chosen)
         if name == "decode":
-            weights = len(chosen.unique()) * (gate_up[0].nbytes + down[0].nbytes)
+            weights = len(set(chosen.flatten().tolist())) * (gate_up[0].nbytes + down[0].nbytes)
             cases.append((f"fused_experts {name}", run, weights, "bytes"))
         else:
             flops = 2 * chosen.numel() * 3 * hidden * features

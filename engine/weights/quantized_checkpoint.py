@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cluster.words.errors import SpecError
-from engine.weights.checkpoint import SafetensorsCheckpoint, Shape, Span
+from engine.weights.checkpoint import Checkpoint, Shape, Span
 from engine.weights.quantized_weight import GroupedWeight
 
 # O outputs, I inputs, G groups of inputs
@@ -32,7 +32,7 @@ _IGNORED = ("input_scale", "input_scale_ub", "activation_scale", "activation_sca
 class QuantizedCheckpoint:
     """Implements Checkpoint: matrices under the names and shapes that they have unquantised."""
 
-    def __init__(self, plain: SafetensorsCheckpoint, config: Mapping[str, Any]) -> None:
+    def __init__(self, plain: Checkpoint, config: Mapping[str, Any]) -> None:
         """config: config.json's quantization_config. Raises SpecError for what is not known here."""
         self._plain = plain
         self._config = config
@@ -53,7 +53,7 @@ class QuantizedCheckpoint:
     def quantized(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> GroupedWeight | None:
         stem = name.removesuffix(".weight")
         if f"{stem}.qweight" in self._plain.shapes:
-            read = self._awq if self._is_awq else self._gptq
+            read: Callable[[str, Span, Span], GroupedWeight] = self._awq if self._is_awq else self._gptq
         elif scale := next((s for s in _SCALES if f"{stem}.{s}" in self._plain.shapes), None):
             read = self._scaled(f"{stem}.{scale}")
         else:

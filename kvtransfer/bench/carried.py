@@ -12,6 +12,7 @@ from uuid import uuid4
 
 import torch
 from grpc.aio import Channel
+from torch.distributed import Store
 
 from cluster.rpc.transfer_pb2_grpc import RankStub
 from cluster.wire.channel import open_channel
@@ -102,5 +103,5 @@ def copy_in_memory(*, num_bytes: int, count: int) -> float:
     return time.monotonic() - begin
 
 
-def _end(store: torch.distributed.Store, prefix: str, *, is_sender: bool) -> LinkEnd:
+def _end(store: Store, prefix: str, *, is_sender: bool) -> LinkEnd:
     return LinkEnd(store=store, prefix=prefix, is_sender=is_sender, host=HOST, device=_CPU, timeout_s=TIMEOUT_S)

@@ -15,15 +15,16 @@ from typing import Any
 
 import torch
 
-from cluster.rpc import transfer_pb2 as pb
 from cluster.rpc.transfer_pb2_grpc import add_RankServicer_to_server
 from cluster.wire.rank_host import RankHost
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from kvtransfer.bench.carried import receive_over_link, receive_over_tcp
 from kvtransfer.bench.near_side import HOST, TIMEOUT_S
+from kvtransfer.movers.link_config import LinkConfig
 from kvtransfer.movers.rank_servicer import RankServicer
 from kvtransfer.movers.receiver import Receiver
+from kvtransfer.protocol.frames import Opening
 from kvtransfer.protocol.ledger import Landing
 
 
@@ -41,21 +42,20 @@ class FarSide:
 
     def make_pool(self, layout: dict[str, Any], num_blocks: int, wire_dtype: str, backend: str) -> None:
         """Take in handoffs of this layout from now on."""
-        self._servicer.receiver = Receiver(
+        config = LinkConfig(
             rank=0,
             pool=KVPool(KVLayout(**layout), num_blocks=num_blocks, device=torch.device("cpu")),
             wire_dtype=wire_dtype,
             backend=backend,
             host=HOST,
             timeout_s=TIMEOUT_S,
-            meeting=self._servicer.meeting,
-            on_landed=self._landed,
         )
+        self._servicer.receiver = Receiver(config, meeting=self._servicer.meeting, on_landed=self._landed)
 
     def open(self, handoff: str, num_tokens: int, num_blocks: int) -> None:
         assert self._servicer.receiver, "make_pool comes first"
-        opening = pb.OpenRequest(
-            handoff=handoff, num_tokens=num_tokens, max_tokens=num_tokens, block_ids=range(num_blocks)
+        opening = Opening(
+            handoff=handoff, num_tokens=num_tokens, max_tokens=num_tokens, block_ids=tuple(range(num_blocks))
         )
         self._servicer.receiver.open(opening)
 

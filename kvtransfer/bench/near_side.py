@@ -15,6 +15,7 @@ from cluster.wire.rank_host import RankHost
 from cluster.words.errors import ReplicaLost, TransferError
 from cluster.words.handoff import Handoff
 from engine.kv.pool import KVPool
+from kvtransfer.movers.link_config import LinkConfig
 from kvtransfer.movers.sender import Sender
 from kvtransfer.protocol.passage import Passage, Shipment
 
@@ -73,28 +74,23 @@ class NearSide:
             raise ReplicaLost(f"the receiving process did not answer within {TIMEOUT_S} s") from error
         raise ReplicaLost("the receiving process is gone")
 
-    def route(self, pool: KVPool, *, wire_dtype: str, backend: str, group_bytes: int | None = None) -> Route:
-        """A way from this pool to one like it on the far side."""
+    def sender(self, pool: KVPool, *, wire_dtype: str, backend: str, group_bytes: int | None = None) -> MeasuredSender:
+        """Ships from this pool to one like it on the far side."""
         layout = asdict(pool.layout)
         self.ask("make_pool", layout=layout, num_blocks=pool.num_blocks, wire_dtype=wire_dtype, backend=backend)
         shipments: queue.SimpleQueue[Shipment] = queue.SimpleQueue()
         sender = Sender(
+            LinkConfig(rank=0, pool=pool, wire_dtype=wire_dtype, backend=backend, host=HOST, timeout_s=TIMEOUT_S),
             name=f"near{len(self._senders)}",
-            rank=0,
-            pool=pool,
-            wire_dtype=wire_dtype,
-            backend=backend,
-            host=HOST,
-            timeout_s=TIMEOUT_S,
             loop=self.host.loop,
             on_shipped=shipments.put,
             **({} if group_bytes is None else {"group_bytes": group_bytes}),
         )
         self._senders.append(sender)
-        return Route(self, sender, shipments)
+        return MeasuredSender(self, sender, shipments)
 
 
-class Route:
+class MeasuredSender:
     """One sender, whose handoffs go one after the other into the same blocks."""
 
     def __init__(self, near: NearSide, sender: Sender, shipments: queue.SimpleQueue[Shipment]) -> None:
@@ -105,7 +101,7 @@ class Route:
 
     def begin(self, num_tokens: int) -> Passage:
         """A handoff of positions [0, num_tokens), which lie in the first blocks of either pool."""
-        layout = self._sender.pool.layout
+        layout = self._sender.config.pool.layout
         num_blocks = -(-num_tokens // layout.block_size)
         self._count += 1
         handoff = Handoff(

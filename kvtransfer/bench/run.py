@@ -12,7 +12,7 @@ from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from kvtransfer.bench.carried import copy_in_memory, send_over_link, send_over_tcp
 from kvtransfer.bench.near_side import NearSide
-from kvtransfer.bench.prompts import Prompts
+from kvtransfer.bench.shipped_prompts import ShippedPrompts
 
 _NUM_TRIES = 5  # the best counts: what a message costs when nothing disturbs it
 _HEADS, _HEAD_DIM = 8, 128
@@ -38,7 +38,7 @@ def bench_kv(
         of = {"dtype": dtype, "wire_dtype": wire_dtype, "backend": host_link}
         return {
             "messages": [_carry(near, num_bytes, host_link) for num_bytes in messages],
-            "prompts": Prompts(near, model_dir, **of, most=max(prompts)).measure(prompts) if prompts else [],
+            "prompts": ShippedPrompts(near, model_dir, **of, most=max(prompts)).measure(prompts) if prompts else [],
             "model": model_dir.name,
             "dtype": dtype,
             "wire_dtype": wire_dtype,
@@ -78,14 +78,14 @@ def _handoff(near: NearSide, wire_dtype: str, backend: str, num_bytes: int, coun
     pool = KVPool(layout, num_blocks=-(-num_tokens // layout.block_size), device=torch.device("cpu"))
     for codes in pool.codes:
         codes.fill_(1.5)
-    route = near.route(pool, wire_dtype=wire_dtype, backend=backend, group_bytes=1)
+    sender = near.sender(pool, wire_dtype=wire_dtype, backend=backend, group_bytes=1)
 
     def carry() -> float:
-        passage = route.begin(num_tokens)
+        passage = sender.begin(num_tokens)
         for layer in range(layout.num_layers):
             passage.layer_ready(layer, 0, num_tokens)
         passage.commit(num_tokens, [1])
-        shipment, _ = route.finish(passage)
+        shipment, _ = sender.finish(passage)
         return shipment.seconds * num_bytes * count / shipment.wire_bytes
 
     return carry

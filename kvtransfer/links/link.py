@@ -12,8 +12,6 @@ from torch.distributed import Store
 # For the two ends to find each other. It may be long: a peer that is killed or frozen is known by its gRPC stream.
 MEET_TIMEOUT_S = 20.0
 
-_MIN_BYTES_PER_S = 16 << 20  # a link slower than this counts as broken
-
 
 class Operation(Protocol):
     """A send or a receive that has been started."""
@@ -31,9 +29,9 @@ class Link(Protocol):
 
     One thread of each side sends or receives, in the same order, and may start several operations before it waits for
     the first; it waits in the order in which it has started them, and for every one: without that, the last bytes may
-    never leave. `close` may come from any thread. The receiver must
-    know when something comes and how large it is: both are announced beside the link. After one failed operation, or
-    after `close`, every operation raises LinkClosed: a failed link is replaced under a new epoch, never repaired.
+    never leave. `close` may come from any thread. The receiver must know when something comes and how large it is: both
+    are announced beside the link. After one failed operation, or after `close`, every operation raises LinkClosed: a
+    failed link is replaced under a new epoch, never repaired.
     """
 
     backend: str
@@ -63,8 +61,3 @@ class LinkEnd:
     host: str  # this side's own address, on the network that the peer reaches
     device: torch.device
     timeout_s: float  # for the two sides to meet
-
-
-def operation_timeout(timeout_s: float, num_bytes: int) -> float:
-    """The deadline of one operation: `timeout_s` for the peer to answer at all, and time for the bytes themselves."""
-    return timeout_s + num_bytes / _MIN_BYTES_PER_S

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from cluster.words.errors import HandoffExpired, TransferError
 from cluster.words.handoff import Handoff, HandoffKey
+from cluster.words.probe import Milestone, Probe, unobserved
 from engine.kv.block_manager import BlockManager
 from engine.kv.layout import KVLayout
 from engine.orders import BeginOrder
@@ -27,8 +28,8 @@ class GrantListener(Protocol):
     """Who waits for a grant. Called on the step thread."""
 
     def granted(self, num_tokens: int) -> None:
-        """So many leading positions will be there, those before the handoff included. If that is none more than there
-        were, it is all that is heard."""
+        """The receiver will have this many leading positions, counting those before the handoff. If that adds nothing
+        to what it has, the grant is over and `ended` is not called."""
         ...
 
     def ended(self, shipment: Shipment | None, error: TransferError | None) -> None:
@@ -54,10 +55,11 @@ class Loading:
 class Grants:
     """Owned by the step thread. Every rank carries its orders out in the next step, before any abort."""
 
-    def __init__(self, blocks: BlockManager, layout: KVLayout, tiers: Tiers[Any]) -> None:
+    def __init__(self, blocks: BlockManager, layout: KVLayout, tiers: Tiers[Any], *, probe: Probe = unobserved) -> None:
         self._blocks = blocks
         self._layout = layout
         self._tiers = tiers
+        self._probe = probe
         self._loading: dict[GrantListener, Loading] = {}
         self._departures: Departures[GrantListener] = Departures(blocks)
         self._listeners: dict[GrantListener, Departure[GrantListener]] = {}
@@ -70,6 +72,7 @@ class Grants:
 
     def give(self, handoff: Handoff, hashes: Sequence[bytes], listener: GrantListener) -> None:
         """Ship what is here of the blocks of `hashes`, as far as the handoff has room for it."""
+        self._probe(Milestone.ASKED, handoff.id)
         if self._departures.knows((handoff.id, handoff.epoch)):
             listener.ended(None, HandoffExpired(f"handoff {handoff.id} is under way already, or was"))
             return
@@ -133,6 +136,7 @@ class Grants:
         self._listeners[listener] = departure
         self._hashes[departure.key] = list(hashes[:num_blocks])
         self._orders.append(BeginOrder(handoff, blocks, num_tokens))
+        self._probe(Milestone.GRANTED, handoff.id)
 
     def cancel(self, listener: GrantListener) -> None:
         """Nobody waits for it any more. It may have ended already."""

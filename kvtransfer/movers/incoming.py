@@ -6,15 +6,13 @@ import threading
 
 from torch import Tensor
 
-from cluster.rpc import transfer_pb2 as pb
 from cluster.words.errors import ChecksumMismatch
 from engine.kv.checksum import checksum
 from engine.kv.pool import KVPool
 from kvtransfer.movers.codec import Codec, slots_of
 from kvtransfer.movers.lane import Mark
+from kvtransfer.protocol.frames import CommitFrame, Opening, SegmentFrame
 from kvtransfer.protocol.ledger import Landing, Ledger
-from kvtransfer.protocol.plan import HeadCopy
-from kvtransfer.protocol.segment import Segment
 
 
 class Incoming:
@@ -24,7 +22,7 @@ class Incoming:
     nothing of this handoff is written any more, so its blocks can be used for something else.
     """
 
-    def __init__(self, opened: pb.OpenRequest, *, pool: KVPool, codec: Codec) -> None:
+    def __init__(self, opened: Opening, *, pool: KVPool, codec: Codec) -> None:
         self.handoff = opened.handoff
         self._first_token = opened.first_token
         self._ledger = Ledger(opened, num_layers=pool.layout.num_layers)
@@ -36,34 +34,27 @@ class Incoming:
         self._written: dict[int, Mark] = {}  # by sending rank, whose link has a lane of its own: what was started last
         self._lock = threading.Lock()
 
-    def write(self, announced: pb.Segment, payload: Tensor, *, copy: HeadCopy) -> None:
-        """Check the payload of one announced segment and put it into the pool.
+    def write(self, frame: SegmentFrame, payload: Tensor, *, source: int) -> None:
+        """Check the payload that sending rank `source` has announced, and put it into the pool.
 
         Raises HandoffExpired if the handoff is closed or fenced, ChecksumMismatch if the bytes are damaged or a segment
         is missing before this one.
         """
-        if checksum(payload) != announced.checksum:
-            raise ChecksumMismatch(f"handoff {self.handoff} segment {announced.number}: bytes damaged on the way")
-        segment = Segment(
-            first_layer=announced.first_layer,
-            num_layers=announced.num_layers,
-            first_token=announced.first_token,
-            num_tokens=announced.num_tokens,
-            first_head=copy.receiver_head,
-            num_heads=copy.num_heads,
-        )
+        if checksum(payload) != frame.checksum:
+            raise ChecksumMismatch(f"handoff {self.handoff} segment {frame.number}: bytes damaged on the way")
         with self._lock:
-            if self._ledger.accept(announced, source=copy.sender):
-                start = announced.first_token - self._first_token
+            if self._ledger.accept(frame, source=source):
+                start = frame.segment.first_token - self._first_token
+                slots_T = self._slots_T[start : start + frame.segment.num_tokens]
                 self._opened.hold_up()
-                self._codec.unpack(payload, self._pool, segment, self._slots_T[start : start + segment.num_tokens])
-                self._written[copy.sender] = Mark(self._pool.device)
+                self._codec.unpack(payload, self._pool, frame.segment, slots_T)
+                self._written[source] = Mark(self._pool.device)
 
-    def commit(self, commit: pb.Commit, *, copy: HeadCopy, num_sources: int) -> Landing | None:
+    def commit(self, frame: CommitFrame, *, source: int, num_sources: int) -> Landing | None:
         """One sending rank is done. The Landing when all `num_sources` of this rank are. Raises as `write` does."""
         self._pool.synchronize()
         with self._lock:
-            return self._ledger.commit(commit, source=copy.sender, num_sources=num_sources)
+            return self._ledger.commit(frame, source=source, num_sources=num_sources)
 
     def close(self) -> None:
         """Refuse everything from now on; waits for a write under way."""

@@ -7,9 +7,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import torch
 from grpc import aio
@@ -19,18 +18,21 @@ from cluster.rpc import transfer_pb2 as pb
 from cluster.rpc import transfer_pb2_grpc as rpc
 from cluster.wire.channel import error_of, open_channel
 from cluster.words.errors import HandoffExpired, LayoutMismatch, LinkClosed, TransferError
+from cluster.words.handoff import HandoffKey
+from cluster.words.probe import Milestone
 from engine.kv.checksum import checksum
 from kvtransfer.links.backends import open_link
-from kvtransfer.links.link import MEET_TIMEOUT_S, Link, LinkEnd, operation_timeout
+from kvtransfer.links.link import MEET_TIMEOUT_S, Link
 from kvtransfer.movers.codec import WIRE_VERSION, slots_of
 from kvtransfer.movers.lane import Mark, own_lane
+from kvtransfer.movers.link_config import LinkConfig
 from kvtransfer.movers.meeting import remote_store
+from kvtransfer.movers.reconnection import Reconnection
 from kvtransfer.movers.staging import StagingRing
-from kvtransfer.protocol.passage import Ending, Outlet
-from kvtransfer.protocol.segment import Segment
-
-if TYPE_CHECKING:
-    from kvtransfer.movers.sender import Sender
+from kvtransfer.movers.wire_messages import frame_to_proto
+from kvtransfer.protocol.frames import CommitFrame, SegmentFrame
+from kvtransfer.protocol.passage import Ending, Outlet, Passage
+from kvtransfer.protocol.segment import Segment, operation_timeout
 
 logger = logging.getLogger(__name__)
 
@@ -43,24 +45,38 @@ class OutgoingLink:
     """Carries every handoff from this rank to one receiving rank, in the order in which they come.
 
     Fails as a whole: then every outlet on it ends with an error at once, even while its thread is still stuck in an
-    operation that waits for its deadline.
+    operation that waits for its deadline. Its lock is held over every change of an outlet's state; `on_over` is called
+    without it, from any thread, when an outlet of that passage has ended and is not being read any more.
     """
 
-    def __init__(self, sender: Sender, address: str, *, epoch: int, delay_s: float) -> None:
-        self._sender = sender
+    def __init__(
+        self,
+        config: LinkConfig,
+        address: str,
+        *,
+        name: str,
+        epoch: int,
+        loop: asyncio.AbstractEventLoop,
+        reconnection: Reconnection,
+        on_over: Callable[[Passage], None],
+    ) -> None:
+        self._config = config
         self._address = address
+        self._name = name
         self._epoch = epoch
-        self._delay_s = delay_s
+        self._loop = loop
+        self._reconnection = reconnection
+        self._on_over = on_over
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._frames: asyncio.Queue[pb.SenderFrame] = asyncio.Queue()
         self._lock = threading.Lock()
-        self._outlets: dict[tuple[str, int], Outlet] = {}
+        self._outlets: dict[HandoffKey, Outlet] = {}
         self._last_place: tuple[tuple[int, ...], int, int] = ((), 0, 0)
-        self._last_slots_T = torch.empty(0, dtype=torch.int64, device=sender.pool.device)
+        self._last_slots_T = torch.empty(0, dtype=torch.int64, device=config.pool.device)
         self._failure: TransferError | None = None
         self._link: Link | None = None
         self._conversation: asyncio.Task[None] | None = None  # belongs to the loop
-        sender.loop.call_soon_threadsafe(self._start)
+        loop.call_soon_threadsafe(self._start)
 
     @property
     def is_closed(self) -> bool:
@@ -70,14 +86,16 @@ class OutgoingLink:
         with self._lock:
             self._outlets[outlet.key] = outlet
         if self._failure:
-            outlet.fail(self._failure)
+            self.abort(outlet, self._failure)
 
     def put(self, outlet: Outlet, item: Segment | Ending) -> None:
-        self._jobs.put((outlet, item, Mark(self._sender.pool.device)))
+        self._jobs.put((outlet, item, Mark(self._config.pool.device)))
 
-    def forget(self, outlet: Outlet) -> None:
+    def abort(self, outlet: Outlet, error: TransferError) -> None:
+        """Fail this outlet; the others go on. From any thread."""
         with self._lock:
-            self._outlets.pop(outlet.key, None)
+            outlet.fail(error)
+        self._changed(outlet)
 
     def fail(self, error: TransferError) -> None:
         """Close the link and end everything on it. From any thread; the first error counts."""
@@ -92,12 +110,20 @@ class OutgoingLink:
             )
         if self._link:
             self._link.close()
-        self._sender.link_failed(self._address)
+        self._reconnection.failed()
         self._jobs.put(None)
         with suppress(RuntimeError):  # the loop has ended, and with it the conversation
-            self._sender.loop.call_soon_threadsafe(self._stop)
+            self._loop.call_soon_threadsafe(self._stop)
         for outlet in outlets:
-            outlet.fail(error)
+            self.abort(outlet, error)
+
+    def _changed(self, outlet: Outlet) -> None:
+        """After a change of state, which may have been its last."""
+        if outlet.is_ended:
+            with self._lock:
+                self._outlets.pop(outlet.key, None)
+        if outlet.is_over:
+            self._on_over(outlet.passage)
 
     # On the event loop: the conversation.
 
@@ -105,11 +131,11 @@ class OutgoingLink:
         """After a failure, wait until the conversation has ended and its channel is closed."""
         self._stop()
         if self._conversation:
-            await asyncio.wait([self._conversation], timeout=self._sender.timeout_s)
+            await asyncio.wait([self._conversation], timeout=self._config.timeout_s)
 
     def _start(self) -> None:
         if not self._failure:
-            self._conversation = self._sender.loop.create_task(self._converse())
+            self._conversation = self._loop.create_task(self._converse())
 
     def _stop(self) -> None:
         if self._conversation:
@@ -117,14 +143,14 @@ class OutgoingLink:
 
     async def _converse(self) -> None:
         try:
-            await asyncio.sleep(self._delay_s)
+            await asyncio.sleep(self._reconnection.delay_s)
             async with open_channel(self._address) as channel:
                 stub = rpc.RankStub(channel)
                 call = stub.Connect(self._outgoing_frames())
-                frame = await asyncio.wait_for(anext(aiter(call)), self._sender.timeout_s)
+                frame = await asyncio.wait_for(anext(aiter(call)), self._config.timeout_s)
                 if frame.WhichOneof("frame") == "refused":
-                    raise LayoutMismatch(f"{self._address} refuses {self._sender.name}: {frame.refused.reason}")
-                self._sender.link_welcome(self._address)
+                    raise LayoutMismatch(f"{self._address} refuses {self._name}: {frame.refused.reason}")
+                self._reconnection.succeeded()
                 threading.Thread(target=self._run, args=(stub, frame.welcome), name="kv-send", daemon=True).start()
                 async for frame in call:
                     self._answered(frame)
@@ -132,23 +158,23 @@ class OutgoingLink:
         except aio.AioRpcError as error:
             self.fail(LinkClosed(f"{self._address} is gone: {error_of(error, peer=self._address)}"))
         except TimeoutError:
-            self.fail(LinkClosed(f"{self._address} did not answer within {self._sender.timeout_s} s"))
+            self.fail(LinkClosed(f"{self._address} did not answer within {self._config.timeout_s} s"))
         except StopAsyncIteration:
             self.fail(LinkClosed(f"{self._address} hung up"))
         except TransferError as error:
             self.fail(error)
 
     async def _outgoing_frames(self) -> AsyncIterator[pb.SenderFrame]:
-        layout = self._sender.pool.layout
+        layout = self._config.pool.layout
         yield pb.SenderFrame(
             hello=pb.Hello(
                 wire_version=WIRE_VERSION,
                 layout=layout.fingerprint,
-                sender=self._sender.name,
+                sender=self._name,
                 epoch=self._epoch,
-                backend=self._sender.backend,
-                wire_dtype=self._sender.wire_dtype,
-                sender_rank=self._sender.rank,
+                backend=self._config.backend,
+                wire_dtype=self._config.wire_dtype,
+                sender_rank=self._config.rank,
                 sender_ranks=layout.tensor_parallel,
             )
         )
@@ -156,20 +182,33 @@ class OutgoingLink:
             yield await self._frames.get()
 
     def _answered(self, frame: pb.ReceiverFrame) -> None:
-        kind = frame.WhichOneof("frame")
-        answer = frame.landed if kind == "landed" else frame.refused
+        has_landed = frame.WhichOneof("frame") == "landed"
+        answer = frame.landed if has_landed else frame.refused
         outlet = self._outlets.get((answer.handoff, answer.epoch))
-        if outlet and kind == "landed":
+        if outlet is None:
+            return
+        if not has_landed:
+            self.abort(outlet, HandoffExpired(f"{self._address}: {frame.refused.reason}"))
+            return
+        with self._lock:
             outlet.landed()
-        elif outlet:
-            outlet.fail(HandoffExpired(f"{self._address}: {frame.refused.reason}"))
+        self._changed(outlet)
+
+    def _expect_answer(self, outlet: Outlet) -> None:
+        self._loop.call_later(self._config.timeout_s, self._check_answered, outlet)
+
+    def _check_answered(self, outlet: Outlet) -> None:
+        if not outlet.is_ended:
+            self.fail(LinkClosed(f"{self._address} did not acknowledge handoff {outlet.passage.handoff.id}"))
 
     # On the link's thread: the bytes.
 
     def _run(self, stub: rpc.RankStub, welcome: pb.Welcome) -> None:
+        store = remote_store(stub, self._loop, timeout_s=MEET_TIMEOUT_S)
         try:
-            with own_lane(self._sender.pool.device):
-                self._link = open_link(self._sender.backend, self._link_end(stub, welcome))
+            with own_lane(self._config.pool.device):
+                end = self._config.link_end(store, prefix=welcome.prefix, is_sender=True)
+                self._link = open_link(self._config.backend, end)
                 self._carry(self._link)
         except TransferError as error:
             self.fail(error)
@@ -211,56 +250,45 @@ class OutgoingLink:
         if outlet.is_ended:
             return
         ring.make_room()
-        payload = ring.take(self._sender.codec.num_bytes(segment))
+        payload = ring.take(self._config.codec.num_bytes(segment))
         found = self._pack(outlet, segment, payload)
         if found is None or outlet.is_ended:
             ring.put_back()
             return
-        announced = outlet.announce(segment, num_bytes=payload.numel(), checksum=found)
-        self._announce(outlet, pb.SenderFrame(segment=announced))
-        timeout_s = operation_timeout(self._sender.timeout_s, payload.numel())
-        ring.start(link.send(payload), timeout_s=timeout_s)
+        self._announce(outlet, outlet.announce(segment, num_bytes=payload.numel(), checksum=found))
+        self._config.probe(Milestone.SENDING, outlet.passage.handoff.id)
+        ring.start(link.send(payload), timeout_s=operation_timeout(self._config.timeout_s, payload.numel()))
         outlet.wire_bytes += payload.numel()
 
     def _pack(self, outlet: Outlet, segment: Segment, payload: Tensor) -> int | None:
         """Fill the payload; its checksum, or None if the outlet has ended."""
-        if not outlet.start_reading():
-            return None
+        with self._lock:
+            if not outlet.start_reading():
+                return None
         try:
-            self._sender.codec.pack(self._sender.pool, segment, self._slots(outlet, segment), payload)
+            self._config.codec.pack(self._config.pool, segment, self._slots(outlet, segment), payload)
             return checksum(payload)  # its value on the host: from here on the pool is not read any more
         finally:
-            outlet.stop_reading()
+            with self._lock:
+                outlet.stop_reading()
+            self._changed(outlet)
 
     def _slots(self, outlet: Outlet, segment: Segment) -> Tensor:
         """Where a segment's positions lie in the pool: mostly where those of the last one did, of other layers."""
         place = (outlet.passage.blocks, segment.first_token, segment.num_tokens)
         if place != self._last_place:
-            self._last_place, self._last_slots_T = place, slots_of(self._sender.pool, *place)
+            self._last_place, self._last_slots_T = place, slots_of(self._config.pool, *place)
         return self._last_slots_T
 
     def _commit(self, outlet: Outlet, ending: Ending) -> None:
-        if not outlet.is_ended:
-            self._announce(outlet, pb.SenderFrame(commit=outlet.announce_commit(ending)))
-            self._sender.loop.call_soon_threadsafe(self._expect_answer, outlet)
+        with self._lock:
+            if outlet.is_ended:
+                return
+            frame = outlet.announce_commit(ending)
+        self._announce(outlet, frame)
+        self._loop.call_soon_threadsafe(self._expect_answer, outlet)
 
-    def _expect_answer(self, outlet: Outlet) -> None:
-        def give_up() -> None:
-            if not outlet.is_ended:
-                self.fail(LinkClosed(f"{self._address} did not acknowledge handoff {outlet.passage.handoff.id}"))
-
-        self._sender.loop.call_later(self._sender.timeout_s, give_up)
-
-    def _announce(self, outlet: Outlet, frame: pb.SenderFrame) -> None:
-        outlet.wire_bytes += frame.ByteSize()
-        self._sender.loop.call_soon_threadsafe(self._frames.put_nowait, frame)
-
-    def _link_end(self, stub: rpc.RankStub, welcome: pb.Welcome) -> LinkEnd:
-        return LinkEnd(
-            store=remote_store(stub, self._sender.loop, timeout_s=MEET_TIMEOUT_S),
-            prefix=welcome.prefix,
-            is_sender=True,
-            host=self._sender.host,
-            device=self._sender.pool.device,
-            timeout_s=MEET_TIMEOUT_S,
-        )
+    def _announce(self, outlet: Outlet, frame: SegmentFrame | CommitFrame) -> None:
+        message = frame_to_proto(frame)
+        outlet.wire_bytes += message.ByteSize()
+        self._loop.call_soon_threadsafe(self._frames.put_nowait, message)

@@ -14,6 +14,7 @@ from cluster.wire.channel import abort_with
 from cluster.words.errors import TransferError
 from kvtransfer.movers.meeting import Meeting
 from kvtransfer.movers.receiver import Receiver
+from kvtransfer.movers.wire_messages import opening_from_proto
 
 _Context = aio.ServicerContext[Any, Any]
 
@@ -39,7 +40,7 @@ class RankServicer(rpc.RankServicer):
 
     async def Open(self, request: pb.OpenRequest, context: _Context) -> pb.OpenReply:
         if self.receiver:
-            self.receiver.open(request)
+            self.receiver.open(opening_from_proto(request))
         return pb.OpenReply()
 
     async def Close(self, request: pb.CloseRequest, context: _Context) -> pb.CloseReply:

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
+import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from cluster.words.errors import LinkClosed
-from cluster.words.handoff import Handoff
+from cluster.words.handoff import Handoff, HandoffKey
+from cluster.words.probe import Milestone
 from engine.kv.layout import KVLayout
-from engine.kv.pool import KVPool
-from kvtransfer.movers.codec import codec_for
+from kvtransfer.movers.link_config import LinkConfig
 from kvtransfer.movers.outgoing_link import OutgoingLink
-from kvtransfer.protocol.passage import Key, Outlet, Passage, Shipment
+from kvtransfer.movers.reconnection import Reconnection
+from kvtransfer.protocol.passage import Outlet, Passage, Shipment
 from kvtransfer.protocol.plan import plan_heads
 from kvtransfer.protocol.segment import Segment
 
-logger = logging.getLogger(__name__)
-
-# Layers are sent together until a message has this size: docs/benchmarks/kv_path.md says why this one.
-GROUP_BYTES = 1 << 20
-_FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.05, 1.0
+_GROUP_BYTES = 1 << 20  # docs/benchmarks/kv_path.md says why
 
 
 class Sender:
@@ -34,42 +32,33 @@ class Sender:
 
     def __init__(
         self,
+        config: LinkConfig,
         *,
         name: str,
-        rank: int,
-        pool: KVPool,
-        wire_dtype: str,
-        backend: str,
-        host: str,
-        timeout_s: float,
         loop: asyncio.AbstractEventLoop,
         on_shipped: Callable[[Shipment], None],
-        group_bytes: int = GROUP_BYTES,
+        group_bytes: int = _GROUP_BYTES,
     ) -> None:
+        """name: of this rank, for its peers' logs. group_bytes: layers go together until a message has so many."""
+        self.config = config
+        self.pool = config.pool
         self.name = name
-        self.rank = rank
-        self.pool = pool
-        self.wire_dtype = wire_dtype
-        self.backend = backend
-        self.codec = codec_for(pool.layout, wire_dtype)
-        self.host = host
-        self.timeout_s = timeout_s
-        self.loop = loop
+        self._loop = loop
         self._on_shipped = on_shipped
-        self._group_rows = max(1, group_bytes // self.codec.num_bytes(_one_row(pool.layout)))
-        self._passages: dict[Key, Passage] = {}
+        self._group_rows = max(1, group_bytes // config.codec.num_bytes(_one_row(config.pool.layout)))
+        self._passages: dict[HandoffKey, Passage] = {}
         self._links: dict[str, OutgoingLink] = {}
-        self._failures: dict[str, int] = {}  # of links to an address, since one was welcome there
+        self._reconnections: defaultdict[str, Reconnection] = defaultdict(Reconnection)  # by address
         self._epochs = itertools.count(1)
 
     def begin(self, handoff: Handoff, blocks: Sequence[int]) -> Passage | None:
         """Start to ship a sequence whose block table is `blocks`. None if this rank has no head to send there."""
-        layout = self.pool.layout
+        layout = self.config.pool.layout
         copies = plan_heads(sender=layout, receiver=replace(layout, tensor_parallel=len(handoff.ranks)))
-        mine = [copy for copy in copies if copy.sender == self.rank]
+        mine = [copy for copy in copies if copy.sender == self.config.rank]
         if not mine:
             return None
-        passage = Passage(handoff, blocks, layout=layout, on_shipped=self._shipped, group_rows=self._group_rows)
+        passage = Passage(handoff, blocks, layout=layout, begun_at=time.monotonic(), group_rows=self._group_rows)
         self._passages[passage.key] = passage
         links = [self._link_to(handoff.ranks[copy.receiver]) for copy in mine]
         passage.outlets = [Outlet(passage, copy, link) for copy, link in zip(mine, links, strict=True)]
@@ -77,7 +66,7 @@ class Sender:
             link.add(outlet)
         return passage
 
-    def find(self, key: Key) -> Passage | None:
+    def find(self, key: HandoffKey) -> Passage | None:
         """A passage that is not over."""
         return self._passages.get(key)
 
@@ -87,26 +76,28 @@ class Sender:
             link.fail(LinkClosed(f"{self.name} is stopping"))
             await link.disconnected()
 
-    def link_welcome(self, address: str) -> None:
-        self._failures.pop(address, None)
-
-    def link_failed(self, address: str) -> None:
-        self._failures[address] = self._failures.get(address, 0) + 1
-
     def _link_to(self, address: str) -> OutgoingLink:
-        """The link to a rank. A failed one is replaced by a new one, of a new epoch, which waits a little longer
-        before it connects each time that nobody is found."""
+        """The link to a rank. A failed one is replaced by a new one, of a new epoch."""
         link = self._links.get(address)
         if link is None or link.is_closed:
-            failures = self._failures.get(address, 0)
-            delay_s = min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** (failures - 1)) if failures else 0.0
             self._links = {a: link for a, link in self._links.items() if not link.is_closed}
-            link = self._links[address] = OutgoingLink(self, address, epoch=next(self._epochs), delay_s=delay_s)
+            link = self._links[address] = OutgoingLink(
+                self.config,
+                address,
+                name=self.name,
+                epoch=next(self._epochs),
+                loop=self._loop,
+                reconnection=self._reconnections[address],
+                on_over=self._check_over,
+            )
         return link
 
-    def _shipped(self, shipment: Shipment) -> None:
-        self._passages.pop((shipment.handoff, shipment.epoch), None)
-        self._on_shipped(shipment)
+    def _check_over(self, passage: Passage) -> None:
+        """Called for each outlet that is over, from any thread: whoever takes the passage out of the table reports."""
+        if passage.is_over and self._passages.pop(passage.key, None) is not None:
+            shipment = passage.shipment(time.monotonic())
+            self.config.probe(Milestone.FAILED if shipment.error else Milestone.SHIPPED, shipment.handoff)
+            self._on_shipped(shipment)
 
 
 def _one_row(layout: KVLayout) -> Segment:

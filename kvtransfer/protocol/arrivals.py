@@ -17,17 +17,17 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Generic, Protocol, TypeVar
 
-from cluster.rpc import transfer_pb2 as pb
 from engine.kv.block_manager import BlockManager
+from kvtransfer.protocol.frames import Opening
 from kvtransfer.protocol.ledger import Landing
 
 T = TypeVar("T")
 
 
-class Gate(Protocol):
-    """What lets bytes in on this rank: the Receiver."""
+class ReceivingEnd(Protocol):
+    """What writes into this rank's blocks: the Receiver."""
 
-    def open(self, request: pb.OpenRequest) -> None: ...
+    def open(self, opening: Opening) -> None: ...
 
     def close(self, handoff: str) -> None:
         """When this returns, nothing of the handoff is written here any more."""
@@ -46,7 +46,7 @@ class Arrival(Generic[T]):
     """One handoff that was opened here, for `owner`."""
 
     owner: T
-    opening: pb.OpenRequest
+    opening: Opening
     expires_at: float  # on the caller's clock
     state: ArrivalState = ArrivalState.OPEN
     landed: dict[int, Landing] = field(default_factory=dict)  # the newest of each rank
@@ -75,13 +75,13 @@ class Arrivals(Generic[T]):
 
     def __init__(
         self,
-        gate: Gate,
+        receiver: ReceivingEnd,
         blocks: BlockManager,
         *,
         num_ranks: int,
         close_elsewhere: Callable[[str, Callable[[], None]], None],
     ) -> None:
-        self._gate = gate
+        self._receiver = receiver
         self._blocks = blocks
         self._num_ranks = num_ranks
         self._close_elsewhere = close_elsewhere
@@ -90,10 +90,10 @@ class Arrivals(Generic[T]):
     def __len__(self) -> int:
         return len(self._open)
 
-    def open(self, opening: pb.OpenRequest, *, owner: T, expires_at: float) -> Arrival[T]:
-        """Let a handoff in on this rank. The other ranks must have opened it too before anyone is told of it."""
+    def open(self, opening: Opening, *, owner: T, expires_at: float) -> Arrival[T]:
+        """Open a handoff on this rank. The other ranks must have opened it too before anyone is told of it."""
         arrival = self._open[opening.handoff] = Arrival(owner, opening, expires_at)
-        self._gate.open(opening)
+        self._receiver.open(opening)
         return arrival
 
     def landed(self, rank: int, landing: Landing) -> Arrival[T] | None:
@@ -132,7 +132,7 @@ class Arrivals(Generic[T]):
         del self._open[arrival.id]
 
     def _close(self, arrival: Arrival[T], then: Callable[[], None]) -> None:
-        self._gate.close(arrival.id)
+        self._receiver.close(arrival.id)
         if self._num_ranks == 1:
             then()
         else:

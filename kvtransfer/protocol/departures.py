@@ -18,9 +18,9 @@ from enum import StrEnum
 from typing import Generic, TypeVar
 
 from cluster.words.errors import TransferError
-from cluster.words.handoff import Handoff
+from cluster.words.handoff import Handoff, HandoffKey
 from engine.kv.block_manager import BlockManager
-from kvtransfer.protocol.passage import Key, Shipment
+from kvtransfer.protocol.passage import Shipment
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ class Departure(Generic[T]):
     done: list[Shipment] = field(default_factory=list)
 
     @property
-    def key(self) -> Key:
+    def key(self) -> HandoffKey:
         return self.handoff.id, self.handoff.epoch
 
     @property
@@ -72,14 +72,14 @@ class Departures(Generic[T]):
 
     def __init__(self, blocks: BlockManager) -> None:
         self._blocks = blocks
-        self._under_way: dict[Key, Departure[T]] = {}
-        self._ended: OrderedDict[Key, None] = OrderedDict()
-        self._aborts: list[Key] = []
+        self._under_way: dict[HandoffKey, Departure[T]] = {}
+        self._ended: OrderedDict[HandoffKey, None] = OrderedDict()
+        self._aborts: list[HandoffKey] = []
 
     def __len__(self) -> int:
         return len(self._under_way)
 
-    def knows(self, key: Key) -> bool:
+    def knows(self, key: HandoffKey) -> bool:
         """Whether it is under way, or was. A key serves once: a report of its first passage that comes late, or twice,
         would end a second one while that is still being read."""
         return key in self._under_way or key in self._ended
@@ -123,7 +123,7 @@ class Departures(Generic[T]):
             self._blocks.free(departure.blocks)
         return departure
 
-    def take_aborts(self) -> list[Key]:
+    def take_aborts(self) -> list[HandoffKey]:
         """What the ranks must be ordered to abort."""
         aborts, self._aborts = self._aborts, []
         return aborts

@@ -15,8 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from cluster.rpc import transfer_pb2 as pb
 from cluster.words.errors import ChecksumMismatch, HandoffExpired, TransferError
+from kvtransfer.protocol.frames import CommitFrame, Opening, SegmentFrame
 from kvtransfer.protocol.segment import combine_checksums
 
 
@@ -35,15 +35,6 @@ class Landing:
     num_tokens: int  # positions that are here now, those before the handoff included
     next_tokens: tuple[int, ...] = ()  # after a prompt: one per choice; of a moved sequence: those we do not know yet
 
-    def to_report(self, *, rank: int) -> pb.ReportRequest:
-        """What another rank than 0 tells its rank 0."""
-        part = pb.LandedPart(handoff=self.handoff, epoch=self.epoch, num_tokens=self.num_tokens)
-        return pb.ReportRequest(rank=rank, landed=part)
-
-    @classmethod
-    def from_report(cls, part: pb.LandedPart) -> Landing:
-        return cls(handoff=part.handoff, epoch=part.epoch, num_tokens=part.num_tokens)
-
 
 @dataclass
 class _Account:
@@ -57,7 +48,7 @@ class _Account:
 class Ledger:
     """Decides about every frame of one handoff on one rank. The caller holds a lock over a decision and its write."""
 
-    def __init__(self, opened: pb.OpenRequest, *, num_layers: int) -> None:
+    def __init__(self, opened: Opening, *, num_layers: int) -> None:
         self.handoff = opened.handoff
         self.state = LedgerState.OPEN
         self.epoch = 0  # the newest that has been seen
@@ -67,27 +58,26 @@ class Ledger:
         self._landed_tokens = 0
         self._next_tokens: tuple[int, ...] = ()
 
-    def accept(self, segment: pb.Segment, *, source: int) -> bool:
+    def accept(self, frame: SegmentFrame, *, source: int) -> bool:
         """Book a segment of sending rank `source`. True: write it; False: it is here already.
 
         Raises HandoffExpired if the handoff is closed or the epoch fenced, ChecksumMismatch if one before it is
         missing, TransferError if it lies outside of what was opened. Then nothing may be written.
         """
-        account = self._account(segment.epoch, source)
+        account = self._account(frame.epoch, source)
         if self.state is LedgerState.LANDED:
             return False
-        layers = range(segment.first_layer, segment.first_layer + segment.num_layers)
-        end = segment.first_token + segment.num_tokens
-        if layers.stop > self._num_layers or end > self._opened.max_tokens:
-            raise TransferError(f"handoff {self.handoff}: segment {segment.number} lies outside of what was opened")
+        segment, layers = frame.segment, frame.segment.layers
+        if layers.stop > self._num_layers or segment.end_token > self._opened.max_tokens:
+            raise TransferError(f"handoff {self.handoff}: segment {frame.number} lies outside of what was opened")
         reached = {account.reach[layer] for layer in layers}
-        if segment.number != len(account.checksums) or reached != {segment.first_token}:
-            raise ChecksumMismatch(f"handoff {self.handoff}: something is missing before segment {segment.number}")
-        account.checksums.append(segment.checksum)
-        account.reach[layers.start : layers.stop] = [end] * len(layers)
+        if frame.number != len(account.checksums) or reached != {segment.first_token}:
+            raise ChecksumMismatch(f"handoff {self.handoff}: something is missing before segment {frame.number}")
+        account.checksums.append(frame.checksum)
+        account.reach[layers.start : layers.stop] = [segment.end_token] * len(layers)
         return True
 
-    def commit(self, commit: pb.Commit, *, source: int, num_sources: int) -> Landing | None:
+    def commit(self, commit: CommitFrame, *, source: int, num_sources: int) -> Landing | None:
         """Sending rank `source` is done. The Landing when all `num_sources` of this rank are. Raises as `accept`."""
         account = self._account(commit.epoch, source)
         if self.state is LedgerState.LANDED:
@@ -98,7 +88,7 @@ class Ledger:
             raise ChecksumMismatch(f"handoff {self.handoff}: what arrived is not what was sent")
         account.is_committed = True
         self._landed_tokens = commit.num_tokens
-        self._next_tokens = tuple(commit.next_tokens) or self._next_tokens
+        self._next_tokens = commit.next_tokens or self._next_tokens
         if sum(account.is_committed for account in self._accounts.values()) < num_sources:
             return None
         self.state = LedgerState.LANDED
@@ -120,13 +110,13 @@ class Ledger:
                 self._next_tokens = ()
         return self._accounts.setdefault(source, _Account([self._opened.first_token] * self._num_layers))
 
-    def _confirm(self, commit: pb.Commit) -> Landing | None:
+    def _confirm(self, commit: CommitFrame) -> Landing | None:
         """A commit of what is here already. A newer sender's next tokens count: the client hears of them from it."""
         if commit.num_tokens != self._landed_tokens:
             raise HandoffExpired(f"handoff {self.handoff}: {self._landed_tokens} positions have landed already")
         if not commit.next_tokens:
             return None
-        self._next_tokens = tuple(commit.next_tokens)
+        self._next_tokens = commit.next_tokens
         return self._landing()
 
     def _landing(self) -> Landing:

@@ -13,23 +13,17 @@ never given back while a thread still reads them, and never kept because a threa
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from cluster.rpc import transfer_pb2 as pb
 from cluster.words.errors import HandoffExpired, TransferError
-from cluster.words.handoff import Handoff
+from cluster.words.handoff import Handoff, HandoffKey
+from engine.kv.layout import KVLayout
+from kvtransfer.protocol.frames import CommitFrame, SegmentFrame
+from kvtransfer.protocol.plan import HeadCopy
 from kvtransfer.protocol.segment import Segment, combine_checksums
-
-if TYPE_CHECKING:
-    from engine.kv.layout import KVLayout
-    from kvtransfer.protocol.plan import HeadCopy
-
-Key = tuple[str, int]  # handoff id, epoch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,32 +33,9 @@ class Shipment:
     handoff: str
     epoch: int
     wire_bytes: int  # payloads and announcements
-    seconds: float  # from the first layer handed over to the last acknowledgement: with the computation meanwhile
+    seconds: float  # from its beginning on this rank to the last acknowledgement: with the computation meanwhile
     link_s: float  # what the busiest of its links was at work for it: packing, and waiting for the wire
     error: TransferError | None = None  # None: it has landed
-
-    def to_report(self, *, rank: int) -> pb.ReportRequest:
-        """What another rank than 0 tells its rank 0."""
-        part = pb.ShippedPart(
-            handoff=self.handoff,
-            epoch=self.epoch,
-            wire_bytes=self.wire_bytes,
-            seconds=self.seconds,
-            link_s=self.link_s,
-            error=str(self.error) if self.error else "",
-        )
-        return pb.ReportRequest(rank=rank, shipped=part)
-
-    @classmethod
-    def from_report(cls, part: pb.ShippedPart) -> Shipment:
-        return cls(
-            handoff=part.handoff,
-            epoch=part.epoch,
-            wire_bytes=part.wire_bytes,
-            seconds=part.seconds,
-            link_s=part.link_s,
-            error=TransferError(part.error) if part.error else None,
-        )
 
 
 @dataclass(frozen=True)
@@ -82,8 +53,8 @@ class Carrier(Protocol):
         """Send this after everything that was put before."""
         ...
 
-    def forget(self, outlet: Outlet) -> None:
-        """It has ended."""
+    def abort(self, outlet: Outlet, error: TransferError) -> None:
+        """Fail this outlet; the others go on."""
         ...
 
 
@@ -95,7 +66,7 @@ class OutletState(StrEnum):
 
 
 class Outlet:
-    """One handoff's part that goes through one link. Every method may come from any thread."""
+    """One handoff's part that goes through one link. The carrier holds a lock over every change of state."""
 
     def __init__(self, passage: Passage, copy: HeadCopy, carrier: Carrier) -> None:
         self.passage = passage
@@ -109,10 +80,9 @@ class Outlet:
         self._carrier = carrier
         self._checksums: list[int] = []
         self._is_reading = False
-        self._lock = threading.Lock()
 
     @property
-    def key(self) -> Key:
+    def key(self) -> HandoffKey:
         return self.passage.key
 
     @property
@@ -128,43 +98,38 @@ class Outlet:
         self.num_put += 1
         self._carrier.put(self, replace(segment, first_head=self.copy.sender_head, num_heads=self.copy.num_heads))
 
-    def commit(self, ending: Ending) -> None:
-        self._carrier.put(self, ending)
+    def commit(self, num_tokens: int, next_tokens: Sequence[int]) -> None:
+        """Rank 0 alone is told the next tokens."""
+        self._carrier.put(self, Ending(num_tokens, tuple(next_tokens) if self.copy.receiver == 0 else ()))
+
+    def abort(self, error: TransferError) -> None:
+        self._carrier.abort(self, error)
+
+    # For the carrier.
 
     def start_reading(self) -> bool:
         """The carrier is about to read the blocks. False: it must not, and need not."""
-        with self._lock:
-            self._is_reading = not self.is_ended
-            return self._is_reading
+        self._is_reading = not self.is_ended
+        return self._is_reading
 
     def stop_reading(self) -> None:
-        with self._lock:
-            self._is_reading = False
-        if self.is_ended:
-            self.passage.outlet_over()
+        self._is_reading = False
 
-    def announce(self, segment: Segment, *, num_bytes: int, checksum: int) -> pb.Segment:
+    def announce(self, segment: Segment, *, num_bytes: int, checksum: int) -> SegmentFrame:
         """The frame that goes before a payload."""
         handoff, epoch = self.key
+        number = len(self._checksums)
         self._checksums.append(checksum)
-        return pb.Segment(
-            handoff=handoff,
-            epoch=epoch,
-            number=len(self._checksums) - 1,
-            first_layer=segment.first_layer,
-            num_layers=segment.num_layers,
-            first_token=segment.first_token,
-            num_tokens=segment.num_tokens,
-            num_bytes=num_bytes,
-            checksum=checksum,
+        return SegmentFrame(
+            handoff=handoff, epoch=epoch, number=number, segment=segment, num_bytes=num_bytes, checksum=checksum
         )
 
-    def announce_commit(self, ending: Ending) -> pb.Commit:
-        with self._lock:
-            if not self.is_ended:
-                self.state = OutletState.COMMITTED
+    def announce_commit(self, ending: Ending) -> CommitFrame:
+        """The frame after the last payload. The outlet must not have ended."""
+        assert not self.is_ended
+        self.state = OutletState.COMMITTED
         handoff, epoch = self.key
-        return pb.Commit(
+        return CommitFrame(
             handoff=handoff,
             epoch=epoch,
             num_segments=len(self._checksums),
@@ -176,29 +141,20 @@ class Outlet:
     def landed(self) -> None:
         """The receiving rank says that it has all of it."""
         if self.state is OutletState.COMMITTED:  # else it speaks of something that we did not say
-            self._end(OutletState.LANDED, None)
+            self.state = OutletState.LANDED
 
     def fail(self, error: TransferError) -> None:
         """Not to be landed any more. The first end counts."""
-        self._end(OutletState.FAILED, error)
-
-    def _end(self, state: OutletState, error: TransferError | None) -> None:
-        with self._lock:
-            if self.is_ended:
-                return
-            self.state, self.error = state, error
-            is_over = self.is_over
-        self._carrier.forget(self)
-        if is_over:
-            self.passage.outlet_over()
+        if not self.is_ended:
+            self.state, self.error = OutletState.FAILED, error
 
 
 class Passage:
     """All outlets of one handoff on this rank. Handed layer after layer by the thread that computes or orders them.
 
-    `blocks` is the sequence's table from position 0 on; the caller keeps the blocks until `on_shipped` has been called,
-    once, from any thread. Layers are sent together until they have `group_rows` rows, a row being one position of one
-    layer: short prompts so go in one message, long ones in groups of layers.
+    `blocks` is the sequence's table from position 0 on; the caller keeps the blocks until the passage is over, which is
+    for its outlets' carriers to notice. Layers are sent together until they have `group_rows` rows, a row being one
+    position of one layer: short prompts so go in one message, long ones in groups of layers.
     """
 
     def __init__(
@@ -207,22 +163,20 @@ class Passage:
         blocks: Sequence[int],
         *,
         layout: KVLayout,
-        on_shipped: Callable[[Shipment], None],
+        begun_at: float = 0.0,
         group_rows: int = 1 << 16,
     ) -> None:
+        """begun_at: on the caller's clock."""
         self.handoff = handoff
         self.blocks = tuple(blocks)
         self.outlets: list[Outlet] = []
         self._layout = layout
-        self._on_shipped = on_shipped
+        self._begun_at = begun_at
         self._group_rows = group_rows
         self._group: Segment | None = None  # layers handed over and not yet sent
-        self._started_at: float | None = None
-        self._lock = threading.Lock()
-        self._is_over = False
 
     @property
-    def key(self) -> Key:
+    def key(self) -> HandoffKey:
         return self.handoff.id, self.handoff.epoch
 
     @property
@@ -230,9 +184,13 @@ class Passage:
         """Everything handed over so far has been sent."""
         return all(outlet.num_put == outlet.num_sent for outlet in self.outlets)
 
+    @property
+    def is_over(self) -> bool:
+        """It has landed or failed, and no block is being read any more. Stays so."""
+        return all(outlet.is_over for outlet in self.outlets)
+
     def layer_ready(self, layer: int, first_token: int, end_token: int, *, num_layers: int = 1) -> None:
         """The KV of positions [first_token, end_token) is in the pool for layers [layer, layer + num_layers)."""
-        self._started_at = self._started_at or time.monotonic()
         first_token = max(first_token, self.handoff.first_token)
         num_tokens = end_token - first_token
         if num_tokens <= 0:
@@ -256,31 +214,24 @@ class Passage:
 
     def commit(self, num_tokens: int, next_tokens: Sequence[int] = ()) -> None:
         """Positions up to num_tokens have been handed over, and nothing more comes. Rank 0 adds the next tokens."""
-        self._started_at = self._started_at or time.monotonic()
         self._flush()
         for outlet in self.outlets:
-            outlet.commit(Ending(num_tokens, tuple(next_tokens) if outlet.copy.receiver == 0 else ()))
+            outlet.commit(num_tokens, next_tokens)
 
     def abort(self) -> None:
-        """It is not wanted any more; `on_shipped` still comes, with an error."""
+        """It is not wanted any more."""
         for outlet in self.outlets:
-            outlet.fail(HandoffExpired(f"handoff {self.handoff.id} was aborted"))
+            outlet.abort(HandoffExpired(f"handoff {self.handoff.id} was aborted"))
 
-    def outlet_over(self) -> None:
-        """Called by an outlet that has ended and reads no more."""
-        with self._lock:
-            if self._is_over or not all(outlet.is_over for outlet in self.outlets):
-                return
-            self._is_over = True
-        self._on_shipped(
-            Shipment(
-                handoff=self.handoff.id,
-                epoch=self.handoff.epoch,
-                wire_bytes=sum(outlet.wire_bytes for outlet in self.outlets),
-                seconds=time.monotonic() - (self._started_at or time.monotonic()),
-                link_s=max((outlet.link_s for outlet in self.outlets), default=0.0),
-                error=next((outlet.error for outlet in self.outlets if outlet.error), None),
-            )
+    def shipment(self, now: float) -> Shipment:
+        """What it came to, once it is over."""
+        return Shipment(
+            handoff=self.handoff.id,
+            epoch=self.handoff.epoch,
+            wire_bytes=sum(outlet.wire_bytes for outlet in self.outlets),
+            seconds=now - self._begun_at,
+            link_s=max((outlet.link_s for outlet in self.outlets), default=0.0),
+            error=next((outlet.error for outlet in self.outlets if outlet.error), None),
         )
 
     def _flush(self) -> None:

@@ -9,20 +9,17 @@ have. How many come, the holder's commit says.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from cluster.rpc import transfer_pb2
-from cluster.rpc import worker_pb2 as pb
-from cluster.wire.messages import handoff_to_proto
 from cluster.words.handoff import Handoff, Holder
 from engine.kv.block_manager import BlockManager
 from engine.kv.layout import KVLayout
-from kvtransfer.links.link import operation_timeout
-from kvtransfer.protocol.arrivals import Arrival, Arrivals, Gate
+from kvtransfer.protocol.arrivals import Arrival, Arrivals, ReceivingEnd
+from kvtransfer.protocol.frames import Opening
 from kvtransfer.protocol.ledger import Landing
+from kvtransfer.protocol.segment import operation_timeout
 
 T = TypeVar("T")
 
@@ -39,7 +36,8 @@ class Pull(Generic[T]):
 
     owner: T
     holder: Holder
-    request: pb.PullRequest
+    handoff: Handoff
+    hashes: tuple[bytes, ...]  # from the beginning of the prefix
     timeout_s: float
     begun_at: float
     arrival: Arrival[Pull[T]] | None = None
@@ -47,10 +45,10 @@ class Pull(Generic[T]):
 
     @property
     def id(self) -> str:
-        return self.request.handoff.id
+        return self.handoff.id
 
     @property
-    def opening(self) -> transfer_pb2.OpenRequest:
+    def opening(self) -> Opening:
         assert self.arrival
         return self.arrival.opening
 
@@ -74,7 +72,7 @@ class Pulls(Generic[T]):
 
     def __init__(
         self,
-        gate: Gate,
+        receiver: ReceivingEnd,
         blocks: BlockManager,
         *,
         replica: str,
@@ -86,7 +84,7 @@ class Pulls(Generic[T]):
     ) -> None:
         """timeout_s: for the holder to answer, beyond what the bytes need."""
         self._arrivals: Arrivals[Pull[T]] = Arrivals(
-            gate, blocks, num_ranks=len(addresses), close_elsewhere=close_elsewhere
+            receiver, blocks, num_ranks=len(addresses), close_elsewhere=close_elsewhere
         )
         self._replica = replica
         self._addresses = tuple(addresses)
@@ -99,14 +97,25 @@ class Pulls(Generic[T]):
         return len(self._under_way)
 
     def begin(
-        self, owner: T, holder: Holder, *, id: str, hashes: Sequence[bytes], blocks: Sequence[int], first_block: int
+        self,
+        owner: T,
+        holder: Holder,
+        *,
+        id: str,
+        hashes: Sequence[bytes],
+        blocks: Sequence[int],
+        first_block: int,
+        now: float,
     ) -> None:
-        """Ask `holder` for the blocks of `hashes` from `first_block` on, which go to the same places of `blocks`."""
-        size, now = self._layout.block_size, time.monotonic()
+        """Ask `holder` for the blocks of `hashes` from `first_block` on, which go to the same places of `blocks`.
+
+        `id` may come again, but not at the same time `now`, in seconds on the caller's clock.
+        """
+        size = self._layout.block_size
         num_bytes = (len(hashes) - first_block) * size * self._layout.bytes_per_token() * self._layout.tensor_parallel
         timeout_s = operation_timeout(self._timeout_s, num_bytes)
         handoff = Handoff(
-            id=f"{self._replica}/{id}/pull/{time.monotonic_ns():x}",
+            id=f"{self._replica}/{id}/pull/{int(now * 1e9):x}",
             epoch=1,
             replica=self._replica,
             ranks=self._addresses,
@@ -116,15 +125,14 @@ class Pulls(Generic[T]):
             max_tokens=len(hashes) * size,
             ttl_s=timeout_s,
         )
-        opening = transfer_pb2.OpenRequest(
+        opening = Opening(
             handoff=handoff.id,
             first_token=handoff.first_token,
             num_tokens=handoff.num_tokens,
             max_tokens=handoff.max_tokens,
-            block_ids=blocks[first_block : len(hashes)],
+            block_ids=tuple(blocks[first_block : len(hashes)]),
         )
-        request = pb.PullRequest(handoff=handoff_to_proto(handoff), hashes=b"".join(hashes))
-        pull = self._under_way[owner] = Pull(owner, holder, request, timeout_s, now)
+        pull = self._under_way[owner] = Pull(owner, holder, handoff, tuple(hashes), timeout_s, begun_at=now)
         pull.arrival = self._arrivals.open(opening, owner=pull, expires_at=now + timeout_s)
         pull.call = self._call(pull)
 

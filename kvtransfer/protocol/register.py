@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from typing import Generic, TypeVar
 
@@ -14,10 +13,9 @@ _MAX_CLOSED = 4096  # an Open overtaken by its Close comes within a call's deadl
 
 
 class Register(Generic[T]):
-    """Entries by handoff id. From any thread."""
+    """Entries by handoff id. Its owner holds a lock over each call."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._open: dict[str, T] = {}
         self._closed: OrderedDict[str, None] = OrderedDict()
 
@@ -26,20 +24,17 @@ class Register(Generic[T]):
 
     def open(self, handoff: str, entry: T) -> None:
         """Does nothing if it has been closed already, or is open: the first entry has what arrived."""
-        with self._lock:
-            if handoff not in self._closed:
-                self._open.setdefault(handoff, entry)
+        if handoff not in self._closed:
+            self._open.setdefault(handoff, entry)
 
     def close(self, handoff: str) -> T | None:
-        with self._lock:
-            self._closed[handoff] = None
-            if len(self._closed) > _MAX_CLOSED:
-                self._closed.popitem(last=False)
-            return self._open.pop(handoff, None)
+        self._closed[handoff] = None
+        if len(self._closed) > _MAX_CLOSED:
+            self._closed.popitem(last=False)
+        return self._open.pop(handoff, None)
 
     def find(self, handoff: str) -> T:
         """Raises HandoffExpired."""
-        with self._lock:
-            if entry := self._open.get(handoff):
-                return entry
+        if entry := self._open.get(handoff):
+            return entry
         raise HandoffExpired(f"handoff {handoff} is not open here")

@@ -1,9 +1,11 @@
-"""The unit that travels: a run of layers and positions, and how its arrival is proved. Pure."""
+"""The unit that travels: a run of layers and positions, how its arrival is proved, and how long it may take. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+_MIN_BYTES_PER_S = 16 << 20  # a link slower than this counts as broken
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +24,10 @@ class Segment:
         return range(self.first_layer, self.first_layer + self.num_layers)
 
     @property
+    def end_token(self) -> int:
+        return self.first_token + self.num_tokens
+
+    @property
     def heads(self) -> slice:
         return slice(self.first_head, self.first_head + self.num_heads)
 
@@ -29,3 +35,8 @@ class Segment:
 def combine_checksums(checksums: Iterable[int]) -> int:
     """The checksum of a commit: of its segments' checksums in their order."""
     return sum(value * (2 * i + 1) for i, value in enumerate(checksums)) % 2**64
+
+
+def operation_timeout(timeout_s: float, num_bytes: int) -> float:
+    """The deadline of one operation: `timeout_s` for the peer to answer at all, and time for the bytes themselves."""
+    return timeout_s + num_bytes / _MIN_BYTES_PER_S

@@ -23,7 +23,7 @@ import typer
 from safetensors.torch import save_file
 
 from cluster.model.source import resolve
-from engine.weights.checkpoint import open_checkpoint
+from engine.weights.open_checkpoint import open_checkpoint
 
 _SIDE_S = 1200.0
 _VLLM = """

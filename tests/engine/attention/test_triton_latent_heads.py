@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.attention.latent_heads import Expansion, LatentHeads, Turn
+from engine.attention.latent_heads import Expansion, Rotation, TorchLatentHeads
 from engine.attention.triton_latent_heads import KernelLatentHeads
 from engine.batch.batch import Batch, Row
 from engine.batch.device_batch import DeviceBatch
@@ -66,13 +66,13 @@ def test_any_mix_of_rows(by: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -
     q = random(batch.num_tokens, HEADS, NOPE + ROPE, seed=2)
     expansion = Expansion(random(HEADS, NOPE, LATENT, seed=3) / 5, random(HEADS, VALUE, LATENT, seed=4) / 5)
     angles = torch.zeros(batch.num_tokens, 1, ROPE // 2)
-    turn = Turn(angles.cos(), angles.sin(), is_interleaved=False)
+    rotation = Rotation(angles.cos(), angles.sin(), is_interleaved=False)
     if by == "kernels":
         launch_kernels(monkeypatch)
     if by == "torch":
-        heads = LatentHeads(batch, pool, turn, scale=0.3)
+        heads = TorchLatentHeads(batch, pool, rotation, scale=0.3)
     else:
-        heads = KernelLatentHeads(DeviceBatch.of(batch, CPU), pool, turn, scale=0.3)
+        heads = KernelLatentHeads(DeviceBatch.of(batch, CPU), pool, rotation, scale=0.3)
     got = heads.attend(0, q, expansion)
     torch.testing.assert_close(got, naive(q, pool, rows, expansion, 0.3), atol=1e-4, rtol=1e-4)
 
@@ -95,13 +95,13 @@ def test_kernels_store_what_torch_stores(dtype: str, is_interleaved: bool, monke
     q, latent, key = random(9, HEADS, NOPE + ROPE), random(9, LATENT, seed=1), random(9, ROPE, seed=2)
     # The interpreter cuts numbers off to bf16 where others round: so keys are turned to numbers that bf16 has.
     quarter = torch.zeros(9, 1, ROPE // 2), torch.ones(9, 1, ROPE // 2)
-    turn = Turn(*quarter, is_interleaved=is_interleaved)
+    rotation = Rotation(*quarter, is_interleaved=is_interleaved)
     key = key.bfloat16().float()
     pools = [KVPool(layout, num_blocks=6, device=CPU) for _ in range(2)]
-    expected = LatentHeads(batch, pools[0], turn, scale=1.0).store(1, q, latent, key)
+    expected = TorchLatentHeads(batch, pools[0], rotation, scale=1.0).store(1, q, latent, key)
     launch_kernels(monkeypatch)
     torch.testing.assert_close(
-        KernelLatentHeads(DeviceBatch.of(batch, CPU), pools[1], turn, scale=1.0).store(1, q, latent, key), expected
+        KernelLatentHeads(DeviceBatch.of(batch, CPU), pools[1], rotation, scale=1.0).store(1, q, latent, key), expected
     )
     for ours, theirs in zip(pools[1].codes + pools[1].scales, pools[0].codes + pools[0].scales, strict=True):
         assert torch.equal(as_bytes(ours), as_bytes(theirs))

@@ -29,7 +29,7 @@ from engine import decode_graphs, runner, sampler
 from engine.batch import device_batch
 from engine.batch.batch import Batch, Row
 from engine.attention import triton_latent_heads as latent_heads
-from engine.model.dense import expected_tensors
+from engine.model.transformer import expected_tensors
 from engine.config import EngineConfig
 from engine.runner import ModelRunner
 from engine.sampler import SamplingRow, sample

@@ -16,7 +16,7 @@ from cluster.words.errors import SpecError
 from engine.quantization.write import fp8_parts, int8_parts, quantize_checkpoint
 from engine.tools.bench_kernels import bench_kernels
 from engine.tools.perplexity import Setting, compare, settings_for
-from engine.weights.checkpoint import open_checkpoint
+from engine.weights.open_checkpoint import open_checkpoint
 from tests.engine.steps import VOCAB_SIZE, prompts
 from tests.engine.tiny_models import MakeModel, reference_logits
 

@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType
 from cluster.model.gguf_import import import_gguf
 from cluster.model.gguf_table import GGML_TYPES, StoredTensor, write_table
 from cluster.words.errors import SpecError
-from engine.weights.checkpoint import open_checkpoint
+from engine.weights.open_checkpoint import open_checkpoint
 from tests.engine.gguf_files import finish, write_model
 from tests.engine.steps import prompts, step
 from tests.engine.tiny_models import MakeRunner, random_model, reference_logits, tiny_config

@@ -19,7 +19,7 @@ from engine.layers.quantized_matrix import QuantizedMatrix
 from engine.layers.shards import ShardReader
 from engine.parallel import TensorParallel
 from engine.runner import ModelRunner
-from engine.weights.checkpoint import open_checkpoint
+from engine.weights.open_checkpoint import open_checkpoint
 from tests.engine.gguf_files import write_model
 from tests.engine.quantized_files import FORMATS, fp8_blocks, write_quantised
 from tests.engine.steps import prompts, step

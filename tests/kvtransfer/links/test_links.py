@@ -36,6 +36,7 @@ def _end(backend: str, store: Store, *, is_sender: bool) -> LinkEnd:
 def _serve_peer(backend: str, place: str, orders: Connection) -> None:
     """The other side: sends when told ("send", bytes) or receives when told ("recv", size), and says what it got."""
     store = FileStore(place)
+    orders.send("up")
     is_sender = orders.recv()
     link = open_link(backend, _end(backend, store, is_sender=is_sender))
     orders.send("ready")
@@ -69,6 +70,7 @@ def _peer(backend: str, directory: Path, *, we_send: bool) -> Iterator[Peer]:
     place = str(directory / "store")
     process = context.Process(target=_serve_peer, args=(backend, place, theirs), daemon=True)
     process.start()
+    assert ours.recv() == "up"  # before the deadline to meet begins: it takes seconds to import torch
     ours.send(not we_send)
     link = open_link(backend, _end(backend, FileStore(place), is_sender=we_send))
     assert ours.recv() == "ready"

@@ -15,16 +15,27 @@ from multiprocessing.process import BaseProcess
 import torch
 from grpc import aio
 
-from cluster.rpc import transfer_pb2 as pb
 from cluster.rpc import transfer_pb2_grpc as rpc
 from cluster.wire.channel import SERVER_OPTIONS
+from cluster.words.probe import Probe, unobserved
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
+from kvtransfer.movers.link_config import LinkConfig
 from kvtransfer.movers.rank_servicer import RankServicer
 from kvtransfer.movers.receiver import Receiver
+from kvtransfer.protocol.frames import Opening
 
 LAYOUT = KVLayout(model="m", num_layers=2, num_kv_heads=4, head_dim=64, block_size=16, dtype="float32")
 NUM_BLOCKS = 512  # 32 MiB
+SILENCE_S = 3.0  # timeouts.transfer_s
+
+
+def config(probe: Probe = unobserved) -> LinkConfig:
+    """Of either side."""
+    pool = KVPool(LAYOUT, num_blocks=NUM_BLOCKS, device=torch.device("cpu"))
+    return LinkConfig(
+        rank=0, pool=pool, wire_dtype="raw", backend="tcp", host="127.0.0.1", timeout_s=SILENCE_S, probe=probe
+    )
 
 
 @dataclass
@@ -60,20 +71,11 @@ def _serve(port: int, ready: Connection) -> None:
 
 async def _serve_forever(port: int, ready: Connection) -> None:
     servicer = RankServicer()
-    servicer.receiver = Receiver(
-        rank=0,
-        pool=KVPool(LAYOUT, num_blocks=NUM_BLOCKS, device=torch.device("cpu")),
-        wire_dtype="raw",
-        backend="tcp",
-        host="127.0.0.1",
-        timeout_s=3.0,
-        meeting=servicer.meeting,
-        on_landed=lambda landing: None,
-    )
+    servicer.receiver = Receiver(config(), meeting=servicer.meeting, on_landed=lambda landing: None)
     num_tokens = NUM_BLOCKS * LAYOUT.block_size
     for i in range(8):
         servicer.receiver.open(
-            pb.OpenRequest(handoff=f"h{i}", num_tokens=num_tokens, max_tokens=num_tokens, block_ids=range(NUM_BLOCKS))
+            Opening(handoff=f"h{i}", num_tokens=num_tokens, max_tokens=num_tokens, block_ids=tuple(range(NUM_BLOCKS)))
         )
     server = aio.server(options=SERVER_OPTIONS)
     rpc.add_RankServicer_to_server(servicer, server)

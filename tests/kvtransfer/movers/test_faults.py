@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import torch
-
 from cluster.words.errors import LinkClosed
 from cluster.words.handoff import Handoff
-from engine.kv.pool import KVPool
+from cluster.words.probe import Milestone
 from kvtransfer.movers.sender import Sender
 from kvtransfer.protocol.passage import Passage, Shipment
-from tests.kvtransfer.movers.receiving_process import LAYOUT, NUM_BLOCKS, ReceivingProcess, receiving_process
+from tests.kvtransfer.movers.receiving_process import (
+    LAYOUT,
+    NUM_BLOCKS,
+    SILENCE_S,
+    ReceivingProcess,
+    config,
+    receiving_process,
+)
 
 _NUM_TOKENS = NUM_BLOCKS * LAYOUT.block_size
-_SILENCE_S = 3.0  # timeouts.transfer_s
 
 
 class Shipping:
@@ -27,14 +30,15 @@ class Shipping:
     def __init__(self) -> None:
         self.shipments: asyncio.Queue[Shipment] = asyncio.Queue()
         loop = asyncio.get_running_loop()
+        self.sending: asyncio.Queue[str] = asyncio.Queue()  # the handoff of each payload that is put on the wire
+
+        def probe(milestone: Milestone, handoff: str) -> None:
+            if milestone is Milestone.SENDING:
+                loop.call_soon_threadsafe(self.sending.put_nowait, handoff)
+
         self.sender = Sender(
+            config(probe),
             name="p/0",
-            rank=0,
-            pool=KVPool(LAYOUT, num_blocks=NUM_BLOCKS, device=torch.device("cpu")),
-            wire_dtype="raw",
-            backend="tcp",
-            host="127.0.0.1",
-            timeout_s=_SILENCE_S,
             loop=loop,
             on_shipped=lambda shipment: loop.call_soon_threadsafe(self.shipments.put_nowait, shipment),
         )
@@ -61,6 +65,10 @@ class Shipping:
             passage.layer_ready(layer, 0, _NUM_TOKENS)
         passage.commit(_NUM_TOKENS, [1])
 
+    async def is_sending(self, number: int) -> None:
+        while await asyncio.wait_for(self.sending.get(), 10.0) != f"h{number}":
+            pass
+
     async def ended(self, *, within_s: float) -> Shipment:
         return await asyncio.wait_for(self.shipments.get(), within_s)
 
@@ -77,16 +85,16 @@ async def test_a_killed_receiver_is_known_within_a_second_in_the_middle_of_a_sen
 ):
     with receiving_process() as victim, receiving_process() as bystander:
         async with _shipping() as shipping:
-            for peer in (victim, bystander):
-                shipping.ship(peer, 0)
+            shipping.ship(victim, 0)
+            shipping.ship(bystander, 2)
             assert [(await shipping.ended(within_s=20)).error for _ in range(2)] == [None, None]
             victim.signal(signal.SIGSTOP)  # so that the send cannot get through before the kill
             shipping.ship(victim, 1)
-            await asyncio.to_thread(time.sleep, 0.2)
+            await shipping.is_sending(1)
             victim.signal(signal.SIGKILL)
             shipment = await shipping.ended(within_s=1.0)
             assert shipment.handoff == "h1" and isinstance(shipment.error, LinkClosed)
-            shipping.ship(bystander, 1)
+            shipping.ship(bystander, 3)
             assert (await shipping.ended(within_s=5.0)).error is None
 
 
@@ -95,10 +103,10 @@ async def test_a_frozen_receiver_is_known_by_the_deadline_whether_it_was_connect
         async with _shipping() as shipping:
             shipping.ship(connected, 0)
             assert (await shipping.ended(within_s=20)).error is None
-            for peer in (connected, stranger):
+            for number, peer in enumerate((connected, stranger), start=1):
                 peer.signal(signal.SIGSTOP)
-                shipping.ship(peer, 1)
-            errors = [(await shipping.ended(within_s=_SILENCE_S + 0.5)).error for _ in range(2)]
+                shipping.ship(peer, number)
+            errors = [(await shipping.ended(within_s=SILENCE_S + 0.5)).error for _ in range(2)]
             assert all(isinstance(error, LinkClosed) for error in errors)
 
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.distributed import PrefixStore
 
-from cluster.rpc import transfer_pb2 as pb
 from engine.kv.checksum import checksum
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
@@ -16,7 +15,7 @@ from kvtransfer.movers.codec import codec_for, slots_of
 from kvtransfer.movers.incoming import Incoming
 from kvtransfer.movers.lane import Mark, own_lane
 from kvtransfer.movers.meeting import Meeting, local_store
-from kvtransfer.protocol.plan import HeadCopy
+from kvtransfer.protocol.frames import Opening, SegmentFrame
 from kvtransfer.protocol.segment import Segment
 
 CPU = torch.device("cpu")
@@ -50,14 +49,14 @@ def test_a_write_comes_behind_what_was_there_and_closing_waits_for_it(monkeypatc
     segment = Segment(first_layer=0, num_layers=1, first_token=0, num_tokens=4, first_head=0, num_heads=1)
     payload = torch.zeros(codec.num_bytes(segment), dtype=torch.uint8)
     codec.pack(pool, segment, slots_of(pool, [0], 0, 4), payload)
-    announced = pb.Segment(handoff="h", epoch=1, num_layers=1, num_tokens=4, num_bytes=len(payload))
-    announced.checksum = checksum(payload)
+    frame = SegmentFrame(
+        handoff="h", epoch=1, number=0, segment=segment, num_bytes=len(payload), checksum=checksum(payload)
+    )
 
     monkeypatch.setattr(incoming, "Mark", FakeMark)
-    opened = pb.OpenRequest(handoff="h", block_ids=[2], max_tokens=4)
+    opened = Opening(handoff="h", num_tokens=4, max_tokens=4, block_ids=(2,))
     receiving = Incoming(opened, pool=pool, codec=codec)
-    copy = HeadCopy(sender=0, receiver=0, sender_head=0, receiver_head=0, num_heads=1)
-    receiving.write(announced, payload, copy=copy)
+    receiving.write(frame, payload, source=0)
     receiving.close()
     assert asked == [("mark", 0), ("hold up", 0), ("mark", 1), ("wait", 1)]
 

@@ -10,16 +10,17 @@ import pytest
 import torch
 from grpc import aio
 
-from cluster.rpc import transfer_pb2 as pb
 from cluster.rpc import transfer_pb2_grpc as rpc
 from cluster.wire.channel import SERVER_OPTIONS
 from cluster.words.errors import HandoffExpired, LayoutMismatch, LinkClosed, TransferError
 from cluster.words.handoff import Handoff
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
+from kvtransfer.movers.link_config import LinkConfig
 from kvtransfer.movers.rank_servicer import RankServicer
 from kvtransfer.movers.receiver import Receiver
 from kvtransfer.movers.sender import Sender
+from kvtransfer.protocol.frames import Opening
 from kvtransfer.protocol.ledger import Landing
 from kvtransfer.protocol.passage import Shipment
 
@@ -42,15 +43,15 @@ class Side:
 
     def open(self, handoff: Handoff, blocks: list[int]) -> None:
         first_block = handoff.first_token // _LAYOUT.block_size
-        request = pb.OpenRequest(
+        opening = Opening(
             handoff=handoff.id,
             first_token=handoff.first_token,
             num_tokens=handoff.num_tokens,
             max_tokens=handoff.max_tokens,
-            block_ids=blocks[first_block:],
+            block_ids=tuple(blocks[first_block:]),
         )
         for receiver in self.receivers:
-            receiver.open(request)
+            receiver.open(opening)
 
     async def landed(self) -> Landing:
         return await asyncio.wait_for(self.landings.get(), 10)
@@ -70,24 +71,17 @@ async def _replica(
     side, loop = Side(), asyncio.get_running_loop()
     for rank in range(tp):
         pool = KVPool(replace(layout, tensor_parallel=tp), num_blocks=12, device=_CPU)
-        shared = {
-            "rank": rank,
-            "pool": pool,
-            "wire_dtype": wire,
-            "backend": link,
-            "host": "127.0.0.1",
-            "timeout_s": timeout_s,
-        }
+        config = LinkConfig(rank=rank, pool=pool, wire_dtype=wire, backend=link, host="127.0.0.1", timeout_s=timeout_s)
         servicer = RankServicer()
         servicer.receiver = Receiver(
-            **shared,
+            config,
             meeting=servicer.meeting,
             on_landed=lambda x: loop.call_soon_threadsafe(side.landings.put_nowait, x),
         )
         side.receivers.append(servicer.receiver)
         side.senders.append(
             Sender(
-                **shared,
+                config,
                 name=f"p/{rank}",
                 loop=loop,
                 on_shipped=lambda x: loop.call_soon_threadsafe(side.shipments.put_nowait, x),
@@ -113,10 +107,10 @@ def _fill(side: Side) -> torch.Tensor:
     positions = torch.arange(_NUM_TOKENS)
     slots = torch.tensor(_BLOCKS)[positions // 8] * 8 + positions % 8
     for sender in side.senders:
-        start, end = sender.pool.layout.head_range(sender.rank)
+        start, end = sender.config.pool.layout.head_range(sender.config.rank)
         for layer in range(_LAYOUT.num_layers):
             k, v = kv[layer, :, start:end].transpose(1, 2)
-            sender.pool.write(layer, slots, k, v)
+            sender.config.pool.write(layer, slots, k, v)
     return kv
 
 
@@ -124,9 +118,9 @@ def _read(side: Side, blocks: list[int]) -> torch.Tensor:
     """The same shape, as it lies in the receiving side's pools."""
     kv = torch.empty(_LAYOUT.num_layers, 2, 4, _NUM_TOKENS, 16)
     for receiver in side.receivers:
-        start, end = receiver.pool.layout.head_range(receiver.rank)
+        start, end = receiver.config.pool.layout.head_range(receiver.config.rank)
         for layer in range(_LAYOUT.num_layers):
-            read = receiver.pool.read(layer, torch.tensor(blocks), torch.float32)
+            read = receiver.config.pool.read(layer, torch.tensor(blocks), torch.float32)
             kv[layer, :, start:end] = read[:, :, :_NUM_TOKENS]
     return kv
 
@@ -189,7 +183,7 @@ async def test_a_pool_of_8_bits_lands_code_for_code(sender_tp: int, receiver_tp:
             await d.landed()
         assert torch.equal(_read(d, blocks), _read(p, _BLOCKS)) and _read(d, blocks).any()
         if sender_tp == receiver_tp:
-            sent, landed = p.receivers[0].pool.copy_out(_BLOCKS), d.receivers[0].pool.copy_out(blocks)
+            sent, landed = p.receivers[0].config.pool.copy_out(_BLOCKS), d.receivers[0].config.pool.copy_out(blocks)
             assert torch.equal(landed, sent)
 
 

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cluster.rpc import transfer_pb2 as pb
-from cluster.wire.messages import handoff_from_proto
 from cluster.words.errors import TransferError
 from cluster.words.handoff import Holder
 from kvtransfer.protocol.arrivals import Arrival
+from kvtransfer.protocol.frames import Opening
 from kvtransfer.protocol.passage import Shipment
 from kvtransfer.protocol.pulls import Pull, Pulls
 from tests.kvtransfer.protocol.pools import layout
@@ -63,7 +62,7 @@ class Call:
         if self.holder not in self.puller.world.prefills:  # it has died meanwhile
             self.fail()
             return
-        handoff = handoff_from_proto(self.pull.request.handoff)
+        handoff = self.pull.handoff
         self.puller.world.post(partial(self.holder.grant, handoff, self.pull.owner.prefix, self))
 
     def cancel(self) -> None:
@@ -109,7 +108,9 @@ class Puller:
         self._holder = holder
         said = Holder(replica="p", address="p", num_tokens=num_blocks * 2)
         hashes = hashes_of(prefix)[:num_blocks]
-        self.pulls.begin(want, said, id="r", hashes=hashes, blocks=want.blocks, first_block=0)
+        self.pulls.begin(
+            want, said, id=f"r{next(self.world.ids)}", hashes=hashes, blocks=want.blocks, first_block=0, now=0.0
+        )
 
     def landed(self, pull: Pull[Want]) -> None:
         want = pull.owner
@@ -147,6 +148,6 @@ class Puller:
             call.ask()
         return call
 
-    def _open_on(self, rank: int, opening: pb.OpenRequest, call: Call) -> None:
+    def _open_on(self, rank: int, opening: Opening, call: Call) -> None:
         self.replica.ranks[rank].open(opening)
         call.opened(rank)

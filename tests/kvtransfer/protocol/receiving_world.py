@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cluster.rpc import transfer_pb2 as pb
 from cluster.words.handoff import Handoff
 from engine.kv.block_manager import BlockManager
 from kvtransfer.protocol.arrivals import Arrival, Arrivals, ArrivalState
+from kvtransfer.protocol.frames import CommitFrame, Opening, SegmentFrame
 from kvtransfer.protocol.ledger import Landing, Ledger
 from kvtransfer.protocol.plan import HeadCopy, plan_heads
 from kvtransfer.protocol.register import Register
@@ -42,19 +42,19 @@ class ReceivingRank:
         self.register: Register[Ledger] = Register()
         self.pool: dict[tuple[int, int, int], tuple[str, int, int]] = {}  # layer, head, slot → handoff, epoch, position
 
-    def open(self, request: pb.OpenRequest) -> None:
-        self.register.open(request.handoff, Ledger(request, num_layers=NUM_LAYERS))
+    def open(self, opening: Opening) -> None:
+        self.register.open(opening.handoff, Ledger(opening, num_layers=NUM_LAYERS))
 
     def close(self, handoff: str) -> None:
         if ledger := self.register.close(handoff):
             ledger.close()
 
-    def take(self, frame: pb.Segment | pb.Commit, link: Link) -> None:
+    def take(self, frame: SegmentFrame | CommitFrame, link: Link) -> None:
         copies = plan_heads(sender=layout(link.sender.replica.tp), receiver=layout(self.replica.tp))
         mine = [copy for copy in copies if copy.receiver == self.rank]
         copy = next(copy for copy in mine if copy.sender == link.sender.rank)
         ledger = self.register.find(frame.handoff)
-        if isinstance(frame, pb.Segment):
+        if isinstance(frame, SegmentFrame):
             if ledger.accept(frame, source=copy.sender):
                 self._write(frame, copy)
             return
@@ -63,11 +63,12 @@ class ReceivingRank:
         if landing:
             self.replica.world.post(partial(self.replica.landed, self.rank, landing))
 
-    def _write(self, frame: pb.Segment, copy: HeadCopy) -> None:
+    def _write(self, frame: SegmentFrame, copy: HeadCopy) -> None:
         owner = self.replica.owner_of(frame.handoff)
-        for position in range(frame.first_token, frame.first_token + frame.num_tokens):
+        segment = frame.segment
+        for position in range(segment.first_token, segment.end_token):
             block = owner[position // BLOCK_SIZE]
-            for layer in range(frame.first_layer, frame.first_layer + frame.num_layers):
+            for layer in segment.layers:
                 for head in range(copy.receiver_head, copy.receiver_head + copy.num_heads):
                     place = (layer, head, block * BLOCK_SIZE + position % BLOCK_SIZE)
                     self.pool[place] = (frame.handoff, frame.epoch, position)
@@ -94,14 +95,14 @@ class Decode:
             return
         request = Request(taken[0], num_tokens, set(range(1, self.tp)))
         id = f"h{next(self.world.ids)}"
-        opening = pb.OpenRequest(handoff=id, num_tokens=num_tokens, max_tokens=num_tokens, block_ids=request.blocks)
+        opening = Opening(handoff=id, num_tokens=num_tokens, max_tokens=num_tokens, block_ids=tuple(request.blocks))
         self.opened(opening, request)
         request.arrival = self.arrivals.open(opening, owner=request, expires_at=0.0)
         for rank in request.unopened:
             self.world.post(partial(self._open_on, rank, opening, request))
         self.requests.append(request)
 
-    def opened(self, opening: pb.OpenRequest, owner: Request | Want) -> None:
+    def opened(self, opening: Opening, owner: Request | Want) -> None:
         """The owner's blocks may be written for this handoff."""
         self._openings[opening.handoff] = (owner, list(opening.block_ids))
 
@@ -165,7 +166,7 @@ class Decode:
         assert set(self.blocks._free).isdisjoint(blocks), "a write into a block that anybody may take"
         return blocks
 
-    def _open_on(self, rank: int, opening: pb.OpenRequest, request: Request) -> None:
+    def _open_on(self, rank: int, opening: Opening, request: Request) -> None:
         self.ranks[rank].open(opening)
         request.unopened.discard(rank)
 

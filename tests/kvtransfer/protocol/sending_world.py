@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cluster.rpc import transfer_pb2 as pb
 from cluster.words.errors import HandoffExpired, LinkClosed, TransferError
-from cluster.words.handoff import Handoff
+from cluster.words.handoff import Handoff, HandoffKey
 from engine.kv.block_manager import BlockManager
 from engine.tiers.tiers import Tiers
 from kvtransfer.movers.grants import GrantListener, Grants
 from kvtransfer.protocol.departures import Departure, Departures
-from kvtransfer.protocol.passage import Ending, Key, Outlet, Passage, Shipment
+from kvtransfer.protocol.frames import CommitFrame, SegmentFrame
+from kvtransfer.protocol.passage import Ending, Outlet, Passage, Shipment
 from kvtransfer.protocol.plan import HeadCopy, plan_heads, sending_ranks
 from kvtransfer.protocol.segment import Segment
 from tests.kvtransfer.protocol.pools import BLOCK_SIZE, NUM_BLOCKS, NUM_LAYERS, layout
@@ -44,22 +44,23 @@ class Link:
         self.sender, self.receiver = sender, receiver
         self.jobs: deque[tuple[Outlet, Segment | Ending]] = deque()
         self.reading: tuple[Outlet, Segment] | None = None  # the thread is inside a read
-        self.frames: deque[pb.Segment | pb.Commit] = deque()
-        self.answers: deque[tuple[Key, str]] = deque()
-        self.outlets: dict[Key, Outlet] = {}
+        self.frames: deque[SegmentFrame | CommitFrame] = deque()
+        self.answers: deque[tuple[HandoffKey, str]] = deque()
+        self.outlets: dict[HandoffKey, Outlet] = {}
         self.failure: TransferError | None = None
 
     def put(self, outlet: Outlet, item: Segment | Ending) -> None:
         self.jobs.append((outlet, item))
 
-    def forget(self, outlet: Outlet) -> None:
-        self.outlets.pop(outlet.key, None)
+    def abort(self, outlet: Outlet, error: TransferError) -> None:
+        outlet.fail(error)
+        self._changed(outlet)
 
     def fail(self, reason: str) -> None:
         """The sending side learns of it now; frames under way may still arrive."""
         self.failure = self.failure or LinkClosed(reason)
         for outlet in list(self.outlets.values()):
-            outlet.fail(self.failure)
+            self.abort(outlet, self.failure)
 
     def run_thread(self) -> None:
         """The thread takes its next job; it may stop in the middle of a read."""
@@ -83,6 +84,7 @@ class Link:
         (outlet, segment), self.reading = self.reading, None
         self.sender.check_read(outlet.passage, segment)
         outlet.stop_reading()
+        self._changed(outlet)
         outlet.num_sent += 1
         if not outlet.is_ended:
             self._send(outlet.announce(segment, num_bytes=1, checksum=hash((outlet.key, segment)) % 2**64))
@@ -100,10 +102,17 @@ class Link:
         if outlet := self.outlets.get(key):
             if kind == "landed":
                 outlet.landed()
+                self._changed(outlet)
             else:
-                outlet.fail(HandoffExpired("refused"))
+                self.abort(outlet, HandoffExpired("refused"))
 
-    def _send(self, frame: pb.Segment | pb.Commit) -> None:
+    def _changed(self, outlet: Outlet) -> None:
+        if outlet.is_ended:
+            self.outlets.pop(outlet.key, None)
+        if outlet.is_over:
+            self.sender.check_over(outlet.passage)
+
+    def _send(self, frame: SegmentFrame | CommitFrame) -> None:
         if not self.failure:
             self.frames.append(frame)
 
@@ -112,7 +121,7 @@ class SendingRank:
     def __init__(self, replica: Prefill, rank: int) -> None:
         self.replica, self.rank = replica, rank
         self.pool: dict[int, tuple[str, int]] = {}  # slot → (handoff, position) that was computed there
-        self.passages: dict[Key, Passage] = {}
+        self.passages: dict[HandoffKey, Passage] = {}
         self.links: dict[int, Link] = {}
         self.orders: deque[Callable[[], None]] = deque()  # of rank 0, carried out one after the other
 
@@ -120,7 +129,7 @@ class SendingRank:
         copies = plan_heads(sender=layout(self.replica.tp), receiver=layout(len(job.handoff.ranks)))
         mine = [copy for copy in copies if copy.sender == self.rank]
         if mine:
-            passage = Passage(job.handoff, job.blocks, layout=layout(self.replica.tp), on_shipped=self._shipped)
+            passage = Passage(job.handoff, job.blocks, layout=layout(self.replica.tp))
             self.passages[passage.key] = passage
             passage.outlets = [Outlet(passage, copy, self._link_to(copy)) for copy in mine]
             for outlet, copy in zip(passage.outlets, mine, strict=True):
@@ -154,7 +163,7 @@ class SendingRank:
     def follow(self) -> None:
         self.orders.popleft()()
 
-    def abort(self, key: Key) -> None:
+    def abort(self, key: HandoffKey) -> None:
         if passage := self.passages.get(key):
             passage.abort()
 
@@ -174,8 +183,10 @@ class SendingRank:
             self.replica.world.links.append(link)
         return link
 
-    def _shipped(self, shipment: Shipment) -> None:
-        del self.passages[shipment.handoff, shipment.epoch]
+    def check_over(self, passage: Passage) -> None:
+        if not passage.is_over or not self.passages.pop(passage.key, None):
+            return
+        shipment = passage.shipment(now=0.0)
         self.replica.world.post(partial(self.replica.shipped, self.rank, shipment))
 
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from cluster.model.shape import ModelConfig
 from engine.attention.latent_heads import Expansion, LatentHeads
-from engine.attention.triton_latent_heads import KernelLatentHeads
 from engine.layers.layers import Linear, RMSNorm, RowParallelLinear, is_plain
 from engine.layers.shards import ShardReader
 from engine.model.experts import SparseMLP
@@ -67,7 +66,7 @@ class LatentLayer:
             mlp=(SparseMLP if config.is_sparse(index) else GatedMLP).read(reader, config, index),
         )
 
-    def store(self, x_TE: Tensor, heads: LatentHeads | KernelLatentHeads) -> Tensor:
+    def store(self, x_TE: Tensor, heads: LatentHeads) -> Tensor:
         """Put the tokens' rows into the pool. Returns the queries (T, H, D)."""
         normed_TE = self.input_norm(x_TE)
         if self.query_down is not None:
@@ -79,7 +78,7 @@ class LatentLayer:
         q_THD = q_TO.view(len(x_TE), -1, self.head_dim)
         return heads.store(self.index, q_THD, self.latent_norm(latent_TC), key_TP)
 
-    def finish(self, x_TE: Tensor, q_THD: Tensor, heads: LatentHeads | KernelLatentHeads) -> Tensor:
+    def finish(self, x_TE: Tensor, q_THD: Tensor, heads: LatentHeads) -> Tensor:
         attended_THW = heads.attend(self.index, q_THD, self.expansion)
         x_TE = self.output(attended_THW.flatten(1), residual_TO=x_TE)
         return self.mlp(x_TE, norm=self.mlp_norm)
@@ -87,8 +86,8 @@ class LatentLayer:
     @property
     def is_fixed(self) -> bool:
         """Whether what is launched depends on shapes only."""
-        parts = (self.query_up, self.row, self.output, *([self.query_down] if self.query_down else []))
-        return is_plain(*parts) and self.mlp.is_fixed
+        is_short_plain = self.query_down is None or is_plain(self.query_down)
+        return is_short_plain and is_plain(self.query_up, self.row, self.output) and self.mlp.is_fixed
 
 
 def expected_tensors(config: ModelConfig, layer: int) -> Mapping[str, Shape]:
@@ -126,5 +125,5 @@ def _read_expansion(reader: ShardReader, config: ModelConfig, name: str) -> Expa
     latent, (first, end) = config.latent, reader.parallel.span(config.num_q_heads)
     width = latent.nope_dim + latent.value_dim
     rows_OC = reader.tensor(f"{name}.weight", rows=(first * width, end * width))
-    key_HNC, value_HWC = rows_OC.view(end - first, width, -1).split((latent.nope_dim, latent.value_dim), dim=1)
+    key_HNC, value_HWC = rows_OC.view(end - first, width, -1).tensor_split((latent.nope_dim,), dim=1)
     return Expansion(key_HNC.contiguous(), value_HWC.contiguous())

@@ -21,7 +21,7 @@ _NUM_TRIES = 2
 _NUM_TRIES_ALONE = 5
 
 
-class Prompts:
+class ShippedPrompts:
     """A model on this side, and a pool for its KV on the other."""
 
     def __init__(
@@ -31,7 +31,7 @@ class Prompts:
         num_blocks = -(-most // _BLOCK_SIZE) + 1
         config = EngineConfig(model_dir=model_dir, dtype=dtype, block_size=_BLOCK_SIZE, num_blocks=num_blocks)
         self._runner = ModelRunner(config)
-        self._route = near.route(self._runner.pool, wire_dtype=wire_dtype, backend=backend)
+        self._sender = near.sender(self._runner.pool, wire_dtype=wire_dtype, backend=backend)
         self._batches = lambda num_tokens: list(_batches(num_tokens, vocab_size=self._runner.config.vocab_size))
 
     def measure(self, sizes: Sequence[int]) -> list[dict[str, Any]]:
@@ -65,7 +65,7 @@ class Prompts:
 
     def _ship_while_computing(self, num_tokens: int) -> tuple[float, float]:
         """Seconds of the computation, and from its end until everything has landed."""
-        passage = self._route.begin(num_tokens)
+        passage = self._sender.begin(num_tokens)
 
         def on_layer(layer: int, batch: Batch) -> None:
             passage.layer_ready(layer, int(batch.positions[0]), int(batch.positions[-1]) + 1)
@@ -73,16 +73,16 @@ class Prompts:
         begin = time.monotonic()
         seconds = self._compute(num_tokens, on_layer)
         passage.commit(num_tokens, [1])
-        _, landed_at = self._route.finish(passage)
+        _, landed_at = self._sender.finish(passage)
         return seconds, landed_at - begin - seconds
 
     def _ship_alone(self, num_tokens: int) -> tuple[float, int]:
         """Seconds of the transfer when everything has been computed before, and its bytes."""
-        passage = self._route.begin(num_tokens)
+        passage = self._sender.begin(num_tokens)
         begin = time.monotonic()
         passage.layer_ready(0, 0, num_tokens, num_layers=self._runner.layout.num_layers)
         passage.commit(num_tokens, [1])
-        shipment, landed_at = self._route.finish(passage)
+        shipment, landed_at = self._sender.finish(passage)
         return landed_at - begin, shipment.wire_bytes
 
 

@@ -1,0 +1,176 @@
+"""The models that we serve: Llama 2 and 3, Mistral, SmolLM2, Qwen2, Qwen2.5, Qwen3; with experts in the place of MLPs
+(experts.py) Mixtral, Qwen2-MoE, Qwen3-MoE; with latent attention (latent_layer.py) DeepSeek-V2 and V3.
+
+The families differ in their configs only: biases, a norm on queries and keys, sliding windows, rotary scaling.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from cluster.model.shape import ModelConfig
+from engine.attention.cpu_heads import CompiledHeads
+from engine.attention.heads import TorchHeads
+from engine.attention.latent_heads import Rotation, TorchLatentHeads
+from engine.attention.rotary import Rotary
+from engine.attention.triton_heads import KernelHeads
+from engine.attention.triton_latent_heads import KernelLatentHeads
+from engine.batch.batch import Batch
+from engine.batch.device_batch import DeviceBatch
+from engine.kv.layout import KVLayout
+from engine.kv.pool import KVPool
+from engine.layers.layers import Linear, is_plain
+from engine.layers.shards import ShardReader
+from engine.model import decoder_layer, experts, gated_mlp, latent_layer
+from engine.model.cpu_program import CompiledLayers, can_compile
+from engine.model.decoder_layer import DecoderLayer
+from engine.model.latent_layer import LatentLayer
+from engine.weights.checkpoint import Shape, check_tensors
+
+# T tokens of the step, R rows whose logits are wanted, E hidden_size, H query heads of this rank, D head_dim,
+# F half of its rotated part, V vocabulary
+
+OnLayer = Callable[[int], None]
+HeadsT = TypeVar("HeadsT", contravariant=True)
+
+
+class Layer(Protocol[HeadsT]):
+    """One layer of a model, in two halves. HeadsT: what computes between them, of one step."""
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether what is launched depends on shapes only."""
+        ...
+
+    def store(self, x_TE: Tensor, heads: HeadsT) -> Tensor:
+        """Put what is kept of the tokens into the pool. Returns the queries (T, H, D)."""
+        ...
+
+    def finish(self, x_TE: Tensor, q_THD: Tensor, heads: HeadsT) -> Tensor:
+        """Attend, and all the rest. Returns (T, E)."""
+        ...
+
+
+class Transformer:
+    """One rank's share of a model, and the forward pass."""
+
+    def __init__(self, config: ModelConfig, reader: ShardReader, layout: KVLayout, *, on_read: OnLayer) -> None:
+        """Reads the weights; `on_read` is told each layer that is there. Raises SpecError if they do not fit."""
+        found = reader.checkpoint.shapes
+        check_tensors(found, expected_tensors(config), optional=_optional_tensors(config, found))
+        self._config = config
+        self._parallel = reader.parallel
+        self._kernels = reader.kernels
+        self._embedding = reader.embedding("model.embed_tokens", config.vocab_size)
+        self._layers: list[DecoderLayer] = []  # these, or those
+        self._latent_layers: list[LatentLayer] = []
+        for index in range(config.num_layers):
+            if config.latent:
+                self._latent_layers.append(LatentLayer.read(reader, config, index))
+            else:
+                self._layers.append(DecoderLayer.read(reader, config, layout, index))
+            on_read(index)
+        self._norm = reader.norm("model.norm", config.rms_norm_eps)
+        if config.tie_embeddings:
+            self._head = Linear(reader.matrix(self._embedding.weight_VO))
+        else:
+            self._head = reader.linear({"lm_head": reader.parallel.span(config.vocab_size)})
+        self._rotary = Rotary(config, reader.device)
+        self._compiled: CompiledLayers | None = None
+
+    def __call__(self, batch: Batch, pool: KVPool, on_layer: OnLayer | None) -> Tensor:
+        """Compute a step. Its KV is in the pool afterwards; `on_layer` is told each layer whose KV is.
+
+        Returns the logits (R, V) in fp32, on every rank.
+        """
+        device = pool.device
+        if device.type == "cuda":
+            return self.compute(DeviceBatch.of(batch, device), pool, on_layer)
+        x_TE = self._embedding(torch.from_numpy(batch.token_ids).to(device))
+        cos_T1F, sin_T1F = self._rotary(torch.from_numpy(batch.positions).to(device), x_TE.dtype)
+        if latent := self._config.latent:
+            rotation = Rotation(cos_T1F, sin_T1F, latent.is_interleaved)
+            latent_heads = TorchLatentHeads(batch, pool, rotation, scale=self._config.attention_scale)
+            x_TE = _pass(self._latent_layers, x_TE, latent_heads, on_layer)
+        elif compiled := self._compiled_for(pool):
+            x_TE = compiled(x_TE, batch, cos_T1F, sin_T1F, on_layer)
+        elif self._kernels is not None:
+            x_TE = _pass(self._layers, x_TE, CompiledHeads(self._kernels, batch, pool, cos_T1F, sin_T1F), on_layer)
+        else:
+            heads = TorchHeads(batch, pool, cos_T1F, sin_T1F, self._config.sliding_windows)
+            x_TE = _pass(self._layers, x_TE, heads, on_layer)
+        return self._logits(x_TE[torch.from_numpy(batch.logits_rows).to(device)])
+
+    def compute(self, batch: DeviceBatch, pool: KVPool, on_layer: OnLayer | None = None) -> Tensor:
+        """The same of a batch that is on the device, by the GPU's kernels (on a CPU: their references).
+
+        Where `hindrance` knows of none, nothing here waits for the device, or depends on a number that is there.
+        """
+        x_TE = self._embedding(batch.token_ids_T)
+        cos_T1F, sin_T1F = self._rotary(batch.positions_T, x_TE.dtype)
+        if latent := self._config.latent:
+            rotation = Rotation(cos_T1F, sin_T1F, latent.is_interleaved)
+            latent_heads = KernelLatentHeads(batch, pool, rotation, scale=self._config.attention_scale)
+            x_TE = _pass(self._latent_layers, x_TE, latent_heads, on_layer)
+        else:
+            x_TE = _pass(self._layers, x_TE, KernelHeads(batch, pool, cos_T1F, sin_T1F), on_layer)
+        return self._logits(x_TE if batch.logits_rows is None else x_TE.index_select(0, batch.logits_rows))
+
+    @property
+    def hindrance(self) -> str | None:
+        """Why `compute` cannot be recorded and launched again as it was; None where it can."""
+        if self._parallel.size > 1:
+            return "the ranks of a gang meet in every layer"
+        layers: Sequence[DecoderLayer | LatentLayer] = self._layers or self._latent_layers
+        if not is_plain(self._head) or not all(layer.is_fixed for layer in layers):
+            return "its matrices stay quantised, or its experts are called one by one"
+        return None
+
+    def _logits(self, wanted_RE: Tensor) -> Tensor:
+        return self._parallel.all_gather(self._head(wanted_RE, before=self._norm), self._config.vocab_size).float()
+
+    def _compiled_for(self, pool: KVPool) -> CompiledLayers | None:
+        """All layers at once, where nothing lies between their calls that is not a CPU kernel."""
+        if self._compiled is None and self._kernels is not None and self._parallel.size == 1:
+            if can_compile(self._layers):
+                self._compiled = CompiledLayers(self._kernels, self._layers, pool)
+        return self._compiled
+
+
+def _pass(layers: Sequence[Layer[HeadsT]], x_TE: Tensor, heads: HeadsT, on_layer: OnLayer | None) -> Tensor:
+    """Through all layers."""
+    for layer in layers:
+        q_THD = layer.store(x_TE, heads)
+        if on_layer is not None:
+            on_layer(layer.index)
+        x_TE = layer.finish(x_TE, q_THD, heads)
+    return x_TE
+
+
+def expected_tensors(config: ModelConfig) -> Mapping[str, Shape]:
+    """The name and shape of every tensor of the checkpoint."""
+    hidden = config.hidden_size
+    tensors: dict[str, Shape] = {}
+    for index in range(config.num_layers):
+        tensors |= (latent_layer if config.latent else decoder_layer).expected_tensors(config, index)
+        tensors |= (experts if config.is_sparse(index) else gated_mlp).expected_tensors(config, index)
+    tensors |= {"model.embed_tokens.weight": (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
+    if not config.tie_embeddings:
+        tensors["lm_head.weight"] = (config.vocab_size, hidden)
+    return tensors
+
+
+def _optional_tensors(config: ModelConfig, found: Iterable[str]) -> frozenset[str]:
+    """What may be there and is not read: a tied head, and layers past the last, which predict further tokens."""
+    is_past_the_last = re.compile(r"model\.layers\.(\d+)\.").match
+    layers = {name: int(match[1]) for name in found if (match := is_past_the_last(name))}
+    optional = {name for name, layer in layers.items() if layer >= config.num_layers} if config.latent else set()
+    return frozenset(optional | ({"lm_head.weight"} if config.tie_embeddings else set()))

@@ -1,0 +1,21 @@
+"""Which kind of checkpoint a model directory holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cluster.model.config import quantization_config
+from cluster.model.gguf_table import TABLE
+from engine.weights.checkpoint import Checkpoint
+from engine.weights.gguf_checkpoint import GGUFCheckpoint
+from engine.weights.quantized_checkpoint import QuantizedCheckpoint
+from engine.weights.safetensors_checkpoint import SafetensorsCheckpoint
+
+
+def open_checkpoint(model_dir: Path) -> Checkpoint:
+    """Open the weights of a model directory for reading. Raises SpecError."""
+    if (model_dir / TABLE).exists():
+        return GGUFCheckpoint(model_dir)
+    plain = SafetensorsCheckpoint(model_dir)
+    config = quantization_config(model_dir)
+    return QuantizedCheckpoint(plain, config) if config else plain

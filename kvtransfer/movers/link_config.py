@@ -1,0 +1,41 @@
+"""What a rank's links have in common, in either direction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch.distributed import Store
+
+from cluster.words.probe import Probe, unobserved
+from engine.kv.pool import KVPool
+from kvtransfer.links.link import MEET_TIMEOUT_S, LinkEnd
+from kvtransfer.movers.codec import Codec, codec_for
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LinkConfig:
+    """One rank's, for its Sender and its Receiver."""
+
+    rank: int
+    pool: KVPool
+    wire_dtype: str
+    backend: str
+    host: str  # this rank's own address, on the network that its peers reach
+    timeout_s: float  # for a peer to answer at all
+    probe: Probe = unobserved
+
+    @cached_property
+    def codec(self) -> Codec:
+        """May take seconds at first; see codec_for."""
+        return codec_for(self.pool.layout, self.wire_dtype)
+
+    def link_end(self, store: Store, *, prefix: str, is_sender: bool) -> LinkEnd:
+        return LinkEnd(
+            store=store,
+            prefix=prefix,
+            is_sender=is_sender,
+            host=self.host,
+            device=self.pool.device,
+            timeout_s=MEET_TIMEOUT_S,
+        )
