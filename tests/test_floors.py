@@ -150,6 +150,7 @@ def test_nothing_is_imported_by_path_but_what_is_started_so() -> None:
     assert paths_in_strings() == _BY_PATH
 
 
+@pytest.mark.timeout(300)  # torch alone takes half a minute where other work keeps every core busy
 @pytest.mark.parametrize("rooms", _NEVER_LOADED)
 def test_a_room_loads_without_what_it_must_not_need(rooms: str) -> None:
     wanted = tuple(rooms.split())
@@ -160,7 +161,7 @@ def test_a_room_loads_without_what_it_must_not_need(rooms: str) -> None:
     ]
     without = set(_NEVER_LOADED[rooms].split())
     program = f"import sys; [__import__(name) for name in {names}]; print(*{without} & set(sys.modules))"
-    loaded = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    loaded = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert loaded.returncode == 0, loaded.stderr
     assert loaded.stdout.split() == []
 

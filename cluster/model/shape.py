@@ -174,4 +174,6 @@ class ModelConfig:
     def check_deterministic(self) -> None:
         """Raise SpecError unless a row of a step can be computed without regard to the rows beside it."""
         if self.experts is not None or self.latent is not None:
-            raise SpecError(f"engine: deterministic is not to be had with {self.architecture} yet: torch computes it")
+            raise SpecError(
+                f"engine: deterministic is not supported for {self.architecture}: torch computes experts and latents"
+            )

@@ -1,7 +1,7 @@
 """Attention over paged KV, for a batch that mixes prompts and single tokens.
 
-A plan is made once per step and used by every layer. On a CPU, and until there are kernels, the blocks that a sequence
-attends to are gathered and given to torch's scaled_dot_product_attention.
+By torch, where neither CPU kernels nor Triton's compute it: the blocks that a sequence attends to are gathered and
+given to scaled_dot_product_attention. A plan is made once per step and used by every layer.
 """
 
 from __future__ import annotations

@@ -28,14 +28,15 @@ DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "int8": torch.int8,
 }
+EIGHT_BITS = {"fp8": "fp8_e4m3", "int8": "int8"}  # short names, for tables and rows of figures
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVLayout:
     """The KV of one model on one rank of `tensor_parallel`.
 
-    `num_kv_heads` and `num_q_heads` are the whole model's. With more ranks than KV heads each head is held by
-    tensor_parallel / num_kv_heads neighbouring ranks.
+    `num_kv_heads` is the whole model's. With more ranks than KV heads each head is held by tensor_parallel /
+    num_kv_heads neighbouring ranks.
     """
 
     model: str  # fingerprint of the weights, as they are stored

@@ -25,6 +25,7 @@ from engine.kernels.rms_norm import add_rms_norm
 from engine.kernels.rotary import rotate
 from engine.kernels.silu_mul import silu_mul
 from engine.kernels.wire import pack_kv, unpack_kv
+from engine.kv.layout import DTYPES, EIGHT_BITS
 
 # T tokens, H query heads, K kv heads, D head_dim, S block_size: Llama 3 8B's heads
 
@@ -36,7 +37,7 @@ _COPY_BYTES = 1 << 31
 _MATMUL = 8192
 _TRIES = 20
 _HEAD_START_CYCLES = 2_000_000  # a millisecond: longer than the host takes to launch anything here
-_EIGHT_BITS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+_EIGHT_BITS = {name: DTYPES[dtype] for name, dtype in EIGHT_BITS.items()}
 
 _Case = tuple[str, Callable[[], object], float, str]  # name, what to run, its bytes or operations, "bytes" or "flops"
 

@@ -28,14 +28,13 @@ from cluster.words.errors import SpecError
 from engine.batch.batch import Batch, Row
 from engine.config import EngineConfig
 from engine.kernels.wire import pack_kv, unpack_kv
-from engine.kv.layout import DTYPES
+from engine.kv.layout import DTYPES, EIGHT_BITS
 from engine.kv.pool import KVPool
 from engine.runner import ModelRunner
 
 # W windows, T scored tokens of one, K kv heads, D head_dim, V vocabulary
 
 _BLOCK_SIZE = 16
-_EIGHT_BITS = {"fp8": "fp8_e4m3", "int8": "int8"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,12 +130,12 @@ def _send_and_receive(pool: KVPool, num_tokens: int, dtype: torch.dtype) -> None
 def settings_for(model_dir: Path, others: Iterable[tuple[str, Path]]) -> dict[str, Setting]:
     """The baseline, each saving by itself, and all together. others: name and directory of quantised checkpoints."""
     settings = {"baseline": Setting(model_dir=model_dir)}
-    for name, dtype in _EIGHT_BITS.items():
+    for name, dtype in EIGHT_BITS.items():
         settings[f"pool {name}"] = Setting(model_dir=model_dir, pool_dtype=dtype)
         settings[f"wire {name}"] = Setting(model_dir=model_dir, wire_dtype=dtype)
     for weights, directory in others:
         settings[f"weights {weights}"] = Setting(model_dir=directory)
-        for name, dtype in _EIGHT_BITS.items():
+        for name, dtype in EIGHT_BITS.items():
             together = Setting(model_dir=directory, pool_dtype=dtype, wire_dtype=dtype)
             settings[f"weights {weights}, pool and wire {name}"] = together
     return settings

@@ -65,8 +65,10 @@ class Attempt:
                 await asyncio.wait({self._prefilling}, timeout=_SHIPPED_S)
         finally:
             self._prompt_computed()
-            await self._tasks.close()
-            self.places.close()
+            try:
+                await self._tasks.close()
+            finally:  # a client that leaves may interrupt even this
+                self.places.close()
 
     async def stop(self, choice: int) -> None:
         """This choice needs no more tokens; none will follow."""

@@ -1,0 +1,57 @@
+"""docs/EXTENDING.md as somebody follows it: its code written to files, its commands run one after the other."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from docs.generate.__main__ import ROOT
+
+_PAGE = (ROOT / "docs" / "EXTENDING.md").read_text()
+_FILES = dict(re.findall(r"`([\w.]+\.(?:py|jsonl))`[^`]*?\n\n```\w+\n(.*?)^```", _PAGE, re.DOTALL | re.MULTILINE))
+_COMMANDS = [
+    line for block in re.findall(r"^```sh\n(.*?)^```", _PAGE, re.DOTALL | re.MULTILINE) for line in block.splitlines()
+]
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout like ours, with the page's files in it."""
+    directory = tmp_path_factory.mktemp("checkout")
+    for path in ROOT.iterdir():
+        if not path.name.startswith("."):
+            (directory / path.name).symlink_to(path)
+    for name, text in _FILES.items():
+        (directory / name).write_text(text)
+    return directory
+
+
+def test_the_page_has_what_it_promises() -> None:
+    assert set(_FILES) == {
+        "my_policies.py",
+        "trace.jsonl",
+        "my_links.py",
+        "my_evictions.py",
+        "my_kernel.py",
+        "test_my_kernel.py",
+    }
+    assert _COMMANDS[0] == "export PYTHONPATH=$PWD"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("command", _COMMANDS[1:])
+def test_a_command_of_the_page(command: str, checkout: Path) -> None:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(checkout)}
+    environment.pop("PYTEST_ADDOPTS", None)
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=checkout, env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    if "pytest" in command:
+        assert "passed" in done.stdout and "skipped" not in done.stdout

@@ -1,0 +1,415 @@
+"""Workers without engines: what they would say of a model that is a checksum of the tokens so far.
+
+A worker takes its time, as drawn; it can be killed, fall silent, drain, refuse, and its frames can be slow, come twice
+or get lost. It speaks as the real ones do: see proto/worker.proto.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, Generic, TypeVar
+
+from cluster.rpc import worker_pb2 as pb
+from cluster.wire.messages import handoff_to_proto, tokens_to_proto
+from cluster.words.errors import CapacityError, ClusterError, HandoffExpired, ReplicaLost
+from cluster.words.handoff import Handoff, Holder
+from cluster.words.request import Role, SampledToken, SequenceRequest, finish_reason
+
+MAX_CONTEXT = 1000
+_DELAYS_S = (0.0, 0.0, 0.001, 0.01, 0.1)
+_HEARTBEAT_S = 1.0
+
+Event = TypeVar("Event")
+
+
+def next_token(request: SequenceRequest, choice: int, tokens: Sequence[int]) -> SampledToken:
+    """The model: what follows `tokens`, prompt included."""
+    token_id = 1 + zlib.crc32(repr((choice, *tokens)).encode()) % 400
+    reason = finish_reason(
+        token_id,
+        num_generated=len(tokens) + 1 - request.num_prompt_tokens,
+        num_tokens=len(tokens) + 1,
+        sampling=request.sampling,
+        max_context=MAX_CONTEXT,
+    )
+    return SampledToken(token_id=token_id, finish_reason=reason)
+
+
+class FakeCall(Generic[Event]):
+    """Implements router.serving.worker.WorkerCall."""
+
+    def __init__(self, request: SequenceRequest | None = None, *, on_cancel: Callable[[], None] = lambda: None) -> None:
+        self.request = request
+        self._on_cancel = on_cancel
+        self.is_over = False
+        self._events: asyncio.Queue[Event | ClusterError | None] = asyncio.Queue()
+
+    def put(self, event: Event) -> None:
+        if not self.is_over:
+            self._events.put_nowait(event)
+
+    def end(self, error: ClusterError | None = None) -> None:
+        if not self.is_over:
+            self.is_over = True
+            self._events.put_nowait(error)
+
+    def cancel(self) -> None:
+        if not self.is_over:
+            self._on_cancel()
+        self.end()
+
+    def __aiter__(self) -> FakeCall[Event]:
+        return self
+
+    async def __anext__(self) -> Event:
+        event = await self._events.get()
+        if event is None or isinstance(event, ClusterError):
+            self._events.put_nowait(event)
+            raise event or StopAsyncIteration
+        return event
+
+
+@dataclass(eq=False)
+class Lease:
+    """A request on a decode replica."""
+
+    call: FakeCall[pb.GenerateEvent]
+    request: SequenceRequest
+    handoff: Handoff | None = None
+    epoch: int = -1  # the newest that was seen
+    has_landed: bool = False
+    running: dict[int, tuple[int, list[int]]] = field(default_factory=dict)  # by stream: the choice and its tokens
+    unwanted: set[int] = field(default_factory=set)
+
+
+class FakeWorker:
+    """Implements router.serving.worker.Worker, for either role. `peers` finds the others by name."""
+
+    def __init__(self, name: str, role: Role, peers: dict[str, FakeWorker], random: Random) -> None:
+        self.name = name
+        self.role = role
+        self.is_dead = self.is_silent = self.is_draining = False
+        self.num_refusals = 0  # so many calls more are refused
+        self.repeats = self.loses = False  # the next frame
+        self.is_slow = False  # its frames
+        self.refused: set[str] = set()  # requests
+        self.hits: list[str] = []  # requests that lost something here, once each time
+        self.broken: list[str] = []  # rules of the protocol, by whoever called
+        self.leases: list[Lease] = []
+        self.prompts: list[FakeCall[pb.PrefillEvent]] = []
+        self._peers = peers
+        self._random = random
+        self._wake = asyncio.Event()
+        self._stream: FakeCall[pb.Frame] | None = None
+        self._number = 0
+        self._outgoing: list[pb.StreamTokens] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def is_well(self) -> bool:
+        return not (self.is_dead or self.is_silent)
+
+    def running(self) -> set[tuple[str, int]]:
+        """Request and choice of all that decodes here."""
+        return {(lease.request.id, choice) for lease in self._open_leases() for choice, _ in lease.running.values()}
+
+    def num_held(self) -> int:
+        """Calls that are not over."""
+        return len(self._open_leases()) + sum(not call.is_over for call in self.prompts)
+
+    # What happens to it.
+
+    def kill(self) -> None:
+        self._hit_all()
+        self.is_dead = True
+        for task in self._tasks:
+            task.cancel()
+        for call in [*(lease.call for lease in self.leases), *self.prompts, *([self._stream] if self._stream else [])]:
+            call.end(ReplicaLost(f"{self.name} was killed"))
+
+    def fall_silent(self) -> None:
+        """It lives, and nothing comes of it any more."""
+        self._hit_all()
+        self.is_silent = True
+        for task in self._tasks:
+            task.cancel()
+
+    def drain(self) -> None:
+        self.is_draining = True
+        self._wake.set()
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # Frames.
+
+    def frames(self) -> FakeCall[pb.Frame]:
+        self._stream, self._number, self._outgoing = FakeCall(on_cancel=self._hit_all), 0, []
+        if self.is_dead:
+            self._stream.end(ReplicaLost(f"{self.name} is dead"))
+        elif not self.is_silent:
+            self._send_frame(self._stream)
+            self._spawn(self._beat(self._stream))
+        return self._stream
+
+    async def _beat(self, stream: FakeCall[pb.Frame]) -> None:
+        while not stream.is_over:
+            try:
+                async with asyncio.timeout(_HEARTBEAT_S):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+            await asyncio.sleep(self._random.choice((0.1, 0.5, 1.5) if self.is_slow else (0.0, 0.001, 0.01)))
+            self._send_frame(stream)
+
+    def _send_frame(self, stream: FakeCall[pb.Frame]) -> None:
+        status = pb.Status(replica=self.name, draining=self.is_draining, running=len(self.running()), blocks_free=100)
+        frame = pb.Frame(number=self._number, status=status, streams=self._outgoing)
+        self._outgoing = []
+        self._number += 1
+        if self.loses:
+            self.loses = False
+            return
+        stream.put(frame)
+        if self.repeats:
+            self.repeats = False
+            stream.put(frame)
+
+    def _tell(self, stream: int, tokens: list[SampledToken]) -> None:
+        self._outgoing.append(pb.StreamTokens(stream=stream, tokens=tokens_to_proto(tokens)))
+        self._wake.set()
+
+    # A prefill replica.
+
+    def prefill(
+        self,
+        request: SequenceRequest,
+        *,
+        handoff: Handoff | None = None,
+        holder: Holder | None = None,
+        fetch_only: bool = False,
+        timeout_s: float | None = None,
+    ) -> FakeCall[pb.PrefillEvent]:
+        call: FakeCall[pb.PrefillEvent] = FakeCall(request)
+        self.prompts.append(call)
+        if self._takes(call, request):
+            self._spawn(self._compute(call, request, handoff, fetch_only))
+        return call
+
+    async def _compute(
+        self, call: FakeCall[pb.PrefillEvent], request: SequenceRequest, handoff: Handoff | None, fetch_only: bool
+    ) -> None:
+        for _ in range(3):
+            await self._pause()
+        if fetch_only:
+            return call.end()
+        tokens = [next_token(request, choice, request.token_ids) for choice in request.choices]
+        first = pb.PrefillEvent(first_tokens=pb.FirstTokens(tokens=tokens_to_proto(tokens), cached_tokens=1))
+        try:
+            if handoff and self._random.random() < 0.5:  # the KV may be there before the word of it
+                await self._ship(call, request, handoff, tokens)
+                await self._pause()
+                call.put(first)
+            else:
+                call.put(first)
+                if handoff:
+                    await self._ship(call, request, handoff, tokens)
+                    await self._pause()
+        except ClusterError as error:
+            self.hits.append(request.id)
+            return call.end(error)
+        if handoff:
+            call.put(pb.PrefillEvent(shipped=pb.Shipped(blocks=1, wire_bytes=10)))
+        call.end()
+
+    async def _ship(
+        self, call: FakeCall[Any], request: SequenceRequest, handoff: Handoff, tokens: list[SampledToken]
+    ) -> None:
+        lease = self._peers[handoff.replica].open(handoff)
+        for _ in range(3):
+            await self._pause()
+        if not call.is_over:
+            self._peers[handoff.replica].land(lease, handoff, request.token_ids, tokens)
+
+    # A decode replica.
+
+    def generate(
+        self,
+        request: SequenceRequest,
+        *,
+        prefill_here: bool = False,
+        continues: bool = False,
+        holder: Holder | None = None,
+        timeout_s: float | None = None,
+    ) -> FakeCall[pb.GenerateEvent]:
+        call: FakeCall[pb.GenerateEvent] = FakeCall(request)
+        lease = Lease(call, request)
+        self.leases.append(lease)
+        if continues and len(request.choices) != 1:
+            self.broken.append(f"{request.id}: several choices move as one")
+        if self._takes(call, request):
+            self._spawn(self._admit(lease, prefill_here))
+        return call
+
+    async def _admit(self, lease: Lease, prefill_here: bool) -> None:
+        await self._pause()
+        request = lease.request
+        if not prefill_here:
+            lease.handoff = Handoff(
+                id=f"{self.name}/{request.stream}",
+                epoch=0,
+                replica=self.name,
+                ranks=(),
+                layout="",
+                num_tokens=len(request.token_ids),
+                max_tokens=MAX_CONTEXT,
+                first_token=0,
+                ttl_s=30.0,
+            )
+        ticket = handoff_to_proto(lease.handoff) if lease.handoff else None
+        lease.call.put(pb.GenerateEvent(reserved=pb.Reserved(handoff=ticket)))
+        if prefill_here:
+            await self._pause()
+            firsts = [next_token(request, choice, request.token_ids) for choice in request.choices]
+            self._start(lease, 0, firsts, tell=True)
+
+    def open(self, handoff: Handoff) -> Lease:
+        """Raises HandoffExpired; whoever comes with a newer epoch closes the handoff to all before."""
+        lease = next((one for one in self._open_leases() if one.handoff and one.handoff.id == handoff.id), None)
+        if lease is None or not self.is_well or lease.has_landed or handoff.epoch < lease.epoch:
+            raise HandoffExpired(f"{handoff.id} is closed")
+        if handoff.epoch == lease.epoch:
+            self.broken.append(f"{handoff.id}: two senders in epoch {handoff.epoch}")
+        lease.epoch = handoff.epoch
+        return lease
+
+    def land(self, lease: Lease, handoff: Handoff, tokens: Sequence[int], firsts: list[SampledToken]) -> None:
+        """The KV of `tokens` is whole. Raises HandoffExpired."""
+        if lease.call.is_over or not self.is_well or lease.has_landed or handoff.epoch < lease.epoch:
+            raise HandoffExpired(f"{handoff.id} is closed")
+        if tuple(tokens[: len(lease.request.token_ids)]) != lease.request.token_ids:
+            self.broken.append(f"{lease.request.id}: KV of other tokens")
+        lease.has_landed = True
+        if firsts:
+            self._start(lease, handoff.epoch, firsts, tell=False)
+        else:  # it has moved, and goes on after its last token
+            self._started(lease, handoff.epoch)
+            self._run(lease, lease.request.stream, lease.request.choices[0], list(tokens))
+
+    def _start(self, lease: Lease, epoch: int, firsts: list[SampledToken], *, tell: bool) -> None:
+        if lease.call.is_over:
+            return
+        self._started(lease, epoch)
+        request = lease.request
+        for i, (choice, first) in enumerate(zip(request.choices, firsts, strict=True)):
+            stream = request.stream + i
+            if tell:
+                self._tell(stream, [first])
+            if not first.finish_reason and stream not in lease.unwanted:
+                self._run(lease, stream, choice, [*request.token_ids, first.token_id])
+        self._end_if_done(lease)
+
+    def _started(self, lease: Lease, epoch: int) -> None:
+        lease.call.put(pb.GenerateEvent(started=pb.Started(num_tokens=len(lease.request.token_ids), epoch=epoch)))
+
+    def _run(self, lease: Lease, stream: int, choice: int, tokens: list[int]) -> None:
+        lease.running[stream] = (choice, tokens)
+        self._spawn(self._decode(lease, stream))
+
+    async def _decode(self, lease: Lease, stream: int) -> None:
+        while True:
+            await self._pause()
+            if lease.call.is_over or stream not in lease.running:
+                return
+            choice, tokens = lease.running[stream]
+            new: list[SampledToken] = []
+            while len(new) < self._random.randint(1, 3) and not (new and new[-1].finish_reason):
+                new.append(next_token(lease.request, choice, tokens))
+                tokens.append(new[-1].token_id)
+            self._tell(stream, new)
+            if new[-1].finish_reason:
+                self._leave(lease, stream)
+
+    async def stop(self, streams: Sequence[int], *, timeout_s: float) -> None:
+        await self._answering(timeout_s)
+        for lease in self._open_leases():
+            lease.unwanted |= set(streams)
+            for stream in lease.unwanted & lease.running.keys():
+                self._leave(lease, stream)
+
+    async def migrate(self, stream: int, handoff: Handoff) -> pb.MigrateReply:
+        await self._answering(handoff.ttl_s)
+        lease = next((one for one in self._open_leases() if stream in one.running), None)
+        if lease is None or self._random.random() < 0.2:
+            return pb.MigrateReply(moved=False, reason="it does not suit")
+        target = self._peers[handoff.replica]
+        try:
+            opened = target.open(handoff)
+            await self._pause()
+            if stream not in lease.running or lease.call.is_over:
+                return pb.MigrateReply(moved=False, reason="it has ended")
+            _, tokens = lease.running[stream]
+            target.land(opened, handoff, tokens, [])
+        except ClusterError as error:
+            return pb.MigrateReply(moved=False, reason=str(error))
+        self._leave(lease, stream)
+        await self._answering(handoff.ttl_s)
+        return pb.MigrateReply(moved=True, num_tokens=len(tokens), wire_bytes=10)
+
+    def _leave(self, lease: Lease, stream: int) -> None:
+        del lease.running[stream]
+        self._end_if_done(lease)
+
+    def _end_if_done(self, lease: Lease) -> None:
+        if not lease.running:
+            lease.call.end()
+
+    # Both.
+
+    def _open_leases(self) -> list[Lease]:
+        self.leases = [lease for lease in self.leases if not lease.call.is_over]
+        return self.leases
+
+    def _takes(self, call: FakeCall[Any], request: SequenceRequest) -> bool:
+        """Whether a call gets anywhere. A silent worker leaves it open."""
+        if self.is_well and not self.is_draining and not self.num_refusals:
+            return True
+        self.hits.append(request.id)
+        if self.num_refusals and self.is_well and not self.is_draining:
+            self.num_refusals -= 1
+            self.refused.add(request.id)
+            call.end(CapacityError(f"{self.name} is full"))
+        elif not self.is_silent:
+            call.end(ReplicaLost(f"{self.name} takes no new work"))
+        return False
+
+    def _hit_all(self) -> None:
+        calls = [*(lease.call for lease in self.leases), *self.prompts]
+        self.hits += [call.request.id for call in calls if call.request and not call.is_over]
+
+    async def _answering(self, timeout_s: float) -> None:
+        await self._pause()
+        if self.is_silent:
+            await asyncio.sleep(timeout_s)
+        if not self.is_well:
+            raise ReplicaLost(f"{self.name} does not answer")
+
+    async def _pause(self) -> None:
+        await asyncio.sleep(self._random.choice(_DELAYS_S))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            self.broken.append(f"{self.name}: {error!r}")

@@ -1,0 +1,243 @@
+"""A router's core above fake workers, and clients that know what the model would say."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from random import Random
+
+from cluster.index.membership import Member
+from cluster.words.errors import CapacityError, ClusterError, DeadlineExceeded
+from cluster.words.hashing import block_hashes, root_hash
+from cluster.words.request import Role, Sampling, SequenceRequest
+from router.generation import Generation
+from router.metrics import Metrics
+from router.routing.chooser import Chooser
+from router.routing.cost_policy import CostPolicy
+from router.serving.core import RouterCore
+from router.serving.dispatch import Dispatch
+from router.serving.replicas import Replicas
+from tests.router.serving.fake_worker import MAX_CONTEXT, FakeWorker, next_token
+
+_BLOCK = 4
+_STOP_TOKENS = (7,)
+_ENOUGH_BLOWS = 5  # see router.serving.relay: so many fruitless attempts in a row end a request
+_LONG_S = 10_000.0
+
+
+@dataclass(eq=False)
+class Client:
+    """One request, and what has come of it."""
+
+    request: SequenceRequest
+    expected: dict[int, list[int]]
+    began_at: float
+    received: dict[int, list[int]] = field(default_factory=dict)
+    finished: set[int] = field(default_factory=set)
+    stopped: dict[int, float] = field(default_factory=dict)  # when
+    error: ClusterError | None = None
+    was_cancelled: bool = False
+    generation: Generation | None = None
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        assert self.task
+        return self.task.done()
+
+    async def run(self, core: RouterCore) -> None:
+        try:
+            async with core.start(self.request) as self.generation:
+                async for item in self.generation:
+                    self._take(item.choice, item.token.token_id, is_last=item.token.finish_reason is not None)
+        except ClusterError as error:
+            self.error = error
+
+    def _take(self, choice: int, token_id: int, *, is_last: bool) -> None:
+        tokens, expected = self.received.setdefault(choice, []), self.expected[choice]
+        assert choice not in self.finished, f"{self.request.id}: choice {choice} goes on after its end"
+        tokens.append(token_id)
+        assert tokens == expected[: len(tokens)], f"{self.request.id}: choice {choice} got {tokens}, not {expected}"
+        assert is_last == (len(tokens) == len(expected)), f"{self.request.id}: choice {choice} ends at the wrong token"
+        if is_last:
+            self.finished.add(choice)
+
+
+class World:
+    """Everything there is. `random` draws how long each thing takes."""
+
+    def __init__(self, random: Random) -> None:
+        self.random = random
+        self.workers: dict[str, FakeWorker] = {}
+        self.clients: list[Client] = []
+        self.born_at: dict[str, float] = {}
+        self._gone: list[FakeWorker] = []
+        self._num_made = 0
+        self._loop = asyncio.get_running_loop()
+        self.replicas = Replicas(lambda member: self.workers[member.replica])
+        dispatch = Dispatch(
+            self.replicas,
+            Chooser(CostPolicy(pulls=True), max_local_tokens=2),
+            model="model",
+            queue_s=_LONG_S,
+            max_waiting=1000,
+            metrics=Metrics(),
+        )
+        self.core = RouterCore(dispatch)
+        self._loops = [
+            asyncio.create_task(self.core.rebalance_forever()),
+            asyncio.create_task(self.core.back_up_forever(every=4)),
+        ]
+
+    # What happens.
+
+    def add(self, role: Role) -> FakeWorker:
+        name = f"{role}-{self._num_made}"
+        self._num_made += 1
+        worker = self.workers[name] = FakeWorker(name, role, self.workers, self.random)
+        self.born_at[name] = self._loop.time()
+        member = Member(
+            replica=name,
+            role=role,
+            address=name,
+            layout="",
+            num_blocks=1000,
+            block_size=_BLOCK,
+            bytes_per_token=1,
+            max_tokens=MAX_CONTEXT,
+            max_running=6,
+        )
+        self.replicas.add(member)
+        return worker
+
+    def remove(self, name: str) -> None:
+        """Nobody speaks of it any more."""
+        self.replicas.remove(name)
+        self._gone.append(self.workers[name])
+
+    def ask(self, *, num_tokens: int, n: int, max_tokens: int, deadline_s: float | None = None) -> Client:
+        number = len(self.clients)
+        prompt = tuple(range(100 * number, 100 * number + num_tokens))
+        request = SequenceRequest(
+            id=f"r{number}",
+            token_ids=prompt,
+            num_prompt_tokens=num_tokens,
+            sampling=Sampling(max_tokens=max_tokens, stop_token_ids=_STOP_TOKENS),
+            choices=tuple(range(n)),
+            deadline_s=deadline_s,
+        )
+        client = Client(request, {choice: _said(request, choice) for choice in request.choices}, self._loop.time())
+        client.task = asyncio.create_task(client.run(self.core))
+        self.clients.append(client)
+        return client
+
+    def cancel(self, client: Client) -> None:
+        assert client.task
+        client.was_cancelled = True
+        client.task.cancel()
+
+    async def stop(self, client: Client, choice: int) -> None:
+        if client.generation and not client.is_over:
+            await client.generation.stop(choice)
+            client.stopped[choice] = self._loop.time()
+
+    async def settle(self) -> None:
+        """Whatever is wanting comes, nothing bad happens any more, and everybody comes to an end."""
+        for worker in self.workers.values():
+            worker.num_refusals, worker.is_slow, worker.loses, worker.repeats = 0, False, False, False
+        for name in [replica.id for replica in self.replicas if not self.workers[replica.id].is_well]:
+            self.remove(name)
+        for role in Role:
+            for _ in range(2):
+                self.add(role)
+        for _ in range(60):
+            if all(client.is_over for client in self.clients):
+                break
+            await asyncio.sleep(10)
+        await asyncio.sleep(15)  # copies and calls that nobody answers come to their end
+
+    # What must be true.
+
+    def check(self) -> None:
+        """At any time."""
+        for worker in self.workers.values():
+            assert not worker.broken, worker.broken
+        for client in self.clients:
+            if client.is_over and client.task and not client.was_cancelled:
+                client.task.result()
+                self._check_answer(client)
+            for choice, at in client.stopped.items():
+                if self._loop.time() - at > 0.5:
+                    running = [w.name for w in self._well() if (client.request.id, choice) in w.running()]
+                    assert not running, f"{client.request.id}: choice {choice} was stopped, and runs on {running}"
+
+    def check_empty(self) -> None:
+        """After `settle`."""
+        self.check()
+        assert all(client.is_over for client in self.clients), "a request that never ends"
+        assert self.core.num_running == 0
+        for replica in self.replicas:
+            booked = replica.pending_tokens, replica.num_requests, replica.promised_blocks, replica.promised_streams
+            assert booked == (0, 0, 0, 0), f"{replica.id}: booked {booked} for nobody"
+            assert replica.num_subscribed == 0, f"{replica.id}: a stream that nobody needs"
+        for worker in self._well():
+            assert worker.num_held() == 0, f"{worker.name}: a call that nobody ended"
+        for client in self.clients:
+            tokens = [*client.request.token_ids, *client.received.get(0, [])]
+            hashes = block_hashes(root_hash("model"), tokens, block_size=_BLOCK)
+            assert not self.replicas.index.depths(hashes), f"{client.request.id}: a prefix that is still expected"
+        left = {name for task in asyncio.all_tasks() if (name := _name(task)).split(".")[0] in _OF_A_REQUEST}
+        assert not left, f"tasks without a request: {left}"
+
+    async def close(self) -> None:
+        for client in self.clients:
+            if client.task:
+                client.task.cancel()
+        for task in self._loops:
+            task.cancel()
+        tasks = [client.task for client in self.clients if client.task]
+        await asyncio.gather(*self._loops, *tasks, return_exceptions=True)
+        await self.replicas.close()
+        await asyncio.gather(*(worker.close() for worker in self.workers.values()))
+
+    def _well(self) -> list[FakeWorker]:
+        return [worker for worker in self.workers.values() if worker.is_well]
+
+    def _check_answer(self, client: Client) -> None:
+        if client.error is None:
+            wanted = set(client.request.choices) - client.stopped.keys()
+            assert wanted <= client.finished, f"{client.request.id}: {wanted - client.finished} have no end"
+        elif isinstance(client.error, DeadlineExceeded):
+            assert client.request.deadline_s is not None, client.error
+        elif not (isinstance(client.error, CapacityError) and client.request.deadline_s is not None):
+            assert self._could_not_be_served(client), f"{client.request.id} failed without need: {client.error}"
+
+    def _could_not_be_served(self, client: Client) -> bool:
+        """Too many have failed it; or it was refused, and whoever else is there came later or failed it before."""
+        id = client.request.id
+        num_hits = sum(worker.hits.count(id) for worker in self.workers.values())
+        if not isinstance(client.error, CapacityError):
+            return num_hits >= _ENOUGH_BLOWS
+        innocent = [
+            worker
+            for worker in self._well()
+            if worker.role is Role.DECODE and not worker.is_draining and self.born_at[worker.name] <= client.began_at
+        ]
+        # Of a pair that has failed both are suspects.
+        return num_hits >= min(_ENOUGH_BLOWS, len(innocent))
+
+
+_OF_A_REQUEST = {"Relay", "Attempt", "Places", "FakeCall"}
+
+
+def _name(task: asyncio.Task[object]) -> str:
+    return getattr(task.get_coro(), "__qualname__", "")
+
+
+def _said(request: SequenceRequest, choice: int) -> list[int]:
+    tokens: list[int] = list(request.token_ids)
+    while True:
+        token = next_token(request, choice, tokens)
+        tokens.append(token.token_id)
+        if token.finish_reason:
+            return tokens[len(request.token_ids) :]
