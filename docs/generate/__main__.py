@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from docs.generate import clients, floors, metrics, spec
+from docs.generate import clients, floors, metrics, modules, source, spec
 from docs.generate.prose import wrap
 
 ROOT = Path(__file__).parent.parent.parent
@@ -21,6 +21,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "limits": clients.limits,
     "metrics": metrics.table_text,
     "floors": floors.drawing,
+    "loop": source.loop,
+    "modules": modules.index,
 }
 
 _BLOCK = re.compile(r"(<!-- (?P<name>[a-z-]+): [^\n]*-->\n).*?(<!-- end -->)", re.DOTALL)

@@ -18,7 +18,9 @@ _LINK = re.compile(r"\]\(([^)#\[\]]+)[^)]*\)")
 _MODULE = re.compile(r"python -m ([a-z_]+(?:\.\w+)+)")
 _DOTTED = re.compile(rf"`((?:{'|'.join([*Spec.model_fields, 'prefill_worker'])})\.[a-z_.]+)(?:: ?[^`]+|=[^`]+)?`")
 _TEST_OF = re.compile(r"`(tests/[\w/]+\.py)`((?:,? `(?!cluster )[^`/]+`)+)")
+_BARE = re.compile(r"`(\w+\.(?:py|h|cpp|proto))`")
 _OLD = {"docs/LOG.md"}  # of what was there then
+_NEVER = {"utils.py", "common.py", "helpers.py"}  # names that AGENTS.md rules out
 
 
 def _sources() -> list[Path]:
@@ -36,6 +38,7 @@ def test_what_a_document_names_is_there(path: Path) -> None:
         return
     missing = [*_missing_paths(text), *_missing_modules(text), *_missing_tests(text), *_missing_keys(text)]
     prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    missing += [name for name in _BARE.findall(prose) if not _is_there(name)]
     missing += [link for link in _LINK.findall(prose) if "://" not in link and not (path.parent / link).exists()]
     assert not missing
 
@@ -94,3 +97,12 @@ def _keys(schema: dict, section: str, prefix: str = "") -> list[str]:
         if "$ref" in field:
             found += _keys(schema, field["$ref"].rpartition("/")[2], f"{prefix}{key}.")
     return found
+
+
+def _is_there(name: str) -> bool:
+    """A file by its bare name; `my_…` are the reader's."""
+    return (
+        name in _NEVER
+        or name.removeprefix("test_").startswith("my_")
+        or any(path.name == name for top in _TOPS for path in (ROOT / top).rglob(name))
+    )
