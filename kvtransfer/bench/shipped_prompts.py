@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from engine.batch.batch import Batch, Row
-from engine.load import load_runner
-from engine.parallel import TensorParallel
-from engine.runner import GIB, layout_for
+from engine.config import EngineConfig
+from engine.runner import ModelRunner
 from kvtransfer.bench.near_side import NearSide
 
 _BLOCK_SIZE = 16
@@ -30,27 +29,17 @@ class ShippedPrompts:
         self, near: NearSide, model_dir: Path, *, dtype: str, wire_dtype: str, backend: str, most: int
     ) -> None:
         """`most` tokens fit into either pool."""
-        layout = layout_for(model_dir, dtype=dtype, block_size=_BLOCK_SIZE)
         num_blocks = -(-most // _BLOCK_SIZE) + 1
-        self._runner = load_runner(
-            model_dir,
-            dtype=dtype,
-            pool_dtype="auto",
-            block_size=_BLOCK_SIZE,
-            kv_memory_gib=num_blocks * _BLOCK_SIZE * layout.bytes_per_token() / GIB,
-            parallel=TensorParallel(),
-            device=torch.device("cpu"),
-            progress=lambda fraction: None,
-        )
+        config = EngineConfig(model_dir=model_dir, dtype=dtype, block_size=_BLOCK_SIZE, num_blocks=num_blocks)
+        self._runner = ModelRunner(config)
         self._sender = near.sender(self._runner.pool, wire_dtype=wire_dtype, backend=backend)
-        self._batches = lambda num_tokens: list(_batches(num_tokens, vocab_size=self._runner.config.vocab_size))
 
     def measure(self, sizes: Sequence[int]) -> list[dict[str, Any]]:
         return [self._measure(num_tokens) for num_tokens in sizes]
 
     def _measure(self, num_tokens: int) -> dict[str, Any]:
         self._ship_alone(num_tokens)  # the first meets memory that was never touched
-        plain = min(self._compute(num_tokens) for _ in range(_NUM_TRIES))
+        plain = min(self._compute(num_tokens, lambda batch, layer: None) for _ in range(_NUM_TRIES))
         tries = [self._ship_while_computing(num_tokens) for _ in range(_NUM_TRIES)]
         alone, wire_bytes = min(self._ship_alone(num_tokens) for _ in range(_NUM_TRIES_ALONE))
         prefill, exposed = (
@@ -67,18 +56,18 @@ class ShippedPrompts:
             "prefill_without_transfer_ms": _ms(plain),
         }
 
-    def _compute(self, num_tokens: int, on_layer: Callable[[int, Batch], None] = lambda layer, batch: None) -> float:
+    def _compute(self, num_tokens: int, on_layer: Callable[[Batch, int], None]) -> float:
         """Seconds until the last logits are there."""
         begin = time.monotonic()
-        for batch in self._batches(num_tokens):
-            self._runner.forward(batch, lambda layer, batch=batch: on_layer(layer, batch))  # type: ignore[misc]
+        for batch in list(_batches(num_tokens, vocab_size=self._runner.config.vocab_size)):
+            self._runner.forward(batch, partial(on_layer, batch))
         return time.monotonic() - begin
 
     def _ship_while_computing(self, num_tokens: int) -> tuple[float, float]:
         """Seconds of the computation, and from its end until everything has landed."""
         passage = self._sender.begin(num_tokens)
 
-        def on_layer(layer: int, batch: Batch) -> None:
+        def on_layer(batch: Batch, layer: int) -> None:
             passage.layer_ready(layer, int(batch.positions[0]), int(batch.positions[-1]) + 1)
 
         begin = time.monotonic()
@@ -102,7 +91,7 @@ def _batches(num_tokens: int, *, vocab_size: int) -> Iterator[Batch]:
     token_ids = np.random.default_rng(0).integers(0, vocab_size, num_tokens)
     blocks = range(-(-num_tokens // _BLOCK_SIZE))
     for start, end in pairwise([*range(0, num_tokens, _CHUNK), num_tokens]):
-        row = Row(token_ids=token_ids[start:end], start=start, blocks=blocks, wants_logits=end == num_tokens)
+        row = Row(token_ids=token_ids[start:end].tolist(), start=start, blocks=blocks, wants_logits=end == num_tokens)
         yield Batch.of([row], block_size=_BLOCK_SIZE)
 
 

@@ -15,6 +15,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Work
 from cluster.words.errors import LinkClosed
 from kvtransfer.links.link import LinkEnd, Operation
 
+_Gloo: Any = ProcessGroupGloo  # torch's stubs know neither its options nor send and recv
 _SENDER, _RECEIVER = 0, 1
 _TAG = 0
 
@@ -34,13 +35,13 @@ class GlooLink:
     def __init__(self, end: LinkEnd) -> None:
         self._peer = _RECEIVER if end.is_sender else _SENDER
         self._closed = threading.Event()
-        options = ProcessGroupGloo._Options()
+        options = _Gloo._Options()
         options._timeout = timedelta(seconds=end.timeout_s)
         options._threads = 1
         options._devices = [_device(end.host)]
         try:
             rank = _SENDER if end.is_sender else _RECEIVER
-            self._group = ProcessGroupGloo(PrefixStore(end.prefix, end.store), rank, 2, options)
+            self._group = _Gloo(PrefixStore(end.prefix, end.store), rank, 2, options)
         except RuntimeError as error:
             raise LinkClosed(f"link {end.prefix}: the peer did not come: {error}") from error
 
@@ -81,4 +82,4 @@ class _GlooOperation:
 @lru_cache(maxsize=4)
 def _device(host: str) -> Any:
     """One Gloo device for all links of the process: it owns the thread that watches their sockets."""
-    return ProcessGroupGloo.create_device(hostname=host)
+    return _Gloo.create_device(hostname=host)

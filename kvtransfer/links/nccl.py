@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +46,8 @@ class NcclLink:
         options = ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=end.timeout_s)
         rank = _SENDER if end.is_sender else _RECEIVER
-        self._group = ProcessGroupNCCL(PrefixStore(end.prefix, end.store), rank, 2, options)
+        # Any: torch's stubs know neither send nor recv.
+        self._group: Any = ProcessGroupNCCL(PrefixStore(end.prefix, end.store), rank, 2, options)
         self._meet(end.timeout_s)
 
     def send(self, payload: Tensor) -> Operation:

@@ -32,14 +32,14 @@ class TcpLink:
         self._pusher = _Pusher(self._connection)
 
     def send(self, payload: Tensor) -> Operation:
-        left = memoryview(payload.numpy())
+        left = payload.numpy().data
         if self._pusher.is_idle:
             left = self._connection.move_now(left)
         return self._pusher.push(left) if left else _Sent()
 
     def recv(self, payload: Tensor) -> Operation:
         self._connection.check()
-        return _Receiving(self._connection, memoryview(payload.numpy()))
+        return _Receiving(self._connection, payload.numpy().data)
 
     def close(self) -> None:
         self._connection.close()

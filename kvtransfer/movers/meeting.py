@@ -94,7 +94,8 @@ def remote_store(stub: rpc.RankStub, loop: asyncio.AbstractEventLoop, *, timeout
         await stub.Tell(pb.TellRequest(key=key, value=value), timeout=timeout_s, wait_for_ready=True)
 
     async def ask(key: str, seconds: float) -> bytes:
-        return (await stub.Ask(pb.AskRequest(key=key), timeout=seconds, wait_for_ready=True)).value
+        reply: pb.AskReply = await stub.Ask(pb.AskRequest(key=key), timeout=seconds, wait_for_ready=True)
+        return reply.value
 
     def tell_now(key: str, value: bytes) -> None:
         asyncio.run_coroutine_threadsafe(tell(key, value), loop).result(timeout_s + 1)

@@ -18,8 +18,6 @@ from cluster.words.hashing import HASH_BYTES
 from kvtransfer.movers.grants import Grants
 from kvtransfer.protocol.passage import Shipment
 
-_Context = aio.ServicerContext[Any, Any]
-
 
 @dataclass(frozen=True)
 class Granting:
@@ -35,7 +33,9 @@ class PullServicer(rpc.PrefixHolderServicer):
     def __init__(self) -> None:
         self.granting: Granting | None = None
 
-    async def Pull(self, request: pb.PullRequest, context: _Context) -> AsyncIterator[pb.PullEvent]:
+    async def Pull(
+        self, request: pb.PullRequest, context: aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.PullEvent]:
         granting = self.granting
         if granting is None:
             await abort_with(context, ReplicaLost("this replica serves nothing yet"))

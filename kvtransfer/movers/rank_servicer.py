@@ -16,8 +16,6 @@ from kvtransfer.movers.meeting import Meeting
 from kvtransfer.movers.receiver import Receiver
 from kvtransfer.movers.wire_messages import opening_from_proto
 
-_Context = aio.ServicerContext[Any, Any]
-
 
 class RankServicer(rpc.RankServicer):
     """Serves `receiver`, once there is one, to senders elsewhere and to the rank 0 that owns its blocks.
@@ -31,32 +29,32 @@ class RankServicer(rpc.RankServicer):
         self.meeting = Meeting()  # of the ranks of this replica, if this is rank 0, and of every sender with `receiver`
 
     async def Connect(
-        self, request_iterator: AsyncIterator[pb.SenderFrame], context: _Context
+        self, request_iterator: AsyncIterator[pb.SenderFrame], context: aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.ReceiverFrame]:
         if self.receiver is None:
             await abort_with(context, TransferError("this rank receives no KV"))
         async for frame in self.receiver.connect(request_iterator):
             yield frame
 
-    async def Open(self, request: pb.OpenRequest, context: _Context) -> pb.OpenReply:
+    async def Open(self, request: pb.OpenRequest, context: aio.ServicerContext[Any, Any]) -> pb.OpenReply:
         if self.receiver:
             self.receiver.open(opening_from_proto(request))
         return pb.OpenReply()
 
-    async def Close(self, request: pb.CloseRequest, context: _Context) -> pb.CloseReply:
+    async def Close(self, request: pb.CloseRequest, context: aio.ServicerContext[Any, Any]) -> pb.CloseReply:
         if self.receiver:
             await asyncio.to_thread(self.receiver.close, request.handoff)
         return pb.CloseReply()
 
-    async def Report(self, request: pb.ReportRequest, context: _Context) -> pb.ReportReply:
+    async def Report(self, request: pb.ReportRequest, context: aio.ServicerContext[Any, Any]) -> pb.ReportReply:
         self.on_report(request)
         return pb.ReportReply()
 
-    async def Tell(self, request: pb.TellRequest, context: _Context) -> pb.TellReply:
+    async def Tell(self, request: pb.TellRequest, context: aio.ServicerContext[Any, Any]) -> pb.TellReply:
         self.meeting.tell(request.key, request.value)
         return pb.TellReply()
 
-    async def Ask(self, request: pb.AskRequest, context: _Context) -> pb.AskReply:
+    async def Ask(self, request: pb.AskRequest, context: aio.ServicerContext[Any, Any]) -> pb.AskReply:
         return pb.AskReply(value=await self.meeting.ask_async(request.key))
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from cluster.words.request import Role, Sampling
+from engine.config import EngineConfig
 from engine.cpu.library import open_kernels
-from engine.load import load_runner, set_threads
-from engine.parallel import TensorParallel
+from engine.load import set_threads
 from engine.runner import ModelRunner
 from engine.tools.offline import generate
 from tests.ceiling import Ceiling
@@ -84,17 +84,8 @@ async def _asked_while_a_replica_leaves(cluster: LocalCluster, running_on: Ceili
 
 def _runner(model_dir: Path, pool_dtype: str) -> ModelRunner:
     set_threads(1)
-    return load_runner(
-        model_dir,
-        dtype="bfloat16",
-        pool_dtype=pool_dtype,
-        block_size=16,
-        kv_memory_gib=0.05,
-        parallel=TensorParallel(),
-        is_deterministic=True,
-        device=CPU,
-        progress=lambda fraction: None,
-    )
+    config = EngineConfig(model_dir=model_dir, pool_dtype=pool_dtype, kv_memory_gib=0.05, deterministic=True)
+    return ModelRunner(config)
 
 
 def _generate(
