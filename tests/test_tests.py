@@ -7,12 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _TESTS = Path(__file__).parent
-_MAY_SLEEP = {
-    "waiting.py",  # the one place that may look again and again
-    *(
-        f"router/serving/{name}.py" for name in ("fake_worker", "scenarios", "serving_world", "test_serving")
-    ),  # in virtual time
-}
+# The one place that may look again and again; and where a sleep takes no time.
+_MAY_SLEEP = {"waiting.py", "router/serving/virtual_time.py"}
 _OTHERS = {
     "os._exit",  # public, in spite of its name
     "Fp8Dequantize(None)._dequantize_one",  # of transformers: the reference
@@ -37,8 +33,6 @@ _KNOWN = {
     ("engine/cpu/test_cpu_kernels.py", "at_once._model"),
     ("engine/cpu/test_cpu_kernels.py", "at_once._model._compiled"),
     ("engine/cpu/test_cpu_kernels.py", "library._open"),
-    # A mistake planted in the code itself, to see that the model test finds it.
-    ("router/serving/test_planted_faults.py", "Attempt._call_prefill"),
     # The books themselves, cooked to see that the audit finds it; and a memory that must not grow.
     ("engine/kv/test_block_manager.py", "manager._free"),
     ("engine/kv/test_eviction.py", "eviction._past"),
