@@ -61,7 +61,7 @@ class FakeSender:
 
 
 class FakeGate:
-    """Implements kvtransfer.protocol.arrivals.ReceivingEnd; also what closes handoffs on the other ranks, when told to."""
+    """Implements kvtransfer.protocol.arrivals.ReceivingEnd; and closes handoffs on the other ranks, when told to."""
 
     def __init__(self) -> None:
         self.opened: dict[str, transfer_pb2.OpenRequest] = {}
