@@ -1,17 +1,21 @@
-"""A decode replica, or one that does both, under virtual time: the engine's own scheduler and blocks."""
+"""A decode replica, or one that does both, under virtual time: the engine itself, with a runner that takes time."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from cluster.words.timing import StepTiming, pairs
-from engine.decode_scheduler import Scheduler
-from engine.group import Choice, Group, Source
+from engine.engine import Engine, SchedulerConfig
+from engine.orders import Orders
+from engine.prompts import KVSource, Prompt
+from engine.sequence import Sequence as TokenSequence
+from engine.step import Prefilled, ScheduledStep
 from router.simulator.clock import Clock
 from router.simulator.cores import Cores
 from router.simulator.flight import Flight
 from router.simulator.prefill_replica import NO_LIMIT
+from router.simulator.sampler import NO_LOGITS, repeat_last
 from router.simulator.store import Store
 
 
@@ -38,6 +42,7 @@ class _Leap:
 class DecodeReplica:
     """Continuous batching. It tells `admitted(flight)`, when its blocks are set aside and a prefill replica may begin;
     `prefilled(flight)`, when a prompt was computed here; `gaps(seconds, count)` between tokens; `ended(flight)`.
+    Implements engine.step.Runner, and KVConnector.
     """
 
     def __init__(
@@ -64,50 +69,84 @@ class DecodeReplica:
         self._decode_timing = decode_timing
         self._cores = cores
         self._block_size = block_size
-        self._scheduler = Scheduler(
-            store.blocks, max_batch_tokens=max_batch_tokens, max_running=max_running, max_waiting=NO_LIMIT
-        )
+        config = SchedulerConfig(max_batch_tokens=max_batch_tokens, max_running=max_running, max_waiting=NO_LIMIT)
+        self._engine = Engine(self, repeat_last, store.blocks, config, block_size=block_size, connector=self)
         self._admitted = admitted
         self._prefilled = prefilled
         self._gaps = gaps
         self._ended = ended
-        self._flights: dict[Group, Flight] = {}
-        self._groups: dict[Flight, Group] = {}
+        self._flights: dict[Prompt, Flight] = {}
+        self._prompts: dict[Flight, Prompt] = {}
+        self._prompt_of: dict[TokenSequence, Prompt] = {}
         self._leap: _Leap | None = None
         self._step_number = 0
-        self._chosen: list[tuple[Choice, int]] = []
+        self._under_way: ScheduledStep | None = None
 
     @property
     def num_streams(self) -> int:
-        return len(self._groups)
+        return len(self._prompts)
 
     @property
     def num_preemptions(self) -> int:
-        return self._scheduler.num_preemptions
+        return self._engine.decoding.num_preemptions
 
     def submit(self, flight: Flight) -> None:
         """With a prefill replica, the prompt's KV comes by `land`; without, it is computed here."""
-        source = Source.PREFILL if flight.option.prefill else Source.HERE
-        group = Group(flight.sequence(block_size=self._block_size), router="", source=source)
-        self._flights[group], self._groups[flight] = flight, group
-        self._scheduler.add(group)
+        source = KVSource.PREFILL if flight.option.prefill else KVSource.HERE
+        prompt = Prompt(flight.sequence(block_size=self._block_size), source=source)
+        self._flights[prompt], self._prompts[flight] = flight, prompt
+        self._prompt_of[prompt.sequence] = prompt
+        self._engine.add(prompt)
         self._wake()
 
     def land(self, flight: Flight) -> None:
         """The prompt's KV is here, and its first token is known."""
-        group = self._groups[flight]
-        group.root.computed(group.root.num_missing, self.store.blocks)
-        self._start(group, emit=False)
+        prompt = self._prompts[flight]
+        tokens = prompt.sequence.tokens
+        self._start(self._engine.landed(prompt, len(tokens), tokens[-1:]))
         self.store.publish()
         self._wake()
 
     def missing_tokens(self, flight: Flight) -> int:
         """Tokens whose KV an admitted request lacks here."""
-        return self._groups[flight].root.num_missing
+        return self._prompts[flight].sequence.num_missing
+
+    def begin_step(self, admitted: Sequence[Prompt]) -> None:
+        for prompt in admitted:
+            flight = self._flights[prompt]
+            if prompt.is_computed_here:
+                self._free_restored(flight)
+                flight.num_cached = prompt.num_cached
+            else:
+                self._admitted(flight)
+
+    def orders(self, step: ScheduledStep) -> Orders:
+        return Orders()
+
+    def execute(self, step: ScheduledStep | None, orders: Orders) -> None:
+        """Take the time of a step, or of several that are all alike."""
+        assert step
+        self.store.publish()
+        self._under_way = step
+        is_plain = not step.prompts
+        num_steps = self._num_plain_steps() if is_plain else 1
+        timing = self._decode_timing if is_plain else self._timing
+        seconds = timing.step_s(
+            num_tokens=sum(count for _, count in step.sequences),
+            num_pairs=sum(pairs(count, after=prompt.sequence.num_computed) for prompt, count in step.prompts),
+            num_context=sum(len(sequence.tokens) for sequence in step.decoding),
+        )
+        self._leap = _Leap(self._clock.now, num_steps, seconds, timing.context_s * len(step.decoding))
+        if self._cores:
+            self._step_number += 1
+            number = self._step_number
+            self._cores.run(seconds, lambda: self._end(number))
+        else:
+            self._end_at(self._leap.after(num_steps))
 
     def _wake(self) -> None:
         """Something has changed: begin to step, or cut a leap short after the step under way."""
-        if not self._chosen:
+        if not self._under_way:
             self._step()
         elif self._leap:
             num_steps = self._leap.begun_by(self._clock.now)
@@ -116,39 +155,14 @@ class DecodeReplica:
                 self._end_at(self._leap.after(num_steps))
 
     def _step(self) -> None:
-        for group in self._scheduler.admit():
-            flight = self._flights[group]
-            if group.source is Source.HERE:
-                self._free_restored(flight)
-                flight.num_cached = group.num_cached
-            else:
-                self._admitted(flight)
-        self._chosen = chosen = self._scheduler.schedule()
-        self.store.publish()
-        self._leap = None
-        if not chosen:
+        step, _ = self._engine.launch()
+        if not step.has_rows:
+            self.store.publish()
             self._give_up_restored()
-            return
-        is_plain = len(chosen) == len(self._scheduler.decoding)
-        num_steps = self._num_plain_steps() if is_plain else 1
-        decoding = self._scheduler.decoding
-        timing = self._decode_timing if is_plain else self._timing
-        seconds = timing.step_s(
-            num_tokens=sum(count for _, count in chosen),
-            num_pairs=0 if is_plain else sum(_pairs(choice, count) for choice, count in chosen[len(decoding) :]),
-            num_context=sum(len(choice.sequence.tokens) for choice in decoding),
-        )
-        self._leap = _Leap(self._clock.now, num_steps, seconds, timing.context_s * len(decoding))
-        if self._cores:
-            self._step_number += 1
-            number = self._step_number
-            self._cores.run(seconds, lambda: self._end(number))
-        else:
-            self._end_at(self._leap.after(num_steps))
 
     def _give_up_restored(self) -> None:
         """Blocks that were fetched for requests that wait must not be what they wait for."""
-        held = [flight for flight, group in self._groups.items() if flight.restored and group.source is Source.HERE]
+        held = [flight for flight, prompt in self._prompts.items() if flight.restored and prompt.is_computed_here]
         for flight in held:
             self._free_restored(flight)
         if held:
@@ -161,17 +175,17 @@ class DecodeReplica:
 
     def _num_plain_steps(self) -> int:
         """How many steps nothing but time can change: until a sequence ends, or blocks run out."""
-        decoding = self._scheduler.decoding
-        if self._scheduler.num_waiting or self._cores:  # how long a step takes on shared cores is known when it ends
+        decoding = self._engine.decoding.running
+        if self._engine.num_waiting or self._cores:  # how long a step takes on shared cores is known when it ends
             return 1
-        num_steps = min(c.sequence.request.sampling.max_tokens - c.sequence.num_generated for c in decoding)
+        num_steps = min(sequence.request.sampling.max_tokens - sequence.num_generated for sequence in decoding)
         blocks = self.store.blocks
-        wanted = [choice.sequence.num_blocks_for(len(choice.sequence.tokens) + num_steps - 1) for choice in decoding]
-        missing = sum(max(0, want - len(c.sequence.blocks)) for want, c in zip(wanted, decoding, strict=True))
+        wanted = [sequence.num_blocks_for(len(sequence.tokens) + num_steps - 1) for sequence in decoding]
+        missing = sum(max(0, want - len(s.blocks)) for want, s in zip(wanted, decoding, strict=True))
         if missing > blocks.num_available:
             return 1
-        for want, choice in zip(wanted, decoding, strict=True):
-            blocks.extend(choice.sequence.blocks, want)
+        for want, sequence in zip(wanted, decoding, strict=True):
+            blocks.extend(sequence.blocks, want)
         return num_steps
 
     def _end_at(self, when: float) -> None:
@@ -182,56 +196,41 @@ class DecodeReplica:
     def _end(self, number: int) -> None:
         if number != self._step_number:
             return  # the leap was cut short
-        leap, chosen = self._leap, self._chosen
-        assert leap
-        self._leap, self._chosen = None, []
+        leap, step = self._leap, self._under_way
+        assert leap and step
+        self._leap = self._under_way = None
         self.busy_s += self._clock.now - leap.begin_s
-        for choice, count in chosen:
-            sequence = choice.sequence
-            if leap.num_steps > 1:
-                sequence.tokens += sequence.tokens[-1:] * (leap.num_steps - 1)
-                count = leap.num_steps
-            sequence.computed(count, self.store.blocks)
-            if not sequence.num_missing:
-                self._sampled(choice, leap)
+        for sequence in step.decoding if leap.num_steps > 1 else ():  # all but the last step of the leap
+            sequence.tokens += sequence.tokens[-1:] * (leap.num_steps - 1)
+            sequence.computed(leap.num_steps - 1, self.store.blocks)
+        result = self._engine.complete(step, NO_LOGITS)
+        for sequence, token in result.sampled:
+            self._tell_gaps(self._flights[self._prompt_of[sequence]], leap)
+            if token.finish_reason:
+                self._ended_here(self._prompt_of[sequence])
+        for prefilled in result.prefilled:  # computed here
+            flight = self._flights[prefilled.prompt]
+            flight.first_token_at = flight.last_token_at = self._clock.now
+            self._prefilled(flight)
+            self._start(prefilled)
         self.store.publish()
         self._step()
 
-    def _sampled(self, choice: Choice, leap: _Leap) -> None:
-        if not choice.group.choices:  # its prompt was computed here
-            self._start(choice.group, emit=True)
-            return
-        flight = self._flights[choice.group]
+    def _tell_gaps(self, flight: Flight, leap: _Leap) -> None:
         first_at = leap.after(1) if leap.num_steps > 1 else self._clock.now
         self._gaps(first_at - flight.last_token_at, 1)
         if leap.num_steps > 1:
             self._gaps((self._clock.now - leap.after(1)) / (leap.num_steps - 1), leap.num_steps - 1)
         flight.last_token_at = self._clock.now
-        self._append(choice)
 
-    def _start(self, group: Group, *, emit: bool) -> None:
-        """The prompt's KV is whole: take the first token, and decode."""
-        flight = self._flights[group]
-        self._scheduler.ready(group)
-        choice = Choice(group, group.root, 0)
-        group.choices = [choice]
-        if emit:
-            flight.first_token_at = flight.last_token_at = self._clock.now
-            self._prefilled(flight)
-        self._append(choice)
+    def _start(self, prefilled: Prefilled) -> None:
+        """The first token is known; it may be the last."""
+        if prefilled.tokens[0].finish_reason:
+            self._ended_here(prefilled.prompt)
 
-    def _append(self, choice: Choice) -> None:
-        token = choice.sequence.append(choice.sequence.tokens[-1])
-        if not token.finish_reason:
-            self._scheduler.start(choice)
-            return
-        self._scheduler.remove_choice(choice)
-        choice.sequence.release(self.store.blocks)
-        flight = self._flights.pop(choice.group)
-        del self._groups[flight]
+    def _ended_here(self, prompt: Prompt) -> None:
+        del self._prompt_of[prompt.sequence]
+        flight = self._flights.pop(prompt)
+        del self._prompts[flight]
         flight.ended_at = self._clock.now
         self._ended(flight)
-
-
-def _pairs(choice: Choice, count: int) -> int:
-    return pairs(count, after=choice.sequence.num_computed)

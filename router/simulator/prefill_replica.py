@@ -1,14 +1,18 @@
-"""A prefill replica under virtual time: the engine's own scheduler and blocks, with seconds from the profile."""
+"""A prefill replica under virtual time: the engine itself, with a runner that only takes time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from cluster.words.timing import StepTiming, pairs
-from engine.prefill_scheduler import Job, Scheduler
+from engine.engine import Engine, SchedulerConfig
+from engine.orders import Orders
+from engine.prompts import Prompt
+from engine.step import ScheduledStep
 from router.simulator.clock import Clock
 from router.simulator.cores import Cores
 from router.simulator.flight import Flight
+from router.simulator.sampler import NO_LOGITS, repeat_last
 from router.simulator.store import Store
 
 NO_LIMIT = 1 << 40
@@ -17,7 +21,7 @@ NO_LIMIT = 1 << 40
 class PrefillReplica:
     """Computes prompts, one step after the other. `finished(flight)` is called when a prompt's KV is whole.
 
-    Whoever ships it then calls `release`, which gives its blocks back.
+    Whoever ships it then calls `release`, which gives its blocks back. Implements engine.step.Runner.
     """
 
     def __init__(
@@ -39,70 +43,76 @@ class PrefillReplica:
         self._timing = timing
         self._cores = cores
         self._block_size = block_size
-        self._scheduler = Scheduler(
-            store.blocks, max_batch_tokens=max_batch_tokens, max_running=max_running, max_waiting=NO_LIMIT
+        config = SchedulerConfig(
+            max_batch_tokens=max_batch_tokens, max_running=max_running, max_waiting=NO_LIMIT, decodes=False
         )
+        self._engine = Engine(self, repeat_last, store.blocks, config, block_size=block_size)
         self._finished = finished
-        self._flights: dict[Job, Flight] = {}
-        self._jobs: dict[Flight, Job] = {}
+        self._flights: dict[Prompt, Flight] = {}
+        self._waiting: dict[Flight, None] = {}  # until their KV has been sent
+        self._held: dict[Flight, list[int]] = {}  # blocks that are being sent
         self._is_stepping = False
 
     @property
     def num_streams(self) -> int:
-        return len(self._jobs)
+        return len(self._waiting)
 
     def submit(self, flight: Flight) -> None:
-        job = Job(flight.sequence(block_size=self._block_size), None)
-        self._flights[job], self._jobs[flight] = flight, job
-        self._scheduler.add(job)
+        prompt = Prompt(flight.sequence(block_size=self._block_size))
+        self._flights[prompt], self._waiting[flight] = flight, None
+        self._engine.add(prompt)
         if not self._is_stepping:
             self._step()
 
     def release(self, flight: Flight) -> None:
         """Its KV has been sent."""
-        self._jobs.pop(flight).sequence.release(self.store.blocks)
+        del self._waiting[flight]
+        self.store.blocks.free(self._held.pop(flight))
         self.store.publish()
         if not self._is_stepping:
             self._step()
 
-    def _step(self) -> None:
-        chosen = self._scheduler.schedule()
-        self._is_stepping = bool(chosen)
-        if not chosen:
-            self._give_up_restored()
-            return
-        for job, _ in chosen:
-            flight = self._flights[job]
-            flight.num_cached = job.num_cached
+    def execute(self, step: ScheduledStep | None, orders: Orders) -> None:
+        """Take the time of a step."""
+        assert step
+        for prompt, _ in step.prompts:
+            flight = self._flights[prompt]
+            flight.num_cached = prompt.num_cached
             self.store.blocks.free(flight.restored)
             flight.restored = []
         seconds = self._timing.step_s(
-            num_tokens=sum(count for _, count in chosen),
-            num_pairs=sum(pairs(count, after=job.sequence.num_computed) for job, count in chosen),
+            num_tokens=sum(count for _, count in step.prompts),
+            num_pairs=sum(pairs(count, after=prompt.sequence.num_computed) for prompt, count in step.prompts),
             num_context=0,
         )
         began_at = self._clock.now
         if self._cores:
-            self._cores.run(seconds, lambda: self._end(chosen, began_at))
+            self._cores.run(seconds, lambda: self._end(step, began_at))
         else:
-            self._clock.at(began_at + seconds, lambda: self._end(chosen, began_at))
+            self._clock.at(began_at + seconds, lambda: self._end(step, began_at))
+
+    def _step(self) -> None:
+        step, _ = self._engine.launch()
+        self._is_stepping = step.has_rows
+        if not step.has_rows:
+            self._give_up_restored()
 
     def _give_up_restored(self) -> None:
-        """Blocks that were fetched for jobs that wait must not be what they wait for."""
-        if held := [flight for flight in self._jobs if flight.restored]:
+        """Blocks that were fetched for prompts that wait must not be what they wait for."""
+        if held := [flight for flight in self._waiting if flight.restored]:
             for flight in held:
                 self.store.blocks.free(flight.restored)
                 flight.restored = []
             self._step()
 
-    def _end(self, chosen: list[tuple[Job, int]], began_at: float) -> None:
+    def _end(self, step: ScheduledStep, began_at: float) -> None:
         self.busy_s += self._clock.now - began_at
-        for job, count in chosen:
-            job.sequence.computed(count, self.store.blocks)
-            if not job.sequence.num_missing:
-                self._scheduler.remove(job)
+        for prompt, count in step.prompts:
+            if count == prompt.sequence.num_missing:  # who ships it holds its blocks
+                blocks = self._held[self._flights[prompt]] = list(prompt.sequence.blocks)
+                self.store.blocks.share(blocks)
+        result = self._engine.complete(step, NO_LOGITS)
         self.store.publish()
-        for job, _ in chosen:
-            if not job.sequence.num_missing:
-                self._finished(self._flights.pop(job))
+        for prefilled in result.prefilled:
+            self._finished(self._flights.pop(prefilled.prompt))
         self._step()

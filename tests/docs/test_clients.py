@@ -14,6 +14,7 @@ from docs.generate.__main__ import ROOT
 from router.service import RouterService
 from tests.local_cluster import local_cluster
 from tests.router.http_server import serve_http
+from tests.waiting import becomes
 
 _PAGE = (ROOT / "docs" / "CLIENTS.md").read_text()
 _OPENAI, _GRPC = re.findall(r"^```python\n(.*?)^```", _PAGE, re.DOTALL | re.MULTILINE)
@@ -26,8 +27,7 @@ async def test_the_examples_do_what_the_page_says(smollm2_dir: Path, redis_url: 
         service = await RouterService.open(cluster.spec, index_url=redis_url, router="router-1")
         try:
             async with serve_http(service.http_app()) as (host, port):
-                while not service.health()["decode"]:
-                    await asyncio.sleep(0.05)
+                await becomes(lambda: service.health()["decode"])
                 first = await _run(_OPENAI.replace("127.0.0.1:8000", f"{host}:{port}"))
                 again = await _run(_OPENAI.replace("127.0.0.1:8000", f"{host}:{port}"))
             assert first.endswith("tokens\n") and len(first.splitlines()) > 2

@@ -1,0 +1,38 @@
+"""An engine's surroundings without a model: every token is 0, and KV from elsewhere comes when the test says so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.orders import Orders
+from engine.prompts import Prompt
+from engine.sampling import Chosen, SamplingRow
+from engine.step import ScheduledStep
+
+
+class FakeModel:
+    """Implements engine.step.Runner."""
+
+    def __init__(self) -> None:
+        self.copies: list[tuple[int, int]] = []
+
+    def execute(self, step: ScheduledStep | None, orders: Orders, /) -> str | None:
+        self.copies += orders.copies
+        return "logits" if step else None
+
+
+class FakeConnector:
+    """Implements engine.step.KVConnector."""
+
+    def __init__(self) -> None:
+        self.admitted: list[Prompt] = []
+
+    def begin_step(self, admitted: Sequence[Prompt]) -> None:
+        self.admitted = list(admitted)
+
+    def orders(self, step: ScheduledStep) -> Orders:
+        return Orders()
+
+
+def choose_zero(logits: str, rows: Sequence[SamplingRow], positions: Sequence[int] | None, /) -> list[Chosen]:
+    return [(0, None) for _ in rows]
