@@ -10,8 +10,8 @@ import pytest
 
 from cluster.control import replica_life
 from cluster.control.desired import Desired
-from cluster.control.replica import ReplicaFailed
 from cluster.control.replica_life import ReplicaLife
+from cluster.words.errors import ReplicaFailed
 from cluster.words.spec_file import parse_spec
 
 

@@ -7,17 +7,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from cluster.rpc import transfer_pb2
 from cluster.words.handoff import Handoff, HandoffKey
 from cluster.words.request import Sampling, SequenceRequest
 from cluster.worker.gang_runner import GangRunner
 from engine import sequence
+from engine.config import EngineConfig
 from engine.engine import SchedulerConfig
 from engine.kv.block_manager import BlockManager
 from engine.prompts import KVSource, Prompt
-from engine.runner import ModelRunner, layout_for
+from engine.runner import ModelRunner
 from engine.tiers.tiers import Tiers
 from kvtransfer.movers.grants import Grants
 from kvtransfer.protocol.passage import Shipment
@@ -62,7 +61,7 @@ class FakeSender:
 
 
 class FakeGate:
-    """Implements kvtransfer.protocol.arrivals.Gate; also what closes handoffs on the other ranks, when told to."""
+    """Implements kvtransfer.protocol.arrivals.ReceivingEnd; also what closes handoffs on the other ranks, when told to."""
 
     def __init__(self) -> None:
         self.opened: dict[str, transfer_pb2.OpenRequest] = {}
@@ -96,14 +95,8 @@ class RankOfOne:
     @classmethod
     def of_random_model(cls, directory: Path) -> RankOfOne:
         random_model(tiny_config("llama")).save_pretrained(directory)
-        runner = ModelRunner(
-            directory,
-            layout=layout_for(directory, dtype="float32", block_size=BLOCK_SIZE),
-            num_blocks=NUM_BLOCKS,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-        )
-        return cls(runner)
+        config = EngineConfig(model_dir=directory, dtype="float32", block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
+        return cls(ModelRunner(config))
 
     @property
     def gang(self) -> GangRunner:

@@ -18,6 +18,7 @@ from cluster.wire.messages import handoff_to_proto, tokens_to_proto
 from cluster.words.errors import CapacityError, ClusterError, HandoffExpired, ReplicaLost
 from cluster.words.handoff import Handoff, Holder
 from cluster.words.request import Role, SampledToken, SequenceRequest, finish_reason
+from tests.router.serving.virtual_time import pass_time
 
 MAX_CONTEXT = 1000
 _DELAYS_S = (0.0, 0.0, 0.001, 0.01, 0.1)
@@ -166,7 +167,7 @@ class FakeWorker:
             except TimeoutError:
                 pass
             self._wake.clear()
-            await asyncio.sleep(self._random.choice((0.1, 0.5, 1.5) if self.is_slow else (0.0, 0.001, 0.01)))
+            await pass_time(self._random.choice((0.1, 0.5, 1.5) if self.is_slow else (0.0, 0.001, 0.01)))
             self._send_frame(stream)
 
     def _send_frame(self, stream: FakeCall[pb.Frame]) -> None:
@@ -397,12 +398,12 @@ class FakeWorker:
     async def _answering(self, timeout_s: float) -> None:
         await self._pause()
         if self.is_silent:
-            await asyncio.sleep(timeout_s)
+            await pass_time(timeout_s)
         if not self.is_well:
             raise ReplicaLost(f"{self.name} does not answer")
 
     async def _pause(self) -> None:
-        await asyncio.sleep(self._random.choice(_DELAYS_S))
+        await pass_time(self._random.choice(_DELAYS_S))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

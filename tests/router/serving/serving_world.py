@@ -18,6 +18,7 @@ from router.serving.core import RouterCore
 from router.serving.dispatch import Dispatch
 from router.serving.replicas import Replicas
 from tests.router.serving.fake_worker import MAX_CONTEXT, FakeWorker, next_token
+from tests.router.serving.virtual_time import pass_time
 
 _BLOCK = 4
 _STOP_TOKENS = (7,)
@@ -153,8 +154,8 @@ class World:
         for _ in range(60):
             if all(client.is_over for client in self.clients):
                 break
-            await asyncio.sleep(10)
-        await asyncio.sleep(15)  # copies and calls that nobody answers come to their end
+            await pass_time(10)
+        await pass_time(15)  # copies and calls that nobody answers come to their end
 
     # What must be true.
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from cluster.words.errors import ReplicaLost
+from cluster.words.handoff import Handoff
 from cluster.words.request import SampledToken, SequenceRequest
 from router.serving.attempt import Attempt
 from router.serving.booking import Booking
@@ -16,8 +18,9 @@ from router.serving.choices import Choices
 from router.serving.dispatch import Dispatch
 from router.serving.move import ChoiceMove
 from router.serving.places import Places
-from router.serving.replica import Replica
+from router.serving.replica import Replica, TokenSink
 from router.serving.request_state import RequestState
+from tests.router.serving.fake_worker import FakeWorker
 from tests.router.serving.scenarios import SCENARIOS, Scenario, play
 
 _SEEDS = range(5)
@@ -51,13 +54,20 @@ def _do_not_join(self: Choices, choice: int, tokens: list[SampledToken]) -> None
         self._take(choice, token)
 
 
-def _same_epoch(self: Attempt, prefill: Replica, handoff: Any) -> Any:
-    return _CALL_PREFILL(self, prefill, replace(handoff, epoch=0) if handoff else None)
+def _same_epoch(self: FakeWorker, request: SequenceRequest, *, handoff: Handoff | None = None, **others: Any) -> Any:
+    return _PREFILL(self, request, handoff=replace(handoff, epoch=0) if handoff else None, **others)
 
 
-def _lost_without_a_word(self: Places, choice: int, tokens: Any) -> None:
-    if isinstance(tokens, list):
-        self._choices.decoded(choice, tokens)
+def _lost_without_a_word(self: Replica, stream: int, sink: TokenSink) -> None:
+    _SUBSCRIBE(self, stream, lambda tokens: sink(tokens) if isinstance(tokens, list) else None)
+
+
+def _hand_on_twice(self: Replica, stream: int, sink: TokenSink) -> None:
+    def twice(tokens: list[SampledToken] | ReplicaLost) -> None:
+        sink(tokens)
+        sink(tokens)
+
+    _SUBSCRIBE(self, stream, twice)
 
 
 async def _stop_is_not_noticed(self: Attempt, choice: int) -> None:
@@ -70,13 +80,8 @@ def _book_twice(self: Booking, to: Replica | None) -> None:
     _MOVE(self, to)
 
 
-async def _read_all_frames(self: Replica) -> None:
-    async for frame in self.worker.frames():
-        self._take(frame)
-
-
 _CONTINUATION, _MOVE = RequestState.continuation, Booking.move
-_FOLLOW, _CALL_PREFILL = ChoiceMove.follow, Attempt._call_prefill
+_FOLLOW, _PREFILL, _SUBSCRIBE = ChoiceMove.follow, FakeWorker.prefill, Replica.subscribe
 
 _FAULTS: dict[str, Fault] = {
     "a stop is not told": (Attempt, "stop", _stop_is_not_told),
@@ -85,13 +90,13 @@ _FAULTS: dict[str, Fault] = {
     "tokens after a move come twice": (ChoiceMove, "follow", _append_twice),
     "another attempt goes on a token too early": (RequestState, "continuation", _go_on_a_token_early),
     "the first tokens are not waited for": (Choices, "decoded", _do_not_join),
-    "another prefill replica gets the same epoch": (Attempt, "_call_prefill", _same_epoch),
+    "another prefill replica gets the same epoch": (FakeWorker, "prefill", _same_epoch),
     "a choice that has ended is not struck off": (Choices, "finish", lambda self, choice: None),
-    "a lost replica is not heard of": (Places, "_take", _lost_without_a_word),
+    "a lost replica is not heard of": (Replica, "subscribe", _lost_without_a_word),
     "a booking is not given back": (Booking, "end", lambda self: None),
     "a booking stays behind when its request moves": (Booking, "move", _book_twice),
     "streams stay subscribed": (Places, "close", lambda self: None),
-    "a frame that is repeated counts": (Replica, "_read_frames", _read_all_frames),
+    "what a frame brings counts twice": (Replica, "subscribe", _hand_on_twice),
     "who has failed is chosen again": (Attempt, "blamed", property(lambda self: set())),
     "no other prefill replica is asked": (Dispatch, "another_prefill", lambda self, request, pair, avoid: None),
 }

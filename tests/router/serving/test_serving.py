@@ -7,7 +7,6 @@ all is over nothing is left of it anywhere, neither leases, streams, bookings no
 
 from __future__ import annotations
 
-import asyncio
 from random import Random
 from typing import Any
 
@@ -26,7 +25,7 @@ from hypothesis.stateful import (
 from cluster.words.request import Role
 from tests.router.serving.fake_worker import FakeWorker
 from tests.router.serving.serving_world import Client, World
-from tests.router.serving.virtual_time import VirtualTimeLoop
+from tests.router.serving.virtual_time import VirtualTimeLoop, pass_time
 
 _RANDOM = st.randoms(use_true_random=False)
 
@@ -61,11 +60,11 @@ class Serving(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.0, 0.01, 0.05, 0.2, 0.7]))
     def pass_time(self, seconds: float) -> None:
-        self.do(asyncio.sleep(seconds))
+        self.do(pass_time(seconds))
 
     @rule()
     def pass_much_time(self) -> None:
-        self.do(asyncio.sleep(4.0))
+        self.do(pass_time(4.0))
 
     @precondition(lambda self: self._asking())
     @rule(random=_RANDOM)

@@ -27,3 +27,9 @@ class _Clock(selectors.DefaultSelector):
             raise RuntimeError("everybody waits, and nothing will ever happen")
         self.now += max(0.0, timeout)
         return []
+
+
+async def pass_time(seconds: float) -> None:
+    """A sleep in virtual time, which says nothing of how quick a machine is."""
+    assert isinstance(asyncio.get_running_loop(), VirtualTimeLoop)
+    await asyncio.sleep(seconds)
