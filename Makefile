@@ -1,6 +1,7 @@
 # make demo     deploy 1P1D on this machine, ask it a question, take it down
 # make test     lint, types, and the test suite
 # make docs     what the documents take from the code, and their prose at one width
+# make test-repeat   the suite six times: as it is, beside a busy core, in random order
 # make test-slow, make test-gpu, make proto, make clean
 
 PYTHON ?= python3
@@ -9,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 REQUIREMENTS := pyproject.toml constraints.txt
 
-.PHONY: demo test lint test-slow test-gpu docs proto clean
+.PHONY: demo test lint test-repeat test-slow test-gpu docs proto clean
 
 demo: $(VENV)/installed
 	@PATH="$(abspath $(BIN)):$$PATH" deploy/demo.sh
@@ -21,6 +22,9 @@ lint: $(VENV)/installed-for-tests
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
+
+test-repeat: $(VENV)/installed-for-tests
+	$(BIN)/python tests/repeat.py
 
 test-slow: $(VENV)/installed-for-tests
 	$(BIN)/python -m pytest -m "slow and not gpu" --timeout 1800

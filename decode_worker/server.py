@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import AsyncIterator
+from typing import Any, TypeAlias
 
 from grpc import aio
 
@@ -15,72 +14,59 @@ from cluster.wire.channel import abort_with
 from cluster.wire.messages import handoff_from_proto, handoff_to_proto, holder_from_proto, sequence_from_proto
 from cluster.words.errors import ClusterError, ReplicaLost
 from cluster.words.handoff import Handoff
-from cluster.words.request import SequenceRequest
-from cluster.worker.replica_service import ReplicaService
+from cluster.worker.role_parts import LiveReplica
 from decode_worker.worker import DecodeWorker
 from engine.prompts import KVSource, Prompt
-from engine.sequence import Sequence
-from kvtransfer.movers.peers import Peers
 from kvtransfer.protocol.frames import Opening
 from kvtransfer.protocol.passage import Shipment
 
-_Context = aio.ServicerContext[Any, Any]
-
-
-@dataclass(frozen=True)
-class Serving:
-    """A replica that is up."""
-
-    service: ReplicaService
-    worker: DecodeWorker
-    peers: Peers
-    sequence_of: Callable[[SequenceRequest], Sequence]
+_Context: TypeAlias = aio.ServicerContext[Any, Any]
 
 
 class DecodeServicer(rpc.DecodeWorkerServicer):
-    """One call per request: the lease of its blocks. Serves once `serving` is there."""
+    """One call per request: the lease of its blocks. Serves once `replica` is there."""
 
     def __init__(self) -> None:
-        self.serving: Serving | None = None
+        self.replica: LiveReplica[DecodeWorker] | None = None
 
     async def Generate(self, request: pb.GenerateRequest, context: _Context) -> AsyncIterator[pb.GenerateEvent]:
-        serving = self.serving
-        if serving is None or serving.service.is_draining:
+        replica = self.replica
+        if replica is None or replica.service.is_draining:
             await abort_with(context, ReplicaLost("this replica takes no new work"))
-        sequence = serving.sequence_of(sequence_from_proto(request.sequence))
+        sequence = replica.sequence_of(sequence_from_proto(request.sequence))
         prompt = Prompt(sequence, source=_source(request))
         holder = holder_from_proto(request.holder) if request.HasField("holder") else None
         call = _Call()
-        serving.service.post(lambda: serving.worker.submit(prompt, request.router, call, holder=holder))
+        replica.service.post(lambda: replica.worker.submit(prompt, request.router, call, holder=holder))
         try:
             while (event := await call.events.get()) is not None:
                 if isinstance(event, ClusterError):
                     raise event
                 if isinstance(event, Opening):
-                    await serving.peers.open(event)
+                    await replica.peers.open(event)
                 else:
                     yield event
             yield pb.GenerateEvent(finished=pb.Finished())
         except ClusterError as error:
             await abort_with(context, error)
         finally:
-            serving.service.post(lambda: serving.worker.cancel(prompt))
+            replica.service.post(lambda: replica.worker.cancel(prompt))
 
     async def Migrate(self, request: pb.MigrateRequest, context: _Context) -> pb.MigrateReply:
-        serving = self.serving
-        if serving is None:
+        replica = self.replica
+        if replica is None:
             await abort_with(context, ReplicaLost("this replica serves nothing yet"))
         handoff, move = handoff_from_proto(request.handoff), _Move()
-        serving.service.post(lambda: serving.worker.migrate(request.router, request.stream, handoff, move))
+        replica.service.post(lambda: replica.worker.migrate(request.router, request.stream, handoff, move))
         try:
             return await move.reply
         finally:
             if not move.reply.done() or move.reply.cancelled():
-                serving.service.post(lambda: serving.worker.keep(request.router, request.stream))
+                replica.service.post(lambda: replica.worker.keep(request.router, request.stream))
 
     async def Stop(self, request: pb.StopRequest, context: _Context) -> pb.StopReply:
-        if serving := self.serving:
-            serving.service.post(lambda: serving.worker.stop_streams(request.router, list(request.streams)))
+        if replica := self.replica:
+            replica.service.post(lambda: replica.worker.stop_streams(request.router, list(request.streams)))
         return pb.StopReply()
 
 

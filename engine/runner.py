@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,9 +14,9 @@ from cluster.model import config as model_config
 from cluster.model.shape import ModelConfig
 from cluster.words.errors import RequestError, SpecError
 from engine.batch.batch import Batch, Row
+from engine.config import GIB, EngineConfig, num_blocks_for
 from engine.cpu.library import open_kernels
 from engine.decode_graphs import Capture, CudaCapture, DecodeGraphs
-from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from engine.layers.shards import ShardReader
 from engine.model.transformer import OnLayer, Transformer
@@ -28,43 +27,8 @@ from engine.weights.open_checkpoint import open_checkpoint
 
 logger = logging.getLogger(__name__)
 
-GIB = 1 << 30
-
-
-def layout_for(
-    model_dir: Path,
-    *,
-    dtype: str,
-    weights: str = "as_stored",
-    pool_dtype: str = "auto",
-    block_size: int = 16,
-    tensor_parallel: int = 1,
-) -> KVLayout:
-    """The KV layout of a model. `dtype`: of the computation; `pool_dtype`: "auto" for the same, "fp8_e4m3" or
-    "int8"; `weights`: one of engine.layers.shards.WEIGHTS."""
-    config = model_config.load(model_dir)
-    config.check_tensor_parallel(tensor_parallel)
-    return KVLayout(
-        model=model_config.fingerprint(model_dir),
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.kv_dim,
-        num_sides=config.kv_sides,
-        exact_dim=config.kv_exact_dim,
-        block_size=block_size,
-        dtype=dtype if pool_dtype == "auto" else pool_dtype,
-        tensor_parallel=tensor_parallel,
-        weights=weights,
-    )
-
-
-def num_blocks_for(layout: KVLayout, *, gib: float) -> int:
-    """How many blocks of one rank fit into this much memory. Raises SpecError if none does."""
-    if gib * GIB < layout.block_bytes:
-        raise SpecError(
-            f"kv_memory_gib: {gib} GiB hold no block of {layout.block_size} tokens: {layout.block_bytes} bytes"
-        )
-    return int(gib * GIB) // layout.block_bytes
+_CPU_KV_GIB = 1.0
+_GPU_KV_SHARE = 0.85  # of the memory that is free beside the weights; the rest is for activations
 
 
 class ModelRunner:
@@ -72,52 +36,41 @@ class ModelRunner:
 
     def __init__(
         self,
-        model_dir: Path,
-        *,
-        layout: KVLayout,
-        num_blocks: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        config: EngineConfig,
         parallel: TensorParallel | None = None,
-        expert_parallel: bool = False,
-        redundant_experts: int = 0,
-        is_deterministic: bool = False,
-        replayed_rows: int = 0,
+        *,
         capture: Capture | None = None,
         progress: Callable[[float], None] | None = None,
     ) -> None:
         """Loads this rank's weights, which takes a while: `progress` is told the fraction done. Raises SpecError.
 
-        expert_parallel: each rank holds some experts whole, instead of a share of every one; redundant_experts: places
-        for further copies of the experts that are chosen most.
-        is_deterministic: refuse to compute in a way in which a row's bits depend on the rows beside it.
-        replayed_rows: record decode steps of up to so many rows now, and replay them, where this model's steps can be
-        recorded; capture: by what. None: by CUDA on its devices, and on others not at all.
+        capture: what records decode steps. None: CUDA on its devices, and on others nothing does.
         """
-        self.config: ModelConfig = model_config.load(model_dir)
-        self.layout = layout
-        self.dtype = dtype
-        self.device = device
         self.parallel = parallel or TensorParallel()
-        assert layout.tensor_parallel == self.parallel.size
-        if expert_parallel:
-            self.config.check_expert_parallel(self.parallel.size, redundant=redundant_experts)
-        kernels = open_kernels(dtype=dtype, device=device)
-        if is_deterministic:
+        self.layout = config.layout(tensor_parallel=self.parallel.size)
+        self.config: ModelConfig = model_config.load(config.model_dir)
+        self.dtype: torch.dtype = getattr(torch, config.dtype)
+        self.device = torch.device(config.device)
+        # Before the weights are loaded: on a GPU it follows from what is free.
+        num_blocks = config.num_blocks or num_blocks_for(self.layout, gib=self._kv_gib(config.kv_memory_gib))
+        if config.expert_parallel:
+            self.config.check_expert_parallel(self.parallel.size, redundant=config.redundant_experts)
+        kernels = open_kernels(dtype=self.dtype, device=self.device)
+        if config.deterministic:
             self.config.check_deterministic()
-            if kernels is None or layout.weights == "quantized":
+            if kernels is None or config.weights == "quantized":
                 raise SpecError(
                     "engine: deterministic needs a CPU, bfloat16 and a C++ compiler on the worker's machine"
                 )
         reader = ShardReader(
-            open_checkpoint(model_dir),
+            open_checkpoint(config.model_dir),
             self.parallel,
-            dtype,
-            device,
+            self.dtype,
+            self.device,
             kernels,
-            weights=layout.weights,
-            spreads_experts=expert_parallel,
-            redundant_experts=redundant_experts,
+            weights=config.weights,
+            spreads_experts=config.expert_parallel,
+            redundant_experts=config.redundant_experts,
         )
         num_layers = self.config.num_layers
 
@@ -126,12 +79,12 @@ class ModelRunner:
                 progress((layer + 1) / num_layers)
 
         with torch.inference_mode():
-            self._model = Transformer(self.config, reader, layout, on_read=on_read)
+            self._model = Transformer(self.config, reader, self.layout, on_read=on_read)
         # Outside inference mode, for others write to it who are not in it: blocks that arrive from a peer.
-        self.pool = KVPool(layout, num_blocks=num_blocks, device=device)
-        if replayed_rows and capture is None and device.type == "cuda":
-            capture = CudaCapture(device)
-        self._graphs = self._record(replayed_rows, capture) if replayed_rows and capture else None
+        self.pool = KVPool(self.layout, num_blocks=num_blocks, device=self.device)
+        if config.recorded_rows and capture is None and self.device.type == "cuda":
+            capture = CudaCapture(self.device)
+        self._graphs = self._record(config.recorded_rows, capture) if config.recorded_rows and capture else None
 
     @torch.inference_mode()
     def forward(self, batch: Batch, on_layer: OnLayer | None = None) -> Tensor:
@@ -184,3 +137,11 @@ class ModelRunner:
         )
         logger.info("decode steps of up to %d rows recorded in %.1f s", max_rows, time.monotonic() - begin)
         return graphs
+
+    def _kv_gib(self, wanted: float | None) -> float:
+        """Memory for the pool: what the operator says, or a share of what will be free beside the weights."""
+        if wanted is not None or self.device.type == "cpu":
+            return wanted or _CPU_KV_GIB
+        free_bytes, _ = torch.cuda.mem_get_info(self.device)
+        weight_bytes = self.config.num_parameters * self.dtype.itemsize / self.parallel.size
+        return (free_bytes - weight_bytes) * _GPU_KV_SHARE / GIB

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import AsyncIterator
+from typing import Any, TypeAlias
 
 from grpc import aio
 
@@ -15,48 +14,38 @@ from cluster.wire.channel import abort_with
 from cluster.wire.messages import handoff_from_proto, holder_from_proto, sequence_from_proto, tokens_to_proto
 from cluster.words.errors import ClusterError, ReplicaLost
 from cluster.words.handoff import Handoff
-from cluster.words.request import SampledToken, SequenceRequest
-from cluster.worker.replica_service import ReplicaService
+from cluster.words.request import SampledToken
+from cluster.worker.role_parts import LiveReplica
 from engine.prompts import Prompt
-from engine.sequence import Sequence
 from kvtransfer.protocol.passage import Shipment
 from prefill_worker.worker import PrefillWorker
 
-_Context = aio.ServicerContext[Any, Any]
-
-
-@dataclass(frozen=True)
-class Serving:
-    """A replica that is up."""
-
-    service: ReplicaService
-    worker: PrefillWorker
-    sequence_of: Callable[[SequenceRequest], Sequence]
+_Context: TypeAlias = aio.ServicerContext[Any, Any]
 
 
 class PrefillServicer(rpc.PrefillWorkerServicer):
-    """One call per prompt. Serves once `serving` is there."""
+    """One call per prompt. Serves once `replica` is there."""
 
     def __init__(self) -> None:
-        self.serving: Serving | None = None
+        self.replica: LiveReplica[PrefillWorker] | None = None
 
     async def Prefill(self, request: pb.PrefillRequest, context: _Context) -> AsyncIterator[pb.PrefillEvent]:
-        serving = self.serving
-        if serving is None or serving.service.is_draining:
+        replica = self.replica
+        if replica is None or replica.service.is_draining:
             await abort_with(context, ReplicaLost("this replica takes no new work"))
         handoff = handoff_from_proto(request.handoff) if request.HasField("handoff") else None
-        sequence = serving.sequence_of(sequence_from_proto(request.sequence))
+        sequence = replica.sequence_of(sequence_from_proto(request.sequence))
         prompt = Prompt(sequence, fetch_only=request.fetch_only)
         holder = holder_from_proto(request.holder) if request.HasField("holder") else None
         call = _Call(prompt, handoff)
-        serving.service.post(lambda: serving.worker.submit(prompt, handoff, call, holder=holder))
+        replica.service.post(lambda: replica.worker.submit(prompt, handoff, call, holder=holder))
         try:
             while (event := await call.events.get()) is not None:
                 if isinstance(event, ClusterError):
                     await abort_with(context, event)
                 yield event
         finally:
-            serving.service.post(lambda: serving.worker.cancel(prompt))
+            replica.service.post(lambda: replica.worker.cancel(prompt))
 
 
 class _Call:

@@ -133,7 +133,7 @@ class PrefillWorker:
         orders = self.replica.orders()
         jobs = [(prompt, self._jobs[prompt]) for prompt, _ in step.prompts]
         orders.begins = [self._begin(prompt, job) for prompt, job in jobs if job.handoff and job.departure is None]
-        orders.rows = [job.handoff and job.handoff.key for _, job in jobs]
+        orders.rows = [job.handoff.key if job.handoff else None for _, job in jobs]
         orders.aborts += self._departures.take_aborts()
         return orders
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,12 +32,14 @@ from router.serving.core import RouterCore
 from router.serving.discovery import Discovery
 from router.serving.dispatch import Dispatch
 from router.serving.grpc_worker import GrpcWorker
+from router.serving.replica import Replica
 from router.serving.replicas import Replicas
+from tests.ceiling import Ceiling
 from tests.hosts import Host
 from tests.rank_in_process import Fault, RankInProcess
+from tests.waiting import WITHIN_S, becomes
 
 _MAKERS = {Role.PREFILL: prefill_worker.actor.make_rank, Role.DECODE: decode_worker.actor.make_rank}
-_START_S = 60
 
 
 @dataclass
@@ -87,10 +89,17 @@ class LocalCluster:
     pools: dict[Role, list[LocalReplica]] = field(default_factory=lambda: {role: [] for role in Role})
     _next_id: int = 0
 
-    async def add(self, role: Role, *faults: Fault, log: str = os.devnull, on: Host | None = None) -> LocalReplica:
+    async def add(
+        self,
+        role: Role,
+        *faults: Fault,
+        ceiling: Ceiling | None = None,
+        log: str = os.devnull,
+        on: Host | None = None,
+    ) -> LocalReplica:
         """Start one more replica and wait until the router sees it.
 
-        Faults, the log, and a host other than this one, are for ranks in processes.
+        Faults, a ceiling, the log, and a host other than this one, are for ranks in processes.
         """
         replica = LocalReplica(f"{role}-{self._next_id}", [])
         self._next_id += 1
@@ -99,7 +108,7 @@ class LocalCluster:
             if on:
                 arguments |= {"host": on.address, "network": on.network}
             if self.processes:
-                made = RankInProcess(role, self.spec.model_dump(), faults=faults, log=log, **arguments)
+                made = RankInProcess(role, self.spec.model_dump(), faults=faults, ceiling=ceiling, log=log, **arguments)
             else:
                 made = _MAKERS[role](self.spec.model_dump(), log_dir="unused", **arguments)
             replica.ranks.append(made)
@@ -107,8 +116,7 @@ class LocalCluster:
         bindings = await asyncio.gather(*(asyncio.to_thread(rank.bind) for rank in replica.ranks))
         addresses = [binding["address"] for binding in bindings]
         await asyncio.gather(*(asyncio.to_thread(rank.load, addresses) for rank in replica.ranks))
-        while not (seen := self.replicas.get(replica.id)) or not seen.is_usable:
-            await self.replicas.changed(timeout_s=_START_S)
+        await self.until(lambda: (seen := self.replicas.get(replica.id)) and seen.is_usable)
         return replica
 
     async def generate(
@@ -128,11 +136,31 @@ class LocalCluster:
                 tokens[item.choice].append(item.token)
         return Answer(tokens, generation.route)
 
-    async def idle(self, *, timeout_s: float = 2.0) -> None:
-        """Wait until every replica that lives has nothing to do and has all its blocks back. Raises TimeoutError."""
-        async with asyncio.timeout(timeout_s):
-            while not all(_is_idle(replica) for pool in self.pools.values() for replica in pool if replica.is_alive):
-                await asyncio.sleep(0.01)
+    async def idle(self, *, timeout_s: float = 30.0) -> None:
+        """Wait until every replica that lives has nothing to do and has all its blocks back.
+
+        However slow the machine is, 30 s are less than the time after which a handoff expires: what is free by then was
+        given back, and not only given up.
+        """
+        living = [replica for pool in self.pools.values() for replica in pool if replica.is_alive]
+        await becomes(lambda: all(map(_is_idle, living)), within_s=timeout_s)
+
+    async def until(self, condition: Callable[[], Any]) -> None:
+        """Wait until a condition holds that only what is heard of the replicas can bring about. Raises TimeoutError."""
+        while not condition():
+            await self.replicas.changed(timeout_s=WITHIN_S)
+
+    async def drain(self, replica: LocalReplica) -> None:
+        """Tell a replica to drain, and wait until it has."""
+        for rank in replica.ranks:
+            rank.drain()
+        await becomes(lambda: replica.ranks[0].status()["state"] == "drained")
+
+    def seen(self, replica: LocalReplica) -> Replica:
+        """As the router sees it."""
+        found = self.replicas.get(replica.id)
+        assert found
+        return found
 
 
 @asynccontextmanager

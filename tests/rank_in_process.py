@@ -1,13 +1,9 @@
-"""A rank in a process of its own, without Ray, so that it can be killed or stopped: at any time, or at a chosen event.
-
-The processes are forked from a server that has imported what they need, so that one takes a tenth of a second to start.
-"""
+"""A rank in a process of its own, without Ray, so that it can be killed or stopped: any time, or at a chosen event."""
 
 from __future__ import annotations
 
 import importlib
 import logging
-import multiprocessing
 import os
 import signal
 import threading
@@ -19,13 +15,17 @@ from typing import Any
 
 from cluster.words.request import Role
 from tests import hosts
+from tests.ceiling import Ceiling
+from tests.forks import forks
 
-_ROOT = Path(__file__).parent.parent
 _MODULES = {Role.PREFILL: "prefill_worker.actor", Role.DECODE: "decode_worker.actor"}
 _ANSWER_S = 60.0
 _END_S = 10.0
 
-_forks = multiprocessing.get_context("forkserver")
+
+def shared_ceiling(num_tokens: int) -> Ceiling:
+    """One for ranks in processes, lifted in all of them at once."""
+    return Ceiling(num_tokens, lifted=forks.Event())
 
 
 @dataclass(frozen=True)
@@ -71,17 +71,18 @@ class RankInProcess:
         spec: dict[str, Any],
         *,
         faults: tuple[Fault, ...] = (),
+        ceiling: Ceiling | None = None,
         log: str = os.devnull,
         network: str = "",
         **arguments: Any,
     ) -> None:
         """network: the name of a network namespace to live in."""
-        os.environ["PYTHONPATH"] = str(_ROOT)  # the server's, which does not look at ours
-        _forks.set_forkserver_preload([*_MODULES.values(), __name__])
-        self._connection, theirs = _forks.Pipe()
+        self._connection, theirs = forks.Pipe()
         self._lock = threading.Lock()
-        self.process = _forks.Process(
-            target=_serve, args=(theirs, role, spec, arguments, faults, log, network), daemon=True
+        self.process = forks.Process(
+            target=_serve,
+            args=(theirs, role, spec, arguments, (*faults, *([ceiling] if ceiling else [])), log, network),
+            daemon=True,
         )
         self.process.start()
         theirs.close()
@@ -148,7 +149,7 @@ def _serve(
     role: Role,
     spec: dict[str, Any],
     arguments: dict[str, Any],
-    faults: tuple[Fault, ...],
+    faults: tuple[Fault | Ceiling, ...],
     log: str,
     network: str,
 ) -> None:

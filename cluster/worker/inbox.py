@@ -3,67 +3,57 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
 
 from cluster.rpc import transfer_pb2
-from cluster.worker import rank_parts
-from cluster.worker.replica_engine import ReplicaEngine
-from cluster.worker.tier_parts import loaded_from_report
+from cluster.words.errors import ReplicaLost
+from cluster.worker.lower_tiers import loaded_from_report
+from cluster.worker.peers import Peers
+from cluster.worker.pull_call import ask_holder
+from cluster.worker.rank_setup import RankSetup
+from cluster.worker.replica_service import RoleWorker
 from engine.kv.block_manager import BlockManager
 from engine.prompts import Prompt
 from engine.runner import ModelRunner
 from engine.tiers.orders import LoadResult
-from kvtransfer.movers.peers import Peers
-from kvtransfer.movers.pull_call import ask_holder
 from kvtransfer.movers.receiver import Receiver
 from kvtransfer.movers.wire_messages import landing_from_proto, shipment_from_proto
 from kvtransfer.protocol.ledger import Landing
 from kvtransfer.protocol.passage import Shipment
 from kvtransfer.protocol.pulls import Pull, Pulls
 
-if TYPE_CHECKING:  # it needs Ray and pydantic, which this floor does without
-    from cluster.worker.rank_process import Setup
-
-
-class Leader(Protocol):
-    """The step loop of rank 0, of either role. Called on the step thread."""
-
-    replica: ReplicaEngine
-
-    def landed(self, rank: int, landing: Landing, /) -> None: ...
-
-    def shipped(self, rank: int, shipment: Shipment, /) -> None: ...
+logger = logging.getLogger(__name__)
 
 
 class Inbox:
     """Everything but the constructor and `open` may be called from any thread."""
 
-    def __init__(self, setup: Setup, peers: Peers) -> None:
+    def __init__(self, setup: RankSetup, peers: Peers) -> None:
         self._setup = setup
         self._peers = peers
-        self._leader: Leader | None = None
+        self._worker: RoleWorker | None = None
         self._post: Callable[[Callable[[], None]], None] | None = None
 
-    def open(self, leader: Leader, post: Callable[[Callable[[], None]], None]) -> None:
-        """From now on things reach `leader`; before that nothing may come. `post` runs a command on the step thread."""
-        self._leader, self._post = leader, post
+    def open(self, worker: RoleWorker, post: Callable[[Callable[[], None]], None]) -> None:
+        """From now on things reach `worker`; before that nothing may come. `post` runs a command on the step thread."""
+        self._worker, self._post = worker, post
 
     def landed(self, rank: int, landing: Landing) -> None:
         """A handoff's KV, or a prefix that we fetch, is whole on one of our ranks."""
-        self._tell(lambda leader: leader.landed(rank, landing))
+        self._tell(lambda worker: worker.landed(rank, landing))
 
     def missed(self, pull: Pull[Prompt], reason: str) -> None:
         """Nothing comes of a pull."""
-        self._tell(lambda leader: leader.replica.fetches.missed(pull, reason))
+        self._tell(lambda worker: worker.replica.fetches.missed(pull, reason))
 
     def shipped(self, rank: int, shipment: Shipment) -> None:
         """One of our ranks has nothing more to send for a handoff."""
-        self._tell(lambda leader: leader.shipped(rank, shipment))
+        self._tell(lambda worker: worker.shipped(rank, shipment))
 
     def loaded(self, rank: int, loaded: LoadResult) -> None:
         """One of our ranks has done with a load from its lower tiers."""
-        self._tell(lambda leader: leader.replica.fetches.loaded(rank, loaded))
+        self._tell(lambda worker: worker.replica.fetches.loaded(rank, loaded))
 
     def reported(self, report: transfer_pb2.ReportRequest) -> None:
         """The same, told by one of the other ranks."""
@@ -79,7 +69,16 @@ class Inbox:
         """Close a handoff on the other ranks, then run a command on the step thread."""
         post = self._post
         assert post
-        rank_parts.close_handoff(self._setup, self._peers, handoff, lambda: post(then))
+
+        async def close() -> None:
+            try:
+                await self._peers.close_handoff(handoff)
+            except ReplicaLost as error:  # the gang is broken, and with it its pool: the blocks stay in quarantine
+                logger.error("handoff %s cannot be closed: %s", handoff, error)
+                return
+            post(then)
+
+        self._setup.host.spawn(close())
 
     def make_pulls(self, runner: ModelRunner, receiver: Receiver, blocks: BlockManager) -> Pulls[Prompt]:
         """The pulls of this replica, whose misfortunes come here."""
@@ -95,7 +94,7 @@ class Inbox:
             call=lambda pull: setup.host.spawn(ask_holder(pull, peers, functools.partial(self.missed, pull))),
         )
 
-    def _tell(self, command: Callable[[Leader], None]) -> None:
-        leader, post = self._leader, self._post
-        assert leader and post, "open() comes first"
-        post(lambda: command(leader))
+    def _tell(self, command: Callable[[RoleWorker], None]) -> None:
+        worker, post = self._worker, self._post
+        assert worker and post, "open() comes first"
+        post(lambda: command(worker))

@@ -1,75 +1,39 @@
-"""One rank's process, whatever its role: what cluster.words.rank asks, with the role's own part given as a Body."""
+"""One rank's process, whatever its role: what cluster.words.rank asks, with what the role brings."""
 
 from __future__ import annotations
 
 import logging
 import os
 import socket
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, TypeVar
 
 import ray
-from grpc import aio
 
 from cluster.process.stopwatch import Stopwatch
 from cluster.wire.rank_host import RankHost
 from cluster.words.probe import Probe, unobserved
 from cluster.words.rank import Binding, Progress, RankStatus
-from cluster.words.spec import Spec
 from cluster.words.spec_file import parse_spec
-from cluster.worker.replica_service import ReplicaService
+from cluster.worker.rank_body import RankBody
+from cluster.worker.rank_setup import RankSetup
+from cluster.worker.replica_service import RoleWorker
+from cluster.worker.role_parts import RoleParts
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_S = 10.0
 
-
-@dataclass(frozen=True, kw_only=True)
-class Setup:
-    """What a body is loaded with."""
-
-    spec: Spec
-    replica: str
-    rank: int
-    addresses: list[str]  # of all ranks of this replica, in rank order
-    index_url: str
-    host: RankHost
-    on_progress: Callable[[str, float], None]  # stage, fraction of the whole load
-    probe: Probe = unobserved
+W = TypeVar("W", bound=RoleWorker)
 
 
-class Body(Protocol):
-    """What differs between the roles."""
-
-    device: str  # as PyTorch names it
-    service: ReplicaService | None  # on rank 0, once loaded
-
-    def register(self, server: aio.Server) -> None:
-        """Add the servicers, before anything is loaded."""
-        ...
-
-    def load(self, setup: Setup) -> int:
-        """Form the gang, load the weights, begin to serve. Returns how many KV blocks this rank has."""
-        ...
-
-    def run(self) -> None:
-        """Return when this rank has been told to stop; raise what ended it otherwise."""
-        ...
-
-    async def close(self) -> None:
-        """Close the connections to other ranks, on the event loop."""
-        ...
-
-
-class RankProcess:
+class RankProcess(Generic[W]):
     """Implements cluster.words.rank.Rank."""
 
     def __init__(
         self,
         spec: dict[str, Any],
         *,
-        body: Body,
+        role: RoleParts[W],
         replica: str,
         rank: int,
         index_url: str,
@@ -79,7 +43,8 @@ class RankProcess:
     ) -> None:
         """host: the address to listen on; otherwise the one by which Ray knows this node."""
         self._spec = parse_spec(spec)
-        self._body = body
+        self._body = RankBody(role, self._spec)
+        self._role = role.role
         self._replica = replica
         self._rank = rank
         self._index_url = index_url
@@ -99,14 +64,15 @@ class RankProcess:
                 "pid": os.getpid(),
                 "host": socket.gethostname(),
                 "address": address,
-                "device": self._body.device,
+                "device": str(self._body.device),
             }
         return self._binding
 
     def load(self, addresses: list[str]) -> None:
         assert self._host, "bind() comes first"
-        setup = Setup(
+        setup = RankSetup(
             spec=self._spec,
+            role=self._role,
             replica=self._replica,
             rank=self._rank,
             addresses=addresses,

@@ -20,6 +20,8 @@ from cluster.words.tier import Tier
 from cluster.worker.gang_watch import watch_ranks
 from cluster.worker.replica_engine import ReplicaEngine
 from cluster.worker.step_loop import Command, StepLoop
+from kvtransfer.protocol.ledger import Landing
+from kvtransfer.protocol.passage import Shipment
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +32,14 @@ class RoleWorker(Protocol):
     """What a role does step by step. All of it runs on the step thread."""
 
     replica: ReplicaEngine
+
+    def landed(self, rank: int, landing: Landing, /) -> None:
+        """A handoff's KV, or a prefix that we fetch, is whole on one of our ranks."""
+        ...
+
+    def shipped(self, rank: int, shipment: Shipment, /) -> None:
+        """One of our ranks has nothing more to send for a handoff."""
+        ...
 
     @property
     def num_requests(self) -> int:

@@ -53,7 +53,7 @@ def open_kernels(*, dtype: torch.dtype, device: torch.device) -> Kernels | None:
 
 def open_copies(device: torch.device) -> Kernels | None:
     """The kernels that move bytes on this device, whatever the model's dtype; None where torch is to move them."""
-    return _open() if device.type == "cpu" else None
+    return load_kernels() if device.type == "cpu" else None
 
 
 class Program:
@@ -80,7 +80,8 @@ def _function(library: ctypes.CDLL, name: str, argument: type[ctypes.Structure])
 
 
 @lru_cache(maxsize=1)
-def _open() -> Kernels | None:
+def load_kernels() -> Kernels | None:
+    """This machine's kernels, compiled if need be, once a process; None where that cannot be done."""
     compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
     if compiler is None:
         logger.info("no C++ compiler: the engine computes with torch alone, more slowly")

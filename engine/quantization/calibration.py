@@ -13,12 +13,12 @@ from torch import Tensor
 from cluster.model import config as model_config
 from cluster.words.errors import SpecError
 from engine.batch.batch import Batch, Row
+from engine.config import EngineConfig
 from engine.kv.pool import KVPool
 from engine.layers.layers import Before, Matrix
 from engine.layers.shards import ShardReader
 from engine.model.transformer import Transformer
 from engine.parallel import TensorParallel
-from engine.runner import layout_for
 from engine.weights.open_checkpoint import open_checkpoint
 
 # T tokens, I input features, O output features
@@ -43,7 +43,7 @@ def inputs_of(model_dir: Path, prompts: Sequence[Sequence[int]]) -> dict[str, Te
     On the CPU, in fp32. Every distinct input has such a sum, together twice the model's size and more.
     """
     config = model_config.load(model_dir)
-    layout = layout_for(model_dir, dtype=_DTYPE, block_size=_BLOCK_SIZE)
+    layout = EngineConfig(model_dir=model_dir, dtype=_DTYPE, block_size=_BLOCK_SIZE).layout()
     device, seen = torch.device("cpu"), _Seen({})
     reader = ShardReader(
         open_checkpoint(model_dir), TensorParallel(), getattr(torch, _DTYPE), device, on_matrix=seen.observe

@@ -28,13 +28,13 @@ from torch import Tensor
 
 from cluster.words.errors import SpecError
 from cluster.words.request import Sampling, SequenceRequest
+from engine.config import EngineConfig
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
-from engine.load import device_for, load_runner
+from engine.load import device_for
 from engine.orders import Orders
-from engine.parallel import TensorParallel
 from engine.prompts import Prompt
-from engine.runner import GIB, ModelRunner, layout_for
+from engine.runner import ModelRunner
 from engine.sampler import sample
 from engine.sequence import Sequence
 from engine.step import Runner, ScheduledStep
@@ -63,22 +63,20 @@ def bench_engine(
         raise SpecError("cluster bench engine: this machine has no CUDA device that torch can use")
     if threads is not None:
         torch.set_num_threads(threads)
-    layout = layout_for(model_dir, dtype=dtype, weights=weights, pool_dtype=pool_dtype, block_size=_BLOCK_SIZE)
-    most_tokens = max(
+    most_blocks = max(
         (n * _blocks_for(tokens + extra) for n, tokens, extra in _needs(batches, contexts, prefills)), default=1
     )
-    runner = load_runner(
-        model_dir,
+    config = EngineConfig(
+        model_dir=model_dir,
         dtype=dtype,
         weights=weights,
         pool_dtype=pool_dtype,
         block_size=_BLOCK_SIZE,
-        kv_memory_gib=(most_tokens + 1) * _BLOCK_SIZE * layout.bytes_per_token() / GIB,
-        parallel=TensorParallel(),
-        replayed_rows=max(batches, default=0),
-        device=device,
-        progress=lambda fraction: None,
+        num_blocks=most_blocks + 1,
+        recorded_rows=max(batches, default=0),
+        device=str(device),
     )
+    runner = ModelRunner(config)
     decodes = [_decode(runner, batch, context) for context, batch in product(contexts, batches)]
     bandwidth, weight_bytes = read_bandwidth(device), _weight_bytes(runner, weights)
     for row in decodes:
@@ -90,7 +88,7 @@ def bench_engine(
         "model": model_dir.name,
         "dtype": dtype,
         "weights": weights,
-        "pool_dtype": layout.dtype,
+        "pool_dtype": runner.layout.dtype,
         "threads": torch.get_num_threads(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
     }

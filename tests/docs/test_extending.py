@@ -13,7 +13,7 @@ import pytest
 from docs.generate.__main__ import ROOT
 
 _PAGE = (ROOT / "docs" / "EXTENDING.md").read_text()
-_FILES = dict(re.findall(r"`([\w.]+\.(?:py|jsonl))`[^`]*?\n\n```\w+\n(.*?)^```", _PAGE, re.DOTALL | re.MULTILINE))
+FILES = dict(re.findall(r"`([\w.]+\.(?:py|jsonl))`[^`]*?\n\n```\w+\n(.*?)^```", _PAGE, re.DOTALL | re.MULTILINE))
 _COMMANDS = [
     line for block in re.findall(r"^```sh\n(.*?)^```", _PAGE, re.DOTALL | re.MULTILINE) for line in block.splitlines()
 ]
@@ -26,13 +26,13 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path in ROOT.iterdir():
         if not path.name.startswith("."):
             (directory / path.name).symlink_to(path)
-    for name, text in _FILES.items():
+    for name, text in FILES.items():
         (directory / name).write_text(text)
     return directory
 
 
 def test_the_page_has_what_it_promises() -> None:
-    assert set(_FILES) == {
+    assert set(FILES) == {
         "my_policies.py",
         "trace.jsonl",
         "my_links.py",

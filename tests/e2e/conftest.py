@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 from tokenizers.models import WordLevel
 
 from cluster.words.request import SampledToken, Sampling
-from engine.load import load_runner
-from engine.parallel import TensorParallel
+from engine.config import EngineConfig
 from engine.runner import ModelRunner
 from engine.tools.offline import generate
 from tests.engine.steps import VOCAB_SIZE
@@ -51,16 +49,8 @@ def reference() -> Reference:
         model_dir: Path, prompts: list[list[int]], samplings: Sampling | list[Sampling], *, dtype: str = "float32"
     ) -> list[list[SampledToken]]:
         if (model_dir, dtype) not in runners:
-            runners[model_dir, dtype] = load_runner(
-                model_dir,
-                dtype=dtype,
-                pool_dtype="auto",
-                block_size=16,
-                kv_memory_gib=0.1,
-                parallel=TensorParallel(),
-                device=torch.device("cpu"),
-                progress=lambda fraction: None,
-            )
+            config = EngineConfig(model_dir=model_dir, dtype=dtype, kv_memory_gib=0.1)
+            runners[model_dir, dtype] = ModelRunner(config)
         return generate(runners[model_dir, dtype], prompts, samplings)
 
     return run

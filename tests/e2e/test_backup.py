@@ -12,10 +12,12 @@ from cluster.index.prefix_index import Depths
 from cluster.words.hashing import block_hashes, root_hash
 from cluster.words.request import Role, Sampling
 from router.routing.cost_policy import CostPolicy
-from router.serving import backup
+from tests.ceiling import Ceiling
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
-from tests.local_cluster import beside, local_cluster
+from tests.local_cluster import LocalCluster, beside, local_cluster
+from tests.rank_in_process import shared_ceiling
+from tests.waiting import becomes
 
 _TREE: dict[str, Any] = {
     "model": {"dtype": "float32"},
@@ -29,26 +31,26 @@ _GREEDY = Sampling(max_tokens=80, temperature=0.0)
 _SAMPLED = Sampling(max_tokens=80, temperature=1.0, seed=7)
 
 
-@pytest.fixture(autouse=True)
-def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backup, "_LOOK_S", 0.01)
-
-
 @pytest.mark.parametrize("sampling", [_GREEDY, _SAMPLED], ids=["greedy", "sampled"])
 async def test_the_next_turn_finds_the_answer_where_its_prompt_was_computed(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str, sampling: Sampling
+    checkpoint: Checkpoint, reference: Reference, redis_url: str, monkeypatch: pytest.MonkeyPatch, sampling: Sampling
 ) -> None:
     model_dir, prompt = checkpoint("llama"), prompts(40)[0]
+    running_on = Ceiling(sampling.max_tokens - 1)
+    running_on.arm(monkeypatch.setattr)
     expected = [token.token_id for token in reference(model_dir, [prompt], sampling)[0]]
     async with local_cluster(model_dir, redis_url, policy=CostPolicy(pulls=False), **_TREE) as cluster:
         async with beside(cluster.core.back_up_forever(every=_EVERY)):
-            answer = await cluster.generate(prompt, sampling)
+            running = asyncio.create_task(cluster.generate(prompt, sampling))
+            most = len(prompt) + len(expected) - 2 * _EVERY  # so much a copy has at its latest
+            await _homes(cluster, [*prompt, *expected], at_least=most // _BLOCK)
+            running_on.lift()
+            answer = await running
         assert answer.ids == expected
         await cluster.idle()
         prefill = cluster.replicas.get("prefill-0")
         assert prefill
-        while not prefill.status.totals.pulled_tokens:
-            await cluster.replicas.changed(timeout_s=10)
+        await cluster.until(lambda: prefill.status.totals.pulled_tokens)
         assert prefill.status.totals.computed_tokens == len(prompt), "a copy is not computed"
         turn = await cluster.generate([*prompt, *answer.ids], Sampling(max_tokens=2, temperature=0.0), id="next")
         assert (turn.route.pulled_tokens, turn.route.prefill_replica) == (0, "prefill-0")
@@ -61,15 +63,17 @@ async def test_who_goes_on_for_a_lost_replica_computes_the_last_tokens_only(
     model_dir, prompt = checkpoint("llama"), prompts(40)[0]
     expected = [token.token_id for token in reference(model_dir, [prompt], _GREEDY)[0]]
     tree = _TREE | {"prefill": {**_TREE["prefill"], "replicas": 2}}  # one of them has the prompt, and keeps the copy
+    tree["decode"] = {**_TREE["decode"], "replicas": 0}
+    running_on = shared_ceiling(40)
     async with local_cluster(model_dir, redis_url, processes=True, policy=CostPolicy(pulls=False), **tree) as cluster:
+        for _ in range(2):
+            await cluster.add(Role.DECODE, ceiling=running_on)
         async with beside(cluster.core.back_up_forever(every=_EVERY)):
             running = asyncio.create_task(cluster.generate(prompt, _GREEDY))
-            hashes = block_hashes(root_hash(cluster.model), [*prompt, *expected], block_size=_BLOCK)
-            index, enough = cluster.replicas.index, (len(prompt) + _EVERY) // _BLOCK
-            while not (homes := _holders(index.depths(hashes), at_least=enough)):
-                await asyncio.sleep(0.001)
+            homes = await _homes(cluster, [*prompt, *expected], at_least=(len(prompt) + _EVERY) // _BLOCK)
             busy = next(r.id for r in cluster.replicas if r.member.role is Role.DECODE and r.num_requests)
             next(replica for replica in cluster.pools[Role.DECODE] if replica.id == busy).send(signal.SIGKILL)
+            running_on.lift()
             answer = await running
         assert answer.ids == expected
         assert answer.route.migrations == 1
@@ -77,6 +81,11 @@ async def test_who_goes_on_for_a_lost_replica_computes_the_last_tokens_only(
         assert answer.route.cached_tokens > len(prompt)
 
 
+async def _homes(cluster: LocalCluster, tokens: list[int], *, at_least: int) -> list[str]:
+    """Wait until the router knows of prefill replicas that hold so many blocks of a sequence, and return them."""
+    hashes = block_hashes(root_hash(cluster.model), tokens, block_size=_BLOCK)
+    return await becomes(lambda: _holders(cluster.replicas.index.depths(hashes), at_least=at_least))
+
+
 def _holders(depths: dict[str, Depths], *, at_least: int) -> list[str]:
-    """The prefill replicas that hold so many blocks."""
     return [name for name, depth in depths.items() if name.startswith("prefill") and depth.device >= at_least]

@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from cluster.words.request import Role, Sampling
+from engine.config import EngineConfig
 from engine.cpu.library import open_kernels
-from engine.load import load_runner, set_threads
-from engine.parallel import TensorParallel
+from engine.load import set_threads
 from engine.runner import ModelRunner
 from engine.tools.offline import generate
+from tests.ceiling import Ceiling
 from tests.e2e.conftest import Checkpoint
 from tests.engine.steps import prompts
-from tests.local_cluster import Answer, LocalCluster, LocalReplica, local_cluster
+from tests.local_cluster import Answer, LocalCluster, local_cluster
 
 CPU = torch.device("cpu")
 NUM_REQUESTS, NUM_TOKENS = 64, 40
@@ -42,7 +43,7 @@ pytestmark = pytest.mark.skipif(open_kernels(dtype=torch.bfloat16, device=CPU) i
 
 @pytest.mark.parametrize("pool", TREES)
 async def test_64_requests_alone_batched_chunked_and_migrated(
-    checkpoint: Checkpoint, redis_url: str, pool: str
+    checkpoint: Checkpoint, redis_url: str, monkeypatch: pytest.MonkeyPatch, pool: str
 ) -> None:
     model_dir, kv = checkpoint("llama", **WIDE), TREES[pool]
     runner = _runner(model_dir, kv.get("pool_dtype", "auto"))
@@ -57,49 +58,34 @@ async def test_64_requests_alone_batched_chunked_and_migrated(
         "prefill": {"kv_memory_gib": 0.02, "max_batch_tokens": 64},
         "decode": {"kv_memory_gib": 0.02},
     }
+    running_on = Ceiling(NUM_TOKENS // 4)
+    running_on.arm(monkeypatch.setattr)
     async with local_cluster(model_dir, redis_url, **tree) as cluster:
-        answers = await _asked_while_a_replica_leaves(cluster)
+        answers = await _asked_while_a_replica_leaves(cluster, running_on)
     assert [answer.ids for answer in answers] == alone
     assert sum(answer.route.moves for answer in answers) >= 8
     assert {bool(answer.route.prefill_replica) for answer in answers} == {True, False}  # short ones stay on decode
 
 
-async def _asked_while_a_replica_leaves(cluster: LocalCluster) -> list[Answer]:
+async def _asked_while_a_replica_leaves(cluster: LocalCluster, running_on: Ceiling) -> list[Answer]:
     leaving = cluster.pools[Role.DECODE][0]
     asked = [
         asyncio.create_task(cluster.generate(prompt, sampling, id=str(i)))
         for i, (prompt, sampling) in enumerate(zip(PROMPTS, SAMPLINGS, strict=True))
     ]
-    seen = cluster.replicas.get(leaving.id)
-    assert seen
-    async with asyncio.timeout(30):
-        while seen.status.totals.generated_tokens < NUM_REQUESTS * NUM_TOKENS // 4:
-            await asyncio.sleep(0.005)
+    await cluster.until(lambda: cluster.seen(leaving).status.totals.generated_tokens >= 10 * NUM_TOKENS // 4)
     await cluster.add(Role.DECODE)
-    await _drained(leaving)
+    draining = asyncio.create_task(cluster.drain(leaving))
+    await cluster.until(lambda: cluster.seen(leaving).status.totals.migrations >= 8)
+    running_on.lift()
+    await draining
     return list(await asyncio.gather(*asked))
-
-
-async def _drained(replica: LocalReplica) -> None:
-    replica.ranks[0].drain()
-    async with asyncio.timeout(30):
-        while replica.ranks[0].status()["state"] != "drained":
-            await asyncio.sleep(0.01)
 
 
 def _runner(model_dir: Path, pool_dtype: str) -> ModelRunner:
     set_threads(1)
-    return load_runner(
-        model_dir,
-        dtype="bfloat16",
-        pool_dtype=pool_dtype,
-        block_size=16,
-        kv_memory_gib=0.05,
-        parallel=TensorParallel(),
-        is_deterministic=True,
-        device=CPU,
-        progress=lambda fraction: None,
-    )
+    config = EngineConfig(model_dir=model_dir, pool_dtype=pool_dtype, kv_memory_gib=0.05, deterministic=True)
+    return ModelRunner(config)
 
 
 def _generate(

@@ -17,6 +17,7 @@ from cluster.rpc import inference_pb2_grpc as rpc
 from router.service import RouterService
 from tests.local_cluster import local_cluster
 from tests.router.http_server import serve_http
+from tests.waiting import becomes
 
 _QUESTION = "What is the capital of France?"
 _MESSAGES = [{"role": "user", "content": _QUESTION}]
@@ -31,7 +32,8 @@ async def test_chat_streams_seeds_stops_and_errors_at_both_doors(smollm2_dir: Pa
         service = await RouterService.open(cluster.spec, index_url=redis_url, router="router-1")
         try:
             async with serve_http(service.http_app()) as (host, port), asyncio.timeout(150):
-                await _until_healthy(f"http://{host}:{port}")
+                await becomes(lambda: all(service.health().values()))
+                await _check_health(f"http://{host}:{port}")
                 async with AsyncOpenAI(base_url=f"http://{host}:{port}/v1", api_key="none", max_retries=0) as client:
                     await _check_openai(client)
                 await _check_grpc(service.grpc_port)
@@ -41,11 +43,10 @@ async def test_chat_streams_seeds_stops_and_errors_at_both_doors(smollm2_dir: Pa
         await cluster.idle()
 
 
-async def _until_healthy(url: str) -> None:
+async def _check_health(url: str) -> None:
     async with httpx.AsyncClient() as client:
-        while (answer := await client.get(f"{url}/health")).status_code != 200:
-            await asyncio.sleep(0.05)
-        assert answer.json() == {"prefill": 1, "decode": 1}
+        answer = await client.get(f"{url}/health")
+    assert (answer.status_code, answer.json()) == (200, {"prefill": 1, "decode": 1})
 
 
 async def _check_openai(client: AsyncOpenAI) -> None:

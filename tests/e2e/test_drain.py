@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
 from cluster.words.request import Role, Sampling
+from router.routing.plain_policies import RoundRobin
+from tests.ceiling import Ceiling
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
-from tests.local_cluster import LocalReplica, local_cluster
+from tests.local_cluster import LocalCluster, LocalReplica, local_cluster
 
 _TREE: dict[str, Any] = {
     "model": {"dtype": "float32"},
@@ -20,26 +24,28 @@ _TREE: dict[str, Any] = {
 _GREEDY = Sampling(max_tokens=60, temperature=0.0)
 
 
-async def _drained(replica: LocalReplica) -> None:
-    replica.ranks[0].drain()
-    async with asyncio.timeout(20):
-        while replica.ranks[0].status()["state"] != "drained":
-            await asyncio.sleep(0.01)
+async def _leave(cluster: LocalCluster, replica: LocalReplica) -> None:
+    await cluster.drain(replica)
     await asyncio.to_thread(replica.ranks[0].stop)
 
 
 async def test_one_replica_of_each_pool_leaves_under_load(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str
+    checkpoint: Checkpoint, reference: Reference, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model_dir, asked = checkpoint("llama"), prompts(*range(20, 52))
+    running_on = Ceiling(30)
+    running_on.arm(monkeypatch.setattr)
     expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, asked, _GREEDY)]
-    async with local_cluster(model_dir, redis_url, **_TREE) as cluster:
+    async with local_cluster(model_dir, redis_url, policy=RoundRobin(), **_TREE) as cluster:
         leaving = [cluster.pools[role].pop() for role in Role]
         running = [
             asyncio.create_task(cluster.generate(prompt, _GREEDY, id=str(i))) for i, prompt in enumerate(asked[:16])
         ]
-        await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-        draining = asyncio.gather(*(_drained(replica) for replica in leaving))
+        seen = [cluster.seen(replica) for replica in leaving]
+        await cluster.until(lambda: seen[1].status.totals.generated_tokens >= 30)
+        draining = asyncio.gather(*(_leave(cluster, replica) for replica in leaving))
+        await cluster.until(lambda: not any(replica.is_usable for replica in seen))
+        running_on.lift()
         late = await asyncio.gather(
             *(cluster.generate(prompt, _GREEDY, id=str(i)) for i, prompt in enumerate(asked[16:], start=16))
         )
@@ -47,7 +53,7 @@ async def test_one_replica_of_each_pool_leaves_under_load(
         answers = [await task for task in running] + late
         assert [answer.ids for answer in answers] == expected
         assert {replica.id for replica in leaving}.isdisjoint(
-            {name for answer in late[8:] for name in (answer.route.prefill_replica, answer.route.decode_replica)}
+            {name for answer in late for name in (answer.route.prefill_replica, answer.route.decode_replica)}
         )
 
 

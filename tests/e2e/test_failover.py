@@ -16,6 +16,7 @@ from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
 from tests.local_cluster import Answer, LocalCluster, local_cluster
 from tests.rank_in_process import Fault
+from tests.waiting import WITHIN_S
 
 _GREEDY = Sampling(max_tokens=40, temperature=0.0)
 _SAMPLED = Sampling(max_tokens=40, temperature=1.0, top_p=0.9, repetition_penalty=1.1, num_logprobs=2)
@@ -53,7 +54,7 @@ async def _ask(cluster: LocalCluster) -> list[Answer]:
         cluster.generate(prompt, sampling, id=str(number))
         for number, (prompt, sampling) in enumerate(zip(_PROMPTS, _SAMPLINGS, strict=True))
     ]
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(WITHIN_S):
         return await asyncio.gather(*asked)
 
 
@@ -98,7 +99,7 @@ async def test_another_replica_goes_on(
         assert any(answer.route.attempts > 1 for answer in answers) or role is Role.PREFILL
         if number is signal.SIGSTOP:
             doomed.send(signal.SIGCONT)
-        await cluster.idle(timeout_s=2.0)
+        await cluster.idle()
 
 
 async def test_with_no_prefill_replica_left_the_decode_replica_computes_the_prompt(
@@ -155,7 +156,7 @@ async def test_choices_that_have_ended_stay_ended(checkpoint: Checkpoint, refere
     async with local_cluster(model_dir, redis_url, processes=True, **_tree(1, 0)) as cluster:
         await cluster.add(Role.DECODE, _DECODE_EVENTS["it streams"])
         await cluster.add(Role.DECODE)
-        async with asyncio.timeout(30), cluster.core.start(request) as generation:
+        async with asyncio.timeout(WITHIN_S), cluster.core.start(request) as generation:
             async for item in generation:
                 tokens[item.choice].append(item.token.token_id)
                 if item.choice == 2 and len(tokens[2]) == 3:

@@ -7,13 +7,16 @@ import random
 from typing import Any
 
 import pytest
+from grpc import aio
 
 from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc
 from cluster.words.request import Role, SampledToken, Sampling
+from tests.ceiling import Ceiling
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
 from tests.local_cluster import Answer, LocalCluster, LocalReplica, local_cluster
+from tests.waiting import WITHIN_S
 
 _NUM_TOKENS = 400
 _SAMPLINGS = {
@@ -43,21 +46,10 @@ def _tree(*, tp: int) -> dict[str, Any]:
     }
 
 
-async def _drain(replica: LocalReplica) -> None:
-    for rank in replica.ranks:
-        rank.drain()
-    async with asyncio.timeout(20):
-        while replica.ranks[0].status()["state"] != "drained":
-            await asyncio.sleep(0.01)
-
-
 async def _tokens_from(cluster: LocalCluster, replica: LocalReplica, *, at_least: int) -> None:
     """Wait until a replica has generated so many tokens."""
-    seen = cluster.replicas.get(replica.id)
-    assert seen
-    async with asyncio.timeout(20):
-        while seen.status.totals.generated_tokens < at_least:
-            await asyncio.sleep(0.01)
+    seen = cluster.seen(replica)
+    await cluster.until(lambda: seen.status.totals.generated_tokens >= at_least)
 
 
 def _computed(cluster: LocalCluster) -> int:
@@ -66,17 +58,19 @@ def _computed(cluster: LocalCluster) -> int:
 
 @pytest.mark.parametrize(("tp", "kind"), [(2, "greedy"), (1, "seeded")])
 async def test_running_sequences_are_shipped_and_go_on_as_if_nothing_had_happened(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str, kind: str, tp: int
+    checkpoint: Checkpoint, reference: Reference, redis_url: str, monkeypatch: pytest.MonkeyPatch, kind: str, tp: int
 ) -> None:
     model_dir, asked, sampling = checkpoint("llama"), prompts(20, 33, 48), _SAMPLINGS[kind]
     expected = reference(model_dir, asked, sampling)
+    running_on = Ceiling(40)
+    running_on.arm(monkeypatch.setattr)
     async with local_cluster(model_dir, redis_url, **_tree(tp=tp)) as cluster:
         leaving = cluster.pools[Role.DECODE][0]
         running = [asyncio.create_task(cluster.generate(p, sampling, id=str(i))) for i, p in enumerate(asked)]
         await _tokens_from(cluster, leaving, at_least=60)
         coming = await cluster.add(Role.DECODE)
-        await _drain(leaving)
-        assert not all(task.done() for task in running), "it only waited until all had ended"
+        await cluster.drain(leaving)
+        running_on.lift()
         answers: list[Answer] = [await task for task in running]
         for answer, tokens in zip(answers, expected, strict=True):
             assert [_facts(token) for token in answer.tokens[0]] == [_facts(token) for token in tokens]
@@ -87,26 +81,28 @@ async def test_running_sequences_are_shipped_and_go_on_as_if_nothing_had_happene
 
 
 async def test_a_move_that_fails_leaves_the_sequence_where_it_was(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str
+    checkpoint: Checkpoint, reference: Reference, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model_dir, [asked], sampling = checkpoint("llama"), prompts(40), _SAMPLINGS["greedy"]
     expected = reference(model_dir, [asked], sampling)[0]
+    running_on = Ceiling(20)
+    running_on.arm(monkeypatch.setattr)
     async with local_cluster(model_dir, redis_url, **_tree(tp=1)) as cluster:
         source = cluster.pools[Role.DECODE][0]
-        seen = cluster.replicas.get(source.id)
-        assert seen
+        seen = cluster.seen(source)
         running = asyncio.create_task(cluster.generate(asked, sampling))
-        await _tokens_from(cluster, source, at_least=20)
-        stub = worker_pb2_grpc.DecodeWorkerStub(seen.channel)
+        await _tokens_from(cluster, source, at_least=19)  # the first came from the prefill replica
         nowhere = pb.Handoff(
             id="h", epoch=1, ranks=["127.0.0.1:1"], num_tokens=len(asked), max_tokens=10_000, ttl_s=5.0
         )
-        [stream] = seen._sinks
-        request = pb.MigrateRequest(router="router-0", stream=stream, handoff=nowhere)
-        failed = await stub.Migrate(request, timeout=5)
-        assert not failed.moved and "127.0.0.1:1" in failed.reason
-        abandoned = stub.Migrate(request)  # nobody waits for this one
-        abandoned.cancel()
+        request = pb.MigrateRequest(router="router-0", stream=1, handoff=nowhere)  # the router's first
+        async with aio.insecure_channel(seen.member.address) as channel:
+            stub = worker_pb2_grpc.DecodeWorkerStub(channel)
+            failed = await stub.Migrate(request, timeout=WITHIN_S)
+            assert not failed.moved and "127.0.0.1:1" in failed.reason
+            abandoned = stub.Migrate(request)  # nobody waits for this one
+            abandoned.cancel()
+        running_on.lift()
         answer = await running
         assert answer.ids == [token.token_id for token in expected]
         assert seen.status.totals.migrations == 0
@@ -114,8 +110,9 @@ async def test_a_move_that_fails_leaves_the_sequence_where_it_was(
 
 
 async def test_clients_that_go_away_while_their_sequences_move_leave_nothing_behind(
-    checkpoint: Checkpoint, redis_url: str
+    checkpoint: Checkpoint, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    Ceiling(100).arm(monkeypatch.setattr)
     moments, asked = random.Random(5), prompts(*range(20, 60, 2))
     async with local_cluster(checkpoint("llama"), redis_url, **_tree(tp=2)) as cluster:
         leaving = cluster.pools[Role.DECODE][0]
@@ -123,13 +120,13 @@ async def test_clients_that_go_away_while_their_sequences_move_leave_nothing_beh
         running = [asyncio.create_task(cluster.generate(p, sampling, id=str(i))) for i, p in enumerate(asked)]
         await _tokens_from(cluster, leaving, at_least=100)
         await cluster.add(Role.DECODE)
-        draining = asyncio.create_task(_drain(leaving))
+        draining = asyncio.create_task(cluster.drain(leaving))
         for task in running:
             await asyncio.wait({task}, timeout=moments.expovariate(30))
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         await draining
-        await cluster.idle(timeout_s=2.0)
+        await cluster.idle()
 
 
 def _facts(token: SampledToken) -> tuple[int, str | None]:

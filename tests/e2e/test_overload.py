@@ -11,9 +11,11 @@ import pytest
 
 from cluster.words.errors import CapacityError, DeadlineExceeded
 from cluster.words.request import Role, Sampling, SequenceRequest
+from tests.ceiling import Ceiling
 from tests.e2e.conftest import Checkpoint
 from tests.engine.steps import prompts
 from tests.local_cluster import LocalCluster, local_cluster
+from tests.waiting import becomes
 
 _GREEDY = Sampling(max_tokens=24, temperature=0.0)
 
@@ -88,24 +90,25 @@ async def test_within_a_tenant_the_smaller_priority_goes_first(checkpoint: Check
 
 
 async def test_refusals_come_at_once_with_a_hint_and_what_is_admitted_is_served(
-    checkpoint: Checkpoint, redis_url: str
+    checkpoint: Checkpoint, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    running_on = Ceiling(2)
+    running_on.arm(monkeypatch.setattr)
     async with local_cluster(checkpoint("llama"), redis_url, **_tree(max_waiting=16)) as cluster:
-        refused_s: list[float] = []
 
         async def one(number: int) -> int:
-            begin = time.monotonic()
             try:
                 return await _ask(cluster, number)
             except CapacityError as error:
-                refused_s.append(time.monotonic() - begin)
                 assert error.retry_after_s > 0
                 return 0
 
-        counts = await asyncio.gather(*(one(i) for i in range(60)))
+        asked = [asyncio.create_task(one(i)) for i in range(60)]
+        await becomes(lambda: sum(task.done() for task in asked) >= 50)  # refused while no answer can have ended
+        running_on.lift()
+        counts = await asyncio.gather(*asked)
         assert set(counts) == {0, 24}
         assert sum(count > 0 for count in counts) >= 9, "what fits into the queue is served"
-        assert refused_s and max(refused_s) < 0.2
         await cluster.idle()
         assert await _ask(cluster, 99) == 24
 
@@ -115,13 +118,11 @@ async def test_a_deadline_that_cannot_be_met_is_refused_before_work_is_spent(
 ) -> None:
     async with local_cluster(checkpoint("llama"), redis_url, **_tree(max_running=1)) as cluster:
         backlog = [asyncio.create_task(_ask(cluster, i)) for i in range(30)]
-        done, _ = await asyncio.wait(backlog, return_when=asyncio.FIRST_COMPLETED)
-        while len(done) < 6:  # the rate at which the queue drains is measured by then
-            done, _ = await asyncio.wait(backlog, timeout=0.02)
-        begin = time.monotonic()
-        with pytest.raises(CapacityError, match="would wait"):
+        waiting = set(backlog)
+        while len(waiting) > 24:  # the rate at which the queue drains is measured by then
+            _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        with pytest.raises(CapacityError, match="would wait"):  # it has not begun to
             await _ask(cluster, 50, deadline_s=0.05)
-        assert time.monotonic() - begin < 0.04
         for task in backlog:
             task.cancel()
         await asyncio.gather(*backlog, return_exceptions=True)
@@ -129,13 +130,14 @@ async def test_a_deadline_that_cannot_be_met_is_refused_before_work_is_spent(
 
 
 async def test_a_deadline_that_passes_on_the_way_ends_the_request_everywhere(
-    checkpoint: Checkpoint, redis_url: str
+    checkpoint: Checkpoint, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    Ceiling(5).arm(monkeypatch.setattr)
     async with local_cluster(checkpoint("llama"), redis_url, **_tree()) as cluster:
-        with pytest.raises(DeadlineExceeded):
-            for number in range(50):
-                await _ask(cluster, number, deadline_s=0.02)
-        await cluster.idle()
+        for number, deadline_s in enumerate((0.02, 0.1, 0.5)):
+            with pytest.raises(DeadlineExceeded):
+                await _ask(cluster, number, deadline_s=deadline_s)
+            await cluster.idle()
 
 
 async def test_without_a_replica_a_request_waits_and_then_hears_that_there_is_none(
@@ -146,7 +148,7 @@ async def test_without_a_replica_a_request_waits_and_then_hears_that_there_is_no
         begin = time.monotonic()
         with pytest.raises(CapacityError, match=r"no replica had room within 0\.5 s"):
             await _ask(cluster, 0)
-        assert 0.4 < time.monotonic() - begin < 2
+        assert time.monotonic() - begin > 0.4
 
 
 @pytest.mark.slow
@@ -182,7 +184,9 @@ async def test_two_minutes_at_twice_what_can_be_served_cost_no_goodput(checkpoin
         async with asyncio.TaskGroup() as group:
             begin = time.monotonic()
             for number in range(int(2 * peak * overload_s)):
-                await asyncio.sleep(begin + number / (2 * peak) - time.monotonic())
+                is_time = asyncio.Event()
+                asyncio.get_running_loop().call_at(begin + number / (2 * peak), is_time.set)
+                await is_time.wait()
                 group.create_task(ask())
         goodput = served / (time.monotonic() - begin)
         print(

@@ -18,7 +18,9 @@ from tests import hosts
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
 from tests.hosts import Cable
-from tests.local_cluster import Answer, LocalCluster, LocalReplica, local_cluster
+from tests.local_cluster import Answer, LocalCluster, local_cluster
+from tests.rank_in_process import shared_ceiling
+from tests.waiting import WITHIN_S, becomes
 
 pytestmark = pytest.mark.skipif(not hosts.can_be_made(), reason="needs root, to make network namespaces")
 
@@ -61,33 +63,25 @@ async def test_streams_go_on_and_the_far_side_comes_back_empty(
 ) -> None:
     model_dir = checkpoint("llama")
     expected = reference(model_dir, _PROMPTS, _GREEDY)
+    running_on = shared_ceiling(100)
     async with local_cluster(model_dir, near_redis, processes=True, **_TREE) as cluster:
-        adding = [cluster.add(each, on=cable.near) for each in Role]
-        far, *_ = await asyncio.gather(cluster.add(role, on=cable.far), *adding)
+        adding = [cluster.add(each, ceiling=running_on, on=cable.near) for each in Role]
+        far, *_ = await asyncio.gather(cluster.add(role, ceiling=running_on, on=cable.far), *adding)
         asked = [asyncio.create_task(_ask(cluster, prompt)) for prompt in _PROMPTS]
-        await _is_used(far)
+        await becomes(lambda: far.ranks[0].status()["running"])
         cable.cut()
-        async with asyncio.timeout(30):
+        running_on.lift()
+        async with asyncio.timeout(WITHIN_S):
             answers = await asyncio.gather(*asked)
         assert [answer.ids for answer in answers] == [[token.token_id for token in tokens] for tokens in expected]
-        async with asyncio.timeout(20):  # silent for three seconds: it is given up, whether it was used or not
-            while (seen := cluster.replicas.get(far.id)) and seen.is_usable:
-                await cluster.replicas.changed(timeout_s=20)
+        # Silent for three seconds: it is given up, whether it was used or not.
+        await cluster.until(lambda: not (seen := cluster.replicas.get(far.id)) or not seen.is_usable)
         cable.mend()
-        async with asyncio.timeout(30):
-            while not (again := cluster.replicas.get(far.id)) or not again.is_usable:
-                await cluster.replicas.changed(timeout_s=30)
-        await cluster.idle(timeout_s=5)
+        await cluster.until(lambda: (again := cluster.replicas.get(far.id)) and again.is_usable)
+        await cluster.idle()
         assert (await _ask(cluster, _PROMPTS[0])).ids == answers[0].ids
         await cluster.idle()
 
 
 async def _ask(cluster: LocalCluster, prompt: list[int]) -> Answer:
     return await cluster.generate(prompt, _GREEDY, id=str(len(prompt)))
-
-
-async def _is_used(replica: LocalReplica) -> None:
-    """Until it works for a request."""
-    async with asyncio.timeout(20):
-        while not replica.ranks[0].status()["running"]:
-            await asyncio.sleep(0.005)

@@ -21,6 +21,7 @@ from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
 from tests.local_cluster import Answer, LocalCluster, local_cluster
 from tests.rank_in_process import Fault
+from tests.waiting import WITHIN_S, becomes
 
 _GREEDY = Sampling(max_tokens=24, temperature=0.0)
 
@@ -66,14 +67,10 @@ def _ids(tokens: list[list[SampledToken]]) -> list[list[int]]:
 async def _totals(cluster: LocalCluster, replica: str, *, num_pulls: int) -> Totals:
     """What the replica counts, once so many of its pulls are over: its frames come a little after its answers."""
     await cluster.idle()
-    async with asyncio.timeout(10):
-        while True:
-            seen = cluster.replicas.get(replica)
-            assert seen
-            totals = seen.status.totals
-            if totals.pulls + totals.pull_failures >= num_pulls:
-                return totals
-            await asyncio.sleep(0.01)
+    seen = cluster.replicas.get(replica)
+    assert seen
+    await cluster.until(lambda: seen.status.totals.pulls + seen.status.totals.pull_failures >= num_pulls)
+    return seen.status.totals
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -130,7 +127,7 @@ async def test_the_holder_has_the_last_word(checkpoint: Checkpoint, reference: R
 _HOLDER_EVENTS = {
     "it is asked": Fault("kvtransfer.movers.grants:Grants.give"),
     "it has taken what is wanted": Fault("kvtransfer.movers.grants:Grants.give", after=True),
-    "it ships": Fault("kvtransfer.movers.outgoing_link:OutgoingLink._send"),
+    "it ships": Fault("kvtransfer.movers.staging:StagingRing.take"),
     "it has shipped": Fault("kvtransfer.movers.grants:Grants.shipped"),
 }
 
@@ -153,7 +150,7 @@ async def test_the_holder_dies_in_a_pull(
         holder = await cluster.add(Role.DECODE, fault)
         prefill, decode = (cluster.pools[role][0].id for role in (Role.PREFILL, Role.DECODE))
         first = await _ask(cluster, policy, prompt, f"> {holder.id}")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WITHIN_S):
             pulling = asyncio.create_task(
                 _ask(cluster, policy, prompt + first.ids[:9], f"{prefill} < {holder.id} > {decode}", pull=64)
             )
@@ -164,7 +161,7 @@ async def test_the_holder_dies_in_a_pull(
         assert answer.route.attempts == 1
         if number is signal.SIGSTOP:
             holder.send(signal.SIGCONT)
-        await cluster.idle(timeout_s=5.0)
+        await cluster.idle()
 
 
 async def test_the_puller_dies_in_a_pull(checkpoint: Checkpoint, reference: Reference, redis_url: str) -> None:
@@ -174,28 +171,26 @@ async def test_the_puller_dies_in_a_pull(checkpoint: Checkpoint, reference: Refe
         doomed = await cluster.add(Role.PREFILL, Fault("cluster.worker.fetches:Fetches.landed"))
         await _ask(cluster, policy, prompt, f"{prefill} > {decode}")
         ways = f"{doomed.id} < {prefill} > {decode}", f"{prefill} > {decode}"
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WITHIN_S):
             answer = await _ask(cluster, policy, prompt, *ways, pull=64)
         assert [answer.ids] == _ids(reference(model_dir, [prompt], _GREEDY))
         assert doomed.has_been_hit and answer.route.prefill_replica == prefill
-        await cluster.idle(timeout_s=5.0)
+        await cluster.idle()
 
 
 async def test_a_pull_that_nobody_waits_for_leaves_nothing(checkpoint: Checkpoint, redis_url: str) -> None:
     prompt, policy = prompts(70)[0], FakePolicy()
-    async with local_cluster(checkpoint("llama"), redis_url, processes=True, policy=policy, **_tree(1, 1)) as cluster:
+    tree = _tree(1, 1, timeouts={"transfer_s": 60.0})  # whatever ends it here is no deadline
+    async with local_cluster(checkpoint("llama"), redis_url, processes=True, policy=policy, **tree) as cluster:
         holder = await cluster.add(Role.DECODE)
         prefill, decode = (cluster.pools[role][0].id for role in (Role.PREFILL, Role.DECODE))
         await _ask(cluster, policy, prompt, f"> {holder.id}")
         holder.send(signal.SIGSTOP)
         asking = asyncio.create_task(_ask(cluster, policy, prompt, f"{prefill} < {holder.id} > {decode}", pull=64))
-        async with asyncio.timeout(5):
-            while not (seen := cluster.replicas.get(prefill)) or not seen.status.running:
-                await cluster.replicas.changed(timeout_s=5)
+        await cluster.until(lambda: (seen := cluster.replicas.get(prefill)) and seen.status.running)
         asking.cancel()
-        async with asyncio.timeout(2):
-            while any(replica.status.running for replica in cluster.replicas if replica.id != holder.id):
-                await cluster.replicas.changed(timeout_s=2)
+        others = [replica for replica in cluster.replicas if replica.id != holder.id]
+        await cluster.until(lambda: not any(replica.status.running for replica in others))
         holder.send(signal.SIGCONT)
         await cluster.idle()
 
@@ -222,9 +217,7 @@ def _steady(view: CandidateReplica) -> CandidateReplica:
 async def _known(cluster: LocalCluster, tokens: list[int], num_tokens: int) -> None:
     """Wait until the router knows that some replica holds so many leading tokens."""
     hashes = block_hashes(root_hash(cluster.model), tokens, block_size=16)
-    async with asyncio.timeout(10):
-        while max(cluster.replicas.index.match(hashes).values(), default=0) * 16 < num_tokens:
-            await asyncio.sleep(0.01)
+    await becomes(lambda: max(cluster.replicas.index.match(hashes).values(), default=0) * 16 >= num_tokens)
 
 
 async def test_each_turn_of_a_chat_computes_only_what_is_new(

@@ -11,7 +11,7 @@ import pytest
 from cluster.words.request import Role, Sampling
 from router.routing.plain_policies import RoundRobin
 from router.routing.policy import CandidateReplica, Option, RoutingRequest
-from router.serving import rebalance
+from tests.ceiling import Ceiling
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
 from tests.local_cluster import beside, local_cluster
@@ -38,22 +38,28 @@ class Crowding:
         return RoundRobin().options(demand, prefills, wanted)
 
 
-@pytest.fixture(autouse=True)
-def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rebalance, "_LOOK_S", 0.01)
+@pytest.fixture
+def running_on(monkeypatch: pytest.MonkeyPatch) -> Ceiling:
+    ceiling = Ceiling(20)
+    ceiling.arm(monkeypatch.setattr)
+    return ceiling
 
 
 @pytest.mark.parametrize("sampling", [_GREEDY, _SAMPLED], ids=["greedy", "sampled"])
 async def test_a_crowd_spreads_and_no_token_changes(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str, sampling: Sampling
+    checkpoint: Checkpoint, reference: Reference, redis_url: str, running_on: Ceiling, sampling: Sampling
 ) -> None:
     model_dir, asked = checkpoint("llama"), prompts(*range(20, 28))
     expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, asked, sampling)]
     async with local_cluster(model_dir, redis_url, policy=Crowding(), **_TREE) as cluster:
         async with beside(cluster.core.rebalance_forever()):
-            answers = await asyncio.gather(
-                *(cluster.generate(prompt, sampling, id=str(i)) for i, prompt in enumerate(asked))
-            )
+            running = [
+                asyncio.create_task(cluster.generate(prompt, sampling, id=str(i))) for i, prompt in enumerate(asked)
+            ]
+            emptier = cluster.seen(cluster.pools[Role.DECODE][1])
+            await cluster.until(lambda: emptier.status.running >= 2)
+            running_on.lift()
+            answers = [await task for task in running]
         assert [answer.ids for answer in answers] == expected
         assert sum(answer.route.moves for answer in answers) >= 2
         assert {answer.route.decode_replica for answer in answers} == {"decode-1", "decode-2"}
@@ -63,7 +69,7 @@ async def test_a_crowd_spreads_and_no_token_changes(
 
 
 async def test_what_has_moved_moves_on_when_its_new_place_drains(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str
+    checkpoint: Checkpoint, reference: Reference, redis_url: str, running_on: Ceiling
 ) -> None:
     model_dir, asked = checkpoint("llama"), prompts(*range(20, 28))
     expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, asked, _GREEDY)]
@@ -73,10 +79,9 @@ async def test_what_has_moved_moves_on_when_its_new_place_drains(
                 asyncio.create_task(cluster.generate(prompt, _GREEDY, id=str(i))) for i, prompt in enumerate(asked)
             ]
             newcomer = next(replica for replica in cluster.pools[Role.DECODE] if replica.id != _CROWDED)
-            seen = cluster.replicas.get(newcomer.id)
-            while seen and not seen.num_requests:  # the first one has come
-                await asyncio.sleep(0.001)
-            newcomer.ranks[0].drain()
+            await cluster.until(lambda: cluster.seen(newcomer).status.running)  # the first one has come
+            await cluster.drain(newcomer)
+            running_on.lift()
             answers = [await task for task in running]
         assert [answer.ids for answer in answers] == expected
         assert {answer.route.decode_replica for answer in answers} == {_CROWDED}

@@ -20,6 +20,7 @@ from cluster.words.request import Role, Sampling
 from tests.e2e.conftest import Checkpoint
 from tests.engine.steps import prompts
 from tests.local_cluster import LocalCluster, local_cluster
+from tests.waiting import WITHIN_S, becomes
 
 _GREEDY = Sampling(max_tokens=16, temperature=0.0)
 _PROMPT = prompts(70)[0]
@@ -65,17 +66,9 @@ def _holders(cluster: LocalCluster) -> dict[str, int]:
     return cluster.replicas.index.match(hashes)
 
 
-async def _until(condition: Any, *, within_s: float = 15) -> None:
-    async with asyncio.timeout(within_s):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 async def _know_the_prompt(cluster: LocalCluster) -> dict[str, int]:
     await cluster.generate(_PROMPT, _GREEDY)
-    await _until(
-        lambda: len(_holders(cluster)) == 2
-    )  # the prefill replica, and the decode replica that it was shipped to
+    await becomes(lambda: len(_holders(cluster)) == 2)  # the prefill replica, and the decode replica it was shipped to
     return _holders(cluster)
 
 
@@ -91,11 +84,12 @@ async def test_it_dies_and_comes_back_empty(checkpoint: Checkpoint, own_redis: _
         assert _holders(cluster) == holders
         own_redis.start()
         with redis.Redis.from_url(own_redis.url) as client:
-            await _until(lambda: len(client.smembers("cluster:members")) == 3)
-            await _until(lambda: all(client.scard(f"cluster:blocks:{replica}:device") for replica in holders))
-        for _ in range(200):  # for two seconds, while the router reads what the replicas write again
+            await becomes(lambda: len(client.smembers("cluster:members")) == 3)
+            await becomes(lambda: all(client.scard(f"cluster:blocks:{replica}:device") for replica in holders))
+        end_at = time.monotonic() + 2  # while the router reads what the replicas write again
+        while time.monotonic() < end_at:
             assert _holders(cluster) == holders
-            await asyncio.sleep(0.01)
+            await cluster.replicas.changed(timeout_s=WITHIN_S)
         assert {replica.id: replica for replica in cluster.replicas} == before, "nobody left or came"
         newcomer = await cluster.add(Role.DECODE)
         assert newcomer.id in {replica.id for replica in cluster.replicas}
@@ -111,7 +105,7 @@ async def test_it_stands_still(checkpoint: Checkpoint, own_redis: _Redis) -> Non
             while time.monotonic() < end_at:
                 answer = await cluster.generate(_PROMPT, _GREEDY)
                 assert answer.route.attempts == 1 and answer.route.decode_replica in holders
-                await asyncio.sleep(0.05)
+                await cluster.replicas.changed(timeout_s=WITHIN_S)
         finally:
             own_redis.send(signal.SIGCONT)
         await cluster.add(Role.DECODE)
@@ -128,5 +122,5 @@ async def test_a_replica_that_dies_meanwhile_is_forgotten_when_it_is_back(
         answers = await asyncio.gather(*(cluster.generate(_PROMPT, _GREEDY, id=str(i)) for i in range(4)))
         assert {answer.route.decode_replica for answer in answers} == {cluster.pools[Role.DECODE][1].id}
         own_redis.start()
-        await _until(lambda: cluster.replicas.get(doomed.id) is None)
+        await becomes(lambda: cluster.replicas.get(doomed.id) is None)
         await cluster.idle()

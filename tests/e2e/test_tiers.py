@@ -21,6 +21,7 @@ from router.serving.replica import Replica
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
 from tests.local_cluster import LocalCluster, LocalReplica, local_cluster
+from tests.waiting import becomes
 
 _GREEDY = Sampling(max_tokens=8, temperature=0.0)
 _BLOCK = 3 * 2 * 2 * 16 * 4 * 16 / 2**30  # GiB of the random model, one rank
@@ -53,17 +54,11 @@ async def _ask_all(cluster: LocalCluster, expected: list[list[int]]) -> None:
         assert (await cluster.generate(prompt, _GREEDY)).ids == tokens
 
 
-async def _until(condition: Callable[[], bool], *, within_s: float = 10) -> None:
-    async with asyncio.timeout(within_s):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 async def _stop(cluster: LocalCluster, replica: LocalReplica) -> None:
     for rank in replica.ranks:
         await asyncio.to_thread(rank.stop)
     cluster.pools[Role.PREFILL].remove(replica)
-    await _until(lambda: cluster.replicas.get(replica.id) is None)
+    await becomes(lambda: cluster.replicas.get(replica.id) is None)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -93,10 +88,10 @@ async def test_the_router_knows_what_lies_in_which_tier(
         await _ask_all(cluster, expected)
         hashes = block_hashes(root_hash(cluster.model), _PROMPTS[0], block_size=16)
         index, replica = cluster.replicas.index, _prefill(cluster).id
-        await _until(lambda: index.depths(hashes).get(replica) == Depths(0, 6, 6))
+        await becomes(lambda: index.depths(hashes).get(replica) == Depths(0, 6, 6))
         redis.Redis.from_url(redis_url).flushall()
         await cluster.generate(_PROMPTS[0], _GREEDY)
-        await _until(lambda: index.depths(hashes).get(replica) == Depths(6, 6, 6))
+        await becomes(lambda: index.depths(hashes).get(replica) == Depths(6, 6, 6))
 
 
 def _flip(path: Path) -> None:
@@ -120,14 +115,14 @@ async def test_a_block_that_is_harmed_is_computed_again(
     async with local_cluster(model_dir, redis_url, **_tree(tmp_path, disk=60, tp=tp)) as cluster:
         await _ask_all(cluster, expected)
         of_last_rank = tmp_path / "cluster" / "prefill" / cluster.pools[Role.PREFILL][0].id / f"rank-{tp - 1}"
-        await _until(lambda: len([*of_last_rank.glob("*.kv")]) >= 10)
+        await becomes(lambda: len([*of_last_rank.glob("*.kv")]) >= 10)
         await cluster.idle()
         for path in of_last_rank.glob("*.kv"):
             harm(path)
         again = await cluster.generate(_PROMPTS[0], _GREEDY)
         assert (again.ids, again.route.cached_tokens) == (expected[0], 0)
         await cluster.idle()
-        await _until(lambda: _prefill(cluster).status.totals.tier_losses > 0)
+        await becomes(lambda: _prefill(cluster).status.totals.tier_losses > 0)
         assert _prefill(cluster).status.totals.disk_hit_tokens == 0
 
 
@@ -141,7 +136,7 @@ async def test_a_replica_finds_the_blocks_of_one_that_has_ended(
         await cluster.idle()
         await _stop(cluster, cluster.pools[Role.PREFILL][0])
         await cluster.add(Role.PREFILL)
-        await _until(lambda: _prefill(cluster).status.blocks_disk >= 20)
+        await becomes(lambda: _prefill(cluster).status.blocks_disk >= 20)
         answer = await cluster.generate(_PROMPTS[3], _GREEDY)
         assert (answer.ids, answer.route.cached_tokens) == (expected[3], 96)
         await cluster.idle()
@@ -189,7 +184,7 @@ async def test_a_disk_that_hangs_is_not_waited_for(
         goes_on.wait(30)
         return get(store, place, prefix_hash)
 
-    async with local_cluster(model_dir, redis_url, **_tree(tmp_path, disk=60), timeouts={"transfer_s": 0.3}) as cluster:
+    async with local_cluster(model_dir, redis_url, **_tree(tmp_path, disk=60), timeouts={"transfer_s": 1.0}) as cluster:
         await _ask_all(cluster, expected)
         monkeypatch.setattr(DiskStore, "get", hang)
         again = await cluster.generate(_PROMPTS[0], _GREEDY)

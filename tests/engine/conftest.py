@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import PreTrainedModel
 
-from engine.runner import ModelRunner, layout_for
+from engine.config import EngineConfig
+from engine.runner import ModelRunner
 from tests.engine.gang import StartGang
 from tests.engine.tiny_models import MakeModel, MakeRunner, random_model, tiny_config
+from tests.forks import forks
 
 MAX_RANKS = 4
 
@@ -41,13 +41,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
 def make_runner() -> MakeRunner:
     """make_runner(directory, dtype="bfloat16", pool_dtype="fp8_e4m3") on the CPU, one rank, blocks of 8 tokens."""
 
-    def make(directory: Path, *, dtype: str = "float32", num_blocks: int = 96, **layout: Any) -> ModelRunner:
+    def make(directory: Path, *, dtype: str = "float32", **config: Any) -> ModelRunner:
         return ModelRunner(
-            directory,
-            layout=layout_for(directory, dtype=dtype, **({"block_size": 8} | layout)),
-            num_blocks=num_blocks,
-            dtype=getattr(torch, dtype),
-            device=torch.device("cpu"),
+            EngineConfig(model_dir=directory, dtype=dtype, **({"block_size": 8, "num_blocks": 96} | config))
         )
 
     return make
@@ -56,8 +52,7 @@ def make_runner() -> MakeRunner:
 @pytest.fixture(scope="module")
 def start_gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartGang]:
     """start_gang(size, function, ...) runs function(place, prefix, rank, size, ...) in `size` processes."""
-    spawn = multiprocessing.get_context("spawn")
-    ranks = [ProcessPoolExecutor(1, mp_context=spawn) for _ in range(MAX_RANKS)]
+    ranks = [ProcessPoolExecutor(1, mp_context=forks) for _ in range(MAX_RANKS)]
     gangs = itertools.count()
     place = tmp_path_factory.mktemp("gangs") / "store"
 

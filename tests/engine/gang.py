@@ -14,10 +14,11 @@ from torch.distributed import FileStore
 
 from cluster.words.request import Sampling
 from engine.batch.batch import Batch, Row
+from engine.config import EngineConfig
 from engine.model import spread_experts
 from engine.model.expert_bank import Bank
 from engine.parallel import TensorParallel
-from engine.runner import ModelRunner, layout_for
+from engine.runner import ModelRunner
 from engine.tools.offline import generate
 from tests.engine.steps import step
 
@@ -46,16 +47,10 @@ def logits_in_three_steps(
 ) -> tuple[torch.Tensor, ...]:
     """A chunk that wants no logits, prompts but for their last token, and one token each: this rank's logits."""
     parallel = join(place, prefix, rank, size)
-    layout = layout_for(directory, dtype=dtype, block_size=8, tensor_parallel=size)
-    runner = ModelRunner(
-        directory,
-        layout=layout,
-        num_blocks=96,
-        dtype=getattr(torch, dtype),
-        device=CPU,
-        parallel=parallel,
-        expert_parallel=expert_parallel,
+    config = EngineConfig(
+        model_dir=directory, dtype=dtype, block_size=8, num_blocks=96, expert_parallel=expert_parallel
     )
+    runner = ModelRunner(config, parallel)
     first_chunk = Row(token_ids=sequences[0][:5], start=0, blocks=[0], num_logits=0)
     chunk = runner.forward(Batch.of([first_chunk], block_size=8))
     prompts = step(runner, sequences, [(i, 5 if i == 0 else 0, len(s) - 1) for i, s in enumerate(sequences)])
@@ -107,17 +102,15 @@ def tokens(
     """What the gang generates greedily."""
     spread_experts.STEPS_BETWEEN_PLANS = steps_between_plans
     parallel = join(place, prefix, rank, size)
-    layout = layout_for(directory, dtype="float32", block_size=8, tensor_parallel=size)
-    runner = ModelRunner(
-        directory,
-        layout=layout,
+    config = EngineConfig(
+        model_dir=directory,
+        dtype="float32",
+        block_size=8,
         num_blocks=96,
-        dtype=torch.float32,
-        device=CPU,
-        parallel=parallel,
         expert_parallel=expert_parallel,
         redundant_experts=redundant_experts,
     )
+    runner = ModelRunner(config, parallel)
     outputs = generate(runner, prompts, Sampling(max_tokens=12, temperature=0.0))
     return [[token.token_id for token in output] for output in outputs]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,10 @@ from hypothesis import strategies as st
 from engine import decode_graphs
 from engine.batch.batch import Batch, Row
 from engine.batch.device_batch import DeviceBatch, upload
+from engine.config import EngineConfig
 from engine.decode_graphs import Step, graph_sizes
 from engine.kv.pool import KVPool
-from engine.runner import ModelRunner, layout_for
+from engine.runner import ModelRunner
 from tests.engine.kernels.launched import launch_kernels
 from tests.engine.steps import VOCAB_SIZE
 from tests.engine.tiny_models import DEEPSEEK_V2, DEEPSEEK_V3, MakeModel
@@ -62,11 +64,16 @@ def make_pair(tiny_model: MakeModel) -> MakePair:
         **changes: Any,
     ) -> tuple[ModelRunner, ModelRunner]:
         directory, _ = tiny_model(family, **changes)
-        layout = layout_for(directory, dtype=dtype, pool_dtype=pool_dtype, block_size=BLOCK_SIZE)
-        options = {"layout": layout, "num_blocks": NUM_BLOCKS, "dtype": getattr(torch, dtype)}
-        options["device"] = torch.device(device)
-        replaying = ModelRunner(directory, **options, replayed_rows=MAX_ROWS, capture=capture)
-        return replaying, ModelRunner(directory, **options)
+        config = EngineConfig(
+            model_dir=directory,
+            dtype=dtype,
+            pool_dtype=pool_dtype,
+            block_size=BLOCK_SIZE,
+            num_blocks=NUM_BLOCKS,
+            device=str(device),
+        )
+        replaying = ModelRunner(replace(config, recorded_rows=MAX_ROWS), capture=capture)
+        return replaying, ModelRunner(config)
 
     return make
 

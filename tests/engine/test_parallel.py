@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from cluster.words.errors import SpecError
+from engine.config import EngineConfig
 from engine.parallel import TensorParallel
-from engine.runner import layout_for
 from tests.engine import gang
 from tests.engine.gang import StartGang
 from tests.engine.steps import VOCAB_SIZE, prompts
@@ -72,7 +72,7 @@ def test_spans_cover_everything_once() -> None:
 def test_sizes_that_do_not_fit_are_refused(tiny_model: MakeModel) -> None:
     directory, _ = tiny_model("llama")
     with pytest.raises(SpecError, match="choose one of 1, 2, 4"):
-        layout_for(directory, dtype="float32", tensor_parallel=3)
+        EngineConfig(model_dir=directory).layout(tensor_parallel=3)
 
 
 def test_absent_ranks_are_not_waited_for_for_ever(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 from cluster.model.config import weight_files
 from cluster.words.request import FinishReason, Sampling
-from engine.runner import ModelRunner, layout_for
+from engine.config import EngineConfig
+from engine.runner import ModelRunner
 from engine.tools.offline import generate
 from tests.engine.gguf_files import read_model
 from tests.engine.steps import prompts, step
@@ -24,9 +25,7 @@ QUESTION = (
 
 
 def load(directory: Path, dtype: str) -> ModelRunner:
-    layout = layout_for(directory, dtype=dtype)
-    cpu = torch.device("cpu")
-    return ModelRunner(directory, layout=layout, num_blocks=256, dtype=getattr(torch, dtype), device=cpu)
+    return ModelRunner(EngineConfig(model_dir=directory, dtype=dtype, num_blocks=256))
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,13 @@ from cluster.bench.isolation import Workload, measure, percentile
 _STREAM_GAP_S, _FIRST_S = 0.005, 0.05
 
 
+async def _passed(seconds: float) -> None:
+    """So long does the server take."""
+    passed = asyncio.Event()
+    asyncio.get_running_loop().call_later(seconds, passed.set)
+    await passed.wait()
+
+
 class FakeServer:
     """Answers long prompts after a while, and streams at a steady pace; each third prompt fails."""
 
@@ -25,7 +32,7 @@ class FakeServer:
             self.num_streams += 1
             try:
                 for _ in range(max_tokens):
-                    await asyncio.sleep(_STREAM_GAP_S)
+                    await _passed(_STREAM_GAP_S)
                     yield 1
             finally:
                 self.num_streams -= 1
@@ -33,7 +40,7 @@ class FakeServer:
         self.prompts.append(tuple(token_ids))
         if len(self.prompts) % 3 == 0:
             raise ConnectionError("gone")
-        await asyncio.sleep(_FIRST_S)
+        await _passed(_FIRST_S)
         yield max_tokens
 
 

@@ -58,7 +58,7 @@ async def _load() -> AsyncIterator[tuple[FakeRouter, LoadGenerator]]:
 async def test_an_undisturbed_run_is_clean() -> None:
     async with _load() as (_, load):
         await load.learn()
-        await load.run(0.2)
+        await load.run(0.5)
         counts = load.tally.counts
         assert counts["sent"] == counts["completed"] == counts["retried"] == counts["migrated"] > 5
         assert load.tally.is_clean
@@ -77,7 +77,7 @@ async def test_what_a_fault_is_counted_as(fault: ClusterError | str, count: str)
     async with _load() as (router, load):
         await load.learn()
         router.disturb = lambda call: fault if call == 6 else None
-        await load.run(0.2)
+        await load.run(0.5)
         counts = load.tally.counts
         assert [counts[name] for name in ("failed", "refused", "asked_again", "mismatched")].count(1) == 1
         assert counts[count] == 1
@@ -88,7 +88,7 @@ async def test_clients_that_give_up_are_no_failures() -> None:
     async with _load() as (_, load):
         await load.learn()
         load.abort_share = 1.0
-        await load.run(0.1)
+        await load.run(0.5)
         await asyncio.sleep(0)
         assert load.tally.counts["aborted"] == load.tally.counts["sent"] > 2
         assert load.tally.is_clean

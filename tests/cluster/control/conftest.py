@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.control import fake_rank
+from tests.waiting import WITHIN_S, until
 
 
 class Deployment:
@@ -34,23 +34,28 @@ class Deployment:
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         from cluster.host.driver import ask
 
-        return ask(self.controller, method, *args, within_s=20, **kwargs)
+        return ask(self.controller, method, *args, within_s=WITHIN_S, **kwargs)
 
     def pool(self, role: str) -> dict[str, Any]:
         return self.call("status")["pools"][role]
 
-    def until(self, condition: Callable[[dict[str, Any]], Any], *, within_s: float = 40) -> dict[str, Any]:
+    def until(self, condition: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
         """The pools as soon as `condition(pools)` holds."""
-        deadline = time.monotonic() + within_s
-        while not condition(pools := self.call("status")["pools"]):
-            assert time.monotonic() < deadline, f"not within {within_s} s: {pools}"
-            time.sleep(0.05)
+        pools: dict[str, Any] = {}
+
+        def holds() -> Any:
+            pools.update(self.call("status")["pools"])
+            return condition(pools)
+
+        try:
+            until(holds)
+        except AssertionError:
+            raise AssertionError(f"it never came to that; the pools: {pools}") from None
         return pools
 
-    def until_ready(self, *, within_s: float = 40) -> dict[str, Any]:
+    def until_ready(self) -> dict[str, Any]:
         return self.until(
-            lambda pools: all(pool["ready"] == pool["desired"] == len(pool["replicas"]) for pool in pools.values()),
-            within_s=within_s,
+            lambda pools: all(pool["ready"] == pool["desired"] == len(pool["replicas"]) for pool in pools.values())
         )
 
     def remove(self) -> None:

@@ -11,14 +11,14 @@ from typing import Any
 
 from cluster.words.rank import Binding, Progress, RankStatus
 
-_WAIT_S = 60.0
+_LOOK_S = 0.02
 
 
 class FakeRank:
     """Implements cluster.words.rank.Rank.
 
-    fault: "raises in load", "dies in load", "slow load" (until the file `go` appears in the log directory), or
-    "slow drain" (until the file `<replica>.finished` appears there).
+    fault: "raises in load" or "dies in load" (rank 0 alone), "slow load" (until the file `go` appears in the log
+    directory), or "slow drain" (until the file `<replica>.finished` appears there).
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class FakeRank:
 
     def load(self, addresses: list[str]) -> None:
         print(f"loading with {len(addresses)} ranks", flush=True)
-        if self._fault == "raises in load":
+        if self._fault == "raises in load" and self._rank == 0:
             raise ValueError("weights.safetensors is\ncut short")
         if self._fault == "dies in load" and self._rank == 0:
             print("about to die", flush=True)
@@ -70,12 +70,8 @@ class FakeRank:
         return self._fault != "slow drain" or (self._dir / f"{self._replica}.finished").exists()
 
     def _wait_for(self, path: Path) -> None:
-        pause = threading.Event()
-        for _ in range(int(_WAIT_S / 0.02)):
-            if path.exists():
-                return
-            pause.wait(0.02)
-        raise TimeoutError(f"{path} never appeared")
+        while not path.exists() and not self._stopped.wait(_LOOK_S):
+            pass
 
 
 raises_in_load = functools.partial(FakeRank, fault="raises in load")

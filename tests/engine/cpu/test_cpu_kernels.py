@@ -21,6 +21,8 @@ from engine.kv.layout import DTYPES, KVLayout
 from engine.kv.pool import KVPool
 from engine.layers.layers import Before, GatedSiLU, RMSNorm, TorchMatrix
 from engine.layers.packed_matrix import PackedMatrix
+from engine.model import transformer
+from engine.model.cpu_program import can_compile
 from tests.engine.steps import prompts
 from tests.engine.tiny_models import MakeModel, MakeRunner
 
@@ -169,13 +171,19 @@ def test_attention_does_not_depend_on_the_cut(kernels: Kernels) -> None:
 @pytest.mark.parametrize("weights", ["as_stored", "int8"])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
 def test_all_layers_at_once_are_each_layer_alone(
-    kernels: Kernels, tiny_model: MakeModel, make_runner: MakeRunner, family: str, weights: str
+    kernels: Kernels,
+    tiny_model: MakeModel,
+    make_runner: MakeRunner,
+    family: str,
+    weights: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The same bits, also when the program has to grow; and a layer is told of once its keys and values are there."""
     changes = {"sliding_window": 11} if family == "mistral" else {}
     directory, _ = tiny_model(family, **changes)
     at_once, alone = (make_runner(directory, dtype="bfloat16", weights=weights) for _ in range(2))
-    alone._model._compiled_for = lambda pool: None
+    compiled: list[bool] = []
+    monkeypatch.setattr(transformer, "can_compile", lambda layers: compiled.append(can_compile(layers)) or compiled[-1])
     tokens = prompts(40)
     for start, end in ((0, 9), (9, 10), (10, 40)):
         told: list[int] = []
@@ -186,19 +194,22 @@ def test_all_layers_at_once_are_each_layer_alone(
 
         row = Row(token_ids=tokens[0][start:end], start=start, blocks=range(12), num_logits=1)
         batch = Batch.of([row], block_size=8)
-        got, wanted = at_once.forward(batch, on_layer), alone.forward(batch)
+        got = at_once.forward(batch, on_layer)
+        with monkeypatch.context() as patch:
+            patch.setattr(transformer, "can_compile", lambda layers: False)
+            wanted = alone.forward(batch)
         torch.testing.assert_close(got, wanted, atol=0, rtol=0)
         assert told == [0, 1, 2]
-    assert at_once._model._compiled is not None
+    assert compiled == [True]
 
 
 def test_without_a_compiler_torch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    library._open.cache_clear()
+    library.load_kernels.cache_clear()
     try:
         assert open_kernels(dtype=torch.bfloat16, device=CPU) is None
     finally:
-        library._open.cache_clear()
+        library.load_kernels.cache_clear()
 
 
 def test_they_are_for_bf16_on_a_cpu() -> None:

@@ -30,7 +30,8 @@ from engine.batch import device_batch
 from engine.batch.batch import Batch, Row
 from engine.attention import triton_latent_heads as latent_heads
 from engine.model.transformer import expected_tensors
-from engine.runner import ModelRunner, layout_for
+from engine.config import EngineConfig
+from engine.runner import ModelRunner
 from engine.sampler import SamplingRow, sample
 from kvtransfer.movers.codec import codec_for, slots_of
 from kvtransfer.protocol.segment import Segment
@@ -133,16 +134,16 @@ def main() -> None:
 
 def take_steps(model_dir: Path, pool_dtype: str, launches: list[Launch]) -> None:
     """What a replica of either role does with its device: every kind of step, and a block's way over the wire."""
-    layout = layout_for(model_dir, dtype="bfloat16", pool_dtype=pool_dtype, block_size=BLOCK_SIZE)
-    replaying = ModelRunner(
-        model_dir,
-        layout=layout,
+    config = EngineConfig(
+        model_dir=model_dir,
+        pool_dtype=pool_dtype,
+        block_size=BLOCK_SIZE,
         num_blocks=NUM_BLOCKS,
-        dtype=torch.bfloat16,
-        device=DEVICE,
-        replayed_rows=MAX_RUNNING,
-        capture=call_again,
+        device=str(DEVICE),
+        recorded_rows=MAX_RUNNING,
     )
+    replaying = ModelRunner(config, capture=call_again)
+    layout = replaying.layout
     assert replaying._graphs is not None, replaying._model.hindrance
     replaying.pool.synchronize = lambda: None  # there is nobody to wait for
     replaying.warm_up(2048)

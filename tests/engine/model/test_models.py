@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 from cluster.words.errors import SpecError
 from engine.batch.batch import Batch, Row
-from engine.runner import ModelRunner, layout_for
+from engine.config import EngineConfig
+from engine.runner import ModelRunner
 from tests.engine.steps import prompts, step
 from tests.engine.tiny_models import DEEPSEEK_V2, DEEPSEEK_V3, GROUPS, MakeModel, MakeRunner, reference_logits
 
@@ -199,9 +200,8 @@ def test_on_layer_comes_when_the_kv_is_there(tiny_model: MakeModel, make_runner:
 def test_loading_reports_progress(tiny_model: MakeModel) -> None:
     directory, _ = tiny_model("llama")
     fractions: list[float] = []
-    layout = layout_for(directory, dtype="float32")
-    cpu = torch.device("cpu")
-    ModelRunner(directory, layout=layout, num_blocks=1, dtype=torch.float32, device=cpu, progress=fractions.append)
+    config = EngineConfig(model_dir=directory, dtype="float32", num_blocks=1)
+    ModelRunner(config, progress=fractions.append)
     assert fractions == sorted(fractions) and fractions[-1] == 1.0
 
 
@@ -231,8 +231,6 @@ def test_a_truncated_file_is_named(tiny_model: MakeModel, make_runner: MakeRunne
 @pytest.mark.parametrize(("family", "dtype"), [("mixtral", "bfloat16"), ("llama", "float32")])
 def test_deterministic_is_refused_where_it_cannot_be_kept(tiny_model: MakeModel, family: str, dtype: str) -> None:
     directory, _ = tiny_model(family)
-    layout, cpu = layout_for(directory, dtype=dtype), torch.device("cpu")
+    config = EngineConfig(model_dir=directory, dtype=dtype, num_blocks=1, deterministic=True)
     with pytest.raises(SpecError, match="engine: deterministic"):
-        ModelRunner(
-            directory, layout=layout, num_blocks=1, dtype=getattr(torch, dtype), device=cpu, is_deterministic=True
-        )
+        ModelRunner(config)

@@ -14,10 +14,11 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from cluster.model.gguf_import import import_gguf
 from cluster.words.errors import SpecError
+from engine.config import EngineConfig
 from engine.layers.quantized_matrix import QuantizedMatrix
 from engine.layers.shards import ShardReader
 from engine.parallel import TensorParallel
-from engine.runner import ModelRunner, layout_for
+from engine.runner import ModelRunner
 from engine.weights.open_checkpoint import open_checkpoint
 from tests.engine.gguf_files import write_model
 from tests.engine.quantized_files import FORMATS, fp8_blocks, write_quantised
@@ -29,8 +30,7 @@ CPU = torch.device("cpu")
 
 
 def make_runner(directory: Path, weights: str) -> ModelRunner:
-    layout = layout_for(directory, dtype="float32", block_size=8, weights=weights)
-    return ModelRunner(directory, layout=layout, num_blocks=12, dtype=torch.float32, device=CPU)
+    return ModelRunner(EngineConfig(model_dir=directory, dtype="float32", weights=weights, block_size=8, num_blocks=12))
 
 
 @pytest.mark.parametrize("weights", ["as_stored", "quantized"])

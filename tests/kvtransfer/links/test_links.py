@@ -18,6 +18,7 @@ from torch.distributed import FileStore, PrefixStore, Store
 from cluster.words.errors import LinkClosed
 from kvtransfer.links.backends import LINKS, open_link
 from kvtransfer.links.link import Link, LinkEnd
+from tests.forks import forks
 
 _TIMEOUT_S = 1.0
 
@@ -65,10 +66,9 @@ class Peer:
 def _peer(backend: str, directory: Path, *, we_send: bool) -> Iterator[Peer]:
     if backend == "nccl" and torch.cuda.device_count() < 2:
         pytest.skip("NCCL wants a GPU for each of two ranks")
-    context = mp.get_context("spawn")
-    ours, theirs = context.Pipe()
+    ours, theirs = forks.Pipe()
     place = str(directory / "store")
-    process = context.Process(target=_serve_peer, args=(backend, place, theirs), daemon=True)
+    process = forks.Process(target=_serve_peer, args=(backend, place, theirs), daemon=True)
     process.start()
     assert ours.recv() == "up"  # before the deadline to meet begins: it takes seconds to import torch
     ours.send(not we_send)

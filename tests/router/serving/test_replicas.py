@@ -20,6 +20,7 @@ from router.serving.discovery import Discovery
 from router.serving.grpc_worker import GrpcWorker
 from router.serving.replica import Replica
 from router.serving.replicas import Replicas
+from tests.waiting import becomes
 
 _NAME = "here"
 
@@ -77,9 +78,7 @@ async def test_who_still_calls_a_replica_that_has_left_loses_it_like_any_other(r
         await _until_alive(replicas, alive=False)
         heard: list[Any] = []
         replica.subscribe(1, heard.append)  # too late to hear of the first loss
-        async with asyncio.timeout(10):
-            while replicas.get("prefill-0"):
-                await asyncio.sleep(0.01)
+        await becomes(lambda: replicas.get("prefill-0") is None)
         assert [type(loss) for loss in heard][-1:] == [ReplicaLost]
         with pytest.raises(ReplicaLost):
             await replica.unless_lost(_call(replica))

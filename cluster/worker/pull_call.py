@@ -12,7 +12,7 @@ from cluster.rpc import worker_pb2_grpc as rpc
 from cluster.wire.channel import error_of, open_channel
 from cluster.wire.messages import handoff_to_proto
 from cluster.words.errors import ReplicaLost
-from kvtransfer.movers.peers import Peers
+from cluster.worker.peers import Peers
 from kvtransfer.protocol.pulls import Pull
 
 

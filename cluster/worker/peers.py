@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from google.protobuf.message import Message
 from grpc import aio
-from torch.distributed import Store
+from torch.distributed.distributed_c10d import Store
 
 from cluster.rpc import transfer_pb2 as pb
 from cluster.rpc import transfer_pb2_grpc as rpc

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cluster.model import source as model_source
 from cluster.rpc import transfer_pb2 as pb
 from cluster.words.errors import SpecError
+from cluster.words.spec import PoolSpec
 from cluster.words.tier import Tier
+from cluster.worker.rank_setup import RankSetup
+from engine.config import GIB
 from engine.parallel import TensorParallel
-from engine.runner import GIB, ModelRunner
+from engine.runner import ModelRunner
 from engine.tiers.block_file import Stamp
 from engine.tiers.claim import Claim, choose_claim, take_claim
 from engine.tiers.disk_store import DiskStore
@@ -20,26 +21,19 @@ from engine.tiers.host_store import HostStore
 from engine.tiers.orders import LoadResult
 from engine.tiers.rank_tiers import RankTiers
 
-if TYPE_CHECKING:  # they need Ray and pydantic, which this floor does without
-    from cluster.words.request import Role
-    from cluster.words.spec import PoolSpec
-    from cluster.worker.rank_process import Setup
 
-
-def open_tiers(
-    setup: Setup, role: Role, runner: ModelRunner, on_loaded: Callable[[LoadResult], None]
-) -> RankTiers | None:
+def open_tiers(setup: RankSetup, runner: ModelRunner, on_loaded: Callable[[LoadResult], None]) -> RankTiers | None:
     """The tiers below this rank's pool; None if the spec wants none. Every rank of a replica calls this together.
 
     Raises SpecError where the directory cannot be used.
     """
-    pool, layout = setup.spec.pool(role), runner.layout
+    pool, layout = setup.pool, runner.layout
     num_host, num_disk = (int(gib * GIB) // layout.block_bytes for gib in (pool.kv_host_gib, pool.kv_disk_gib))
     host = disk = None
     if num_host:
         host = HostStore(num_places=num_host, block_bytes=layout.block_bytes, device=runner.pool.device)
     if num_disk:
-        claim = _claim(setup, pool, runner.parallel, root=_root(pool) / setup.spec.name / role.value)
+        claim = _claim(setup, pool, runner.parallel, root=_root(pool) / setup.spec.name / setup.role.value)
         disk = DiskStore(claim.directory, Stamp(layout, setup.rank), num_places=num_disk, ended=claim.release)
     return RankTiers(runner.pool, host=host, disk=disk, on_loaded=on_loaded) if host or disk else None
 
@@ -48,7 +42,7 @@ def _root(pool: PoolSpec) -> Path:
     return Path(pool.kv_disk_path).expanduser() if pool.kv_disk_path else model_source.cache_root() / "blocks"
 
 
-def _claim(setup: Setup, pool: PoolSpec, parallel: TensorParallel, *, root: Path) -> Claim:
+def _claim(setup: RankSetup, pool: PoolSpec, parallel: TensorParallel, *, root: Path) -> Claim:
     """Rank 0 chooses; the others take theirs under the same name."""
     try:
         if parallel.is_leader:
@@ -64,18 +58,15 @@ def _claim(setup: Setup, pool: PoolSpec, parallel: TensorParallel, *, root: Path
         raise SpecError(f"kv_disk_path: {root}: {error.strerror or error}") from error
 
 
-@dataclass(frozen=True)
-class LoadedPart:
+def loaded_to_report(loaded: LoadResult, *, rank: int) -> pb.ReportRequest:
     """A rank's answer to a load, on its way to rank 0."""
-
-    loaded: LoadResult
-
-    def to_report(self, *, rank: int) -> pb.ReportRequest:
-        loaded = self.loaded
-        part = pb.LoadedPart(
-            id=loaded.id, num_blocks=loaded.num_blocks, num_bytes=loaded.num_bytes, seconds=loaded.seconds
-        )
-        return pb.ReportRequest(rank=rank, loaded=part)
+    part = pb.LoadedPart(
+        id=loaded.id,
+        num_blocks=loaded.num_blocks,
+        num_bytes={int(tier): count for tier, count in loaded.num_bytes.items()},
+        seconds={int(tier): seconds for tier, seconds in loaded.seconds.items()},
+    )
+    return pb.ReportRequest(rank=rank, loaded=part)
 
 
 def loaded_from_report(part: pb.LoadedPart) -> LoadResult:

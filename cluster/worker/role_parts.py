@@ -1,0 +1,78 @@
+"""What a role brings to its ranks, and what it is given there. See prefill_worker.actor and decode_worker.actor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from grpc import aio
+
+from cluster.words.request import Role, SequenceRequest
+from cluster.words.spec import Spec
+from cluster.worker.gang_runner import GangRunner
+from cluster.worker.inbox import Inbox
+from cluster.worker.peers import Peers
+from cluster.worker.rank_setup import RankSetup
+from cluster.worker.replica_service import ReplicaService, RoleWorker
+from engine.config import EngineConfig
+from engine.engine import SchedulerConfig
+from engine.kv.block_manager import BlockManager
+from engine.prompts import Prompt
+from engine.sequence import Sequence
+from engine.tiers.tiers import Tiers
+from kvtransfer.movers.grants import Grants
+from kvtransfer.movers.receiver import Receiver
+from kvtransfer.protocol.pulls import Pulls
+
+W = TypeVar("W", bound=RoleWorker)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaderParts:
+    """What a role's worker is made from, on rank 0."""
+
+    setup: RankSetup
+    gang: GangRunner
+    receiver: Receiver
+    blocks: BlockManager
+    limits: SchedulerConfig
+    inbox: Inbox
+    pulls: Pulls[Prompt]
+    grants: Grants
+    tiers: Tiers[Prompt]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveReplica(Generic[W]):
+    """A replica that takes requests, as its servicers see it on the event loop."""
+
+    service: ReplicaService
+    worker: W
+    peers: Peers
+    model: str  # fingerprint of its weights
+    block_size: int
+    max_tokens: int  # of a sequence
+
+    def sequence_of(self, request: SequenceRequest) -> Sequence:
+        first = request.choices[0]  # after a migration, what runs here may be any of the client's choices
+        return Sequence(request, first, model=self.model, block_size=self.block_size, max_context=self.max_tokens)
+
+
+class RoleParts(Protocol[W]):
+    """What a role brings: see prefill_worker.actor and decode_worker.actor."""
+
+    role: Role
+
+    def configure(self, config: EngineConfig, spec: Spec) -> EngineConfig:
+        """What is particular to the role's engine."""
+        ...
+
+    def register(self, server: aio.Server) -> None:
+        """Add the role's servicer, before anything is loaded."""
+        ...
+
+    def make_worker(self, parts: LeaderParts) -> W: ...
+
+    def serve(self, replica: LiveReplica[W]) -> None:
+        """From now on its servicer takes requests."""
+        ...

@@ -1,0 +1,56 @@
+"""What one rank's engine is made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.model import config as model_config
+from cluster.words.errors import SpecError
+from engine.kv.layout import KVLayout
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How a model is computed, and the memory for its KV: the same on every rank of a replica."""
+
+    model_dir: Path  # Hugging Face's files
+    device: str = "cpu"  # as torch names it
+    dtype: str = "bfloat16"  # of weights and activations
+    weights: str = "as_stored"  # one of engine.layers.shards.WEIGHTS
+    pool_dtype: str = "auto"  # of KV; auto: as dtype; or int8, fp8_e4m3
+    block_size: int = 16  # tokens
+    num_blocks: int | None = None  # of this rank's pool; None: as many as fit into kv_memory_gib
+    kv_memory_gib: float | None = None  # None: 1 on a CPU, 85 % of what is free beside the weights on a GPU
+    expert_parallel: bool = False  # each rank holds some experts whole, instead of a share of every one
+    redundant_experts: int = 0  # of each layer: places for further copies of the experts that are chosen most
+    deterministic: bool = False  # refuse to compute in a way in which a row's bits depend on the rows beside it
+    recorded_rows: int = 0  # record decode steps of up to so many rows, where they can be, and replay them
+
+    def layout(self, *, tensor_parallel: int = 1) -> KVLayout:
+        """The KV layout on each of so many ranks. Reads the model's config.json; raises SpecError."""
+        config = model_config.load(self.model_dir)
+        config.check_tensor_parallel(tensor_parallel)
+        return KVLayout(
+            model=model_config.fingerprint(self.model_dir),
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.kv_dim,
+            num_sides=config.kv_sides,
+            exact_dim=config.kv_exact_dim,
+            block_size=self.block_size,
+            dtype=self.dtype if self.pool_dtype == "auto" else self.pool_dtype,
+            tensor_parallel=tensor_parallel,
+            weights=self.weights,
+        )
+
+
+def num_blocks_for(layout: KVLayout, *, gib: float) -> int:
+    """How many blocks of one rank fit into this much memory. Raises SpecError if none does."""
+    if gib * GIB < layout.block_bytes:
+        raise SpecError(
+            f"kv_memory_gib: {gib} GiB hold no block of {layout.block_size} tokens: {layout.block_bytes} bytes"
+        )
+    return int(gib * GIB) // layout.block_bytes

@@ -1,0 +1,165 @@
+"""A replica of one rank on the CPU, with a random model and nothing at the other end: what its worker is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cluster.rpc import transfer_pb2
+from cluster.words.handoff import Handoff, HandoffKey
+from cluster.words.request import Sampling, SequenceRequest
+from cluster.worker.gang_runner import GangRunner
+from engine import sequence
+from engine.engine import SchedulerConfig
+from engine.kv.block_manager import BlockManager
+from engine.prompts import KVSource, Prompt
+from engine.runner import ModelRunner, layout_for
+from engine.tiers.tiers import Tiers
+from kvtransfer.movers.grants import Grants
+from kvtransfer.protocol.passage import Shipment
+from kvtransfer.protocol.pulls import Pulls
+from tests.engine.tiny_models import random_model, tiny_config
+
+NUM_BLOCKS, BLOCK_SIZE = 12, 8
+CONFIG = SchedulerConfig(max_batch_tokens=16, max_running=4, max_waiting=8)
+
+
+class FakePassage:
+    """What was handed over for one handoff. It is sent at once."""
+
+    is_idle = True
+
+    def __init__(self, handoff: Handoff, blocks: Sequence[int]) -> None:
+        self.handoff, self.blocks = handoff, tuple(blocks)
+        self.spans: list[tuple[int, int, int]] = []  # layer, and positions [start, end)
+        self.committed: tuple[int, list[int]] | None = None
+        self.is_aborted = False
+
+    def layer_ready(self, layer: int, first_token: int, end_token: int, *, num_layers: int = 1) -> None:
+        if first_token < end_token:
+            self.spans += [(layer + i, first_token, end_token) for i in range(num_layers)]
+
+    def commit(self, num_tokens: int, next_tokens: Sequence[int] = ()) -> None:
+        self.committed = num_tokens, list(next_tokens)
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+class FakeSender:
+    def __init__(self) -> None:
+        self.passages: dict[HandoffKey, FakePassage] = {}
+
+    def begin(self, handoff: Handoff, blocks: Sequence[int]) -> FakePassage:
+        return self.passages.setdefault(handoff.key, FakePassage(handoff, blocks))
+
+    def find(self, key: HandoffKey) -> FakePassage | None:
+        return self.passages.get(key)
+
+
+class FakeGate:
+    """Implements kvtransfer.protocol.arrivals.Gate; also what closes handoffs on the other ranks, when told to."""
+
+    def __init__(self) -> None:
+        self.opened: dict[str, transfer_pb2.OpenRequest] = {}
+        self.closed_here: list[str] = []
+        self._closing: list[Callable[[], None]] = []
+
+    def open(self, request: transfer_pb2.OpenRequest) -> None:
+        self.opened[request.handoff] = request
+
+    def close(self, handoff: str) -> None:
+        self.closed_here.append(handoff)
+
+    def close_elsewhere(self, handoff: str, closed: Callable[[], None]) -> None:
+        self._closing.append(closed)
+
+    def others_have_closed(self) -> None:
+        for closed in self._closing:
+            closed()
+        self._closing.clear()
+
+
+@dataclass
+class RankOfOne:
+    """The parts of a worker."""
+
+    runner: ModelRunner
+    blocks: BlockManager = field(default_factory=lambda: BlockManager(NUM_BLOCKS))
+    sender: FakeSender = field(default_factory=FakeSender)
+    gate: FakeGate = field(default_factory=FakeGate)
+
+    @classmethod
+    def of_random_model(cls, directory: Path) -> RankOfOne:
+        random_model(tiny_config("llama")).save_pretrained(directory)
+        runner = ModelRunner(
+            directory,
+            layout=layout_for(directory, dtype="float32", block_size=BLOCK_SIZE),
+            num_blocks=NUM_BLOCKS,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+        )
+        return cls(runner)
+
+    @property
+    def gang(self) -> GangRunner:
+        return GangRunner(self.runner, self.sender, None)  # type: ignore[arg-type]
+
+    def worker_arguments(self) -> dict[str, Any]:
+        tiers: Tiers[Prompt] = Tiers(self.blocks, None, self.runner.layout, eviction="lru", timeout_s=1.0)
+        pulls: Pulls[Prompt] = Pulls(
+            self.gate,
+            self.blocks,
+            replica="replica-0",
+            addresses=["here"],
+            layout=self.runner.layout,
+            timeout_s=1.0,
+            close_elsewhere=self.gate.close_elsewhere,
+            call=lambda pull: asserted("nobody to pull from"),
+        )
+        return {"pulls": pulls, "grants": Grants(self.blocks, self.runner.layout, tiers), "tiers": tiers}
+
+    def prompt(
+        self, tokens: list[int], *, id: str = "r", source: KVSource = KVSource.HERE, max_tokens: int = 5, n: int = 1
+    ) -> Prompt:
+        request = SequenceRequest(
+            id=id,
+            token_ids=tuple(tokens),
+            num_prompt_tokens=len(tokens),
+            sampling=Sampling(max_tokens=max_tokens, temperature=0.0),
+            choices=tuple(range(n)),
+            stream=1,
+        )
+        made = sequence.Sequence(request, 0, model="m", block_size=BLOCK_SIZE, max_context=64)
+        return Prompt(made, source)
+
+    def handoff(self, num_tokens: int, *, id: str = "h", epoch: int = 1) -> Handoff:
+        return Handoff(
+            id=id,
+            epoch=epoch,
+            replica="decode-9",
+            ranks=("there",),
+            layout=self.runner.layout.fingerprint,
+            num_tokens=num_tokens,
+            max_tokens=num_tokens,
+            first_token=0,
+            ttl_s=60.0,
+        )
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that somebody holds, or that may still be written to."""
+        self.blocks.check_integrity()
+        return self.blocks.num_blocks - self.blocks.num_free - self.blocks.num_cached
+
+
+def shipment(handoff: Handoff, error: Any = None) -> Shipment:
+    return Shipment(handoff=handoff.id, epoch=handoff.epoch, wire_bytes=100, seconds=0.01, link_s=0.005, error=error)
+
+
+def asserted(why: str) -> Any:
+    raise AssertionError(why)

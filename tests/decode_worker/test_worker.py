@@ -1,0 +1,199 @@
+"""A decode worker between its engine and whoever holds the lease of a request, step by step and on one thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from cluster.rpc import transfer_pb2
+from cluster.words.errors import ClusterError, ContextLengthExceeded, HandoffExpired, TransferError
+from cluster.words.handoff import Handoff
+from decode_worker.worker import DecodeWorker
+from engine.prompts import KVSource
+from kvtransfer.protocol.ledger import Landing
+from tests.cluster.worker.rank_of_one import CONFIG, RankOfOne
+from tests.engine.steps import prompts
+
+_PROMPT = prompts(20)[0]
+
+
+class FakeListener:
+    """Implements decode_worker.answers.RequestListener."""
+
+    def __init__(self) -> None:
+        self.handoff: Handoff | None = None
+        self.opening: transfer_pb2.OpenRequest | None = None
+        self.heard: list[str] = []
+        self.error: ClusterError | None = None
+
+    def reserved(self, handoff: Handoff | None, opening: transfer_pb2.OpenRequest | None, num_cached: int) -> None:
+        self.handoff, self.opening = handoff, opening
+        self.heard.append(f"reserved, {num_cached} cached")
+
+    def started(self, num_tokens: int, *, epoch: int, num_pulled: int) -> None:
+        self.heard.append(f"started at {num_tokens}, epoch {epoch}")
+
+    def ended(self, error: ClusterError | None) -> None:
+        self.error = error
+        self.heard.append("ended")
+
+    def landing(self, *next_tokens: int) -> Landing:
+        assert self.handoff
+        handoff = self.handoff
+        return Landing(handoff=handoff.id, epoch=handoff.epoch, num_tokens=handoff.num_tokens, next_tokens=next_tokens)
+
+
+class FakeMoveListener:
+    """Implements decode_worker.moves.MoveListener."""
+
+    def __init__(self) -> None:
+        self.stayed: list[str] = []
+        self.num_tokens: int | None = None
+
+    def moved(self, num_tokens: int, *_: Any) -> None:
+        self.num_tokens = num_tokens
+
+    def stays(self, reason: str) -> None:
+        self.stayed.append(reason)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> RankOfOne:
+    return RankOfOne.of_random_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def rank(model: RankOfOne) -> RankOfOne:
+    """Its pool is empty."""
+    return RankOfOne(model.runner)
+
+
+def _worker(rank: RankOfOne, *, handoff_s: float = 60.0, addresses: Sequence[str] = ("here",)) -> DecodeWorker:
+    return DecodeWorker(
+        rank.gang,
+        rank.gate,
+        rank.blocks,
+        CONFIG,
+        replica="decode-0",
+        addresses=list(addresses),
+        handoff_s=handoff_s,
+        close_handoff=rank.gate.close_elsewhere,
+        **rank.worker_arguments(),
+    )
+
+
+def _run(worker: DecodeWorker, router: str = "router-0") -> dict[int, list[int]]:
+    """Step until there is nothing to do: the tokens of each stream."""
+    tokens: dict[int, list[int]] = {}
+    while worker.step():
+        for part in worker.take_tokens().get(router, []):
+            tokens.setdefault(part.stream, []).extend(token.token_id for token in part.tokens)
+    return tokens
+
+
+def test_a_prompt_that_is_computed_here_streams_its_answer_and_leaves_nothing(rank: RankOfOne) -> None:
+    worker, listener = _worker(rank), FakeListener()
+    worker.submit(rank.prompt(_PROMPT), "router-0", listener)
+    assert worker.num_requests == 1
+    tokens = _run(worker)
+    assert listener.heard == ["reserved, 0 cached", "started at 20, epoch 0", "ended"] and listener.error is None
+    assert [len(ids) for ids in tokens.values()] == [5] and list(tokens) == [1]
+    assert (worker.num_requests, rank.num_held) == (0, 0)
+    totals = worker.status().totals
+    assert (totals.prompt_tokens, totals.computed_tokens, totals.generated_tokens) == (20, 20, 5)
+
+
+def test_the_same_prompt_again_finds_its_blocks_and_gets_the_same_tokens(rank: RankOfOne) -> None:
+    worker = _worker(rank)
+    answers = []
+    for cached in (0, 16):
+        listener = FakeListener()
+        worker.submit(rank.prompt(_PROMPT), "router-0", listener)
+        answers.append(_run(worker))
+        assert listener.heard[0] == f"reserved, {cached} cached"
+    assert answers[0] == answers[1]
+
+
+def test_choices_are_streams_of_their_own(rank: RankOfOne) -> None:
+    worker = _worker(rank)
+    worker.submit(rank.prompt(_PROMPT, n=3), "router-0", FakeListener())
+    tokens = _run(worker)
+    assert sorted(tokens) == [1, 2, 3] and {len(ids) for ids in tokens.values()} == {5}
+    assert rank.num_held == 0
+
+
+def test_it_decodes_from_where_the_kv_has_landed(rank: RankOfOne) -> None:
+    worker, listener = _worker(rank), FakeListener()
+    worker.submit(rank.prompt(_PROMPT, source=KVSource.PREFILL), "router-0", listener)
+    assert not worker.step(), "there is nothing to compute before the KV is here"
+    assert listener.opening and listener.handoff
+    assert (listener.opening.first_token, listener.opening.num_tokens, listener.handoff.num_tokens) == (0, 20, 20)
+    assert rank.gate.opened == {listener.handoff.id: listener.opening}
+    worker.landed(0, listener.landing(7))
+    tokens = _run(worker)
+    assert listener.heard == ["reserved, 0 cached", "started at 21, epoch 1", "ended"]
+    assert len(tokens[1]) == 4, "the first one is the prefill replica's"
+    assert (worker.num_requests, rank.num_held) == (0, 0)
+
+
+def test_kv_with_too_few_first_tokens_is_refused(rank: RankOfOne) -> None:
+    worker, listener = _worker(rank), FakeListener()
+    worker.submit(rank.prompt(_PROMPT, source=KVSource.PREFILL, n=2), "router-0", listener)
+    worker.step()
+    worker.landed(0, listener.landing(7))
+    assert isinstance(listener.error, TransferError) and listener.heard[-1] == "ended"
+    assert worker.status().totals.transfer_failures == 1
+    rank.gate.others_have_closed()
+    assert (worker.num_requests, rank.num_held) == (0, 0)
+
+
+def test_a_lease_that_ends_before_the_kv_has_come_closes_the_handoff_and_waits_for_it(rank: RankOfOne) -> None:
+    worker, listener = _worker(rank, addresses=["here", "another rank"]), FakeListener()
+    prompt = rank.prompt(_PROMPT, source=KVSource.PREFILL)
+    worker.submit(prompt, "router-0", listener)
+    worker.step()
+    worker.cancel(prompt)
+    assert listener.handoff and rank.gate.closed_here == [listener.handoff.id]
+    assert (worker.num_requests, rank.num_held) == (0, 3), "a peer may still be writing on another rank"
+    worker.landed(0, listener.landing(7))  # too late
+    rank.gate.others_have_closed()
+    assert rank.num_held == 0 and "started" not in " ".join(listener.heard)
+    assert worker.status().totals.cancelled == 1
+
+
+def test_a_handoff_that_nobody_fills_expires(rank: RankOfOne) -> None:
+    worker, listener = _worker(rank, handoff_s=0.0), FakeListener()
+    worker.submit(rank.prompt(_PROMPT, source=KVSource.PREFILL), "router-0", listener)
+    worker.step()
+    worker.step()
+    assert isinstance(listener.error, HandoffExpired)
+    rank.gate.others_have_closed()
+    assert rank.num_held == 0
+
+
+def test_a_stream_that_is_stopped_before_it_begins_gets_no_token(rank: RankOfOne) -> None:
+    worker, listener = _worker(rank), FakeListener()
+    worker.submit(rank.prompt(_PROMPT, source=KVSource.PREFILL, n=2), "router-0", listener)
+    worker.step()
+    worker.stop_streams("router-0", [2])
+    worker.stop_streams("router-1", [1])  # somebody else's
+    worker.landed(0, listener.landing(7, 8))
+    assert set(_run(worker)) == {1} and listener.heard[-1] == "ended"
+    assert rank.num_held == 0
+
+
+def test_a_prompt_that_can_never_fit_is_refused_at_once(rank: RankOfOne) -> None:
+    worker, listener = _worker(rank), FakeListener()
+    worker.submit(rank.prompt(prompts(64)[0]), "router-0", listener)
+    assert isinstance(listener.error, ContextLengthExceeded) and worker.num_requests == 0
+
+
+def test_only_what_decodes_here_can_be_moved(rank: RankOfOne) -> None:
+    worker, moving = _worker(rank), FakeMoveListener()
+    worker.submit(rank.prompt(_PROMPT, source=KVSource.PREFILL), "router-0", FakeListener())
+    worker.step()
+    worker.migrate("router-0", 1, rank.handoff(20), moving)
+    worker.migrate("router-0", 9, rank.handoff(20), moving)
+    assert moving.stayed == ["it does not decode here"] * 2 and not rank.sender.passages

@@ -1,0 +1,121 @@
+"""A prefill worker between its engine and whoever waits for a prompt, step by step and on one thread."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cluster.words.errors import ClusterError, HandoffExpired, LinkClosed
+from cluster.words.request import SampledToken
+from kvtransfer.protocol.passage import Shipment
+from prefill_worker.worker import PrefillWorker
+from tests.cluster.worker.rank_of_one import CONFIG, RankOfOne, shipment
+from tests.engine.steps import prompts
+
+_PROMPT = prompts(20)[0]
+
+
+class FakeListener:
+    """Implements prefill_worker.worker.PromptListener."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.ends: list[tuple[Shipment | None, ClusterError | None]] = []
+
+    def first_tokens(self, tokens: list[SampledToken]) -> None:
+        self.tokens += [token.token_id for token in tokens]
+
+    def ended(self, shipment: Shipment | None, error: ClusterError | None) -> None:
+        self.ends.append((shipment, error))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> RankOfOne:
+    return RankOfOne.of_random_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def rank(model: RankOfOne) -> RankOfOne:
+    """Its pool is empty."""
+    return RankOfOne(model.runner)
+
+
+def _worker(rank: RankOfOne) -> PrefillWorker:
+    return PrefillWorker(rank.gang, rank.blocks, replace(CONFIG, decodes=False), **rank.worker_arguments())
+
+
+def _run(worker: PrefillWorker) -> None:
+    while worker.step():
+        pass
+
+
+def test_where_only_the_first_token_is_wanted_nothing_is_shipped(rank: RankOfOne) -> None:
+    worker, listener = _worker(rank), FakeListener()
+    worker.submit(rank.prompt(_PROMPT), None, listener)
+    _run(worker)
+    assert len(listener.tokens) == 1 and listener.ends == [(None, None)]
+    assert (worker.num_requests, rank.num_held, rank.sender.passages) == (0, 0, {})
+
+
+def test_layers_are_shipped_as_they_are_computed_and_the_last_chunk_commits(rank: RankOfOne) -> None:
+    worker, listener, handoff = _worker(rank), FakeListener(), rank.handoff(20)
+    worker.submit(rank.prompt(_PROMPT), handoff, listener)
+    assert worker.step()
+    passage = rank.sender.passages[handoff.key]
+    layers = range(rank.runner.layout.num_layers)
+    assert passage.spans == [(layer, 0, 16) for layer in layers], "a chunk, layer by layer"
+    assert passage.committed is None and not listener.tokens
+    _run(worker)
+    assert passage.spans == [(layer, start, end) for start, end in ((0, 16), (16, 20)) for layer in layers]
+    assert passage.committed == (20, listener.tokens) and len(listener.tokens) == 1
+    assert listener.ends == [], "its KV has not landed yet"
+    assert (worker.num_requests, rank.num_held) == (2, 3), "the prompt, and its departure"
+
+    landed = shipment(handoff)
+    worker.shipped(0, landed)
+    assert [end[1] for end in listener.ends] == [None] and listener.ends[0][0]
+    assert (worker.num_requests, rank.num_held) == (0, 0)
+    totals = worker.status().totals
+    assert (totals.transfers, totals.transfer_bytes, totals.computed_tokens) == (1, 100, 20)
+
+
+def test_every_choice_gets_its_first_token(rank: RankOfOne) -> None:
+    worker, listener = _worker(rank), FakeListener()
+    worker.submit(rank.prompt(_PROMPT, n=3), rank.handoff(20), listener)
+    _run(worker)
+    assert len(listener.tokens) == 3
+
+
+def test_a_handoff_serves_one_prompt(rank: RankOfOne) -> None:
+    worker, first, second = _worker(rank), FakeListener(), FakeListener()
+    worker.submit(rank.prompt(_PROMPT), rank.handoff(20), first)
+    worker.submit(rank.prompt(_PROMPT, id="again"), rank.handoff(20), second)
+    assert [type(error) for _, error in second.ends] == [HandoffExpired]
+    _run(worker)
+    assert len(first.tokens) == 1 and not second.tokens
+
+
+def test_a_prompt_that_nobody_waits_for_is_given_up_and_its_blocks_wait_for_the_sender(rank: RankOfOne) -> None:
+    worker, listener, handoff = _worker(rank), FakeListener(), rank.handoff(20)
+    prompt = rank.prompt(_PROMPT)
+    worker.submit(prompt, handoff, listener)
+    worker.step()
+    worker.cancel(prompt)
+    assert rank.num_held == 3, "the sender still reads them"
+    worker.step()
+    assert rank.sender.passages[handoff.key].is_aborted
+    worker.shipped(0, shipment(handoff, HandoffExpired("given up")))
+    assert (worker.num_requests, rank.num_held, listener.ends) == (0, 0, [])
+    assert worker.status().totals.cancelled == 1
+
+
+def test_a_link_that_fails_ends_the_prompt_with_its_error(rank: RankOfOne) -> None:
+    worker, listener, handoff = _worker(rank), FakeListener(), rank.handoff(20)
+    worker.submit(rank.prompt(_PROMPT), handoff, listener)
+    worker.step()
+    worker.shipped(0, shipment(handoff, LinkClosed("gone")))
+    assert [type(error) for _, error in listener.ends] == [LinkClosed]
+    _run(worker)
+    assert (worker.num_requests, rank.num_held, listener.tokens) == (0, 0, [])
+    assert worker.status().totals.transfer_failures == 1

@@ -1,0 +1,170 @@
+"""What happens to requests, one misfortune at a time: short plays for fake workers, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from random import Random
+
+from cluster.words.request import Role
+from tests.router.serving.fake_worker import FakeWorker
+from tests.router.serving.serving_world import Client, World
+from tests.router.serving.virtual_time import VirtualTimeLoop
+
+Scenario = Callable[[World], Awaitable[None]]
+
+
+async def nothing_happens(world: World) -> None:
+    _deploy(world, prefills=1, decodes=1)
+    await asyncio.sleep(0.1)
+    for n in (1, 3):
+        world.ask(num_tokens=9, n=n, max_tokens=30)
+
+
+async def one_of_three_is_stopped(world: World) -> None:
+    client = await _running(world, prefills=1, decodes=1, n=3)
+    await world.stop(client, 1)
+    await asyncio.sleep(0.6)
+    world.check()
+
+
+async def the_only_choice_is_stopped(world: World) -> None:
+    client = await _running(world, prefills=1, decodes=1, n=1)
+    await world.stop(client, 0)
+
+
+async def the_client_leaves(world: World) -> None:
+    client = await _running(world, prefills=1, decodes=1, n=2)
+    world.cancel(client)
+
+
+async def the_decode_replica_drains(world: World) -> None:
+    client = await _running(world, prefills=1, decodes=2, n=2)
+    _home(world, client).drain()
+
+
+async def it_drains_while_its_frames_are_slow(world: World) -> None:
+    client = await _running(world, prefills=1, decodes=2, n=1)
+    home = _home(world, client)
+    home.is_slow = True
+    home.drain()
+    await asyncio.sleep(10)
+
+
+async def the_decode_replica_dies(world: World) -> None:
+    client = await _running(world, prefills=1, decodes=2, n=2)
+    _home(world, client).kill()
+
+
+async def the_decode_replica_falls_silent(world: World) -> None:
+    client = await _running(world, prefills=1, decodes=2, n=1)
+    _home(world, client).fall_silent()
+    await asyncio.sleep(20)
+    assert client.is_over, "nobody has heard of the loss"
+
+
+async def a_frame_comes_twice(world: World) -> None:
+    client = await _running(world, prefills=1, decodes=1, n=2)
+    _home(world, client).repeats = True
+
+
+async def a_frame_is_lost(world: World) -> None:
+    client = await _running(world, prefills=1, decodes=2, n=1)
+    _home(world, client).loses = True
+
+
+async def the_prefill_replica_dies(world: World) -> None:
+    """Before it has computed anything: another one takes the same handoff."""
+    client = await _prefilling(world)
+    next(worker for worker in world.workers.values() if worker.role is Role.PREFILL and worker.num_held()).kill()
+    await asyncio.sleep(10)
+    assert client.generation and client.generation.route.attempts == 1, "the decode replica's lease was given up"
+
+
+async def the_prefill_replica_dies_while_it_ships(world: World) -> None:
+    await _prefilling(world)
+    while not any(lease.epoch >= 0 for worker in world.workers.values() for lease in worker.leases):
+        await asyncio.sleep(0.001)
+    for worker in world.workers.values():
+        if worker.role is Role.PREFILL and worker.num_held():
+            worker.kill()
+
+
+async def two_are_full(world: World) -> None:
+    _deploy(world, prefills=1, decodes=3)
+    await asyncio.sleep(0.1)
+    decodes = [worker for worker in world.workers.values() if worker.role is Role.DECODE]
+    for worker in decodes[:2]:
+        worker.num_refusals = 10
+    client = world.ask(num_tokens=9, n=1, max_tokens=30)
+    await asyncio.sleep(10)
+    assert client.is_over and client.error is None, f"the third had room: {client.error}"
+
+
+SCENARIOS: list[Scenario] = [
+    nothing_happens,
+    one_of_three_is_stopped,
+    the_only_choice_is_stopped,
+    the_client_leaves,
+    the_decode_replica_drains,
+    it_drains_while_its_frames_are_slow,
+    the_decode_replica_dies,
+    the_decode_replica_falls_silent,
+    a_frame_comes_twice,
+    a_frame_is_lost,
+    the_prefill_replica_dies,
+    the_prefill_replica_dies_while_it_ships,
+    two_are_full,
+]
+
+
+def play(scenario: Scenario, seed: int) -> None:
+    """Raises AssertionError where the world is not as it must be, on the way or at the end."""
+
+    async def run() -> None:
+        world = World(Random(seed))
+        try:
+            await scenario(world)
+            await world.settle()
+            world.check_empty()
+        finally:
+            await world.close()
+
+    loop = VirtualTimeLoop()
+    try:
+        loop.run_until_complete(run())
+    finally:
+        loop.close()
+
+
+def _deploy(world: World, *, prefills: int, decodes: int) -> None:
+    for role, number in ((Role.PREFILL, prefills), (Role.DECODE, decodes)):
+        for _ in range(number):
+            world.add(role)
+
+
+async def _prefilling(world: World) -> Client:
+    """A request whose prompt has just been sent to a prefill replica."""
+    _deploy(world, prefills=2, decodes=1)
+    await asyncio.sleep(0.1)
+    client = world.ask(num_tokens=9, n=2, max_tokens=30)
+    while not any(worker.num_held() for worker in world.workers.values() if worker.role is Role.PREFILL):
+        await asyncio.sleep(0.001)
+    return client
+
+
+async def _running(world: World, *, prefills: int, decodes: int, n: int) -> Client:
+    """A request of which every choice has begun."""
+    _deploy(world, prefills=prefills, decodes=decodes)
+    await asyncio.sleep(0.1)
+    client = world.ask(num_tokens=9, n=n, max_tokens=300)
+    while len(client.received) < n or min(map(len, client.received.values())) < 3:
+        assert not client.is_over, client.error
+        await asyncio.sleep(0.01)
+    return client
+
+
+def _home(world: World, client: Client) -> FakeWorker:
+    """Where it decodes."""
+    ids = {client.request.id}
+    return next(worker for worker in world.workers.values() if ids & {id for id, _ in worker.running()})

@@ -1,0 +1,86 @@
+"""What every test keeps to: it does not sleep, and it does not reach for names that are private to somebody else."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+_TESTS = Path(__file__).parent
+# The one place that may look again and again, and the scripts that measure.
+_MAY_SLEEP = {"waiting.py"}
+_OTHERS = {
+    "os._exit",  # public, in spite of its name
+    "Fp8Dequantize(None)._dequantize_one",  # of transformers: the reference
+}
+_KNOWN = {
+    # How long or how much a bench measures: an operator has no use for the knob, a test makes it small.
+    ("cluster/bench/test_isolation.py", "isolation._STREAM_PROMPT"),
+    ("cluster/bench/test_isolation.py", "isolation._WARM_UP_S"),
+    ("cluster/model/test_source.py", "model_source._LOCK_S"),
+    ("engine/kv/test_kv.py", "attention._MAX_GATHERED"),
+    ("engine/tools/test_bench.py", "bench._NUM_STEPS"),
+    ("kvtransfer/bench/test_bench.py", "bench_run._MOST_BYTES"),
+    ("kvtransfer/bench/test_bench.py", "bench_run._NUM_TRIES"),
+    # What is recorded or compiled for a device that is not there can be seen nowhere else.
+    ("engine/kernels/compiled_steps.py", "sampler._place"),
+    ("engine/kernels/compiled_steps.py", "replaying._graphs"),
+    ("engine/kernels/compiled_steps.py", "replaying._model"),
+    ("engine/test_decode_graphs.py", "replaying._model"),
+    ("engine/test_decode_graphs.py", "pair[0]._graphs"),
+    ("engine/cpu/test_cpu_kernels.py", "alone._model"),
+    ("engine/cpu/test_cpu_kernels.py", "alone._model._compiled_for"),
+    ("engine/cpu/test_cpu_kernels.py", "at_once._model"),
+    ("engine/cpu/test_cpu_kernels.py", "at_once._model._compiled"),
+    ("engine/cpu/test_cpu_kernels.py", "library._open"),
+    # The books themselves, cooked to see that the audit finds it; and a memory that must not grow.
+    ("engine/kv/test_block_manager.py", "manager._free"),
+    ("engine/kv/test_eviction.py", "eviction._past"),
+    ("kvtransfer/protocol/receiving_world.py", "self.blocks._free"),
+    ("cluster/model/test_source.py", "model_source._imported"),
+}
+
+
+def _files() -> list[Path]:
+    return [path for path in sorted(_TESTS.rglob("*.py")) if "benchmarks" not in path.parts]
+
+
+def _private(tree: ast.AST) -> Iterator[str]:
+    """Names with an underscore that are taken from or set in somebody else; as strings, too, and in a fault's path."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=owner, attr=name) if _is_private(name):
+                if not (isinstance(owner, ast.Name) and owner.id in ("self", "cls")):
+                    yield ast.unparse(node)
+            case ast.Call(func=function, args=[owner, ast.Constant(value=str(name)), *_]) if _is_private(name):
+                if ast.unparse(function).endswith(("setattr", "getattr", "delattr")):
+                    yield f"{ast.unparse(owner)}.{name}"
+            case ast.Constant(value=str(path)) if path.count(":") == 1 and " " not in path:
+                module, _, names = path.partition(":")
+                if module.isidentifier() or "." in module:
+                    yield from (path for name in names.split(".") if _is_private(name) and name.isidentifier())
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def test_it_reaches_for_nothing_private() -> None:
+    found = {(_name(path), name) for path in _files() for name in _private(ast.parse(path.read_text()))}
+    assert not {(path, name) for path, name in found - _KNOWN if name not in _OTHERS}
+    assert not _KNOWN - found, "no longer there: take it off the list"
+
+
+def test_it_does_not_sleep() -> None:
+    """`asyncio.sleep(0)` lets others on the loop go first; anything longer says how quick a machine is."""
+    sleeps = {
+        (_name(path), ast.unparse(node))
+        for path in _files()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("time.sleep", "asyncio.sleep", "sleep")
+    }
+    assert not {(path, call) for path, call in sleeps if path not in _MAY_SLEEP and call != "asyncio.sleep(0)"}
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(_TESTS))

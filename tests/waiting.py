@@ -1,0 +1,36 @@
+"""Waiting for what nobody announces: a condition in another process, or on a thread that has no event for it.
+
+Where there is an event (`Replicas.changed`, a task, a future), wait for that. The deadline ends a test that would hang:
+no test says by it how quick something is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+WITHIN_S = 60.0
+_LOOK_S = 0.01
+
+
+def until(condition: Callable[[], T], *, within_s: float = WITHIN_S) -> T:
+    """Block until `condition()` is true, and return it. Raises AssertionError, with what it was last."""
+    end_at, pause = time.monotonic() + within_s, threading.Event()
+    while not (value := condition()):
+        assert time.monotonic() < end_at, f"not within {within_s:g} s; {value!r} is what it was last"
+        pause.wait(_LOOK_S)
+    return value
+
+
+async def becomes(condition: Callable[[], T], *, within_s: float = WITHIN_S) -> T:
+    """As `until`, while the event loop goes on."""
+    end_at = time.monotonic() + within_s
+    while not (value := condition()):
+        assert time.monotonic() < end_at, f"not within {within_s:g} s; {value!r} is what it was last"
+        await asyncio.sleep(_LOOK_S)
+    return value
