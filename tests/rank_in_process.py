@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import logging
 import os
 import signal
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from cluster.words.probe import Milestone
 from cluster.words.request import Role
 from tests import hosts
 from tests.ceiling import Ceiling
@@ -30,36 +31,23 @@ def shared_ceiling(num_tokens: int) -> Ceiling:
 
 @dataclass(frozen=True)
 class Fault:
-    """The process sends itself `number` when `function`, as "module:name.name", is called for the `call`-th time.
+    """The process sends itself `number` when it comes to a milestone for the `nth` time."""
 
-    With `after`, when that call has returned.
-    """
-
-    function: str
-    call: int = 1
+    milestone: Milestone
+    nth: int = 1
     number: signal.Signals = signal.SIGKILL
-    after: bool = False
 
-    def arm(self) -> None:
-        """Put a wrapper in the function's place, in this process."""
-        module, _, path = self.function.partition(":")
-        *parents, name = path.split(".")
-        owner: Any = importlib.import_module(module)
-        for parent in parents:
-            owner = getattr(owner, parent)
-        original: Callable[..., Any] = getattr(owner, name)
-        calls = iter(range(1, 1 << 30))
 
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            is_time = next(calls) == self.call
-            if is_time and not self.after:
-                os.kill(os.getpid(), self.number)
-            result = original(*args, **kwargs)
-            if is_time and self.after:
-                os.kill(os.getpid(), self.number)
-            return result
+class FaultyProbe:
+    """Carries out faults."""
 
-        setattr(owner, name, wrapper)
+    def __init__(self, faults: tuple[Fault, ...]) -> None:
+        self._faults = [(fault, itertools.count(1)) for fault in faults]
+
+    def __call__(self, milestone: Milestone, id: str) -> None:
+        for fault, times in self._faults:
+            if fault.milestone is milestone and next(times) == fault.nth:
+                os.kill(os.getpid(), fault.number)
 
 
 class RankInProcess:
@@ -160,9 +148,9 @@ def _serve(
     logging.basicConfig(level=logging.INFO, force=True)
     if network:
         hosts.enter(network)
-    for fault in faults:
-        fault.arm()
-    rank = importlib.import_module(_MODULES[role]).make_rank(spec, log_dir="unused", **arguments)
+    rank = importlib.import_module(_MODULES[role]).make_rank(
+        spec, log_dir="unused", probe=FaultyProbe(faults), **arguments
+    )
     while True:
         try:
             method, args = connection.recv()

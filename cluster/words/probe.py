@@ -12,12 +12,15 @@ from enum import StrEnum
 class Milestone(StrEnum):
     """Told before anybody else hears of it, on whatever thread brings it about."""
 
+    QUEUED = "queued"  # a request is known to a replica
+    COMPUTING = "computing"  # a rank is about to compute a batch; with no id
+    SAMPLED = "sampled"  # tokens are known on rank 0; with no id
     OPENED = "opened"  # a handoff may be written to on this rank
     LANDED = "landed"  # it is whole on this rank
     ASKED = "asked"  # a replica is asked for a prefix
     GRANTED = "granted"  # it holds what it has of that, and is about to ship it
     SENDING = "sending"  # a payload is put on the wire
-    COMMITTING = "committing"  # a passage has been handed over whole
+    COMMITTING = "committing"  # all payloads of a passage are on a wire
     SHIPPED = "shipped"  # it has landed at every rank that this rank sends to
     FAILED = "failed"  # or it has not, and never will
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from cluster.words.handoff import HandoffKey
+from cluster.words.probe import Milestone
 from cluster.worker.step_message import decode_step, encode_step
 from engine.batch.batch import Batch
 from engine.orders import BeginOrder, Orders
@@ -22,6 +23,7 @@ class GangRunner:
     def __init__(self, runner: ModelRunner, sender: Sender, tiers: RankTiers | None) -> None:
         self.runner = runner
         self.sender = sender
+        self.probe = sender.config.probe
         self.tiers = tiers
 
     @property
@@ -57,6 +59,7 @@ class GangRunner:
         self._carry_out(orders)
         if batch is None:
             return None
+        self.probe(Milestone.COMPUTING, "")
         shipped = self._spans(batch, orders)
         if not shipped:
             return self.runner.forward(batch)

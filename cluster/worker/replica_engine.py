@@ -10,6 +10,7 @@ from cluster.rpc import worker_pb2 as pb
 from cluster.wire.messages import timing_to_proto
 from cluster.words.errors import ClusterError
 from cluster.words.handoff import Holder
+from cluster.words.probe import Milestone
 from cluster.words.tier import Tier
 from cluster.worker.fetches import Fetches
 from cluster.worker.gang_runner import GangRunner
@@ -64,6 +65,7 @@ class ReplicaEngine:
 
     def add(self, prompt: Prompt, holder: Holder | None) -> None:
         """Queue a prompt, of which `holder` may hold more than is here. Raises what Engine.add does."""
+        self._rank.probe(Milestone.QUEUED, prompt.id)
         try:
             if prompt.is_computed_here:
                 self.fetches.offer(prompt, holder, tokens_per_s=self.pace.prompt_tokens_per_s)
@@ -83,6 +85,8 @@ class ReplicaEngine:
         """One step of the engine, booked."""
         self.fetches.expire()
         result = self.engine.step()
+        if result.sampled or result.prefilled:
+            self._rank.probe(Milestone.SAMPLED, "")
         self.totals.computed_tokens += result.num_computed
         self.totals.generated_tokens += result.num_generated
         for prompt in result.fetched:

@@ -285,6 +285,7 @@ class OutgoingLink:
             if outlet.is_ended:
                 return
             frame = outlet.announce_commit(ending)
+        self._config.probe(Milestone.COMMITTING, frame.handoff)
         self._announce(outlet, frame)
         self._loop.call_soon_threadsafe(self._expect_answer, outlet)
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from cluster.words.errors import ReplicaLost
+from cluster.words.probe import Milestone
 from cluster.words.request import Role, SampledToken, Sampling, SequenceRequest, choice_seed
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
@@ -24,18 +25,18 @@ _PROMPTS = prompts(20, 33, 47, 70, 35, 64)
 _SAMPLINGS = [_GREEDY] * 3 + [replace(_SAMPLED, seed=seed) for seed in range(3)]
 
 _PREFILL_EVENTS = {
-    "the request arrives": Fault("engine.prompts:PromptQueue.add"),
-    "the prompt is half computed": Fault("engine.runner:ModelRunner.forward", call=2),
-    "the first token is known": Fault("cluster.worker.replica_engine:sample", after=True),
-    "the first token is told": Fault("cluster.worker.gang_runner:GangRunner.commit"),
-    "the handoff is acknowledged": Fault("prefill_worker.worker:PrefillWorker.shipped"),
+    "the request arrives": Fault(Milestone.QUEUED),
+    "the prompt is half computed": Fault(Milestone.COMPUTING, nth=2),
+    "the first token is known": Fault(Milestone.SAMPLED),
+    "the first token is told": Fault(Milestone.COMMITTING),
+    "the handoff is acknowledged": Fault(Milestone.SHIPPED),
 }
 _DECODE_EVENTS = {
-    "the request arrives": Fault("engine.prompts:PromptQueue.add"),
-    "its blocks are set aside": Fault("kvtransfer.movers.receiver:Receiver.open", after=True),
-    "the KV has landed": Fault("decode_worker.worker:DecodeWorker.landed"),
-    "the first token is sampled": Fault("cluster.worker.replica_engine:sample", after=True),
-    "it streams": Fault("engine.runner:ModelRunner.forward", call=12),
+    "the request arrives": Fault(Milestone.QUEUED),
+    "its blocks are set aside": Fault(Milestone.OPENED),
+    "the KV has landed": Fault(Milestone.LANDED),
+    "the first token is sampled": Fault(Milestone.SAMPLED),
+    "it streams": Fault(Milestone.COMPUTING, nth=12),
 }
 
 
@@ -119,7 +120,7 @@ async def test_one_death_after_another(checkpoint: Checkpoint, reference: Refere
     model_dir = checkpoint("llama")
     async with local_cluster(model_dir, redis_url, processes=True, **_tree(1, 0)) as cluster:
         for _ in range(4):
-            await cluster.add(Role.DECODE, Fault("engine.runner:ModelRunner.forward", call=6))
+            await cluster.add(Role.DECODE, Fault(Milestone.COMPUTING, nth=5))
         await cluster.add(Role.DECODE)
         answers = await _ask(cluster)
         _check(answers, reference(model_dir, _PROMPTS, _SAMPLINGS))

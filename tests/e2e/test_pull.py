@@ -13,6 +13,7 @@ import redis
 
 from cluster.rpc.worker_pb2 import Totals
 from cluster.words.hashing import block_hashes, root_hash
+from cluster.words.probe import Milestone
 from cluster.words.request import Role, SampledToken, Sampling
 from cluster.words.timing import StepTiming
 from router.routing.cost_policy import CostPolicy
@@ -125,10 +126,10 @@ async def test_the_holder_has_the_last_word(checkpoint: Checkpoint, reference: R
 
 
 _HOLDER_EVENTS = {
-    "it is asked": Fault("kvtransfer.movers.grants:Grants.give"),
-    "it has taken what is wanted": Fault("kvtransfer.movers.grants:Grants.give", after=True),
-    "it ships": Fault("kvtransfer.movers.staging:StagingRing.take"),
-    "it has shipped": Fault("kvtransfer.movers.grants:Grants.shipped"),
+    "it is asked": Fault(Milestone.ASKED),
+    "it has taken what is wanted": Fault(Milestone.GRANTED),
+    "it ships": Fault(Milestone.SENDING),
+    "it has shipped": Fault(Milestone.SHIPPED),
 }
 
 
@@ -168,7 +169,7 @@ async def test_the_puller_dies_in_a_pull(checkpoint: Checkpoint, reference: Refe
     model_dir, prompt, policy = checkpoint("llama"), prompts(70)[0], FakePolicy()
     async with local_cluster(model_dir, redis_url, processes=True, policy=policy, **_tree(1, 1)) as cluster:
         prefill, decode = (cluster.pools[role][0].id for role in (Role.PREFILL, Role.DECODE))
-        doomed = await cluster.add(Role.PREFILL, Fault("cluster.worker.fetches:Fetches.landed"))
+        doomed = await cluster.add(Role.PREFILL, Fault(Milestone.LANDED))
         await _ask(cluster, policy, prompt, f"{prefill} > {decode}")
         ways = f"{doomed.id} < {prefill} > {decode}", f"{prefill} > {decode}"
         async with asyncio.timeout(WITHIN_S):
