@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from cluster.words.errors import ContextLengthExceeded
+from cluster.words.errors import ContextLengthExceeded, RequestError
 from cluster.words.request import SampledToken
 from engine.admission import Admission, AdmitInTime, AdmitWithRoomToGrow
 from engine.decoding import Decoding
@@ -49,10 +49,12 @@ class Engine(Generic[Logits]):
         block_size: int,
         connector: KVConnector | None = None,
         tier_orders: Callable[[], list[TierOrders]] = list,
+        adapters: Mapping[str, int] | None = None,
         pace: Pace | None = None,
     ) -> None:
         """connector: None where everything is computed here. tier_orders: what must be done with lower tiers before
-        anything is written to a block that was allocated since the last call. pace: None where nobody wants to know.
+        anything is written to a block that was allocated since the last call. adapters: of the model, by name. pace:
+        None where nobody wants to know.
         """
         self.blocks = blocks
         self.prompts = PromptQueue(blocks, max_waiting=config.max_waiting)
@@ -68,6 +70,7 @@ class Engine(Generic[Logits]):
         self._connector = connector or NoConnector()
         self._tier_orders = tier_orders
         self._sampler = sampler
+        self._adapters = adapters or {}
         self._pace = pace
 
     # The step.
@@ -139,7 +142,12 @@ class Engine(Generic[Logits]):
     # Sequences.
 
     def add(self, prompt: Prompt) -> None:
-        """Raises CapacityError when the queue is full, ContextLengthExceeded when the prompt can never fit."""
+        """Raises CapacityError when the queue is full, ContextLengthExceeded when the prompt can never fit, and
+        RequestError when it asks for an adapter that the model does not have."""
+        if adapter := prompt.sequence.request.adapter:
+            if adapter not in self._adapters:
+                raise RequestError(f"the model has no adapter {adapter!r}", param="adapter")
+            prompt.sequence.adapter = self._adapters[adapter]
         num_tokens, limit = len(prompt.sequence.tokens), prompt.sequence.max_context
         if self._config.decodes and num_tokens >= limit:
             raise ContextLengthExceeded(f"{num_tokens} tokens leave no room in {limit}", param="prompt")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cluster.model import config as model_config
 from cluster.model.shape import ModelConfig
-from cluster.words.errors import SpecError
+from cluster.words.errors import RequestError, SpecError
 from engine.batch.batch import Batch, Row
 from engine.config import GIB, EngineConfig, num_blocks_for
 from engine.cpu.library import open_kernels
@@ -88,12 +88,15 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, on_layer: OnLayer | None = None) -> Tensor:
-        """Compute one step. Returns the logits of the rows that want them, (rows, vocabulary) fp32, on every rank; the
-        next step may overwrite them.
+        """Compute one step. Returns the logits of the positions that rows want, (positions, vocabulary) fp32, row by
+        row, on every rank; the next step may overwrite them.
 
         `on_layer(i)` is called as soon as layer i's keys and values of this batch are in the pool, before the layer's
-        attention is computed. On a GPU that means: enqueued on the current stream.
+        attention is computed. On a GPU that means: enqueued on the current stream. Raises RequestError for a row with
+        an adapter, for this model has none.
         """
+        if batch.adapters.any():
+            raise RequestError(f"the model has no adapter {batch.adapters.max()}", param="adapter")
         if self._graphs is not None and on_layer is None and (logits_RV := self._graphs(batch)) is not None:
             return logits_RV
         return self._model(batch, self.pool, on_layer)
@@ -112,7 +115,7 @@ class ModelRunner:
         begin, size = time.monotonic(), self.layout.block_size
         most = min(max_tokens, self.config.max_context, self.pool.num_blocks * size)
         for count in (1 << i for i in range(most.bit_length())):  # kernels differ by how many rows they are made for
-            row = Row(token_ids=[0] * count, start=0, blocks=range(-(-count // size)), wants_logits=True)
+            row = Row(token_ids=[0] * count, start=0, blocks=range(-(-count // size)), num_logits=1)
             self.forward(Batch.of([row], block_size=size), on_layer=lambda layer: None)
         self.pool.synchronize()
         logger.info("warmed up with up to %d tokens in %.1f s", most, time.monotonic() - begin)

@@ -3,7 +3,7 @@
 The choice is a function of the row's logits, tokens, seed and position only: never of the batch, the device or the
 replica, so that a sequence that moves goes on as if it had stayed.
 
-    logits -> min_tokens, penalties -> temperature -> top-k -> top-p -> min-p -> draw      (transformers' order)
+    logits -> min_tokens, penalties, mask -> temperature -> top-k -> top-p -> min-p -> draw      (transformers' order)
 
 A filter keeps every token whose logit reaches a threshold, so that equal tokens stay or go together. The draw is the
 inverse of the cumulative distribution, in the order of token ids, at a number in [0, 1) that is hashed from (seed,
@@ -54,13 +54,16 @@ def uniform(seed: int, position: int) -> float:
 
 
 def _adjust(logits_RV: Tensor, rows: Seq[SamplingRow]) -> Tensor:
-    """Forbid stop tokens that come too early, and apply the penalties. A new tensor if anything changes."""
+    """Forbid stop tokens that come too early and what is not allowed, and apply the penalties.
+
+    A new tensor if anything changes.
+    """
     adjusted_RV = logits_RV
     for i, row in enumerate(rows):
         s = row.sampling
         is_early = len(row.tokens) - row.num_prompt_tokens < s.min_tokens and s.stop_token_ids
         has_output_penalty = bool(s.presence_penalty or s.frequency_penalty)
-        if not (is_early or s.repetition_penalty != 1.0 or has_output_penalty):
+        if not (is_early or s.repetition_penalty != 1.0 or has_output_penalty or row.allowed is not None):
             continue
         if adjusted_RV is logits_RV:
             adjusted_RV = logits_RV.clone()
@@ -76,6 +79,10 @@ def _adjust(logits_RV: Tensor, rows: Seq[SamplingRow]) -> Tensor:
             logits_V[seen] -= s.presence_penalty + s.frequency_penalty * counts
         if is_early:
             logits_V.index_fill_(0, _place(list(s.stop_token_ids), torch.int64, logits_V.device), -math.inf)
+        if row.allowed is not None:
+            allowed = _place(row.allowed, torch.int64, logits_V.device)
+            kept = logits_V[allowed]
+            logits_V.fill_(-math.inf)[allowed] = kept
     return adjusted_RV
 
 

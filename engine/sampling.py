@@ -29,16 +29,19 @@ class SamplingRow:
     seed: int  # of this choice; see cluster.words.request.choice_seed
     tokens: Seq[int]  # all so far; the one to be chosen has position len(tokens)
     num_prompt_tokens: int
+    allowed: Seq[int] | None = None  # tokens; None: all
 
     @classmethod
     def of(cls, sequence: Sequence, choice: int | None = None) -> SamplingRow:
         """The row of a sequence; or of another choice of its request, which has the same tokens so far."""
-        sampling = sequence.request.sampling
+        sampling, num_prompt_tokens = sequence.request.sampling, sequence.request.num_prompt_tokens
+        mask = sequence.mask
         return cls(
             sampling=sampling,
             seed=sequence.seed if choice is None else choice_seed(sampling.seed, choice),
             tokens=sequence.tokens,
-            num_prompt_tokens=sequence.request.num_prompt_tokens,
+            num_prompt_tokens=num_prompt_tokens,
+            allowed=mask.allowed(sequence.tokens[num_prompt_tokens:]) if mask else None,
         )
 
     @property

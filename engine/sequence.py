@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from collections.abc import Sequence as Seq
+from typing import Protocol
 
 from cluster.words.hashing import block_hashes, root_hash
 from cluster.words.request import SampledToken, SequenceRequest, TokenLogprob, choice_seed, finish_reason
 from engine.batch.batch import Row
 from engine.kv.block_manager import BlockManager
+
+
+class TokenMask(Protocol):
+    """What a sequence may say next."""
+
+    def allowed(self, output: Seq[int], /) -> Seq[int]:
+        """The tokens, at least one, that may follow what the sequence has generated so far."""
+        ...
 
 
 class Sequence:
@@ -31,6 +41,8 @@ class Sequence:
         self.request = request
         self.choice = choice
         self.seed = choice_seed(request.sampling.seed, choice)
+        self.adapter = 0  # see Row
+        self.mask: TokenMask | None = None
         self.tokens = list(request.token_ids)
         self.num_computed = 0
         self.blocks: list[int] = []
@@ -85,7 +97,8 @@ class Sequence:
             token_ids=self.tokens[self.num_computed : end],
             start=self.num_computed,
             blocks=self.blocks,
-            wants_logits=end == len(self.tokens),
+            num_logits=int(end == len(self.tokens)),
+            adapter=self.adapter,
         )
 
     def computed(self, num_tokens: int, blocks: BlockManager) -> None:
@@ -131,9 +144,11 @@ class Sequence:
 
     def without_blocks(self, choice: int) -> Sequence:
         """Another choice of the same request, of which nothing is computed."""
-        return Sequence(
+        twin = Sequence(
             self.request, choice, model=self.model, block_size=self.block_size, max_context=self.max_context
         )
+        twin.adapter, twin.mask = self.adapter, self.mask
+        return twin
 
     def leave_out(self, blocks: Collection[int]) -> None:
         """These blocks of the table are not this sequence's any more."""

@@ -20,7 +20,8 @@ class Row:
     token_ids: Seq[int]  # of positions [start, end)
     start: int
     blocks: Seq[int]  # the sequence's block table
-    wants_logits: bool  # of the last position; False inside a prompt that is computed in chunks
+    num_logits: int  # of so many last positions; 0 inside a prompt that is computed in chunks
+    adapter: int = 0  # which of the model's adapters it goes through; 0: none
 
     @property
     def end(self) -> int:
@@ -37,7 +38,8 @@ class Batch:
     query_lens: Ints  # (R,) tokens of each row; they sum to T
     context_lens: Ints  # (R,) tokens each row attends to in the end: its `end`
     block_tables: Ints  # (R, B) padded with 0
-    logits_rows: Ints  # indices into T of the positions whose logits are wanted
+    adapters: Ints  # (R,)
+    logits_rows: Ints  # indices into T of the positions whose logits are wanted, row by row
 
     @property
     def num_tokens(self) -> int:
@@ -55,7 +57,9 @@ class Batch:
         positions = np.concatenate([np.arange(row.start, row.end, dtype=np.int64) for row in rows])
         row_of_token = np.repeat(np.arange(len(rows)), query_lens)
         slots = tables[row_of_token, positions // block_size] * block_size + positions % block_size
-        last = np.cumsum(query_lens) - 1
+        num_logits = np.array([row.num_logits for row in rows], dtype=np.int64)
+        assert (num_logits <= query_lens).all(), "logits of a position that is not computed"
+        skipped = np.cumsum(query_lens) - np.cumsum(num_logits)  # up to each row's end, positions without logits
         return cls(
             token_ids=np.concatenate([np.asarray(row.token_ids, dtype=np.int64) for row in rows]),
             positions=positions,
@@ -63,20 +67,21 @@ class Batch:
             query_lens=query_lens,
             context_lens=context_lens,
             block_tables=tables,
-            logits_rows=last[[row.wants_logits for row in rows]],
+            adapters=np.array([row.adapter for row in rows], dtype=np.int64),
+            logits_rows=np.repeat(skipped, num_logits) + np.arange(num_logits.sum()),
         )
 
     def encode(self) -> NDArray[np.int64]:
         """All of it as one int64 array for the ranks that follow: T, R, B, how many logits rows, then the arrays."""
         header = np.array([len(self.token_ids), *self.block_tables.shape, len(self.logits_rows)])
-        flat = (self.token_ids, self.positions, self.slots, self.query_lens, self.context_lens)
+        flat = (self.token_ids, self.positions, self.slots, self.query_lens, self.context_lens, self.adapters)
         return np.concatenate([header, *flat, self.block_tables.ravel(), self.logits_rows])
 
     @classmethod
     def decode(cls, data: NDArray[np.int64]) -> Batch:
         """The inverse of `encode`."""
         tokens, rows, blocks, logits = (int(n) for n in data[:4])
-        sizes = (tokens, tokens, tokens, rows, rows, rows * blocks, logits)
+        sizes = (tokens, tokens, tokens, rows, rows, rows, rows * blocks, logits)
         parts = np.split(data[4:], np.cumsum(sizes)[:-1])
         return cls(
             token_ids=parts[0],
@@ -84,6 +89,7 @@ class Batch:
             slots=parts[2],
             query_lens=parts[3],
             context_lens=parts[4],
-            block_tables=parts[5].reshape(rows, blocks),
-            logits_rows=parts[6],
+            adapters=parts[5],
+            block_tables=parts[6].reshape(rows, blocks),
+            logits_rows=parts[7],
         )

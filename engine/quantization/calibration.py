@@ -53,7 +53,7 @@ def inputs_of(model_dir: Path, prompts: Sequence[Sequence[int]]) -> dict[str, Te
         longest = max(len(prompt) for prompt in prompts)
         pool = KVPool(layout, num_blocks=-(-longest // _BLOCK_SIZE), device=device)
         for prompt in prompts:
-            row = Row(token_ids=prompt, start=0, blocks=range(pool.num_blocks), wants_logits=False)
+            row = Row(token_ids=prompt, start=0, blocks=range(pool.num_blocks), num_logits=0)
             model(Batch.of([row], block_size=_BLOCK_SIZE), pool, lambda layer: None)
     return {name: matrix.gram_II for name, matrix in seen.matrices.items() if matrix.gram_II is not None}
 

@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
@@ -110,9 +109,9 @@ def _losses(setting: Setting, windows: list[list[int]], *, dtype: str, context: 
 
 def _logits(runner: ModelRunner, ids: list[int], start: int, end: int, *, last_only: bool) -> Tensor:
     """Of the positions [start, end), or of the last of them."""
-    row = Row(token_ids=ids[start:end], start=start, blocks=range(runner.pool.num_blocks), wants_logits=True)
-    batch = Batch.of([row], block_size=_BLOCK_SIZE)
-    return runner.forward(batch if last_only else replace(batch, logits_rows=np.arange(end - start)))
+    num_logits = 1 if last_only else end - start
+    row = Row(token_ids=ids[start:end], start=start, blocks=range(runner.pool.num_blocks), num_logits=num_logits)
+    return runner.forward(Batch.of([row], block_size=_BLOCK_SIZE))
 
 
 def _send_and_receive(pool: KVPool, num_tokens: int, dtype: torch.dtype) -> None:

@@ -91,7 +91,9 @@ def _batches(num_tokens: int, *, vocab_size: int) -> Iterator[Batch]:
     token_ids = np.random.default_rng(0).integers(0, vocab_size, num_tokens)
     blocks = range(-(-num_tokens // _BLOCK_SIZE))
     for start, end in pairwise([*range(0, num_tokens, _CHUNK), num_tokens]):
-        row = Row(token_ids=token_ids[start:end].tolist(), start=start, blocks=blocks, wants_logits=end == num_tokens)
+        row = Row(
+            token_ids=token_ids[start:end].tolist(), start=start, blocks=blocks, num_logits=int(end == num_tokens)
+        )
         yield Batch.of([row], block_size=_BLOCK_SIZE)
 
 

@@ -54,7 +54,7 @@ def _row(number: int, start: int, count: int, context: int) -> Row:
     """What the pool holds does not matter to the time."""
     num_blocks = -(-(context + 1) // _BLOCK_SIZE)
     blocks = range(number * num_blocks, (number + 1) * num_blocks)
-    return Row(token_ids=[7 * i % 49152 for i in range(count)], start=start, blocks=blocks, wants_logits=True)
+    return Row(token_ids=[7 * i % 49152 for i in range(count)], start=start, blocks=blocks, num_logits=1)
 
 
 def _cpu_s(runner: ModelRunner, batch: Batch) -> float:

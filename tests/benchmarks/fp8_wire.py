@@ -79,7 +79,7 @@ class Side:
         return self._step([token], position, self._blocks)
 
     def _step(self, tokens: Sequence[int], start: int, blocks: list[int]) -> torch.Tensor:
-        row = Row(token_ids=tokens, start=start, blocks=blocks, wants_logits=True)
+        row = Row(token_ids=tokens, start=start, blocks=blocks, num_logits=1)
         return self._runner.forward(Batch.of([row], block_size=self._size))[0]
 
     def _slots(self, blocks: list[int], positions: torch.Tensor) -> torch.Tensor:

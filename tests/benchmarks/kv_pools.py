@@ -56,7 +56,7 @@ def _load(pool_dtype: str) -> ModelRunner:
 def _row(number: int, count: int, context: int) -> Row:
     num_blocks = -(-context // _BLOCK_SIZE)
     blocks = range(number * num_blocks, (number + 1) * num_blocks)
-    return Row(token_ids=[7 * i % 49152 for i in range(count)], start=context - count, blocks=blocks, wants_logits=True)
+    return Row(token_ids=[7 * i % 49152 for i in range(count)], start=context - count, blocks=blocks, num_logits=1)
 
 
 def _step_ms(runner: ModelRunner, batch: Batch, num_steps: int) -> float:

@@ -51,7 +51,7 @@ def logits_in_three_steps(
         model_dir=directory, dtype=dtype, block_size=8, num_blocks=96, expert_parallel=expert_parallel
     )
     runner = ModelRunner(config, parallel)
-    first_chunk = Row(token_ids=sequences[0][:5], start=0, blocks=[0], wants_logits=False)
+    first_chunk = Row(token_ids=sequences[0][:5], start=0, blocks=[0], num_logits=0)
     chunk = runner.forward(Batch.of([first_chunk], block_size=8))
     prompts = step(runner, sequences, [(i, 5 if i == 0 else 0, len(s) - 1) for i, s in enumerate(sequences)])
     tokens = step(runner, sequences, [(i, len(s) - 1, len(s)) for i, s in enumerate(sequences)])

@@ -19,7 +19,7 @@ def prompts(*lengths: int, vocab_size: int = VOCAB_SIZE) -> list[list[int]]:
 def step(runner: ModelRunner, sequences: list[list[int]], spans: list[tuple[int, int, int]]) -> torch.Tensor:
     """One step over spans (sequence, start, end); sequence i owns blocks 12 i to 12 i + 11."""
     rows = [
-        Row(token_ids=sequences[i][start:end], start=start, blocks=range(12 * i, 12 * i + 12), wants_logits=True)
+        Row(token_ids=sequences[i][start:end], start=start, blocks=range(12 * i, 12 * i + 12), num_logits=1)
         for i, start, end in spans
     ]
     return runner.forward(Batch.of(rows, block_size=runner.layout.block_size))

@@ -97,7 +97,7 @@ def decode_batch(contexts: list[int], seed: int) -> Batch:
             token_ids=generator.integers(0, VOCAB_SIZE, 1).tolist(),
             start=context - 1,
             blocks=[next(blocks) for _ in range(-(-context // BLOCK_SIZE))],
-            wants_logits=True,
+            num_logits=1,
         )
         for context in contexts
     ]
@@ -204,16 +204,16 @@ def test_which_steps_are_replayed(make_pair: MakePair) -> None:
         torch.testing.assert_close(pair[0].forward(batch, **options), expected, atol=1e-4, rtol=1e-4)
         return capture.num_replays > before
 
-    def row(start: int, end: int, *, wants_logits: bool = True) -> Row:
+    def row(start: int, end: int, *, num_logits: int = 1) -> Row:
         blocks = range(-(-end // BLOCK_SIZE))
-        return Row(token_ids=[7] * (end - start), start=start, blocks=blocks, wants_logits=wants_logits)
+        return Row(token_ids=[7] * (end - start), start=start, blocks=blocks, num_logits=num_logits)
 
     def batch(*rows: Row) -> Batch:
         return Batch.of(rows, block_size=BLOCK_SIZE)
 
     assert is_replayed(batch(row(0, 1))) and is_replayed(decode_batch([5] * MAX_ROWS, seed=0))
     assert not is_replayed(batch(row(0, 2))), "a prompt"
-    assert not is_replayed(batch(row(4, 5), row(4, 5, wants_logits=False))), "a chunk of one token"
+    assert not is_replayed(batch(row(4, 5), row(4, 5, num_logits=0))), "a chunk of one token"
     assert not is_replayed(batch(row(4, 5)), on_layer=lambda layer: None), "somebody waits for its layers"
     assert not is_replayed(decode_batch([5] * (graph_sizes(MAX_ROWS)[-1] + 1), seed=0)), "too many rows"
     assert not is_replayed(batch(row(MAX_CONTEXT, MAX_CONTEXT + 1))), "too long a table"
@@ -259,10 +259,8 @@ def test_kernels_launched_in_the_interpreter(
     for runner in (replaying, plain):
         fill(runner.pool, 3)
     launch_kernels(monkeypatch)
-    prompt = Row(token_ids=[5, 9, 2] * 6, start=4, blocks=[140, 141, 142], wants_logits=True)
-    mixed = Batch.of(
-        [prompt, Row(token_ids=[3], start=11, blocks=[143, 144], wants_logits=True)], block_size=BLOCK_SIZE
-    )
+    prompt = Row(token_ids=[5, 9, 2] * 6, start=4, blocks=[140, 141, 142], num_logits=1)
+    mixed = Batch.of([prompt, Row(token_ids=[3], start=11, blocks=[143, 144], num_logits=1)], block_size=BLOCK_SIZE)
     with torch.inference_mode():
         computed = replaying._model.compute(DeviceBatch.of(mixed, replaying.device), replaying.pool)
     torch.testing.assert_close(computed, plain.forward(mixed), atol=1e-4, rtol=1e-4)

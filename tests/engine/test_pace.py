@@ -25,7 +25,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def _batch(*counts: int) -> Batch:
-    rows = [Row(token_ids=[1] * count, start=0, blocks=[i], wants_logits=True) for i, count in enumerate(counts)]
+    rows = [Row(token_ids=[1] * count, start=0, blocks=[i], num_logits=1) for i, count in enumerate(counts)]
     return Batch.of(rows, block_size=64)
 
 

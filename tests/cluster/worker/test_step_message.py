@@ -67,7 +67,7 @@ def test_every_rank_gets_the_orders_that_were_given(orders: Orders) -> None:
 
 @given(_orders, st.integers(1, 20))
 def test_the_batch_comes_along_whatever_the_orders_take(orders: Orders, length: int) -> None:
-    row = Row(token_ids=list(range(length)), start=3, blocks=[4, 7, 2], wants_logits=True)
+    row = Row(token_ids=list(range(length)), start=3, blocks=[4, 7, 2], num_logits=length, adapter=2)
     batch = Batch.of([row], block_size=8)
     decoded, _ = decode_step(encode_step(batch, orders))
     assert decoded is not None

@@ -58,7 +58,7 @@ def test_any_mix_of_rows(by: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -
             token_ids=range(n),
             start=start,
             blocks=[next(order) for _ in range(-(-(start + n) // 4))],
-            wants_logits=True,
+            num_logits=1,
         )
         for start, n in [(0, 1), (0, 6), (29, 1), (9, 5), (14, 1)]
     ]
@@ -90,7 +90,7 @@ def test_kernels_store_what_torch_stores(dtype: str, is_interleaved: bool, monke
         num_sides=1,
         exact_dim=ROPE,
     )
-    row = Row(token_ids=range(9), start=2, blocks=[5, 1, 3], wants_logits=True)
+    row = Row(token_ids=range(9), start=2, blocks=[5, 1, 3], num_logits=1)
     batch = Batch.of([row], block_size=4)
     q, latent, key = random(9, HEADS, NOPE + ROPE), random(9, LATENT, seed=1), random(9, ROPE, seed=2)
     # The interpreter cuts numbers off to bf16 where others round: so keys are turned to numbers that bf16 has.

@@ -115,7 +115,7 @@ def make_batch(spans: list[tuple[int, int]]) -> Batch:
     rows = []
     for start, count in spans:
         blocks = [order.pop() for _ in range(-(-(start + count) // BLOCK_SIZE))]
-        rows.append(Row(token_ids=range(count), start=start, blocks=blocks, wants_logits=True))
+        rows.append(Row(token_ids=range(count), start=start, blocks=blocks, num_logits=1))
     return Batch.of(rows, block_size=BLOCK_SIZE)
 
 
@@ -154,8 +154,8 @@ def test_attention_does_not_depend_on_the_cut(kernels: Kernels) -> None:
     def attended(cuts: list[int]) -> Tensor:
         pool, parts = make_pool("bfloat16", head_dim=64), []
         for start, end in pairwise(cuts):
-            row = Row(token_ids=range(end - start), start=start, blocks=range(3, 15), wants_logits=True)
-            other = Row(token_ids=[0], start=19, blocks=range(20, 30), wants_logits=True)
+            row = Row(token_ids=range(end - start), start=start, blocks=range(3, 15), num_logits=1)
+            other = Row(token_ids=[0], start=19, blocks=range(20, 30), num_logits=1)
             batch = Batch.of([row, other], block_size=BLOCK_SIZE)
             extra = [*range(start, end), 19]
             heads = CompiledHeads(kernels, batch, pool, cos_T1F[extra], sin_T1F[extra])
@@ -192,7 +192,7 @@ def test_all_layers_at_once_are_each_layer_alone(
             assert at_once.pool.codes[layer][slot // 8, 0, :, slot % 8].any(), "its last key is not there yet"
             told.append(layer)
 
-        row = Row(token_ids=tokens[0][start:end], start=start, blocks=range(12), wants_logits=True)
+        row = Row(token_ids=tokens[0][start:end], start=start, blocks=range(12), num_logits=1)
         batch = Batch.of([row], block_size=8)
         got = at_once.forward(batch, on_layer)
         with monkeypatch.context() as patch:

@@ -159,7 +159,7 @@ def take_steps(model_dir: Path, pool_dtype: str, launches: list[Launch]) -> None
                 token_ids=[1] * count,
                 start=start,
                 blocks=[next(blocks) for _ in range(-(-(start + count) // BLOCK_SIZE))],
-                wants_logits=True,
+                num_logits=1,
             )
             for start, count in spans
         ]

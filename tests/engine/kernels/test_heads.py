@@ -30,7 +30,7 @@ def test_a_mixed_step(
     """Two prompts, of which one is a later chunk, and two single tokens between them."""
     layout = KVLayout(model="m", num_layers=2, num_kv_heads=2, head_dim=32, block_size=8, dtype=dtype)
     spans = [(0, 19, [3, 1, 7]), (12, 13, [5, 0]), (8, 20, [2, 4, 6]), (0, 1, [8])]
-    rows = [Row(token_ids=[0] * (end - start), start=start, blocks=b, wants_logits=True) for start, end, b in spans]
+    rows = [Row(token_ids=[0] * (end - start), start=start, blocks=b, num_logits=1) for start, end, b in spans]
     batch = Batch.of(rows, block_size=8)
     fused = random(batch.num_tokens, 4 + 2 * 2, 32)
     angles = random(batch.num_tokens, 1, 16, seed=4)

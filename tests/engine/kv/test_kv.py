@@ -44,7 +44,7 @@ def to_rows(shapes: list[tuple[int, int, bool]]) -> list[Row]:
             token_ids=range(start, start + count),
             start=start,
             blocks=[next(blocks) for _ in range(-(-(start + count) // BLOCK_SIZE))],
-            wants_logits=wants,
+            num_logits=wants,
         )
         for start, count, wants in shapes
     ]
@@ -58,7 +58,7 @@ def test_batch_says_where_every_token_goes(shapes: list[tuple[int, int, bool]]) 
     assert batch.positions.tolist() == batch.token_ids.tolist() == [position for _, position in flat]
     for slot, (row, position) in zip(batch.slots, flat, strict=True):
         assert slot == row.blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
-    wanted = [i for i, (row, position) in enumerate(flat) if row.wants_logits and position == row.end - 1]
+    wanted = [i for i, (row, position) in enumerate(flat) if position >= row.end - row.num_logits]
     assert batch.logits_rows.tolist() == wanted
 
 

@@ -191,7 +191,7 @@ def test_on_layer_comes_when_the_kv_is_there(tiny_model: MakeModel, make_runner:
         assert runner.pool.codes[layer][0].any() and not any(c[0].any() for c in runner.pool.codes[layer + 1 :])
         written.append(layer)
 
-    batch = Batch.of([Row(token_ids=[1, 2, 3], start=0, blocks=[0], wants_logits=False)], block_size=8)
+    batch = Batch.of([Row(token_ids=[1, 2, 3], start=0, blocks=[0], num_logits=0)], block_size=8)
     logits = runner.forward(batch, on_layer)
     assert written == [0, 1, 2]
     assert logits.shape == (0, 131)

@@ -1,0 +1,300 @@
+"""The engine's loop over a pool that remembers what was written to it: whatever happens, every sequence goes on from
+its own tokens, and every block is in one state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from cluster.words.request import Sampling, SequenceRequest, choice_seed
+from engine.decoding import Decoding
+from engine.engine import Engine, SchedulerConfig
+from engine.kv.block_manager import BlockManager
+from engine.orders import Orders
+from engine.prompts import KVSource, Prompt, PromptQueue
+from engine.sampling import Chosen, SamplingRow
+from engine.sequence import Sequence as TokenSequence
+from engine.step import Prefilled, ScheduledStep
+
+_BLOCK = 4
+_NUM_BLOCKS = 24
+
+
+def _next(tokens: Sequence[int], seed: int) -> int:
+    """The token that follows these."""
+    return hash((tuple(tokens), seed)) % 50
+
+
+class FakePool:
+    """Implements engine.step.Runner: a row's logits are the tokens that its blocks hold up to its last position."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, int] = {}  # by slot
+
+    def execute(self, step: ScheduledStep | None, orders: Orders, /) -> list[tuple[int, ...]] | None:
+        for source, target in orders.copies:
+            for i in range(_BLOCK):
+                self.tokens[target * _BLOCK + i] = self.tokens.get(source * _BLOCK + i, -1)
+        if step is None:
+            return None
+        logits = []
+        for row in step.rows:
+            self.write(row.blocks, row.start, row.token_ids)
+            if row.num_logits:
+                logits.append(tuple(self.tokens[_slot(row.blocks, position)] for position in range(row.end)))
+        return logits
+
+    def write(self, blocks: Sequence[int], start: int, token_ids: Sequence[int]) -> None:
+        for position, token in enumerate(token_ids, start):
+            self.tokens[_slot(blocks, position)] = token
+
+
+def _slot(blocks: Sequence[int], position: int) -> int:
+    return blocks[position // _BLOCK] * _BLOCK + position % _BLOCK
+
+
+def choose(logits: list[tuple[int, ...]], rows: Sequence[SamplingRow], positions: Sequence[int] | None) -> list[Chosen]:
+    found = [logits[i] for i in (range(len(rows)) if positions is None else positions)]
+    return [(_next(tokens, row.seed), None) for tokens, row in zip(found, rows, strict=True)]
+
+
+def _prompt(tokens: Sequence[int], *, max_tokens: int = 8, choices: int = 1, **fields: object) -> Prompt:
+    request = SequenceRequest(
+        id="r",
+        token_ids=tuple(tokens),
+        num_prompt_tokens=len(tokens),
+        sampling=Sampling(max_tokens=max_tokens, seed=7),
+        choices=tuple(range(choices)),
+    )
+    sequence = TokenSequence(request, 0, model="m", block_size=_BLOCK, max_context=_NUM_BLOCKS * _BLOCK)
+    return Prompt(sequence, **fields)  # type: ignore[arg-type]
+
+
+def test_the_loop_gives_every_sequence_its_tokens_and_all_blocks_back() -> None:
+    blocks = BlockManager(_NUM_BLOCKS)
+    config = SchedulerConfig(max_batch_tokens=5, max_running=4, max_waiting=9)
+    engine = Engine(FakePool(), choose, blocks, config, block_size=_BLOCK)
+    prompts = [_prompt(range(9)), _prompt([3] * 14, choices=2)]
+    for prompt in prompts:
+        engine.add(prompt)
+    sequences: list[TokenSequence] = []
+    while (result := engine.step()).did_work:
+        for prefilled in result.prefilled:
+            sequences += prefilled.sequences
+    assert [sequence.num_generated for sequence in sequences] == [8, 8, 8]
+    for sequence in sequences:
+        start = sequence.request.num_prompt_tokens
+        for end in range(start, start + 8):
+            assert sequence.tokens[end] == _next(sequence.tokens[:end], sequence.seed)
+    assert (blocks.num_available, engine.num_running, engine.num_waiting) == (_NUM_BLOCKS, 0, 0)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Prompts come, are fetched, shipped, cancelled, paused and computed in any order."""
+
+    decodes = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.pool = BlockManager(_NUM_BLOCKS), FakePool()
+        config = SchedulerConfig(max_batch_tokens=7, max_running=5, max_waiting=20, decodes=self.decodes)
+        self.engine = Engine(self.pool, choose, self.blocks, config, block_size=_BLOCK, connector=self)
+        self.prompts: list[Prompt] = []  # not whole yet
+        self.running: list[TokenSequence] = []
+        self.paused: list[TokenSequence] = []
+
+    def begin_step(self, admitted: Sequence[Prompt]) -> None:
+        pass
+
+    def orders(self, step: ScheduledStep) -> Orders:
+        return Orders()
+
+    @rule(
+        kind=st.integers(0, 2),
+        length=st.integers(2, 40),
+        max_tokens=st.integers(1, 12),
+        choices=st.integers(1, 3),
+        offered=st.integers(0, 40),
+        source=st.sampled_from(KVSource),
+        fetch_only=st.booleans(),
+    )
+    def add(
+        self, kind: int, length: int, max_tokens: int, choices: int, offered: int, source: KVSource, fetch_only: bool
+    ) -> None:
+        source = source if self.decodes else KVSource.HERE
+        is_here = source is KVSource.HERE
+        choices = 1 if source is KVSource.DECODE else choices
+        fields = {"source": source, "num_offered": min(offered, length) if is_here else 0}
+        fields["fetch_only"] = fetch_only and not self.decodes
+        prompt = _prompt([kind] * length, max_tokens=max_tokens, choices=choices, **fields)
+        if len(self.prompts) < 20:
+            self.engine.add(prompt)
+            self.prompts.append(prompt)
+
+    @rule()
+    def step(self) -> None:
+        result = self.engine.step()
+        for sequence, token in result.sampled:
+            assert sequence in self.running and token.token_id == sequence.tokens[-1]
+            self._check(sequence)
+        for prefilled in result.prefilled:
+            self._start(prefilled)
+        for prompt in result.fetched:
+            self.prompts.remove(prompt)
+        self.running = [sequence for sequence in self.running if not self._is_over(sequence)]
+
+    @precondition(lambda self: self.engine.prompts.fetching)
+    @rule(data=st.data(), comes=st.booleans())
+    def fetch(self, data: st.DataObject, comes: bool) -> None:
+        prompt = data.draw(st.sampled_from(self.engine.prompts.fetching))
+        sequence = prompt.sequence
+        if comes:
+            end = prompt.fetch_end
+            self.pool.write(sequence.blocks, sequence.num_computed, sequence.tokens[sequence.num_computed : end])
+            self.engine.prompts.fetched(prompt, end - sequence.num_computed)
+        else:
+            self.engine.prompts.fetch_failed(prompt)
+
+    @precondition(lambda self: self.engine.prompts.reserved)
+    @rule(data=st.data(), more=st.integers(1, 4))
+    def land(self, data: st.DataObject, more: int) -> None:
+        prompt = data.draw(st.sampled_from(list(self.engine.prompts.reserved)))
+        sequence, tokens = prompt.sequence, list(prompt.sequence.tokens)
+        num_known = len(tokens)
+        if prompt.is_running_elsewhere:
+            for _ in range(more):
+                tokens.append(_next(tokens, sequence.seed))
+            num_tokens, next_tokens = len(tokens) - 1, tokens[num_known:]
+        else:
+            num_tokens = num_known
+            next_tokens = [_next(tokens, choice_seed(7, choice)) for choice in prompt.choices]
+        self.pool.write(sequence.blocks, sequence.num_computed, tokens[sequence.num_computed : num_tokens])
+        self._start(self.engine.landed(prompt, num_tokens, next_tokens))
+
+    @precondition(lambda self: self.prompts)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        prompt = data.draw(st.sampled_from(self.prompts))
+        self.prompts.remove(prompt)
+        self.engine.cancel(prompt)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), pauses=st.booleans())
+    def end_or_pause(self, data: st.DataObject, pauses: bool) -> None:
+        sequence = data.draw(st.sampled_from(self.running))
+        self.running.remove(sequence)
+        if pauses:
+            self.engine.pause(sequence)
+            self.paused.append(sequence)
+        else:
+            self.engine.end(sequence)
+
+    @precondition(lambda self: self.paused)
+    @rule()
+    def resume(self) -> None:
+        sequence = self.paused.pop()
+        self.running.append(sequence)
+        self.engine.resume(sequence)
+
+    @invariant()
+    def every_block_is_in_one_state(self) -> None:
+        self.blocks.check_integrity()
+        assert self.engine.num_queued_tokens >= 0
+        held = {block for sequence in self._alive() for block in sequence.blocks}
+        assert self.blocks.num_blocks - self.blocks.num_available == len(held), "held by nobody, or not held"
+
+    def teardown(self) -> None:
+        for prompt in self.prompts:
+            self.engine.cancel(prompt)
+        for sequence in (*self.running, *self.paused):
+            self.engine.end(sequence)
+        self.blocks.check_integrity()
+        assert self.blocks.num_available == _NUM_BLOCKS
+        assert (self.engine.num_running, self.engine.num_waiting) == (0, 0)
+
+    def _alive(self) -> list[TokenSequence]:
+        return [*(prompt.sequence for prompt in self.prompts), *self.running, *self.paused]
+
+    def _start(self, prefilled: Prefilled) -> None:
+        prompt = prefilled.prompt
+        self.prompts.remove(prompt)
+        for choice, token in zip(prompt.choices, prefilled.tokens, strict=False):
+            tokens = prompt.sequence.request.token_ids
+            assert token.token_id == _next(tokens, choice_seed(7, choice))
+        self.running += [sequence for sequence in prefilled.sequences if not self._is_over(sequence)]
+
+    def _check(self, sequence: TokenSequence) -> None:
+        assert sequence.tokens[-1] == _next(sequence.tokens[:-1], sequence.seed), "not from its own tokens"
+
+    def _is_over(self, sequence: TokenSequence) -> bool:
+        return not (sequence in self.engine.decoding.running or sequence in self.engine.decoding.preempted) and not any(
+            prompt.sequence is sequence for prompt in self.engine.prompts.computing
+        )
+
+
+class PrefillingMachine(EngineMachine):
+    """The same for an engine that only prefills."""
+
+    decodes = False
+
+
+_SETTINGS = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+)
+_SEARCH = settings(_SETTINGS, max_examples=300, phases=[Phase.generate], derandomize=True)  # any failure will do
+
+
+@pytest.mark.parametrize("machine", [EngineMachine, PrefillingMachine])
+def test_whatever_happens_sequences_and_blocks_stay_whole(machine: type[EngineMachine]) -> None:
+    run_state_machine_as_test(machine, settings=_SETTINGS)
+
+
+def _forget_the_copies(self: FakePool, step: ScheduledStep | None, orders: Orders, /) -> object:
+    return _execute(self, step, Orders())
+
+
+def _keep_the_blocks(self: Engine[object], sequence: TokenSequence) -> None:
+    self.pause(sequence)
+
+
+def _one_token_more(self: PromptQueue, prompt: Prompt, num_tokens: int) -> None:
+    _fetched(self, prompt, num_tokens + 1)
+
+
+def _without_room(self: Decoding) -> list[TokenSequence]:
+    return list(self.running)
+
+
+def _stay_reserved(self: PromptQueue, prompt: Prompt) -> None:
+    for place in (self.waiting, self.fetching, self.computing):
+        if prompt in place:
+            place.remove(prompt)
+
+
+_execute, _fetched = FakePool.execute, PromptQueue.fetched
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault"),
+    [
+        (FakePool, "execute", _forget_the_copies),
+        (Engine, "end", _keep_the_blocks),
+        (PromptQueue, "fetched", _one_token_more),
+        (Decoding, "make_room", _without_room),
+        (PromptQueue, "remove", _stay_reserved),
+    ],
+)
+def test_a_planted_fault_is_found(
+    owner: type, name: str, fault: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, fault)
+    with pytest.raises((AssertionError, LookupError, ExceptionGroup)):
+        run_state_machine_as_test(EngineMachine, settings=_SEARCH)
