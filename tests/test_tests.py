@@ -28,11 +28,6 @@ _KNOWN = {
     ("engine/kernels/compiled_steps.py", "replaying._model"),
     ("engine/test_decode_graphs.py", "replaying._model"),
     ("engine/test_decode_graphs.py", "pair[0]._graphs"),
-    ("engine/cpu/test_cpu_kernels.py", "alone._model"),
-    ("engine/cpu/test_cpu_kernels.py", "alone._model._compiled_for"),
-    ("engine/cpu/test_cpu_kernels.py", "at_once._model"),
-    ("engine/cpu/test_cpu_kernels.py", "at_once._model._compiled"),
-    ("engine/cpu/test_cpu_kernels.py", "library._open"),
     # The books themselves, cooked to see that the audit finds it; and a memory that must not grow.
     ("engine/kv/test_block_manager.py", "manager._free"),
     ("engine/kv/test_eviction.py", "eviction._past"),

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from cluster.words.handoff import Handoff, HandoffKey
+from cluster.words.probe import unobserved
 from cluster.words.request import Sampling, SequenceRequest
 from cluster.worker.gang_runner import GangRunner
 from engine import sequence
@@ -52,6 +54,7 @@ class FakePassage:
 class FakeSender:
     def __init__(self) -> None:
         self.passages: dict[HandoffKey, FakePassage] = {}
+        self.config = SimpleNamespace(probe=unobserved)
 
     def begin(self, handoff: Handoff, blocks: Sequence[int]) -> FakePassage:
         return self.passages.setdefault(handoff.key, FakePassage(handoff, blocks))
