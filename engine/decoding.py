@@ -41,7 +41,8 @@ class Decoding:
         queue = deque(self.running)
         while queue:
             sequence = queue[0]
-            if self._blocks.extend(sequence.blocks, sequence.num_blocks_for(len(sequence.tokens))):
+            needed = sequence.num_blocks_for(len(sequence.tokens))
+            if needed <= len(sequence.blocks) or self._blocks.extend(sequence.blocks, needed):
                 kept.append(queue.popleft())
                 continue
             victim = queue.pop()

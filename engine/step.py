@@ -30,7 +30,7 @@ class ScheduledStep:
     def has_rows(self) -> bool:
         return bool(self.decoding or self.prompts)
 
-    @property
+    @cached_property
     def sequences(self) -> list[tuple[Sequence, int]]:
         """Of every row, and how many tokens of each."""
         ones = [(sequence, 1) for sequence in self.decoding]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from cluster.words.handoff import HandoffKey
-from cluster.words.probe import Milestone
+from cluster.words.probe import Milestone, Probe, unobserved
 from cluster.worker.step_message import decode_step, encode_step
 from engine.batch.batch import Batch
 from engine.orders import BeginOrder, Orders
@@ -20,10 +20,12 @@ class GangRunner:
     """One rank's model, its lower tiers and what it sends. Belongs to the step thread on rank 0, to the following
     thread elsewhere."""
 
-    def __init__(self, runner: ModelRunner, sender: Sender, tiers: RankTiers | None) -> None:
+    def __init__(
+        self, runner: ModelRunner, sender: Sender, tiers: RankTiers | None, *, probe: Probe = unobserved
+    ) -> None:
         self.runner = runner
         self.sender = sender
-        self.probe = sender.config.probe
+        self.probe = probe
         self.tiers = tiers
 
     @property

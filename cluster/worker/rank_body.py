@@ -214,7 +214,7 @@ class RankBody(Generic[W]):
             on_shipped=on_shipped,
         )
         self._tiers = open_tiers(setup, runner, on_loaded)
-        return GangRunner(runner, self._sender, self._tiers)
+        return GangRunner(runner, self._sender, self._tiers, probe=setup.probe)
 
     def _receive(self, setup: RankSetup, runner: ModelRunner, on_landed: Callable[[Landing], None]) -> Receiver:
         """Serve senders elsewhere from now on."""

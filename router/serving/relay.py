@@ -66,13 +66,15 @@ class Relay:
         try:
             pair = await self._dispatch.admit(state.request)
             await self._serve(state.request.choices, pair)
-            self._dispatch.finished([len(tokens) for tokens in state.tokens.values()])
         except* ClusterError as errors:
             state.outbox.put_nowait(_first(errors))
         except* Exception as errors:  # the edge of this task: no answer must look like an empty one
             logger.exception("request=%s failed", state.request.id)
             state.outbox.put_nowait(ClusterError(f"internal error: {errors.exceptions[0]!r}"))
         finally:
+            # Also where the client, who has the last token already, does not wait for this task to end by itself.
+            if not state.unfinished:
+                self._dispatch.finished([len(tokens) for tokens in state.tokens.values()])
             state.outbox.put_nowait(None)
 
     async def _serve(

@@ -73,13 +73,13 @@ def rank(model: RankOfOne) -> RankOfOne:
 def _worker(rank: RankOfOne, *, handoff_s: float = 60.0, addresses: Sequence[str] = ("here",)) -> DecodeWorker:
     return DecodeWorker(
         rank.gang,
-        rank.gate,
+        rank.receiver,
         rank.blocks,
         CONFIG,
         replica="decode-0",
         addresses=list(addresses),
         handoff_s=handoff_s,
-        close_handoff=rank.gate.close_elsewhere,
+        close_handoff=rank.receiver.close_elsewhere,
         **rank.worker_arguments(),
     )
 
@@ -130,7 +130,7 @@ def test_it_decodes_from_where_the_kv_has_landed(rank: RankOfOne) -> None:
     assert not worker.step(), "there is nothing to compute before the KV is here"
     assert listener.opening and listener.handoff
     assert (listener.opening.first_token, listener.opening.num_tokens, listener.handoff.num_tokens) == (0, 20, 20)
-    assert rank.gate.opened == {listener.handoff.id: listener.opening}
+    assert rank.receiver.opened == {listener.handoff.id: listener.opening}
     worker.landed(0, listener.landing(7))
     tokens = _run(worker)
     assert listener.heard == ["reserved, 0 cached", "started at 21, epoch 1", "ended"]
@@ -145,7 +145,7 @@ def test_kv_with_too_few_first_tokens_is_refused(rank: RankOfOne) -> None:
     worker.landed(0, listener.landing(7))
     assert isinstance(listener.error, TransferError) and listener.heard[-1] == "ended"
     assert worker.status().totals.transfer_failures == 1
-    rank.gate.others_have_closed()
+    rank.receiver.others_have_closed()
     assert (worker.num_requests, rank.num_held) == (0, 0)
 
 
@@ -155,10 +155,10 @@ def test_a_lease_that_ends_before_the_kv_has_come_closes_the_handoff_and_waits_f
     worker.submit(prompt, "router-0", listener)
     worker.step()
     worker.cancel(prompt)
-    assert listener.handoff and rank.gate.closed_here == [listener.handoff.id]
+    assert listener.handoff and rank.receiver.closed_here == [listener.handoff.id]
     assert (worker.num_requests, rank.num_held) == (0, 3), "a peer may still be writing on another rank"
     worker.landed(0, listener.landing(7))  # too late
-    rank.gate.others_have_closed()
+    rank.receiver.others_have_closed()
     assert rank.num_held == 0 and "started" not in " ".join(listener.heard)
     assert worker.status().totals.cancelled == 1
 
@@ -169,7 +169,7 @@ def test_a_handoff_that_nobody_fills_expires(rank: RankOfOne) -> None:
     worker.step()
     worker.step()
     assert isinstance(listener.error, HandoffExpired)
-    rank.gate.others_have_closed()
+    rank.receiver.others_have_closed()
     assert rank.num_held == 0
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from cluster.rpc import transfer_pb2
 from cluster.words.handoff import Handoff, HandoffKey
 from cluster.words.probe import unobserved
 from cluster.words.request import Sampling, SequenceRequest
@@ -21,6 +20,7 @@ from engine.prompts import KVSource, Prompt
 from engine.runner import ModelRunner
 from engine.tiers.tiers import Tiers
 from kvtransfer.movers.grants import Grants
+from kvtransfer.protocol.frames import Opening
 from kvtransfer.protocol.passage import Shipment
 from kvtransfer.protocol.pulls import Pulls
 from tests.engine.tiny_models import random_model, tiny_config
@@ -63,16 +63,16 @@ class FakeSender:
         return self.passages.get(key)
 
 
-class FakeGate:
-    """Implements kvtransfer.protocol.arrivals.ReceivingEnd; and closes handoffs on the other ranks, when told to."""
+class FakeReceivingEnd:
+    """Implements kvtransfer.protocol.arrivals.ReceivingEnd; also closes handoffs on the other ranks, when told to."""
 
     def __init__(self) -> None:
-        self.opened: dict[str, transfer_pb2.OpenRequest] = {}
+        self.opened: dict[str, Opening] = {}
         self.closed_here: list[str] = []
         self._closing: list[Callable[[], None]] = []
 
-    def open(self, request: transfer_pb2.OpenRequest) -> None:
-        self.opened[request.handoff] = request
+    def open(self, opening: Opening) -> None:
+        self.opened[opening.handoff] = opening
 
     def close(self, handoff: str) -> None:
         self.closed_here.append(handoff)
@@ -93,7 +93,7 @@ class RankOfOne:
     runner: ModelRunner
     blocks: BlockManager = field(default_factory=lambda: BlockManager(NUM_BLOCKS))
     sender: FakeSender = field(default_factory=FakeSender)
-    gate: FakeGate = field(default_factory=FakeGate)
+    receiver: FakeReceivingEnd = field(default_factory=FakeReceivingEnd)
 
     @classmethod
     def of_random_model(cls, directory: Path) -> RankOfOne:
@@ -108,13 +108,13 @@ class RankOfOne:
     def worker_arguments(self) -> dict[str, Any]:
         tiers: Tiers[Prompt] = Tiers(self.blocks, None, self.runner.layout, eviction="lru", timeout_s=1.0)
         pulls: Pulls[Prompt] = Pulls(
-            self.gate,
+            self.receiver,
             self.blocks,
             replica="replica-0",
             addresses=["here"],
             layout=self.runner.layout,
             timeout_s=1.0,
-            close_elsewhere=self.gate.close_elsewhere,
+            close_elsewhere=self.receiver.close_elsewhere,
             call=lambda pull: asserted("nobody to pull from"),
         )
         return {"pulls": pulls, "grants": Grants(self.blocks, self.runner.layout, tiers), "tiers": tiers}
