@@ -105,7 +105,10 @@ def _draw(logits_NV: Tensor, rows: Seq[SamplingRow]) -> Tensor:
     cumulative_NV = scaled_NV.exp().cumsum(dim=-1, dtype=torch.float64)
     draws_N = _place([uniform(row.seed, len(row.tokens)) for row in rows], torch.float64, device)
     targets_N1 = draws_N.unsqueeze(-1) * cumulative_NV[:, -1:]
-    return torch.searchsorted(cumulative_NV, targets_N1, right=True).squeeze(-1)
+    # Where logits are not finite nothing is found: that must not become an id outside the vocabulary, which would end
+    # the step of everybody else in the batch.
+    most = scaled_NV.shape[-1] - 1
+    return torch.searchsorted(cumulative_NV, targets_N1, right=True).clamp_max(most).squeeze(-1)
 
 
 def _keep_top_k(scaled_NV: Tensor, top_k: Seq[int]) -> Tensor:

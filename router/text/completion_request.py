@@ -29,7 +29,7 @@ RANGES: Mapping[str, tuple[float, float, bool]] = {
     "top_p": (0, 1, False),
     "min_p": (0, 1, True),
     "top_k": (-1, 2**31 - 1, True),
-    "repetition_penalty": (0, 100, False),
+    "repetition_penalty": (0.01, 100, True),  # logits are divided by it, in float32: by less they may overflow
     "presence_penalty": (-2, 2, True),
     "frequency_penalty": (-2, 2, True),
     "n": (1, MAX_CHOICES, True),

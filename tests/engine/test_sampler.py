@@ -163,6 +163,18 @@ def test_the_outermost_draws_take_tokens_that_are_allowed(
     assert sample(logits, [row(Sampling(top_k=3))])[0][0] == chosen
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_row_that_is_not_finite_hurts_nobody_else(bad: float) -> None:
+    """It gets some token of the vocabulary; whoever is beside it gets the same as alone."""
+    logits = random_logits(3, rows=2)
+    wanted = Sampling(temperature=0.9, top_p=0.8, num_logprobs=2)
+    alone = sample(logits[1:], [row(wanted, seed=5)])
+    logits[0] = bad
+    (token, _), beside = sample(logits, [row(wanted, seed=4), row(wanted, seed=5)])
+    assert 0 <= token < logits.shape[-1]
+    assert [beside] == alone
+
+
 def test_extreme_temperatures() -> None:
     logits = random_logits(3)
     best = int(logits.argmax())

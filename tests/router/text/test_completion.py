@@ -201,6 +201,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("min_p", {"min_p": 1.1}),
     ("top_k", {"top_k": -2}),
     ("repetition_penalty", {"repetition_penalty": 0.0}),
+    ("repetition_penalty", {"repetition_penalty": 1e-40}),
     ("presence_penalty", {"presence_penalty": 2.1}),
     ("frequency_penalty", {"frequency_penalty": -2.1}),
     ("n", {"n": 0}),
