@@ -69,7 +69,7 @@ class RankInProcess:
         self._lock = threading.Lock()
         self.process = forks.Process(
             target=_serve,
-            args=(theirs, role, spec, arguments, (*faults, *([ceiling] if ceiling else [])), log, network),
+            args=(theirs, role, spec, arguments, faults, ceiling, log, network),
             daemon=True,
         )
         self.process.start()
@@ -137,7 +137,8 @@ def _serve(
     role: Role,
     spec: dict[str, Any],
     arguments: dict[str, Any],
-    faults: tuple[Fault | Ceiling, ...],
+    faults: tuple[Fault, ...],
+    ceiling: Ceiling | None,
     log: str,
     network: str,
 ) -> None:
@@ -148,6 +149,8 @@ def _serve(
     logging.basicConfig(level=logging.INFO, force=True)
     if network:
         hosts.enter(network)
+    if ceiling:
+        ceiling.arm()
     rank = importlib.import_module(_MODULES[role]).make_rank(
         spec, log_dir="unused", probe=FaultyProbe(faults), **arguments
     )

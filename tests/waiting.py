@@ -34,3 +34,11 @@ async def becomes(condition: Callable[[], T], *, within_s: float = WITHIN_S) -> 
         assert time.monotonic() < end_at, f"not within {within_s:g} s; {value!r} is what it was last"
         await asyncio.sleep(_LOOK_S)
     return value
+
+
+async def stays(condition: Callable[[], object], *, for_s: float) -> None:
+    """A condition holds whenever it is looked at, for so long. A slow machine looks less often."""
+    end_at = time.monotonic() + for_s
+    while time.monotonic() < end_at:
+        assert condition()
+        await asyncio.sleep(_LOOK_S)
