@@ -163,8 +163,15 @@ class Decode:
         tables = [*self.requests, *self.puller.wants]
         others = {block for other in tables if other is not request for block in other.blocks}
         assert others.isdisjoint(blocks), "a write into the blocks of another request"
-        assert set(self.blocks._free).isdisjoint(blocks), "a write into a block that anybody may take"
+        assert self._free_blocks().isdisjoint(blocks), "a write into a block that anybody may take"
         return blocks
+
+    def _free_blocks(self) -> set[int]:
+        """Take them, and give them back."""
+        taken = self.blocks.allocate([], self.blocks.num_free)
+        assert taken
+        self.blocks.free(taken[0])
+        return set(taken[0])
 
     def _open_on(self, rank: int, opening: Opening, request: Request) -> None:
         self.ranks[rank].open(opening)
