@@ -31,7 +31,6 @@ _KNOWN = {
     # The books themselves, cooked to see that the audit finds it; and a memory that must not grow.
     ("engine/kv/test_block_manager.py", "manager._free"),
     ("engine/kv/test_eviction.py", "eviction._past"),
-    ("kvtransfer/protocol/receiving_world.py", "self.blocks._free"),
     ("cluster/model/test_source.py", "model_source._imported"),
 }
 
