@@ -9,6 +9,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 REQUIREMENTS := pyproject.toml constraints.txt
+# Two processes, each with whole files in their order: the longest come first. More would starve the Ray that tests start.
+SUITE := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test lint test-repeat test-slow test-gpu docs proto clean
 
@@ -16,7 +18,7 @@ demo: $(VENV)/installed
 	@PATH="$(abspath $(BIN)):$$PATH" deploy/demo.sh
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(SUITE)
 
 lint: $(VENV)/installed-for-tests
 	$(BIN)/ruff format --check
@@ -24,7 +26,7 @@ lint: $(VENV)/installed-for-tests
 	$(BIN)/mypy
 
 test-repeat: $(VENV)/installed-for-tests
-	$(BIN)/python tests/repeat.py
+	$(BIN)/python tests/repeat.py -- $(SUITE)
 
 test-slow: $(VENV)/installed-for-tests
 	$(BIN)/python -m pytest -m "slow and not gpu" --timeout 1800

@@ -18,6 +18,10 @@ if not any(Path(of_driver).exists() for of_driver in ("/proc/driver/nvidia", "/d
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # keeps 127.0.0.1 as a node's address
 os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+if (
+    "PYTEST_XDIST_WORKER" in os.environ
+):  # the cores are shared among the processes of this suite: before torch is imported
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

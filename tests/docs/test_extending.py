@@ -19,6 +19,11 @@ _COMMANDS = [
 ]
 
 
+def _marks(command: str) -> list[pytest.MarkDecorator]:
+    """The suites of links and eviction rules take half a minute each."""
+    return [pytest.mark.slow] if "--link" in command or ("--eviction my" in command and "pytest" in command) else []
+
+
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkout like ours, with the page's files in it."""
@@ -44,7 +49,7 @@ def test_the_page_has_what_it_promises() -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("command", _COMMANDS[1:])
+@pytest.mark.parametrize("command", [pytest.param(c, marks=_marks(c)) for c in _COMMANDS[1:]])
 def test_a_command_of_the_page(command: str, checkout: Path) -> None:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(checkout)}

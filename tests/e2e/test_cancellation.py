@@ -70,7 +70,7 @@ def _nobody_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     Ceiling(100).arm(monkeypatch.setattr)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
 async def test_200_requests_aborted_at_random_leave_nothing_behind(
     checkpoint: Checkpoint, redis_url: str, tp: int
 ) -> None:

@@ -41,7 +41,9 @@ TREES: dict[str, dict[str, Any]] = {
 pytestmark = pytest.mark.skipif(open_kernels(dtype=torch.bfloat16, device=CPU) is None, reason="no C++ compiler here")
 
 
-@pytest.mark.parametrize("pool", TREES)
+@pytest.mark.parametrize(
+    "pool", ["raw", *(pytest.param(pool, marks=pytest.mark.slow) for pool in ("fp8 pool", "int8 pool"))]
+)
 async def test_64_requests_alone_batched_chunked_and_migrated(
     checkpoint: Checkpoint, redis_url: str, monkeypatch: pytest.MonkeyPatch, pool: str
 ) -> None:

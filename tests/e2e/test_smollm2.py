@@ -37,8 +37,9 @@ def _tree(dtype: str, *, p_tp: int = 1, d_tp: int = 1) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("d_tp", [1, 3])
-@pytest.mark.parametrize("p_tp", [1, 3])
+@pytest.mark.parametrize(
+    ("p_tp", "d_tp"), [(1, 3), *(pytest.param(p, d, marks=pytest.mark.slow) for p, d in ((1, 1), (3, 1), (3, 3)))]
+)
 async def test_float32_tokens_for_any_pair_of_tensor_parallel_sizes(
     smollm2_dir: Path, reference: Reference, redis_url: str, p_tp: int, d_tp: int
 ) -> None:

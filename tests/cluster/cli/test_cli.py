@@ -105,6 +105,7 @@ def test_the_life_of_a_deployment(cluster: ClusterCommand) -> None:
     assert cluster.run("status").code == 3
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_killed_deploy_is_cleared_away_and_a_failing_one_explains_itself(cluster: ClusterCommand) -> None:
     with cluster.start("deploy", "1P1D", *ports(), is_fake=True) as killed:
@@ -126,6 +127,7 @@ def test_a_killed_deploy_is_cleared_away_and_a_failing_one_explains_itself(clust
     assert cluster.run("status").code == 3
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_an_interrupted_deploy_leaves_nothing(cluster: ClusterCommand) -> None:
     arguments = ["--rank", "decode=slow_load", "deploy", "1P1D", *ports()]
