@@ -81,6 +81,7 @@ class RouterService:
             replicas,
             Chooser(policy, max_local_tokens=spec.router.max_local_prefill),
             model=model_config.fingerprint(model_dir),
+            block_size=spec.kv.block_size,
             queue_s=spec.timeouts.queue_s,
             max_waiting=spec.router.max_waiting,
             metrics=metrics,

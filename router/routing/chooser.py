@@ -123,9 +123,10 @@ class Chooser:
         loads: Sequence[ReplicaLoad],
     ) -> Decision:
         option = options[0]
-        held = max((one.cached_tokens for one in candidates if one.replica == option.prefill), default=0)
+        computes = option.prefill or option.decode
+        held = max((one.cached_tokens for one in candidates if one.replica == computes), default=0)
         holder = next((load for load in loads if load.replica == option.pull_from), None)
-        if holder and holder.replica == (option.prefill or option.decode):
+        if holder and holder.replica == computes:
             holder = None  # its own lower tier
         return Decision(
             prefill=option.prefill,

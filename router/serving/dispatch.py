@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass
 
 from cluster.words.errors import (
     CapacityError,
@@ -25,10 +24,9 @@ from router.routing.chooser import Chooser, Decision, Need, with_room
 from router.routing.decisions import Decisions
 from router.routing.replica_load import ReplicaLoad
 from router.routing.room import AnswerLength
-from router.serving.booking import Booking
 from router.serving.gate import AdmissionGate
 from router.serving.move import Place
-from router.serving.pair import Pair
+from router.serving.pair import Booking, Pair, PromptBooking
 from router.serving.replica import Replica
 from router.serving.replicas import Replicas
 
@@ -48,13 +46,22 @@ class Dispatch:
     """Chooses and books replicas. One per router; lives on the event loop."""
 
     def __init__(
-        self, replicas: Replicas, chooser: Chooser, *, model: str, queue_s: float, max_waiting: int, metrics: Metrics
+        self,
+        replicas: Replicas,
+        chooser: Chooser,
+        *,
+        model: str,
+        block_size: int,
+        queue_s: float,
+        max_waiting: int,
+        metrics: Metrics,
     ) -> None:
         """model: fingerprint, as in the prefix hashes. queue_s: how long a request may wait for a replica with room."""
         self.replicas = replicas
         self.decisions = Decisions()
         self._chooser = chooser
         self._model = model
+        self._block_size = block_size
         self._queue_s = queue_s
         self._metrics = metrics
         self._answers = AnswerLength()
@@ -103,17 +110,6 @@ class Dispatch:
         pair.release()
         self._gate.wake()
 
-    @contextmanager
-    def expected(self, pair: Pair) -> Iterator[None]:
-        """Meanwhile a pair computes its prompt: let its siblings know."""
-        replica = pair.prefill or pair.decode
-        assert replica
-        self.replicas.index.expect(replica.id, pair.hashes)
-        try:
-            yield
-        finally:
-            self.replicas.index.settle(replica.id, pair.hashes)
-
     def another_prefill(self, request: SequenceRequest, pair: Pair, *, avoid: Set[str]) -> Pair | None:
         """The same pair with another prefill replica, for a request whose decode replica waits for its prompt."""
         if pair.decode is None:
@@ -123,15 +119,24 @@ class Dispatch:
         decision = self._chooser.choose_prefill(
             asked.need, self._loads(Role.PREFILL), pair.decode.load(), depths, avoid=avoid
         )
-        return replace(self._book_prompt(asked, decision), decode=pair.decode, room=pair.room) if decision else None
+        return (
+            self._booked(asked, decision, decode=pair.decode, decode_booking=pair.decode_booking) if decision else None
+        )
 
     def another_place(self, request: SequenceRequest) -> Place | None:
-        """Another decode replica for a request that runs on one that drains, and a stream key for a choice."""
+        """A decode replica for a choice that runs on one that drains, with room if any has; and a stream key there."""
         asked = self._asked(request)
         depths = self.replicas.index.depths(asked.hashes)
-        decision = self._chooser.choose(asked.need, [], self._loads(Role.DECODE), depths)
-        replica = self._replica(decision.decode) if decision else None
-        return Place(replica, self.replicas.new_streams(1)) if replica else None
+        decodes = self._loads(Role.DECODE)
+        for some in (with_room(decodes, asked.need), decodes):
+            decision = self._chooser.choose(asked.need, [], some, depths)
+            if decision and (replica := self._replica(decision.decode)):
+                return Place(replica, self.replicas.new_streams(1))
+        return None
+
+    def num_blocks(self, request: SequenceRequest) -> int:
+        """That it is predicted to need on a decode replica."""
+        return self._need(request).num_blocks
 
     def may_try_again(self, error: ClusterError, avoid: Set[str]) -> bool:
         """Whether another try may help. Where every decode replica is full, the client hears so at once."""
@@ -168,42 +173,44 @@ class Dispatch:
             return None
         self.decisions.add(asked.request.id, decision.options, decision.candidates)
         logger.debug("route request=%s %s", asked.request.id, decision.options[0])
-        pair = self._book_prompt(asked, decision)
-        if decode := self._replica(decision.decode):
-            need = asked.need
-            room = Booking(decode, num_blocks=need.num_blocks, num_streams=need.num_streams)
-            pair = replace(pair, decode=decode, room=room)
-        return pair
+        decode = self._replica(decision.decode)
+        need = asked.need
+        booking = Booking(decode, num_blocks=need.num_blocks, num_streams=need.num_streams) if decode else None
+        return self._booked(asked, decision, decode=decode, decode_booking=booking)
 
-    def _book_prompt(self, asked: _Asked, decision: Decision) -> Pair:
-        """The prefill half of a pair."""
+    def _booked(
+        self, asked: _Asked, decision: Decision, *, decode: Replica | None, decode_booking: Booking | None
+    ) -> Pair:
+        """The pair of a decision, with its prompt booked where it is to be computed."""
         prefill = self._replica(decision.prefill)
+        computes = prefill or decode
+        assert computes
         return Pair(
             prefill=prefill,
-            decode=None,
-            prompt=Booking(prefill, prompt_tokens=decision.prompt_tokens) if prefill else None,
-            room=None,
+            decode=decode,
+            prompt_booking=PromptBooking(
+                computes, self.replicas.index, asked.hashes, num_tokens=decision.prompt_tokens
+            ),
+            decode_booking=decode_booking,
             holder=decision.holder,
-            hashes=asked.hashes,
         )
 
     def _asked(self, request: SequenceRequest) -> _Asked:
+        root = root_hash(self._model, adapter=request.adapter, salt=request.salt)
+        hashes = block_hashes(root, request.token_ids, block_size=self._block_size)
+        return _Asked(request, self._need(request), hashes)
+
+    def _need(self, request: SequenceRequest) -> Need:
         num_tokens, num_streams = len(request.token_ids), len(request.choices)
-        members = [replica.member for replica in self.replicas.usable(Role.DECODE)]
-        if not members:
-            return _Asked(request, Need(num_tokens=num_tokens, num_streams=num_streams), [])
-        block_size = members[0].block_size
-        prompt_blocks = num_tokens // block_size
+        prompt_blocks = num_tokens // self._block_size
         # Choices share the full blocks of the prompt.
-        per_choice = -(-(num_tokens + self._predicted_tokens(request)) // block_size) - prompt_blocks
-        need = Need(
+        per_choice = -(-(num_tokens + self._predicted_tokens(request)) // self._block_size) - prompt_blocks
+        return Need(
             num_tokens=num_tokens,
             num_streams=num_streams,
             num_blocks=prompt_blocks + per_choice * num_streams,
             max_new_tokens=request.sampling.max_tokens - request.num_generated,
         )
-        root = root_hash(self._model, adapter=request.adapter, salt=request.salt)
-        return _Asked(request, need, block_hashes(root, request.token_ids, block_size=block_size))
 
     def _predicted_tokens(self, request: SequenceRequest) -> int:
         return self._answers.predict(max(1, request.sampling.max_tokens - request.num_generated))

@@ -11,8 +11,6 @@ from router.routing.admission import AdmissionQueue, Ticket
 
 T = TypeVar("T")
 
-_PATIENCE = 4  # times the longest wait, for a request whose turn was predicted wrongly while the queue moves on
-
 
 class AdmissionGate(Generic[T]):
     """Lets requests pass in the order of an AdmissionQueue. Belongs to the event loop.
@@ -22,11 +20,10 @@ class AdmissionGate(Generic[T]):
     """
 
     def __init__(self, *, max_waiting: int, queue_s: float) -> None:
-        """queue_s: how long a request may wait where nothing moves, and what a prediction is held against."""
+        """queue_s: how long a request may wait, and what a prediction is held against."""
         self._queue = AdmissionQueue(max_waiting=max_waiting)
         self._queue_s = queue_s
         self._now = asyncio.get_running_loop().time
-        self._num_passed = 0
         self._choosers: dict[Ticket, tuple[Callable[[], T | None], asyncio.Future[T]]] = {}
 
     def __len__(self) -> int:
@@ -39,8 +36,8 @@ class AdmissionGate(Generic[T]):
         """What `choose` takes, at this request's turn.
 
         Raises CapacityError, at once if its turn would come later than `within_s` (None: no deadline), and whatever
-        `choose` raises. Whoever was let in to wait is not sent away because the prediction was wrong: as long as others
-        pass, it keeps its place. What was taken for a request that has been cancelled meanwhile goes to `give_back`.
+        `choose` raises. Where the prediction was wrong it comes after min(within_s, queue_s). What was taken for a
+        request that has been cancelled meanwhile goes to `give_back`.
         """
         if not len(self._queue) and (taken := choose()) is not None:
             return taken
@@ -49,13 +46,9 @@ class AdmissionGate(Generic[T]):
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._choosers[ticket] = (choose, future)
         try:
-            for _ in range(_PATIENCE if within_s is None else 1):
-                num_passed = self._num_passed
-                await asyncio.wait({future}, timeout=limit_s)
-                if future.done():
-                    return future.result()
-                if self._num_passed == num_passed:
-                    break
+            await asyncio.wait({future}, timeout=limit_s)
+            if future.done():
+                return future.result()
             hint_s = max(1.0, self._queue.wait_s(ticket))
             raise CapacityError(f"no replica had room within {limit_s:g} s", retry_after_s=hint_s)
         except asyncio.CancelledError:
@@ -80,5 +73,4 @@ class AdmissionGate(Generic[T]):
             if taken is None:
                 return
             self._queue.pop(now=self._now())
-            self._num_passed += 1
             future.set_result(taken)

@@ -9,10 +9,10 @@ from functools import partial
 from cluster.words.errors import ClusterError, ReplicaLost
 from cluster.words.request import SampledToken, SequenceRequest
 from router.serving.attempt_tasks import AttemptTasks
-from router.serving.booking import Booking
 from router.serving.choices import Choices
 from router.serving.dispatch import Dispatch
 from router.serving.move import ChoiceMove, Lease, Place
+from router.serving.pair import Booking
 from router.serving.replica import Replica
 from router.serving.request_state import RequestState
 
@@ -37,7 +37,7 @@ class Places:
         choices: Choices,
         tasks: AttemptTasks,
         *,
-        room: Booking | None,
+        booking: Booking | None,
         dispatch: Dispatch,
     ) -> None:
         """request: what the attempt began with."""
@@ -47,7 +47,7 @@ class Places:
         self._request = request
         self._choices = choices
         self._tasks = tasks
-        self._room = room
+        self._booking = booking  # of all choices, where they began
         self._dispatch = dispatch
         self._places: dict[int, Place] = {}
         self._one_at_a_time = asyncio.Lock()
@@ -92,7 +92,7 @@ class Places:
     @property
     def num_blocks(self) -> int:
         """That the request is predicted to need."""
-        return self._room.num_blocks if self._room else 0
+        return self._booking.num_blocks if self._booking else 0
 
     def num_tokens(self) -> int:
         """What it was given, and what all choices have brought since."""
@@ -115,7 +115,7 @@ class Places:
         await decode.is_draining.wait()
         while self.on(decode):
             for choice in filter(self._has_begun, self.on(decode)):
-                if place := self._dispatch.another_place(self._request):
+                if place := self._dispatch.another_place(self._state.continuation([choice])):
                     await self._move(choice, place)
             await asyncio.sleep(_MOVE_AGAIN_S)
 
@@ -125,11 +125,19 @@ class Places:
                 return
             source = self._places[choice]
             move = ChoiceMove(source, target)
-            num_tokens = await move.run(self._state.continuation([choice], stream=target.stream))
+            request = self._state.continuation([choice], stream=target.stream)
+            num_blocks = self._dispatch.num_blocks(request)
+            booking = Booking(target.replica, num_requests=1, num_blocks=num_blocks, num_streams=1)
+            num_tokens = None
+            try:
+                num_tokens = await move.run(request)
+            finally:
+                if num_tokens is None:
+                    booking.end()
             if num_tokens is None:
                 return
             assert move.lease
-            holding = self._hold(move.lease, target.replica)
+            holding = self._hold(move.lease, booking)
             try:
                 await self._choices.wait_for(choice, num_tokens - len(self._state.request.token_ids))
             except asyncio.CancelledError:
@@ -140,16 +148,14 @@ class Places:
             if choice not in self._state.unfinished:  # it was stopped on its way, where it is no more
                 holding.cancel()
                 return
-            if self._room and len(self._places) == 1:
-                self._room.move(target.replica)
+            if self._booking and len(self._places) == 1:
+                self._booking.end()
             self._state.route.decode_replica = target.replica.id
-            self._state.route.moves += 1
             move.follow(partial(self._take, choice))
             self._tasks.start(self._leave_when_draining(target.replica))
 
-    def _hold(self, lease: Lease, replica: Replica) -> asyncio.Task[None]:
+    def _hold(self, lease: Lease, booking: Booking) -> asyncio.Task[None]:
         """Keep the lease until it ends by itself, or the attempt ends."""
-        booking = Booking(replica, num_requests=1)
 
         def release(_: asyncio.Task[None]) -> None:  # also when it is cancelled before it has begun
             booking.end()

@@ -57,9 +57,10 @@ class Relay:
             yield item
 
     async def stop(self, choice: int) -> None:
-        self._state.unfinished.discard(choice)
         if attempt := self._attempts.get(choice):
             await attempt.stop(choice)
+        else:
+            self._state.unfinished.discard(choice)
 
     async def _run(self) -> None:
         state = self._state
@@ -112,13 +113,13 @@ class Relay:
         """One try. Adds to `failed` the replicas on which it may have failed, if it fails."""
         state, dispatch = self._state, self._dispatch
         state.route.attempts += 1
-        state.route.migrations += state.num_tokens(choices) > 0
+        if state.num_tokens(choices):
+            state.route.migrations += 1
         try:
             state.check_deadline()
             pair = pair or await dispatch.choose(state.continuation(choices), avoid=failed)
             if choices := self._unfinished(choices):  # some may have been stopped meanwhile
-                with dispatch.expected(pair):
-                    await self._try(choices, pair, failed=failed)
+                await self._try(choices, pair, failed=failed)
         finally:
             if pair:
                 dispatch.give_back(pair)

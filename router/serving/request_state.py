@@ -28,10 +28,8 @@ class RequestState:
         self._lost_at: dict[int, float] = {}  # choices that have tokens, and wait for the first of another attempt
 
     def append(self, choice: int, token: SampledToken) -> None:
-        """The next token of an unfinished choice."""
+        """The next token of an unfinished choice, which goes to the client."""
         self.tokens[choice].append(token.token_id)
-        if token.finish_reason:
-            self.unfinished.discard(choice)
         self.outbox.put_nowait(ChoiceToken(choice, token))
         if self._lost_at and (lost_at := self._lost_at.pop(choice, None)) is not None:
             self._log_pause(choice, self._now() - lost_at)

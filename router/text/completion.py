@@ -12,7 +12,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
 from cluster.words.errors import ClusterError, ContextLengthExceeded, DeadlineExceeded, ReplicaLost, outcome_of
@@ -29,6 +29,7 @@ from router.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+_ACCOUNT_S = 1.0  # for which the account of a request's route may come after its last token
 _LONG_TEXT = 2 * 1024  # characters, some 3 ms of tokenising; more is done on another thread
 
 
@@ -144,6 +145,10 @@ class Completion:
             if token.token.finish_reason is None:  # a stop string was found; the workers do not know yet
                 await generation.stop(token.choice)
             yield choice.finished
+        with suppress(ClusterError, TimeoutError):  # what has come to its end cannot fail any more
+            async with asyncio.timeout(_ACCOUNT_S):
+                async for _ in tokens:
+                    pass
         yield Summary(usage=self._usage, route=replace(self._route), ttft_s=self._clock.ttft_s, itl_s=self._clock.itl_s)
 
     @property

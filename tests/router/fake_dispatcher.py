@@ -46,8 +46,7 @@ class FakeGeneration:
         self._open = set(request.choices)
         self._stopped: set[int] = set()
         self.route = RequestRoute(
-            prefill_replica="prefill-0", decode_replica="decode-0", cached_tokens=3, blocks_shipped=2, wire_bytes=1000,
-            attempts=1,
+            prefill_replica="prefill-0", decode_replica="decode-0", cached_tokens=3, attempts=1
         )  # fmt: skip
 
     async def __aenter__(self) -> FakeGeneration:
@@ -83,6 +82,7 @@ class FakeGeneration:
                     self._open.discard(choice)
                 yield ChoiceToken(choice, token)
             position += 1
+        self.route.blocks_shipped, self.route.wire_bytes = 2, 1000  # told a little after the last token
         assert num_sent <= len(request.choices) * request.sampling.max_tokens
 
     async def stop(self, choice: int) -> None:
