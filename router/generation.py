@@ -48,7 +48,7 @@ class Generation(Protocol):
         ...
 
 
-class Dispatcher(Protocol):
-    """Where the doors of the router hand their requests in."""
+class TokenService(Protocol):
+    """Where the doors of the router hand their requests in, as tokens."""
 
     def start(self, request: SequenceRequest) -> Generation: ...

@@ -30,7 +30,7 @@ from router.serving.grpc_worker import GrpcWorker
 from router.serving.replicas import Replicas
 from router.text.chat_template import ChatTemplate, find_chat_template
 from router.text.completion import Completions
-from router.text.model_card import ModelCard
+from router.text.completion_request import ModelCard
 from router.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class RouterService:
         core = RouterCore(dispatch)
         tokenizer = Tokenizer(model_dir)
         completions = Completions(
-            dispatcher=core,
+            token_service=core,
             tokenizer=tokenizer,
             chat_template=ChatTemplate(find_chat_template(model_dir), special_tokens=tokenizer.special_tokens),
             model=ModelCard(

@@ -111,8 +111,8 @@ class OpenAIAnswer:
         """An extension: the prompt as the model saw it."""
         for choice in choices:
             completion = self.completions[choice["index"] // self.completions[0].n]
-            place = answer if self.forms[0].is_prompt_shared else choice
-            place["prompt_token_ids"] = list(completion.prompt_ids)
+            owner = answer if self.forms[0].is_prompt_shared else choice
+            owner["prompt_token_ids"] = list(completion.prompt_ids)
 
 
 @dataclass

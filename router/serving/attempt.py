@@ -19,9 +19,9 @@ from cluster.words.handoff import Handoff, Holder
 from cluster.words.request import SequenceRequest
 from router.serving.attempt_tasks import AttemptTasks
 from router.serving.choices import Choices
+from router.serving.decode_streams import DecodeStreams
 from router.serving.dispatch import Dispatch, may_retry
 from router.serving.pair import Booking, Pair
-from router.serving.places import Places
 from router.serving.replica import Replica
 from router.serving.request_state import RequestState
 
@@ -49,13 +49,15 @@ class Attempt:
         self._used = {replica.id for replica in (pair.prefill, pair.decode) if replica}
         self._choices = Choices(state, request.choices, has_prefill=pair.prefill is not None)
         self._tasks = AttemptTasks(self._choices, request_id=request.id)
-        self.places = Places(state, request, self._choices, self._tasks, booking=pair.decode_booking, dispatch=dispatch)
+        self.streams = DecodeStreams(
+            state, request, self._choices, self._tasks, booking=pair.decode_booking, dispatch=dispatch
+        )
         self._prefilling: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         try:
             if decode := self._pair.decode:
-                self.places.begin(decode)
+                self.streams.begin(decode)
                 self._tasks.start(self._lease(decode))
             else:
                 self._tasks.start(self._prefill(None))
@@ -67,14 +69,14 @@ class Attempt:
             try:
                 await self._tasks.close()
             finally:  # a client that leaves may interrupt even this
-                self.places.close()
+                self.streams.close()
 
     async def stop(self, choice: int) -> None:
         """This choice needs no more tokens; none will follow."""
         self._choices.finish(choice)
-        if self._choices.unfinished and (place := self.places.of(choice)):
+        if self._choices.unfinished and (stream := self.streams.of(choice)):
             with suppress(ClusterError):  # a replica that is lost generates nothing any more
-                await place.replica.worker.stop([place.stream], timeout_s=_STOP_S)
+                await stream.replica.worker.stop([stream.key], timeout_s=_STOP_S)
 
     @property
     def blamed(self) -> set[str]:
@@ -105,7 +107,7 @@ class Attempt:
                             self._pair.prompt_booking.end(is_computed=True)
                             self._route.pulled_tokens = event.started.pulled_tokens
         except ClusterError as error:
-            if self.places.on(decode):
+            if self.streams.on(decode):
                 self._choices.fail(error)
         finally:
             booking.end()

@@ -19,13 +19,12 @@ from cluster.words.errors import (
 from cluster.words.hashing import block_hashes, root_hash
 from cluster.words.request import Role, SequenceRequest
 from router.metrics import Metrics
-from router.routing.admission import Ticket
-from router.routing.chooser import Chooser, Decision, Need, with_room
+from router.routing.admission import QueuedRequest
+from router.routing.chooser import AnswerLength, Chooser, Decision, Need, with_room
 from router.routing.decisions import Decisions
 from router.routing.replica_load import ReplicaLoad
-from router.routing.room import AnswerLength
 from router.serving.gate import AdmissionGate
-from router.serving.move import Place
+from router.serving.move import DecodeStream
 from router.serving.pair import Booking, Pair, PromptBooking
 from router.serving.replica import Replica
 from router.serving.replicas import Replicas
@@ -79,9 +78,9 @@ class Dispatch:
         began_at = self._now()
         asked = self._asked(request)
         self._check_length(request)
-        ticket = Ticket(request.tenant, request.priority, cost=self._cost(request))
+        queued = QueuedRequest(request.tenant, request.priority, cost=self._cost(request))
         pair = await self._gate.enter(
-            ticket, lambda: self._choose_with_room(asked), within_s=request.deadline_s, give_back=self.give_back
+            queued, lambda: self._choose_with_room(asked), within_s=request.deadline_s, give_back=self.give_back
         )
         self._metrics.queue_time.observe(self._now() - began_at)
         return pair
@@ -123,7 +122,7 @@ class Dispatch:
             self._booked(asked, decision, decode=pair.decode, decode_booking=pair.decode_booking) if decision else None
         )
 
-    def another_place(self, request: SequenceRequest) -> Place | None:
+    def another_decode(self, request: SequenceRequest) -> DecodeStream | None:
         """A decode replica for a choice that runs on one that drains, with room if any has; and a stream key there."""
         asked = self._asked(request)
         depths = self.replicas.index.depths(asked.hashes)
@@ -131,7 +130,7 @@ class Dispatch:
         for some in (with_room(decodes, asked.need), decodes):
             decision = self._chooser.choose(asked.need, [], some, depths)
             if decision and (replica := self._replica(decision.decode)):
-                return Place(replica, self.replicas.new_streams(1))
+                return DecodeStream(replica, self.replicas.new_streams(1))
         return None
 
     def num_blocks(self, request: SequenceRequest) -> int:

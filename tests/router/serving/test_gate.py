@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from cluster.words.errors import CapacityError, RequestError
-from router.routing.admission import Ticket
+from router.routing.admission import QueuedRequest
 from router.serving.gate import AdmissionGate
 
 
@@ -28,7 +28,7 @@ class Room:
 
 
 async def _enter(gate: AdmissionGate[str], room: Room, *, within_s: float | None = None, tenant: str = "") -> str:
-    return await gate.enter(Ticket(tenant, 0, 1.0), room.choose, within_s=within_s, give_back=room.give_back)
+    return await gate.enter(QueuedRequest(tenant, 0, 1.0), room.choose, within_s=within_s, give_back=room.give_back)
 
 
 async def test_with_room_nobody_waits() -> None:
@@ -103,7 +103,7 @@ async def test_a_request_that_can_never_be_served_hears_so_at_its_turn_and_holds
             raise RequestError("too long")
         return None
 
-    wrong = asyncio.create_task(gate.enter(Ticket("", 0, 1.0), choose, within_s=None, give_back=room.give_back))
+    wrong = asyncio.create_task(gate.enter(QueuedRequest("", 0, 1.0), choose, within_s=None, give_back=room.give_back))
     await asyncio.sleep(0)
     right = asyncio.create_task(_enter(gate, room))
     await asyncio.sleep(0)

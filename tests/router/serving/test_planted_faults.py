@@ -14,10 +14,10 @@ from cluster.words.handoff import Handoff
 from cluster.words.request import SampledToken, SequenceRequest
 from router.serving.attempt import Attempt
 from router.serving.choices import Choices
+from router.serving.decode_streams import DecodeStreams
 from router.serving.dispatch import Dispatch
 from router.serving.move import ChoiceMove
 from router.serving.pair import Booking, PromptBooking
-from router.serving.places import Places
 from router.serving.replica import Replica, TokenSink
 from router.serving.request_state import RequestState
 from tests.router.serving.fake_worker import FakeWorker
@@ -89,7 +89,7 @@ _FAULTS: dict[str, Fault] = {
     "a lost replica is not heard of": (Replica, "subscribe", _lost_without_a_word),
     "a booking is not given back": (Booking, "end", lambda self: None),
     "a prompt is expected for ever": (PromptBooking, "end", lambda self, is_computed=False: None),
-    "streams stay subscribed": (Places, "close", lambda self: None),
+    "streams stay subscribed": (DecodeStreams, "close", lambda self: None),
     "what a frame brings counts twice": (Replica, "subscribe", _hand_on_twice),
     "who has failed is chosen again": (Attempt, "blamed", property(lambda self: set())),
     "no other prefill replica is asked": (Dispatch, "another_prefill", lambda self, request, pair, avoid: None),

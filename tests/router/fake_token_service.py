@@ -1,4 +1,4 @@
-"""A dispatcher without a cluster: it says what a script says, and remembers how each request ended."""
+"""A token service without a cluster: it says what a script says, and remembers how each request ended."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def echo(request: SequenceRequest, choice: int) -> Sequence[int]:
 
 
 @dataclass(kw_only=True)
-class FakeDispatcher:
+class FakeTokenService:
     """Repeats each choice's script until the request's own rules end it. The choices take turns."""
 
     script: Script = echo
@@ -39,7 +39,7 @@ class FakeDispatcher:
 
 
 class FakeGeneration:
-    def __init__(self, fake: FakeDispatcher, request: SequenceRequest) -> None:
+    def __init__(self, fake: FakeTokenService, request: SequenceRequest) -> None:
         self._fake = fake
         self._request = request
         self._owner: asyncio.Task[object] | None = None
