@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from cluster.index.prefix_index import PrefixIndex
 from cluster.words.handoff import Holder
@@ -53,15 +54,15 @@ class PromptBooking:
 
     def end(self, *, is_computed: bool = False) -> None:
         """It is computed, or given up. May be called more than once."""
-        self._queued.end()
-        if is_computed and not self._is_over:
-            asyncio.get_running_loop().call_later(_TOLD_S, self._settle)
-        elif not self._is_over:
-            self._settle()
+        if self._is_over:
+            return
         self._is_over = True
-
-    def _settle(self) -> None:
-        self._index.settle(self._replica, self._hashes)
+        self._queued.end()
+        settle = partial(self._index.settle, self._replica, self._hashes)
+        if is_computed:
+            asyncio.get_running_loop().call_later(_TOLD_S, settle)
+        else:
+            settle()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,15 +64,9 @@ class RequestState:
         )
 
     def _log_pause(self, choice: int, pause_s: float) -> None:
+        route, num_tokens = self.route, len(self.request.token_ids) + len(self.tokens[choice])
         logger.info(
             "request=%s choice=%d went on pause_ms=%.0f prefill=%s decode=%s tokens=%d cached=%d pulled=%d attempts=%d",
-            self.request.id,
-            choice,
-            pause_s * 1e3,
-            self.route.prefill_replica,
-            self.route.decode_replica,
-            len(self.request.token_ids) + len(self.tokens[choice]),
-            self.route.cached_tokens,
-            self.route.pulled_tokens,
-            self.route.attempts,
-        )
+            self.request.id, choice, pause_s * 1e3, route.prefill_replica, route.decode_replica, num_tokens,
+            route.cached_tokens, route.pulled_tokens, route.attempts,
+        )  # fmt: skip
