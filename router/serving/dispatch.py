@@ -97,7 +97,7 @@ class Dispatch:
             decodes = self._loads(Role.DECODE)
             # A prompt may wait behind others where the beginning of it is.
             for some in (with_room(decodes, asked.need), decodes):
-                if pair := self._choose(asked, self._loads(Role.PREFILL), some, avoid=avoid):
+                if pair := self._choose(asked, some, avoid=avoid):
                     return pair
             try:
                 await self.replicas.changed(timeout_s=give_up_at - self._now())
@@ -118,9 +118,9 @@ class Dispatch:
         decision = self._chooser.choose_prefill(
             asked.need, self._loads(Role.PREFILL), pair.decode.load(), depths, avoid=avoid
         )
-        return (
-            self._booked(asked, decision, decode=pair.decode, decode_booking=pair.decode_booking) if decision else None
-        )
+        if decision is None:
+            return None
+        return self._booked(asked, decision, decode=pair.decode, decode_booking=pair.decode_booking)
 
     def another_decode(self, request: SequenceRequest) -> DecodeStream | None:
         """A decode replica for a choice that runs on one that drains, with room if any has; and a stream key there."""
@@ -149,13 +149,12 @@ class Dispatch:
             self._answers.add(number)
 
     def _choose_with_room(self, asked: _Asked) -> Pair | None:
-        decodes = with_room(self._loads(Role.DECODE), asked.need)
-        return self._choose(asked, self._loads(Role.PREFILL), decodes, prefill_needs_room=True)
+        self._check_length(asked.request)  # the first replica may have come only now
+        return self._choose(asked, with_room(self._loads(Role.DECODE), asked.need), prefill_needs_room=True)
 
     def _choose(
         self,
         asked: _Asked,
-        prefills: Sequence[ReplicaLoad],
         decodes: Sequence[ReplicaLoad],
         *,
         avoid: Set[str] = frozenset(),
@@ -165,6 +164,7 @@ class Dispatch:
         if not decodes:
             return None
         depths = self.replicas.index.depths(asked.hashes)
+        prefills = self._loads(Role.PREFILL)
         decision = self._chooser.choose(
             asked.need, prefills, decodes, depths, avoid=avoid, prefill_needs_room=prefill_needs_room
         )

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from random import Random
 
+import pytest
+
+from cluster.words.errors import ContextLengthExceeded
 from cluster.words.hashing import block_hashes, root_hash
 from cluster.words.request import Role, Sampling, SequenceRequest
 from router.serving.replica import Replica
+from tests.router.serving.fake_worker import MAX_CONTEXT
 from tests.router.serving.serving_world import Client, World
 from tests.router.serving.virtual_time import VirtualTimeLoop, pass_time
 
@@ -59,6 +64,24 @@ def test_a_request_that_came_before_any_decode_replica_is_weighed_like_others() 
         await _until(lambda: _seen(world, decode.name).promised_streams)
         assert _seen(world, decode.name).promised_blocks == -(-(9 + 64) // 4), "64: what is assumed of a first answer"
         assert _expecting(world, client) == {prefill.name}
+
+    _play(play)
+
+
+def test_a_request_that_no_replica_can_hold_hears_so_when_the_first_one_comes() -> None:
+    async def play(world: World) -> None:
+        request = SequenceRequest(id="r", token_ids=(1,) * MAX_CONTEXT, num_prompt_tokens=MAX_CONTEXT)
+
+        async def ask() -> None:
+            async with world.core.start(request) as generation:
+                async for _ in generation:
+                    pass
+
+        asking = asyncio.create_task(ask())
+        await pass_time(0.1)
+        world.add(Role.DECODE)
+        with pytest.raises(ContextLengthExceeded):
+            await asking
 
     _play(play)
 
