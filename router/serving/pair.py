@@ -45,9 +45,7 @@ class PromptBooking:
 
     def __init__(self, replica: Replica, index: PrefixIndex, hashes: Sequence[bytes], *, num_tokens: int) -> None:
         """hashes: of the prompt's full blocks. num_tokens: that it must compute of it."""
-        self._replica = replica.id
-        self._index = index
-        self._hashes = hashes
+        self._settle = partial(index.settle, replica.id, hashes)
         self._queued = Booking(replica, prompt_tokens=num_tokens)
         self._is_over = False
         index.expect(replica.id, hashes)
@@ -58,11 +56,10 @@ class PromptBooking:
             return
         self._is_over = True
         self._queued.end()
-        settle = partial(self._index.settle, self._replica, self._hashes)
         if is_computed:
-            asyncio.get_running_loop().call_later(_TOLD_S, settle)
+            asyncio.get_running_loop().call_later(_TOLD_S, self._settle)
         else:
-            settle()
+            self._settle()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,9 +17,9 @@ from tests.router.serving.serving_world import Client, World
 from tests.router.serving.virtual_time import VirtualTimeLoop, pass_time
 
 
-def _play(play: Callable[[World], Awaitable[None]]) -> None:
+def _play(play: Callable[[World], Awaitable[None]], *, seed: int = 0) -> None:
     async def run() -> None:
-        world = World(Random(0))
+        world = World(Random(seed))
         try:
             await play(world)
             await world.settle()
@@ -155,3 +155,24 @@ def test_what_the_replica_that_computes_a_prompt_has_of_it_is_not_in_its_queue()
         world.replicas.index.drop(decode.id)
 
     _play(play)
+
+
+def test_who_needs_no_more_does_not_wait_for_a_transfer_that_nobody_needs() -> None:
+    num_under_way = 0
+
+    async def play(world: World) -> None:
+        nonlocal num_under_way
+        prefill, decode = world.add(Role.PREFILL), world.add(Role.DECODE)
+        await pass_time(0.1)
+        client = world.ask(num_tokens=9, n=1, max_tokens=300)
+        await _until(lambda: client.received)
+        if not decode.leases[0].has_landed:
+            num_under_way += 1
+            prefill.fall_silent()
+            await world.stop(client, 0)
+            await pass_time(0.5)
+            assert client.is_over
+
+    for seed in range(8):
+        _play(play, seed=seed)
+    assert num_under_way, "the first token never came before the KV"
