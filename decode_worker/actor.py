@@ -49,7 +49,7 @@ class DecodeParts:
             parts.receiver,
             parts.blocks,
             parts.limits,
-            replica=setup.replica,
+            name=setup.replica,
             addresses=setup.addresses,
             handoff_s=setup.spec.timeouts.handoff_s,
             close_handoff=parts.inbox.close_handoff,
@@ -58,5 +58,5 @@ class DecodeParts:
             tiers=parts.tiers,
         )
 
-    def serve(self, replica: LiveReplica[DecodeWorker]) -> None:
-        self._servicer.replica = replica
+    def serve(self, live: LiveReplica[DecodeWorker]) -> None:
+        self._servicer.live = live

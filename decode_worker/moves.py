@@ -70,7 +70,7 @@ class Moves:
 
     def __init__(
         self,
-        rank: GangRunner,
+        gang: GangRunner,
         blocks: BlockManager,
         engine: Engine[Tensor],
         link_rate: Rate,
@@ -78,8 +78,8 @@ class Moves:
         leave: Callable[[Sequence], None],
     ) -> None:
         self._link_rate = link_rate  # bytes
-        self._rank = rank
-        self._layout = rank.runner.layout
+        self._gang = gang
+        self._layout = gang.runner.layout
         self._departures: Departures[Move] = Departures(blocks)
         self._engine = engine
         self._leave = leave
@@ -174,7 +174,7 @@ class Moves:
 
     def _is_sent(self, key: HandoffKey) -> bool:
         """On rank 0, which stands for the others: they send as much."""
-        passage = self._rank.sender.find(key)
+        passage = self._gang.sender.find(key)
         return passage is not None and passage.is_idle
 
     def _num_bytes(self, num_positions: int) -> int:

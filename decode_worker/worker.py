@@ -12,7 +12,7 @@ from cluster.words.handoff import Handoff, Holder
 from cluster.worker.gang_runner import GangRunner
 from cluster.worker.replica_engine import ReplicaEngine
 from decode_worker.answers import Answers, RequestListener
-from decode_worker.moves import MoveListener
+from decode_worker.moves import MoveListener, Moves
 from decode_worker.opening import opening_for, ticket_for
 from engine.engine import SchedulerConfig
 from engine.kv.block_manager import BlockManager
@@ -35,12 +35,12 @@ class DecodeWorker:
 
     def __init__(
         self,
-        rank: GangRunner,
+        gang: GangRunner,
         receiver: ReceivingEnd,
         blocks: BlockManager,
         config: SchedulerConfig,
         *,
-        replica: str,
+        name: str,
         addresses: list[str],
         handoff_s: float,
         close_handoff: Callable[[str, Callable[[], None]], None],
@@ -48,17 +48,18 @@ class DecodeWorker:
         grants: Grants,
         tiers: Tiers[Prompt],
     ) -> None:
-        self.replica = ReplicaEngine(rank, blocks, config, self, pulls=pulls, grants=grants, tiers=tiers)
-        self._name = replica
+        self.replica = ReplicaEngine(gang, blocks, config, self, pulls=pulls, grants=grants, tiers=tiers)
+        self._name = name
         self._addresses = tuple(addresses)
-        self._layout = rank.runner.layout.fingerprint
+        self._layout = gang.runner.layout.fingerprint
         self._handoff_s = handoff_s
         self._awaited: dict[Prompt, Arrival[Prompt]] = {}  # whose KV comes from elsewhere
         self._arrivals: Arrivals[Prompt] = Arrivals(
             receiver, blocks, num_ranks=len(addresses), close_elsewhere=close_handoff
         )
-        self._answers = Answers(rank, blocks, self.replica)
-        self._moves = self._answers.moves
+        engine, rate = self.replica.engine, self.replica.link_rate
+        self._moves = Moves(gang, blocks, engine, rate, leave=lambda sequence: self._answers.end(sequence))
+        self._answers = Answers(self.replica, self._moves)
         self._orders = Orders()  # of the next step
 
     # What the world asks for.
@@ -94,7 +95,7 @@ class DecodeWorker:
             is_whole = len(next_tokens) == len(prompt.choices)
         if is_whole:
             prefilled = self.replica.engine.landed(prompt, num_tokens, next_tokens)
-            self.replica.count_hits(prompt)
+            self.replica.note_whole(prompt)
             self._answers.start(prefilled, epoch=arrival.epoch)
         else:
             self._fail(prompt, TransferError(f"{len(next_tokens)} tokens came along with {num_tokens} positions"))
@@ -162,7 +163,7 @@ class DecodeWorker:
 
     def _admitted(self, prompt: Prompt) -> None:
         listener = self._answers.listener(prompt)
-        if prompt.is_computed_here:
+        if not prompt.is_received:
             listener.reserved(None, None, prompt.num_cached)
             if prompt.fetch_end > prompt.num_cached:
                 self.replica.fetches.begin(prompt)

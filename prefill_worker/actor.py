@@ -46,5 +46,5 @@ class PrefillParts:
             tiers=parts.tiers,
         )
 
-    def serve(self, replica: LiveReplica[PrefillWorker]) -> None:
-        self._servicer.replica = replica
+    def serve(self, live: LiveReplica[PrefillWorker]) -> None:
+        self._servicer.live = live

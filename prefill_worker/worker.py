@@ -56,7 +56,7 @@ class PrefillWorker:
 
     def __init__(
         self,
-        rank: GangRunner,
+        gang: GangRunner,
         blocks: BlockManager,
         config: SchedulerConfig,
         *,
@@ -64,8 +64,8 @@ class PrefillWorker:
         grants: Grants,
         tiers: Tiers[Prompt],
     ) -> None:
-        self.replica = ReplicaEngine(rank, blocks, config, self, pulls=pulls, grants=grants, tiers=tiers)
-        self._rank = rank
+        self.replica = ReplicaEngine(gang, blocks, config, self, pulls=pulls, grants=grants, tiers=tiers)
+        self._gang = gang
         self._jobs: dict[Prompt, _Job] = {}
         self._departures: Departures[Prompt] = Departures(blocks)
 
@@ -156,7 +156,7 @@ class PrefillWorker:
 
     def _begin(self, prompt: Prompt, job: _Job) -> BeginOrder:
         assert job.handoff
-        ranks = sending_ranks(self._rank.runner.layout, num_receivers=len(job.handoff.ranks))
+        ranks = sending_ranks(self._gang.runner.layout, num_receivers=len(job.handoff.ranks))
         sequence = prompt.sequence
         job.departure = self._departures.begin(job.handoff, sequence.blocks, ranks=ranks, owner=prompt)
         return BeginOrder(job.handoff, sequence.blocks, sequence.num_computed)
@@ -166,7 +166,7 @@ class PrefillWorker:
         prompt, job = prefilled.prompt, self._jobs[prefilled.prompt]
         job.listener.first_tokens(prefilled.tokens)
         if job.handoff:
-            self._rank.commit(job.handoff.key, [token.token_id for token in prefilled.tokens])
+            self._gang.commit(job.handoff.key, [token.token_id for token in prefilled.tokens])
         else:
             self._end(prompt, None, None)
 

@@ -11,7 +11,7 @@ from cluster.words.request import Role, SequenceRequest
 from cluster.words.spec import Spec
 from cluster.worker.gang_runner import GangRunner
 from cluster.worker.inbox import Inbox
-from cluster.worker.peers import Peers
+from cluster.worker.other_ranks import OtherRanks
 from cluster.worker.rank_setup import RankSetup
 from cluster.worker.replica_service import ReplicaService, RoleWorker
 from engine.config import EngineConfig
@@ -48,7 +48,7 @@ class LiveReplica(Generic[W]):
 
     service: ReplicaService
     worker: W
-    peers: Peers
+    others: OtherRanks
     model: str  # fingerprint of its weights
     block_size: int
     max_tokens: int  # of a sequence
@@ -73,6 +73,6 @@ class RoleParts(Protocol[W]):
 
     def make_worker(self, parts: LeaderParts) -> W: ...
 
-    def serve(self, replica: LiveReplica[W]) -> None:
+    def serve(self, live: LiveReplica[W]) -> None:
         """From now on its servicer takes requests."""
         ...

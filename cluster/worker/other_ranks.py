@@ -29,7 +29,7 @@ _ASK_AGAIN_S = 0.1
 _Method = Callable[..., Awaitable[Any]]  # of a stub, which grpc does not type
 
 
-class Peers:
+class OtherRanks:
     """The other ranks of this replica, as one rank sees them. Lives on the event loop."""
 
     def __init__(self, addresses: list[str], *, rank: int, timeout_s: float) -> None:
@@ -38,7 +38,7 @@ class Peers:
         self._stubs = {r: rpc.RankStub(channel) for r, channel in self._channels.items()}
 
     @classmethod
-    async def connect(cls, addresses: list[str], *, rank: int, timeout_s: float) -> Peers:
+    async def connect(cls, addresses: list[str], *, rank: int, timeout_s: float) -> OtherRanks:
         """Make the channels on the event loop that will use them."""
         return cls(addresses, rank=rank, timeout_s=timeout_s)
 
@@ -97,21 +97,21 @@ def open_gang(
     device: torch.device,
     start_s: float,
     ask_s: float,
-) -> tuple[Peers, TensorParallel]:
+) -> tuple[OtherRanks, TensorParallel]:
     """Meet the other ranks of this replica, whose gRPC servers are at `addresses`.
 
     Blocks until all are there; raises ReplicaLost after `start_s`. `ask_s` bounds each later call between ranks.
     """
-    connecting = Peers.connect(addresses, rank=rank, timeout_s=ask_s)
-    peers = host.call(connecting, timeout_s=start_s)
+    connecting = OtherRanks.connect(addresses, rank=rank, timeout_s=ask_s)
+    others = host.call(connecting, timeout_s=start_s)
     size = len(addresses)
     if size == 1:
-        return peers, TensorParallel()
+        return others, TensorParallel()
     if rank == 0:
         store = local_store(servicer.meeting, timeout_s=start_s)
     else:
-        store = peers.store(host.loop, timeout_s=start_s)
+        store = others.store(host.loop, timeout_s=start_s)
     parallel = TensorParallel.join(
         store, prefix="gang", rank=rank, size=size, host=host.host, device=device, meet_s=start_s
     )
-    return peers, parallel
+    return others, parallel
