@@ -45,17 +45,12 @@ class DecodeParts:
     def make_worker(self, parts: LeaderParts) -> DecodeWorker:
         setup = parts.setup
         return DecodeWorker(
-            parts.gang,
+            parts.engine,
             parts.receiver,
-            parts.blocks,
-            parts.limits,
             name=setup.replica,
             addresses=setup.addresses,
             handoff_s=setup.spec.timeouts.handoff_s,
             close_handoff=parts.inbox.close_handoff,
-            pulls=parts.pulls,
-            grants=parts.grants,
-            tiers=parts.tiers,
         )
 
     def serve(self, live: LiveReplica[DecodeWorker]) -> None:

@@ -37,14 +37,7 @@ class PrefillParts:
         worker_pb2_grpc.add_PrefillWorkerServicer_to_server(self._servicer, server)
 
     def make_worker(self, parts: LeaderParts) -> PrefillWorker:
-        return PrefillWorker(
-            parts.gang,
-            parts.blocks,
-            replace(parts.limits, decodes=False),
-            pulls=parts.pulls,
-            grants=parts.grants,
-            tiers=parts.tiers,
-        )
+        return PrefillWorker(replace(parts.engine, limits=replace(parts.engine.limits, decodes=False)))
 
     def serve(self, live: LiveReplica[PrefillWorker]) -> None:
         self._servicer.live = live

@@ -11,20 +11,14 @@ from cluster.rpc import worker_pb2 as pb
 from cluster.words.errors import ClusterError, HandoffExpired, TransferError
 from cluster.words.handoff import Handoff, Holder
 from cluster.words.request import SampledToken
-from cluster.worker.gang_runner import GangRunner
-from cluster.worker.replica_engine import ReplicaEngine
-from engine.engine import SchedulerConfig
-from engine.kv.block_manager import BlockManager
+from cluster.worker.replica_engine import EngineParts, ReplicaEngine
 from engine.orders import BeginOrder, Orders
 from engine.prompts import Prompt
 from engine.step import Prefilled, ScheduledStep
-from engine.tiers.tiers import Tiers
-from kvtransfer.movers.grants import Grants
 from kvtransfer.protocol.departures import Departure, Departures
 from kvtransfer.protocol.ledger import Landing
 from kvtransfer.protocol.passage import Shipment
 from kvtransfer.protocol.plan import sending_ranks
-from kvtransfer.protocol.pulls import Pulls
 
 logger = logging.getLogger(__name__)
 
@@ -54,20 +48,11 @@ class PrefillWorker:
     A prompt holds its blocks while it is computed; its departure holds them until every rank has stopped reading them.
     """
 
-    def __init__(
-        self,
-        gang: GangRunner,
-        blocks: BlockManager,
-        config: SchedulerConfig,
-        *,
-        pulls: Pulls[Prompt],
-        grants: Grants,
-        tiers: Tiers[Prompt],
-    ) -> None:
-        self.replica = ReplicaEngine(gang, blocks, config, self, pulls=pulls, grants=grants, tiers=tiers)
-        self._gang = gang
+    def __init__(self, parts: EngineParts) -> None:
+        self.replica = ReplicaEngine(parts, self)
+        self._gang = parts.gang
         self._jobs: dict[Prompt, _Job] = {}
-        self._departures: Departures[Prompt] = Departures(blocks)
+        self._departures: Departures[Prompt] = Departures(parts.blocks)
 
     # What the world asks for.
 

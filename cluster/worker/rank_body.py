@@ -21,6 +21,7 @@ from cluster.worker.inbox import Inbox
 from cluster.worker.lower_tiers import open_tiers
 from cluster.worker.other_ranks import OtherRanks, open_gang
 from cluster.worker.rank_setup import RankSetup
+from cluster.worker.replica_engine import EngineParts
 from cluster.worker.replica_service import ReplicaService, RoleWorker
 from cluster.worker.role_parts import LeaderParts, LiveReplica, RoleParts
 from engine.config import EngineConfig
@@ -153,7 +154,7 @@ class RankBody(Generic[W]):
             max_tokens=max_tokens_of(runner, limit=setup.spec.model.max_context),
         )
         self.role.serve(live)
-        self._prefixes.granting = Granting(parts.grants, self.service.post)
+        self._prefixes.granting = Granting(parts.engine.grants, self.service.post)
         self._ranks.on_report = inbox.reported
         self.service.start(
             index_url=setup.index_url,
@@ -187,19 +188,17 @@ def _leader_parts(setup: RankSetup, gang: GangRunner, receiver: Receiver, inbox:
     num_blocks, eviction = gang.runner.pool.num_blocks, spec.kv.eviction
     blocks = BlockManager(num_blocks, make_eviction(eviction, num_blocks=num_blocks))
     tiers: Tiers[Prompt] = Tiers(blocks, gang.tiers, layout, eviction=eviction, timeout_s=spec.timeouts.transfer_s)
-    return LeaderParts(
-        setup=setup,
+    engine = EngineParts(
         gang=gang,
-        receiver=receiver,
         blocks=blocks,
         limits=SchedulerConfig(
             max_batch_tokens=pool.max_batch_tokens, max_running=pool.max_running, max_waiting=pool.max_waiting
         ),
-        inbox=inbox,
         pulls=inbox.make_pulls(layout, receiver, blocks),
         grants=Grants(blocks, layout, tiers, probe=setup.probe),
         tiers=tiers,
     )
+    return LeaderParts(setup=setup, receiver=receiver, inbox=inbox, engine=engine)
 
 
 def _member(setup: RankSetup, runner: ModelRunner, *, max_tokens: int) -> Member:

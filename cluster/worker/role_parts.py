@@ -9,20 +9,14 @@ from grpc import aio
 
 from cluster.words.request import Role, SequenceRequest
 from cluster.words.spec import Spec
-from cluster.worker.gang_runner import GangRunner
 from cluster.worker.inbox import Inbox
 from cluster.worker.other_ranks import OtherRanks
 from cluster.worker.rank_setup import RankSetup
+from cluster.worker.replica_engine import EngineParts
 from cluster.worker.replica_service import ReplicaService, RoleWorker
 from engine.config import EngineConfig
-from engine.engine import SchedulerConfig
-from engine.kv.block_manager import BlockManager
-from engine.prompts import Prompt
 from engine.sequence import Sequence
-from engine.tiers.tiers import Tiers
-from kvtransfer.movers.grants import Grants
 from kvtransfer.movers.receiver import Receiver
-from kvtransfer.protocol.pulls import Pulls
 
 W = TypeVar("W", bound=RoleWorker)
 
@@ -32,14 +26,9 @@ class LeaderParts:
     """What a role's worker is made from, on rank 0."""
 
     setup: RankSetup
-    gang: GangRunner
     receiver: Receiver
-    blocks: BlockManager
-    limits: SchedulerConfig
     inbox: Inbox
-    pulls: Pulls[Prompt]
-    grants: Grants
-    tiers: Tiers[Prompt]
+    engine: EngineParts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,20 +1,15 @@
-"""The receiving process of a measurement: it does what the near side says, one JSON line after the other.
-
-python -m kvtransfer.bench.far_side PORT       connects to 127.0.0.1:PORT, and ends with that connection
-"""
+"""The receiving process of a measurement: it does what the near side says. See cluster.process.ordered_process."""
 
 from __future__ import annotations
 
-import json
 import os
 import queue
-import socket
-import sys
 import time
 from typing import Any
 
 import torch
 
+from cluster.process.ordered_process import obey
 from cluster.rpc.transfer_pb2_grpc import add_RankServicer_to_server
 from cluster.wire.rank_host import RankHost
 from engine.kv.layout import KVLayout
@@ -75,20 +70,7 @@ class FarSide:
         self._landings.put((landing.handoff, time.monotonic()))
 
 
-def main() -> None:
-    far = FarSide()
-    torch.set_num_threads(1)
-    with (
-        socket.create_connection((HOST, int(sys.argv[1])), TIMEOUT_S) as connection,
-        connection.makefile("rw") as lines,
-    ):
-        connection.settimeout(None)  # the near side may compute for minutes between two orders
-        for line in lines:
-            order, arguments = json.loads(line)
-            lines.write(json.dumps(getattr(far, order)(**arguments)) + "\n")
-            lines.flush()
-    os._exit(0)  # threads of links are in C++ code, which must not meet an interpreter that is being taken apart
-
-
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    obey(FarSide)
+    os._exit(0)  # threads of links are in C++ code, which must not meet an interpreter that is being taken apart

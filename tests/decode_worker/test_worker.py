@@ -13,7 +13,7 @@ from cluster.words.handoff import Handoff
 from decode_worker.worker import DecodeWorker
 from engine.prompts import KVSource
 from kvtransfer.protocol.ledger import Landing
-from tests.cluster.worker.rank_of_one import CONFIG, RankOfOne
+from tests.cluster.worker.rank_of_one import RankOfOne
 from tests.engine.steps import prompts
 
 _PROMPT = prompts(20)[0]
@@ -74,15 +74,12 @@ def rank(model: RankOfOne) -> RankOfOne:
 
 def _worker(rank: RankOfOne, *, handoff_s: float = 60.0, addresses: Sequence[str] = ("here",)) -> DecodeWorker:
     return DecodeWorker(
-        rank.gang,
+        rank.parts(),
         rank.receiver,
-        rank.blocks,
-        CONFIG,
         name="decode-0",
         addresses=list(addresses),
         handoff_s=handoff_s,
         close_handoff=rank.receiver.close_elsewhere,
-        **rank.worker_arguments(),
     )
 
 
