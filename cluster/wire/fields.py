@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import cache
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from google.protobuf.message import Message
@@ -20,8 +21,7 @@ R = TypeVar("R", bound=Record)
 
 def to_message(kind: type[M], record: Record, **given: object) -> M:
     """Every field of the message is `given`, or the record's of that name."""
-    names = (field.name for field in kind.DESCRIPTOR.fields if field.name not in given)
-    return kind(**{name: getattr(record, name) for name in names}, **given)
+    return kind(**{name: getattr(record, name) for name, _, _ in _described(kind) if name not in given}, **given)
 
 
 def from_message(kind: type[R], message: Message, **given: object) -> R:
@@ -29,12 +29,19 @@ def from_message(kind: type[R], message: Message, **given: object) -> R:
 
     What repeats becomes a tuple; what the message may leave out, and does, None.
     """
-    described = message.DESCRIPTOR.fields_by_name
-    for name in kind.__dataclass_fields__.keys() & described.keys() - given.keys():
+    for name, is_repeated, may_be_missing in _described(type(message)):
+        if name in given or name not in kind.__dataclass_fields__:
+            continue
         value = getattr(message, name)
-        if described[name].is_repeated:
+        if is_repeated:
             value = tuple(value)
-        elif described[name].has_presence and not message.HasField(name):
+        elif may_be_missing and not message.HasField(name):
             value = None
         given[name] = value
     return kind(**given)
+
+
+@cache
+def _described(kind: type[Message]) -> list[tuple[str, bool, bool]]:
+    """Of each field: its name, whether it repeats, and whether a message can be without it."""
+    return [(field.name, field.is_repeated, field.has_presence) for field in kind.DESCRIPTOR.fields]

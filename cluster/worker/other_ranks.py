@@ -15,12 +15,12 @@ from torch.distributed.distributed_c10d import Store
 from cluster.rpc import transfer_pb2 as pb
 from cluster.rpc import transfer_pb2_grpc as rpc
 from cluster.wire.channel import error_of, open_channel
+from cluster.wire.fields import to_message
 from cluster.wire.rank_host import RankHost
 from cluster.words.errors import ReplicaLost
 from engine.parallel import TensorParallel
 from kvtransfer.movers.meeting import local_store, remote_store
 from kvtransfer.movers.rank_servicer import RankServicer
-from kvtransfer.movers.wire_messages import opening_to_proto
 from kvtransfer.protocol.frames import Opening
 
 _ANSWER_S = 3.0  # an answer between ranks takes milliseconds
@@ -44,7 +44,7 @@ class OtherRanks:
 
     async def open(self, opening: Opening) -> None:
         """Open a handoff on every other rank. Raises ReplicaLost if one does not answer."""
-        request = opening_to_proto(opening)
+        request = to_message(pb.OpenRequest, opening)
         await asyncio.gather(
             *(_call(stub.Open, request, rank=rank, timeout_s=self._timeout_s) for rank, stub in self._stubs.items())
         )

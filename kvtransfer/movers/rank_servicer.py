@@ -11,10 +11,11 @@ from grpc import aio
 from cluster.rpc import transfer_pb2 as pb
 from cluster.rpc import transfer_pb2_grpc as rpc
 from cluster.wire.channel import abort_with
+from cluster.wire.fields import from_message
 from cluster.words.errors import TransferError
 from kvtransfer.movers.meeting import Meeting
 from kvtransfer.movers.receiver import Receiver
-from kvtransfer.movers.wire_messages import opening_from_proto
+from kvtransfer.protocol.frames import Opening
 
 
 class RankServicer(rpc.RankServicer):
@@ -38,7 +39,7 @@ class RankServicer(rpc.RankServicer):
 
     async def Open(self, request: pb.OpenRequest, context: aio.ServicerContext[Any, Any]) -> pb.OpenReply:
         if self.receiver:
-            self.receiver.open(opening_from_proto(request))
+            self.receiver.open(from_message(Opening, request))
         return pb.OpenReply()
 
     async def Close(self, request: pb.CloseRequest, context: aio.ServicerContext[Any, Any]) -> pb.CloseReply:

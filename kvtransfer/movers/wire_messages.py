@@ -7,21 +7,13 @@ from cluster.wire.fields import from_message, to_message
 from cluster.words.errors import TransferError
 from cluster.words.tier import Tier
 from engine.tiers.orders import LoadResult
-from kvtransfer.protocol.frames import CommitFrame, Opening, SegmentFrame
+from kvtransfer.protocol.frames import CommitFrame, SegmentFrame
 from kvtransfer.protocol.ledger import Landing
 from kvtransfer.protocol.passage import Shipment
 from kvtransfer.protocol.plan import HeadCopy
 from kvtransfer.protocol.segment import Segment
 
 Part = Landing | Shipment | LoadResult  # what a rank has to tell its rank 0
-
-
-def opening_to_proto(opening: Opening) -> pb.OpenRequest:
-    return to_message(pb.OpenRequest, opening)
-
-
-def opening_from_proto(message: pb.OpenRequest) -> Opening:
-    return from_message(Opening, message)
 
 
 def frame_to_proto(frame: SegmentFrame | CommitFrame) -> pb.SenderFrame:
