@@ -24,7 +24,7 @@ from tests.rooms import (
 _ARROWS = parse_table("""
 cluster.bench: cluster(rpc wire words)
 cluster.chaos: cluster(control host process rpc wire words)
-cluster.cli: cluster(bench chaos control host model process rpc wire words) engine(load quantization tools)
+cluster.cli: cluster(bench chaos control host model process rpc wire words) engine(config quantization tools)
     kvtransfer(bench) router(simulator)
 cluster.control: cluster(process words)
 cluster.host: cluster(control index model process words) router(app)
@@ -34,7 +34,7 @@ cluster.process: cluster(words)
 cluster.rpc:
 cluster.wire: cluster(rpc words)
 cluster.words:
-cluster.worker: cluster(index model process rpc wire words) engine(batch config engine kv load orders pace parallel
+cluster.worker: cluster(index model process rpc wire words) engine(batch config engine kv orders pace parallel
     prompts rate runner sampler sequence step tiers) kvtransfer(links movers protocol)
 decode_worker.actor: cluster(rpc words worker) engine(config) decode_worker(server worker)
 decode_worker.answers: cluster(rpc wire words worker) engine(prompts sequence step) kvtransfer(protocol)
@@ -57,7 +57,6 @@ engine.kernels: engine(cpu)
 engine.kv: cluster(words) engine(batch cpu kernels)
 engine.layers: cluster(words) engine(cpu kernels parallel weights)
 engine.learnt_timing: cluster(words) engine(batch)
-engine.load: engine(runner)
 engine.model: cluster(model) engine(attention batch cpu expert_placement kernels kv layers parallel weights)
 engine.orders: cluster(words) engine(tiers)
 engine.pace: cluster(words) engine(batch learnt_timing rate)
@@ -72,7 +71,7 @@ engine.sampling: cluster(words) engine(sequence)
 engine.sequence: cluster(words) engine(batch kv)
 engine.step: cluster(words) engine(batch orders prompts sequence)
 engine.tiers: cluster(process words) engine(kv rate sequence)
-engine.tools: cluster(process words) engine(batch config engine kernels kv learnt_timing load orders prompts runner
+engine.tools: cluster(process words) engine(batch config engine kernels kv learnt_timing orders prompts runner
     sampler sequence step)
 engine.weights: cluster(model words)
 kvtransfer.bench: cluster(process rpc wire words) engine(batch config kv runner) kvtransfer(links movers protocol)

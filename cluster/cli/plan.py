@@ -130,11 +130,7 @@ def _memory(source: str) -> dict[str, Any]:
         if pool.kv_memory_gib is None and pool.resources.gpus:
             raise SpecError(f"{role}.kv_memory_gib: say how much; what a GPU has free is known only on that GPU")
         kv = KVArithmetic(
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.kv_dim,
-            num_sides=config.kv_sides,
-            exact_dim=config.kv_exact_dim,
+            config=config,
             dtype=spec.model.dtype if spec.kv.pool_dtype == "auto" else spec.kv.pool_dtype,
             block_size=spec.kv.block_size,
             tensor_parallel=pool.tensor_parallel,

@@ -144,13 +144,7 @@ def _kv(model_dir: Path, *, dtype: str, pool_dtype: str, wire_dtype: str, kv_mem
 
     def of(kind: str) -> KVArithmetic:
         return KVArithmetic(
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            dtype=kind,
-            block_size=1,
-            tensor_parallel=1,
-            memory_bytes=kv_memory_gib * 2**30,
+            config=config, dtype=kind, block_size=1, tensor_parallel=1, memory_bytes=kv_memory_gib * 2**30
         )
 
     pool = of(dtype if pool_dtype == "auto" else pool_dtype)

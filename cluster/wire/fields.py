@@ -6,6 +6,7 @@ import dataclasses
 from functools import cache
 from typing import Any, ClassVar, Protocol, TypeVar
 
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
 
@@ -21,7 +22,9 @@ R = TypeVar("R", bound=Record)
 
 def to_message(kind: type[M], record: Record, **given: object) -> M:
     """Every field of the message is `given`, or the record's of that name."""
-    return kind(**{name: getattr(record, name) for name, _, _ in _described(kind) if name not in given}, **given)
+    return kind(
+        **{name: getattr(record, name) for name, _, _ in _described(kind.DESCRIPTOR) if name not in given}, **given
+    )
 
 
 def from_message(kind: type[R], message: Message, **given: object) -> R:
@@ -29,7 +32,7 @@ def from_message(kind: type[R], message: Message, **given: object) -> R:
 
     What repeats becomes a tuple; what the message may leave out, and does, None.
     """
-    for name, is_repeated, may_be_missing in _described(type(message)):
+    for name, is_repeated, may_be_missing in _described(message.DESCRIPTOR):
         if name in given or name not in kind.__dataclass_fields__:
             continue
         value = getattr(message, name)
@@ -42,6 +45,6 @@ def from_message(kind: type[R], message: Message, **given: object) -> R:
 
 
 @cache
-def _described(kind: type[Message]) -> list[tuple[str, bool, bool]]:
+def _described(kind: Descriptor) -> list[tuple[str, bool, bool]]:
     """Of each field: its name, whether it repeats, and whether a message can be without it."""
-    return [(field.name, field.is_repeated, field.has_presence) for field in kind.DESCRIPTOR.fields]
+    return [(field.name, field.is_repeated, field.has_presence) for field in kind.fields]

@@ -24,11 +24,10 @@ from cluster.worker.rank_setup import RankSetup
 from cluster.worker.replica_engine import EngineParts
 from cluster.worker.replica_service import ReplicaService, RoleWorker
 from cluster.worker.role_parts import LeaderParts, LiveReplica, RoleParts
-from engine.config import EngineConfig
+from engine.config import EngineConfig, device_for
 from engine.engine import SchedulerConfig
 from engine.kv.block_manager import BlockManager
 from engine.kv.eviction import make_eviction
-from engine.load import device_for, max_tokens_of, set_threads
 from engine.parallel import TensorParallel
 from engine.prompts import Prompt
 from engine.runner import ModelRunner
@@ -105,7 +104,7 @@ class RankBody(Generic[W]):
     def _load_model(self, setup: RankSetup, parallel: TensorParallel) -> ModelRunner:
         """This rank's share of the weights, and its KV pool. Returns when every rank has them."""
         spec, pool = setup.spec, setup.pool
-        set_threads(pool.resources.cpus)
+        torch.set_num_threads(max(1, int(pool.resources.cpus)))
         setup.on_progress("finding the model", 0.05)
         config = EngineConfig(
             model_dir=model_source.resolve(spec.model.source),
@@ -151,7 +150,7 @@ class RankBody(Generic[W]):
             others=others,
             model=runner.layout.model,
             block_size=runner.layout.block_size,
-            max_tokens=max_tokens_of(runner, limit=setup.spec.model.max_context),
+            max_tokens=min(runner.max_tokens, setup.spec.model.max_context or runner.max_tokens),
         )
         self.role.serve(live)
         self._prefixes.granting = Granting(parts.engine.grants, self.service.post)

@@ -28,10 +28,9 @@ from torch import Tensor
 
 from cluster.words.errors import SpecError
 from cluster.words.request import Sampling, SequenceRequest
-from engine.config import EngineConfig
+from engine.config import EngineConfig, device_for
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
-from engine.load import device_for
 from engine.orders import Orders
 from engine.prompts import Prompt
 from engine.runner import ModelRunner
