@@ -65,7 +65,7 @@ class RankBody(Generic[W]):
         transfer_pb2_grpc.add_RankServicer_to_server(self._ranks, server)
         worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(self._hub), server)
         worker_pb2_grpc.add_PrefixHolderServicer_to_server(self._prefixes, server)
-        self.role.register(server)
+        self.role.add_servicer(self.role.servicer, server)
 
     def load(self, setup: RankSetup) -> None:
         """Form the gang, load the weights, begin to serve. Raises ClusterError."""
@@ -152,7 +152,7 @@ class RankBody(Generic[W]):
             block_size=runner.layout.block_size,
             max_tokens=min(runner.max_tokens, setup.spec.model.max_context or runner.max_tokens),
         )
-        self.role.serve(live)
+        self.role.servicer.live = live
         self._prefixes.granting = Granting(parts.engine.grants, self.service.post)
         self._ranks.on_report = inbox.reported
         self.service.start(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from grpc import aio
 
@@ -47,21 +48,18 @@ class LiveReplica(Generic[W]):
         return Sequence(request, first, model=self.model, block_size=self.block_size, max_context=self.max_tokens)
 
 
-class RoleParts(Protocol[W]):
+class RoleServicer(Protocol[W]):
+    """The gRPC face of a role."""
+
+    live: LiveReplica[W] | None  # from when it is there, the servicer takes requests
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleParts(Generic[W]):
     """What a role brings: see prefill_worker.actor and decode_worker.actor."""
 
     role: Role
-
-    def configure(self, config: EngineConfig, spec: Spec) -> EngineConfig:
-        """What is particular to the role's engine."""
-        ...
-
-    def register(self, server: aio.Server) -> None:
-        """Add the role's servicer, before anything is loaded."""
-        ...
-
-    def make_worker(self, parts: LeaderParts) -> W: ...
-
-    def serve(self, live: LiveReplica[W]) -> None:
-        """From now on its servicer takes requests."""
-        ...
+    servicer: RoleServicer[W]
+    add_servicer: Callable[[Any, aio.Server], None]
+    make_worker: Callable[[LeaderParts], W]
+    configure: Callable[[EngineConfig, Spec], EngineConfig] = lambda config, spec: config  # of the role's engine
