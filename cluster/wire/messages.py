@@ -36,14 +36,7 @@ def holder_from_proto(message: pb.Holder) -> Holder:
 
 
 def tokens_to_proto(tokens: Iterable[SampledToken]) -> list[pb.SampledToken]:
-    return [
-        pb.SampledToken(
-            token_id=token.token_id,
-            logprob=_logprob_to_proto(token.logprob) if token.logprob else None,
-            finish_reason=token.finish_reason or "",
-        )
-        for token in tokens
-    ]
+    return [_token_to_proto(token) for token in tokens]
 
 
 def tokens_from_proto(messages: Iterable[pb.SampledToken]) -> list[SampledToken]:
@@ -55,6 +48,15 @@ def tokens_from_proto(messages: Iterable[pb.SampledToken]) -> list[SampledToken]
         )
         for message in messages
     ]
+
+
+def _token_to_proto(token: SampledToken) -> pb.SampledToken:
+    message = pb.SampledToken(token_id=token.token_id)  # mostly all: each further field costs time, token by token
+    if token.logprob:
+        message.logprob.CopyFrom(_logprob_to_proto(token.logprob))
+    if token.finish_reason:
+        message.finish_reason = token.finish_reason
+    return message
 
 
 def _logprob_to_proto(logprob: TokenLogprob) -> pb.Logprob:
