@@ -61,7 +61,8 @@ class PrefillWorker:
     ) -> None:
         """Queue a prompt, of which `holder` may hold more than is here. An error goes to the listener."""
         try:
-            if handoff and (self._is_known(handoff) or self._departures.knows(handoff.key)):
+            waiting = (job.handoff.key for job in self._jobs.values() if job.handoff)
+            if handoff and (handoff.key in waiting or self._departures.knows(handoff.key)):
                 raise HandoffExpired(f"{prompt.id}: its handoff is under way already, or was")
             self.replica.add(prompt, holder)
         except ClusterError as error:
@@ -177,9 +178,6 @@ class PrefillWorker:
         self.replica.totals.transfers += 1
         self.replica.count_shipment(shipment)
         self.replica.link_rate.add(shipment.wire_bytes, shipment.link_s)
-
-    def _is_known(self, handoff: Handoff) -> bool:
-        return any(job.handoff and job.handoff.key == handoff.key for job in self._jobs.values())
 
     def _end(self, prompt: Prompt, shipment: Shipment | None, error: ClusterError | None) -> None:
         if job := self._jobs.pop(prompt, None):

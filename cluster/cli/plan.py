@@ -137,17 +137,14 @@ def _memory(source: str) -> dict[str, Any]:
             memory_bytes=(pool.kv_memory_gib or 1.0) * 2**30,
         )
         limit = min(config.max_context, spec.model.max_context or config.max_context)
+        contexts = [*(context for context in _CONTEXTS if context < limit), limit]
         pools[role.value] = {
             "bytes_per_token": kv.bytes_per_token,
             "blocks_per_replica": kv.num_blocks,
             "tokens_per_replica": kv.num_blocks * spec.kv.block_size,
-            "max_batch": {str(context): kv.max_batch(context) for context in _contexts(limit)},
+            "max_batch": {str(context): kv.max_batch(context) for context in contexts},
         }
     return {"model": spec.model.name, "block_size": spec.kv.block_size, "pools": pools}
-
-
-def _contexts(limit: int) -> list[int]:
-    return [context for context in _CONTEXTS if context < limit] + [limit]
 
 
 def _memory_table(report: dict[str, Any]) -> str:

@@ -20,7 +20,6 @@ from kvtransfer.movers.link_config import LinkConfig
 from kvtransfer.movers.rank_servicer import RankServicer
 from kvtransfer.movers.receiver import Receiver
 from kvtransfer.protocol.frames import Opening
-from kvtransfer.protocol.ledger import Landing
 
 
 class FarSide:
@@ -45,7 +44,11 @@ class FarSide:
             host=HOST,
             timeout_s=TIMEOUT_S,
         )
-        self._servicer.receiver = Receiver(config, meeting=self._servicer.meeting, on_landed=self._landed)
+        self._servicer.receiver = Receiver(
+            config,
+            meeting=self._servicer.meeting,
+            on_landed=lambda landing: self._landings.put((landing.handoff, time.monotonic())),
+        )
 
     def open(self, handoff: str, num_tokens: int, num_blocks: int) -> None:
         assert self._servicer.receiver, "make_pool comes first"
@@ -65,9 +68,6 @@ class FarSide:
 
     def receive_over_tcp(self, port: int, num_bytes: int, count: int, num_buffers: int) -> float:
         return receive_over_tcp(port, num_bytes=num_bytes, count=count, num_buffers=num_buffers)
-
-    def _landed(self, landing: Landing) -> None:
-        self._landings.put((landing.handoff, time.monotonic()))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ class RankServicer(rpc.RankServicer):
 
     def __init__(self) -> None:
         self.receiver: Receiver | None = None
-        self.on_report: Callable[[pb.ReportRequest], None] = _ignore
+        self.on_report: Callable[[pb.ReportRequest], None] = lambda report: None
         self.meeting = Meeting()  # of the ranks of this replica, if this is rank 0, and of every sender with `receiver`
 
     async def Connect(
@@ -57,7 +57,3 @@ class RankServicer(rpc.RankServicer):
 
     async def Ask(self, request: pb.AskRequest, context: aio.ServicerContext[Any, Any]) -> pb.AskReply:
         return pb.AskReply(value=await self.meeting.ask_async(request.key))
-
-
-def _ignore(report: pb.ReportRequest) -> None:
-    pass
