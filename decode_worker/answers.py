@@ -11,10 +11,8 @@ from cluster.wire.messages import tokens_to_proto
 from cluster.words.errors import ClusterError
 from cluster.words.handoff import Handoff
 from cluster.words.request import SampledToken
-from cluster.worker.gang_runner import GangRunner
 from cluster.worker.replica_engine import ReplicaEngine
 from decode_worker.moves import Moves
-from engine.kv.block_manager import BlockManager
 from engine.prompts import Prompt
 from engine.sequence import Sequence
 from engine.step import Prefilled, StepResult
@@ -25,7 +23,8 @@ class RequestListener(Protocol):
     """Who holds the lease of a request. Called on the step thread."""
 
     def reserved(self, handoff: Handoff | None, opening: Opening | None, num_cached: int) -> None:
-        """Blocks are set aside. With a handoff, the other ranks must open it too before anyone is told of it."""
+        """Blocks are set aside. With a handoff, the other ranks must open it too before anyone is told of it. Once; but
+        again without a handoff, where a prefix did not come, and what was cached is looked up anew."""
         ...
 
     def started(self, num_tokens: int, *, epoch: int, num_pulled: int) -> None:
@@ -51,8 +50,8 @@ class LiveRequest:
 class Answers:
     """Owned by the step thread. Choices leave by their last token, because nobody wants them, or by a move."""
 
-    def __init__(self, rank: GangRunner, blocks: BlockManager, replica: ReplicaEngine) -> None:
-        self.moves = Moves(rank, blocks, replica.engine, replica.link_rate, leave=self.end)
+    def __init__(self, replica: ReplicaEngine, moves: Moves) -> None:
+        self._moves = moves
         self._replica = replica
         self._engine = replica.engine
         self._requests: dict[Prompt, LiveRequest] = {}
@@ -96,9 +95,9 @@ class Answers:
         first_stream = prompt.sequence.request.stream
         request.choices = dict(enumerate(prefilled.sequences, first_stream))
         self._stream_of |= {sequence: (request, stream) for stream, sequence in request.choices.items()}
-        is_new = prompt.is_computed_here
+        is_new = not prompt.is_received
         num_tokens = len(prompt.sequence.tokens) - is_new
-        request.listener.started(num_tokens, epoch=epoch, num_pulled=prompt.num_fetched)
+        request.listener.started(num_tokens, epoch=epoch, num_pulled=prompt.num_pulled)
         if is_new:
             for sequence, token in zip(prefilled.sequences, prefilled.tokens, strict=True):
                 self._emit(sequence, token)
@@ -131,7 +130,7 @@ class Answers:
         return [request for request in self._requests.values() if request.router == router]
 
     def _let_go(self, sequence: Sequence) -> LiveRequest:
-        self.moves.cancel(sequence, "it has ended")
+        self._moves.cancel(sequence, "it has ended")
         self._engine.end(sequence)
         request, stream = self._stream_of.pop(sequence)
         del request.choices[stream]

@@ -70,7 +70,7 @@ class Moves:
 
     def __init__(
         self,
-        rank: GangRunner,
+        gang: GangRunner,
         blocks: BlockManager,
         engine: Engine[Tensor],
         link_rate: Rate,
@@ -78,8 +78,9 @@ class Moves:
         leave: Callable[[Sequence], None],
     ) -> None:
         self._link_rate = link_rate  # bytes
-        self._rank = rank
-        self._layout = rank.runner.layout
+        self._gang = gang
+        self._layout = gang.runner.layout
+        self._bytes_per_token = self._layout.bytes_per_token() * self._layout.tensor_parallel
         self._departures: Departures[Move] = Departures(blocks)
         self._engine = engine
         self._leave = leave
@@ -103,7 +104,7 @@ class Moves:
         elif handoff.num_tokens >= len(sequence.tokens):
             listener.stays(f"it has {len(sequence.tokens)} tokens, the handoff is for more")
         elif is_quicker_to_ship(
-            num_bytes=self._num_bytes(sequence.num_computed - handoff.first_token),
+            num_bytes=(sequence.num_computed - handoff.first_token) * self._bytes_per_token,
             bytes_per_s=self._link_rate.per_s or _LINK_BYTES_PER_S,
             num_steps=sequence.request.sampling.max_tokens - sequence.num_generated,
             step_s=step_s,
@@ -142,8 +143,10 @@ class Moves:
                 self._start(move, orders)
             elif move.sequence.blocks[: len(move.departure.blocks)] != move.departure.blocks:
                 self._fail(move, HandoffExpired("it was preempted"))
-            elif move.state is MoveState.COPYING and (self._is_sent(move.departure.key) or self._has_no_room(move)):
-                self._stop_and_commit(move, orders)
+            elif move.state is MoveState.COPYING:
+                has_room = move.sequence.num_computed < move.handoff.max_tokens
+                if not has_room or self._is_sent(move.departure.key):
+                    self._stop_and_commit(move, orders)
         orders.aborts += self._departures.take_aborts()
 
     def _start(self, move: Move, orders: Orders) -> None:
@@ -174,14 +177,8 @@ class Moves:
 
     def _is_sent(self, key: HandoffKey) -> bool:
         """On rank 0, which stands for the others: they send as much."""
-        passage = self._rank.sender.find(key)
+        passage = self._gang.sender.find(key)
         return passage is not None and passage.is_idle
-
-    def _num_bytes(self, num_positions: int) -> int:
-        return num_positions * self._layout.bytes_per_token() * self._layout.tensor_parallel
-
-    def _has_no_room(self, move: Move) -> bool:
-        return move.sequence.num_computed >= move.handoff.max_tokens
 
     def _fail(self, move: Move, error: TransferError) -> None:
         if self._under_way.pop(move.sequence, None) is None:

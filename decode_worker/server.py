@@ -10,6 +10,7 @@ from grpc import aio
 
 from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
+from cluster.wire.call_events import CallEvents
 from cluster.wire.channel import abort_with
 from cluster.wire.messages import handoff_from_proto, handoff_to_proto, holder_from_proto, sequence_from_proto
 from cluster.words.errors import ClusterError, ReplicaLost
@@ -24,49 +25,47 @@ _Context: TypeAlias = aio.ServicerContext[Any, Any]
 
 
 class DecodeServicer(rpc.DecodeWorkerServicer):
-    """One call per request: the lease of its blocks. Serves once `replica` is there."""
+    """One call per request: the lease of its blocks. Serves once `live` is there."""
 
     def __init__(self) -> None:
-        self.replica: LiveReplica[DecodeWorker] | None = None
+        self.live: LiveReplica[DecodeWorker] | None = None
 
     async def Generate(self, request: pb.GenerateRequest, context: _Context) -> AsyncIterator[pb.GenerateEvent]:
-        replica = self.replica
-        if replica is None or replica.service.is_draining:
+        live = self.live
+        if live is None or live.service.is_draining:
             await abort_with(context, ReplicaLost("this replica takes no new work"))
-        sequence = replica.sequence_of(sequence_from_proto(request.sequence))
+        sequence = live.sequence_of(sequence_from_proto(request.sequence))
         prompt = Prompt(sequence, source=_source(request))
         holder = holder_from_proto(request.holder) if request.HasField("holder") else None
         call = _Call()
-        replica.service.post(lambda: replica.worker.submit(prompt, request.router, call, holder=holder))
+        live.service.post(lambda: live.worker.submit(prompt, request.router, call, holder=holder))
         try:
-            while (event := await call.events.get()) is not None:
-                if isinstance(event, ClusterError):
-                    raise event
+            async for event in call.events:
                 if isinstance(event, Opening):
-                    await replica.peers.open(event)
+                    await live.others.open(event)
                 else:
                     yield event
             yield pb.GenerateEvent(finished=pb.Finished())
         except ClusterError as error:
             await abort_with(context, error)
         finally:
-            replica.service.post(lambda: replica.worker.cancel(prompt))
+            live.service.post(lambda: live.worker.cancel(prompt))
 
     async def Migrate(self, request: pb.MigrateRequest, context: _Context) -> pb.MigrateReply:
-        replica = self.replica
-        if replica is None:
+        live = self.live
+        if live is None:
             await abort_with(context, ReplicaLost("this replica serves nothing yet"))
         handoff, move = handoff_from_proto(request.handoff), _Move()
-        replica.service.post(lambda: replica.worker.migrate(request.router, request.stream, handoff, move))
+        live.service.post(lambda: live.worker.migrate(request.router, request.stream, handoff, move))
         try:
             return await move.reply
         finally:
             if not move.reply.done() or move.reply.cancelled():
-                replica.service.post(lambda: replica.worker.keep(request.router, request.stream))
+                live.service.post(lambda: live.worker.keep(request.router, request.stream))
 
     async def Stop(self, request: pb.StopRequest, context: _Context) -> pb.StopReply:
-        if replica := self.replica:
-            replica.service.post(lambda: replica.worker.stop_streams(request.router, list(request.streams)))
+        if live := self.live:
+            live.service.post(lambda: live.worker.stop_streams(request.router, list(request.streams)))
         return pb.StopReply()
 
 
@@ -74,24 +73,20 @@ class _Call:
     """Brings what happens to a request from the step thread to the call that holds its lease."""
 
     def __init__(self) -> None:
-        self.events: asyncio.Queue[pb.GenerateEvent | Opening | ClusterError | None] = asyncio.Queue()
-        self._loop = asyncio.get_running_loop()
+        self.events: CallEvents[pb.GenerateEvent | Opening] = CallEvents()
 
     def reserved(self, handoff: Handoff | None, opening: Opening | None, num_cached: int) -> None:
         if opening:
-            self._put(opening)
-        ticket = handoff_to_proto(handoff) if handoff else None
-        self._put(pb.GenerateEvent(reserved=pb.Reserved(handoff=ticket, cached_tokens=num_cached)))
+            self.events.put(opening)
+        reserved = handoff_to_proto(handoff) if handoff else None
+        self.events.put(pb.GenerateEvent(reserved=pb.Reserved(handoff=reserved, cached_tokens=num_cached)))
 
     def started(self, num_tokens: int, *, epoch: int, num_pulled: int) -> None:
         started = pb.Started(num_tokens=num_tokens, epoch=epoch, pulled_tokens=num_pulled)
-        self._put(pb.GenerateEvent(started=started))
+        self.events.put(pb.GenerateEvent(started=started))
 
     def ended(self, error: ClusterError | None) -> None:
-        self._put(error)
-
-    def _put(self, event: pb.GenerateEvent | Opening | ClusterError | None) -> None:
-        self._loop.call_soon_threadsafe(self.events.put_nowait, event)
+        self.events.end(error)
 
 
 class _Move:

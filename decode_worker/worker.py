@@ -9,22 +9,17 @@ from collections.abc import Sequence as Seq
 from cluster.rpc import worker_pb2 as pb
 from cluster.words.errors import ClusterError, HandoffExpired, TransferError
 from cluster.words.handoff import Handoff, Holder
-from cluster.worker.gang_runner import GangRunner
-from cluster.worker.replica_engine import ReplicaEngine
+from cluster.worker.replica_engine import EngineParts, ReplicaEngine
 from decode_worker.answers import Answers, RequestListener
-from decode_worker.moves import MoveListener
-from decode_worker.opening import opening_for, ticket_for
-from engine.engine import SchedulerConfig
-from engine.kv.block_manager import BlockManager
+from decode_worker.moves import MoveListener, Moves
+from decode_worker.ticket import ticket_for
 from engine.orders import Orders
 from engine.prompts import Prompt
 from engine.step import ScheduledStep
-from engine.tiers.tiers import Tiers
-from kvtransfer.movers.grants import Grants
 from kvtransfer.protocol.arrivals import Arrival, Arrivals, ReceivingEnd
+from kvtransfer.protocol.frames import Opening
 from kvtransfer.protocol.ledger import Landing
 from kvtransfer.protocol.passage import Shipment
-from kvtransfer.protocol.pulls import Pulls
 
 
 class DecodeWorker:
@@ -35,30 +30,26 @@ class DecodeWorker:
 
     def __init__(
         self,
-        rank: GangRunner,
+        parts: EngineParts,
         receiver: ReceivingEnd,
-        blocks: BlockManager,
-        config: SchedulerConfig,
         *,
-        replica: str,
+        name: str,
         addresses: list[str],
         handoff_s: float,
         close_handoff: Callable[[str, Callable[[], None]], None],
-        pulls: Pulls[Prompt],
-        grants: Grants,
-        tiers: Tiers[Prompt],
     ) -> None:
-        self.replica = ReplicaEngine(rank, blocks, config, self, pulls=pulls, grants=grants, tiers=tiers)
-        self._name = replica
+        self.replica = ReplicaEngine(parts, self)
+        self._name = name
         self._addresses = tuple(addresses)
-        self._layout = rank.runner.layout.fingerprint
+        self._layout = parts.gang.runner.layout.fingerprint
         self._handoff_s = handoff_s
         self._awaited: dict[Prompt, Arrival[Prompt]] = {}  # whose KV comes from elsewhere
         self._arrivals: Arrivals[Prompt] = Arrivals(
-            receiver, blocks, num_ranks=len(addresses), close_elsewhere=close_handoff
+            receiver, parts.blocks, num_ranks=len(addresses), close_elsewhere=close_handoff
         )
-        self._answers = Answers(rank, blocks, self.replica)
-        self._moves = self._answers.moves
+        engine, rate = self.replica.engine, self.replica.link_rate
+        self._moves = Moves(parts.gang, parts.blocks, engine, rate, leave=lambda sequence: self._answers.end(sequence))
+        self._answers = Answers(self.replica, self._moves)
         self._orders = Orders()  # of the next step
 
     # What the world asks for.
@@ -94,7 +85,7 @@ class DecodeWorker:
             is_whole = len(next_tokens) == len(prompt.choices)
         if is_whole:
             prefilled = self.replica.engine.landed(prompt, num_tokens, next_tokens)
-            self.replica.count_hits(prompt)
+            self.replica.note_whole(prompt)
             self._answers.start(prefilled, epoch=arrival.epoch)
         else:
             self._fail(prompt, TransferError(f"{len(next_tokens)} tokens came along with {num_tokens} positions"))
@@ -162,15 +153,15 @@ class DecodeWorker:
 
     def _admitted(self, prompt: Prompt) -> None:
         listener = self._answers.listener(prompt)
-        if prompt.is_computed_here:
+        if not prompt.is_received:
             listener.reserved(None, None, prompt.num_cached)
             if prompt.fetch_end > prompt.num_cached:
                 self.replica.fetches.begin(prompt)
             return
-        opening = opening_for(prompt, replica=self._name)
         handoff = ticket_for(
-            opening, replica=self._name, addresses=self._addresses, layout=self._layout, ttl_s=self._handoff_s
+            prompt, replica=self._name, addresses=self._addresses, layout=self._layout, ttl_s=self._handoff_s
         )
+        opening = Opening.of(handoff, prompt.sequence.blocks[prompt.num_cached // prompt.sequence.block_size :])
         expires_at = time.monotonic() + self._handoff_s
         self._awaited[prompt] = self._arrivals.open(opening, owner=prompt, expires_at=expires_at)
         listener.reserved(handoff, opening, prompt.num_cached)

@@ -40,15 +40,15 @@ class AdmitWithRoomToGrow:
     @property
     def num_running(self) -> int:
         prompts = self._prompts
-        to_come = sum(len(prompt.choices) for prompt in (*prompts.reserved, *prompts.fetching))
-        return len(self._decoding.running) + len(prompts.computing) + to_come
+        to_come = (*prompts.reserved, *prompts.fetching, *prompts.computing)
+        return len(self._decoding.running) + sum(len(prompt.choices) for prompt in to_come)
 
     def ahead(self) -> list[Prompt]:
         admitted = []
         for prompt in tuple(self._prompts.waiting):
             if self._decoding.preempted or not self._has_room(prompt):
                 break
-            if prompt.is_computed_here and self._prompts.is_on_its_way(prompt):
+            if not prompt.is_received and self._prompts.is_on_its_way(prompt):
                 continue  # others go on meanwhile
             if not self._prompts.admit(prompt):
                 break
@@ -89,7 +89,7 @@ class AdmitInTime:
             if self.num_running >= self._max_running:
                 break
             needed = prompt.sequence.num_blocks_for(len(prompt.sequence.tokens))
-            if not prompts.is_offered_more(prompt) or prompts.is_on_its_way(prompt):
+            if not prompts.check_offer(prompt) or prompts.is_on_its_way(prompt):
                 num_ahead += needed
             elif (num_ahead and num_ahead + needed > self._blocks.num_available) or not prompts.admit(prompt):
                 break
@@ -104,6 +104,6 @@ class AdmitInTime:
                 return
             if prompts.is_on_its_way(prompt):
                 continue  # others go on meanwhile
-            if prompts.is_offered_more(prompt) or not prompts.admit(prompt):
+            if prompts.check_offer(prompt) or not prompts.admit(prompt):
                 return  # there was no room
             yield prompt

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from cluster.model import config as model_config
 from cluster.words.errors import SpecError
 from engine.kv.layout import KVLayout
@@ -45,6 +47,11 @@ class EngineConfig:
             tensor_parallel=tensor_parallel,
             weights=self.weights,
         )
+
+
+def device_for(*, gpus: float) -> torch.device:
+    """The device of this process: its first GPU where it has been given one."""
+    return torch.device("cuda", 0) if gpus else torch.device("cpu")
 
 
 def num_blocks_for(layout: KVLayout, *, gib: float) -> int:

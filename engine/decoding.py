@@ -37,17 +37,15 @@ class Decoding:
 
     def make_room(self) -> list[Sequence]:
         """Those that run, each with a block for its next token; the youngest are preempted where that needs it."""
-        kept: list[Sequence] = []
-        queue = deque(self.running)
-        while queue:
-            sequence = queue[0]
+        running, num_kept = self.running, 0
+        while num_kept < len(running):
+            sequence = running[num_kept]
             needed = sequence.num_blocks_for(len(sequence.tokens))
             if needed <= len(sequence.blocks) or self._blocks.extend(sequence.blocks, needed):
-                kept.append(queue.popleft())
+                num_kept += 1
                 continue
-            victim = queue.pop()
+            victim = running.pop()
             victim.release(self._blocks)
             self.preempted.appendleft(victim)
             self.num_preemptions += 1
-        self.running = kept
-        return list(kept)
+        return list(running)

@@ -119,8 +119,8 @@ class Engine(Generic[Logits]):
         for prompt in fetched:
             prompt.sequence.release(self.blocks)
         decoding = self.decoding.make_room()
-        preempted, computing = self.decoding.preempted, self.prompts.computing
-        while preempted and len(decoding) + len(computing) < self._config.max_running:
+        preempted = self.decoding.preempted
+        while preempted and self.num_running < self._config.max_running:
             if not allocate(preempted[0], self.blocks):
                 break
             self.prompts.restart(preempted.popleft())

@@ -37,21 +37,20 @@ class LearntTiming:
             expected_s = max(learnt_s, seconds / _MOST_SURPRISE)
         relative = np.array([1.0, num_tokens, num_pairs, num_context]) / expected_s
         kind = num_pairs > 0
-        self._sums[kind] = self._sums[kind] * _KEEP + np.outer(relative, relative)
+        self._sums[kind] = self._sums[kind] * _KEEP + relative[:, None] * relative
         self._targets[kind] = self._targets[kind] * _KEEP + relative * (seconds / expected_s)
         self._num_steps += 1
 
     def saw(self, batch: Batch, seconds: float) -> None:
         """One step with this batch. A row of one token counts as one that decodes."""
         queries, contexts = batch.query_lens, batch.context_lens
-        decodes = queries == 1
-        own = queries * (queries + 1) // 2
-        self.add(
-            num_tokens=batch.num_tokens,
-            num_pairs=int((queries * (contexts - queries) + own)[~decodes].sum()),
-            num_context=int(contexts[decodes].sum()),
-            seconds=seconds,
-        )
+        num_pairs, num_context = 0, int(contexts.sum())
+        if batch.num_tokens != len(queries):  # most steps only decode
+            decodes = queries == 1
+            own = queries * (queries + 1) // 2
+            num_pairs = int((queries * (contexts - queries) + own)[~decodes].sum())
+            num_context = int(contexts[decodes].sum())
+        self.add(num_tokens=batch.num_tokens, num_pairs=num_pairs, num_context=num_context, seconds=seconds)
 
     @property
     def timing(self) -> StepTiming | None:

@@ -28,7 +28,7 @@ ROOM_TOKENS = 64  # so far may a sequence grow while its KV is shipped to us; th
 class KVSource(StrEnum):
     """Where the KV of a prompt comes from."""
 
-    HERE = "here"  # it is computed here, but for a prefix that may be fetched
+    HERE = "here"  # this replica: it is computed, but for a prefix that may be fetched
     PREFILL = "prefill"  # a prefill replica computes it and ships it
     DECODE = "decode"  # another decode replica runs the sequence, and ships what it has
 
@@ -42,7 +42,7 @@ class Prompt:
     fetch_only: bool = False  # its prefix is brought here, and nothing is computed
     is_restart: bool = False  # of one sequence that was preempted
     num_offered: int = 0  # leading tokens that a peer, or a tier below this pool, is said to hold; 0: not counted on
-    num_here: int = 0  # leading tokens that were in the prefix cache when it was queued
+    num_matched: int = 0  # leading tokens that were in the prefix cache when it was queued
     num_cached: int = 0  # tokens found in the prefix cache when it was admitted
     num_fetched: int = 0  # tokens after these whose KV came from where it was offered
     num_loaded: int = 0  # of these, those that were here in a lower tier
@@ -58,13 +58,24 @@ class Prompt:
         return (self.sequence.choice,) if self.is_restart else self.sequence.request.choices
 
     @property
+    def num_found(self) -> int:
+        """Tokens whose KV was here before, on the device or in a lower tier."""
+        return self.num_cached + self.num_loaded
+
+    @property
+    def num_pulled(self) -> int:
+        """Tokens whose KV a peer has shipped."""
+        return self.num_fetched - self.num_loaded
+
+    @property
     def fetch_end(self) -> int:
         """Positions before this one are to be fetched, where they are not here."""
         return self.sequence.num_reusable(self.num_offered)
 
     @property
-    def is_computed_here(self) -> bool:
-        return self.source is KVSource.HERE
+    def is_received(self) -> bool:
+        """Another replica ships all that is not in our cache: nothing is computed or fetched here."""
+        return self.source is not KVSource.HERE
 
     @property
     def is_running_elsewhere(self) -> bool:
@@ -73,8 +84,8 @@ class Prompt:
     @property
     def num_expected(self) -> int:
         """Tokens that will be computed, if what is here stays and what is offered comes."""
-        held = max(self.sequence.num_computed, self.sequence.num_reusable(max(self.num_here, self.num_offered)))
-        return len(self.sequence.tokens) - held if self.is_computed_here and not self.fetch_only else 0
+        held = max(self.sequence.num_computed, self.sequence.num_reusable(max(self.num_matched, self.num_offered)))
+        return len(self.sequence.tokens) - held if not (self.is_received or self.fetch_only) else 0
 
     @property
     def room(self) -> int:
@@ -116,7 +127,7 @@ class PromptQueue:
         if len(self.waiting) >= self._max_waiting:
             raise CapacityError(f"{len(self.waiting)} prompts are waiting already")
         prompt.number = next(self._numbers)
-        prompt.num_here = self._blocks.match(sequence.hashes()) * sequence.block_size
+        prompt.num_matched = self._blocks.match(sequence.hashes()) * sequence.block_size
         insort(self.waiting, prompt, key=_turn)
 
     def restart(self, sequence: Sequence) -> None:
@@ -138,9 +149,9 @@ class PromptQueue:
         sequence = prompt.sequence
         if not allocate(sequence, self._blocks, reuse_all=prompt.source is KVSource.PREFILL, room=prompt.room):
             return False
-        prompt.num_here, prompt.num_cached = 0, sequence.num_computed  # known from now on
+        prompt.num_matched, prompt.num_cached = 0, sequence.num_computed  # known from now on
         self.waiting.remove(prompt)
-        if not prompt.is_computed_here:
+        if prompt.is_received:
             self.reserved[prompt] = None
         else:
             insort(self.fetching if prompt.fetch_end > prompt.num_cached else self.computing, prompt, key=_turn)
@@ -166,7 +177,7 @@ class PromptQueue:
     def take_fetched(self) -> list[Prompt]:
         """Those that only fetch, and have got what there is. They are gone from here; their blocks are the caller's."""
         over = [prompt for prompt in self.computing if prompt.fetch_only]
-        over += [prompt for prompt in self.waiting if prompt.fetch_only and not self.is_offered_more(prompt)]
+        over += [prompt for prompt in self.waiting if prompt.fetch_only and not self.check_offer(prompt)]
         for prompt in over:
             self.remove(prompt)
         return over
@@ -176,8 +187,9 @@ class PromptQueue:
         others = (other.sequence for other in (*self.computing, *self.fetching))
         return prompt.sequence.is_behind(others, self._blocks)
 
-    def is_offered_more(self, prompt: Prompt) -> bool:
-        """More than is here. Once it is not, the offer is forgotten: nothing is fetched behind a gap."""
+    def check_offer(self, prompt: Prompt) -> bool:
+        """Whether more is offered than is here. Once it is not, the offer is forgotten: nothing is fetched behind a
+        gap."""
         sequence = prompt.sequence
         if prompt.num_offered and self._blocks.match(sequence.hashes()) * sequence.block_size >= prompt.fetch_end:
             prompt.num_offered = 0

@@ -86,6 +86,11 @@ class ModelRunner:
             capture = CudaCapture(self.device)
         self._graphs = self._record(config.recorded_rows, capture) if config.recorded_rows and capture else None
 
+    @property
+    def max_tokens(self) -> int:
+        """Of a sequence: the model's context, or what the pool holds."""
+        return min(self.config.max_context, self.pool.num_blocks * self.layout.block_size)
+
     @torch.inference_mode()
     def forward(self, batch: Batch, on_layer: OnLayer | None = None) -> Tensor:
         """Compute one step. Returns the logits of the positions that rows want, (positions, vocabulary) fp32, row by
@@ -113,7 +118,7 @@ class ModelRunner:
         if self.device.type != "cuda":
             return
         begin, size = time.monotonic(), self.layout.block_size
-        most = min(max_tokens, self.config.max_context, self.pool.num_blocks * size)
+        most = min(max_tokens, self.max_tokens)
         for count in (1 << i for i in range(most.bit_length())):  # kernels differ by how many rows they are made for
             row = Row(token_ids=[0] * count, start=0, blocks=range(-(-count // size)), num_logits=1)
             self.forward(Batch.of([row], block_size=size), on_layer=lambda layer: None)
@@ -130,7 +135,7 @@ class ModelRunner:
             partial(self._model.compute, pool=self.pool),
             capture,
             max_rows=max_rows,
-            max_context=min(self.config.max_context, self.pool.num_blocks * self.layout.block_size),
+            max_context=self.max_tokens,
             block_size=self.layout.block_size,
             vocab_size=self.config.vocab_size,
             device=self.device,

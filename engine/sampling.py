@@ -21,7 +21,7 @@ class Sampler(Protocol[Logits]):
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class SamplingRow:
     """How to choose the next token of one sequence."""
 
@@ -34,8 +34,8 @@ class SamplingRow:
     @classmethod
     def of(cls, sequence: Sequence, choice: int | None = None) -> SamplingRow:
         """The row of a sequence; or of another choice of its request, which has the same tokens so far."""
-        sampling, num_prompt_tokens = sequence.request.sampling, sequence.request.num_prompt_tokens
-        mask = sequence.mask
+        request, mask = sequence.request, sequence.mask
+        sampling, num_prompt_tokens = request.sampling, request.num_prompt_tokens
         return cls(
             sampling=sampling,
             seed=sequence.seed if choice is None else choice_seed(sampling.seed, choice),

@@ -92,20 +92,24 @@ class Sequence:
 
     def row(self, num_tokens: int) -> Row:
         """The next `num_tokens` positions of this sequence as part of a batch."""
-        end = self.num_computed + num_tokens
+        tokens, start = self.tokens, self.num_computed
+        end = start + num_tokens
         return Row(
-            token_ids=self.tokens[self.num_computed : end],
-            start=self.num_computed,
+            token_ids=tokens[start:end],
+            start=start,
             blocks=self.blocks,
-            num_logits=int(end == len(self.tokens)),
+            num_logits=int(end == len(tokens)),
             adapter=self.adapter,
         )
 
     def computed(self, num_tokens: int, blocks: BlockManager) -> None:
         """The KV of the next `num_tokens` positions is in the pool: let others find the blocks that became full."""
         self.num_computed += num_tokens
+        num_full = self.num_computed // self.block_size
+        if num_full == self._num_sealed:
+            return
         hashes = self.hashes()
-        while self._num_sealed < min(self.num_computed // self.block_size, len(hashes)):
+        while self._num_sealed < min(num_full, len(hashes)):
             blocks.seal(self.blocks[self._num_sealed], hashes[self._num_sealed])
             self._num_sealed += 1
 
@@ -117,11 +121,12 @@ class Sequence:
 
     def peek(self, token_id: int, logprob: TokenLogprob | None = None) -> SampledToken:
         """What `append` would say of this token."""
+        request, num_tokens = self.request, len(self.tokens) + 1
         reason = finish_reason(
             token_id,
-            num_generated=self.num_generated + 1,
-            num_tokens=len(self.tokens) + 1,
-            sampling=self.request.sampling,
+            num_generated=num_tokens - request.num_prompt_tokens,
+            num_tokens=num_tokens,
+            sampling=request.sampling,
             max_context=self.max_context,
         )
         return SampledToken(token_id=token_id, logprob=logprob, finish_reason=reason)

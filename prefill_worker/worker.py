@@ -11,20 +11,14 @@ from cluster.rpc import worker_pb2 as pb
 from cluster.words.errors import ClusterError, HandoffExpired, TransferError
 from cluster.words.handoff import Handoff, Holder
 from cluster.words.request import SampledToken
-from cluster.worker.gang_runner import GangRunner
-from cluster.worker.replica_engine import ReplicaEngine
-from engine.engine import SchedulerConfig
-from engine.kv.block_manager import BlockManager
+from cluster.worker.replica_engine import EngineParts, ReplicaEngine
 from engine.orders import BeginOrder, Orders
 from engine.prompts import Prompt
 from engine.step import Prefilled, ScheduledStep
-from engine.tiers.tiers import Tiers
-from kvtransfer.movers.grants import Grants
 from kvtransfer.protocol.departures import Departure, Departures
 from kvtransfer.protocol.ledger import Landing
 from kvtransfer.protocol.passage import Shipment
 from kvtransfer.protocol.plan import sending_ranks
-from kvtransfer.protocol.pulls import Pulls
 
 logger = logging.getLogger(__name__)
 
@@ -54,20 +48,11 @@ class PrefillWorker:
     A prompt holds its blocks while it is computed; its departure holds them until every rank has stopped reading them.
     """
 
-    def __init__(
-        self,
-        rank: GangRunner,
-        blocks: BlockManager,
-        config: SchedulerConfig,
-        *,
-        pulls: Pulls[Prompt],
-        grants: Grants,
-        tiers: Tiers[Prompt],
-    ) -> None:
-        self.replica = ReplicaEngine(rank, blocks, config, self, pulls=pulls, grants=grants, tiers=tiers)
-        self._rank = rank
+    def __init__(self, parts: EngineParts) -> None:
+        self.replica = ReplicaEngine(parts, self)
+        self._gang = parts.gang
         self._jobs: dict[Prompt, _Job] = {}
-        self._departures: Departures[Prompt] = Departures(blocks)
+        self._departures: Departures[Prompt] = Departures(parts.blocks)
 
     # What the world asks for.
 
@@ -76,7 +61,8 @@ class PrefillWorker:
     ) -> None:
         """Queue a prompt, of which `holder` may hold more than is here. An error goes to the listener."""
         try:
-            if handoff and (self._is_known(handoff) or self._departures.knows(handoff.key)):
+            waiting = (job.handoff.key for job in self._jobs.values() if job.handoff)
+            if handoff and (handoff.key in waiting or self._departures.knows(handoff.key)):
                 raise HandoffExpired(f"{prompt.id}: its handoff is under way already, or was")
             self.replica.add(prompt, holder)
         except ClusterError as error:
@@ -156,7 +142,7 @@ class PrefillWorker:
 
     def _begin(self, prompt: Prompt, job: _Job) -> BeginOrder:
         assert job.handoff
-        ranks = sending_ranks(self._rank.runner.layout, num_receivers=len(job.handoff.ranks))
+        ranks = sending_ranks(self._gang.runner.layout, num_receivers=len(job.handoff.ranks))
         sequence = prompt.sequence
         job.departure = self._departures.begin(job.handoff, sequence.blocks, ranks=ranks, owner=prompt)
         return BeginOrder(job.handoff, sequence.blocks, sequence.num_computed)
@@ -166,7 +152,7 @@ class PrefillWorker:
         prompt, job = prefilled.prompt, self._jobs[prefilled.prompt]
         job.listener.first_tokens(prefilled.tokens)
         if job.handoff:
-            self._rank.commit(job.handoff.key, [token.token_id for token in prefilled.tokens])
+            self._gang.commit(job.handoff.key, [token.token_id for token in prefilled.tokens])
         else:
             self._end(prompt, None, None)
 
@@ -192,9 +178,6 @@ class PrefillWorker:
         self.replica.totals.transfers += 1
         self.replica.count_shipment(shipment)
         self.replica.link_rate.add(shipment.wire_bytes, shipment.link_s)
-
-    def _is_known(self, handoff: Handoff) -> bool:
-        return any(job.handoff and job.handoff.key == handoff.key for job in self._jobs.values())
 
     def _end(self, prompt: Prompt, shipment: Shipment | None, error: ClusterError | None) -> None:
         if job := self._jobs.pop(prompt, None):

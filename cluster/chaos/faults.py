@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from cluster.chaos.network import partition
@@ -46,83 +47,55 @@ class Fault:
     strike: Callable[[Scene], Awaitable[str]]
 
 
-def _kill(role: Role) -> Callable[[Scene], Awaitable[str]]:
-    async def strike(scene: Scene) -> str:
-        return _send(scene, await scene.site.ranks(role), signal.SIGKILL)
-
-    return strike
-
-
-def _stop(role: Role) -> Callable[[Scene], Awaitable[str]]:
-    async def strike(scene: Scene) -> str:
-        return await _hold(scene, await scene.site.ranks(role))
-
-    return strike
+async def _kill(victim: Role | str, scene: Scene) -> str:
+    if target := await _choose(victim, scene):
+        target.send(signal.SIGKILL)
+    return target.name if target else ""
 
 
-def _slow(role: Role) -> Callable[[Scene], Awaitable[str]]:
-    async def strike(scene: Scene) -> str:
-        if not (targets := await scene.site.ranks(role)):
-            return ""
-        target = scene.random.choice(targets)
-        end_at = time.monotonic() + _SLOW_S
-        while time.monotonic() < end_at:
-            await _pause(target, _SLOW_TURN_S * (1 - _SLOW_SHARE))
-            await asyncio.sleep(_SLOW_TURN_S * _SLOW_SHARE)
-        return target.name
-
-    return strike
+async def _stop(victim: Role | str, scene: Scene) -> str:
+    if target := await _choose(victim, scene):
+        await _pause(target, _STOPPED_S)
+    return target.name if target else ""
 
 
-def _part(role: Role) -> Callable[[Scene], Awaitable[str]]:
-    async def strike(scene: Scene) -> str:
-        if not (targets := await scene.site.ranks(role)):
-            return ""
-        struck = scene.random.choice(targets).replica
-        everybody = [target for pool in Role for target in await scene.site.ranks(pool)] + scene.site.named("router")
-        inside = {target.pid for target in everybody if target.replica == struck}
-        outside = {target.pid for target in everybody} - inside
-        ended = threading.Event()
-        try:
-            await asyncio.to_thread(partition, inside, outside, ended=ended, within_s=_PARTED_S)
-        finally:
-            ended.set()
-        return struck
-
-    return strike
+async def _slow(role: Role, scene: Scene) -> str:
+    if not (target := await _choose(role, scene)):
+        return ""
+    end_at = time.monotonic() + _SLOW_S
+    while time.monotonic() < end_at:
+        await _pause(target, _SLOW_TURN_S * (1 - _SLOW_SHARE))
+        await asyncio.sleep(_SLOW_TURN_S * _SLOW_SHARE)
+    return target.name
 
 
-def _rescale(role: Role) -> Callable[[Scene], Awaitable[str]]:
-    async def strike(scene: Scene) -> str:
-        count = await scene.site.size(role)
-        if count < 2:
-            return ""
-        await scene.site.scale(role, 1)
-        try:
-            async with asyncio.timeout(_DRAIN_S):
-                while await scene.site.size(role) != 1:
-                    await asyncio.sleep(_POLL_S)
-        finally:
-            await scene.site.scale(role, count)
-        return f"{count} to 1 to {count}"
-
-    return strike
+async def _part(role: Role, scene: Scene) -> str:
+    if not (target := await _choose(role, scene)):
+        return ""
+    struck = target.replica
+    everybody = [target for pool in Role for target in await scene.site.ranks(pool)] + scene.site.named("router")
+    inside = {target.pid for target in everybody if target.replica == struck}
+    outside = {target.pid for target in everybody} - inside
+    ended = threading.Event()
+    try:
+        await asyncio.to_thread(partition, inside, outside, ended=ended, within_s=_PARTED_S)
+    finally:
+        ended.set()
+    return struck
 
 
-async def _kill_redis(scene: Scene) -> str:
-    return _send(scene, scene.site.redis(), signal.SIGKILL)
-
-
-async def _stop_redis(scene: Scene) -> str:
-    return await _hold(scene, scene.site.redis())
-
-
-async def _kill_controller(scene: Scene) -> str:
-    return _send(scene, scene.site.named("controller"), signal.SIGKILL)
-
-
-async def _kill_router(scene: Scene) -> str:
-    return _send(scene, scene.site.named("router"), signal.SIGKILL)
+async def _rescale(role: Role, scene: Scene) -> str:
+    count = await scene.site.size(role)
+    if count < 2:
+        return ""
+    await scene.site.scale(role, 1)
+    try:
+        async with asyncio.timeout(_DRAIN_S):
+            while await scene.site.size(role) != 1:
+                await asyncio.sleep(_POLL_S)
+    finally:
+        await scene.site.scale(role, count)
+    return f"{count} to 1 to {count}"
 
 
 async def _abort_storm(scene: Scene) -> str:
@@ -133,43 +106,40 @@ async def _abort_storm(scene: Scene) -> str:
 
 
 FAULTS: Mapping[str, Fault] = {
-    "kill-prefill": Fault("kill -9 of a prefill rank", _kill(Role.PREFILL)),
-    "kill-decode": Fault("kill -9 of a decode rank", _kill(Role.DECODE)),
-    "stop-prefill": Fault(f"a prefill rank stands still for {_STOPPED_S:g} s", _stop(Role.PREFILL)),
-    "stop-decode": Fault(f"a decode rank stands still for {_STOPPED_S:g} s", _stop(Role.DECODE)),
-    "slow-prefill": Fault(f"a prefill rank has {_SLOW_SHARE:.0%} of its time for {_SLOW_S:g} s", _slow(Role.PREFILL)),
-    "slow-decode": Fault(f"a decode rank has {_SLOW_SHARE:.0%} of its time for {_SLOW_S:g} s", _slow(Role.DECODE)),
+    "kill-prefill": Fault("kill -9 of a prefill rank", partial(_kill, Role.PREFILL)),
+    "kill-decode": Fault("kill -9 of a decode rank", partial(_kill, Role.DECODE)),
+    "stop-prefill": Fault(f"a prefill rank stands still for {_STOPPED_S:g} s", partial(_stop, Role.PREFILL)),
+    "stop-decode": Fault(f"a decode rank stands still for {_STOPPED_S:g} s", partial(_stop, Role.DECODE)),
+    "slow-prefill": Fault(
+        f"a prefill rank has {_SLOW_SHARE:.0%} of its time for {_SLOW_S:g} s", partial(_slow, Role.PREFILL)
+    ),
+    "slow-decode": Fault(
+        f"a decode rank has {_SLOW_SHARE:.0%} of its time for {_SLOW_S:g} s", partial(_slow, Role.DECODE)
+    ),
     "partition-prefill": Fault(
-        f"no packet between a prefill replica and its peers for {_PARTED_S:g} s", _part(Role.PREFILL)
+        f"no packet between a prefill replica and its peers for {_PARTED_S:g} s", partial(_part, Role.PREFILL)
     ),
     "partition-decode": Fault(
-        f"no packet between a decode replica and its peers for {_PARTED_S:g} s", _part(Role.DECODE)
+        f"no packet between a decode replica and its peers for {_PARTED_S:g} s", partial(_part, Role.DECODE)
     ),
-    "rescale-prefill": Fault("the prefill pool is scaled to one replica, and back", _rescale(Role.PREFILL)),
-    "rescale-decode": Fault("the decode pool is scaled to one replica, and back", _rescale(Role.DECODE)),
-    "redis-down": Fault("kill -9 of the embedded Redis, which comes back empty", _kill_redis),
-    "redis-stop": Fault(f"the embedded Redis stands still for {_STOPPED_S:g} s", _stop_redis),
-    "controller": Fault("kill -9 of the controller", _kill_controller),
+    "rescale-prefill": Fault("the prefill pool is scaled to one replica, and back", partial(_rescale, Role.PREFILL)),
+    "rescale-decode": Fault("the decode pool is scaled to one replica, and back", partial(_rescale, Role.DECODE)),
+    "redis-down": Fault("kill -9 of the embedded Redis, which comes back empty", partial(_kill, "redis")),
+    "redis-stop": Fault(f"the embedded Redis stands still for {_STOPPED_S:g} s", partial(_stop, "redis")),
+    "controller": Fault("kill -9 of the controller", partial(_kill, "controller")),
     "abort-storm": Fault(f"for {_STORM_S:g} s, clients give up at random moments", _abort_storm),
-    "router": Fault("kill -9 of a router replica; its clients have to ask again", _kill_router),
+    "router": Fault("kill -9 of a router replica; its clients have to ask again", partial(_kill, "router")),
 }
 PARTITIONS = frozenset(name for name in FAULTS if name.startswith("partition-"))  # they ask for rights and packages
 
 
-def _send(scene: Scene, targets: list[Target], number: signal.Signals) -> str:
-    if not targets:
-        return ""
-    target = scene.random.choice(targets)
-    target.send(number)
-    return target.name
-
-
-async def _hold(scene: Scene, targets: list[Target]) -> str:
-    if not targets:
-        return ""
-    target = scene.random.choice(targets)
-    await _pause(target, _STOPPED_S)
-    return target.name
+async def _choose(victim: Role | str, scene: Scene) -> Target | None:
+    """One of the ranks of a pool, or of the other processes of that name; None where there is none."""
+    if isinstance(victim, Role):
+        targets = await scene.site.ranks(victim)
+    else:
+        targets = scene.site.redis() if victim == "redis" else scene.site.named(victim)
+    return scene.random.choice(targets) if targets else None
 
 
 async def _pause(target: Target, seconds: float) -> None:

@@ -80,7 +80,9 @@ class Site:
 
     def named(self, part: str) -> list[Target]:
         """The controller, the router or the index's actor, as Ray titles its processes."""
-        return [Target(part, pid) for pid in self._marked() if processes.title(pid).startswith(_TITLES[part])]
+        return [
+            Target(part, pid) for pid in processes.marked(self._mark) if processes.title(pid).startswith(_TITLES[part])
+        ]
 
     def redis(self) -> list[Target]:
         """The embedded Redis: the child of the index's actor. It overwrites its own environment, and so its mark."""
@@ -96,9 +98,6 @@ class Site:
         ]
         targets = [*ranks, *self.named("controller"), *self.named("router"), *self.redis()]
         return {f"{target.name} ({target.pid})": processes.resident_bytes(target.pid) for target in targets}
-
-    def _marked(self) -> list[int]:
-        return processes.marked(self._mark)
 
 
 def leaked_blocks(pools: Pools) -> dict[str, int]:

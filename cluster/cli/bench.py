@@ -38,7 +38,7 @@ def engine(
     Random token ids, greedy, 128 steps after prompts of --context tokens; prompts of --prefill tokens; best of three.
     """
     from cluster.model.source import resolve
-    from engine.load import device_for
+    from engine.config import device_for
     from engine.tools.bench import bench_engine
 
     result = bench_engine(

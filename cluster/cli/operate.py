@@ -50,7 +50,8 @@ def drain(
     """
     role = replica.partition("-")[0]
     change = _change(name, "drain", replica, roles=[role], timeout=timeout)
-    newest = max((entry["id"] for entry in change.pools[role]["replicas"]), key=_number, default="none")
+    ids = (entry["id"] for entry in change.pools[role]["replicas"])
+    newest = max(ids, key=lambda id: int(id.rpartition("-")[2]), default="none")
     print(f"{replica} has left, {newest} serves in its place, after {change.seconds:.1f} s")
 
 
@@ -115,7 +116,3 @@ def _parse_sizes(sizes: list[str]) -> dict[str, int]:
             raise SpecError(f"scale {' '.join(sizes)}: write prefill=N, decode=N or both")
         wanted[match[1]] = int(match[2])
     return wanted
-
-
-def _number(replica: str) -> int:
-    return int(replica.rpartition("-")[2])

@@ -130,28 +130,21 @@ def _memory(source: str) -> dict[str, Any]:
         if pool.kv_memory_gib is None and pool.resources.gpus:
             raise SpecError(f"{role}.kv_memory_gib: say how much; what a GPU has free is known only on that GPU")
         kv = KVArithmetic(
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.kv_dim,
-            num_sides=config.kv_sides,
-            exact_dim=config.kv_exact_dim,
+            config=config,
             dtype=spec.model.dtype if spec.kv.pool_dtype == "auto" else spec.kv.pool_dtype,
             block_size=spec.kv.block_size,
             tensor_parallel=pool.tensor_parallel,
             memory_bytes=(pool.kv_memory_gib or 1.0) * 2**30,
         )
         limit = min(config.max_context, spec.model.max_context or config.max_context)
+        contexts = [*(context for context in _CONTEXTS if context < limit), limit]
         pools[role.value] = {
             "bytes_per_token": kv.bytes_per_token,
             "blocks_per_replica": kv.num_blocks,
             "tokens_per_replica": kv.num_blocks * spec.kv.block_size,
-            "max_batch": {str(context): kv.max_batch(context) for context in _contexts(limit)},
+            "max_batch": {str(context): kv.max_batch(context) for context in contexts},
         }
     return {"model": spec.model.name, "block_size": spec.kv.block_size, "pools": pools}
-
-
-def _contexts(limit: int) -> list[int]:
-    return [context for context in _CONTEXTS if context < limit] + [limit]
 
 
 def _memory_table(report: dict[str, Any]) -> str:

@@ -18,7 +18,6 @@ import typer
 from cluster.cli import model_options as options
 from cluster.cli.deploy import Name
 from cluster.host import state as states
-from cluster.words.timing import StepTiming
 
 _PROMPTS = (64, 1024)  # tokens, whose transfers tell a link's latency and rate
 _LATENCY_S = 0.003  # of a link, where it is not measured
@@ -62,9 +61,10 @@ def profile(
         count = replicas or 2 * (os.cpu_count() or 1)
         steps = _measured(model_dir, of, wire_dtype=wire_dtype, num_replicas=count, seconds=seconds)
     kv = _kv(model_dir, dtype=dtype, pool_dtype=pool_dtype, wire_dtype=wire_dtype, kv_memory_gib=kv_memory_gib)
+    words = ", ".join(f"{key} {value}" for key, value in of.items())
     machine = f"{os.cpu_count()} processors, {platform.processor() or platform.machine()}"
     derivation = [
-        f"On {datetime.date.today()}, {machine}; {model}, wire {wire_dtype}, {_words(of)}.",
+        f"On {datetime.date.today()}, {machine}; {model}, wire {wire_dtype}, {words}.",
         *steps.pop("derivation"),
         "host_bytes_per_s: copies of 1 MiB within memory. usd_per_hour: as asked for.",
     ]
@@ -100,8 +100,8 @@ def _learnt(http: str) -> dict[str, Any]:
     from cluster.words.request import Role
 
     learnt = read_learnt(http)
-    request_s = max(0.0, asyncio.run(_first_token_s(http)) - _prefill_s(learnt.steps[Role.PREFILL]))
     prefill, decode = learnt.steps[Role.PREFILL], learnt.steps[Role.DECODE]
+    request_s = max(0.0, asyncio.run(_first_token_s(http)) - prefill.prefill_s(_SHORT, after=0, chunk=_SHORT))
     return {
         "derivation": [
             "steps, decode_steps: what the replicas of each pool have learnt of their own steps under their last load,",
@@ -132,10 +132,6 @@ async def _first_token_s(http: str) -> float:
     return statistics.median(answer.ttft_s for answer in answers)
 
 
-def _prefill_s(steps: StepTiming) -> float:
-    return steps.prefill_s(_SHORT, after=0, chunk=_SHORT)
-
-
 def _kv(model_dir: Path, *, dtype: str, pool_dtype: str, wire_dtype: str, kv_memory_gib: float) -> dict[str, int]:
     from cluster.model import config as model_config
     from cluster.model.kv_arithmetic import KVArithmetic
@@ -144,13 +140,7 @@ def _kv(model_dir: Path, *, dtype: str, pool_dtype: str, wire_dtype: str, kv_mem
 
     def of(kind: str) -> KVArithmetic:
         return KVArithmetic(
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            dtype=kind,
-            block_size=1,
-            tensor_parallel=1,
-            memory_bytes=kv_memory_gib * 2**30,
+            config=config, dtype=kind, block_size=1, tensor_parallel=1, memory_bytes=kv_memory_gib * 2**30
         )
 
     pool = of(dtype if pool_dtype == "auto" else pool_dtype)
@@ -211,7 +201,3 @@ def _table(tree: dict[str, Any]) -> str:
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-def _words(of: dict[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in of.items())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cluster.model.shape import ModelConfig
+
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1, "int8": 1}
 _SCALE_BYTES = 2  # bf16, one per token and head, for keys and for values
 
@@ -12,23 +14,19 @@ _SCALE_BYTES = 2  # bf16, one per token and head, for keys and for values
 class KVArithmetic:
     """One model on replicas of `tensor_parallel` ranks, with `memory_bytes` for KV on each rank."""
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int  # numbers of a row: of a head's keys or values, or of a latent
+    config: ModelConfig
     dtype: str  # of the pool: "bfloat16", "float16", "float32", "fp8_e4m3" or "int8"
     block_size: int
     tensor_parallel: int
     memory_bytes: float
-    num_sides: int = 2  # keys and values, or one latent for both
-    exact_dim: int = 0  # numbers of a row that stay in two bytes where others have 8 bits
 
     @property
     def bytes_per_token_per_rank(self) -> int:
         """With more ranks than KV heads, heads are held more than once."""
-        per_head = self.head_dim * _ITEM_BYTES[self.dtype]
+        config, per_head = self.config, self.config.kv_dim * _ITEM_BYTES[self.dtype]
         if _ITEM_BYTES[self.dtype] == 1:
-            per_head += self.exact_dim + _SCALE_BYTES
-        return self.num_layers * self.num_sides * max(1, self.num_kv_heads // self.tensor_parallel) * per_head
+            per_head += config.kv_exact_dim + _SCALE_BYTES
+        return config.num_layers * config.kv_sides * max(1, config.num_kv_heads // self.tensor_parallel) * per_head
 
     @property
     def bytes_per_token(self) -> int:

@@ -76,7 +76,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), likeliest first
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class SampledToken:
     """One token of one choice, as it leaves a worker."""
 

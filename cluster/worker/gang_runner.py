@@ -38,7 +38,8 @@ class GangRunner:
         batch = step.batch if step else None
         if self.has_others:
             self.runner.parallel.broadcast_bytes(encode_step(batch, orders))
-        return self._execute(batch, orders)
+        self._carry_out(orders)
+        return self._compute(batch, self._shipped(batch, orders)) if batch else None
 
     def follow(self) -> None:
         """On the other ranks: do what rank 0 says until it says stop."""
@@ -46,8 +47,12 @@ class GangRunner:
             batch, orders = decode_step(self.runner.parallel.broadcast_bytes())
             if orders.stop:
                 return
-            self._execute(batch, orders)
-            for passage, _, end in self._spans(batch, orders):
+            self._carry_out(orders)
+            if batch is None:
+                continue
+            shipped = self._shipped(batch, orders)
+            self._compute(batch, shipped)
+            for passage, _, end in shipped:
                 if end == passage.handoff.num_tokens:
                     passage.commit(end)
 
@@ -57,12 +62,8 @@ class GangRunner:
         if passage := self.sender.find(key):
             passage.commit(passage.handoff.num_tokens, first_tokens)
 
-    def _execute(self, batch: Batch | None, orders: Orders) -> Tensor | None:
-        self._carry_out(orders)
-        if batch is None:
-            return None
+    def _compute(self, batch: Batch, shipped: list[tuple[Passage, int, int]]) -> Tensor:
         self.probe(Milestone.COMPUTING, "")
-        shipped = self._spans(batch, orders)
         if not shipped:
             return self.runner.forward(batch)
 
@@ -102,9 +103,9 @@ class GangRunner:
                 passage.layer_ready(layer, 0, grant.num_tokens)
             passage.commit(grant.num_tokens)
 
-    def _spans(self, batch: Batch | None, orders: Orders) -> list[tuple[Passage, int, int]]:
+    def _shipped(self, batch: Batch, orders: Orders) -> list[tuple[Passage, int, int]]:
         """The rows of the batch that are shipped: passage, and the positions [start, end) that the row computes."""
-        if batch is None or not any(orders.rows):
+        if not any(orders.rows):
             return []
         ends = batch.context_lens.tolist()
         starts = (batch.context_lens - batch.query_lens).tolist()

@@ -8,17 +8,15 @@ from collections.abc import Callable
 
 from cluster.rpc import transfer_pb2
 from cluster.words.errors import ReplicaLost
-from cluster.worker.lower_tiers import loaded_from_report
-from cluster.worker.peers import Peers
+from cluster.worker.other_ranks import OtherRanks
 from cluster.worker.pull_call import ask_holder
 from cluster.worker.rank_setup import RankSetup
 from cluster.worker.replica_service import RoleWorker
 from engine.kv.block_manager import BlockManager
+from engine.kv.layout import KVLayout
 from engine.prompts import Prompt
-from engine.runner import ModelRunner
-from engine.tiers.orders import LoadResult
 from kvtransfer.movers.receiver import Receiver
-from kvtransfer.movers.wire_messages import landing_from_proto, shipment_from_proto
+from kvtransfer.movers.wire_messages import Part, part_from_report
 from kvtransfer.protocol.ledger import Landing
 from kvtransfer.protocol.passage import Shipment
 from kvtransfer.protocol.pulls import Pull, Pulls
@@ -29,9 +27,9 @@ logger = logging.getLogger(__name__)
 class Inbox:
     """Everything but the constructor and `open` may be called from any thread."""
 
-    def __init__(self, setup: RankSetup, peers: Peers) -> None:
+    def __init__(self, setup: RankSetup, others: OtherRanks) -> None:
         self._setup = setup
-        self._peers = peers
+        self._others = others
         self._worker: RoleWorker | None = None
         self._post: Callable[[Callable[[], None]], None] | None = None
 
@@ -39,31 +37,22 @@ class Inbox:
         """From now on things reach `worker`; before that nothing may come. `post` runs a command on the step thread."""
         self._worker, self._post = worker, post
 
-    def landed(self, rank: int, landing: Landing) -> None:
-        """A handoff's KV, or a prefix that we fetch, is whole on one of our ranks."""
-        self._tell(lambda worker: worker.landed(rank, landing))
+    def heard(self, rank: int, part: Part) -> None:
+        """What has come, gone, or been loaded on one of our ranks."""
+        if isinstance(part, Landing):
+            self._tell(lambda worker: worker.landed(rank, part))
+        elif isinstance(part, Shipment):
+            self._tell(lambda worker: worker.shipped(rank, part))
+        else:
+            self._tell(lambda worker: worker.replica.fetches.loaded(rank, part))
+
+    def reported(self, report: transfer_pb2.ReportRequest) -> None:
+        """The same, told by one of the other ranks."""
+        self.heard(report.rank, part_from_report(report))
 
     def missed(self, pull: Pull[Prompt], reason: str) -> None:
         """Nothing comes of a pull."""
         self._tell(lambda worker: worker.replica.fetches.missed(pull, reason))
-
-    def shipped(self, rank: int, shipment: Shipment) -> None:
-        """One of our ranks has nothing more to send for a handoff."""
-        self._tell(lambda worker: worker.shipped(rank, shipment))
-
-    def loaded(self, rank: int, loaded: LoadResult) -> None:
-        """One of our ranks has done with a load from its lower tiers."""
-        self._tell(lambda worker: worker.replica.fetches.loaded(rank, loaded))
-
-    def reported(self, report: transfer_pb2.ReportRequest) -> None:
-        """The same, told by one of the other ranks."""
-        part = report.WhichOneof("part")
-        if part == "landed":
-            self.landed(report.rank, landing_from_proto(report.landed))
-        elif part == "shipped":
-            self.shipped(report.rank, shipment_from_proto(report.shipped))
-        elif part == "loaded":
-            self.loaded(report.rank, loaded_from_report(report.loaded))
 
     def close_handoff(self, handoff: str, then: Callable[[], None]) -> None:
         """Close a handoff on the other ranks, then run a command on the step thread."""
@@ -72,7 +61,7 @@ class Inbox:
 
         async def close() -> None:
             try:
-                await self._peers.close_handoff(handoff)
+                await self._others.close_handoff(handoff)
             except ReplicaLost as error:  # the gang is broken, and with it its pool: the blocks stay in quarantine
                 logger.error("handoff %s cannot be closed: %s", handoff, error)
                 return
@@ -80,18 +69,18 @@ class Inbox:
 
         self._setup.host.spawn(close())
 
-    def make_pulls(self, runner: ModelRunner, receiver: Receiver, blocks: BlockManager) -> Pulls[Prompt]:
+    def make_pulls(self, layout: KVLayout, receiver: Receiver, blocks: BlockManager) -> Pulls[Prompt]:
         """The pulls of this replica, whose misfortunes come here."""
-        setup, peers = self._setup, self._peers
+        setup, others = self._setup, self._others
         return Pulls(
             receiver,
             blocks,
             replica=setup.replica,
             addresses=setup.addresses,
-            layout=runner.layout,
+            layout=layout,
             timeout_s=setup.spec.timeouts.transfer_s,
             close_elsewhere=self.close_handoff,
-            call=lambda pull: setup.host.spawn(ask_holder(pull, peers, functools.partial(self.missed, pull))),
+            call=lambda pull: setup.host.spawn(ask_holder(pull, others, functools.partial(self.missed, pull))),
         )
 
     def _tell(self, command: Callable[[RoleWorker], None]) -> None:

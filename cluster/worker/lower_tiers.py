@@ -1,4 +1,4 @@
-"""What a rank's lower tiers are put together from, and how it reports to rank 0 what it has loaded."""
+"""What a rank's lower tiers are put together from."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cluster.model import source as model_source
-from cluster.rpc import transfer_pb2 as pb
 from cluster.words.errors import SpecError
 from cluster.words.spec import PoolSpec
-from cluster.words.tier import Tier
 from cluster.worker.rank_setup import RankSetup
 from engine.config import GIB
 from engine.parallel import TensorParallel
@@ -56,23 +54,3 @@ def _claim(setup: RankSetup, pool: PoolSpec, parallel: TensorParallel, *, root: 
         )
     except OSError as error:
         raise SpecError(f"kv_disk_path: {root}: {error.strerror or error}") from error
-
-
-def loaded_to_report(loaded: LoadResult, *, rank: int) -> pb.ReportRequest:
-    """A rank's answer to a load, on its way to rank 0."""
-    part = pb.LoadedPart(
-        id=loaded.id,
-        num_blocks=loaded.num_blocks,
-        num_bytes={int(tier): count for tier, count in loaded.num_bytes.items()},
-        seconds={int(tier): seconds for tier, seconds in loaded.seconds.items()},
-    )
-    return pb.ReportRequest(rank=rank, loaded=part)
-
-
-def loaded_from_report(part: pb.LoadedPart) -> LoadResult:
-    return LoadResult(
-        part.id,
-        part.num_blocks,
-        num_bytes={Tier(tier): count for tier, count in part.num_bytes.items()},
-        seconds={Tier(tier): seconds for tier, seconds in part.seconds.items()},
-    )

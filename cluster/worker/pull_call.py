@@ -12,11 +12,11 @@ from cluster.rpc import worker_pb2_grpc as rpc
 from cluster.wire.channel import error_of, open_channel
 from cluster.wire.messages import handoff_to_proto
 from cluster.words.errors import ReplicaLost
-from cluster.worker.peers import Peers
+from cluster.worker.other_ranks import OtherRanks
 from kvtransfer.protocol.pulls import Pull
 
 
-async def ask_holder(pull: Pull[Any], peers: Peers, missed: Callable[[str], None]) -> None:
+async def ask_holder(pull: Pull[Any], others: OtherRanks, missed: Callable[[str], None]) -> None:
     """Open a pull on our other ranks, and keep the call to its holder as long as that ships. Runs on the event loop.
 
     `missed` is called with the reason, if nothing comes of it. Cancelling this ends the call.
@@ -24,7 +24,7 @@ async def ask_holder(pull: Pull[Any], peers: Peers, missed: Callable[[str], None
     holder, first_token = pull.holder, pull.opening.first_token
     request = pb.PullRequest(handoff=handoff_to_proto(pull.handoff), hashes=b"".join(pull.hashes))
     try:
-        await peers.open(pull.opening)
+        await others.open(pull.opening)
         async with open_channel(holder.address) as channel:
             async for event in rpc.PrefixHolderStub(channel).Pull(request, timeout=pull.timeout_s):
                 if event.WhichOneof("event") == "granted" and event.granted.num_tokens <= first_token:

@@ -13,26 +13,24 @@ from grpc import aio
 from cluster.index.membership import Member
 from cluster.model import source as model_source
 from cluster.process.background import BackgroundThread
-from cluster.rpc import transfer_pb2 as pb
 from cluster.rpc import transfer_pb2_grpc, worker_pb2_grpc
 from cluster.wire.frames import FrameHub, WorkerServicer
 from cluster.words.spec import Spec
 from cluster.worker.gang_runner import GangRunner
 from cluster.worker.inbox import Inbox
-from cluster.worker.lower_tiers import loaded_to_report, open_tiers
-from cluster.worker.peers import Peers, open_gang
+from cluster.worker.lower_tiers import open_tiers
+from cluster.worker.other_ranks import OtherRanks, open_gang
 from cluster.worker.rank_setup import RankSetup
+from cluster.worker.replica_engine import EngineParts
 from cluster.worker.replica_service import ReplicaService, RoleWorker
 from cluster.worker.role_parts import LeaderParts, LiveReplica, RoleParts
-from engine.config import EngineConfig
+from engine.config import EngineConfig, device_for
 from engine.engine import SchedulerConfig
 from engine.kv.block_manager import BlockManager
 from engine.kv.eviction import make_eviction
-from engine.load import device_for, max_tokens_of, set_threads
 from engine.parallel import TensorParallel
 from engine.prompts import Prompt
 from engine.runner import ModelRunner
-from engine.tiers.orders import LoadResult
 from engine.tiers.rank_tiers import RankTiers
 from engine.tiers.tiers import Tiers
 from kvtransfer.links.backends import backend_for
@@ -42,9 +40,7 @@ from kvtransfer.movers.pull_servicer import Granting, PullServicer
 from kvtransfer.movers.rank_servicer import RankServicer
 from kvtransfer.movers.receiver import Receiver
 from kvtransfer.movers.sender import Sender
-from kvtransfer.movers.wire_messages import part_to_report
-from kvtransfer.protocol.ledger import Landing
-from kvtransfer.protocol.passage import Shipment
+from kvtransfer.movers.wire_messages import Part, part_to_report
 
 W = TypeVar("W", bound=RoleWorker)
 
@@ -60,7 +56,7 @@ class RankBody(Generic[W]):
         self._ranks = RankServicer()
         self._prefixes = PullServicer()
         self._following: BackgroundThread | None = None
-        self._peers: Peers | None = None
+        self._others: OtherRanks | None = None
         self._sender: Sender | None = None
         self._tiers: RankTiers | None = None
 
@@ -69,13 +65,13 @@ class RankBody(Generic[W]):
         transfer_pb2_grpc.add_RankServicer_to_server(self._ranks, server)
         worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(self._hub), server)
         worker_pb2_grpc.add_PrefixHolderServicer_to_server(self._prefixes, server)
-        self.role.register(server)
+        self.role.add_servicer(self.role.servicer, server)
 
     def load(self, setup: RankSetup) -> None:
         """Form the gang, load the weights, begin to serve. Raises ClusterError."""
         timeouts = setup.spec.timeouts
         setup.on_progress("meeting the other ranks", 0.0)
-        self._peers, parallel = open_gang(
+        self._others, parallel = open_gang(
             self._ranks,
             setup.host,
             setup.addresses,
@@ -86,9 +82,9 @@ class RankBody(Generic[W]):
         )
         runner = self._load_model(setup, parallel)
         if setup.rank == 0:
-            self._lead(setup, runner, self._peers)
+            self._lead(setup, runner, self._others)
         else:
-            self._follow(setup, runner, self._peers)
+            self._follow(setup, runner, self._others)
 
     def run(self) -> None:
         """Return when this rank has been told to stop; raise what ended it otherwise."""
@@ -102,13 +98,13 @@ class RankBody(Generic[W]):
             await self._sender.close()
         if self._tiers:
             await asyncio.to_thread(self._tiers.close)
-        if self._peers:
-            await self._peers.disconnect()
+        if self._others:
+            await self._others.disconnect()
 
     def _load_model(self, setup: RankSetup, parallel: TensorParallel) -> ModelRunner:
         """This rank's share of the weights, and its KV pool. Returns when every rank has them."""
         spec, pool = setup.spec, setup.pool
-        set_threads(pool.resources.cpus)
+        torch.set_num_threads(max(1, int(pool.resources.cpus)))
         setup.on_progress("finding the model", 0.05)
         config = EngineConfig(
             model_dir=model_source.resolve(spec.model.source),
@@ -130,109 +126,78 @@ class RankBody(Generic[W]):
         runner.warm_up(pool.max_batch_tokens)
         return runner
 
-    def _follow(self, setup: RankSetup, runner: ModelRunner, peers: Peers) -> None:
+    def _follow(self, setup: RankSetup, runner: ModelRunner, others: OtherRanks) -> None:
         """Another rank than 0: do as rank 0 says, and tell it what comes and goes here."""
 
-        def report(request: pb.ReportRequest) -> None:
-            setup.host.spawn(peers.report(request))
+        def report(part: Part) -> None:
+            setup.host.spawn(others.report(part_to_report(part, rank=setup.rank)))
 
-        rank = setup.rank
-        self._receive(setup, runner, lambda landing: report(part_to_report(landing, rank=rank)))
-        gang = self._make_gang_runner(
-            setup,
-            runner,
-            on_shipped=lambda shipment: report(part_to_report(shipment, rank=rank)),
-            on_loaded=lambda loaded: report(loaded_to_report(loaded, rank=rank)),
-        )
+        _, gang = self._connect(setup, runner, report)
         self._following = BackgroundThread(gang.follow, name="following")
         self._following.start()
 
-    def _lead(self, setup: RankSetup, runner: ModelRunner, peers: Peers) -> None:
+    def _lead(self, setup: RankSetup, runner: ModelRunner, others: OtherRanks) -> None:
         """Rank 0: begin to take requests."""
-        spec, layout = setup.spec, runner.layout
-        num_blocks, eviction = runner.pool.num_blocks, spec.kv.eviction
-        blocks = BlockManager(num_blocks, make_eviction(eviction, num_blocks=num_blocks))
-        inbox = Inbox(setup, peers)
-        receiver = self._receive(setup, runner, functools.partial(inbox.landed, 0))
-        gang = self._make_gang_runner(
-            setup,
-            runner,
-            on_shipped=functools.partial(inbox.shipped, 0),
-            on_loaded=functools.partial(inbox.loaded, 0),
-        )
-        tiers: Tiers[Prompt] = Tiers(blocks, gang.tiers, layout, eviction=eviction, timeout_s=spec.timeouts.transfer_s)
-        grants = Grants(blocks, layout, tiers, probe=setup.probe)
-        worker = self.role.make_worker(
-            LeaderParts(
-                setup=setup,
-                gang=gang,
-                receiver=receiver,
-                blocks=blocks,
-                limits=SchedulerConfig(
-                    max_batch_tokens=setup.pool.max_batch_tokens,
-                    max_running=setup.pool.max_running,
-                    max_waiting=setup.pool.max_waiting,
-                ),
-                inbox=inbox,
-                pulls=inbox.make_pulls(runner, receiver, blocks),
-                grants=grants,
-                tiers=tiers,
-            )
-        )
+        inbox = Inbox(setup, others)
+        receiver, gang = self._connect(setup, runner, functools.partial(inbox.heard, 0))
+        parts = _leader_parts(setup, gang, receiver, inbox)
+        worker = self.role.make_worker(parts)
         self.service = ReplicaService(worker, setup.host, self._hub, replica=setup.replica)
         inbox.open(worker, self.service.post)
-        replica = LiveReplica(
+        live = LiveReplica(
             service=self.service,
             worker=worker,
-            peers=peers,
-            model=layout.model,
-            block_size=layout.block_size,
-            max_tokens=max_tokens_of(runner, limit=spec.model.max_context),
+            others=others,
+            model=runner.layout.model,
+            block_size=runner.layout.block_size,
+            max_tokens=min(runner.max_tokens, setup.spec.model.max_context or runner.max_tokens),
         )
-        self.role.serve(replica)
-        self._prefixes.granting = Granting(grants, self.service.post)
+        self.role.servicer.live = live
+        self._prefixes.granting = Granting(parts.engine.grants, self.service.post)
         self._ranks.on_report = inbox.reported
         self.service.start(
             index_url=setup.index_url,
-            name=spec.name,
-            member=_member(setup, runner, max_tokens=replica.max_tokens),
+            name=setup.spec.name,
+            member=_member(setup, runner, max_tokens=live.max_tokens),
             other_ranks=setup.addresses[1:],
         )
 
-    def _make_gang_runner(
-        self,
-        setup: RankSetup,
-        runner: ModelRunner,
-        *,
-        on_shipped: Callable[[Shipment], None],
-        on_loaded: Callable[[LoadResult], None],
-    ) -> GangRunner:
-        self._sender = Sender(
-            _link_config(setup, runner),
-            name=f"{setup.replica}/{setup.rank}",
-            loop=setup.host.loop,
-            on_shipped=on_shipped,
+    def _connect(
+        self, setup: RankSetup, runner: ModelRunner, heard: Callable[[Part], None]
+    ) -> tuple[Receiver, GangRunner]:
+        """Serve senders elsewhere from now on, and be ready to send and to load. `heard` is told what comes of it."""
+        config = LinkConfig(
+            rank=setup.rank,
+            pool=runner.pool,
+            wire_dtype=setup.spec.kv.wire_dtype,
+            backend=backend_for(runner.device, host_link=setup.spec.kv.host_link),
+            host=setup.host.host,
+            timeout_s=setup.spec.timeouts.transfer_s,
+            probe=setup.probe,
         )
-        self._tiers = open_tiers(setup, runner, on_loaded)
-        return GangRunner(runner, self._sender, self._tiers, probe=setup.probe)
-
-    def _receive(self, setup: RankSetup, runner: ModelRunner, on_landed: Callable[[Landing], None]) -> Receiver:
-        """Serve senders elsewhere from now on."""
-        config, meeting = _link_config(setup, runner), self._ranks.meeting
-        self._ranks.receiver = Receiver(config, meeting=meeting, on_landed=on_landed)
-        return self._ranks.receiver
+        receiver = self._ranks.receiver = Receiver(config, meeting=self._ranks.meeting, on_landed=heard)
+        name = f"{setup.replica}/{setup.rank}"
+        self._sender = Sender(config, name=name, loop=setup.host.loop, on_shipped=heard)
+        self._tiers = open_tiers(setup, runner, heard)
+        return receiver, GangRunner(runner, self._sender, self._tiers, probe=setup.probe)
 
 
-def _link_config(setup: RankSetup, runner: ModelRunner) -> LinkConfig:
-    return LinkConfig(
-        rank=setup.rank,
-        pool=runner.pool,
-        wire_dtype=setup.spec.kv.wire_dtype,
-        backend=backend_for(runner.device, host_link=setup.spec.kv.host_link),
-        host=setup.host.host,
-        timeout_s=setup.spec.timeouts.transfer_s,
-        probe=setup.probe,
+def _leader_parts(setup: RankSetup, gang: GangRunner, receiver: Receiver, inbox: Inbox) -> LeaderParts:
+    spec, pool, layout = setup.spec, setup.pool, gang.runner.layout
+    num_blocks, eviction = gang.runner.pool.num_blocks, spec.kv.eviction
+    blocks = BlockManager(num_blocks, make_eviction(eviction, num_blocks=num_blocks))
+    tiers: Tiers[Prompt] = Tiers(blocks, gang.tiers, layout, eviction=eviction, timeout_s=spec.timeouts.transfer_s)
+    engine = EngineParts(
+        gang=gang,
+        blocks=blocks,
+        limits=SchedulerConfig(
+            max_batch_tokens=pool.max_batch_tokens, max_running=pool.max_running, max_waiting=pool.max_waiting
+        ),
+        pulls=inbox.make_pulls(layout, receiver, blocks),
+        grants=Grants(blocks, layout, tiers, probe=setup.probe),
+        tiers=tiers,
     )
+    return LeaderParts(setup=setup, receiver=receiver, inbox=inbox, engine=engine)
 
 
 def _member(setup: RankSetup, runner: ModelRunner, *, max_tokens: int) -> Member:

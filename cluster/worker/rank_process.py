@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import ray
@@ -42,14 +43,19 @@ class RankProcess(Generic[W]):
         probe: Probe = unobserved,
     ) -> None:
         """host: the address to listen on; otherwise the one by which Ray knows this node."""
-        self._spec = parse_spec(spec)
-        self._body = RankBody(role, self._spec)
-        self._role = role.role
-        self._replica = replica
-        self._rank = rank
-        self._index_url = index_url
+        parsed = parse_spec(spec)
+        self._body = RankBody(role, parsed)
+        self._setup = partial(
+            RankSetup,
+            spec=parsed,
+            role=role.role,
+            replica=replica,
+            rank=rank,
+            index_url=index_url,
+            on_progress=self._note_progress,
+            probe=probe,
+        )
         self._address = host
-        self._probe = probe
         self._host: RankHost | None = None
         self._binding: Binding | None = None
         self._watch = Stopwatch()
@@ -70,19 +76,8 @@ class RankProcess(Generic[W]):
 
     def load(self, addresses: list[str]) -> None:
         assert self._host, "bind() comes first"
-        setup = RankSetup(
-            spec=self._spec,
-            role=self._role,
-            replica=self._replica,
-            rank=self._rank,
-            addresses=addresses,
-            index_url=self._index_url,
-            host=self._host,
-            on_progress=self._note_progress,
-            probe=self._probe,
-        )
         self._watch = Stopwatch()
-        self._body.load(setup)
+        self._body.load(self._setup(addresses=addresses, host=self._host))
         self._note_progress("serving", 1.0)
         logger.info("loaded: %s", self._watch)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -28,52 +29,55 @@ from kvtransfer.protocol.passage import Shipment
 from kvtransfer.protocol.pulls import Pulls
 
 
+@dataclass(frozen=True, kw_only=True)
+class EngineParts:
+    """What a replica's engine is put together from."""
+
+    gang: GangRunner
+    blocks: BlockManager
+    limits: SchedulerConfig
+    pulls: Pulls[Prompt]
+    grants: Grants
+    tiers: Tiers[Prompt]
+
+
 class ReplicaEngine:
     """Owned by the step thread of rank 0."""
 
-    def __init__(
-        self,
-        rank: GangRunner,
-        blocks: BlockManager,
-        config: SchedulerConfig,
-        connector: KVConnector,
-        *,
-        pulls: Pulls[Prompt],
-        grants: Grants,
-        tiers: Tiers[Prompt],
-    ) -> None:
+    def __init__(self, parts: EngineParts, connector: KVConnector) -> None:
+        block_size = parts.gang.runner.layout.block_size
         self.totals = pb.Totals()
         self.pace = Pace()
         self.link_rate = Rate()  # bytes
         self.engine: Engine[Tensor] = Engine(
-            rank,
+            parts.gang,
             sample,
-            blocks,
-            config,
-            block_size=rank.runner.layout.block_size,
+            parts.blocks,
+            parts.limits,
+            block_size=block_size,
             connector=connector,
-            tier_orders=tiers.take_orders,
+            tier_orders=parts.tiers.table.take_orders,
             pace=self.pace,
         )
         self.fetches = Fetches(
-            self.engine.prompts, pulls, grants, tiers, self.totals, block_size=rank.runner.layout.block_size
+            self.engine.prompts, parts.pulls, parts.grants, parts.tiers, self.totals, block_size=block_size
         )
-        self.grants = grants
-        self._rank = rank
-        self._blocks = blocks
-        self._tiers = tiers
+        self.grants = parts.grants
+        self._gang = parts.gang
+        self._blocks = parts.blocks
+        self._tiers = parts.tiers
 
     def add(self, prompt: Prompt, holder: Holder | None) -> None:
         """Queue a prompt, of which `holder` may hold more than is here. Raises what Engine.add does."""
-        self._rank.probe(Milestone.QUEUED, prompt.id)
+        self._gang.probe(Milestone.QUEUED, prompt.id)
         try:
-            if prompt.is_computed_here:
+            if not prompt.is_received:
                 self.fetches.offer(prompt, holder, tokens_per_s=self.pace.prompt_tokens_per_s)
             self.engine.add(prompt)
         except ClusterError:
             self.fetches.forget(prompt)
             raise
-        if prompt.is_computed_here and not prompt.fetch_only:
+        if not (prompt.is_received or prompt.fetch_only):
             self.totals.prompt_tokens += len(prompt.sequence.tokens)
 
     def cancel(self, prompt: Prompt) -> None:
@@ -86,19 +90,19 @@ class ReplicaEngine:
         self.fetches.expire()
         result = self.engine.step()
         if result.sampled or result.prefilled:
-            self._rank.probe(Milestone.SAMPLED, "")
+            self._gang.probe(Milestone.SAMPLED, "")
         self.totals.computed_tokens += result.num_computed
         self.totals.generated_tokens += result.num_generated
         for prompt in result.fetched:
             self.fetches.forget(prompt)
         for prefilled in result.prefilled:
-            self.count_hits(prefilled.prompt)
+            self.note_whole(prefilled.prompt)
         return result
 
-    def count_hits(self, prompt: Prompt) -> None:
+    def note_whole(self, prompt: Prompt) -> None:
         """The KV of a prompt is whole."""
         self.fetches.forget(prompt)
-        self.totals.prefix_hit_tokens += prompt.num_cached + prompt.num_loaded
+        self.totals.prefix_hit_tokens += prompt.num_found
 
     def count_shipment(self, shipment: Shipment) -> None:
         """All ranks' of a handoff, or of a grant, that has landed."""
@@ -111,23 +115,23 @@ class ReplicaEngine:
 
     def save_evicted(self) -> None:
         """What was evicted is copied on every rank before a peer may write to its block."""
-        if orders := self._tiers.take_orders():
-            self._rank.execute(None, Orders(tiers=orders, meet=True))
+        if orders := self._tiers.table.take_orders():
+            self._gang.execute(None, Orders(tiers=orders, meet=True))
 
     def heartbeat(self) -> None:
         """Keep the other ranks from giving us up while there is nothing to do."""
         self._tiers.save_ahead()
-        orders = self._tiers.take_orders()
-        if orders or self._rank.has_others:
-            self._rank.execute(None, Orders(tiers=orders))
+        orders = self._tiers.table.take_orders()
+        if orders or self._gang.has_others:
+            self._gang.execute(None, Orders(tiers=orders))
 
     def stop(self) -> None:
         """Let the other ranks go."""
         self._tiers.save_ahead(is_last=True)
-        if orders := self._tiers.take_orders():
-            self._rank.execute(None, Orders(tiers=orders))
-        if self._rank.has_others:
-            self._rank.execute(None, Orders(stop=True))
+        if orders := self._tiers.table.take_orders():
+            self._gang.execute(None, Orders(tiers=orders))
+        if self._gang.has_others:
+            self._gang.execute(None, Orders(stop=True))
 
     def take_changes(self) -> Mapping[bytes, Tier | None]:
         """Where the blocks are now whose place has changed since the last call, by prefix hash; None: gone."""
@@ -135,7 +139,7 @@ class ReplicaEngine:
 
     def held(self) -> Mapping[bytes, Tier]:
         """Every block that the replica holds, by prefix hash, and where."""
-        return self._tiers.held()
+        return self._tiers.table.held()
 
     def status(self) -> pb.Status:
         """Of the engine; the role adds what else it has."""
@@ -163,7 +167,7 @@ class ReplicaEngine:
         totals.host_saved_bytes = tiers.saved_bytes(Tier.HOST)
         totals.disk_saved_bytes = tiers.saved_bytes(Tier.DISK)
         totals.tier_losses = tiers.num_losses
-        status.blocks_host = tiers.num_blocks(Tier.HOST)
-        status.blocks_disk = tiers.num_blocks(Tier.DISK)
-        status.host_bytes_per_s = tiers.bytes_per_s(Tier.HOST)
-        status.disk_bytes_per_s = tiers.bytes_per_s(Tier.DISK)
+        status.blocks_host = tiers.table.num_blocks(Tier.HOST)
+        status.blocks_disk = tiers.table.num_blocks(Tier.DISK)
+        status.host_bytes_per_s = tiers.table.bytes_per_s(Tier.HOST)
+        status.disk_bytes_per_s = tiers.table.bytes_per_s(Tier.DISK)

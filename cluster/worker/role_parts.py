@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from grpc import aio
 
 from cluster.words.request import Role, SequenceRequest
 from cluster.words.spec import Spec
-from cluster.worker.gang_runner import GangRunner
 from cluster.worker.inbox import Inbox
-from cluster.worker.peers import Peers
+from cluster.worker.other_ranks import OtherRanks
 from cluster.worker.rank_setup import RankSetup
+from cluster.worker.replica_engine import EngineParts
 from cluster.worker.replica_service import ReplicaService, RoleWorker
 from engine.config import EngineConfig
-from engine.engine import SchedulerConfig
-from engine.kv.block_manager import BlockManager
-from engine.prompts import Prompt
 from engine.sequence import Sequence
-from engine.tiers.tiers import Tiers
-from kvtransfer.movers.grants import Grants
 from kvtransfer.movers.receiver import Receiver
-from kvtransfer.protocol.pulls import Pulls
 
 W = TypeVar("W", bound=RoleWorker)
 
@@ -32,14 +27,9 @@ class LeaderParts:
     """What a role's worker is made from, on rank 0."""
 
     setup: RankSetup
-    gang: GangRunner
     receiver: Receiver
-    blocks: BlockManager
-    limits: SchedulerConfig
     inbox: Inbox
-    pulls: Pulls[Prompt]
-    grants: Grants
-    tiers: Tiers[Prompt]
+    engine: EngineParts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +38,7 @@ class LiveReplica(Generic[W]):
 
     service: ReplicaService
     worker: W
-    peers: Peers
+    others: OtherRanks
     model: str  # fingerprint of its weights
     block_size: int
     max_tokens: int  # of a sequence
@@ -58,21 +48,18 @@ class LiveReplica(Generic[W]):
         return Sequence(request, first, model=self.model, block_size=self.block_size, max_context=self.max_tokens)
 
 
-class RoleParts(Protocol[W]):
+class RoleServicer(Protocol[W]):
+    """The gRPC face of a role."""
+
+    live: LiveReplica[W] | None  # from when it is there, the servicer takes requests
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleParts(Generic[W]):
     """What a role brings: see prefill_worker.actor and decode_worker.actor."""
 
     role: Role
-
-    def configure(self, config: EngineConfig, spec: Spec) -> EngineConfig:
-        """What is particular to the role's engine."""
-        ...
-
-    def register(self, server: aio.Server) -> None:
-        """Add the role's servicer, before anything is loaded."""
-        ...
-
-    def make_worker(self, parts: LeaderParts) -> W: ...
-
-    def serve(self, replica: LiveReplica[W]) -> None:
-        """From now on its servicer takes requests."""
-        ...
+    servicer: RoleServicer[W]
+    add_servicer: Callable[[Any, aio.Server], None]
+    make_worker: Callable[[LeaderParts], W]
+    configure: Callable[[EngineConfig, Spec], EngineConfig] = lambda config, spec: config  # of the role's engine

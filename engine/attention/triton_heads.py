@@ -39,7 +39,7 @@ class KernelHeads:
         if q_norm is not None and k_norm is not None:
             q_THD, k_TKD = q_norm(q_THD), k_norm(k_TKD)
         k_TKD = rotate(k_TKD, self._cos_T1F, self._sin_T1F)
-        write_kv(*self._stored(layer), self._batch.slots_T, k_TKD, v_TKD)
+        write_kv(*self._pool.layer(layer), self._batch.slots_T, k_TKD, v_TKD)
         return rotate(q_THD, self._cos_T1F, self._sin_T1F)
 
     def attend(self, layer: int, q_THD: Tensor, *, window: int | None) -> Tensor:
@@ -47,7 +47,7 @@ class KernelHeads:
         if singles := self._batch.singles:
             decode_attention(
                 q_THD,
-                *self._stored(layer),
+                *self._pool.layer(layer),
                 tokens_R=singles.tokens_R,
                 tables_RB=singles.tables_RB,
                 contexts_R=singles.contexts_R,
@@ -58,7 +58,7 @@ class KernelHeads:
         if prompts := self._batch.prompts:
             prefill_attention(
                 q_THD,
-                *self._stored(layer),
+                *self._pool.layer(layer),
                 tiles=prompts.tiles,
                 tables_RB=prompts.tables_RB,
                 contexts_R=prompts.contexts_R,
@@ -66,7 +66,3 @@ class KernelHeads:
                 out_THD=out_THD,
             )
         return out_THD
-
-    def _stored(self, layer: int) -> tuple[Tensor, Tensor | None]:
-        """A layer's codes, and scales where the pool has them."""
-        return self._pool.codes[layer], self._pool.scales[layer] if self._pool.scales else None

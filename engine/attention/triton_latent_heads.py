@@ -37,7 +37,7 @@ class KernelLatentHeads:
 
     def store(self, layer: int, q_THD: Tensor, latent_TC: Tensor, key_TP: Tensor) -> Tensor:
         rows_TD = self._rotation.rows(latent_TC, key_TP)
-        write_latents(*self._stored(layer), self._batch.slots_T, rows_TD, rope_dim=key_TP.shape[-1])
+        write_latents(*self._pool.layer(layer), self._batch.slots_T, rows_TD, rope_dim=key_TP.shape[-1])
         return self._rotation.queries(q_THD, rope_dim=key_TP.shape[-1])
 
     def attend(self, layer: int, q_THD: Tensor, expansion: Expansion) -> Tensor:
@@ -54,7 +54,7 @@ class KernelLatentHeads:
         num_rows, num_parts = len(singles.tokens_R), cdiv(q_THD.shape[1], HEADS_AT_ONCE)
         latents_RHC = latent_decode_attention(
             expansion.absorb_keys(q_THD.index_select(0, singles.tokens_R)),
-            *self._stored(layer),
+            *self._pool.layer(layer),
             latent_dim=expansion.latent_dim,
             scale=self._scale,
             tables_RB=singles.tables_RB,
@@ -62,10 +62,6 @@ class KernelLatentHeads:
             num_splits=splits_for(num_rows, num_parts, singles.longest, self._pool.device),
         )
         out_THW[singles.tokens_R] = expansion.values_of(latents_RHC)
-
-    def _stored(self, layer: int) -> tuple[Tensor, Tensor | None]:
-        """A layer's codes, and scales where the pool has them."""
-        return self._pool.codes[layer], self._pool.scales[layer] if self._pool.scales else None
 
 
 class _Prompts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,7 @@ Ints = NDArray[np.int64]
 # T tokens of this step, R sequences (rows), B blocks of the longest table
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Row:
     """One sequence's share of a step: compute positions [start, end), which attend to everything before them."""
 
@@ -48,26 +49,29 @@ class Batch:
     @classmethod
     def of(cls, rows: Seq[Row], *, block_size: int) -> Batch:
         """Flatten `rows`, in order."""
-        query_lens = np.array([len(row.token_ids) for row in rows], dtype=np.int64)
-        context_lens = np.array([row.end for row in rows], dtype=np.int64)
-        num_blocks = -(-context_lens // block_size)
-        tables = np.zeros((len(rows), int(num_blocks.max())), dtype=np.int64)
-        for table, row, count in zip(tables, rows, num_blocks, strict=True):
-            table[:count] = row.blocks[:count]
-        positions = np.concatenate([np.arange(row.start, row.end, dtype=np.int64) for row in rows])
+        # One row of numbers for each of the batch: numpy takes them all at once, and each array apart would cost more.
+        numbers = [(len(row.token_ids), row.start, row.num_logits, row.adapter) for row in rows]
+        query_lens, starts, num_logits, adapters = np.array(numbers, dtype=np.int64).T.copy()
+        context_lens = starts + query_lens
+        counts = (-(-context_lens // block_size)).tolist()
+        tables = np.zeros((len(rows), max(counts)), dtype=np.int64)
+        for i, row in enumerate(rows):
+            tables[i, : counts[i]] = row.blocks[: counts[i]]
+        ends = np.cumsum(query_lens)  # in the batch
         row_of_token = np.repeat(np.arange(len(rows)), query_lens)
+        num_tokens = int(ends[-1])
+        positions = np.arange(num_tokens) + np.repeat(context_lens - ends, query_lens)
         slots = tables[row_of_token, positions // block_size] * block_size + positions % block_size
-        num_logits = np.array([row.num_logits for row in rows], dtype=np.int64)
         assert (num_logits <= query_lens).all(), "logits of a position that is not computed"
-        skipped = np.cumsum(query_lens) - np.cumsum(num_logits)  # up to each row's end, positions without logits
+        skipped = ends - np.cumsum(num_logits)  # up to each row's end, positions without logits
         return cls(
-            token_ids=np.concatenate([np.asarray(row.token_ids, dtype=np.int64) for row in rows]),
+            token_ids=np.fromiter(chain.from_iterable(row.token_ids for row in rows), np.int64, num_tokens),
             positions=positions,
             slots=slots,
             query_lens=query_lens,
             context_lens=context_lens,
             block_tables=tables,
-            adapters=np.array([row.adapter for row in rows], dtype=np.int64),
+            adapters=adapters,
             logits_rows=np.repeat(skipped, num_logits) + np.arange(num_logits.sum()),
         )
 

@@ -18,38 +18,8 @@ def can_carry(pool_B2PSD: Tensor, *, is_quantized: bool) -> bool:
     return pool_B2PSD.dtype == torch.bfloat16 or not is_quantized
 
 
-def compiled_pack_kv(
-    kernels: Kernels,
-    pool_B2PSD: Tensor,
-    slots_T: Tensor,
-    heads: slice,
-    codes_T2KD: Tensor,
-    scales_T2K: Tensor | None,
-) -> None:
-    """As engine.kernels.wire.pack_kv."""
-    kernels.pack_wire(byref(_wire(pool_B2PSD, slots_T, heads, codes_T2KD, scales_T2K)))
-
-
-def compiled_unpack_kv(
-    kernels: Kernels,
-    codes_T2KD: Tensor,
-    scales_T2K: Tensor | None,
-    pool_B2PSD: Tensor,
-    slots_T: Tensor,
-    heads: slice,
-) -> None:
-    """As engine.kernels.wire.unpack_kv."""
-    kernels.unpack_wire(byref(_wire(pool_B2PSD, slots_T, heads, codes_T2KD, scales_T2K)))
-
-
-def sum_words(kernels: Kernels, words: Tensor) -> int:
-    """sum over i of word[i] * (2 i + 1)  mod 2^64. words: uint8, contiguous, a whole number of 8 bytes."""
-    payload = Payload(bytes=words.data_ptr(), num_words=words.numel() // 8)
-    kernels.add_up_payload(byref(payload))
-    return int(payload.sum)
-
-
-def _wire(pool_B2PSD: Tensor, slots_T: Tensor, heads: slice, codes_T2KD: Tensor, scales_T2K: Tensor | None) -> Wire:
+def wire_of(pool_B2PSD: Tensor, slots_T: Tensor, heads: slice, codes_T2KD: Tensor, scales_T2K: Tensor | None) -> Wire:
+    """What `Kernels.pack_wire` and `unpack_wire` take: as engine.kernels.wire.pack_kv."""
     num_tokens, _, num_heads, dim = codes_T2KD.shape
     assert pool_B2PSD.is_contiguous() and codes_T2KD.is_contiguous() and slots_T.is_contiguous()
     assert len(slots_T) == num_tokens and slots_T.dtype == torch.int64
@@ -66,3 +36,10 @@ def _wire(pool_B2PSD: Tensor, slots_T: Tensor, heads: slice, codes_T2KD: Tensor,
         first_head=heads.start,
         heads=num_heads,
     )
+
+
+def sum_words(kernels: Kernels, words: Tensor) -> int:
+    """sum over i of word[i] * (2 i + 1)  mod 2^64. words: uint8, contiguous, a whole number of 8 bytes."""
+    payload = Payload(bytes=words.data_ptr(), num_words=words.numel() // 8)
+    kernels.add_up_payload(byref(payload))
+    return int(payload.sum)

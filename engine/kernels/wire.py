@@ -12,7 +12,7 @@ from functools import partial
 from torch import Tensor
 
 from engine.cpu.library import Kernels, open_copies
-from engine.cpu.wire import can_carry, compiled_pack_kv, compiled_unpack_kv
+from engine.cpu.wire import can_carry, wire_of
 from engine.kernels.eight_bits import as_bytes, dequantize_rows, from_code, quantize_row, quantize_rows
 from engine.kernels.language import cdiv, has_fp8_casts, jit, power_of_2, tl
 
@@ -32,7 +32,7 @@ def pack_kv(pool_B2PSD: Tensor, slots_T: Tensor, heads: slice, codes_T2KD: Tenso
     if codes_T2KD.is_cuda and not _exact(pool_B2PSD, codes_T2KD):
         launch_pack_kv(pool_B2PSD, slots_T, heads, codes_T2KD, scales_T2K)
     elif kernels := _compiled_for(pool_B2PSD, codes_T2KD, scales_T2K):
-        compiled_pack_kv(kernels, pool_B2PSD, slots_T, heads, codes_T2KD, scales_T2K)
+        kernels.pack_wire(wire_of(pool_B2PSD, slots_T, heads, codes_T2KD, scales_T2K))
     else:
         reference_pack_kv(pool_B2PSD, slots_T, heads, codes_T2KD, scales_T2K)
 
@@ -42,7 +42,7 @@ def unpack_kv(codes_T2KD: Tensor, scales_T2K: Tensor | None, pool_B2PSD: Tensor,
     if codes_T2KD.is_cuda and not _exact(pool_B2PSD, codes_T2KD):
         launch_unpack_kv(codes_T2KD, scales_T2K, pool_B2PSD, slots_T, heads)
     elif kernels := _compiled_for(pool_B2PSD, codes_T2KD, scales_T2K):
-        compiled_unpack_kv(kernels, codes_T2KD, scales_T2K, pool_B2PSD, slots_T, heads)
+        kernels.unpack_wire(wire_of(pool_B2PSD, slots_T, heads, codes_T2KD, scales_T2K))
     else:
         reference_unpack_kv(codes_T2KD, scales_T2K, pool_B2PSD, slots_T, heads)
 

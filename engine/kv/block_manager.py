@@ -36,7 +36,7 @@ class BlockManager:
         self._hash_of: dict[int, bytes] = {}  # sealed blocks, held or cached
         self._block_of: dict[bytes, int] = {}
         self._changes: dict[bytes, bool] = {}
-        self.on_evict: Callable[[int, bytes], None] = _ignore  # a block and its content, which is still there
+        self.on_evict: Callable[[int, bytes], None] = lambda block, prefix_hash: None  # its content is still there
 
     def __contains__(self, prefix_hash: bytes) -> bool:
         """Whether this block can be matched now, whatever came before it."""
@@ -247,7 +247,3 @@ class BlockManager:
         if prefix_hash := self._hash_of.pop(block, None):
             del self._block_of[prefix_hash]
             self._changes[prefix_hash] = False
-
-
-def _ignore(block: int, prefix_hash: bytes) -> None:
-    pass

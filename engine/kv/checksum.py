@@ -21,15 +21,13 @@ def checksum(payload: Tensor) -> int:
     if kernels := open_copies(payload.device):
         total = sum_words(kernels, words)
     else:
-        total = int((words.view(torch.int64) * _odd_numbers(num_whole // 8, payload.device)).sum())
+        count = num_whole // 8
+        odd_numbers = _odd_numbers_at_least(1 << count.bit_length(), payload.device)[:count]
+        total = int((words.view(torch.int64) * odd_numbers).sum())
     if num_whole == payload.numel():
         return total % 2**64
     tail = bytes(payload[num_whole:].cpu().numpy())
     return (total + int.from_bytes(tail, "little") * (num_whole // 4 + 1)) % 2**64
-
-
-def _odd_numbers(count: int, device: torch.device) -> Tensor:
-    return _odd_numbers_at_least(1 << count.bit_length(), device)[:count]
 
 
 @lru_cache(maxsize=16)

@@ -249,15 +249,12 @@ class MakeEviction(Protocol):
         ...
 
 
-def _least_recently_used(*, num_blocks: int, clock: Callable[[], float]) -> Eviction:
-    return LeastRecentlyUsed()
-
-
-def _reuse_value(*, num_blocks: int, clock: Callable[[], float]) -> Eviction:
-    return ReuseValue(num_ghosts=min(_GHOSTS * num_blocks, _MAX_GHOSTS), clock=clock)
-
-
-EVICTIONS: dict[str, MakeEviction] = {"reuse_value": _reuse_value, "lru": _least_recently_used}
+EVICTIONS: dict[str, MakeEviction] = {
+    "reuse_value": lambda *, num_blocks, clock: ReuseValue(
+        num_ghosts=min(_GHOSTS * num_blocks, _MAX_GHOSTS), clock=clock
+    ),
+    "lru": lambda *, num_blocks, clock: LeastRecentlyUsed(),
+}
 
 
 def make_eviction(name: str, *, num_blocks: int, clock: Callable[[], float] = time.monotonic) -> Eviction:

@@ -36,13 +36,17 @@ class KVPool:
             _zeros(shape[:-1], torch.bfloat16, device) for _ in range(layout.num_layers if layout.has_scales else 0)
         ]
 
+    def layer(self, layer: int) -> tuple[Tensor, Tensor | None]:
+        """Its codes, and its scales where the pool has them."""
+        return self.codes[layer], self.scales[layer] if self.scales else None
+
     def write(self, layer: int, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
         """Store keys and values at `slots_T`, quantising if the pool has 8 bits: see write_kv."""
-        write_kv(self.codes[layer], self.scales[layer] if self.scales else None, slots_T, k_TKD, v_TKD)
+        write_kv(*self.layer(layer), slots_T, k_TKD, v_TKD)
 
     def write_latents(self, layer: int, slots_T: Tensor, rows_TD: Tensor) -> None:
         """The same for a latent layout: one row per token."""
-        write_rows(self.codes[layer], self.scales[layer] if self.scales else None, slots_T, rows_TD[:, None, None])
+        write_rows(*self.layer(layer), slots_T, rows_TD[:, None, None])
 
     def read(self, layer: int, block_ids_B: Tensor, dtype: torch.dtype) -> Tensor:
         """Gather blocks as `dtype`: (2, K, B * S, D), in the order of block_ids_B."""

@@ -11,7 +11,7 @@ from engine.kv.block_manager import BlockManager
 from engine.kv.eviction import LeastRecentlyUsed, make_eviction
 from engine.kv.layout import KVLayout
 from engine.sequence import Sequence as TokenSequence
-from engine.tiers.orders import LoadResult, TierOrders
+from engine.tiers.orders import LoadResult
 from engine.tiers.rank_tiers import RankTiers
 from engine.tiers.table import Load, TierTable
 
@@ -25,7 +25,7 @@ class Tiers(Generic[T]):
     """Owned by the step thread. A replica without lower tiers has none of it, and all of this does nothing.
 
     Orders go to every rank with the step, before anything that writes to blocks. A load's owner waits until `loaded`
-    hands the load over, or `expired` names it.
+    hands the load over, or `expired` names it. What needs neither clock nor disk is asked of the `table`.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Tiers(Generic[T]):
         self._rank = rank
         self._layout = layout
         self._timeout_s = timeout_s
-        self._table: TierTable[T] = TierTable(
+        self.table: TierTable[T] = TierTable(
             blocks,
             {tier: _manager(tier, places, eviction) for tier, places in (rank.num_places if rank else {}).items()},
             num_ranks=layout.tensor_parallel,
@@ -45,16 +45,12 @@ class Tiers(Generic[T]):
         )
         self._loads: dict[T, Load[T]] = {}
 
-    def take_orders(self) -> list[TierOrders]:
-        """What every rank must do before anything is written to a block that was allocated since the last call."""
-        return self._table.take_orders()
-
     def save_ahead(self, *, is_last: bool = False) -> None:
         """There is nothing else to do: copy blocks to the disk, with the next orders; as many as it takes if these are
         the last."""
-        if self._rank and self._table.has_unsaved:
+        if self._rank and self.table.has_unsaved:
             room = self._rank.room_ahead
-            self._table.save_ahead(room if is_last else min(_AHEAD, room))
+            self.table.save_ahead(room if is_last else min(_AHEAD, room))
 
     def offer(self, sequence: TokenSequence, *, tokens_per_s: float) -> int:
         """How many leading tokens are here, or can be loaded sooner than computed; 0 if there is nothing to load.
@@ -63,24 +59,20 @@ class Tiers(Generic[T]):
         """
         size = self._layout.block_size
         compute_block_s = size / tokens_per_s if tokens_per_s else 0.0
-        return self._table.offer(sequence.hashes(), compute_block_s=compute_block_s) * size
-
-    def depth(self, hashes: Sequence[bytes]) -> int:
-        """How many leading blocks are here, in any tier."""
-        return self._table.depth(hashes)
+        return self.table.offer(sequence.hashes(), compute_block_s=compute_block_s) * size
 
     def begin(self, owner: T, hashes: Sequence[bytes], blocks: Sequence[int]) -> bool:
         """Load what is still here of these blocks, in order, with the next orders. False if that is nothing."""
         num_queued = len(hashes) + sum(len(load.blocks) for load in self._loads.values())
         timeout_s = self._timeout_s + num_queued * self._layout.block_bytes / _MIN_BYTES_PER_S
-        load = self._table.begin(owner, hashes, blocks, expires_at=time.monotonic() + timeout_s)
+        load = self.table.begin(owner, hashes, blocks, expires_at=time.monotonic() + timeout_s)
         if load:
             self._loads[owner] = load
         return load is not None
 
     def loaded(self, rank: int, loaded: LoadResult) -> Load[T] | None:
         """One rank has done with a load. The load, once, when every rank has and its owner waits for it."""
-        load = self._table.loaded(rank, loaded)
+        load = self.table.loaded(rank, loaded)
         if load:
             del self._loads[load.owner]
             self.num_losses += load.num_loaded < len(load.blocks)
@@ -91,43 +83,28 @@ class Tiers(Generic[T]):
         load = self._loads.pop(owner, None)
         if load is None:
             return set()
-        self._table.give_up(load)
+        self.table.give_up(load)
         return set(load.blocks)
 
     def expired(self) -> list[T]:
         """Who has waited long enough: cancel it."""
-        return [load.owner for load in self._table.expired(time.monotonic())]
+        return [load.owner for load in self.table.expired(time.monotonic())]
 
     def take_changes(self) -> dict[bytes, Tier | None]:
         """Every hash whose place may have changed since the last call, and the best tier that holds it."""
         if self._rank:
             if found := self._rank.take_found():
-                self._table.found(found)
+                self.table.found(found)
             for tier, prefix_hash in self._rank.take_lost():
-                self._table.lost(tier, prefix_hash)
+                self.table.lost(tier, prefix_hash)
                 self.num_losses += 1
-        return self._table.take_changes()
-
-    def held(self) -> dict[bytes, Tier]:
-        """Every block that is here, and the best tier that holds it."""
-        return self._table.held()
-
-    def num_blocks(self, tier: Tier) -> int:
-        return self._table.num_blocks(tier)
-
-    def bytes_per_s(self, tier: Tier) -> float:
-        """From there to the device, all ranks; 0 until something was measured."""
-        return self._table.bytes_per_s(tier)
+        return self.table.take_changes()
 
     def hit_tokens(self, tier: Tier) -> int:
-        return self._table.num_hits.get(tier, 0) * self._layout.block_size
+        return self.table.num_hits.get(tier, 0) * self._layout.block_size
 
     def saved_bytes(self, tier: Tier) -> int:
-        return self._table.num_saved.get(tier, 0) * self._layout.block_bytes * self._layout.tensor_parallel
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless every block and every place is in one state."""
-        self._table.check_integrity()
+        return self.table.num_saved.get(tier, 0) * self._layout.block_bytes * self._layout.tensor_parallel
 
 
 def _manager(tier: Tier, num_places: int, eviction: str) -> BlockManager:

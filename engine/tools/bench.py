@@ -28,10 +28,9 @@ from torch import Tensor
 
 from cluster.words.errors import SpecError
 from cluster.words.request import Sampling, SequenceRequest
-from engine.config import EngineConfig
+from engine.config import EngineConfig, device_for
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
-from engine.load import device_for
 from engine.orders import Orders
 from engine.prompts import Prompt
 from engine.runner import ModelRunner
@@ -64,7 +63,7 @@ def bench_engine(
     if threads is not None:
         torch.set_num_threads(threads)
     most_blocks = max(
-        (n * _blocks_for(tokens + extra) for n, tokens, extra in _needs(batches, contexts, prefills)), default=1
+        (n * -(-(tokens + extra) // _BLOCK_SIZE) for n, tokens, extra in _needs(batches, contexts, prefills)), default=1
     )
     config = EngineConfig(
         model_dir=model_dir,
@@ -116,10 +115,6 @@ def _needs(batches: Seq[int], contexts: Seq[int], prefills: Seq[int]) -> Iterabl
     """(sequences, tokens of each, tokens that each adds)"""
     yield from ((batch, context, _NUM_STEPS + 1) for batch, context in product(batches, contexts))
     yield from ((1, num_tokens, 1) for num_tokens in prefills)
-
-
-def _blocks_for(num_tokens: int) -> int:
-    return -(-num_tokens // _BLOCK_SIZE)
 
 
 def _decode(runner: ModelRunner, batch: int, context: int) -> dict[str, Any]:

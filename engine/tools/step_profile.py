@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import select
-import subprocess
-import sys
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from cluster.words.errors import ReplicaLost
+from cluster.process.ordered_process import OrderedProcess
 from cluster.words.timing import StepTiming, pairs
 from engine.learnt_timing import LearntTiming
 
@@ -20,46 +16,6 @@ _PROMPTS = (32, 128, 512, 1024)  # tokens
 _BATCHES, _CONTEXTS = (1, 4), (64, 512)
 _BESIDE = {"prefill": {"num_tokens": 256}, "decode": {"batch": 2, "context": 128}}
 _ANSWER_S = 300.0
-
-
-class StepperProcess:
-    """An engine.tools.stepper in a process of its own. Use it as a `with` block."""
-
-    def __init__(self, options: dict[str, Any]) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "engine.tools.stepper", json.dumps(options)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def __enter__(self) -> StepperProcess:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        assert self._process.stdin and self._process.stdout
-        self._process.stdin.close()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
-
-    def tell(self, order: str, **arguments: Any) -> None:
-        assert self._process.stdin
-        self._process.stdin.write(json.dumps([order, arguments]) + "\n")
-        self._process.stdin.flush()
-
-    def answer(self) -> Any:
-        """Of the oldest order. Raises ReplicaLost."""
-        assert self._process.stdout
-        if not select.select([self._process.stdout], [], [], _ANSWER_S)[0]:
-            raise ReplicaLost(f"a measuring process did not answer within {_ANSWER_S:.0f} s")
-        line = self._process.stdout.readline()
-        if not line:
-            raise ReplicaLost("a measuring process is gone")
-        return json.loads(line)
 
 
 def profile_steps(
@@ -87,9 +43,13 @@ def profile_steps(
         "most_tokens": most_tokens,
     }
     with ExitStack() as stack:
-        steppers = [stack.enter_context(StepperProcess(options)) for _ in range(num_replicas)]
+        steppers = []
+        for _ in range(num_replicas):
+            steppers.append(OrderedProcess("engine.tools.stepper", json.dumps(options), answer_s=_ANSWER_S))
+            stack.callback(steppers[-1].close)
+            steppers[-1].tell("ready")
         for stepper in steppers:
-            stepper.answer()  # it is ready
+            stepper.answer()
         return {
             "prefill": _prefill_timing(steppers[0], seconds),
             "decode": _decode_timing(steppers[0], seconds),
@@ -97,7 +57,7 @@ def profile_steps(
         }
 
 
-def _prefill_timing(stepper: StepperProcess, seconds: float) -> StepTiming:
+def _prefill_timing(stepper: OrderedProcess, seconds: float) -> StepTiming:
     learnt = LearntTiming()
     for num_tokens in _PROMPTS:
         step_s = _mean_s([stepper], "prefill", num_tokens=num_tokens, seconds=seconds)
@@ -105,7 +65,7 @@ def _prefill_timing(stepper: StepperProcess, seconds: float) -> StepTiming:
     return _settled(learnt)
 
 
-def _decode_timing(stepper: StepperProcess, seconds: float) -> StepTiming:
+def _decode_timing(stepper: OrderedProcess, seconds: float) -> StepTiming:
     learnt = LearntTiming()
     for context in _CONTEXTS:
         for batch in _BATCHES:
@@ -114,7 +74,7 @@ def _decode_timing(stepper: StepperProcess, seconds: float) -> StepTiming:
     return _settled(learnt)
 
 
-def _slowdown(steppers: Seq[StepperProcess], seconds: float) -> list[float]:
+def _slowdown(steppers: Seq[OrderedProcess], seconds: float) -> list[float]:
     """The mean over prompts and over decoding."""
     found = [
         [_mean_s(steppers[:count], order, seconds=seconds, **of) for order, of in _BESIDE.items()]
@@ -123,7 +83,7 @@ def _slowdown(steppers: Seq[StepperProcess], seconds: float) -> list[float]:
     return [sum(s / alone for s, alone in zip(beside, found[0], strict=True)) / len(_BESIDE) for beside in found]
 
 
-def _mean_s(steppers: Seq[StepperProcess], order: str, **arguments: Any) -> float:
+def _mean_s(steppers: Seq[OrderedProcess], order: str, **arguments: Any) -> float:
     """Of all that take the same steps at the same time."""
     for stepper in steppers:
         stepper.tell(order, **arguments)

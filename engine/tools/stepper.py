@@ -1,6 +1,6 @@
 """One process that takes a model's steps on order, so that several can be timed at the same moment.
 
-python -m engine.tools.stepper OPTIONS     one JSON order a line on stdin, one answer a line on stdout, until stdin ends
+python -m engine.tools.stepper PORT OPTIONS     see cluster.process.ordered_process
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from cluster.process.ordered_process import obey
 from engine.config import EngineConfig
 from engine.runner import ModelRunner
 from engine.tools.bench import decoding_engine, prefilling_engine
@@ -42,6 +42,9 @@ class Stepper:
             device="cuda" if torch.cuda.is_available() else "cpu",
         )
         self._runner = ModelRunner(config)
+
+    def ready(self) -> None:
+        """The model is there."""
 
     def prefill(self, num_tokens: int, seconds: float) -> float:
         """Prompts, each in one step, for so long at least: mean seconds of a step."""
@@ -75,14 +78,5 @@ def _mean_s(step: Callable[[], None], seconds: float) -> float:
     return (time.perf_counter() - begin) / count
 
 
-def main() -> None:
-    options: dict[str, Any] = json.loads(sys.argv[1])
-    stepper = Stepper(**options)
-    print(json.dumps("ready"), flush=True)
-    for line in sys.stdin:
-        order, arguments = json.loads(line)
-        print(json.dumps(getattr(stepper, order)(**arguments)), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    obey(lambda: Stepper(**json.loads(sys.argv[2])))

@@ -30,7 +30,7 @@ _AREA_BYTES = 256 << 20  # copies run through so much, so that neither side stay
 def send_over_link(near: NearSide, backend: str, *, num_bytes: int, count: int) -> float:
     """Seconds for `count` messages from process to process, by the link that the workers use."""
     prefix = f"bench/{uuid4().hex}"
-    near.tell("receive_over_link", backend=backend, prefix=prefix, num_bytes=num_bytes, count=count)
+    near.far.tell("receive_over_link", backend=backend, prefix=prefix, num_bytes=num_bytes, count=count)
 
     async def connect() -> Channel:
         return open_channel(near.address)
@@ -47,7 +47,7 @@ def send_over_link(near: NearSide, backend: str, *, num_bytes: int, count: int) 
             payload.fill_(i)
         ring.start(link.send(payload), timeout_s=TIMEOUT_S)
     ring.drain()
-    seconds: float = near.answer()
+    seconds: float = near.far.answer()
     link.close()
     return seconds
 
@@ -70,14 +70,14 @@ def send_over_tcp(near: NearSide, *, num_bytes: int, count: int, num_buffers: in
     payloads = [memoryview(bytes([i + 1]) * num_bytes) for i in range(num_buffers)]
     with socket.create_server((HOST, 0)) as server:
         port = server.getsockname()[1]
-        near.tell("receive_over_tcp", port=port, num_bytes=num_bytes, count=count, num_buffers=num_buffers)
+        near.far.tell("receive_over_tcp", port=port, num_bytes=num_bytes, count=count, num_buffers=num_buffers)
         server.settimeout(TIMEOUT_S)
         connection, _ = server.accept()
     with connection:
         connection.settimeout(TIMEOUT_S)
         for i in range(_NUM_FIRST + count):
             connection.sendall(payloads[i % num_buffers])
-        return float(near.answer())
+        return float(near.far.answer())
 
 
 def receive_over_tcp(port: int, *, num_bytes: int, count: int, num_buffers: int) -> float:

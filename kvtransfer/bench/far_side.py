@@ -1,20 +1,15 @@
-"""The receiving process of a measurement: it does what the near side says, one JSON line after the other.
-
-python -m kvtransfer.bench.far_side PORT       connects to 127.0.0.1:PORT, and ends with that connection
-"""
+"""The receiving process of a measurement: it does what the near side says. See cluster.process.ordered_process."""
 
 from __future__ import annotations
 
-import json
 import os
 import queue
-import socket
-import sys
 import time
 from typing import Any
 
 import torch
 
+from cluster.process.ordered_process import obey
 from cluster.rpc.transfer_pb2_grpc import add_RankServicer_to_server
 from cluster.wire.rank_host import RankHost
 from engine.kv.layout import KVLayout
@@ -25,7 +20,6 @@ from kvtransfer.movers.link_config import LinkConfig
 from kvtransfer.movers.rank_servicer import RankServicer
 from kvtransfer.movers.receiver import Receiver
 from kvtransfer.protocol.frames import Opening
-from kvtransfer.protocol.ledger import Landing
 
 
 class FarSide:
@@ -50,7 +44,11 @@ class FarSide:
             host=HOST,
             timeout_s=TIMEOUT_S,
         )
-        self._servicer.receiver = Receiver(config, meeting=self._servicer.meeting, on_landed=self._landed)
+        self._servicer.receiver = Receiver(
+            config,
+            meeting=self._servicer.meeting,
+            on_landed=lambda landing: self._landings.put((landing.handoff, time.monotonic())),
+        )
 
     def open(self, handoff: str, num_tokens: int, num_blocks: int) -> None:
         assert self._servicer.receiver, "make_pool comes first"
@@ -71,24 +69,8 @@ class FarSide:
     def receive_over_tcp(self, port: int, num_bytes: int, count: int, num_buffers: int) -> float:
         return receive_over_tcp(port, num_bytes=num_bytes, count=count, num_buffers=num_buffers)
 
-    def _landed(self, landing: Landing) -> None:
-        self._landings.put((landing.handoff, time.monotonic()))
-
-
-def main() -> None:
-    far = FarSide()
-    torch.set_num_threads(1)
-    with (
-        socket.create_connection((HOST, int(sys.argv[1])), TIMEOUT_S) as connection,
-        connection.makefile("rw") as lines,
-    ):
-        connection.settimeout(None)  # the near side may compute for minutes between two orders
-        for line in lines:
-            order, arguments = json.loads(line)
-            lines.write(json.dumps(getattr(far, order)(**arguments)) + "\n")
-            lines.flush()
-    os._exit(0)  # threads of links are in C++ code, which must not meet an interpreter that is being taken apart
-
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    obey(FarSide)
+    os._exit(0)  # threads of links are in C++ code, which must not meet an interpreter that is being taken apart

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -32,20 +31,51 @@ WIRE_VERSION = 2
 # 2: a commit says how many positions were sent, and its next tokens may be those of a moved sequence.
 
 
-class Codec(Protocol):
-    """A wire format between two pools of one layout."""
+class Codec:
+    """A wire format between two pools of one layout: the pools' own bytes, bit for bit, or about half of them, scales
+    included, where pools of bf16, fp16 or fp32 are quantised to 8 bits for the wire."""
+
+    def __init__(self, layout: KVLayout, dtype: torch.dtype) -> None:
+        """dtype: of the codes on the wire."""
+        self._layout = layout
+        self._dtype = dtype
+        self._quantizes = dtype in MOST and not layout.has_scales
 
     def num_bytes(self, segment: Segment) -> int:
         """Size of the segment's payload."""
-        ...
+        rows = segment.num_layers * segment.num_tokens * self._layout.num_sides * segment.num_heads
+        return rows * (self._row_dim * self._dtype.itemsize + (torch.bfloat16.itemsize if self._dtype in MOST else 0))
 
     def pack(self, pool: KVPool, segment: Segment, slots_T: Tensor, payload: Tensor) -> None:
         """Fill `payload` (uint8, num_bytes) with the KV at `slots_T` (int64, one per token of the segment)."""
-        ...
+        codes_LT2KD, scales_LT2K = self._views(payload, segment)
+        for i, layer in enumerate(segment.layers):
+            scales_T2K = scales_LT2K[i] if self._quantizes else None
+            pack_kv(pool.codes[layer], slots_T, segment.heads, codes_LT2KD[i], scales_T2K)
+            if pool.scales:
+                pack_kv(pool.scales[layer].unsqueeze(-1), slots_T, segment.heads, scales_LT2K[i].unsqueeze(-1), None)
 
     def unpack(self, payload: Tensor, pool: KVPool, segment: Segment, slots_T: Tensor) -> None:
         """Write the payload's KV at `slots_T` of the pool."""
-        ...
+        codes_LT2KD, scales_LT2K = self._views(payload, segment)
+        for i, layer in enumerate(segment.layers):
+            scales_T2K = scales_LT2K[i] if self._quantizes else None
+            unpack_kv(codes_LT2KD[i], scales_T2K, pool.codes[layer], slots_T, segment.heads)
+            if pool.scales:
+                unpack_kv(scales_LT2K[i].unsqueeze(-1), None, pool.scales[layer].unsqueeze(-1), slots_T, segment.heads)
+
+    @property
+    def _row_dim(self) -> int:
+        return self._layout.head_dim + (self._layout.exact_dim if self._dtype in MOST else 0)
+
+    def _views(self, payload: Tensor, segment: Segment) -> tuple[Tensor, Tensor]:
+        """The payload as codes (L, T, 2, K, D) and scales (L, T, 2, K); these are empty unless codes have 8 bits."""
+        rows = (segment.num_layers, segment.num_tokens, self._layout.num_sides, segment.num_heads)
+        shape = (*rows, self._row_dim)
+        num_code_bytes = math.prod(shape) * self._dtype.itemsize
+        codes = payload[:num_code_bytes].view(self._dtype).view(shape)
+        scales = payload[num_code_bytes:].view(torch.bfloat16)
+        return codes, scales.view(rows) if self._dtype in MOST else scales
 
 
 def codec_for(layout: KVLayout, wire_dtype: str) -> Codec:
@@ -54,54 +84,8 @@ def codec_for(layout: KVLayout, wire_dtype: str) -> Codec:
     Takes seconds where the CPU kernels are yet to be compiled: a link's thread must not be the first to ask for them.
     """
     open_copies(torch.device("cpu"))
-    if wire_dtype == "raw" or layout.has_scales:
-        return RawCodec(layout)
-    return QuantizingCodec(layout, DTYPES[wire_dtype])
-
-
-class RawCodec:
-    """The pool's own bytes, bit for bit; with scales if the pool has 8 bits."""
-
-    def __init__(self, layout: KVLayout) -> None:
-        self._layout = layout
-
-    def num_bytes(self, segment: Segment) -> int:
-        return _payload_bytes(segment, self._layout, self._layout.torch_dtype)
-
-    def pack(self, pool: KVPool, segment: Segment, slots_T: Tensor, payload: Tensor) -> None:
-        codes_LT2KD, scales_LT2K = _views(payload, segment, self._layout, self._layout.torch_dtype)
-        for i, layer in enumerate(segment.layers):
-            pack_kv(pool.codes[layer], slots_T, segment.heads, codes_LT2KD[i], None)
-            if pool.scales:
-                pack_kv(pool.scales[layer].unsqueeze(-1), slots_T, segment.heads, scales_LT2K[i].unsqueeze(-1), None)
-
-    def unpack(self, payload: Tensor, pool: KVPool, segment: Segment, slots_T: Tensor) -> None:
-        codes_LT2KD, scales_LT2K = _views(payload, segment, self._layout, self._layout.torch_dtype)
-        for i, layer in enumerate(segment.layers):
-            unpack_kv(codes_LT2KD[i], None, pool.codes[layer], slots_T, segment.heads)
-            if pool.scales:
-                unpack_kv(scales_LT2K[i].unsqueeze(-1), None, pool.scales[layer].unsqueeze(-1), slots_T, segment.heads)
-
-
-class QuantizingCodec:
-    """bf16, fp16 or fp32 pools over a wire of 8 bits: about half the bytes of bf16, scales included."""
-
-    def __init__(self, layout: KVLayout, dtype: torch.dtype) -> None:
-        self._layout = layout
-        self._dtype = dtype
-
-    def num_bytes(self, segment: Segment) -> int:
-        return _payload_bytes(segment, self._layout, self._dtype)
-
-    def pack(self, pool: KVPool, segment: Segment, slots_T: Tensor, payload: Tensor) -> None:
-        codes_LT2KD, scales_LT2K = _views(payload, segment, self._layout, self._dtype)
-        for i, layer in enumerate(segment.layers):
-            pack_kv(pool.codes[layer], slots_T, segment.heads, codes_LT2KD[i], scales_LT2K[i])
-
-    def unpack(self, payload: Tensor, pool: KVPool, segment: Segment, slots_T: Tensor) -> None:
-        codes_LT2KD, scales_LT2K = _views(payload, segment, self._layout, self._dtype)
-        for i, layer in enumerate(segment.layers):
-            unpack_kv(codes_LT2KD[i], scales_LT2K[i], pool.codes[layer], slots_T, segment.heads)
+    is_raw = wire_dtype == "raw" or layout.has_scales
+    return Codec(layout, layout.torch_dtype if is_raw else DTYPES[wire_dtype])
 
 
 def slots_of(pool: KVPool, blocks: Sequence[int], first_token: int, num_tokens: int) -> Tensor:
@@ -112,22 +96,3 @@ def slots_of(pool: KVPool, blocks: Sequence[int], first_token: int, num_tokens: 
     slots_BS = blocks_B[:, None] * size + np.arange(size)
     offset = first_token - first_block * size
     return torch.from_numpy(slots_BS.ravel()[offset : offset + num_tokens]).to(pool.device)
-
-
-def _payload_bytes(segment: Segment, layout: KVLayout, dtype: torch.dtype) -> int:
-    rows = segment.num_layers * segment.num_tokens * layout.num_sides * segment.num_heads
-    return rows * (_row_dim(layout, dtype) * dtype.itemsize + (torch.bfloat16.itemsize if dtype in MOST else 0))
-
-
-def _row_dim(layout: KVLayout, dtype: torch.dtype) -> int:
-    return layout.head_dim + (layout.exact_dim if dtype in MOST else 0)
-
-
-def _views(payload: Tensor, segment: Segment, layout: KVLayout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The payload as codes (L, T, 2, K, D) and scales (L, T, 2, K); scales are empty unless the codes have 8 bits."""
-    rows = (segment.num_layers, segment.num_tokens, layout.num_sides, segment.num_heads)
-    shape = (*rows, _row_dim(layout, dtype))
-    num_code_bytes = math.prod(shape) * dtype.itemsize
-    codes = payload[:num_code_bytes].view(dtype).view(shape)
-    scales = payload[num_code_bytes:].view(torch.bfloat16)
-    return codes, scales.view(rows) if dtype in MOST else scales

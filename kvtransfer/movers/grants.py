@@ -76,7 +76,7 @@ class Grants:
         if self._departures.knows((handoff.id, handoff.epoch)):
             listener.ended(None, HandoffExpired(f"handoff {handoff.id} is under way already, or was"))
             return
-        end = min(self._tiers.depth(hashes), handoff.max_tokens // self._layout.block_size)
+        end = min(self._tiers.table.depth(hashes), handoff.max_tokens // self._layout.block_size)
         if not self._load(handoff, list(hashes[:end]), listener):
             self._ship(handoff, hashes, listener)
 

@@ -194,9 +194,6 @@ class OutgoingLink:
             outlet.landed()
         self._changed(outlet)
 
-    def _expect_answer(self, outlet: Outlet) -> None:
-        self._loop.call_later(self._config.timeout_s, self._check_answered, outlet)
-
     def _check_answered(self, outlet: Outlet) -> None:
         if not outlet.is_ended:
             self.fail(LinkClosed(f"{self._address} did not acknowledge handoff {outlet.passage.handoff.id}"))
@@ -287,7 +284,7 @@ class OutgoingLink:
             frame = outlet.announce_commit(ending)
         self._config.probe(Milestone.COMMITTING, frame.handoff)
         self._announce(outlet, frame)
-        self._loop.call_soon_threadsafe(self._expect_answer, outlet)
+        self._loop.call_soon_threadsafe(self._loop.call_later, self._config.timeout_s, self._check_answered, outlet)
 
     def _announce(self, outlet: Outlet, frame: SegmentFrame | CommitFrame) -> None:
         message = frame_to_proto(frame)

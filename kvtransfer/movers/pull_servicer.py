@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from grpc import aio
 
 from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
+from cluster.wire.call_events import CallEvents
 from cluster.wire.channel import abort_with
 from cluster.wire.messages import handoff_from_proto
 from cluster.words.errors import ClusterError, ReplicaLost, TransferError
@@ -44,10 +44,10 @@ class PullServicer(rpc.PrefixHolderServicer):
         grant = _Grant(handoff.first_token)
         granting.post(lambda: granting.grants.give(handoff, hashes, grant))
         try:
-            while (event := await grant.events.get()) is not None:
-                if isinstance(event, ClusterError):
-                    await abort_with(context, event)
+            async for event in grant.events:
                 yield event
+        except ClusterError as error:
+            await abort_with(context, error)
         finally:
             granting.post(lambda: granting.grants.cancel(grant))
 
@@ -56,20 +56,16 @@ class _Grant:
     """Brings what happens to a grant from the step thread to the call that waits for it."""
 
     def __init__(self, first_token: int) -> None:
-        self.events: asyncio.Queue[pb.PullEvent | ClusterError | None] = asyncio.Queue()
+        self.events: CallEvents[pb.PullEvent] = CallEvents()
         self._first_token = first_token
-        self._loop = asyncio.get_running_loop()
 
     def granted(self, num_tokens: int) -> None:
-        self._put(pb.PullEvent(granted=pb.Granted(num_tokens=num_tokens)))
+        self.events.put(pb.PullEvent(granted=pb.Granted(num_tokens=num_tokens)))
         if num_tokens <= self._first_token:
-            self._put(None)
+            self.events.end()
 
     def ended(self, shipment: Shipment | None, error: TransferError | None) -> None:
         if shipment:
             shipped = pb.Shipped(wire_bytes=shipment.wire_bytes, seconds=shipment.seconds)
-            self._put(pb.PullEvent(shipped=shipped))
-        self._put(error)
-
-    def _put(self, event: pb.PullEvent | ClusterError | None) -> None:
-        self._loop.call_soon_threadsafe(self.events.put_nowait, event)
+            self.events.put(pb.PullEvent(shipped=shipped))
+        self.events.end(error)

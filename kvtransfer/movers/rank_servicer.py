@@ -11,10 +11,11 @@ from grpc import aio
 from cluster.rpc import transfer_pb2 as pb
 from cluster.rpc import transfer_pb2_grpc as rpc
 from cluster.wire.channel import abort_with
+from cluster.wire.fields import from_message
 from cluster.words.errors import TransferError
 from kvtransfer.movers.meeting import Meeting
 from kvtransfer.movers.receiver import Receiver
-from kvtransfer.movers.wire_messages import opening_from_proto
+from kvtransfer.protocol.frames import Opening
 
 
 class RankServicer(rpc.RankServicer):
@@ -25,7 +26,7 @@ class RankServicer(rpc.RankServicer):
 
     def __init__(self) -> None:
         self.receiver: Receiver | None = None
-        self.on_report: Callable[[pb.ReportRequest], None] = _ignore
+        self.on_report: Callable[[pb.ReportRequest], None] = lambda report: None
         self.meeting = Meeting()  # of the ranks of this replica, if this is rank 0, and of every sender with `receiver`
 
     async def Connect(
@@ -38,7 +39,7 @@ class RankServicer(rpc.RankServicer):
 
     async def Open(self, request: pb.OpenRequest, context: aio.ServicerContext[Any, Any]) -> pb.OpenReply:
         if self.receiver:
-            self.receiver.open(opening_from_proto(request))
+            self.receiver.open(from_message(Opening, request))
         return pb.OpenReply()
 
     async def Close(self, request: pb.CloseRequest, context: aio.ServicerContext[Any, Any]) -> pb.CloseReply:
@@ -56,7 +57,3 @@ class RankServicer(rpc.RankServicer):
 
     async def Ask(self, request: pb.AskRequest, context: aio.ServicerContext[Any, Any]) -> pb.AskReply:
         return pb.AskReply(value=await self.meeting.ask_async(request.key))
-
-
-def _ignore(report: pb.ReportRequest) -> None:
-    pass

@@ -3,45 +3,22 @@
 from __future__ import annotations
 
 from cluster.rpc import transfer_pb2 as pb
+from cluster.wire.fields import from_message, to_message
 from cluster.words.errors import TransferError
-from kvtransfer.protocol.frames import CommitFrame, Opening, SegmentFrame
+from cluster.words.tier import Tier
+from engine.tiers.orders import LoadResult
+from kvtransfer.protocol.frames import CommitFrame, SegmentFrame
 from kvtransfer.protocol.ledger import Landing
 from kvtransfer.protocol.passage import Shipment
 from kvtransfer.protocol.plan import HeadCopy
 from kvtransfer.protocol.segment import Segment
 
-
-def opening_to_proto(opening: Opening) -> pb.OpenRequest:
-    return pb.OpenRequest(
-        handoff=opening.handoff,
-        first_token=opening.first_token,
-        num_tokens=opening.num_tokens,
-        max_tokens=opening.max_tokens,
-        block_ids=opening.block_ids,
-    )
-
-
-def opening_from_proto(message: pb.OpenRequest) -> Opening:
-    return Opening(
-        handoff=message.handoff,
-        first_token=message.first_token,
-        num_tokens=message.num_tokens,
-        max_tokens=message.max_tokens,
-        block_ids=tuple(message.block_ids),
-    )
+Part = Landing | Shipment | LoadResult  # what a rank has to tell its rank 0
 
 
 def frame_to_proto(frame: SegmentFrame | CommitFrame) -> pb.SenderFrame:
     if isinstance(frame, CommitFrame):
-        commit = pb.Commit(
-            handoff=frame.handoff,
-            epoch=frame.epoch,
-            num_segments=frame.num_segments,
-            checksum=frame.checksum,
-            num_tokens=frame.num_tokens,
-            next_tokens=frame.next_tokens,
-        )
-        return pb.SenderFrame(commit=commit)
+        return pb.SenderFrame(commit=to_message(pb.Commit, frame))
     segment = pb.Segment(
         handoff=frame.handoff,
         epoch=frame.epoch,
@@ -76,43 +53,29 @@ def frame_from_proto(message: pb.SenderFrame, copy: HeadCopy) -> SegmentFrame | 
             num_bytes=announced.num_bytes,
             checksum=announced.checksum,
         )
-    commit = message.commit
-    return CommitFrame(
-        handoff=commit.handoff,
-        epoch=commit.epoch,
-        num_segments=commit.num_segments,
-        checksum=commit.checksum,
-        num_tokens=commit.num_tokens,
-        next_tokens=tuple(commit.next_tokens),
-    )
+    return from_message(CommitFrame, message.commit)
 
 
-def part_to_report(part: Landing | Shipment, *, rank: int) -> pb.ReportRequest:
-    """What another rank than 0 tells its rank 0 of its part of a handoff."""
+def part_to_report(part: Part, *, rank: int) -> pb.ReportRequest:
     if isinstance(part, Landing):
-        landed = pb.LandedPart(handoff=part.handoff, epoch=part.epoch, num_tokens=part.num_tokens)
-        return pb.ReportRequest(rank=rank, landed=landed)
-    shipped = pb.ShippedPart(
-        handoff=part.handoff,
-        epoch=part.epoch,
-        wire_bytes=part.wire_bytes,
-        seconds=part.seconds,
-        link_s=part.link_s,
-        error=str(part.error) if part.error else "",
-    )
-    return pb.ReportRequest(rank=rank, shipped=shipped)
+        return pb.ReportRequest(rank=rank, landed=to_message(pb.LandedPart, part))
+    if isinstance(part, LoadResult):
+        num_bytes = {int(tier): count for tier, count in part.num_bytes.items()}
+        seconds = {int(tier): seconds for tier, seconds in part.seconds.items()}
+        loaded = to_message(pb.LoadedPart, part, num_bytes=num_bytes, seconds=seconds)
+        return pb.ReportRequest(rank=rank, loaded=loaded)
+    error = str(part.error) if part.error else ""
+    return pb.ReportRequest(rank=rank, shipped=to_message(pb.ShippedPart, part, error=error))
 
 
-def landing_from_proto(message: pb.LandedPart) -> Landing:
-    return Landing(handoff=message.handoff, epoch=message.epoch, num_tokens=message.num_tokens)
-
-
-def shipment_from_proto(message: pb.ShippedPart) -> Shipment:
-    return Shipment(
-        handoff=message.handoff,
-        epoch=message.epoch,
-        wire_bytes=message.wire_bytes,
-        seconds=message.seconds,
-        link_s=message.link_s,
-        error=TransferError(message.error) if message.error else None,
-    )
+def part_from_report(report: pb.ReportRequest) -> Part:
+    match report.WhichOneof("part"):
+        case "landed":
+            return from_message(Landing, report.landed)
+        case "loaded":
+            num_bytes = {Tier(tier): count for tier, count in report.loaded.num_bytes.items()}
+            seconds = {Tier(tier): seconds for tier, seconds in report.loaded.seconds.items()}
+            return from_message(LoadResult, report.loaded, num_bytes=num_bytes, seconds=seconds)
+        case _:
+            error = report.shipped.error
+            return from_message(Shipment, report.shipped, error=TransferError(error) if error else None)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from cluster.words.handoff import Handoff
 from kvtransfer.protocol.segment import Segment
 
 
@@ -16,6 +18,17 @@ class Opening:
     num_tokens: int  # at least so many; a commit of fewer is refused
     max_tokens: int  # there is room for so many
     block_ids: tuple[int, ...]  # of positions first_token / block_size onwards
+
+    @classmethod
+    def of(cls, handoff: Handoff, block_ids: Iterable[int]) -> Opening:
+        """What the ticket promises."""
+        return cls(
+            handoff=handoff.id,
+            first_token=handoff.first_token,
+            num_tokens=handoff.num_tokens,
+            max_tokens=handoff.max_tokens,
+            block_ids=tuple(block_ids),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

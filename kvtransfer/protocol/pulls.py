@@ -125,13 +125,7 @@ class Pulls(Generic[T]):
             max_tokens=len(hashes) * size,
             ttl_s=timeout_s,
         )
-        opening = Opening(
-            handoff=handoff.id,
-            first_token=handoff.first_token,
-            num_tokens=handoff.num_tokens,
-            max_tokens=handoff.max_tokens,
-            block_ids=tuple(blocks[first_block : len(hashes)]),
-        )
+        opening = Opening.of(handoff, blocks[first_block : len(hashes)])
         pull = self._under_way[owner] = Pull(owner, holder, handoff, tuple(hashes), timeout_s, begun_at=now)
         pull.arrival = self._arrivals.open(opening, owner=pull, expires_at=now + timeout_s)
         pull.call = self._call(pull)

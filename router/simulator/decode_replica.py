@@ -113,7 +113,7 @@ class DecodeReplica:
     def begin_step(self, admitted: Sequence[Prompt]) -> None:
         for prompt in admitted:
             flight = self._flights[prompt]
-            if prompt.is_computed_here:
+            if not prompt.is_received:
                 self._free_restored(flight)
                 flight.num_cached = prompt.num_cached
             else:
@@ -161,7 +161,7 @@ class DecodeReplica:
 
     def _give_up_restored(self) -> None:
         """Blocks that were fetched for requests that wait must not be what they wait for."""
-        held = [flight for flight, prompt in self._prompts.items() if flight.restored and prompt.is_computed_here]
+        held = [flight for flight, prompt in self._prompts.items() if flight.restored and not prompt.is_received]
         for flight in held:
             self._free_restored(flight)
         if held:

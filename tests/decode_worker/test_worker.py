@@ -13,7 +13,7 @@ from cluster.words.handoff import Handoff
 from decode_worker.worker import DecodeWorker
 from engine.prompts import KVSource
 from kvtransfer.protocol.ledger import Landing
-from tests.cluster.worker.rank_of_one import CONFIG, RankOfOne
+from tests.cluster.worker.rank_of_one import RankOfOne
 from tests.engine.steps import prompts
 
 _PROMPT = prompts(20)[0]
@@ -26,6 +26,7 @@ class FakeListener:
         self.handoff: Handoff | None = None
         self.opening: transfer_pb2.OpenRequest | None = None
         self.heard: list[str] = []
+        self.num_pulled: int | None = None
         self.error: ClusterError | None = None
 
     def reserved(self, handoff: Handoff | None, opening: transfer_pb2.OpenRequest | None, num_cached: int) -> None:
@@ -34,6 +35,7 @@ class FakeListener:
 
     def started(self, num_tokens: int, *, epoch: int, num_pulled: int) -> None:
         self.heard.append(f"started at {num_tokens}, epoch {epoch}")
+        self.num_pulled = num_pulled
 
     def ended(self, error: ClusterError | None) -> None:
         self.error = error
@@ -72,15 +74,12 @@ def rank(model: RankOfOne) -> RankOfOne:
 
 def _worker(rank: RankOfOne, *, handoff_s: float = 60.0, addresses: Sequence[str] = ("here",)) -> DecodeWorker:
     return DecodeWorker(
-        rank.gang,
+        rank.parts(),
         rank.receiver,
-        rank.blocks,
-        CONFIG,
-        replica="decode-0",
+        name="decode-0",
         addresses=list(addresses),
         handoff_s=handoff_s,
         close_handoff=rank.receiver.close_elsewhere,
-        **rank.worker_arguments(),
     )
 
 
@@ -114,6 +113,14 @@ def test_the_same_prompt_again_finds_its_blocks_and_gets_the_same_tokens(rank: R
         answers.append(_run(worker))
         assert listener.heard[0] == f"reserved, {cached} cached"
     assert answers[0] == answers[1]
+
+
+def test_what_was_loaded_from_our_own_lower_tier_does_not_count_as_pulled(rank: RankOfOne) -> None:
+    worker, listener, prompt = _worker(rank), FakeListener(), rank.prompt(_PROMPT)
+    worker.submit(prompt, "router-0", listener)
+    prompt.num_fetched, prompt.num_loaded = 16, 8  # a peer brought the other block
+    _run(worker)
+    assert listener.num_pulled == 8 and worker.status().totals.prefix_hit_tokens == 8
 
 
 def test_choices_are_streams_of_their_own(rank: RankOfOne) -> None:

@@ -12,7 +12,6 @@ import torch
 from cluster.words.request import Role, Sampling
 from engine.config import EngineConfig
 from engine.cpu.library import open_kernels
-from engine.load import set_threads
 from engine.runner import ModelRunner
 from engine.tools.offline import generate
 from tests.ceiling import Ceiling
@@ -84,7 +83,7 @@ async def _asked_while_a_replica_leaves(cluster: LocalCluster, running_on: Ceili
 
 
 def _runner(model_dir: Path, pool_dtype: str) -> ModelRunner:
-    set_threads(1)
+    torch.set_num_threads(1)
     config = EngineConfig(model_dir=model_dir, pool_dtype=pool_dtype, kv_memory_gib=0.05, deterministic=True)
     return ModelRunner(config)
 

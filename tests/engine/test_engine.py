@@ -93,6 +93,38 @@ def test_the_loop_gives_every_sequence_its_tokens_and_all_blocks_back() -> None:
     assert (blocks.num_available, engine.num_running, engine.num_waiting) == (_NUM_BLOCKS, 0, 0)
 
 
+def test_a_prompt_that_is_computed_counts_as_all_its_choices() -> None:
+    config = SchedulerConfig(max_batch_tokens=5, max_running=4, max_waiting=9)
+    engine = Engine(FakePool(), choose, BlockManager(_NUM_BLOCKS), config, block_size=_BLOCK)
+    engine.add(_prompt(range(9), choices=3))
+    engine.step()
+    engine.add(_prompt([3] * 9, choices=2))
+    assert engine.num_running == 3
+    most = 0
+    while engine.step().did_work:
+        most = max(most, len(engine.decoding.running))
+    assert most == 3, "the second prompt waits for the first one's choices"
+
+
+def test_what_was_preempted_waits_while_others_have_been_promised_its_place() -> None:
+    config = SchedulerConfig(max_batch_tokens=9, max_running=1, max_waiting=9)
+    blocks = BlockManager(_NUM_BLOCKS)
+    engine = Engine(FakePool(), choose, blocks, config, block_size=_BLOCK)
+    engine.add(_prompt(range(9)))
+    (prefilled,) = engine.step().prefilled
+    (paused,) = prefilled.sequences
+    engine.pause(paused)  # it is about to leave
+    paused.release(blocks)
+    received = _prompt([3] * 9, source=KVSource.PREFILL)
+    engine.add(received)
+    engine.step()
+    engine.resume(paused)  # it stays
+    engine.step()
+    assert list(engine.prompts.reserved) == [received] and list(engine.decoding.preempted) == [paused]
+    engine.cancel(received)
+    assert engine.step().num_computed > 0 and not engine.decoding.preempted
+
+
 class EngineMachine(RuleBasedStateMachine):
     """Prompts come, are fetched, shipped, cancelled, paused and computed in any order."""
 

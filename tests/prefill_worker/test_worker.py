@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from cluster.words.errors import ClusterError, HandoffExpired, LinkClosed
 from cluster.words.request import SampledToken
 from kvtransfer.protocol.passage import Shipment
 from prefill_worker.worker import PrefillWorker
-from tests.cluster.worker.rank_of_one import CONFIG, RankOfOne, shipment
+from tests.cluster.worker.rank_of_one import RankOfOne, shipment
 from tests.engine.steps import prompts
 
 _PROMPT = prompts(20)[0]
@@ -42,7 +40,7 @@ def rank(model: RankOfOne) -> RankOfOne:
 
 
 def _worker(rank: RankOfOne) -> PrefillWorker:
-    return PrefillWorker(rank.gang, rank.blocks, replace(CONFIG, decodes=False), **rank.worker_arguments())
+    return PrefillWorker(rank.parts(decodes=False))
 
 
 def _run(worker: PrefillWorker) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +12,7 @@ from cluster.words.handoff import Handoff, HandoffKey
 from cluster.words.probe import unobserved
 from cluster.words.request import Sampling, SequenceRequest
 from cluster.worker.gang_runner import GangRunner
+from cluster.worker.replica_engine import EngineParts
 from engine import sequence
 from engine.config import EngineConfig
 from engine.engine import SchedulerConfig
@@ -26,7 +27,7 @@ from kvtransfer.protocol.pulls import Pulls
 from tests.engine.tiny_models import random_model, tiny_config
 
 NUM_BLOCKS, BLOCK_SIZE = 12, 8
-CONFIG = SchedulerConfig(max_batch_tokens=16, max_running=4, max_waiting=8)
+_LIMITS = SchedulerConfig(max_batch_tokens=16, max_running=4, max_waiting=8)
 
 
 class FakePassage:
@@ -105,7 +106,7 @@ class RankOfOne:
     def gang(self) -> GangRunner:
         return GangRunner(self.runner, self.sender, None)  # type: ignore[arg-type]
 
-    def worker_arguments(self) -> dict[str, Any]:
+    def parts(self, *, decodes: bool = True) -> EngineParts:
         tiers: Tiers[Prompt] = Tiers(self.blocks, None, self.runner.layout, eviction="lru", timeout_s=1.0)
         pulls: Pulls[Prompt] = Pulls(
             self.receiver,
@@ -117,7 +118,14 @@ class RankOfOne:
             close_elsewhere=self.receiver.close_elsewhere,
             call=lambda pull: asserted("nobody to pull from"),
         )
-        return {"pulls": pulls, "grants": Grants(self.blocks, self.runner.layout, tiers), "tiers": tiers}
+        return EngineParts(
+            gang=self.gang,
+            blocks=self.blocks,
+            limits=replace(_LIMITS, decodes=decodes),
+            pulls=pulls,
+            grants=Grants(self.blocks, self.runner.layout, tiers),
+            tiers=tiers,
+        )
 
     def prompt(
         self, tokens: list[int], *, id: str = "r", source: KVSource = KVSource.HERE, max_tokens: int = 5, n: int = 1

@@ -14,7 +14,7 @@ from engine.attention.heads import Heads, TorchHeads
 from engine.batch.batch import Batch, Row
 from engine.cpu import library
 from engine.cpu.library import Kernels, open_kernels
-from engine.cpu.wire import compiled_pack_kv, compiled_unpack_kv, sum_words
+from engine.cpu.wire import sum_words, wire_of
 from engine.kernels.eight_bits import as_bytes
 from engine.kernels.wire import reference_pack_kv, reference_unpack_kv
 from engine.kv.layout import DTYPES, KVLayout
@@ -234,12 +234,12 @@ def test_payloads_are_those_of_torch(kernels: Kernels, kind: str, dim: int) -> N
         return codes, None if wire == "raw" else torch.zeros(codes.shape[:-1], dtype=torch.bfloat16)
 
     ours, expected = payload(), payload()
-    compiled_pack_kv(kernels, pool, slots, slice(1, 1 + num_heads), *ours)
+    kernels.pack_wire(wire_of(pool, slots, slice(1, 1 + num_heads), *ours))
     reference_pack_kv(pool, slots, slice(1, 1 + num_heads), *expected)
     assert torch.equal(as_bytes(ours[0]), as_bytes(expected[0])) and as_bytes(ours[0]).any()
     assert expected[1] is None or (ours[1] is not None and torch.equal(ours[1], expected[1]))
     targets = [torch.zeros(10, 2, num_heads, BLOCK_SIZE, dim).to(pool.dtype) for _ in range(2)]
-    compiled_unpack_kv(kernels, *expected, targets[0], others, slice(0, num_heads))
+    kernels.unpack_wire(wire_of(targets[0], others, slice(0, num_heads), *expected))
     reference_unpack_kv(*expected, targets[1], others, slice(0, num_heads))
     assert torch.equal(as_bytes(targets[0]), as_bytes(targets[1])) and as_bytes(targets[0]).any()
 
@@ -253,7 +253,7 @@ def test_whole_numbers_are_rounded_to_even(kernels: Kernels) -> None:
     rows[-1, 4] = torch.nan
     pool = torch.stack([rows, rows]).view(1, 2, 1, *rows.shape)
     got = torch.zeros(len(rows), 2, 1, 16, dtype=torch.int8), torch.zeros(len(rows), 2, 1).bfloat16()
-    compiled_pack_kv(kernels, pool, torch.arange(len(rows)), slice(0, 1), *got)
+    kernels.pack_wire(wire_of(pool, torch.arange(len(rows)), slice(0, 1), *got))
     assert torch.equal(got[0][:-1, 1, 0].float(), rows[:-1].float().round())
     assert (got[1][:-1] == 1).all() and got[1][-1].isnan().all()
 
@@ -268,7 +268,7 @@ def test_every_code_is_that_of_torch(kernels: Kernels) -> None:
     pool = torch.stack([rows, rows]).view(1, 2, 1, *rows.shape)
     slots = torch.arange(len(rows))
     got = torch.zeros(len(rows), 2, 1, 16, dtype=torch.float8_e4m3fn), torch.zeros(len(rows), 2, 1).bfloat16()
-    compiled_pack_kv(kernels, pool, slots, slice(0, 1), *got)
+    kernels.pack_wire(wire_of(pool, slots, slice(0, 1), *got))
     assert torch.equal(as_bytes(got[0][:, 0, 0]), as_bytes(rows.float().to(torch.float8_e4m3fn)))
 
 

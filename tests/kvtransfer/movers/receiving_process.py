@@ -30,11 +30,11 @@ NUM_BLOCKS = 512  # 32 MiB
 SILENCE_S = 3.0  # timeouts.transfer_s
 
 
-def config(probe: Probe = unobserved) -> LinkConfig:
+def config(probe: Probe = unobserved, *, silence_s: float = SILENCE_S) -> LinkConfig:
     """Of either side."""
     pool = KVPool(LAYOUT, num_blocks=NUM_BLOCKS, device=torch.device("cpu"))
     return LinkConfig(
-        rank=0, pool=pool, wire_dtype="raw", backend="tcp", host="127.0.0.1", timeout_s=SILENCE_S, probe=probe
+        rank=0, pool=pool, wire_dtype="raw", backend="tcp", host="127.0.0.1", timeout_s=silence_s, probe=probe
     )
 
 

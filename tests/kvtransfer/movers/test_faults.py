@@ -1,4 +1,4 @@
-"""How soon a sender knows that a receiving rank is gone, and that it costs nobody else anything."""
+"""How a sender learns that a receiving rank is gone, and that it costs nobody else anything."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from cluster.words.errors import LinkClosed
+from cluster.words.errors import HandoffExpired, LinkClosed
 from cluster.words.handoff import Handoff
 from cluster.words.probe import Milestone
 from kvtransfer.movers.sender import Sender
@@ -22,12 +22,14 @@ from tests.kvtransfer.movers.receiving_process import (
 )
 
 _NUM_TOKENS = NUM_BLOCKS * LAYOUT.block_size
+_END_S = 40.0  # for what must end, on any machine
+_NEVER_S = 600.0  # a sender that has so much patience ends nothing because of silence before a test has failed
 
 
 class Shipping:
     """A sender and what became of its handoffs."""
 
-    def __init__(self) -> None:
+    def __init__(self, silence_s: float) -> None:
         self.shipments: asyncio.Queue[Shipment] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         self.sending: asyncio.Queue[str] = asyncio.Queue()  # the handoff of each payload that is put on the wire
@@ -37,7 +39,7 @@ class Shipping:
                 loop.call_soon_threadsafe(self.sending.put_nowait, handoff)
 
         self.sender = Sender(
-            config(probe),
+            config(probe, silence_s=silence_s),
             name="p/0",
             loop=loop,
             on_shipped=lambda shipment: loop.call_soon_threadsafe(self.shipments.put_nowait, shipment),
@@ -66,47 +68,47 @@ class Shipping:
         passage.commit(_NUM_TOKENS, [1])
 
     async def is_sending(self, number: int) -> None:
-        while await asyncio.wait_for(self.sending.get(), 10.0) != f"h{number}":
+        while await asyncio.wait_for(self.sending.get(), _END_S) != f"h{number}":
             pass
 
-    async def ended(self, *, within_s: float) -> Shipment:
-        return await asyncio.wait_for(self.shipments.get(), within_s)
+    async def ended(self) -> Shipment:
+        return await asyncio.wait_for(self.shipments.get(), _END_S)
 
 
 @asynccontextmanager
-async def _shipping() -> AsyncIterator[Shipping]:
-    shipping = Shipping()
+async def _shipping(*, silence_s: float = _NEVER_S) -> AsyncIterator[Shipping]:
+    shipping = Shipping(silence_s)
     yield shipping
     await shipping.sender.close()
 
 
-async def test_a_killed_receiver_is_known_within_a_second_in_the_middle_of_a_send_and_costs_its_own_links_only() -> (
+async def test_a_killed_receiver_is_known_without_a_deadline_in_the_middle_of_a_send_and_costs_its_own_links_only() -> (
     None
 ):
     with receiving_process() as victim, receiving_process() as bystander:
         async with _shipping() as shipping:
             shipping.ship(victim, 0)
             shipping.ship(bystander, 2)
-            assert [(await shipping.ended(within_s=20)).error for _ in range(2)] == [None, None]
+            assert [(await shipping.ended()).error for _ in range(2)] == [None, None]
             victim.signal(signal.SIGSTOP)  # so that the send cannot get through before the kill
             shipping.ship(victim, 1)
             await shipping.is_sending(1)
             victim.signal(signal.SIGKILL)
-            shipment = await shipping.ended(within_s=1.0)
+            shipment = await shipping.ended()
             assert shipment.handoff == "h1" and isinstance(shipment.error, LinkClosed)
             shipping.ship(bystander, 3)
-            assert (await shipping.ended(within_s=5.0)).error is None
+            assert (await shipping.ended()).error is None
 
 
 async def test_a_frozen_receiver_is_known_by_the_deadline_whether_it_was_connected_or_not() -> None:
     with receiving_process() as connected, receiving_process() as stranger:
-        async with _shipping() as shipping:
+        async with _shipping(silence_s=SILENCE_S) as shipping:
             shipping.ship(connected, 0)
-            assert (await shipping.ended(within_s=20)).error is None
+            assert (await shipping.ended()).error is None
             for number, peer in enumerate((connected, stranger), start=1):
                 peer.signal(signal.SIGSTOP)
                 shipping.ship(peer, number)
-            errors = [(await shipping.ended(within_s=SILENCE_S + 0.5)).error for _ in range(2)]
+            errors = [(await shipping.ended()).error for _ in range(2)]
             assert all(isinstance(error, LinkClosed) for error in errors)
 
 
@@ -114,25 +116,25 @@ async def test_a_passage_is_aborted_at_once_while_the_link_is_stuck() -> None:
     with receiving_process() as peer:
         async with _shipping() as shipping:
             shipping.ship(peer, 0)
-            assert (await shipping.ended(within_s=20)).error is None
+            assert (await shipping.ended()).error is None
             peer.signal(signal.SIGSTOP)
             passage = shipping.begin(peer, 1)
             passage.layer_ready(0, 0, _NUM_TOKENS)
             passage.abort()
-            assert (await shipping.ended(within_s=0.5)).error
+            assert isinstance((await shipping.ended()).error, HandoffExpired), "not the link, and not its deadline"
             peer.signal(signal.SIGCONT)
             shipping.ship(peer, 2)
-            assert (await shipping.ended(within_s=10.0)).error is None, "the link lives on"
+            assert (await shipping.ended()).error is None, "the link lives on"
 
 
 async def test_a_receiver_that_comes_back_is_found_again_under_a_new_epoch() -> None:
     async with _shipping() as shipping:
         with receiving_process() as first:
             shipping.ship(first, 0)
-            assert (await shipping.ended(within_s=20)).error is None
+            assert (await shipping.ended()).error is None
         for _ in range(3):
             shipping.ship(first, 1)
-            assert isinstance((await shipping.ended(within_s=2.0)).error, LinkClosed)
+            assert isinstance((await shipping.ended()).error, LinkClosed)
         with receiving_process(int(first.address.rsplit(":", 1)[1])) as second:
             shipping.ship(second, 2)
-            assert (await shipping.ended(within_s=10.0)).error is None
+            assert (await shipping.ended()).error is None

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from cluster.cli.app import run
 from cluster.model.kv_arithmetic import KVArithmetic
+from cluster.model.shape import ModelConfig
 from cluster.words.spec_file import load_spec
 
 
@@ -66,15 +69,9 @@ def test_kv_arithmetic() -> None:
     """Llama 3.1 8B: 32 layers, 8 KV heads of 128; a pool of 8 bits has a bf16 scale per token and head."""
 
     def kv(dtype: str, ranks: int) -> KVArithmetic:
-        return KVArithmetic(
-            num_layers=32,
-            num_kv_heads=8,
-            head_dim=128,
-            dtype=dtype,
-            block_size=64,
-            tensor_parallel=ranks,
-            memory_bytes=2**30,
-        )
+        of_llama = SimpleNamespace(num_layers=32, num_kv_heads=8, kv_dim=128, kv_sides=2, kv_exact_dim=0)
+        config = cast(ModelConfig, of_llama)
+        return KVArithmetic(config=config, dtype=dtype, block_size=64, tensor_parallel=ranks, memory_bytes=2**30)
 
     assert kv("bfloat16", 1).bytes_per_token == kv("bfloat16", 8).bytes_per_token == 131_072
     assert kv("fp8_e4m3", 1).bytes_per_token == kv("int8", 1).bytes_per_token == 32 * 2 * 8 * 130

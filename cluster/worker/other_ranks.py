@@ -15,12 +15,12 @@ from torch.distributed.distributed_c10d import Store
 from cluster.rpc import transfer_pb2 as pb
 from cluster.rpc import transfer_pb2_grpc as rpc
 from cluster.wire.channel import error_of, open_channel
+from cluster.wire.fields import to_message
 from cluster.wire.rank_host import RankHost
 from cluster.words.errors import ReplicaLost
 from engine.parallel import TensorParallel
 from kvtransfer.movers.meeting import local_store, remote_store
 from kvtransfer.movers.rank_servicer import RankServicer
-from kvtransfer.movers.wire_messages import opening_to_proto
 from kvtransfer.protocol.frames import Opening
 
 _ANSWER_S = 3.0  # an answer between ranks takes milliseconds
@@ -29,7 +29,7 @@ _ASK_AGAIN_S = 0.1
 _Method = Callable[..., Awaitable[Any]]  # of a stub, which grpc does not type
 
 
-class Peers:
+class OtherRanks:
     """The other ranks of this replica, as one rank sees them. Lives on the event loop."""
 
     def __init__(self, addresses: list[str], *, rank: int, timeout_s: float) -> None:
@@ -38,13 +38,13 @@ class Peers:
         self._stubs = {r: rpc.RankStub(channel) for r, channel in self._channels.items()}
 
     @classmethod
-    async def connect(cls, addresses: list[str], *, rank: int, timeout_s: float) -> Peers:
+    async def connect(cls, addresses: list[str], *, rank: int, timeout_s: float) -> OtherRanks:
         """Make the channels on the event loop that will use them."""
         return cls(addresses, rank=rank, timeout_s=timeout_s)
 
     async def open(self, opening: Opening) -> None:
         """Open a handoff on every other rank. Raises ReplicaLost if one does not answer."""
-        request = opening_to_proto(opening)
+        request = to_message(pb.OpenRequest, opening)
         await asyncio.gather(
             *(_call(stub.Open, request, rank=rank, timeout_s=self._timeout_s) for rank, stub in self._stubs.items())
         )
@@ -97,21 +97,21 @@ def open_gang(
     device: torch.device,
     start_s: float,
     ask_s: float,
-) -> tuple[Peers, TensorParallel]:
+) -> tuple[OtherRanks, TensorParallel]:
     """Meet the other ranks of this replica, whose gRPC servers are at `addresses`.
 
     Blocks until all are there; raises ReplicaLost after `start_s`. `ask_s` bounds each later call between ranks.
     """
-    connecting = Peers.connect(addresses, rank=rank, timeout_s=ask_s)
-    peers = host.call(connecting, timeout_s=start_s)
+    connecting = OtherRanks.connect(addresses, rank=rank, timeout_s=ask_s)
+    others = host.call(connecting, timeout_s=start_s)
     size = len(addresses)
     if size == 1:
-        return peers, TensorParallel()
+        return others, TensorParallel()
     if rank == 0:
         store = local_store(servicer.meeting, timeout_s=start_s)
     else:
-        store = peers.store(host.loop, timeout_s=start_s)
+        store = others.store(host.loop, timeout_s=start_s)
     parallel = TensorParallel.join(
         store, prefix="gang", rank=rank, size=size, host=host.host, device=device, meet_s=start_s
     )
-    return peers, parallel
+    return others, parallel

@@ -1,0 +1,30 @@
+"""The ticket by which others ship KV to a prompt here."""
+
+from __future__ import annotations
+
+import time
+
+from cluster.words.handoff import Handoff
+from engine.prompts import Prompt
+
+
+def ticket_for(prompt: Prompt, *, replica: str, addresses: tuple[str, ...], layout: str, ttl_s: float) -> Handoff:
+    """For the positions that the prompt lacks. Its id is never used again.
+
+    Of a sequence that runs elsewhere there is KV for all tokens but the last, and soon for more: as many as there are
+    blocks for.
+    """
+    sequence = prompt.sequence
+    is_growing = prompt.is_running_elsewhere
+    num_tokens = len(sequence.tokens) - is_growing
+    return Handoff(
+        id=f"{replica}/{prompt.id}/{time.monotonic_ns():x}",
+        epoch=1,
+        replica=replica,
+        ranks=addresses,
+        layout=layout,
+        num_tokens=num_tokens,
+        max_tokens=min(len(sequence.blocks) * sequence.block_size, sequence.max_context) if is_growing else num_tokens,
+        first_token=prompt.num_cached,
+        ttl_s=ttl_s,
+    )

@@ -1,0 +1,81 @@
+"""What goes over the wire comes back as it was: every field, and those that may be missing."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from cluster.rpc import worker_pb2 as pb
+from cluster.wire import messages
+from cluster.words.handoff import Handoff, Holder
+from cluster.words.request import FinishReason, SampledToken, Sampling, SequenceRequest, TokenLogprob
+from cluster.words.timing import StepTiming
+
+_SAMPLING = Sampling(
+    max_tokens=3,
+    min_tokens=1,
+    temperature=0.5,
+    top_k=4,
+    top_p=0.75,
+    min_p=0.25,
+    repetition_penalty=1.5,
+    presence_penalty=-0.5,
+    frequency_penalty=2.0,
+    seed=2**63 - 1,
+    stop_token_ids=(5, 6),
+    num_logprobs=0,
+)
+_FULL = SequenceRequest(
+    id="r",
+    token_ids=(1, 2, 3),
+    num_prompt_tokens=2,
+    sampling=_SAMPLING,
+    choices=(1, 2),
+    stream=7,
+    salt="s",
+    adapter="a",
+    priority=-1,
+    deadline_s=1.5,
+)
+_BARE = SequenceRequest(id="r", token_ids=(1,), num_prompt_tokens=1)
+
+
+@pytest.mark.parametrize("request_", [_FULL, _BARE], ids=["full", "bare"])
+def test_a_sequence(request_: SequenceRequest) -> None:
+    message = pb.Sequence.FromString(messages.sequence_to_proto(request_).SerializeToString())
+    assert messages.sequence_from_proto(message) == request_
+
+
+def test_all_of_a_sampling_travels_and_of_a_sequence_all_but_whose_it_is() -> None:
+    def names(kind: type) -> set[str]:
+        return {field.name for field in fields(kind)}
+
+    assert names(Sampling) == {field.name for field in pb.Sampling.DESCRIPTOR.fields}
+    assert names(SequenceRequest) - {field.name for field in pb.Sequence.DESCRIPTOR.fields} == {"tenant"}
+
+
+def test_a_ticket_a_holder_and_a_timing() -> None:
+    handoff = Handoff(
+        id="h",
+        epoch=2,
+        replica="d",
+        ranks=("a:1", "b:2"),
+        layout="l",
+        num_tokens=9,
+        max_tokens=12,
+        first_token=8,
+        ttl_s=1.5,
+    )
+    holder = Holder(replica="p", address="a:1", num_tokens=16)
+    timing = StepTiming(base_s=1.0, token_s=2.0, pair_s=3.0, context_s=4.0)
+    assert messages.handoff_from_proto(messages.handoff_to_proto(handoff)) == handoff
+    assert messages.holder_from_proto(messages.holder_to_proto(holder)) == holder
+    sent = messages.timing_to_proto(timing)
+    assert sent and messages.timing_from_proto(sent) == timing and messages.timing_to_proto(None) is None
+
+
+def test_tokens() -> None:
+    logprob = TokenLogprob(logprob=-0.5, top=((3, -0.5), (4, -1.0)))
+    tokens = [SampledToken(token_id=3, logprob=logprob, finish_reason=FinishReason.STOP), SampledToken(token_id=0)]
+    assert messages.tokens_from_proto(messages.tokens_to_proto(tokens)) == tokens

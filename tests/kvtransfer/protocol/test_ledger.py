@@ -1,0 +1,49 @@
+"""What a receiving rank's books refuse, frame by frame."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.words.errors import HandoffExpired
+from kvtransfer.protocol.frames import CommitFrame, Opening, SegmentFrame
+from kvtransfer.protocol.ledger import Ledger, LedgerState
+from kvtransfer.protocol.segment import Segment, combine_checksums
+
+_OPENING = Opening(handoff="h", num_tokens=6, max_tokens=6, block_ids=(0, 1, 2))
+_SPANS = ((0, 4), (4, 6))  # of the two segments that every sender makes of it
+
+
+def _segment(number: int, *, epoch: int) -> SegmentFrame:
+    start, end = _SPANS[number]
+    segment = Segment(first_layer=0, num_layers=2, first_token=start, num_tokens=end - start, first_head=0, num_heads=1)
+    return SegmentFrame(handoff="h", epoch=epoch, number=number, segment=segment, num_bytes=1, checksum=10 + number)
+
+
+def _commit(*, epoch: int) -> CommitFrame:
+    checksum = combine_checksums([10, 11])
+    return CommitFrame(handoff="h", epoch=epoch, num_segments=2, checksum=checksum, num_tokens=6, next_tokens=(epoch,))
+
+
+def test_a_sender_of_an_older_epoch_is_fenced_by_the_first_frame_of_a_newer_one() -> None:
+    ledger = Ledger(_OPENING, num_layers=2)
+    assert ledger.accept(_segment(0, epoch=1), source=0)
+    assert ledger.accept(_segment(0, epoch=2), source=0), "the newer sender begins anew"
+    with pytest.raises(HandoffExpired, match="fenced"):
+        ledger.accept(_segment(1, epoch=1), source=0)  # it would fit behind the other one's first
+    assert ledger.accept(_segment(1, epoch=2), source=0)
+    with pytest.raises(HandoffExpired, match="fenced"):
+        ledger.commit(_commit(epoch=1), source=0, num_sources=1)  # and so would this
+    landing = ledger.commit(_commit(epoch=2), source=0, num_sources=1)
+    assert landing and (landing.epoch, landing.next_tokens) == (2, (2,))
+
+
+def test_what_an_older_sender_commits_after_the_handoff_has_landed_is_not_told() -> None:
+    ledger = Ledger(_OPENING, num_layers=2)
+    for number in range(2):
+        ledger.accept(_segment(number, epoch=2), source=0)
+    ledger.commit(_commit(epoch=2), source=0, num_sources=1)
+    assert ledger.state is LedgerState.LANDED
+    with pytest.raises(HandoffExpired, match="fenced"):
+        ledger.commit(_commit(epoch=1), source=0, num_sources=1)
+    newer = ledger.commit(_commit(epoch=3), source=0, num_sources=1)
+    assert newer and newer.next_tokens == (3,), "the client hears of its tokens from the newest sender"
