@@ -8,7 +8,7 @@ from typing import Protocol
 
 from cluster.rpc import worker_pb2 as pb
 from cluster.wire.messages import tokens_to_proto
-from cluster.words.errors import ClusterError
+from cluster.words.errors import ClusterError, LogitsNotFinite
 from cluster.words.handoff import Handoff
 from cluster.words.request import SampledToken
 from cluster.worker.replica_engine import ReplicaEngine
@@ -114,6 +114,8 @@ class Answers:
                 self.end(sequence)
         for prefilled in result.prefilled:
             self.start(prefilled)
+        for sequence in result.failed:
+            self._fail(sequence)
 
     def end(self, sequence: Sequence) -> None:
         """It gets no more tokens here."""
@@ -128,6 +130,13 @@ class Answers:
 
     def _of(self, router: str) -> list[LiveRequest]:
         return [request for request in self._requests.values() if request.router == router]
+
+    def _fail(self, sequence: Sequence) -> None:
+        """There is no next token for it, whether it decodes or was about to: the request ends, with all its choices."""
+        for request in list(self._requests.values()):
+            if request.prompt.sequence is sequence or sequence in request.choices.values():
+                self.remove(request.prompt)
+                request.listener.ended(LogitsNotFinite.of(request.prompt.id))
 
     def _let_go(self, sequence: Sequence) -> LiveRequest:
         self._moves.cancel(sequence, "it has ended")

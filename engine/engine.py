@@ -107,9 +107,17 @@ class Engine(Generic[Logits]):
         whole = [prompt for prompt, _ in step.prompts if not prompt.sequence.num_missing]
         chosen = iter(self._sample(step, whole, logits))
         for sequence in step.decoding:
-            result.sampled.append((sequence, self._append(sequence, next(chosen))))
+            if token := next(chosen):
+                result.sampled.append((sequence, self._append(sequence, token)))
+            else:
+                self._fail(sequence, result)
         for prompt in whole:
-            self._finish(prompt, [next(chosen) for _ in prompt.choices], result)
+            firsts = [next(chosen) for _ in prompt.choices]
+            if all(firsts):
+                self._finish(prompt, [first for first in firsts if first], result)
+            else:
+                self._fail(prompt.sequence, result)
+                self.prompts.remove(prompt)
         if step.has_rows and self._pace:
             self._pace.end(step.batch)
         return result
@@ -127,7 +135,7 @@ class Engine(Generic[Logits]):
         prompts = self.prompts.chunks(self._config.max_batch_tokens - len(decoding), self._admission.in_time())
         return ScheduledStep(decoding=decoding, prompts=prompts, block_size=self._block_size, fetched=fetched)
 
-    def _sample(self, step: ScheduledStep, whole: Seq[Prompt], logits: Logits | None) -> list[Chosen]:
+    def _sample(self, step: ScheduledStep, whole: Seq[Prompt], logits: Logits | None) -> Seq[Chosen | None]:
         """The next token of every sequence that decodes; then, for each prompt that is whole, one for every choice."""
         rows = [SamplingRow.of(sequence) for sequence in step.decoding]
         positions = list(range(len(rows)))
@@ -200,6 +208,13 @@ class Engine(Generic[Logits]):
         else:
             result.prefilled.append(Prefilled(prompt, [sequence.peek(*first) for first in chosen]))
             self.cancel(prompt)
+
+    def _fail(self, sequence: Sequence, result: StepResult) -> None:
+        """There is no next token. Its KV may be why: nobody is to find it."""
+        self.end(sequence)
+        for prefix_hash in sequence.hashes():
+            self.blocks.discard(prefix_hash)
+        result.failed.append(sequence)
 
     def _start(self, prompt: Prompt, firsts: list[Chosen]) -> Prefilled:
         """The KV of a prompt is whole, and each choice has its first token: fork, and decode those that go on."""

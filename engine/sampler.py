@@ -31,20 +31,21 @@ _DRAW_BITS = 48  # a draw times a sum of probabilities stays below the sum, also
 
 
 @torch.inference_mode()
-def sample(logits_PV: Tensor, rows: Seq[SamplingRow], positions: Seq[int] | None = None) -> list[Chosen]:
-    """Choose a token for each row. logits_PV: fp32, left as it is; positions: which of them is each row's, None where
-    there is one for each, in order.
+def sample(logits_PV: Tensor, rows: Seq[SamplingRow], positions: Seq[int] | None = None) -> list[Chosen | None]:
+    """Choose a token for each row; None for one whose logits are not finite, whatever stands beside it.
 
+    logits_PV: fp32, left as it is; positions: which of them is each row's, None where there is one for each, in order.
     Log-probabilities are those of the logits as given, before anything here changes them.
     """
     logits_RV = logits_PV if positions is None else logits_PV[_place(positions, torch.int64, logits_PV.device)]
     adjusted_RV = _adjust(logits_RV, rows)
-    chosen_R = adjusted_RV.argmax(dim=-1)
+    best_R, chosen_R = adjusted_RV.max(dim=-1)  # the best is not finite where there is a NaN, an infinity, or no choice
     drawing = [i for i, row in enumerate(rows) if not row.sampling.is_greedy]
     if drawing:
         drawing_N = _place(drawing, torch.int64, chosen_R.device)
         chosen_R[drawing_N] = _draw(adjusted_RV[drawing_N], [rows[i] for i in drawing])
-    return list(zip(chosen_R.tolist(), _logprobs(logits_RV, chosen_R, rows), strict=True))
+    chosen = zip(chosen_R.tolist(), _logprobs(logits_RV, chosen_R, rows), strict=True)
+    return [token if finite else None for token, finite in zip(chosen, best_R.isfinite().tolist(), strict=True)]
 
 
 def uniform(seed: int, position: int) -> float:
@@ -105,8 +106,7 @@ def _draw(logits_NV: Tensor, rows: Seq[SamplingRow]) -> Tensor:
     cumulative_NV = scaled_NV.exp().cumsum(dim=-1, dtype=torch.float64)
     draws_N = _place([uniform(row.seed, len(row.tokens)) for row in rows], torch.float64, device)
     targets_N1 = draws_N.unsqueeze(-1) * cumulative_NV[:, -1:]
-    # Where logits are not finite nothing is found: that must not become an id outside the vocabulary, which would end
-    # the step of everybody else in the batch.
+    # Where logits are not finite nothing is found. That row fails, but its id is looked up beside the others' before.
     most = scaled_NV.shape[-1] - 1
     return torch.searchsorted(cumulative_NV, targets_N1, right=True).clamp_max(most).squeeze(-1)
 

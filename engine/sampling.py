@@ -16,8 +16,10 @@ Logits = TypeVar("Logits", contravariant=True)
 class Sampler(Protocol[Logits]):
     """See engine.sampler."""
 
-    def __call__(self, logits: Logits, rows: Seq[SamplingRow], positions: Seq[int] | None, /) -> list[Chosen]:
-        """One token for each row, of the logits at these positions; None: there is one for each, in order."""
+    def __call__(self, logits: Logits, rows: Seq[SamplingRow], positions: Seq[int] | None, /) -> Seq[Chosen | None]:
+        """One token for each row, of the logits at these positions; None: there is one for each, in order.
+
+        None instead of a token: the row has no logits to choose by."""
         ...
 
 

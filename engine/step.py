@@ -65,6 +65,7 @@ class StepResult:
     fetched: list[Prompt] = field(default_factory=list)  # see ScheduledStep
     prefilled: list[Prefilled] = field(default_factory=list)
     sampled: list[tuple[Sequence, SampledToken]] = field(default_factory=list)  # the next token of each that decodes
+    failed: list[Sequence] = field(default_factory=list)  # these have no next token, and are gone; see Sampler
 
     @property
     def num_generated(self) -> int:

@@ -14,6 +14,7 @@ ClusterError
 │   └── RequestTooLarge
 ├── CapacityError           full right now; retry after `retry_after_s`
 ├── DeadlineExceeded        the request's own deadline passed
+├── LogitsNotFinite         the model made no numbers of this request; another try would hardly end otherwise
 ├── ReplicaLost             a worker died, hung up or is draining; another one may serve
 └── TransferError           KV blocks did not arrive; the handoff may be tried again
     ├── LayoutMismatch      the two sides disagree about blocks; never retried
@@ -104,6 +105,15 @@ class DeadlineExceeded(ClusterError):
     """The time that the client gave has passed."""
 
 
+class LogitsNotFinite(ClusterError):
+    """For the next token of a sequence the model has NaN, or no token that is possible. Never retried: another replica
+    holds the same model."""
+
+    @classmethod
+    def of(cls, request_id: str) -> LogitsNotFinite:
+        return cls(f"{request_id}: the model's output for this request is not finite; no token can be chosen")
+
+
 class ReplicaLost(ClusterError):
     """A replica cannot go on with this request: it died, it hung up, or it is draining."""
 
@@ -146,6 +156,7 @@ _OUTCOMES: tuple[tuple[type[ClusterError], Outcome], ...] = (
     (RequestError, Outcome("INVALID_ARGUMENT", 400, "invalid_request_error", "invalid_value")),
     (CapacityError, Outcome("RESOURCE_EXHAUSTED", 429, "rate_limit_error", "overloaded")),
     (DeadlineExceeded, Outcome("DEADLINE_EXCEEDED", 504, "timeout_error", "deadline_exceeded")),
+    (LogitsNotFinite, Outcome("INTERNAL", 500, "server_error", "logits_not_finite")),
     (LayoutMismatch, Outcome("FAILED_PRECONDITION", 500, "server_error", "layout_mismatch")),
     (TransferError, Outcome("UNAVAILABLE", 503, "server_error", "transfer_failed")),
     (ReplicaLost, Outcome("UNAVAILABLE", 503, "server_error", "replica_lost")),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from cluster.words.errors import ContextLengthExceeded
+from cluster.words.errors import ContextLengthExceeded, LogitsNotFinite
 from cluster.words.request import SampledToken, Sampling, SequenceRequest
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
@@ -38,6 +38,8 @@ def generate(
         engine.add(Prompt(sequence))
         outputs[sequence] = []
     while (result := engine.step()).did_work:
+        if result.failed:
+            raise LogitsNotFinite.of(result.failed[0].request.id)
         for prefilled in result.prefilled:
             outputs[prefilled.prompt.sequence] += prefilled.tokens
         for sequence, token in result.sampled:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from cluster.rpc import transfer_pb2
-from cluster.words.errors import ClusterError, ContextLengthExceeded, HandoffExpired, TransferError
+from cluster.words.errors import ClusterError, ContextLengthExceeded, HandoffExpired, LogitsNotFinite, TransferError
 from cluster.words.handoff import Handoff
 from decode_worker.worker import DecodeWorker
+from engine.batch.batch import Batch
 from engine.prompts import KVSource
 from kvtransfer.protocol.ledger import Landing
 from tests.cluster.worker.rank_of_one import RankOfOne
@@ -113,6 +118,37 @@ def test_the_same_prompt_again_finds_its_blocks_and_gets_the_same_tokens(rank: R
         answers.append(_run(worker))
         assert listener.heard[0] == f"reserved, {cached} cached"
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_request_whose_logits_are_not_finite_ends_alone(
+    rank: RankOfOne, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """In its first step, or in the middle of its answer."""
+    good = _PROMPT[:8]
+    worker, alone = _worker(rank), FakeListener()
+    worker.submit(rank.prompt(good), "router-0", alone)
+    expected = _run(worker)
+
+    worker, forward, steps = _worker(RankOfOne(rank.runner)), rank.runner.forward, itertools.count()
+
+    def poison(batch: Batch) -> Tensor:
+        logits = forward(batch).clone()
+        if next(steps) == step:
+            logits[0] = math.nan
+        return logits
+
+    monkeypatch.setattr(rank.runner, "forward", poison)
+    bad, beside = FakeListener(), FakeListener()
+    poisoned = rank.prompt(_PROMPT[8:16], id="bad", n=2)
+    poisoned.sequence.request = replace(poisoned.sequence.request, stream=8)
+    worker.submit(poisoned, "router-0", bad)
+    worker.submit(rank.prompt(good), "router-0", beside)
+    tokens = _run(worker)
+    assert isinstance(bad.error, LogitsNotFinite) and bad.heard[-1] == "ended" == beside.heard[-1]
+    assert beside.error is None and {1: tokens[1]} == expected
+    assert len(tokens.get(8, [])) == step
+    assert worker.num_requests == 0
 
 
 def test_what_was_loaded_from_our_own_lower_tier_does_not_count_as_pulled(rank: RankOfOne) -> None:

@@ -22,6 +22,7 @@ from engine.step import Prefilled, ScheduledStep
 
 _BLOCK = 4
 _NUM_BLOCKS = 24
+POISON = 99
 
 
 def _next(tokens: Sequence[int], seed: int) -> int:
@@ -57,9 +58,14 @@ def _slot(blocks: Sequence[int], position: int) -> int:
     return blocks[position // _BLOCK] * _BLOCK + position % _BLOCK
 
 
-def choose(logits: list[tuple[int, ...]], rows: Sequence[SamplingRow], positions: Sequence[int] | None) -> list[Chosen]:
+def choose(
+    logits: list[tuple[int, ...]], rows: Sequence[SamplingRow], positions: Sequence[int] | None
+) -> list[Chosen | None]:
+    """As a sampler that finds no token behind POISON."""
     found = [logits[i] for i in (range(len(rows)) if positions is None else positions)]
-    return [(_next(tokens, row.seed), None) for tokens, row in zip(found, rows, strict=True)]
+    return [
+        None if POISON in tokens else (_next(tokens, row.seed), None) for tokens, row in zip(found, rows, strict=True)
+    ]
 
 
 def _prompt(tokens: Sequence[int], *, max_tokens: int = 8, choices: int = 1, **fields: object) -> Prompt:
@@ -91,6 +97,42 @@ def test_the_loop_gives_every_sequence_its_tokens_and_all_blocks_back() -> None:
         for end in range(start, start + 8):
             assert sequence.tokens[end] == _next(sequence.tokens[:end], sequence.seed)
     assert (blocks.num_available, engine.num_running, engine.num_waiting) == (_NUM_BLOCKS, 0, 0)
+
+
+@pytest.mark.parametrize("decodes", [True, False])
+def test_a_prompt_without_a_next_token_fails_alone_and_its_kv_is_not_found_again(decodes: bool) -> None:
+    blocks = BlockManager(_NUM_BLOCKS)
+    config = SchedulerConfig(max_batch_tokens=20, max_running=8, max_waiting=9, decodes=decodes)
+    engine = Engine(FakePool(), choose, blocks, config, block_size=_BLOCK)
+    good, bad = _prompt(range(9)), _prompt([*range(20, 28), POISON], choices=2)
+    engine.add(good)
+    engine.add(bad)
+    result = engine.step()
+    assert result.failed == [bad.sequence] and [prefilled.prompt for prefilled in result.prefilled] == [good]
+    assert blocks.match(bad.sequence.hashes()) == 0 < blocks.match(good.sequence.hashes())
+    while engine.step().did_work:
+        pass
+    assert (blocks.num_available, engine.num_running, engine.num_waiting) == (_NUM_BLOCKS, 0, 0)
+
+
+def test_a_sequence_without_a_next_token_fails_alone() -> None:
+    blocks = BlockManager(_NUM_BLOCKS)
+    engine = Engine(
+        FakePool(),
+        choose,
+        blocks,
+        SchedulerConfig(max_batch_tokens=20, max_running=8, max_waiting=9),
+        block_size=_BLOCK,
+    )
+    for prompt in (_prompt(range(9)), _prompt(range(20, 29))):
+        engine.add(prompt)
+    [good], [bad] = (prefilled.sequences for prefilled in engine.step().prefilled)
+    bad.tokens[-1] = POISON
+    result = engine.step()
+    assert result.failed == [bad] and [sequence for sequence, _ in result.sampled] == [good]
+    while engine.step().did_work:
+        pass
+    assert good.num_generated == 8 and blocks.num_available == _NUM_BLOCKS
 
 
 def test_a_prompt_that_is_computed_counts_as_all_its_choices() -> None:

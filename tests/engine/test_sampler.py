@@ -163,16 +163,23 @@ def test_the_outermost_draws_take_tokens_that_are_allowed(
     assert sample(logits, [row(Sampling(top_k=3))])[0][0] == chosen
 
 
+@pytest.mark.parametrize("wanted", [Sampling(temperature=0.9, top_p=0.8, num_logprobs=2), Sampling(temperature=0.0)])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_row_that_is_not_finite_hurts_nobody_else(bad: float) -> None:
-    """It gets some token of the vocabulary; whoever is beside it gets the same as alone."""
-    logits = random_logits(3, rows=2)
-    wanted = Sampling(temperature=0.9, top_p=0.8, num_logprobs=2)
-    alone = sample(logits[1:], [row(wanted, seed=5)])
+def test_a_row_that_is_not_finite_gets_no_token_and_hurts_nobody_else(bad: float, wanted: Sampling) -> None:
+    logits = random_logits(3, rows=3)
+    alone = sample(logits[1:2], [row(wanted, seed=5)])
     logits[0] = bad
-    (token, _), beside = sample(logits, [row(wanted, seed=4), row(wanted, seed=5)])
-    assert 0 <= token < logits.shape[-1]
-    assert [beside] == alone
+    logits[2, 7] = -math.inf if bad == -math.inf else bad  # one token that is impossible is nothing wrong
+    none, beside, last = sample(logits, [row(wanted, seed=4), row(wanted, seed=5), row(wanted, seed=6)])
+    assert none is None and [beside] == alone
+    assert (last is None) == (bad != -math.inf)
+
+
+def test_where_nothing_is_allowed_there_is_no_token() -> None:
+    logits = torch.full((1, V), -math.inf)
+    logits[0, 3] = 1.0
+    early = Sampling(temperature=0.0, min_tokens=2, stop_token_ids=(3,))
+    assert sample(logits, [row(early)]) == [None]
 
 
 def test_extreme_temperatures() -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+import math
+from typing import Any
 
-from cluster.words.errors import ClusterError, HandoffExpired, LinkClosed
+import pytest
+from torch import Tensor
+
+from cluster.words.errors import ClusterError, HandoffExpired, LinkClosed, LogitsNotFinite
 from cluster.words.request import SampledToken
+from engine.batch.batch import Batch
 from kvtransfer.protocol.passage import Shipment
 from prefill_worker.worker import PrefillWorker
 from tests.cluster.worker.rank_of_one import RankOfOne, shipment
@@ -76,6 +81,27 @@ def test_layers_are_shipped_as_they_are_computed_and_the_last_chunk_commits(rank
     assert (worker.num_requests, rank.num_held) == (0, 0)
     totals = worker.status().totals
     assert (totals.transfers, totals.transfer_bytes, totals.computed_tokens) == (1, 100, 20)
+
+
+def test_a_prompt_whose_logits_are_not_finite_ends_alone(rank: RankOfOne, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its handoff is aborted."""
+    worker, forward = _worker(rank), rank.runner.forward
+
+    def poison(batch: Batch, *on_layer: Any) -> Tensor:
+        logits = forward(batch, *on_layer).clone()
+        logits[0] = math.nan
+        return logits
+
+    monkeypatch.setattr(rank.runner, "forward", poison)
+    bad, beside, handoff = FakeListener(), FakeListener(), rank.handoff(8)
+    worker.submit(rank.prompt(_PROMPT[:8], id="bad"), handoff, bad)
+    worker.submit(rank.prompt(_PROMPT[8:16]), None, beside)
+    _run(worker)
+    assert isinstance(bad.ends[0][1], LogitsNotFinite) and not bad.tokens
+    assert beside.ends == [(None, None)] and len(beside.tokens) == 1
+    assert rank.sender.passages[handoff.key].is_aborted and rank.sender.passages[handoff.key].committed is None
+    worker.shipped(0, shipment(handoff, HandoffExpired("aborted")))
+    assert (worker.num_requests, rank.num_held) == (0, 0)
 
 
 def test_every_choice_gets_its_first_token(rank: RankOfOne) -> None:
