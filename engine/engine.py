@@ -36,7 +36,8 @@ class SchedulerConfig:
 class Engine(Generic[Logits]):
     """All sequences of one replica, and the blocks that hold their KV. Owned by the step thread.
 
-    `step` is `launch` and `complete`: whoever has something else to do in between calls those.
+    `step` is `launch` and `complete`. Between the two nothing else may be asked of the engine: sequences have not
+    got their tokens yet.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Engine(Generic[Logits]):
         for sequence, num_tokens in step.sequences:
             sequence.computed(num_tokens, self.blocks)
         result = StepResult(
-            did_work=step.has_rows or bool(step.orders),
+            did_work=step.has_rows or bool(step.orders or step.fetched),
             num_computed=sum(num_tokens for _, num_tokens in step.prompts),
             fetched=step.fetched,
         )
@@ -213,7 +214,7 @@ class Engine(Generic[Logits]):
         """There is no next token. Its KV may be why: nobody is to find it."""
         self.end(sequence)
         for prefix_hash in sequence.hashes():
-            self.blocks.discard(prefix_hash)
+            self.blocks.unseal(prefix_hash)
         result.failed.append(sequence)
 
     def _start(self, prompt: Prompt, firsts: list[Chosen]) -> Prefilled:

@@ -146,6 +146,14 @@ class BlockManager:
             self._forget(block)
             self._free.append(block)
 
+    def unseal(self, prefix_hash: bytes) -> None:
+        """Nobody is to find this content again, not even while somebody holds it."""
+        self.discard(prefix_hash)
+        block = self._block_of.get(prefix_hash)
+        if block is not None:
+            self._cached.forget(prefix_hash)
+            self._forget(block)
+
     def share(self, blocks: Iterable[int]) -> None:
         """Take one more reference to each of these held blocks: a sequence forks."""
         for block in blocks:

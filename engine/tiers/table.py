@@ -168,6 +168,12 @@ class TierTable(Generic[T]):
         """What was to be kept there is not."""
         self._lower[tier].discard(prefix_hash)
 
+    def forget(self, hashes: Sequence[bytes]) -> None:
+        """Nobody is to find this content again."""
+        for manager in self._lower.values():
+            for prefix_hash in hashes:
+                manager.unseal(prefix_hash)
+
     # What the world is told.
 
     def num_blocks(self, tier: Tier) -> int:

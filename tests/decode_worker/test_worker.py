@@ -130,7 +130,8 @@ def test_a_request_whose_logits_are_not_finite_ends_alone(
     worker.submit(rank.prompt(good), "router-0", alone)
     expected = _run(worker)
 
-    worker, forward, steps = _worker(RankOfOne(rank.runner)), rank.runner.forward, itertools.count()
+    rank = RankOfOne(rank.runner)
+    worker, forward, steps = _worker(rank), rank.runner.forward, itertools.count()
 
     def poison(batch: Batch) -> Tensor:
         logits = forward(batch).clone()
@@ -148,6 +149,7 @@ def test_a_request_whose_logits_are_not_finite_ends_alone(
     assert isinstance(bad.error, LogitsNotFinite) and bad.heard[-1] == "ended" == beside.heard[-1]
     assert beside.error is None and {1: tokens[1]} == expected
     assert len(tokens.get(8, [])) == step
+    assert rank.blocks.match(poisoned.sequence.hashes()) == 0, "its KV can be found"
     assert worker.num_requests == 0
 
 

@@ -94,7 +94,8 @@ def test_a_prompt_whose_logits_are_not_finite_ends_alone(rank: RankOfOne, monkey
 
     monkeypatch.setattr(rank.runner, "forward", poison)
     bad, beside, handoff = FakeListener(), FakeListener(), rank.handoff(8)
-    worker.submit(rank.prompt(_PROMPT[:8], id="bad"), handoff, bad)
+    poisoned = rank.prompt(_PROMPT[:8], id="bad")
+    worker.submit(poisoned, handoff, bad)
     worker.submit(rank.prompt(_PROMPT[8:16]), None, beside)
     _run(worker)
     assert isinstance(bad.ends[0][1], LogitsNotFinite) and not bad.tokens
@@ -102,6 +103,7 @@ def test_a_prompt_whose_logits_are_not_finite_ends_alone(rank: RankOfOne, monkey
     assert rank.sender.passages[handoff.key].is_aborted and rank.sender.passages[handoff.key].committed is None
     worker.shipped(0, shipment(handoff, HandoffExpired("aborted")))
     assert (worker.num_requests, rank.num_held) == (0, 0)
+    assert rank.blocks.match(poisoned.sequence.hashes()) == 0, "its KV can be found"
 
 
 def test_every_choice_gets_its_first_token(rank: RankOfOne) -> None:

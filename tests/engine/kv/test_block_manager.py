@@ -140,6 +140,23 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("any_eviction", [*EVICTIONS, *metafunc.config.getoption("eviction")])
 
 
+def test_what_is_unsealed_is_not_found_while_it_is_held_nor_later() -> None:
+    manager = BlockManager(2)
+    taken = manager.allocate([], 2)
+    assert taken
+    [first, second], _ = taken
+    for block, prefix_hash in ((first, b"a"), (second, b"b")):
+        manager.seal(block, prefix_hash)
+    manager.free([second])
+    for prefix_hash in (b"a", b"b", b"never seen"):
+        manager.unseal(prefix_hash)
+        manager.check_integrity()
+    assert manager.num_sealed == 0 and manager.num_free == 1
+    manager.free([first])
+    manager.check_integrity()
+    assert manager.num_free == 2 and manager.match([b"a"]) == 0
+
+
 def test_whatever_is_done_nothing_is_lost(any_eviction: str) -> None:
     run_state_machine_as_test(
         partial(BlockManagerMachine, any_eviction),
