@@ -42,7 +42,7 @@ struct ProductCall {
     bf16* out;               // (rows, outputs)
 };
 
-constexpr int MOST_ROWS = 12;     // of one tile of registers
+constexpr int MOST_ROWS = REGISTERS / PARTS >= 32 ? 12 : 6;  // of one tile of registers
 constexpr int SPARE_ROWS = 3;     // beyond the last one, at which its tile may look
 constexpr int BLOCK_ROWS = 96;    // of one walk over the panels: their inputs stay in the second cache
 
@@ -104,23 +104,24 @@ struct Bf16 {
 #endif
     }
     typedef Floats Sum;
-    template <int ROWS, int PANELS>
-    static inline void add(Sum (&sums)[ROWS][PANELS], const Input* x, int64_t stride, const Words (&w)[PANELS]) {
+    typedef FloatPart SumPart;
+    template <int ROWS, int COUNT>
+    static inline void add(SumPart (&sums)[ROWS][COUNT], const Input* x, int64_t stride, const WordPart (&w)[COUNT]) {
 #ifdef __AVX512BF16__
         for (int r = 0; r < ROWS; r++) {
             int32_t pair;
             std::memcpy(&pair, x + r * stride, 4);
-            for (int p = 0; p < PANELS; p++)
+            for (int p = 0; p < COUNT; p++)
                 sums[r][p] = Floats(_mm512_dpbf16_ps(__m512(sums[r][p]), __m512bh(_mm512_set1_epi32(pair)), __m512bh(w[p])));
         }
 #else
-        Floats half[PANELS];
-        for (int p = 0; p < PANELS; p++) half[p] = Floats(w[p] << 16);
+        FloatPart half[COUNT];
+        for (int p = 0; p < COUNT; p++) half[p] = FloatPart(w[p] << 16);
         for (int r = 0; r < ROWS; r++)
-            for (int p = 0; p < PANELS; p++) sums[r][p] += half[p] * x[r * stride];
-        for (int p = 0; p < PANELS; p++) half[p] = Floats(w[p] & 0xffff0000u);
+            for (int p = 0; p < COUNT; p++) sums[r][p] += half[p] * x[r * stride];
+        for (int p = 0; p < COUNT; p++) half[p] = FloatPart(w[p] & 0xffff0000u);
         for (int r = 0; r < ROWS; r++)
-            for (int p = 0; p < PANELS; p++) sums[r][p] += half[p] * x[r * stride + 1];
+            for (int p = 0; p < COUNT; p++) sums[r][p] += half[p] * x[r * stride + 1];
 #endif
     }
     static inline Floats value(Sum sum, const ProductCall&, int64_t, float) { return sum; }
@@ -139,18 +140,19 @@ struct Int8 {
         for (int64_t i = 0; i < inputs; i++) kept[i] = uint8_t(int32_t(y[i] * inverse + 128.5f));
     }
     typedef Ints Sum;
-    template <int ROWS, int PANELS>
-    static inline void add(Sum (&sums)[ROWS][PANELS], const Input* x, int64_t stride, const Words (&w)[PANELS]) {
+    typedef IntPart SumPart;
+    template <int ROWS, int COUNT>
+    static inline void add(SumPart (&sums)[ROWS][COUNT], const Input* x, int64_t stride, const WordPart (&w)[COUNT]) {
         for (int r = 0; r < ROWS; r++) {
 #ifdef __AVX512VNNI__
             int32_t four;
             std::memcpy(&four, x + r * stride, 4);
-            for (int p = 0; p < PANELS; p++)
+            for (int p = 0; p < COUNT; p++)
                 sums[r][p] = Ints(_mm512_dpbusd_epi32(__m512i(sums[r][p]), _mm512_set1_epi32(four), __m512i(w[p])));
 #else
             for (int k = 0; k < 4; k++)
-                for (int p = 0; p < PANELS; p++)
-                    sums[r][p] += (Ints(w[p] << (24 - 8 * k)) >> 24) * int32_t(x[r * stride + k]);
+                for (int p = 0; p < COUNT; p++)
+                    sums[r][p] += (IntPart(w[p] << (24 - 8 * k)) >> 24) * int32_t(x[r * stride + k]);
 #endif
         }
     }
@@ -209,19 +211,24 @@ inline void tile(const ProductCall& p, const Rows<Weights>& rows, int64_t row, i
     const int64_t groups = rows.stride / Weights::GROUP;
     const uint32_t* w = static_cast<const uint32_t*>(p.panels) + panel * groups * LANES;
     const typename Weights::Input* x = rows.x + row * rows.stride;
-    typename Weights::Sum sums[ROWS][PANELS] = {};
+    constexpr int COUNT = PANELS * PARTS;
+    typename Weights::SumPart sums[ROWS][COUNT] = {};
     for (int64_t g = 0; g < groups; g++) {
-        Words group[PANELS];
-        for (int i = 0; i < PANELS; i++) group[i] = load<Words>(w + (i * groups + g) * LANES);
-        Weights::template add<ROWS, PANELS>(sums, x + g * Weights::GROUP, rows.stride, group);
+        WordPart group[COUNT];
+        for (int i = 0; i < COUNT; i++)
+            group[i] = load<WordPart>(w + (i / PARTS * groups + g) * LANES + i % PARTS * PART_LANES);
+        Weights::template add<ROWS, COUNT>(sums, x + g * Weights::GROUP, rows.stride, group);
     }
     for (int r = 0; r < ROWS && row + r < rows.count; r++)
-        for (int i = 0; i < PANELS; i++)
-            put(p, Weights::value(sums[r][i], p, (panel + i) * LANES, rows.scales[row + r]), row + r, (panel + i) * LANES);
+        for (int i = 0; i < PANELS; i++) {
+            const auto sum = load<typename Weights::Sum>(&sums[r][i * PARTS]);
+            put(p, Weights::value(sum, p, (panel + i) * LANES, rows.scales[row + r]), row + r, (panel + i) * LANES);
+        }
 }
 
-// As many panels at once as the 32 registers hold: few rows need many, or each sum would wait for the one before.
-template <int ROWS> constexpr int PANELS_OF = std::min(8, 30 / (ROWS + 2));
+// As many panels at once as the registers hold: few rows need many, or each sum would wait for the one before.
+template <int ROWS>
+constexpr int PANELS_OF = PARTS == 1 ? std::min(8, 30 / (ROWS + 2)) : std::max(1, (REGISTERS - 1) / (PARTS * (ROWS + 1)));
 
 template <class Weights, int ROWS, int PANELS = PANELS_OF<ROWS>>
 inline void panels(const ProductCall& p, const Rows<Weights>& rows, int64_t row, int64_t first, int64_t end) {

@@ -16,6 +16,20 @@ typedef uint32_t Words __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
 typedef int8_t Bytes __attribute__((vector_size(16)));
 
+// What one register holds. Compilers keep wider vectors in memory: where sums must stay in registers, each vector of
+// sixteen is PARTS of these.
+#if defined(__AVX512F__)
+constexpr int PARTS = 1, REGISTERS = 32;
+#elif defined(__AVX2__)
+constexpr int PARTS = 2, REGISTERS = 16;
+#else
+constexpr int PARTS = 4, REGISTERS = 32;  // NEON
+#endif
+constexpr int PART_LANES = LANES / PARTS;
+typedef float FloatPart __attribute__((vector_size(64 / PARTS)));
+typedef int32_t IntPart __attribute__((vector_size(64 / PARTS)));
+typedef uint32_t WordPart __attribute__((vector_size(64 / PARTS)));
+
 template <class V> inline V load(const void* from) {  // no alignment needed
     V v;
     std::memcpy(&v, from, sizeof v);
