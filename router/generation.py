@@ -21,7 +21,6 @@ class RequestRoute:
     wire_bytes: int = 0
     attempts: int = 0
     migrations: int = 0  # attempts that went on where another one had brought tokens
-    moves: int = 0  # from one decode replica to another, KV and all
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Generation(Protocol):
         ...
 
 
-class Dispatcher(Protocol):
-    """Where the doors of the router hand their requests in."""
+class TokenService(Protocol):
+    """Where the doors of the router hand their requests in, as tokens."""
 
     def start(self, request: SequenceRequest) -> Generation: ...

@@ -54,11 +54,7 @@ _COUNTERS = (
     ("disk_hit_tokens", "kv_disk_hit_tokens_total", "Prompt tokens whose KV came back from files."),
     ("host_saved_bytes", "kv_host_saved_bytes_total", "KV copied to memory."),
     ("disk_saved_bytes", "kv_disk_saved_bytes_total", "KV handed on to be written to files."),
-    (
-        "tier_losses",
-        "kv_tier_losses_total",
-        "Blocks dropped on their way to memory or files, or not whole there.",
-    ),
+    ("tier_losses", "kv_tier_losses_total", "Blocks dropped on their way to memory or files, or not whole there."),
     ("transfer_bytes", "kv_transfer_bytes_total", "Bytes on the links, headers included."),
     ("transfer_seconds", "kv_transfer_seconds_total", "Time that handoffs took, from first byte to acknowledgement."),
     ("transfers", "kv_transfers_total", "Handoffs carried out."),

@@ -17,7 +17,7 @@ from cluster.model import config as model_config
 from cluster.model import source as model_source
 from cluster.rpc import worker_pb2
 from cluster.words.request import Role
-from cluster.words.spec import Spec
+from cluster.words.spec import RouterSpec, Spec
 from router.doors.grpc_api import GrpcApi, open_grpc_api
 from router.doors.openai_api import create_app
 from router.metrics import Metrics
@@ -30,7 +30,7 @@ from router.serving.grpc_worker import GrpcWorker
 from router.serving.replicas import Replicas
 from router.text.chat_template import ChatTemplate, find_chat_template
 from router.text.completion import Completions
-from router.text.model_card import ModelCard
+from router.text.completion_request import ModelCard
 from router.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -49,9 +49,7 @@ class RouterService:
         discovery: Discovery,
         metrics: Metrics,
         door: GrpcApi,
-        *,
-        rebalances: bool,
-        backup_tokens: int,
+        spec: RouterSpec,
     ) -> None:
         self._completions = completions
         self._dispatch = core.dispatch
@@ -60,10 +58,10 @@ class RouterService:
         self._metrics = metrics
         self._door = door
         self._tasks = [_start(self._watch())]
-        if rebalances:
+        if spec.rebalance:
             self._tasks.append(_start(core.rebalance_forever()))
-        if backup_tokens:
-            self._tasks.append(_start(core.back_up_forever(every=backup_tokens)))
+        if spec.backup_tokens:
+            self._tasks.append(_start(core.back_up_forever(every=spec.backup_tokens)))
 
     @classmethod
     async def open(cls, spec: Spec, *, index_url: str, router: str, host: str = "127.0.0.1") -> RouterService:
@@ -81,6 +79,7 @@ class RouterService:
             replicas,
             Chooser(policy, max_local_tokens=spec.router.max_local_prefill),
             model=model_config.fingerprint(model_dir),
+            block_size=spec.kv.block_size,
             queue_s=spec.timeouts.queue_s,
             max_waiting=spec.router.max_waiting,
             metrics=metrics,
@@ -88,7 +87,7 @@ class RouterService:
         core = RouterCore(dispatch)
         tokenizer = Tokenizer(model_dir)
         completions = Completions(
-            dispatcher=core,
+            token_service=core,
             tokenizer=tokenizer,
             chat_template=ChatTemplate(find_chat_template(model_dir), special_tokens=tokenizer.special_tokens),
             model=ModelCard(
@@ -104,15 +103,7 @@ class RouterService:
             completions, host=host, port=spec.router.grpc_port, is_port_shared=spec.router.replicas > 1
         )
         discovery.start()
-        service = cls(
-            completions,
-            core,
-            discovery,
-            metrics,
-            door,
-            rebalances=spec.router.rebalance,
-            backup_tokens=spec.router.backup_tokens,
-        )
+        service = cls(completions, core, discovery, metrics, door, spec.router)
         metrics.watch(service._statuses)
         logger.info("router open router=%s grpc=%s:%d", router, host, door.port)
         return service

@@ -196,6 +196,7 @@ async def local_cluster(
         replicas,
         Chooser(policy, max_local_tokens=spec.router.max_local_prefill),
         model=fingerprint,
+        block_size=spec.kv.block_size,
         queue_s=spec.timeouts.queue_s,
         max_waiting=spec.router.max_waiting,
         metrics=Metrics(),

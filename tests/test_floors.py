@@ -84,7 +84,7 @@ prefill_worker.server: cluster(rpc wire words worker) engine(prompts) kvtransfer
 prefill_worker.worker: cluster(rpc words worker) engine(engine kv orders prompts step tiers) kvtransfer(movers
     protocol)
 router.app: cluster(process words) router(service)
-router.doors: cluster(rpc wire words) router(generation metrics text)
+router.doors: cluster(rpc wire words) router(metrics text)
 router.generation: cluster(words)
 router.metrics: cluster(rpc words)
 router.routing: cluster(index words)

@@ -190,7 +190,8 @@ class RouterSpec(_Section):
     """Every so many tokens of an answer, its KV is copied to an idle prefill replica, so that little is computed again
     when its decode replica is lost, and the next turn finds it there. 0: never. What it costs: docs/FAULTS.md."""
     max_waiting: Count = 1024
-    """Requests queued in one router; one tenant may have half of it."""
+    """Requests queued in one router. One is refused where all that wait and those of its own tenant, added up, are so
+    many: a tenant that is alone, as all are who name none, has half of it."""
 
 
 class TimeoutSpec(_Section):

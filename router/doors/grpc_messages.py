@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import asdict
 from typing import Any
 
 from cluster.rpc import inference_pb2 as pb
 from cluster.words.errors import RequestError
-from router.generation import RequestRoute
 from router.text.completion_request import Chat, CompletionRequest
 from router.text.events import Delta, Event, Finished, Summary
 from router.text.tokenizer import Tokenizer
@@ -42,11 +42,7 @@ def response_of(event: Event, *, request_id: str, tokenizer: Tokenizer) -> pb.Ge
             finished = pb.Finished(choice=event.choice, finish_reason=event.reason.value, stop=event.stop)
             return pb.GenerateResponse(finished=finished)
         case Summary():
-            usage = pb.Usage(
-                prompt_tokens=event.usage.prompt_tokens,
-                completion_tokens=event.usage.completion_tokens,
-                cached_tokens=event.usage.cached_tokens,
-            )
+            usage = pb.Usage(**asdict(event.usage))
             return pb.GenerateResponse(summary=pb.Summary(request_id=request_id, usage=usage, trace=_trace(event)))
 
 
@@ -88,15 +84,6 @@ def _delta(delta: Delta, tokenizer: Tokenizer) -> pb.Delta:
 
 
 def _trace(summary: Summary) -> pb.Trace:
-    route: RequestRoute = summary.route
-    return pb.Trace(
-        prefill_replica=route.prefill_replica,
-        decode_replica=route.decode_replica,
-        blocks_shipped=route.blocks_shipped,
-        wire_bytes=route.wire_bytes,
-        ttft_ms=summary.ttft_s * 1e3,
-        itl_ms=summary.itl_s * 1e3,
-        attempts=route.attempts,
-        migrations=route.migrations,
-        pulled_tokens=route.pulled_tokens,
-    )
+    route = asdict(summary.route)
+    del route["cached_tokens"]  # in the usage
+    return pb.Trace(ttft_ms=summary.ttft_s * 1e3, itl_ms=summary.itl_s * 1e3, **route)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from router.doors.event_stream import DONE, data
 from router.doors.openai_forms import JSON, Form
-from router.doors.side_by_side import run_all
 from router.text.completion import Completion
-from router.text.events import Delta, Finished, Summary, TokenUsage
+from router.text.events import Delta, Event, Finished, Summary, TokenUsage
+
+_MAX_QUEUED = 64  # events; a slow client holds the completions up, not our memory
+
+NumberedEvents = AsyncIterator[tuple[int, Event]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +34,7 @@ class OpenAIAnswer:
         """Raises ClusterError."""
         usage = TokenUsage()
         choices = [_Choice(form) for form, one in zip(self.forms, self.completions, strict=True) for _ in range(one.n)]
-        async with run_all(self.completions) as events:
+        async with _run_all(self.completions) as events:
             async for number, event in events:
                 match event:
                     case Delta(choice=choice):
@@ -49,7 +54,7 @@ class OpenAIAnswer:
         """Server-sent events, the last of them [DONE]. Raises ClusterError."""
         usage = TokenUsage()
         opened: set[int] = set()
-        async with run_all(self.completions) as events:
+        async with _run_all(self.completions) as events:
             async for number, event in events:
                 if isinstance(event, Summary):
                     usage += event.usage
@@ -111,8 +116,8 @@ class OpenAIAnswer:
         """An extension: the prompt as the model saw it."""
         for choice in choices:
             completion = self.completions[choice["index"] // self.completions[0].n]
-            place = answer if self.forms[0].is_prompt_shared else choice
-            place["prompt_token_ids"] = list(completion.prompt_ids)
+            owner = answer if self.forms[0].is_prompt_shared else choice
+            owner["prompt_token_ids"] = list(completion.prompt_ids)
 
 
 @dataclass
@@ -134,3 +139,46 @@ def _usage(usage: TokenUsage) -> JSON:
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+
+
+@asynccontextmanager
+async def _run_all(completions: Sequence[Completion]) -> AsyncIterator[NumberedEvents]:
+    """Hold all of them for as long as the block lasts. Gives their events, each with its completion's number.
+
+    The first that fails ends the rest, and its error is raised.
+    """
+    if len(completions) == 1:  # the usual case needs neither a task nor a queue
+        async with completions[0].run() as events:
+            yield _number(events)
+        return
+    queue: asyncio.Queue[tuple[int, Event | Exception]] = asyncio.Queue(_MAX_QUEUED)
+    tasks = [asyncio.ensure_future(_pump(number, one, queue)) for number, one in enumerate(completions)]
+    try:
+        yield _drain(queue, len(tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _number(events: AsyncIterator[Event]) -> NumberedEvents:
+    async for event in events:
+        yield 0, event
+
+
+async def _pump(number: int, completion: Completion, queue: asyncio.Queue[tuple[int, Event | Exception]]) -> None:
+    try:
+        async with completion.run() as events:
+            async for event in events:
+                await queue.put((number, event))
+    except Exception as error:  # carried to the one who reads the queue, and raised there
+        await queue.put((number, error))
+
+
+async def _drain(queue: asyncio.Queue[tuple[int, Event | Exception]], num_running: int) -> NumberedEvents:
+    while num_running:
+        number, event = await queue.get()
+        if isinstance(event, Exception):
+            raise event
+        num_running -= isinstance(event, Summary)
+        yield number, event

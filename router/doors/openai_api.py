@@ -23,8 +23,7 @@ from router.doors.openai_forms import JSON, ChatForm, Form, TextForm
 from router.doors.openai_types import ChatBody, TextBody
 from router.metrics import CONTENT_TYPE
 from router.text.completion import Completion, Completions
-from router.text.completion_request import MAX_REQUEST_BYTES, REQUEST_ID
-from router.text.model_card import ModelCard
+from router.text.completion_request import MAX_REQUEST_BYTES, REQUEST_ID, ModelCard
 from router.text.tokenizer import Tokenizer
 
 Body = TypeVar("Body", TextBody, ChatBody)

@@ -58,17 +58,7 @@ def _parts(value: Any) -> Any:
 
 
 Ignored = Any  # changes nothing about the answer
-Unsupported = Annotated[
-    Any,
-    AfterValidator(
-        Only(
-            (
-                [],
-                {},
-            )
-        )
-    ),
-]
+Unsupported = Annotated[Any, AfterValidator(Only(([], {})))]
 
 
 class _Body(BaseModel):
@@ -219,29 +209,9 @@ class ChatBody(_Sampled):
     """Extension: variables of the template, for example `enable_thinking`."""
     parallel_tool_calls: Ignored = None
     tools: Unsupported = None
-    tool_choice: Annotated[
-        Any,
-        AfterValidator(
-            Only(
-                (
-                    "none",
-                    "auto",
-                )
-            )
-        ),
-    ] = None
+    tool_choice: Annotated[Any, AfterValidator(Only(("none", "auto")))] = None
     functions: Unsupported = None
-    function_call: Annotated[
-        Any,
-        AfterValidator(
-            Only(
-                (
-                    "none",
-                    "auto",
-                )
-            )
-        ),
-    ] = None
+    function_call: Annotated[Any, AfterValidator(Only(("none", "auto")))] = None
     response_format: Annotated[Any, AfterValidator(Only(({"type": "text"},)))] = None
     modalities: Annotated[Any, AfterValidator(Only((["text"],)))] = None
     audio: Unsupported = None

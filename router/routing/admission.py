@@ -24,8 +24,8 @@ _MIN_MEASURED = 4
 
 
 @dataclass(eq=False)
-class Ticket:
-    """One request that waits, or has waited."""
+class QueuedRequest:
+    """A request that waits for its turn, or has waited."""
 
     tenant: str
     priority: int  # smaller first, among its tenant's
@@ -33,7 +33,7 @@ class Ticket:
     arrival: int = -1  # set by the queue
     is_waiting: bool = False  # set by the queue
 
-    def __lt__(self, other: Ticket) -> bool:
+    def __lt__(self, other: QueuedRequest) -> bool:
         """Whether it goes before another one of its tenant."""
         return (self.priority, self.arrival) < (other.priority, other.arrival)
 
@@ -41,7 +41,7 @@ class Ticket:
 @dataclass
 class _Tenant:
     due: float  # virtual time at which its next request is due
-    waiting: list[Ticket] = field(default_factory=list)  # a heap; those that have gone away are passed over
+    waiting: list[QueuedRequest] = field(default_factory=list)  # a heap; those that have gone away are passed over
     num_waiting: int = 0
     cost: float = 0.0  # of those that wait
 
@@ -60,55 +60,55 @@ class AdmissionQueue:
     def __len__(self) -> int:
         return self._num_waiting
 
-    def add(self, ticket: Ticket, *, within_s: float, now: float) -> None:
-        """Take a place. Raises CapacityError, with a hint when to come again, if its turn would not come within_s."""
-        known = self._tenants.get(ticket.tenant)
+    def add(self, queued: QueuedRequest, *, within_s: float, now: float) -> None:
+        """Let it wait. Raises CapacityError, with a hint when to come again, if its turn would not come within_s."""
+        known = self._tenants.get(queued.tenant)
         if self._num_waiting + (known.num_waiting if known else 0) >= self._max_waiting:
             raise CapacityError(
-                f"{self._num_waiting} requests are waiting already", retry_after_s=self._retry_s(ticket, 0.0)
+                f"{self._num_waiting} requests are waiting already", retry_after_s=self._retry_s(queued, 0.0)
             )
-        wait_s = self.wait_s(ticket)
+        wait_s = self.wait_s(queued)
         if wait_s > _CAUTION * within_s:
             raise CapacityError(
                 f"it would wait {wait_s:.1f} s for its turn, and has {within_s:.1f} s",
-                retry_after_s=self._retry_s(ticket, _CAUTION * within_s),
+                retry_after_s=self._retry_s(queued, _CAUTION * within_s),
             )
-        tenant = self._tenants.setdefault(ticket.tenant, _Tenant(due=self._virtual_time))
+        tenant = self._tenants.setdefault(queued.tenant, _Tenant(due=self._virtual_time))
         if not self._num_waiting:
             self._drained.begin(now)
         if not tenant.num_waiting:
             tenant.due = max(tenant.due, self._virtual_time)
-        ticket.arrival, ticket.is_waiting = next(self._arrivals), True
-        heapq.heappush(tenant.waiting, ticket)
-        self._count(tenant, 1, ticket.cost)
+        queued.arrival, queued.is_waiting = next(self._arrivals), True
+        heapq.heappush(tenant.waiting, queued)
+        self._count(tenant, 1, queued.cost)
 
-    def peek(self) -> Ticket | None:
+    def peek(self) -> QueuedRequest | None:
         """Who goes next."""
         tenant = self._next_tenant()
         return self._head(tenant) if tenant else None
 
-    def pop(self, *, now: float) -> Ticket:
+    def pop(self, *, now: float) -> QueuedRequest:
         """Admit who goes next."""
         tenant = self._next_tenant()
         assert tenant, "nobody waits"
-        ticket = self._head(tenant)
+        queued = self._head(tenant)
         heapq.heappop(tenant.waiting)
-        ticket.is_waiting = False
-        self._count(tenant, -1, -ticket.cost)
+        queued.is_waiting = False
+        self._count(tenant, -1, -queued.cost)
         self._virtual_time = max(self._virtual_time, tenant.due)
-        tenant.due += ticket.cost
-        self._drained.add(ticket.cost, now)
+        tenant.due += queued.cost
+        self._drained.add(queued.cost, now)
         self._end_if_idle(now)
-        return ticket
+        return queued
 
-    def remove(self, ticket: Ticket, *, now: float) -> None:
+    def remove(self, queued: QueuedRequest, *, now: float) -> None:
         """It waits no more: its client has gone, or its time is up."""
-        if ticket.is_waiting:
-            ticket.is_waiting = False
-            self._count(self._tenants[ticket.tenant], -1, -ticket.cost)
+        if queued.is_waiting:
+            queued.is_waiting = False
+            self._count(self._tenants[queued.tenant], -1, -queued.cost)
             self._end_if_idle(now)
 
-    def wait_s(self, ticket: Ticket) -> float:
+    def wait_s(self, queued: QueuedRequest) -> float:
         """When the turn of a request that comes now is predicted; 0 while nothing was measured.
 
         Before it go those of its own tenant that are not behind it, and of each other tenant as much as it has, but no
@@ -116,21 +116,21 @@ class AdmissionQueue:
         """
         if not self._drained.per_s:
             return 0.0
-        own = self._tenants.get(ticket.tenant)
+        own = self._tenants.get(queued.tenant)
         waiting = [other for other in (own.waiting if own else []) if other.is_waiting]
-        ahead = sum(other.cost for other in waiting if other.priority <= ticket.priority)
-        share = ahead + ticket.cost
-        others = sum(min(tenant.cost, share) for name, tenant in self._tenants.items() if name != ticket.tenant)
+        ahead = sum(other.cost for other in waiting if other.priority <= queued.priority)
+        share = ahead + queued.cost
+        others = sum(min(tenant.cost, share) for name, tenant in self._tenants.items() if name != queued.tenant)
         return (ahead + others) / self._drained.per_s
 
-    def _retry_s(self, ticket: Ticket, within_s: float) -> float:
-        return max(_MIN_RETRY_S, self.wait_s(ticket) - within_s)
+    def _retry_s(self, queued: QueuedRequest, within_s: float) -> float:
+        return max(_MIN_RETRY_S, self.wait_s(queued) - within_s)
 
     def _next_tenant(self) -> _Tenant | None:
         waiting = (tenant for tenant in self._tenants.values() if tenant.num_waiting)
         return min(waiting, key=lambda tenant: tenant.due, default=None)
 
-    def _head(self, tenant: _Tenant) -> Ticket:
+    def _head(self, tenant: _Tenant) -> QueuedRequest:
         while not tenant.waiting[0].is_waiting:
             heapq.heappop(tenant.waiting)
         return tenant.waiting[0]

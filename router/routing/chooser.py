@@ -13,10 +13,11 @@ from cluster.index.prefix_index import Depths
 from cluster.words.handoff import Holder
 from router.routing.policy import CandidateReplica, Option, Policy, RoutingRequest
 from router.routing.replica_load import ReplicaLoad, UsualRates, candidate_of
-from router.routing.room import decode_has_room, prefill_has_room
 
 _NOTHING = Depths(0, 0, 0)
 _NOBODY: frozenset[str] = frozenset()
+_DEFAULT_ANSWER = 64.0  # tokens, before any answer was seen
+_WEIGHT = 0.05  # of the newest answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,20 @@ class Need:
     num_streams: int = 1
     num_blocks: int = 0  # on a decode replica, with the answer that is predicted
     max_new_tokens: int = 1 << 31
+
+
+class AnswerLength:
+    """How long answers have been lately, in tokens: the mean, where a recent one weighs more."""
+
+    def __init__(self) -> None:
+        self._mean = _DEFAULT_ANSWER
+
+    def add(self, num_tokens: int) -> None:
+        self._mean += _WEIGHT * (num_tokens - self._mean)
+
+    def predict(self, max_tokens: int) -> int:
+        """Of a request that may have so many."""
+        return max(1, min(max_tokens, round(self._mean)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +82,7 @@ class Chooser:
         prefill_needs_room: rather none than a prefill replica that has a second of work left.
         """
         if prefill_needs_room:
-            crowded = {load.replica for load in prefills if not prefill_has_room(load)}
+            crowded = {load.replica for load in prefills if not load.has_room_to_prefill}
             # A policy may offer a few only: let these be of those with room.
             prefills = [load for load in prefills if load.replica not in crowded] or prefills
         options, candidates = self._weigh(need, prefills, decodes, depths, avoid)
@@ -99,13 +114,13 @@ class Chooser:
         avoid: Set[str],
     ) -> tuple[Sequence[Option], list[CandidateReplica]]:
         """The options, and what they were weighed by."""
-        decodes = [load for load in decodes if need.num_tokens < load.max_tokens]
+        decodes = [load for load in decodes if need.num_tokens < load.member.max_tokens]
         if not decodes:
             return [], []
         request = RoutingRequest(
             num_tokens=need.num_tokens,
-            block_size=decodes[0].block_size,
-            bytes_per_token=decodes[0].bytes_per_token,
+            block_size=decodes[0].member.block_size,
+            bytes_per_token=decodes[0].member.bytes_per_token,
             max_local_tokens=self._max_local_tokens,
         )
         usual = UsualRates.of([*prefills, *decodes])
@@ -123,15 +138,16 @@ class Chooser:
         loads: Sequence[ReplicaLoad],
     ) -> Decision:
         option = options[0]
-        held = max((one.cached_tokens for one in candidates if one.replica == option.prefill), default=0)
+        computes = option.prefill or option.decode
+        held = max((one.cached_tokens for one in candidates if one.replica == computes), default=0)
         holder = next((load for load in loads if load.replica == option.pull_from), None)
-        if holder and holder.replica == (option.prefill or option.decode):
+        if holder and holder.replica == computes:
             holder = None  # its own lower tier
         return Decision(
             prefill=option.prefill,
             decode=None if option.prefill and need.max_new_tokens == 1 else option.decode,
             prompt_tokens=max(1, need.num_tokens - max(held, option.pull_tokens)),
-            holder=Holder(replica=holder.replica, address=holder.address, num_tokens=option.pull_tokens)
+            holder=Holder(replica=holder.replica, address=holder.member.address, num_tokens=option.pull_tokens)
             if holder
             else None,
             options=options,
@@ -141,7 +157,8 @@ class Chooser:
 
 def with_room(decodes: Sequence[ReplicaLoad], need: Need) -> list[ReplicaLoad]:
     """The decode replicas that would take it up at once."""
-    return [load for load in decodes if decode_has_room(load, num_blocks=need.num_blocks, num_streams=need.num_streams)]
+    blocks, streams = need.num_blocks, need.num_streams
+    return [load for load in decodes if load.has_room_to_decode(num_blocks=blocks, num_streams=streams)]
 
 
 def _preferred(loads: Sequence[ReplicaLoad], avoid: Set[str]) -> Sequence[ReplicaLoad]:

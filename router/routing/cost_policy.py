@@ -83,32 +83,29 @@ class CostPolicy:
 
 
 def _alone(demand: RoutingRequest, prompt: _Prompt) -> Option:
-    return Option(
-        prefill=None,
-        decode=prompt.view.replica,
-        queue_s=prompt.view.queue_s,
-        pull_from=prompt.pull_from,
-        pull_tokens=prompt.pull_tokens,
-        pull_s=prompt.pull_s,
-        compute_s=prompt.compute_s,
-        stall_s=prompt.compute_s * prompt.view.num_streams * _STALL,
-        keep_s=prompt.keep_s,
-        decode_s=_decode_s(demand, prompt.view),
-    )
+    view = prompt.view
+    option = _option(prompt, prefill=None, decode=view.replica, decode_s=_decode_s(demand, view))
+    option.stall_s = prompt.compute_s * view.num_streams * _STALL
+    return option
 
 
 def _pair(prompt: _Prompt, end: _End) -> Option:
+    option = _option(prompt, prefill=prompt.view.replica, decode=end.view.replica, decode_s=end.decode_s)
+    option.transfer_s = end.num_bytes / prompt.view.link_bytes_per_s
+    return option
+
+
+def _option(prompt: _Prompt, *, prefill: str | None, decode: str, decode_s: float) -> Option:
     return Option(
-        prefill=prompt.view.replica,
-        decode=end.view.replica,
+        prefill=prefill,
+        decode=decode,
         queue_s=prompt.view.queue_s,
         pull_from=prompt.pull_from,
         pull_tokens=prompt.pull_tokens,
         pull_s=prompt.pull_s,
         compute_s=prompt.compute_s,
         keep_s=prompt.keep_s,
-        transfer_s=end.num_bytes / prompt.view.link_bytes_per_s,
-        decode_s=end.decode_s,
+        decode_s=decode_s,
     )
 
 

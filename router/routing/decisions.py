@@ -1,4 +1,4 @@
-"""Why requests went where they went: the last choices of a router, with their numbers."""
+"""Why requests went where they went: the last decisions of a router, with their numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from router.routing.policy import CandidateReplica, Option
 
 _MAX_REQUESTS = 1000
-_MAX_OPTIONS = 8  # of each choice, the best ones
+_MAX_OPTIONS = 8  # of each decision, the best ones
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,20 @@ View = CandidateReplica
 Choose = Callable[[RoutingRequest, Sequence[View]], View]
 
 
+class PoolByPool:
+    """Decides in each pool by the same rule, whatever comes of it in the other."""
+
+    def __init__(self, choose: Choose) -> None:
+        self._choose = choose
+
+    def options(self, demand: RoutingRequest, prefills: Sequence[View], decodes: Sequence[View]) -> Sequence[Option]:
+        if not decodes:
+            return []
+        decode = self._choose(demand, decodes)
+        prefill = self._choose(demand, prefills) if prefills else None
+        return [Option(prefill=prefill.replica if prefill else None, decode=decode.replica)]
+
+
 class RoundRobin:
     """One after the other, each pool for itself."""
 
@@ -23,27 +37,13 @@ class RoundRobin:
 
     def options(self, demand: RoutingRequest, prefills: Sequence[View], decodes: Sequence[View]) -> Sequence[Option]:
         self._turn += 1
-        return _one(demand, prefills, decodes, choose=lambda _, views: views[self._turn % len(views)])
-
-
-class LeastLoaded:
-    """The shortest queue, then the fewest streams."""
-
-    def options(self, demand: RoutingRequest, prefills: Sequence[View], decodes: Sequence[View]) -> Sequence[Option]:
-        return _one(demand, prefills, decodes, choose=_idlest)
-
-
-class PrefixAffinity:
-    """The longest cached prefix, unless it is short or the load has become uneven."""
-
-    def options(self, demand: RoutingRequest, prefills: Sequence[View], decodes: Sequence[View]) -> Sequence[Option]:
-        return _one(demand, prefills, decodes, choose=_nearest)
+        return PoolByPool(lambda _, views: views[self._turn % len(views)]).options(demand, prefills, decodes)
 
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "cost": CostPolicy,
-    "prefix": PrefixAffinity,
-    "least_loaded": LeastLoaded,
+    "prefix": lambda: PoolByPool(_nearest),
+    "least_loaded": lambda: PoolByPool(_idlest),
     "round_robin": RoundRobin,
 }
 
@@ -54,22 +54,13 @@ def make_policy(name: str, *, pulls: bool = False) -> Policy:
     return CostPolicy(pulls=pulls) if make is CostPolicy else make()
 
 
-def _one(
-    demand: RoutingRequest, prefills: Sequence[View], decodes: Sequence[View], *, choose: Choose
-) -> Sequence[Option]:
-    """The choice of each pool by itself."""
-    if not decodes:
-        return []
-    decode = choose(demand, decodes)
-    prefill = choose(demand, prefills) if prefills else None
-    return [Option(prefill=prefill.replica if prefill else None, decode=decode.replica)]
-
-
 def _idlest(_: RoutingRequest, views: Sequence[View]) -> View:
+    """The shortest queue, then the fewest streams."""
     return min(views, key=lambda view: (view.queue_s, view.num_streams))
 
 
 def _nearest(demand: RoutingRequest, views: Sequence[View]) -> View:
+    """The longest cached prefix, unless it is short or the load has become uneven."""
     streams = [view.num_streams for view in views]
     nearest = max(views, key=lambda view: (view.cached_tokens, -view.queue_s, -view.num_streams))
     if max(streams) - min(streams) > _IMBALANCE or nearest.cached_tokens < _MIN_SHARE * demand.num_tokens:

@@ -1,4 +1,4 @@
-"""What a choice of replicas is made from, and what comes out: the words that policies, dispatch and simulator share."""
+"""What a routing decision is made from, and what comes out: the words that policies, dispatch and simulator share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cluster.words.timing import StepTiming
 
 @dataclass(kw_only=True, slots=True)
 class CandidateReplica:
-    """What the choice knows of one replica."""
+    """What a policy knows of one replica."""
 
     replica: str
     cached_tokens: int  # leading tokens of this prompt that it holds, or will hold by the time their turn comes
@@ -30,7 +30,7 @@ class CandidateReplica:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoutingRequest:
-    """What the choice knows of the request."""
+    """What a policy knows of the request."""
 
     num_tokens: int
     block_size: int
@@ -65,7 +65,7 @@ class Option:
 
 
 class Policy(Protocol):
-    """A way to choose. Owned by one router, on its event loop."""
+    """A way to decide. Owned by one router, on its event loop."""
 
     def options(
         self, demand: RoutingRequest, prefills: Sequence[CandidateReplica], decodes: Sequence[CandidateReplica]

@@ -1,14 +1,20 @@
-"""What a router knows of each replica, and what that makes of it as a candidate for one request. Pure."""
+"""What a router knows of each replica: whether it has room, and what it is as a candidate for one request. Pure.
+
+A request waits in the router as long as it can: there it keeps its turn by priority and tenant, and can still go to
+whichever replica is free first. The blocks that it is predicted to need are promised to it for as long as it is there.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cluster.index.membership import Member
 from cluster.index.prefix_index import Depths
 from cluster.words.timing import StepTiming
 from router.routing.policy import CandidateReplica
 
+_MAX_BACKLOG_S = 1.0  # so much work in hand keeps a prefill replica busy until it has told us of its progress
 _DEFAULT_PREFILL_TOKENS_PER_S = 1000.0
 _DEFAULT_STEP_S = 0.02
 _DEFAULT_LINK_BYTES_PER_S = 1e9
@@ -24,14 +30,7 @@ class ReplicaLoad:
     A rate of 0 was not measured yet.
     """
 
-    replica: str
-    address: str  # "host:port" of rank 0
-    max_tokens: int  # of one sequence
-    max_streams: int
-    max_batch_tokens: int
-    block_size: int
-    bytes_per_token: int  # of KV on the wire
-    num_blocks: int  # in all
+    member: Member
     available_blocks: int  # free, or cached and unused
     promised_blocks: int  # to requests of this router: what they hold and what they are predicted to grow by
     promised_streams: int
@@ -45,6 +44,24 @@ class ReplicaLoad:
     host_bytes_per_s: float
     disk_bytes_per_s: float
     timing: StepTiming | None  # None: not learnt yet
+
+    @property
+    def replica(self) -> str:
+        return self.member.replica
+
+    def has_room_to_decode(self, *, num_blocks: int, num_streams: int) -> bool:
+        """Whether it would take them up at once, or only let them wait there instead of here. An idle replica has room
+        for everything; what does not fit at all is refused elsewhere."""
+        streams = max(self.num_told_streams, self.promised_streams)
+        if not streams:
+            return True
+        used = max(self.member.num_blocks - self.available_blocks, self.promised_blocks)
+        fits = used + num_blocks <= self.member.num_blocks and streams + num_streams <= self.member.max_running
+        return fits and not self.num_waiting
+
+    @property
+    def has_room_to_prefill(self) -> bool:
+        return self.queued_tokens <= _MAX_BACKLOG_S * (self.prefill_tokens_per_s or _DEFAULT_PREFILL_TOKENS_PER_S)
 
 
 @dataclass(frozen=True)
@@ -69,14 +86,14 @@ def candidate_of(load: ReplicaLoad, held: Depths, usual: UsualRates) -> Candidat
     tokens_per_s = load.prefill_tokens_per_s or usual.prefill_tokens_per_s
     return CandidateReplica(
         replica=load.replica,
-        cached_tokens=held.device * load.block_size,
-        stored_tokens=held.disk * load.block_size,
+        cached_tokens=held.device * load.member.block_size,
+        stored_tokens=held.disk * load.member.block_size,
         queue_s=load.queued_tokens / tokens_per_s,
         num_streams=load.num_streams,
-        num_blocks=load.num_blocks,
+        num_blocks=load.member.num_blocks,
         available_blocks=load.available_blocks,
         timing=load.timing or StepTiming(base_s=usual.step_s, token_s=1 / tokens_per_s),
-        max_batch_tokens=load.max_batch_tokens,
+        max_batch_tokens=load.member.max_batch_tokens,
         link_bytes_per_s=load.link_bytes_per_s or usual.link_bytes_per_s,
         restore_bytes_per_s=_restore_bytes_per_s(held, load),
     )

@@ -18,15 +18,14 @@ from cluster.words.errors import ClusterError
 from cluster.words.handoff import Handoff, Holder
 from cluster.words.request import SequenceRequest
 from router.serving.attempt_tasks import AttemptTasks
-from router.serving.booking import Booking
 from router.serving.choices import Choices
+from router.serving.decode_streams import DecodeStreams
 from router.serving.dispatch import Dispatch, may_retry
-from router.serving.pair import Pair
-from router.serving.places import Places
+from router.serving.pair import Booking, Pair
 from router.serving.replica import Replica
 from router.serving.request_state import RequestState
 
-_SHIPPED_S = 1.0  # the account of a transfer may come a little later than the tokens that prove it
+_SHIPPED_S = 1.0  # the account of a transfer may come a little later than the tokens decoded after it
 _STOP_S = 1.0
 
 
@@ -50,32 +49,34 @@ class Attempt:
         self._used = {replica.id for replica in (pair.prefill, pair.decode) if replica}
         self._choices = Choices(state, request.choices, has_prefill=pair.prefill is not None)
         self._tasks = AttemptTasks(self._choices, request_id=request.id)
-        self.places = Places(state, request, self._choices, self._tasks, room=pair.room, dispatch=dispatch)
+        self.streams = DecodeStreams(
+            state, request, self._choices, self._tasks, booking=pair.decode_booking, dispatch=dispatch
+        )
         self._prefilling: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         try:
             if decode := self._pair.decode:
-                self.places.begin(decode)
+                self.streams.begin(decode)
                 self._tasks.start(self._lease(decode))
             else:
                 self._tasks.start(self._prefill(None))
             await self._choices.wait()
-            if self._prefilling:
+            if self._prefilling and self._choices.is_decoding:
                 await asyncio.wait({self._prefilling}, timeout=_SHIPPED_S)
         finally:
-            self._prompt_computed()
+            self._pair.prompt_booking.end()
             try:
                 await self._tasks.close()
             finally:  # a client that leaves may interrupt even this
-                self.places.close()
+                self.streams.close()
 
     async def stop(self, choice: int) -> None:
         """This choice needs no more tokens; none will follow."""
         self._choices.finish(choice)
-        if self._choices.unfinished and (place := self.places.of(choice)):
+        if self._choices.unfinished and (stream := self.streams.of(choice)):
             with suppress(ClusterError):  # a replica that is lost generates nothing any more
-                await place.replica.worker.stop([place.stream], timeout_s=_STOP_S)
+                await stream.replica.worker.stop([stream.key], timeout_s=_STOP_S)
 
     @property
     def blamed(self) -> set[str]:
@@ -103,9 +104,10 @@ class Attempt:
                     case "started":
                         self._choices.started(epoch=event.started.epoch)
                         if prefill_here:
+                            self._pair.prompt_booking.end(is_computed=True)
                             self._route.pulled_tokens = event.started.pulled_tokens
         except ClusterError as error:
-            if self.places.on(decode):
+            if self.streams.on(decode):
                 self._choices.fail(error)
         finally:
             booking.end()
@@ -124,18 +126,20 @@ class Attempt:
     async def _prefill(self, handoff: Handoff | None) -> None:
         """handoff: where the prompt's KV is wanted; None: only the first tokens are. Fails the attempt where nobody
         can compute it."""
-        while prefill := self._pair.prefill:
+        while True:
+            prefill = self._pair.prefill
+            assert prefill
             try:
                 return await prefill.unless_lost(self._call_prefill(prefill, handoff))
             except ClusterError as error:
-                self._prompt_computed()
-                other = None
-                if may_retry(error) and not self._choices.has_first:
-                    other = self._dispatch.another_prefill(self._request, self._pair, avoid=self._avoid | self._used)
+                self._pair.prompt_booking.end()
+                is_wanted = may_retry(error) and not self._choices.has_first
+                avoid = self._avoid | self._used
+                other = self._dispatch.another_prefill(self._request, self._pair, avoid=avoid) if is_wanted else None
                 self._pair = other or replace(self._pair, prefill=None)
-                if self._pair.prefill is None:
+                if not (other and other.prefill):
                     return self._choices.fail(error)
-                self._used.add(self._pair.prefill.id)
+                self._used.add(other.prefill.id)
             handoff = replace(handoff, epoch=handoff.epoch + 1) if handoff else None
 
     async def _call_prefill(self, prefill: Replica, handoff: Handoff | None) -> None:
@@ -147,7 +151,7 @@ class Attempt:
         try:
             async for event in call:
                 if event.WhichOneof("event") == "first_tokens":
-                    self._prompt_computed()
+                    self._pair.prompt_booking.end(is_computed=True)
                     self._route.prefill_replica = prefill.id
                     self._route.cached_tokens = event.first_tokens.cached_tokens
                     self._route.pulled_tokens = event.first_tokens.pulled_tokens
@@ -158,13 +162,7 @@ class Attempt:
                     self._route.wire_bytes += event.shipped.wire_bytes
         finally:
             booking.end()
-            self._prompt_computed()
             call.cancel()
-
-    def _prompt_computed(self) -> None:
-        """Or given up."""
-        if self._pair.prompt:
-            self._pair.prompt.end()
 
     def _holder_for(self, replica: Replica) -> Holder | None:
         holder = self._pair.holder

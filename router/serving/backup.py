@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 from cluster.words.errors import ClusterError
 from cluster.words.handoff import Holder
 from cluster.words.request import Role, Sampling, SequenceRequest
-from router.serving.places import Places, Running
+from router.serving.decode_streams import DecodeStreams, Running
 from router.serving.replica import Replica
 from router.serving.replicas import Replicas
 
@@ -42,13 +42,13 @@ class _Copied:
 class Backup:
     """Copies the requests of one router."""
 
-    def __init__(self, replicas: Replicas, *, running: Set[Places], every: int) -> None:
+    def __init__(self, replicas: Replicas, *, running: Set[DecodeStreams], every: int) -> None:
         """every: tokens of an answer from one copy to the next."""
         self._replicas = replicas
         self._running = running
         self._every = every
-        self._copied: WeakKeyDictionary[Places, _Copied] = WeakKeyDictionary()
-        self._under_way: dict[Places, asyncio.Task[None]] = {}
+        self._copied: WeakKeyDictionary[DecodeStreams, _Copied] = WeakKeyDictionary()
+        self._under_way: dict[DecodeStreams, asyncio.Task[None]] = {}
 
     async def run_forever(self) -> None:
         try:
@@ -63,34 +63,34 @@ class Backup:
     def _begin_some(self) -> None:
         """Those that are furthest behind first, a few at once for each idle prefill replica."""
         usable = {replica.id: replica for replica in self._replicas.usable(Role.PREFILL)}
-        on_their_way = Counter(self._copied[places].prefill for places in self._under_way)
+        on_their_way = Counter(self._copied[answer].prefill for answer in self._under_way)
         room = {name: _AT_ONCE - on_their_way[name] for name, replica in usable.items() if _is_idle(replica)}
-        for places in sorted(self._running - self._under_way.keys(), key=self._num_behind, reverse=True):
-            if self._num_behind(places) < self._every:
+        for answer in sorted(self._running - self._under_way.keys(), key=self._num_behind, reverse=True):
+            if self._num_behind(answer) < self._every:
                 break
-            home = self._home_of(places)  # what is there already need not be fetched again
+            home = self._home_of(answer)  # what is there already need not be fetched again
             name = home if home in usable else max(room, key=lambda name: room[name], default="")
             # None: of several choices, or not there yet. Asked last, for it puts all tokens together.
-            if room.get(name, 0) > 0 and (running := places.running()):
+            if room.get(name, 0) > 0 and (running := answer.running()):
                 room[name] -= 1
-                self._begin(places, running, usable[name])
+                self._begin(answer, running, usable[name])
 
-    def _begin(self, places: Places, running: Running, prefill: Replica) -> None:
-        self._copied[places] = _Copied(places.num_tokens(), prefill.id)  # also if it fails: the next one will do
-        task = self._under_way[places] = asyncio.create_task(_copy(running, prefill))
-        task.add_done_callback(lambda _: self._under_way.pop(places, None))
+    def _begin(self, answer: DecodeStreams, running: Running, prefill: Replica) -> None:
+        self._copied[answer] = _Copied(answer.num_tokens(), prefill.id)  # also if it fails: the next one will do
+        task = self._under_way[answer] = asyncio.create_task(_copy(running, prefill))
+        task.add_done_callback(lambda _: self._under_way.pop(answer, None))
 
-    def _num_behind(self, places: Places) -> int:
+    def _num_behind(self, answer: DecodeStreams) -> int:
         """Tokens that no prefill replica has: of the answer, and of a prompt that the decode replica has computed."""
-        copied = self._copied.get(places)
+        copied = self._copied.get(answer)
         if copied:
-            return places.num_tokens() - copied.num_tokens
-        return places.num_tokens() - (places.num_given if places.prefill_replica else 0)
+            return answer.num_tokens() - copied.num_tokens
+        return answer.num_tokens() - (answer.num_given if answer.prefill_replica else 0)
 
-    def _home_of(self, places: Places) -> str:
+    def _home_of(self, answer: DecodeStreams) -> str:
         """The prefill replica that has the beginning; "" where there is none."""
-        copied = self._copied.get(places)
-        return copied.prefill if copied else places.prefill_replica
+        copied = self._copied.get(answer)
+        return copied.prefill if copied else answer.prefill_replica
 
 
 async def _copy(running: Running, prefill: Replica) -> None:

@@ -5,18 +5,18 @@ from __future__ import annotations
 from cluster.words.request import SequenceRequest
 from router.generation import Generation
 from router.serving.backup import Backup
+from router.serving.decode_streams import DecodeStreams
 from router.serving.dispatch import Dispatch
-from router.serving.places import Places
 from router.serving.rebalance import Rebalancer
 from router.serving.relay import Relay
 
 
 class RouterCore:
-    """Implements router.generation.Dispatcher. Owns what runs, and the loops that move it and copy it."""
+    """Implements router.generation.TokenService. Owns what runs, and the loops that move it and copy it."""
 
     def __init__(self, dispatch: Dispatch) -> None:
         self.dispatch = dispatch
-        self._running: set[Places] = set()
+        self._running: set[DecodeStreams] = set()
 
     def start(self, request: SequenceRequest) -> Generation:
         return Relay(request, self.dispatch, self._running)

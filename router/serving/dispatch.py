@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass
 
 from cluster.words.errors import (
     CapacityError,
@@ -20,15 +19,13 @@ from cluster.words.errors import (
 from cluster.words.hashing import block_hashes, root_hash
 from cluster.words.request import Role, SequenceRequest
 from router.metrics import Metrics
-from router.routing.admission import Ticket
-from router.routing.chooser import Chooser, Decision, Need, with_room
+from router.routing.admission import QueuedRequest
+from router.routing.chooser import AnswerLength, Chooser, Decision, Need, with_room
 from router.routing.decisions import Decisions
 from router.routing.replica_load import ReplicaLoad
-from router.routing.room import AnswerLength
-from router.serving.booking import Booking
 from router.serving.gate import AdmissionGate
-from router.serving.move import Place
-from router.serving.pair import Pair
+from router.serving.move import DecodeStream
+from router.serving.pair import Booking, Pair, PromptBooking
 from router.serving.replica import Replica
 from router.serving.replicas import Replicas
 
@@ -48,13 +45,22 @@ class Dispatch:
     """Chooses and books replicas. One per router; lives on the event loop."""
 
     def __init__(
-        self, replicas: Replicas, chooser: Chooser, *, model: str, queue_s: float, max_waiting: int, metrics: Metrics
+        self,
+        replicas: Replicas,
+        chooser: Chooser,
+        *,
+        model: str,
+        block_size: int,
+        queue_s: float,
+        max_waiting: int,
+        metrics: Metrics,
     ) -> None:
         """model: fingerprint, as in the prefix hashes. queue_s: how long a request may wait for a replica with room."""
         self.replicas = replicas
         self.decisions = Decisions()
         self._chooser = chooser
         self._model = model
+        self._block_size = block_size
         self._queue_s = queue_s
         self._metrics = metrics
         self._answers = AnswerLength()
@@ -72,9 +78,9 @@ class Dispatch:
         began_at = self._now()
         asked = self._asked(request)
         self._check_length(request)
-        ticket = Ticket(request.tenant, request.priority, cost=self._cost(request))
+        queued = QueuedRequest(request.tenant, request.priority, cost=self._cost(request))
         pair = await self._gate.enter(
-            ticket, lambda: self._choose_with_room(asked), within_s=request.deadline_s, give_back=self.give_back
+            queued, lambda: self._choose_with_room(asked), within_s=request.deadline_s, give_back=self.give_back
         )
         self._metrics.queue_time.observe(self._now() - began_at)
         return pair
@@ -91,7 +97,7 @@ class Dispatch:
             decodes = self._loads(Role.DECODE)
             # A prompt may wait behind others where the beginning of it is.
             for some in (with_room(decodes, asked.need), decodes):
-                if pair := self._choose(asked, self._loads(Role.PREFILL), some, avoid=avoid):
+                if pair := self._choose(asked, some, avoid=avoid):
                     return pair
             try:
                 await self.replicas.changed(timeout_s=give_up_at - self._now())
@@ -103,17 +109,6 @@ class Dispatch:
         pair.release()
         self._gate.wake()
 
-    @contextmanager
-    def expected(self, pair: Pair) -> Iterator[None]:
-        """Meanwhile a pair computes its prompt: let its siblings know."""
-        replica = pair.prefill or pair.decode
-        assert replica
-        self.replicas.index.expect(replica.id, pair.hashes)
-        try:
-            yield
-        finally:
-            self.replicas.index.settle(replica.id, pair.hashes)
-
     def another_prefill(self, request: SequenceRequest, pair: Pair, *, avoid: Set[str]) -> Pair | None:
         """The same pair with another prefill replica, for a request whose decode replica waits for its prompt."""
         if pair.decode is None:
@@ -123,15 +118,24 @@ class Dispatch:
         decision = self._chooser.choose_prefill(
             asked.need, self._loads(Role.PREFILL), pair.decode.load(), depths, avoid=avoid
         )
-        return replace(self._book_prompt(asked, decision), decode=pair.decode, room=pair.room) if decision else None
+        if decision is None:
+            return None
+        return self._booked(asked, decision, decode=pair.decode, decode_booking=pair.decode_booking)
 
-    def another_place(self, request: SequenceRequest) -> Place | None:
-        """Another decode replica for a request that runs on one that drains, and a stream key for a choice."""
+    def another_decode(self, request: SequenceRequest) -> DecodeStream | None:
+        """A decode replica for a choice that runs on one that drains, with room if any has; and a stream key there."""
         asked = self._asked(request)
         depths = self.replicas.index.depths(asked.hashes)
-        decision = self._chooser.choose(asked.need, [], self._loads(Role.DECODE), depths)
-        replica = self._replica(decision.decode) if decision else None
-        return Place(replica, self.replicas.new_streams(1)) if replica else None
+        decodes = self._loads(Role.DECODE)
+        for some in (with_room(decodes, asked.need), decodes):
+            decision = self._chooser.choose(asked.need, [], some, depths)
+            if decision and (replica := self._replica(decision.decode)):
+                return DecodeStream(replica, self.replicas.new_streams(1))
+        return None
+
+    def num_blocks(self, request: SequenceRequest) -> int:
+        """That it is predicted to need on a decode replica."""
+        return self._need(request).num_blocks
 
     def may_try_again(self, error: ClusterError, avoid: Set[str]) -> bool:
         """Whether another try may help. Where every decode replica is full, the client hears so at once."""
@@ -145,13 +149,12 @@ class Dispatch:
             self._answers.add(number)
 
     def _choose_with_room(self, asked: _Asked) -> Pair | None:
-        decodes = with_room(self._loads(Role.DECODE), asked.need)
-        return self._choose(asked, self._loads(Role.PREFILL), decodes, prefill_needs_room=True)
+        self._check_length(asked.request)  # the first replica may have come only now
+        return self._choose(asked, with_room(self._loads(Role.DECODE), asked.need), prefill_needs_room=True)
 
     def _choose(
         self,
         asked: _Asked,
-        prefills: Sequence[ReplicaLoad],
         decodes: Sequence[ReplicaLoad],
         *,
         avoid: Set[str] = frozenset(),
@@ -161,6 +164,7 @@ class Dispatch:
         if not decodes:
             return None
         depths = self.replicas.index.depths(asked.hashes)
+        prefills = self._loads(Role.PREFILL)
         decision = self._chooser.choose(
             asked.need, prefills, decodes, depths, avoid=avoid, prefill_needs_room=prefill_needs_room
         )
@@ -168,42 +172,44 @@ class Dispatch:
             return None
         self.decisions.add(asked.request.id, decision.options, decision.candidates)
         logger.debug("route request=%s %s", asked.request.id, decision.options[0])
-        pair = self._book_prompt(asked, decision)
-        if decode := self._replica(decision.decode):
-            need = asked.need
-            room = Booking(decode, num_blocks=need.num_blocks, num_streams=need.num_streams)
-            pair = replace(pair, decode=decode, room=room)
-        return pair
+        decode = self._replica(decision.decode)
+        need = asked.need
+        booking = Booking(decode, num_blocks=need.num_blocks, num_streams=need.num_streams) if decode else None
+        return self._booked(asked, decision, decode=decode, decode_booking=booking)
 
-    def _book_prompt(self, asked: _Asked, decision: Decision) -> Pair:
-        """The prefill half of a pair."""
+    def _booked(
+        self, asked: _Asked, decision: Decision, *, decode: Replica | None, decode_booking: Booking | None
+    ) -> Pair:
+        """The pair of a decision, with its prompt booked where it is to be computed."""
         prefill = self._replica(decision.prefill)
+        computes = prefill or decode
+        assert computes
         return Pair(
             prefill=prefill,
-            decode=None,
-            prompt=Booking(prefill, prompt_tokens=decision.prompt_tokens) if prefill else None,
-            room=None,
+            decode=decode,
+            prompt_booking=PromptBooking(
+                computes, self.replicas.index, asked.hashes, num_tokens=decision.prompt_tokens
+            ),
+            decode_booking=decode_booking,
             holder=decision.holder,
-            hashes=asked.hashes,
         )
 
     def _asked(self, request: SequenceRequest) -> _Asked:
+        root = root_hash(self._model, adapter=request.adapter, salt=request.salt)
+        hashes = block_hashes(root, request.token_ids, block_size=self._block_size)
+        return _Asked(request, self._need(request), hashes)
+
+    def _need(self, request: SequenceRequest) -> Need:
         num_tokens, num_streams = len(request.token_ids), len(request.choices)
-        members = [replica.member for replica in self.replicas.usable(Role.DECODE)]
-        if not members:
-            return _Asked(request, Need(num_tokens=num_tokens, num_streams=num_streams), [])
-        block_size = members[0].block_size
-        prompt_blocks = num_tokens // block_size
+        prompt_blocks = num_tokens // self._block_size
         # Choices share the full blocks of the prompt.
-        per_choice = -(-(num_tokens + self._predicted_tokens(request)) // block_size) - prompt_blocks
-        need = Need(
+        per_choice = -(-(num_tokens + self._predicted_tokens(request)) // self._block_size) - prompt_blocks
+        return Need(
             num_tokens=num_tokens,
             num_streams=num_streams,
             num_blocks=prompt_blocks + per_choice * num_streams,
             max_new_tokens=request.sampling.max_tokens - request.num_generated,
         )
-        root = root_hash(self._model, adapter=request.adapter, salt=request.salt)
-        return _Asked(request, need, block_hashes(root, request.token_ids, block_size=block_size))
 
     def _predicted_tokens(self, request: SequenceRequest) -> int:
         return self._answers.predict(max(1, request.sampling.max_tokens - request.num_generated))

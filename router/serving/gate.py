@@ -7,11 +7,9 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from cluster.words.errors import CapacityError, ClusterError
-from router.routing.admission import AdmissionQueue, Ticket
+from router.routing.admission import AdmissionQueue, QueuedRequest
 
 T = TypeVar("T")
-
-_PATIENCE = 4  # times the longest wait, for a request whose turn was predicted wrongly while the queue moves on
 
 
 class AdmissionGate(Generic[T]):
@@ -22,63 +20,62 @@ class AdmissionGate(Generic[T]):
     """
 
     def __init__(self, *, max_waiting: int, queue_s: float) -> None:
-        """queue_s: how long a request may wait where nothing moves, and what a prediction is held against."""
+        """queue_s: how long a request may wait, and what a prediction is held against."""
         self._queue = AdmissionQueue(max_waiting=max_waiting)
         self._queue_s = queue_s
         self._now = asyncio.get_running_loop().time
-        self._num_passed = 0
-        self._choosers: dict[Ticket, tuple[Callable[[], T | None], asyncio.Future[T]]] = {}
+        self._waiting: dict[QueuedRequest, tuple[Callable[[], T | None], asyncio.Future[T]]] = {}
 
     def __len__(self) -> int:
         """How many wait."""
         return len(self._queue)
 
     async def enter(
-        self, ticket: Ticket, choose: Callable[[], T | None], *, within_s: float | None, give_back: Callable[[T], None]
+        self,
+        queued: QueuedRequest,
+        choose: Callable[[], T | None],
+        *,
+        within_s: float | None,
+        give_back: Callable[[T], None],
     ) -> T:
         """What `choose` takes, at this request's turn.
 
         Raises CapacityError, at once if its turn would come later than `within_s` (None: no deadline), and whatever
-        `choose` raises. Whoever was let in to wait is not sent away because the prediction was wrong: as long as others
-        pass, it keeps its place. What was taken for a request that has been cancelled meanwhile goes to `give_back`.
+        `choose` raises. Where the prediction was wrong it comes after min(within_s, queue_s). What was taken for a
+        request that has been cancelled meanwhile goes to `give_back`.
         """
         if not len(self._queue) and (taken := choose()) is not None:
             return taken
         limit_s = self._queue_s if within_s is None else min(within_s, self._queue_s)
-        self._queue.add(ticket, within_s=limit_s, now=self._now())
+        self._queue.add(queued, within_s=limit_s, now=self._now())
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._choosers[ticket] = (choose, future)
+        self._waiting[queued] = (choose, future)
         try:
-            for _ in range(_PATIENCE if within_s is None else 1):
-                num_passed = self._num_passed
-                await asyncio.wait({future}, timeout=limit_s)
-                if future.done():
-                    return future.result()
-                if self._num_passed == num_passed:
-                    break
-            hint_s = max(1.0, self._queue.wait_s(ticket))
+            await asyncio.wait({future}, timeout=limit_s)
+            if future.done():
+                return future.result()
+            hint_s = max(1.0, self._queue.wait_s(queued))
             raise CapacityError(f"no replica had room within {limit_s:g} s", retry_after_s=hint_s)
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and not future.exception():
                 give_back(future.result())
             raise
         finally:
-            del self._choosers[ticket]
-            self._queue.remove(ticket, now=self._now())
+            del self._waiting[queued]
+            self._queue.remove(queued, now=self._now())
             self.wake()  # the next one may need less
 
     def wake(self) -> None:
         """Something may have become free."""
-        while (ticket := self._queue.peek()) is not None:
-            choose, future = self._choosers[ticket]
+        while (queued := self._queue.peek()) is not None:
+            choose, future = self._waiting[queued]
             try:
                 taken = choose()
             except ClusterError as error:
                 future.set_exception(error)
-                self._queue.remove(ticket, now=self._now())
+                self._queue.remove(queued, now=self._now())
                 continue
             if taken is None:
                 return
             self._queue.pop(now=self._now())
-            self._num_passed += 1
             future.set_result(taken)

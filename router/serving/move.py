@@ -25,17 +25,17 @@ Lease = WorkerCall[pb.GenerateEvent]
 
 
 @dataclass(frozen=True)
-class Place:
+class DecodeStream:
     """Where a choice runs, and the key of its tokens there."""
 
     replica: Replica
-    stream: int
+    key: int
 
 
 class ChoiceMove:
     """One choice on its way from `source` to `target`. Leaves nothing behind on the target unless `run` succeeds."""
 
-    def __init__(self, source: Place, target: Place) -> None:
+    def __init__(self, source: DecodeStream, target: DecodeStream) -> None:
         self.lease: Lease | None = None  # on the target
         self._source = source
         self._target = target
@@ -48,14 +48,14 @@ class ChoiceMove:
         Afterwards its tokens come from the target: `follow` says where to.
         """
         source, target = self._source.replica, self._target.replica
-        target.subscribe(self._target.stream, self._take)
+        target.subscribe(self._target.key, self._take)
         has_moved = False
         try:
             self.lease = target.worker.generate(request, continues=True)
             async for event in self.lease:
                 if event.WhichOneof("event") == "reserved":
                     handoff = handoff_from_proto(event.reserved.handoff)
-                    reply = await source.worker.migrate(self._source.stream, handoff)
+                    reply = await source.worker.migrate(self._source.key, handoff)
                     has_moved = reply.moved
                     if not has_moved:
                         logger.debug("request=%s stays on %s: %s", request.id, source.id, reply.reason)
@@ -76,7 +76,7 @@ class ChoiceMove:
             return None
         finally:
             if not has_moved:
-                target.unsubscribe(self._target.stream)
+                target.unsubscribe(self._target.key)
                 if self.lease:
                     self.lease.cancel()
 

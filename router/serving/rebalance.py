@@ -12,9 +12,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from cluster.words.request import Role
-from router.routing.room import decode_has_room
-from router.serving.move import Place
-from router.serving.places import Places
+from router.serving.decode_streams import DecodeStreams
+from router.serving.move import DecodeStream
 from router.serving.replica import Replica
 from router.serving.replicas import Replicas
 
@@ -47,7 +46,7 @@ def next_move(crowds: Sequence[Crowd]) -> tuple[str, str] | None:
 class Rebalancer:
     """Moves the requests of one router, one at a time. Others may do the same: the gap leaves room for that."""
 
-    def __init__(self, replicas: Replicas, *, running: Collection[Places]) -> None:
+    def __init__(self, replicas: Replicas, *, running: Collection[DecodeStreams]) -> None:
         self._replicas = replicas
         self._running = running
 
@@ -63,15 +62,14 @@ class Rebalancer:
         if not found:
             return None
         source, target = (decodes[name] for name in found)
-        movable = [places for places in self._running if self._may_move(places, source, target)]
+        movable = [answer for answer in self._running if self._may_move(answer, source, target)]
         if not movable:
             return None
-        places = min(movable, key=lambda places: places.num_given)  # the least to ship
-        choice = places.only_on(source)
+        answer = min(movable, key=lambda answer: answer.num_given)  # the least to ship
+        choice = answer.only_on(source)
         assert choice is not None
-        return places.start_move(choice, Place(target, self._replicas.new_streams(1)))
+        return answer.start_move(choice, DecodeStream(target, self._replicas.new_streams(1)))
 
-    def _may_move(self, places: Places, source: Replica, target: Replica) -> bool:
-        return places.only_on(source) is not None and decode_has_room(
-            target.load(), num_blocks=places.num_blocks, num_streams=1
-        )
+    def _may_move(self, answer: DecodeStreams, source: Replica, target: Replica) -> bool:
+        has_room = target.load().has_room_to_decode(num_blocks=answer.num_blocks, num_streams=1)
+        return has_room and answer.only_on(source) is not None

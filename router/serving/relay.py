@@ -15,9 +15,9 @@ from cluster.words.errors import ClusterError
 from cluster.words.request import SequenceRequest
 from router.generation import ChoiceToken, Generation
 from router.serving.attempt import Attempt
+from router.serving.decode_streams import DecodeStreams
 from router.serving.dispatch import Dispatch
 from router.serving.pair import Pair
-from router.serving.places import Places
 from router.serving.request_state import RequestState
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ _BACKOFF_S, _MAX_BACKOFF_S = 0.01, 1.0
 class Relay:
     """Implements router.generation.Generation: a task that serves the request, and the tokens that it has brought."""
 
-    def __init__(self, request: SequenceRequest, dispatch: Dispatch, running: set[Places]) -> None:
+    def __init__(self, request: SequenceRequest, dispatch: Dispatch, running: set[DecodeStreams]) -> None:
         """running: the attempts of all requests that are under way."""
         self._state = RequestState(request)
         self.route = self._state.route
@@ -57,9 +57,10 @@ class Relay:
             yield item
 
     async def stop(self, choice: int) -> None:
-        self._state.unfinished.discard(choice)
         if attempt := self._attempts.get(choice):
             await attempt.stop(choice)
+        else:
+            self._state.unfinished.discard(choice)
 
     async def _run(self) -> None:
         state = self._state
@@ -112,13 +113,13 @@ class Relay:
         """One try. Adds to `failed` the replicas on which it may have failed, if it fails."""
         state, dispatch = self._state, self._dispatch
         state.route.attempts += 1
-        state.route.migrations += state.num_tokens(choices) > 0
+        if state.num_tokens(choices):
+            state.route.migrations += 1
         try:
             state.check_deadline()
             pair = pair or await dispatch.choose(state.continuation(choices), avoid=failed)
             if choices := self._unfinished(choices):  # some may have been stopped meanwhile
-                with dispatch.expected(pair):
-                    await self._try(choices, pair, failed=failed)
+                await self._try(choices, pair, failed=failed)
         finally:
             if pair:
                 dispatch.give_back(pair)
@@ -128,14 +129,14 @@ class Relay:
         request = self._state.continuation(choices, stream=stream)
         attempt = Attempt(self._state, request, pair, dispatch=self._dispatch, avoid=failed)
         self._attempts |= dict.fromkeys(choices, attempt)
-        self._running.add(attempt.places)  # it may be moved to a replica that has less to do, and is copied
+        self._running.add(attempt.streams)  # it may be moved to a replica that has less to do, and is copied
         try:
             await attempt.run()
         except ClusterError:
             failed |= attempt.blamed
             raise
         finally:
-            self._running.discard(attempt.places)
+            self._running.discard(attempt.streams)
 
     def _unfinished(self, choices: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(choice for choice in choices if choice in self._state.unfinished)

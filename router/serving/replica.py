@@ -156,17 +156,10 @@ class Replica:
         self._on_change()
 
     def _weighed(self) -> ReplicaLoad:
-        member, status = self.member, self.status
+        status = self.status
         told = status.running + status.waiting
         return ReplicaLoad(
-            replica=member.replica,
-            address=member.address,
-            max_tokens=member.max_tokens,
-            max_streams=member.max_running,
-            max_batch_tokens=member.max_batch_tokens,
-            block_size=member.block_size,
-            bytes_per_token=member.bytes_per_token,
-            num_blocks=member.num_blocks,
+            member=self.member,
             available_blocks=status.blocks_free + status.blocks_cached,
             promised_blocks=self.promised_blocks,
             promised_streams=self.promised_streams,

@@ -28,10 +28,8 @@ class RequestState:
         self._lost_at: dict[int, float] = {}  # choices that have tokens, and wait for the first of another attempt
 
     def append(self, choice: int, token: SampledToken) -> None:
-        """The next token of an unfinished choice."""
+        """The next token of an unfinished choice, which goes to the client."""
         self.tokens[choice].append(token.token_id)
-        if token.finish_reason:
-            self.unfinished.discard(choice)
         self.outbox.put_nowait(ChoiceToken(choice, token))
         if self._lost_at and (lost_at := self._lost_at.pop(choice, None)) is not None:
             self._log_pause(choice, self._now() - lost_at)
@@ -66,15 +64,9 @@ class RequestState:
         )
 
     def _log_pause(self, choice: int, pause_s: float) -> None:
+        route, num_tokens = self.route, len(self.request.token_ids) + len(self.tokens[choice])
         logger.info(
             "request=%s choice=%d went on pause_ms=%.0f prefill=%s decode=%s tokens=%d cached=%d pulled=%d attempts=%d",
-            self.request.id,
-            choice,
-            pause_s * 1e3,
-            self.route.prefill_replica,
-            self.route.decode_replica,
-            len(self.request.token_ids) + len(self.tokens[choice]),
-            self.route.cached_tokens,
-            self.route.pulled_tokens,
-            self.route.attempts,
-        )
+            self.request.id, choice, pause_s * 1e3, route.prefill_replica, route.decode_replica, num_tokens,
+            route.cached_tokens, route.pulled_tokens, route.attempts,
+        )  # fmt: skip

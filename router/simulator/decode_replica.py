@@ -14,8 +14,7 @@ from engine.step import Prefilled, ScheduledStep
 from router.simulator.clock import Clock
 from router.simulator.cores import Cores
 from router.simulator.flight import Flight
-from router.simulator.prefill_replica import NO_LIMIT
-from router.simulator.sampler import NO_LOGITS, repeat_last
+from router.simulator.prefill_replica import NO_LIMIT, NO_LOGITS, repeat_last
 from router.simulator.store import Store
 
 

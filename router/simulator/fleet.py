@@ -175,9 +175,6 @@ class Fleet:
         if not self._unanswered[replica]:
             self._busy_until[replica] = 0.0
 
-    def _ended(self, flight: Flight) -> None:
-        self._report.ended(flight)
-
     def _replica(self, name: str) -> PrefillReplica | DecodeReplica:
         return self.prefills.get(name) or self.decodes[name]
 
@@ -217,6 +214,6 @@ class Fleet:
             admitted=self._admitted,
             prefilled=lambda flight: self._answered(name, flight),
             gaps=self._report.gap,
-            ended=self._ended,
+            ended=self._report.ended,
             cores=self._cores,
         )

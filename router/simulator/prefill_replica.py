@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from cluster.words.timing import StepTiming, pairs
 from engine.engine import Engine, SchedulerConfig
 from engine.orders import Orders
 from engine.prompts import Prompt
+from engine.sampling import Chosen, SamplingRow
 from engine.step import ScheduledStep
 from router.simulator.clock import Clock
 from router.simulator.cores import Cores
 from router.simulator.flight import Flight
-from router.simulator.sampler import NO_LOGITS, repeat_last
 from router.simulator.store import Store
 
 NO_LIMIT = 1 << 40
+NO_LOGITS = ()
+
+
+def repeat_last(logits: tuple[()], rows: Sequence[SamplingRow], positions: Sequence[int] | None, /) -> list[Chosen]:
+    """Implements engine.sampling.Sampler: tokens that are all alike."""
+    return [(row.tokens[-1], None) for row in rows]
 
 
 class PrefillReplica:

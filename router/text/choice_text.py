@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
+
 from cluster.words.request import FinishReason, SampledToken
 from router.text.completion_request import CompletionRequest
-from router.text.detokenizer import Detokenizer
 from router.text.events import Delta, Finished
 from router.text.stop_matcher import StopMatcher
 from router.text.tokenizer import Tokenizer
@@ -46,3 +47,26 @@ class ChoiceText:
     def _cut(self, text: str) -> tuple[str, str | None]:
         # A stop string may begin after min_tokens only, by the rule for stop tokens in request.finish_reason.
         return (text, None) if self.num_tokens <= self._min_tokens else self._stops.add(text)
+
+
+class Detokenizer:
+    """The text of one choice.
+
+    What `add` and `finish` return, joined, is exactly `tokenizer.decode` of all the ids. Each call costs what its own
+    token costs, however long the text has become.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def add(self, token_id: int) -> str:
+        """The characters that this token completes; empty while one is still in pieces."""
+        if self._skip_special_tokens and self._tokenizer.is_special(token_id):
+            return ""
+        return self._decoder.decode(self._tokenizer.token_bytes(token_id))
+
+    def finish(self) -> str:
+        """What is left when no token follows: U+FFFD for a character that was never completed, else nothing."""
+        return self._decoder.decode(b"", final=True)

@@ -12,23 +12,23 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
 from cluster.words.errors import ClusterError, ContextLengthExceeded, DeadlineExceeded, ReplicaLost, outcome_of
 from cluster.words.request import Sampling, SequenceRequest
-from router.generation import ChoiceToken, Dispatcher, Generation, RequestRoute
+from router.generation import ChoiceToken, Generation, RequestRoute, TokenService
 from router.metrics import Metrics
 from router.text.chat_template import ChatTemplate
 from router.text.choice_text import ChoiceText
-from router.text.completion_request import Chat, CompletionRequest, check, sampling_of
+from router.text.completion_request import Chat, CompletionRequest, ModelCard, check, sampling_of
 from router.text.events import Event, Summary, TokenUsage
-from router.text.model_card import ModelCard
 from router.text.token_clock import TokenClock
 from router.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+_ACCOUNT_S = 1.0  # for which the account of a request's route may come after its last token
 _LONG_TEXT = 2 * 1024  # characters, some 3 ms of tokenising; more is done on another thread
 
 
@@ -38,7 +38,7 @@ class Completions:
     def __init__(
         self,
         *,
-        dispatcher: Dispatcher,
+        token_service: TokenService,
         tokenizer: Tokenizer,
         chat_template: ChatTemplate,
         model: ModelCard,
@@ -49,7 +49,7 @@ class Completions:
         self.model = model
         self.tokenizer = tokenizer
         self.metrics = metrics
-        self.dispatcher = dispatcher
+        self.token_service = token_service
         self._chat_template = chat_template
         self._max_request_s = max_request_s
 
@@ -106,7 +106,7 @@ class Completion:
         self.n = request.n
         self.prompt_ids = prompt_ids
         self._sampling = sampling
-        self._dispatcher = service.dispatcher
+        self._token_service = service.token_service
         self._metrics = service.metrics
         self._clock = clock
         self._limit_s = limit_s
@@ -122,7 +122,7 @@ class Completion:
         whatever the block was waiting for.
         """
         try:
-            async with self._until_deadline(), self._dispatcher.start(self._sequence()) as generation:
+            async with self._until_deadline(), self._token_service.start(self._sequence()) as generation:
                 self._route = generation.route
                 yield self._events(generation)
         except BaseException as error:
@@ -144,6 +144,10 @@ class Completion:
             if token.token.finish_reason is None:  # a stop string was found; the workers do not know yet
                 await generation.stop(token.choice)
             yield choice.finished
+        with suppress(ClusterError, TimeoutError):  # what has come to its end cannot fail any more
+            async with asyncio.timeout(_ACCOUNT_S):
+                async for _ in tokens:
+                    pass
         yield Summary(usage=self._usage, route=replace(self._route), ttft_s=self._clock.ttft_s, itl_s=self._clock.itl_s)
 
     @property

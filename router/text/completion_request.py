@@ -10,7 +10,6 @@ from typing import Any
 from cluster.words.errors import ContextLengthExceeded, RequestError, UnknownModel
 from cluster.words.request import Sampling, random_seed
 from router.text.chat_template import Message
-from router.text.model_card import ModelCard
 
 MAX_REQUEST_BYTES = 10 * 1024 * 1024  # what either door reads of one request
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")  # it goes into logs and headers
@@ -39,6 +38,17 @@ RANGES: Mapping[str, tuple[float, float, bool]] = {
     "seed": (-(2**63), 2**64 - 1, True),
     "priority": (-(2**31), 2**31 - 1, True),
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCard:
+    """What the doors say of the model that this cluster serves, and what bounds a request to it."""
+
+    id: str  # what clients call it
+    max_context: int  # tokens, prompt and answer together
+    vocab_size: int  # rows of the embedding; a token id is below it
+    dtype: str
+    created: int = 0  # unix seconds
 
 
 @dataclass(frozen=True, kw_only=True)

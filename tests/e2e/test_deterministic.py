@@ -63,7 +63,6 @@ async def test_64_requests_alone_batched_chunked_and_migrated(
     async with local_cluster(model_dir, redis_url, **tree) as cluster:
         answers = await _asked_while_a_replica_leaves(cluster, running_on)
     assert [answer.ids for answer in answers] == alone
-    assert sum(answer.route.moves for answer in answers) >= 8
     assert {bool(answer.route.prefill_replica) for answer in answers} == {True, False}  # short ones stay on decode
 
 

@@ -7,7 +7,7 @@ import pytest
 import pytest_asyncio
 
 from router.text.tokenizer import Tokenizer
-from tests.router.fake_dispatcher import FakeDispatcher
+from tests.router.fake_token_service import FakeTokenService
 from tests.router.openai_door import OpenAIDoor, open_openai_door
 from tests.router.tiny_service import MakeCompletions
 from tests.router.tiny_tokenizers import make_byte_fallback, make_byte_level
@@ -46,7 +46,7 @@ async def openai_server(completions: MakeCompletions) -> AsyncIterator[OpenAIDoo
 
 @pytest.fixture
 def door(openai_server: OpenAIDoor) -> OpenAIDoor:
-    """The one server of a module, with a dispatcher of the test's own. Such a module's tests share its event loop."""
-    openai_server.service.dispatcher = FakeDispatcher()
+    """The one server of a module, with a token service of the test's own. Its tests share one event loop."""
+    openai_server.service.token_service = FakeTokenService()
     openai_server.is_healthy = True
     return openai_server

@@ -11,7 +11,7 @@ import openai
 
 from router.doors.openai_api import create_app
 from router.text.completion import Completions
-from tests.router.fake_dispatcher import FakeDispatcher
+from tests.router.fake_token_service import FakeTokenService
 from tests.router.http_server import serve_http
 from tests.router.tiny_service import MakeCompletions
 
@@ -26,14 +26,14 @@ class OpenAIDoor:
     is_healthy: bool = True
 
     @property
-    def fake(self) -> FakeDispatcher:
-        assert isinstance(self.service.dispatcher, FakeDispatcher)
-        return self.service.dispatcher
+    def fake(self) -> FakeTokenService:
+        assert isinstance(self.service.token_service, FakeTokenService)
+        return self.service.token_service
 
 
 @asynccontextmanager
 async def open_openai_door(completions: MakeCompletions) -> AsyncIterator[OpenAIDoor]:
-    service = completions(FakeDispatcher())
+    service = completions(FakeTokenService())
     app = create_app(
         service, health=lambda: {"prefill": 1, "decode": int(door.is_healthy)}, metrics=service.metrics.render
     )

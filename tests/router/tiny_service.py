@@ -1,4 +1,4 @@
-"""The service that both doors are given, for the model "tiny", over a fake dispatcher."""
+"""The service that both doors are given, for the model "tiny", over a fake token service."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 from router.metrics import Metrics
 from router.text.chat_template import ChatTemplate, find_chat_template
 from router.text.completion import Completions
-from router.text.model_card import ModelCard
+from router.text.completion_request import ModelCard
 from router.text.tokenizer import Tokenizer
-from tests.router.fake_dispatcher import FakeDispatcher
+from tests.router.fake_token_service import FakeTokenService
 
 
 class MakeCompletions:
@@ -19,7 +19,7 @@ class MakeCompletions:
 
     def __call__(
         self,
-        dispatcher: FakeDispatcher,
+        token_service: FakeTokenService,
         *,
         max_context: int = 256,
         max_request_s: float = 60,
@@ -29,7 +29,7 @@ class MakeCompletions:
         tokenizer = self._tokenizer
         template = ChatTemplate(chat_template or self._template, special_tokens=tokenizer.special_tokens)
         return Completions(
-            dispatcher=dispatcher,
+            token_service=token_service,
             tokenizer=tokenizer,
             chat_template=template,
             model=ModelCard(id="tiny", max_context=max_context, vocab_size=tokenizer.vocab_size, dtype="float32"),

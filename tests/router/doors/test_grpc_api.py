@@ -21,7 +21,7 @@ from cluster.words.errors import CapacityError, DeployError, LayoutMismatch, Rep
 from router.doors.grpc_api import GrpcApi, open_grpc_api
 from router.text.completion import Completions
 from router.text.tokenizer import Tokenizer
-from tests.router.fake_dispatcher import FakeDispatcher
+from tests.router.fake_token_service import FakeTokenService
 from tests.router.tiny_service import MakeCompletions
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -35,9 +35,9 @@ class Door:
     stub: InferenceStub
 
     @property
-    def fake(self) -> FakeDispatcher:
-        assert isinstance(self.service.dispatcher, FakeDispatcher)
-        return self.service.dispatcher
+    def fake(self) -> FakeTokenService:
+        assert isinstance(self.service.token_service, FakeTokenService)
+        return self.service.token_service
 
     async def generate(self, message: pb.GenerateRequest, **call: Any) -> list[pb.GenerateResponse]:
         return [response async for response in self.stub.Generate(message, **call)]
@@ -61,7 +61,7 @@ def details_of(error: grpc.aio.AioRpcError) -> dict[str, Any]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server(completions: MakeCompletions) -> AsyncIterator[Door]:
-    service = completions(FakeDispatcher())
+    service = completions(FakeTokenService())
     door = await open_grpc_api(service, host="127.0.0.1", port=0)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
         yield Door(service, door, channel, InferenceStub(channel))
@@ -70,8 +70,8 @@ async def server(completions: MakeCompletions) -> AsyncIterator[Door]:
 
 @pytest.fixture
 def door(server: Door) -> Door:
-    """The one server of this module, with a dispatcher of the test's own."""
-    server.service.dispatcher = FakeDispatcher()
+    """The one server of this module, with a token service of the test's own."""
+    server.service.token_service = FakeTokenService()
     return server
 
 
@@ -290,7 +290,7 @@ async def test_the_calls_deadline_ends_the_generation(door: Door) -> None:
 
 
 async def test_health(completions: MakeCompletions) -> None:
-    door = await open_grpc_api(completions(FakeDispatcher()), host="127.0.0.1", port=0)
+    door = await open_grpc_api(completions(FakeTokenService()), host="127.0.0.1", port=0)
     serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
     async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
         stub = health_pb2_grpc.HealthStub(channel)
@@ -313,11 +313,11 @@ async def test_reflection(door: Door) -> None:
 
 async def test_a_port_in_use(door: Door, completions: MakeCompletions) -> None:
     with pytest.raises(DeployError, match="in use"):
-        await open_grpc_api(completions(FakeDispatcher()), host="127.0.0.1", port=door.door.port)
+        await open_grpc_api(completions(FakeTokenService()), host="127.0.0.1", port=door.door.port)
 
 
 async def test_routers_of_one_node_may_share_a_port(completions: MakeCompletions) -> None:
-    service = completions(FakeDispatcher())
+    service = completions(FakeTokenService())
     first = await open_grpc_api(service, host="127.0.0.1", port=0, is_port_shared=True)
     second = await open_grpc_api(service, host="127.0.0.1", port=first.port, is_port_shared=True)
     assert second.port == first.port
@@ -326,7 +326,7 @@ async def test_routers_of_one_node_may_share_a_port(completions: MakeCompletions
 
 
 async def test_closing_lets_what_is_under_way_finish(completions: MakeCompletions) -> None:
-    fake = FakeDispatcher(hang_after=2)
+    fake = FakeTokenService(hang_after=2)
     door = await open_grpc_api(completions(fake), host="127.0.0.1", port=0)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
         stub = InferenceStub(channel)

@@ -16,7 +16,7 @@ from starlette.types import Message
 
 from router.doors.openai_api import create_app
 from router.text.completion_request import MAX_REQUEST_BYTES
-from tests.router.fake_dispatcher import FakeDispatcher
+from tests.router.fake_token_service import FakeTokenService
 from tests.router.http_server import serve_http
 from tests.router.tiny_service import MakeCompletions
 
@@ -25,12 +25,12 @@ IDS = ["stream", "whole", "many"]
 
 
 @pytest.fixture
-def fake() -> FakeDispatcher:
-    return FakeDispatcher()
+def fake() -> FakeTokenService:
+    return FakeTokenService()
 
 
 @pytest.fixture
-def app(completions: MakeCompletions, fake: FakeDispatcher) -> FastAPI:
+def app(completions: MakeCompletions, fake: FakeTokenService) -> FastAPI:
     return create_app(completions(fake), health=lambda: {"decode": 1}, metrics=lambda: b"")
 
 
@@ -55,7 +55,7 @@ async def within(seconds: float, event: asyncio.Event) -> None:
 @pytest.mark.parametrize("body", BODIES, ids=IDS)
 @pytest.mark.parametrize("hang_after", [0, 3])
 async def test_a_client_that_disconnects_ends_everything(
-    address: tuple[str, int], fake: FakeDispatcher, body: dict[str, Any], hang_after: int
+    address: tuple[str, int], fake: FakeTokenService, body: dict[str, Any], hang_after: int
 ) -> None:
     fake.hang_after = hang_after
     reader, writer = await asyncio.open_connection(*address)
@@ -68,7 +68,7 @@ async def test_a_client_that_disconnects_ends_everything(
     assert len(fake.ended) == len(fake.started) > 0
 
 
-async def test_a_client_that_resets_while_tokens_flow(address: tuple[str, int], fake: FakeDispatcher) -> None:
+async def test_a_client_that_resets_while_tokens_flow(address: tuple[str, int], fake: FakeTokenService) -> None:
     reader, writer = await asyncio.open_connection(*address)
     writer.write(http_post({"prompt": "abc", "stream": True, "max_tokens": 250}))
     await reader.readuntil(b"data: ")
@@ -76,7 +76,7 @@ async def test_a_client_that_resets_while_tokens_flow(address: tuple[str, int], 
     await within(1, fake.has_ended)
 
 
-async def test_a_client_that_leaves_while_it_sends(address: tuple[str, int], fake: FakeDispatcher) -> None:
+async def test_a_client_that_leaves_while_it_sends(address: tuple[str, int], fake: FakeTokenService) -> None:
     _, writer = await asyncio.open_connection(*address)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
     await writer.drain()
@@ -86,7 +86,7 @@ async def test_a_client_that_leaves_while_it_sends(address: tuple[str, int], fak
     assert not fake.started
 
 
-async def test_a_client_that_never_finishes_its_body(completions: MakeCompletions, fake: FakeDispatcher) -> None:
+async def test_a_client_that_never_finishes_its_body(completions: MakeCompletions, fake: FakeTokenService) -> None:
     app = create_app(completions(fake), health=lambda: {"decode": 1}, metrics=lambda: b"", max_body_s=0.05)
     async with serve_http(app) as address:
         reader, writer = await asyncio.open_connection(*address)
@@ -130,7 +130,7 @@ class AsgiServer:
 
 
 @pytest.mark.parametrize("body", BODIES, ids=IDS)
-async def test_a_disconnect_message_is_enough(app: FastAPI, fake: FakeDispatcher, body: dict[str, Any]) -> None:
+async def test_a_disconnect_message_is_enough(app: FastAPI, fake: FakeTokenService, body: dict[str, Any]) -> None:
     fake.hang_after = 3
     server = AsgiServer(app, body)
     await within(5, fake.is_hanging)
@@ -140,7 +140,7 @@ async def test_a_disconnect_message_is_enough(app: FastAPI, fake: FakeDispatcher
 
 
 @pytest.mark.parametrize("body", BODIES, ids=IDS)
-async def test_a_cancelled_application_is_enough(app: FastAPI, fake: FakeDispatcher, body: dict[str, Any]) -> None:
+async def test_a_cancelled_application_is_enough(app: FastAPI, fake: FakeTokenService, body: dict[str, Any]) -> None:
     fake.hang_after = 3
     server = AsgiServer(app, body)
     await within(5, fake.is_hanging)
@@ -150,7 +150,7 @@ async def test_a_cancelled_application_is_enough(app: FastAPI, fake: FakeDispatc
     assert fake.has_ended.is_set()  # before the application returned
 
 
-async def test_the_first_bytes_come_with_the_first_token(app: FastAPI, fake: FakeDispatcher) -> None:
+async def test_the_first_bytes_come_with_the_first_token(app: FastAPI, fake: FakeTokenService) -> None:
     fake.hang_after = 1
     server = AsgiServer(app, BODIES[0])
     await within(5, fake.is_hanging)
@@ -162,7 +162,7 @@ async def test_the_first_bytes_come_with_the_first_token(app: FastAPI, fake: Fak
 
 
 async def test_behind_a_proxy_that_answers_with_the_request_id(
-    completions: MakeCompletions, fake: FakeDispatcher
+    completions: MakeCompletions, fake: FakeTokenService
 ) -> None:
     service = completions(fake)
     app = create_app(service, health=lambda: {"decode": 1}, metrics=lambda: b"", proxy_sets_request_id=True)
@@ -180,7 +180,7 @@ async def fifty_megabytes() -> AsyncIterator[bytes]:
 
 
 @pytest.mark.parametrize("is_announced", [True, False])
-async def test_fifty_megabytes(address: tuple[str, int], fake: FakeDispatcher, is_announced: bool) -> None:
+async def test_fifty_megabytes(address: tuple[str, int], fake: FakeTokenService, is_announced: bool) -> None:
     headers = {"content-length": "50000000"} if is_announced else {"transfer-encoding": "chunked"}
     async with httpx.AsyncClient(base_url="http://{}:{}".format(*address)) as client:
         tracemalloc.start()
@@ -234,7 +234,7 @@ async def test_a_large_body_within_the_limit_is_taken(address: tuple[str, int]) 
 # ---- a blocking client, as most are
 
 
-def test_the_blocking_client(completions: MakeCompletions, fake: FakeDispatcher) -> None:
+def test_the_blocking_client(completions: MakeCompletions, fake: FakeTokenService) -> None:
     import openai
 
     def ask(port: int) -> Iterator[str]:

@@ -9,17 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.words.errors import CapacityError
-from router.routing.admission import AdmissionQueue, Ticket
+from router.routing.admission import AdmissionQueue, QueuedRequest
 
 _LONG_S = 1e9
 
 
-def _fill(queue: AdmissionQueue, *tickets: Ticket) -> None:
-    for ticket in tickets:
-        queue.add(ticket, within_s=_LONG_S, now=0.0)
+def _fill(queue: AdmissionQueue, *requests: QueuedRequest) -> None:
+    for request in requests:
+        queue.add(request, within_s=_LONG_S, now=0.0)
 
 
-def _drain(queue: AdmissionQueue, *, seconds_each: float = 1.0) -> list[Ticket]:
+def _drain(queue: AdmissionQueue, *, seconds_each: float = 1.0) -> list[QueuedRequest]:
     order, now = [], 0.0
     while queue.peek():
         now += seconds_each
@@ -30,7 +30,7 @@ def _drain(queue: AdmissionQueue, *, seconds_each: float = 1.0) -> list[Ticket]:
 def _busy(*, max_waiting: int = 1000) -> AdmissionQueue:
     """A queue that drains 10 tokens a second, and has one request of a tenant "x" waiting."""
     queue = AdmissionQueue(max_waiting=max_waiting)
-    _fill(queue, *(Ticket("x", 0, 10.0) for _ in range(11)))
+    _fill(queue, *(QueuedRequest("x", 0, 10.0) for _ in range(11)))
     for second in range(10):
         queue.pop(now=float(second))
     return queue
@@ -38,70 +38,74 @@ def _busy(*, max_waiting: int = 1000) -> AdmissionQueue:
 
 def test_one_tenant_goes_by_priority_and_then_by_arrival() -> None:
     queue = AdmissionQueue(max_waiting=100)
-    tickets = [Ticket("", priority, 1.0) for priority in (0, 5, -1, 0)]
-    _fill(queue, *tickets)
-    assert _drain(queue) == [tickets[2], tickets[0], tickets[3], tickets[1]]
+    queued = [QueuedRequest("", priority, 1.0) for priority in (0, 5, -1, 0)]
+    _fill(queue, *queued)
+    assert _drain(queue) == [queued[2], queued[0], queued[3], queued[1]]
 
 
 def test_a_flood_does_not_hold_up_another_tenant() -> None:
     queue = AdmissionQueue(max_waiting=1000)
-    _fill(queue, *(Ticket("flood", -100, 1.0) for _ in range(200)))
-    _fill(queue, *(Ticket("light", 0, 1.0) for _ in range(5)))
-    assert Counter(ticket.tenant for ticket in _drain(queue)[:10]) == {"flood": 5, "light": 5}
+    _fill(queue, *(QueuedRequest("flood", -100, 1.0) for _ in range(200)))
+    _fill(queue, *(QueuedRequest("light", 0, 1.0) for _ in range(5)))
+    assert Counter(queued.tenant for queued in _drain(queue)[:10]) == {"flood": 5, "light": 5}
 
 
 def test_shares_are_of_work_not_of_requests() -> None:
     queue = AdmissionQueue(max_waiting=1000)
-    _fill(queue, *(Ticket("large", 0, 90.0) for _ in range(50)), *(Ticket("small", 0, 10.0) for _ in range(50)))
-    assert Counter(ticket.tenant for ticket in _drain(queue)[:20]) == {"small": 18, "large": 2}
+    _fill(
+        queue,
+        *(QueuedRequest("large", 0, 90.0) for _ in range(50)),
+        *(QueuedRequest("small", 0, 10.0) for _ in range(50)),
+    )
+    assert Counter(queued.tenant for queued in _drain(queue)[:20]) == {"small": 18, "large": 2}
 
 
 def test_a_tenant_that_was_away_has_saved_nothing_up() -> None:
     queue = AdmissionQueue(max_waiting=1000)
-    _fill(queue, *(Ticket("steady", 0, 1.0) for _ in range(60)))
+    _fill(queue, *(QueuedRequest("steady", 0, 1.0) for _ in range(60)))
     for second in range(50):
         queue.pop(now=float(second))
-    _fill(queue, *(Ticket("back", 0, 1.0) for _ in range(10)))
-    assert Counter(ticket.tenant for ticket in _drain(queue)[:10])["steady"] >= 4
+    _fill(queue, *(QueuedRequest("back", 0, 1.0) for _ in range(10)))
+    assert Counter(queued.tenant for queued in _drain(queue)[:10])["steady"] >= 4
 
 
 def test_one_tenant_leaves_half_of_the_queue_to_others() -> None:
     queue = AdmissionQueue(max_waiting=10)
-    _fill(queue, *(Ticket("flood", 0, 1.0) for _ in range(5)))
+    _fill(queue, *(QueuedRequest("flood", 0, 1.0) for _ in range(5)))
     with pytest.raises(CapacityError, match="5 requests are waiting already"):
-        _fill(queue, Ticket("flood", 0, 1.0))
-    _fill(queue, *(Ticket("light", 0, 1.0) for _ in range(3)))
+        _fill(queue, QueuedRequest("flood", 0, 1.0))
+    _fill(queue, *(QueuedRequest("light", 0, 1.0) for _ in range(3)))
     with pytest.raises(CapacityError):
-        _fill(queue, Ticket("light", 0, 1.0))
+        _fill(queue, QueuedRequest("light", 0, 1.0))
 
 
 def test_a_turn_that_would_come_too_late_is_refused_with_a_hint() -> None:
     queue = _busy()
     for _ in range(4):
-        queue.add(Ticket("x", 0, 10.0), within_s=20.0, now=10.0)
-    assert queue.wait_s(Ticket("x", 0, 10.0)) == pytest.approx(5.0)
+        queue.add(QueuedRequest("x", 0, 10.0), within_s=20.0, now=10.0)
+    assert queue.wait_s(QueuedRequest("x", 0, 10.0)) == pytest.approx(5.0)
     with pytest.raises(CapacityError, match=r"it would wait 5\.0 s for its turn, and has 2\.0 s") as refused:
-        queue.add(Ticket("x", 0, 10.0), within_s=2.0, now=10.0)
+        queue.add(QueuedRequest("x", 0, 10.0), within_s=2.0, now=10.0)
     assert refused.value.retry_after_s == pytest.approx(4.0)
-    queue.add(Ticket("x", -1, 10.0), within_s=4.0, now=10.0)  # it goes before them
-    queue.add(Ticket("y", 0, 10.0), within_s=4.0, now=10.0)  # it has a share of its own
+    queue.add(QueuedRequest("x", -1, 10.0), within_s=4.0, now=10.0)  # it goes before them
+    queue.add(QueuedRequest("y", 0, 10.0), within_s=4.0, now=10.0)  # it has a share of its own
 
 
 def test_time_without_a_queue_does_not_count_as_slow() -> None:
     queue = _busy()
     queue.pop(now=10.0)
     _fill_at = 10_000.0
-    queue.add(Ticket("x", 0, 10.0), within_s=_LONG_S, now=_fill_at)
-    assert queue.wait_s(Ticket("x", 0, 10.0)) == pytest.approx(1.0, rel=0.2)
+    queue.add(QueuedRequest("x", 0, 10.0), within_s=_LONG_S, now=_fill_at)
+    assert queue.wait_s(QueuedRequest("x", 0, 10.0)) == pytest.approx(1.0, rel=0.2)
 
 
 def test_who_has_gone_is_not_admitted() -> None:
     queue = AdmissionQueue(max_waiting=100)
-    tickets = [Ticket("", 0, 1.0) for _ in range(3)]
-    _fill(queue, *tickets)
-    queue.remove(tickets[0], now=1.0)
-    queue.remove(tickets[0], now=1.0)
-    assert len(queue) == 2 and _drain(queue) == tickets[1:]
+    queued = [QueuedRequest("", 0, 1.0) for _ in range(3)]
+    _fill(queue, *queued)
+    queue.remove(queued[0], now=1.0)
+    queue.remove(queued[0], now=1.0)
+    assert len(queue) == 2 and _drain(queue) == queued[1:]
 
 
 _moves = st.lists(
@@ -117,20 +121,20 @@ _moves = st.lists(
 @given(_moves)
 def test_everyone_goes_once_or_has_gone(moves: list[tuple]) -> None:
     queue = AdmissionQueue(max_waiting=40)
-    waiting: list[Ticket] = []
+    waiting: list[QueuedRequest] = []
     for now, (move, *arguments) in enumerate(moves):
         if move == "add":
-            ticket = Ticket(arguments[0], arguments[1], float(arguments[2]))
+            queued = QueuedRequest(arguments[0], arguments[1], float(arguments[2]))
             try:
-                queue.add(ticket, within_s=30.0, now=float(now))
-                waiting.append(ticket)
+                queue.add(queued, within_s=30.0, now=float(now))
+                waiting.append(queued)
             except CapacityError as error:
                 assert error.retry_after_s > 0
         elif move == "pop" and waiting:
             head = queue.peek()
             assert head is queue.pop(now=float(now))
-            own = [ticket for ticket in waiting if ticket.tenant == head.tenant]
-            assert not any(ticket < head for ticket in own)
+            own = [queued for queued in waiting if queued.tenant == head.tenant]
+            assert not any(queued < head for queued in own)
             waiting.remove(head)
         elif move == "remove" and waiting:
             queue.remove(waiting.pop(arguments[0] % len(waiting)), now=float(now))
@@ -142,10 +146,10 @@ def test_everyone_goes_once_or_has_gone(moves: list[tuple]) -> None:
 def test_while_all_wait_no_tenant_is_ahead_of_another_by_more_than_a_request(asked: list[tuple[str, int]]) -> None:
     queue = AdmissionQueue(max_waiting=10_000)
     left: Counter[str] = Counter(tenant for tenant, _ in asked)
-    _fill(queue, *(Ticket(tenant, 0, float(cost)) for tenant, cost in asked))
+    _fill(queue, *(QueuedRequest(tenant, 0, float(cost)) for tenant, cost in asked))
     served = dict.fromkeys(left, 0.0)
     while all(left.values()):
-        ticket = queue.pop(now=0.0)
-        left[ticket.tenant] -= 1
-        served[ticket.tenant] += ticket.cost
+        queued = queue.pop(now=0.0)
+        left[queued.tenant] -= 1
+        served[queued.tenant] += queued.cost
         assert max(served.values()) - min(served.values()) <= 2 * 20

@@ -80,6 +80,7 @@ class World:
             self.replicas,
             Chooser(CostPolicy(pulls=True), max_local_tokens=2),
             model="model",
+            block_size=_BLOCK,
             queue_s=_LONG_S,
             max_waiting=1000,
             metrics=Metrics(),

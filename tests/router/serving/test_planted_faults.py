@@ -13,11 +13,11 @@ from cluster.words.errors import ReplicaLost
 from cluster.words.handoff import Handoff
 from cluster.words.request import SampledToken, SequenceRequest
 from router.serving.attempt import Attempt
-from router.serving.booking import Booking
 from router.serving.choices import Choices
+from router.serving.decode_streams import DecodeStreams
 from router.serving.dispatch import Dispatch
 from router.serving.move import ChoiceMove
-from router.serving.places import Places
+from router.serving.pair import Booking, PromptBooking
 from router.serving.replica import Replica, TokenSink
 from router.serving.request_state import RequestState
 from tests.router.serving.fake_worker import FakeWorker
@@ -74,13 +74,7 @@ async def _stop_is_not_noticed(self: Attempt, choice: int) -> None:
     pass
 
 
-def _book_twice(self: Booking, to: Replica | None) -> None:
-    if to and self._replica:
-        self._replica = None
-    _MOVE(self, to)
-
-
-_CONTINUATION, _MOVE = RequestState.continuation, Booking.move
+_CONTINUATION = RequestState.continuation
 _FOLLOW, _PREFILL, _SUBSCRIBE = ChoiceMove.follow, FakeWorker.prefill, Replica.subscribe
 
 _FAULTS: dict[str, Fault] = {
@@ -94,8 +88,8 @@ _FAULTS: dict[str, Fault] = {
     "a choice that has ended is not struck off": (Choices, "finish", lambda self, choice: None),
     "a lost replica is not heard of": (Replica, "subscribe", _lost_without_a_word),
     "a booking is not given back": (Booking, "end", lambda self: None),
-    "a booking stays behind when its request moves": (Booking, "move", _book_twice),
-    "streams stay subscribed": (Places, "close", lambda self: None),
+    "a prompt is expected for ever": (PromptBooking, "end", lambda self, is_computed=False: None),
+    "streams stay subscribed": (DecodeStreams, "close", lambda self: None),
     "what a frame brings counts twice": (Replica, "subscribe", _hand_on_twice),
     "who has failed is chosen again": (Attempt, "blamed", property(lambda self: set())),
     "no other prefill replica is asked": (Dispatch, "another_prefill", lambda self, request, pair, avoid: None),

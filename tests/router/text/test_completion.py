@@ -24,7 +24,7 @@ from router.text.completion import Completions
 from router.text.completion_request import Chat, CompletionRequest
 from router.text.events import Delta, Event, Finished, Summary
 from router.text.tokenizer import Tokenizer
-from tests.router.fake_dispatcher import FakeDispatcher
+from tests.router.fake_token_service import FakeTokenService
 from tests.router.tiny_service import MakeCompletions
 
 
@@ -48,7 +48,7 @@ def outcomes(completions: Completions) -> dict[str, float]:
 
 
 async def test_the_text_of_all_tokens_and_one_account(completions: MakeCompletions, byte_level: Tokenizer) -> None:
-    fake = FakeDispatcher()
+    fake = FakeTokenService()
     service = completions(fake)
     ids = byte_level.encode("Paris 你好 🎉")
     events = await run(service, request("Paris 你好 🎉", max_tokens=2 * len(ids)))
@@ -69,7 +69,7 @@ async def test_the_text_of_all_tokens_and_one_account(completions: MakeCompletio
 
 
 async def test_what_reaches_the_workers_is_resolved(completions: MakeCompletions, byte_level: Tokenizer) -> None:
-    fake = FakeDispatcher()
+    fake = FakeTokenService()
     await run(
         completions(fake), request(n=2, salt="acme", priority=-1, stop_token_ids=(300,), top_k=-1, temperature=1e-9)
     )
@@ -84,14 +84,14 @@ async def test_what_reaches_the_workers_is_resolved(completions: MakeCompletions
 
 
 async def test_two_requests_of_one_id_are_told_apart(completions: MakeCompletions) -> None:
-    fake = FakeDispatcher()
+    fake = FakeTokenService()
     service = completions(fake)
     await asyncio.gather(*(run(service, request(max_tokens=2)) for _ in range(2)))
     assert len({sent.id for sent in fake.started}) == 2
 
 
 async def test_seeds(completions: MakeCompletions) -> None:
-    fake = FakeDispatcher()
+    fake = FakeTokenService()
     service = completions(fake)
     for seed in (None, None, 7, 7, -1, 2**64 - 1):
         await run(service, request(seed=seed, max_tokens=1))
@@ -104,7 +104,7 @@ async def test_seeds(completions: MakeCompletions) -> None:
 async def test_a_stop_string_over_several_tokens(
     completions: MakeCompletions, byte_level: Tokenizer, include_stop: bool
 ) -> None:
-    fake = FakeDispatcher()
+    fake = FakeTokenService()
     ids = byte_level.encode("abcdefgh")
     assert len(ids) > 6  # so that "cdef" spans tokens
     events = await run(completions(fake), request("abcdefgh", stop=("cdef", "zzz"), include_stop=include_stop))
@@ -117,13 +117,13 @@ async def test_a_stop_string_over_several_tokens(
 
 
 async def test_text_held_back_for_a_stop_string_is_released_at_the_end(completions: MakeCompletions) -> None:
-    events = await run(completions(FakeDispatcher()), request("abc", max_tokens=3, stop=("bcd",)))
+    events = await run(completions(FakeTokenService()), request("abc", max_tokens=3, stop=("bcd",)))
     assert text_of(events) == "abc"
 
 
 async def test_one_choice_stops_and_the_other_goes_on(completions: MakeCompletions, byte_level: Tokenizer) -> None:
     scripts = [byte_level.encode("ab#"), byte_level.encode("xyz")]
-    fake = FakeDispatcher(script=lambda _, choice: scripts[choice])
+    fake = FakeTokenService(script=lambda _, choice: scripts[choice])
     events = await run(completions(fake), request(n=2, max_tokens=6, stop=("#",)))
     assert (text_of(events, 0), text_of(events, 1)) == ("ab", "xyzxyz")
     finished = [event for event in events if isinstance(event, Finished)]
@@ -135,7 +135,7 @@ async def test_one_choice_stops_and_the_other_goes_on(completions: MakeCompletio
 
 
 async def test_end_of_sequence(completions: MakeCompletions, byte_level: Tokenizer) -> None:
-    fake = FakeDispatcher(script=lambda *_: byte_level.encode("ab<|im_end|>c"))
+    fake = FakeTokenService(script=lambda *_: byte_level.encode("ab<|im_end|>c"))
     service = completions(fake)
     shown = {"skip_special_tokens": False}
     assert text_of(await run(service, request())) == "ab"
@@ -148,19 +148,19 @@ async def test_end_of_sequence(completions: MakeCompletions, byte_level: Tokeniz
 
 
 async def test_a_stop_string_at_the_very_limit(completions: MakeCompletions) -> None:
-    fake = FakeDispatcher()
+    fake = FakeTokenService()
     events = await run(completions(fake), request("abc", stop=("c",), max_tokens=3))
     assert text_of(events) == "ab" and events[-2] == Finished(0, FinishReason.STOP, "c")
     assert fake.stopped == []  # the workers have ended it themselves
 
 
 async def test_stop_strings_wait_for_min_tokens(completions: MakeCompletions) -> None:
-    events = await run(completions(FakeDispatcher()), request("ab", stop=("a",), min_tokens=2, max_tokens=8))
+    events = await run(completions(FakeTokenService()), request("ab", stop=("a",), min_tokens=2, max_tokens=8))
     assert text_of(events) == "ab"
 
 
 async def test_a_character_cut_by_the_limit(completions: MakeCompletions) -> None:
-    events = await run(completions(FakeDispatcher()), request("𝄞", max_tokens=2))
+    events = await run(completions(FakeTokenService()), request("𝄞", max_tokens=2))
     assert text_of(events) == "�"
 
 
@@ -170,7 +170,7 @@ def test_whatever_the_tokens_the_text_is_cut_as_a_whole(
 ) -> None:
     ids = data.draw(st.lists(st.integers(200, 300), min_size=1, max_size=12))
     stops = data.draw(st.lists(st.sampled_from(["a", "is", "the ", "o", "�", "xy"]), max_size=3))
-    fake = FakeDispatcher(script=lambda *_: ids)
+    fake = FakeTokenService(script=lambda *_: ids)
     events = asyncio.run(run(completions(fake), request(max_tokens=len(ids), ignore_eos=True, stop=tuple(stops))))
     whole = byte_level.decode(ids)
     ends = [(whole.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in whole]
@@ -179,14 +179,14 @@ def test_whatever_the_tokens_the_text_is_cut_as_a_whole(
 
 
 async def test_logprobs_and_offsets(completions: MakeCompletions) -> None:
-    events = await run(completions(FakeDispatcher()), request("ab𝄞c", max_tokens=7, logprobs=2))
+    events = await run(completions(FakeTokenService()), request("ab𝄞c", max_tokens=7, logprobs=2))
     deltas = [event for event in events if isinstance(event, Delta)]
     assert [delta.text_offset for delta in deltas] == [0, 1, 2, 2, 2, 2, 3]
     assert all(delta.token.logprob is not None and len(delta.token.logprob.top) == 2 for delta in deltas)
 
 
 async def test_chat_is_rendered_by_the_template(completions: MakeCompletions, byte_level: Tokenizer) -> None:
-    fake = FakeDispatcher()
+    fake = FakeTokenService()
     await run(completions(fake), request(Chat(messages=({"role": "user", "content": "hi"},)), max_tokens=1))
     prompt = byte_level.decode(fake.started[0].token_ids, skip_special_tokens=False)
     assert prompt.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
@@ -225,7 +225,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("param", "fields"), WRONG, ids=str)
 async def test_a_wrong_field_is_named(completions: MakeCompletions, param: str, fields: dict[str, Any]) -> None:
-    fake = FakeDispatcher()
+    fake = FakeTokenService()
     service = completions(fake)
     with pytest.raises(RequestError) as caught:
         await service.open(request(**fields))
@@ -236,8 +236,8 @@ async def test_a_wrong_field_is_named(completions: MakeCompletions, param: str, 
 
 async def test_unknown_model(completions: MakeCompletions) -> None:
     with pytest.raises(UnknownModel, match="'gpt-9' is not served here; 'tiny' is"):
-        await completions(FakeDispatcher()).open(request(model="gpt-9"))
-    await completions(FakeDispatcher()).open(request(model="tiny"))
+        await completions(FakeTokenService()).open(request(model="gpt-9"))
+    await completions(FakeTokenService()).open(request(model="tiny"))
 
 
 @pytest.mark.parametrize(
@@ -252,8 +252,8 @@ async def test_unknown_model(completions: MakeCompletions) -> None:
 )
 async def test_what_does_not_fit_the_context(completions: MakeCompletions, fields: dict[str, Any], needs: str) -> None:
     with pytest.raises(ContextLengthExceeded, match=needs):
-        await completions(FakeDispatcher()).open(request(**fields))
-    await completions(FakeDispatcher()).open(request((1,) * 200, max_tokens=56))
+        await completions(FakeTokenService()).open(request(**fields))
+    await completions(FakeTokenService()).open(request((1,) * 200, max_tokens=56))
 
 
 WORDS = "word " * 100_000
@@ -270,7 +270,7 @@ WORDS = "word " * 100_000
 )
 async def test_a_long_prompt_does_not_block_the_loop(completions: MakeCompletions, prompt: str | Chat) -> None:
     everything = "{% for message in messages %}{{ message.content }}{{ message.reasoning_content }}{% endfor %}"
-    service = completions(FakeDispatcher(), max_context=1_000_000, chat_template=everything)
+    service = completions(FakeTokenService(), max_context=1_000_000, chat_template=everything)
     opening = asyncio.ensure_future(service.open(request(prompt)))
     turns = 0
     while not opening.done():
@@ -281,7 +281,7 @@ async def test_a_long_prompt_does_not_block_the_loop(completions: MakeCompletion
 
 
 async def test_leaving_early_ends_the_generation(completions: MakeCompletions) -> None:
-    fake = FakeDispatcher()
+    fake = FakeTokenService()
     service = completions(fake)
     completion = await service.open(request())
     async with completion.run() as events:
@@ -292,7 +292,7 @@ async def test_leaving_early_ends_the_generation(completions: MakeCompletions) -
 
 
 async def test_a_cancelled_task_ends_the_generation(completions: MakeCompletions) -> None:
-    fake = FakeDispatcher(hang_after=3)
+    fake = FakeTokenService(hang_after=3)
     service = completions(fake)
     task = asyncio.ensure_future(run(service, request()))
     await asyncio.wait_for(fake.is_hanging.wait(), 5)
@@ -317,7 +317,7 @@ async def test_a_cancelled_task_ends_the_generation(completions: MakeCompletions
 async def test_failures_pass_through_and_are_counted(
     completions: MakeCompletions, faults: dict[str, Any], kind: type[Exception], outcome: str
 ) -> None:
-    fake = FakeDispatcher(**faults)
+    fake = FakeTokenService(**faults)
     service = completions(fake)
     with pytest.raises(kind):
         await run(service, request())
@@ -326,7 +326,7 @@ async def test_failures_pass_through_and_are_counted(
 
 
 async def test_the_deadline_holds_for_a_slow_consumer_too(completions: MakeCompletions) -> None:
-    fake = FakeDispatcher()
+    fake = FakeTokenService()
     completion = await completions(fake).open(request(deadline_s=0.05))
     with pytest.raises(DeadlineExceeded):
         async with completion.run():
@@ -336,7 +336,7 @@ async def test_the_deadline_holds_for_a_slow_consumer_too(completions: MakeCompl
 
 @pytest.mark.parametrize("hang_after", [0, 2])
 async def test_the_deadline_is_kept(completions: MakeCompletions, hang_after: int) -> None:
-    fake = FakeDispatcher(hang_after=hang_after)
+    fake = FakeTokenService(hang_after=hang_after)
     service = completions(fake)
     with pytest.raises(DeadlineExceeded, match=r"within 0\.05 s"):
         await run(service, request(deadline_s=0.05))
@@ -346,4 +346,4 @@ async def test_the_deadline_is_kept(completions: MakeCompletions, hang_after: in
 
 async def test_the_routers_own_limit(completions: MakeCompletions) -> None:
     with pytest.raises(DeadlineExceeded):
-        await run(completions(FakeDispatcher(hang_after=0), max_request_s=0.01), request())
+        await run(completions(FakeTokenService(hang_after=0), max_request_s=0.01), request())

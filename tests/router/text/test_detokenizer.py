@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.text.detokenizer import Detokenizer
+from router.text.choice_text import Detokenizer
 from router.text.tokenizer import Tokenizer
 
 FAMILY_EMOJI = "👩‍👩‍👧‍👦"  # 25 bytes: four emoji and three joiners

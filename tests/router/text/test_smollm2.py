@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from router.text.chat_template import ChatTemplate, find_chat_template
-from router.text.detokenizer import Detokenizer
+from router.text.choice_text import Detokenizer
 from router.text.tokenizer import Tokenizer
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]

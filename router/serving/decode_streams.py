@@ -9,10 +9,10 @@ from functools import partial
 from cluster.words.errors import ClusterError, ReplicaLost
 from cluster.words.request import SampledToken, SequenceRequest
 from router.serving.attempt_tasks import AttemptTasks
-from router.serving.booking import Booking
 from router.serving.choices import Choices
 from router.serving.dispatch import Dispatch
-from router.serving.move import ChoiceMove, Lease, Place
+from router.serving.move import ChoiceMove, DecodeStream, Lease
+from router.serving.pair import Booking
 from router.serving.replica import Replica
 from router.serving.request_state import RequestState
 
@@ -27,7 +27,7 @@ class Running:
     request: SequenceRequest
 
 
-class Places:
+class DecodeStreams:
     """Of one attempt. What goes wrong where a choice decodes fails its `choices`; a move that fails costs nothing."""
 
     def __init__(
@@ -37,7 +37,7 @@ class Places:
         choices: Choices,
         tasks: AttemptTasks,
         *,
-        room: Booking | None,
+        booking: Booking | None,
         dispatch: Dispatch,
     ) -> None:
         """request: what the attempt began with."""
@@ -47,42 +47,42 @@ class Places:
         self._request = request
         self._choices = choices
         self._tasks = tasks
-        self._room = room
+        self._booking = booking  # of all choices, where they began
         self._dispatch = dispatch
-        self._places: dict[int, Place] = {}
+        self._streams: dict[int, DecodeStream] = {}
         self._one_at_a_time = asyncio.Lock()
 
     def begin(self, decode: Replica) -> None:
         """From now on the tokens of all choices come from this replica."""
         for i, choice in enumerate(self._request.choices):
-            self._places[choice] = place = Place(decode, self._request.stream + i)
-            decode.subscribe(place.stream, partial(self._take, choice))
+            self._streams[choice] = stream = DecodeStream(decode, self._request.stream + i)
+            decode.subscribe(stream.key, partial(self._take, choice))
         self._tasks.start(self._leave_when_draining(decode))
 
     def close(self) -> None:
         """Nothing comes any more. The tasks have ended before."""
-        for place in self._places.values():
-            place.replica.unsubscribe(place.stream)
+        for stream in self._streams.values():
+            stream.replica.unsubscribe(stream.key)
 
-    def of(self, choice: int) -> Place | None:
-        return self._places.get(choice)
+    def of(self, choice: int) -> DecodeStream | None:
+        return self._streams.get(choice)
 
     def on(self, replica: Replica) -> list[int]:
         """The unfinished choices that decode there."""
-        return [choice for choice in self._choices.unfinished if self._places[choice].replica is replica]
+        return [choice for choice in self._choices.unfinished if self._streams[choice].replica is replica]
 
     def only_on(self, replica: Replica) -> int | None:
         """The one choice of a request that has one, if it has begun and decodes there; None otherwise."""
         choice = self._only_choice()
-        return choice if choice is not None and self._places[choice].replica is replica else None
+        return choice if choice is not None and self._streams[choice].replica is replica else None
 
     def running(self) -> Running | None:
         """The one choice of a request that has one, as long as it decodes."""
         choice = self._only_choice()
         if choice is None:
             return None
-        place = self._places[choice]
-        return Running(place.replica, self._state.continuation([choice], stream=place.stream))
+        stream = self._streams[choice]
+        return Running(stream.replica, self._state.continuation([choice], stream=stream.key))
 
     @property
     def prefill_replica(self) -> str:
@@ -92,20 +92,20 @@ class Places:
     @property
     def num_blocks(self) -> int:
         """That the request is predicted to need."""
-        return self._room.num_blocks if self._room else 0
+        return self._booking.num_blocks if self._booking else 0
 
     def num_tokens(self) -> int:
         """What it was given, and what all choices have brought since."""
         choices = self._request.choices
         return self.num_given + self._state.num_tokens(choices) - len(choices) * self._num_before
 
-    def start_move(self, choice: int, target: Place) -> asyncio.Task[None]:
+    def start_move(self, choice: int, target: DecodeStream) -> asyncio.Task[None]:
         """Take a choice that has begun to another replica, if it can be done before the attempt ends."""
         return self._tasks.start(self._move(choice, target))
 
     def _only_choice(self) -> int | None:
         movable = [choice for choice in self._choices.unfinished if self._has_begun(choice)]
-        return movable[0] if len(self._places) == 1 and movable else None
+        return movable[0] if len(self._streams) == 1 and movable else None
 
     def _has_begun(self, choice: int) -> bool:
         return len(self._state.tokens[choice]) > self._num_before
@@ -115,41 +115,47 @@ class Places:
         await decode.is_draining.wait()
         while self.on(decode):
             for choice in filter(self._has_begun, self.on(decode)):
-                if place := self._dispatch.another_place(self._request):
-                    await self._move(choice, place)
+                if stream := self._dispatch.another_decode(self._state.continuation([choice])):
+                    await self._move(choice, stream)
             await asyncio.sleep(_MOVE_AGAIN_S)
 
-    async def _move(self, choice: int, target: Place) -> None:
+    async def _move(self, choice: int, target: DecodeStream) -> None:
         async with self._one_at_a_time:
             if choice not in self._state.unfinished:
                 return
-            source = self._places[choice]
+            source = self._streams[choice]
             move = ChoiceMove(source, target)
-            num_tokens = await move.run(self._state.continuation([choice], stream=target.stream))
+            request = self._state.continuation([choice], stream=target.key)
+            num_blocks = self._dispatch.num_blocks(request)
+            booking = Booking(target.replica, num_requests=1, num_blocks=num_blocks, num_streams=1)
+            num_tokens = None
+            try:
+                num_tokens = await move.run(request)
+            finally:
+                if num_tokens is None:
+                    booking.end()
             if num_tokens is None:
                 return
             assert move.lease
-            holding = self._hold(move.lease, target.replica)
+            holding = self._hold(move.lease, booking)
             try:
                 await self._choices.wait_for(choice, num_tokens - len(self._state.request.token_ids))
             except asyncio.CancelledError:
-                target.replica.unsubscribe(target.stream)
+                target.replica.unsubscribe(target.key)
                 raise
-            source.replica.unsubscribe(source.stream)
-            self._places[choice] = target
+            source.replica.unsubscribe(source.key)
+            self._streams[choice] = target
             if choice not in self._state.unfinished:  # it was stopped on its way, where it is no more
                 holding.cancel()
                 return
-            if self._room and len(self._places) == 1:
-                self._room.move(target.replica)
+            if self._booking and len(self._streams) == 1:
+                self._booking.end()
             self._state.route.decode_replica = target.replica.id
-            self._state.route.moves += 1
             move.follow(partial(self._take, choice))
             self._tasks.start(self._leave_when_draining(target.replica))
 
-    def _hold(self, lease: Lease, replica: Replica) -> asyncio.Task[None]:
+    def _hold(self, lease: Lease, booking: Booking) -> asyncio.Task[None]:
         """Keep the lease until it ends by itself, or the attempt ends."""
-        booking = Booking(replica, num_requests=1)
 
         def release(_: asyncio.Task[None]) -> None:  # also when it is cancelled before it has begun
             booking.end()

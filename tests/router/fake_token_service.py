@@ -1,4 +1,4 @@
-"""A dispatcher without a cluster: it says what a script says, and remembers how each request ended."""
+"""A token service without a cluster: it says what a script says, and remembers how each request ended."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def echo(request: SequenceRequest, choice: int) -> Sequence[int]:
 
 
 @dataclass(kw_only=True)
-class FakeDispatcher:
+class FakeTokenService:
     """Repeats each choice's script until the request's own rules end it. The choices take turns."""
 
     script: Script = echo
@@ -39,15 +39,14 @@ class FakeDispatcher:
 
 
 class FakeGeneration:
-    def __init__(self, fake: FakeDispatcher, request: SequenceRequest) -> None:
+    def __init__(self, fake: FakeTokenService, request: SequenceRequest) -> None:
         self._fake = fake
         self._request = request
         self._owner: asyncio.Task[object] | None = None
         self._open = set(request.choices)
         self._stopped: set[int] = set()
         self.route = RequestRoute(
-            prefill_replica="prefill-0", decode_replica="decode-0", cached_tokens=3, blocks_shipped=2, wire_bytes=1000,
-            attempts=1,
+            prefill_replica="prefill-0", decode_replica="decode-0", cached_tokens=3, attempts=1
         )  # fmt: skip
 
     async def __aenter__(self) -> FakeGeneration:
@@ -83,6 +82,7 @@ class FakeGeneration:
                     self._open.discard(choice)
                 yield ChoiceToken(choice, token)
             position += 1
+        self.route.blocks_shipped, self.route.wire_bytes = 2, 1000  # told a little after the last token
         assert num_sent <= len(request.choices) * request.sampling.max_tokens
 
     async def stop(self, choice: int) -> None:

@@ -1,0 +1,178 @@
+"""What requests count on at replicas, while they wait, are computed, fail and move."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from random import Random
+
+import pytest
+
+from cluster.words.errors import ContextLengthExceeded
+from cluster.words.hashing import block_hashes, root_hash
+from cluster.words.request import Role, Sampling, SequenceRequest
+from router.serving.replica import Replica
+from tests.router.serving.fake_worker import MAX_CONTEXT
+from tests.router.serving.serving_world import Client, World
+from tests.router.serving.virtual_time import VirtualTimeLoop, pass_time
+
+
+def _play(play: Callable[[World], Awaitable[None]], *, seed: int = 0) -> None:
+    async def run() -> None:
+        world = World(Random(seed))
+        try:
+            await play(world)
+            await world.settle()
+            world.check_empty()
+        finally:
+            await world.close()
+
+    loop = VirtualTimeLoop()
+    try:
+        loop.run_until_complete(run())
+    finally:
+        loop.close()
+
+
+async def _until(condition: Callable[[], object]) -> None:
+    for _ in range(10_000):
+        if condition():
+            return
+        await pass_time(0.001)
+    raise AssertionError("it never comes")
+
+
+def _seen(world: World, name: str) -> Replica:
+    replica = world.replicas.get(name)
+    assert replica
+    return replica
+
+
+def _expecting(world: World, client: Client) -> set[str]:
+    """Who is said to have the beginning of its prompt; no worker here tells an index anything."""
+    hashes = block_hashes(root_hash("model"), client.request.token_ids, block_size=4)
+    return set(world.replicas.index.depths(hashes))
+
+
+def test_a_request_that_came_before_any_decode_replica_is_weighed_like_others() -> None:
+    async def play(world: World) -> None:
+        prefill = world.add(Role.PREFILL)
+        await pass_time(0.1)
+        client = world.ask(num_tokens=9, n=1, max_tokens=300)
+        await pass_time(0.1)
+        decode = world.add(Role.DECODE)
+        await _until(lambda: _seen(world, decode.name).promised_streams)
+        assert _seen(world, decode.name).promised_blocks == -(-(9 + 64) // 4), "64: what is assumed of a first answer"
+        assert _expecting(world, client) == {prefill.name}
+
+    _play(play)
+
+
+def test_a_request_that_no_replica_can_hold_hears_so_when_the_first_one_comes() -> None:
+    async def play(world: World) -> None:
+        request = SequenceRequest(id="r", token_ids=(1,) * MAX_CONTEXT, num_prompt_tokens=MAX_CONTEXT)
+
+        async def ask() -> None:
+            async with world.core.start(request) as generation:
+                async for _ in generation:
+                    pass
+
+        asking = asyncio.create_task(ask())
+        await pass_time(0.1)
+        world.add(Role.DECODE)
+        with pytest.raises(ContextLengthExceeded):
+            await asking
+
+    _play(play)
+
+
+def test_a_prompt_that_a_decode_replica_computes_is_in_its_queue_until_it_is_computed() -> None:
+    async def play(world: World) -> None:
+        decode = _seen(world, world.add(Role.DECODE).name)
+        await pass_time(0.1)
+        client = world.ask(num_tokens=9, n=1, max_tokens=300)
+        await _until(lambda: decode.promised_streams)
+        assert (decode.pending_tokens, decode.load().queued_tokens) == (9, 9)
+        assert _expecting(world, client) == {decode.id}
+        await _until(lambda: client.received)
+        assert decode.pending_tokens == 0 and decode.promised_streams == 1
+        await pass_time(1.5)
+        assert not client.is_over and not _expecting(world, client), "the replica itself would have told by now"
+
+    _play(play)
+
+
+def test_nothing_is_expected_of_a_prefill_replica_that_has_failed() -> None:
+    async def play(world: World) -> None:
+        prefills = [world.add(Role.PREFILL) for _ in range(2)]
+        world.add(Role.DECODE)
+        await pass_time(0.1)
+        client = world.ask(num_tokens=9, n=1, max_tokens=300)
+        await _until(lambda: any(worker.num_held() for worker in prefills))
+        failed, other = sorted(prefills, key=lambda worker: worker.num_held(), reverse=True)
+        assert _expecting(world, client) == {failed.name}
+        failed.kill()
+        await _until(lambda: other.num_held())
+        assert _expecting(world, client) == {other.name}
+
+    _play(play)
+
+
+def test_a_choice_is_booked_where_it_is_going_and_goes_where_there_is_room() -> None:
+    async def play(world: World) -> None:
+        source = world.add(Role.DECODE)
+        await pass_time(0.1)
+        client = world.ask(num_tokens=9, n=1, max_tokens=900)
+        await _until(lambda: client.received)
+        full, free = (_seen(world, world.add(Role.DECODE).name) for _ in range(2))
+        await pass_time(0.1)
+        full.book(0, 0, 990, 1)
+        free.book(1000, 0, 0, 0)  # the policy likes it less, for its queue
+        source.drain()
+        await _until(lambda: free.promised_streams or full.promised_streams > 1)
+        assert (free.promised_streams, full.promised_streams) == (1, 1)
+        num_blocks = free.promised_blocks
+        assert num_blocks * 4 > len(client.request.token_ids) + len(client.received[0])
+        await _until(lambda: _seen(world, source.name).promised_streams == 0)
+        assert free.promised_streams == 1 and free.promised_blocks >= num_blocks
+        full.book(0, 0, -990, -1)
+        free.book(-1000, 0, 0, 0)
+
+    _play(play)
+
+
+def test_what_the_replica_that_computes_a_prompt_has_of_it_is_not_in_its_queue() -> None:
+    async def play(world: World) -> None:
+        decode = _seen(world, world.add(Role.DECODE).name)
+        await pass_time(0.1)
+        tokens = tuple(range(9))
+        world.replicas.index.store(decode.id, block_hashes(root_hash("model"), tokens, block_size=4))
+        request = SequenceRequest(id="r", token_ids=tokens, num_prompt_tokens=9, sampling=Sampling(max_tokens=30))
+        async with world.core.start(request):
+            await _until(lambda: decode.promised_streams)
+            assert decode.pending_tokens == 1
+        await _until(lambda: not decode.promised_streams)
+        world.replicas.index.drop(decode.id)
+
+    _play(play)
+
+
+def test_who_needs_no_more_does_not_wait_for_a_transfer_that_nobody_needs() -> None:
+    num_under_way = 0
+
+    async def play(world: World) -> None:
+        nonlocal num_under_way
+        prefill, decode = world.add(Role.PREFILL), world.add(Role.DECODE)
+        await pass_time(0.1)
+        client = world.ask(num_tokens=9, n=1, max_tokens=300)
+        await _until(lambda: client.received)
+        if not decode.leases[0].has_landed:
+            num_under_way += 1
+            prefill.fall_silent()
+            await world.stop(client, 0)
+            await pass_time(0.5)
+            assert client.is_over
+
+    for seed in range(8):
+        _play(play, seed=seed)
+    assert num_under_way, "the first token never came before the KV"
