@@ -142,7 +142,7 @@ def test_the_image_has_every_package_of_the_project() -> None:
 @pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
 def test_a_cluster_file_runs_shell_that_a_shell_can_read(path: Path) -> None:
     commands = [command for key, value in read(path).items() if key.endswith("_commands") for command in value]
-    scripts = [*commands, (DEPLOY / "ray" / "setup.sh").read_text()]
+    scripts = [*commands, *(script.read_text() for script in (DEPLOY / "ray").glob("*.sh"))]
     bash = shutil.which("bash")
     assert commands and bash
     for script in scripts:

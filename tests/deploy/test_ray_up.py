@@ -44,7 +44,10 @@ def hosts() -> Iterator[Hosts]:
 def ask(doors: str, number: int, begun: threading.Barrier | None = None) -> list[int]:
     """The tokens of one stream; `begun` is met when it has its first ones."""
     sampling = pb.SamplingParams(max_tokens=96, temperature=0.8, seed=number, ignore_eos=True)
-    request = pb.GenerateRequest(prompt=f"Once upon a time, in the year {1900 + number},", sampling=sampling)
+    prompt = (
+        f"Chapter {number}. " + "Once upon a time there was a host that lost its power. " * 6
+    )  # more than decode computes
+    request = pb.GenerateRequest(prompt=prompt, sampling=sampling)
     tokens: list[int] = []
     with InferenceClient(doors) as client:
         for event in client.generate(request, timeout_s=120):
@@ -103,7 +106,7 @@ def test_from_bare_hosts_to_an_answer_and_to_nothing(hosts: Hosts) -> None:
 
     hosts.ray("up", "-y", "--no-restart", "--no-config-cache", cluster_file)
     assert ask("10.78.0.10:50051", 0) == undisturbed[0]
-    hosts.ssh("head", "cluster down")
+    hosts.ray("exec", cluster_file, "bash ~/xpyd/deploy/ray/stop.sh")
     hosts.ray("down", "-y", cluster_file)
     for name in _ADDRESSES:
         until(lambda name=name: not hosts.processes(name))
