@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import ray
 from fastapi import FastAPI
 from ray import serve
 
@@ -17,14 +18,17 @@ from router.service import RouterService
 _MAX_REQUESTS = 100_000  # Serve's own limit must never be the one that bites: dispatch knows better when to refuse
 
 
-def build(spec: dict[str, Any], index_url: str, log_dir: str) -> serve.Application:
-    """The application that the control plane deploys. Each replica has a log of its own in log_dir, on its node."""
+def build(spec: dict[str, Any], index_url: str, log_dir: str, actor_options: dict[str, Any]) -> serve.Application:
+    """The application that the control plane deploys. Each replica has a log of its own in log_dir, on its node.
+
+    actor_options: Ray's, which say on which nodes replicas may run.
+    """
     router = parse_spec(spec).router
     deployment = serve.deployment(
         name="router",
         num_replicas=router.replicas,
         max_ongoing_requests=_MAX_REQUESTS,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, **actor_options},
         health_check_period_s=2,
         health_check_timeout_s=10,
         graceful_shutdown_timeout_s=20,
@@ -40,7 +44,9 @@ class Router:
         name = f"router-{uuid4().hex[:8]}"
         log = f"router-{time.strftime('%Y%m%d-%H%M%S')}-{name.removeprefix('router-')}.log"  # by name is by start
         redirect_output(Path(log_dir) / log, who=name)
-        self._service = await RouterService.open(parse_spec(spec), index_url=index_url, router=name)
+        parsed = parse_spec(spec)
+        host = parsed.router.host or ray.util.get_node_ip_address()
+        self._service = await RouterService.open(parsed, index_url=index_url, router=name, host=host)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._service.http_app(proxy_sets_request_id=True)

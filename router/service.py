@@ -64,10 +64,10 @@ class RouterService:
             self._tasks.append(_start(core.back_up_forever(every=spec.backup_tokens)))
 
     @classmethod
-    async def open(cls, spec: Spec, *, index_url: str, router: str) -> RouterService:
+    async def open(cls, spec: Spec, *, index_url: str, router: str, host: str = "127.0.0.1") -> RouterService:
         """Load the model's text side, find the replicas, open the gRPC door. Raises SpecError, DeployError.
 
-        router: a name that no other one of this deployment has.
+        router: a name that no other one of this deployment has. host: where the gRPC door listens.
         """
         model_dir = await asyncio.to_thread(model_source.resolve, spec.model.source)
         config = model_config.load(model_dir)
@@ -100,12 +100,12 @@ class RouterService:
             max_request_s=spec.timeouts.request_s,
         )
         door = await open_grpc_api(
-            completions, host=spec.router.host, port=spec.router.grpc_port, is_port_shared=spec.router.replicas > 1
+            completions, host=host, port=spec.router.grpc_port, is_port_shared=spec.router.replicas > 1
         )
         discovery.start()
         service = cls(completions, core, discovery, metrics, door, spec.router)
         metrics.watch(service._statuses)
-        logger.info("router open router=%s grpc=%s:%d", router, spec.router.host, door.port)
+        logger.info("router open router=%s grpc=%s:%d", router, host, door.port)
         return service
 
     @property

@@ -13,7 +13,7 @@ from grpc import aio
 
 from cluster.rpc import inference_pb2 as pb
 from cluster.rpc import inference_pb2_grpc as rpc
-from cluster.wire.channel import CLIENT_OPTIONS
+from cluster.wire.channel import CLIENT_OPTIONS, target_of
 from cluster.words.errors import RequestFailed
 
 
@@ -46,7 +46,7 @@ async def open_door(endpoint: str) -> AsyncIterator[Door]:
         async with httpx.AsyncClient(base_url=endpoint, limits=no_limits, trust_env=False) as client:
             yield OpenAIClient(client)
     else:
-        async with aio.insecure_channel(endpoint, options=CLIENT_OPTIONS) as channel:
+        async with aio.insecure_channel(target_of(endpoint), options=CLIENT_OPTIONS) as channel:
             yield GrpcClient(channel)
 
 

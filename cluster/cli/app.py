@@ -8,15 +8,18 @@ What a command needs is imported inside it: `cluster generate` should not wait f
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
+from typing import Annotated
 
 import typer
 
 from cluster.cli import bench, chaos, deploy, explain, generate, operate, plan, profile, quality, simulate, status
+from cluster.cli.connection import ADDRESS
 from cluster.words.errors import ClusterError
 
 app = typer.Typer(
-    help="Serve one model by prefill and decode replicas: deploy, watch, rescale, ask.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -41,6 +44,28 @@ for command in (
     app.command()(command)
 app.add_typer(bench.bench, name="bench")
 app.add_typer(quality.evaluate, name="eval")
+
+
+@app.callback()
+def main_options(
+    context: typer.Context,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            envvar=ADDRESS,
+            help="HOST[:PORT] of a Ray of which this is a node, or USER@HOST, where ssh runs it. Default: what was "
+            "deployed from here.",
+        ),
+    ] = None,
+) -> None:
+    """Serve one model by prefill and decode replicas: deploy, watch, rescale, ask."""
+    if address and "@" in address:
+        command = sys.argv[sys.argv.index(str(context.invoked_subcommand), 1) :]
+        terminal = ["-t"] if sys.stdin.isatty() and sys.stdout.isatty() else []
+        os.execvp("ssh", ["ssh", *terminal, address, shlex.join(["cluster", *command])])
+    if address:
+        os.environ[ADDRESS] = address
+
 
 _UsageError = typer.BadParameter.__base__  # typer carries its own copy of click, or uses click: this is right for both
 

@@ -9,9 +9,8 @@ from typing import Annotated
 import typer
 
 from cluster.chaos.tally import Mismatch, Tally
-from cluster.cli.connection import join_controller
+from cluster.cli.connection import find_state, join_controller
 from cluster.cli.deploy import Name
-from cluster.host import state as states
 from cluster.words.errors import SpecError
 
 _SINGLE_ROUTER = "router"  # with one router, its clients can only ask again: left out of --all
@@ -38,7 +37,7 @@ def chaos(
     chosen = _choose(faults, everything)
     if chosen is None:
         return
-    state = states.find(name)
+    state = find_state(name)
     controller = join_controller(state)
     import asyncio
 

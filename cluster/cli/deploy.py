@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cluster.cli.connection import ADDRESS, find_state
 from cluster.host import state as states
 from cluster.words.errors import DeployError, NotDeployed
 
@@ -29,7 +30,8 @@ def deploy(
     address: Annotated[
         str | None,
         typer.Option(
-            envvar="RAY_ADDRESS", help="HOST:PORT of a Ray cluster, or auto; otherwise a local Ray is started."
+            envvar=[ADDRESS, "RAY_ADDRESS"],
+            help="HOST:PORT of a Ray cluster, or auto; otherwise a local Ray is started.",
         ),
     ] = None,
     grpc_port: Annotated[int | None, typer.Option(help="Default 50051.")] = None,
@@ -67,9 +69,11 @@ def deploy(
             parts=Parts(),
             reporter=report,
         )
+    from cluster.host.status import open_doors  # it imports Ray
+
     seconds = time.monotonic() - begin
     print(f"{spec.name} is ready after {seconds:.0f} s: {spec.topology}, {spec.model.source}")
-    print(f"gRPC {state.grpc} · OpenAI {state.http}/v1 · logs {states.log_dir(spec.name)}")
+    print(f"gRPC {open_doors(state)} · OpenAI {state.http}/v1 · logs {states.log_dir(spec.name)}")
 
 
 def down(
@@ -81,7 +85,7 @@ def down(
 
     begin = time.monotonic()
     try:
-        state = states.find(name)
+        state = find_state(name)
     except NotDeployed as nothing:
         print(f"{str(nothing).partition(';')[0]}: nothing to take down")
         return

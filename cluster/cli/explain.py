@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from cluster.cli.connection import find_state
 from cluster.cli.deploy import Name
-from cluster.host import state as states
 from cluster.words.errors import ClusterError, SpecError
 
 _TIMEOUT_S = 10.0
@@ -31,7 +31,7 @@ def explain(
     A router remembers its last 1,000 requests. With several routers, another than the one that
     chose may answer.
     """
-    requests = _ask(endpoint or states.find(name).http, request_id)
+    requests = _ask(endpoint or find_state(name).http, request_id)
     if as_json:
         print(json.dumps(requests, indent=1))
         return

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cluster.cli.connection import find_state
 from cluster.cli.deploy import Name
-from cluster.host import state as states
 from cluster.words.errors import RequestFailed
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def generate(
         request.chat.CopyFrom(pb.Chat(messages=[*_system(system), pb.ChatMessage(role="user", content=text)]))
     else:
         request.prompt = text
-    with InferenceClient(endpoint or states.find(name).grpc) as client:
+    with InferenceClient(endpoint or find_state(name).grpc) as client:
         answer = _stream(client, request, timeout_s=timeout, is_shown=not as_json)
     if as_json:
         print(json.dumps(answer, ensure_ascii=False))
@@ -83,7 +83,7 @@ def chat(
     sampling = pb.SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     messages = _system(system)
     is_terminal = sys.stdin.isatty()
-    with InferenceClient(endpoint or states.find(name).grpc) as client:
+    with InferenceClient(endpoint or find_state(name).grpc) as client:
         while (line := _read_line("> " if is_terminal else "")) is not None and line.strip() != "/quit":
             if line.strip() == "/new":
                 messages = _system(system)

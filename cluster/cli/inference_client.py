@@ -8,7 +8,7 @@ import grpc
 
 from cluster.rpc import inference_pb2 as pb
 from cluster.rpc import inference_pb2_grpc as pb_grpc
-from cluster.wire.channel import CLIENT_OPTIONS
+from cluster.wire.channel import CLIENT_OPTIONS, target_of
 from cluster.words.errors import RequestFailed
 
 _USERS_FAULT = (
@@ -24,7 +24,7 @@ class InferenceClient:
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
-        self._channel = grpc.insecure_channel(endpoint, options=CLIENT_OPTIONS)
+        self._channel = grpc.insecure_channel(target_of(endpoint), options=CLIENT_OPTIONS)
         self._stub = pb_grpc.InferenceStub(self._channel)
 
     def __enter__(self) -> InferenceClient:

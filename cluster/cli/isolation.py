@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from cluster.bench.isolation import Workload, measure
+from cluster.cli.connection import find_state
 from cluster.cli.model_options import DEFAULT_MODEL, Model
-from cluster.host import state as states
 from cluster.host.state import State
 
 _OF_ITS_OWN = "bench-isolation"
@@ -41,7 +41,7 @@ def isolation(
         prefills_per_s=rate, streams=streams, prompt_tokens=prompt_tokens, loaded_s=seconds, quiet_s=seconds / 4
     )
     if name is not None:
-        result = _measure(workload, states.find(name))
+        result = _measure(workload, find_state(name))
     else:
         with _deployment(model) as state:
             result = _measure(workload, state)

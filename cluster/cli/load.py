@@ -13,6 +13,7 @@ import typer
 
 from cluster.bench.trace import TraceRequest, read_trace
 from cluster.bench.trace import poisson as make_poisson
+from cluster.cli.connection import find_state
 from cluster.cli.deploy import Name
 from cluster.cli.simulate import Scale, SloItl, SloTtft, Speedup, TraceFormat
 from cluster.words.errors import SpecError
@@ -69,9 +70,7 @@ def load(
 
 
 def _door(name: str | None, *, http: bool) -> str:
-    from cluster.host import state as states
-
-    state = states.find(name)
+    state = find_state(name)
     return state.http if http else state.grpc
 
 

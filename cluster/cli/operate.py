@@ -10,10 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from cluster.cli.connection import join_controller
+from cluster.cli.connection import find_state, join_controller
 from cluster.cli.deploy import Name
 from cluster.control.report import Pools
-from cluster.host import state as states
 from cluster.words.errors import SpecError
 
 _FOLLOW_S = 0.5
@@ -62,7 +61,7 @@ def logs(
     name: Name = None,
 ) -> None:
     """Show the last lines that a replica has written, or the router or the controller."""
-    controller = join_controller(states.find(name))
+    controller = join_controller(find_state(name))
     from cluster.host.driver import ask
 
     parts = ask(controller, "logs", replica, lines=lines)
@@ -91,7 +90,7 @@ def _change(
 ) -> _Change:
     """Ask the controller for a change, and return when those pools are settled and the router has heard of it."""
     begin = time.monotonic()
-    state = states.find(name)
+    state = find_state(name)
     controller = join_controller(state)
     from cluster.cli.console import reporter
     from cluster.host.driver import ask

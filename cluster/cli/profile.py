@@ -16,8 +16,8 @@ from typing import Annotated, Any
 import typer
 
 from cluster.cli import model_options as options
+from cluster.cli.connection import find_state
 from cluster.cli.deploy import Name
-from cluster.host import state as states
 
 _PROMPTS = (64, 1024)  # tokens, whose transfers tell a link's latency and rate
 _LATENCY_S = 0.003  # of a link, where it is not measured
@@ -56,7 +56,7 @@ def profile(
     model_dir = resolve(model)
     of = {"dtype": dtype, "weights": weights, "pool_dtype": pool_dtype, "threads": threads}
     if live:
-        steps = _learnt(endpoint or states.find(name).http)
+        steps = _learnt(endpoint or find_state(name).http)
     else:
         count = replicas or 2 * (os.cpu_count() or 1)
         steps = _measured(model_dir, of, wire_dtype=wire_dtype, num_replicas=count, seconds=seconds)

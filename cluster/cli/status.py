@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cluster.cli.connection import join_controller
+from cluster.cli.connection import find_state, join_controller
 from cluster.cli.deploy import Name
-from cluster.host import state as states
 from cluster.words.errors import DeployError, NotDeployed
 
 if TYPE_CHECKING:  # Ray must not be imported before local_ray.join()
@@ -24,7 +23,7 @@ def status(
 ) -> None:
     """Show every replica. Exit code: 0 ready, 1 not ready, 3 nothing deployed."""
     try:
-        state = states.find(name)
+        state = find_state(name)
         if state.local_ray is not None and not state.local_ray.is_running:
             raise NotDeployed(f"{state.name} is not running any more; `cluster down` forgets it")
     except NotDeployed as nothing:

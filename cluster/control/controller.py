@@ -10,23 +10,24 @@ import asyncio
 import contextlib
 import functools
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.control import desired as desired_store
 from cluster.control.desired import Desired, Parts
 from cluster.control.gang import find_replicas, remove_leftovers
-from cluster.control.placement import ResourceDemand, check_fit, live_nodes
+from cluster.control.node_task import run_on
+from cluster.control.placement import ResourceDemand, check_fit, live_nodes, router_nodes
 from cluster.control.pool import ReplicaPool
 from cluster.control.replica import replica_id, role_of
 from cluster.control.replica_life import ReplicaLife
 from cluster.control.report import ControllerReport
-from cluster.process.log import LogPart, log_path, read_log, redirect_output
+from cluster.process.log import LogPart, find_logs, log_path, read_log, redirect_output
 from cluster.words.errors import DeployError, ReplicaFailed, SpecError
 from cluster.words.request import Role
 from cluster.words.spec import Spec
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 ACTOR_NAME = "controller"
 _ROUTER = "router"
 _RECONCILE_S = 1.0
-_ADOPT_S = 15.0
+_ADOPT_S = 10.0  # `cluster status` waits for it
 _READ_LOG_S = 30.0  # a process may have to start on the node first
 
 
@@ -54,6 +55,7 @@ class Controller:
             redirect_output(_own_log(self._desired.log_dir), who=ACTOR_NAME)
         self._changed = asyncio.Event()
         self._pools = {role: ReplicaPool(role, changed=self._changed.set) for role in Role}
+        self._has_adopted = asyncio.Event()
         self._loop = asyncio.create_task(self._reconcile_forever())
 
     async def apply(self, spec: dict[str, Any], *, index_url: str, log_dir: str, parts: Parts) -> None:
@@ -68,6 +70,8 @@ class Controller:
         self._desire_changed()
 
     async def status(self) -> ControllerReport:
+        """After a restart: once it is known which replicas live on."""
+        await self._has_adopted.wait()
         desired = self._known
         pools = {role.value: self._pools[role].report(desired.spec.pool(role).replicas) for role in Role}
         return {"spec": desired.spec.model_dump(mode="json"), "pools": pools}
@@ -99,12 +103,13 @@ class Controller:
     async def logs(self, replica: str, *, lines: int = 50, starts: dict[int, int] | None = None) -> dict[int, LogPart]:
         """The log of each rank: its last lines, or what follows byte `starts[rank]`. Also of a replica that is gone.
 
-        "controller" is this process itself; "router" are the routers on its node in the order in which they started,
-        also those that are gone.
+        "controller" is this process itself; "router" are the routers in the order in which they started, also
+        those that are gone.
         """
-        if replica in (ACTOR_NAME, _ROUTER):
-            paths = self._control_logs(replica)
-            return {i: read_log(path, lines=lines, start=(starts or {}).get(i)) for i, path in enumerate(paths)}
+        if replica == ACTOR_NAME:
+            return {0: read_log(_own_log(self._known.log_dir), lines=lines, start=(starts or {}).get(0))}
+        if replica == _ROUTER:
+            return await self._router_logs(lines, starts or {})
         home = self._pool_of(replica).home(replica)
         if home is None:
             raise DeployError(f"{replica} has not been placed on a node yet: there is no log")
@@ -134,18 +139,23 @@ class Controller:
 
     async def _adopt(self) -> None:
         """Take over what an earlier life of this controller started; remove what is not whole."""
-        for replica in find_replicas(self._name):
-            try:
-                if self._desired is None:
-                    raise ReplicaFailed("nothing is desired")
-                life = ReplicaLife(replica, self._desired)
-                await asyncio.wait_for(life.adopt(), _ADOPT_S)
-            except (ReplicaFailed, TimeoutError) as error:
-                logger.warning("%s is removed, not adopted: %s", replica, error)
-                remove_leftovers(replica, self._name)
-            else:
-                logger.info("%s is adopted", replica)
-                self._pools[life.view.role].add(life)
+        try:
+            await asyncio.gather(*(self._adopt_one(replica) for replica in find_replicas(self._name)))
+        finally:
+            self._has_adopted.set()
+
+    async def _adopt_one(self, replica: str) -> None:
+        try:
+            if self._desired is None:
+                raise ReplicaFailed("nothing is desired")
+            life = ReplicaLife(replica, self._desired)
+            await asyncio.wait_for(life.adopt(), _ADOPT_S)
+        except (ReplicaFailed, TimeoutError) as error:
+            logger.warning("%s is removed, not adopted: %s", replica, error)
+            remove_leftovers(replica, self._name)
+        else:
+            logger.info("%s is adopted", replica)
+            self._pools[life.view.role].add(life)
 
     def _reconcile(self) -> None:
         if (desired := self._desired) is None:
@@ -175,26 +185,27 @@ class Controller:
         known = ", ".join(replica for pool in self._pools.values() for replica in pool.ids)
         raise SpecError(f"no replica is called {replica}; there are: {known or 'none'}")
 
-    def _control_logs(self, name: str) -> list[Path]:
-        log_dir = self._known.log_dir
-        if name == ACTOR_NAME:
-            return [_own_log(log_dir)]
-        return sorted(Path(log_dir).glob(f"{_ROUTER}-*.log"))
-
     async def _read_log(self, replica: str, rank: int, node_id: str, *, lines: int, start: int | None) -> LogPart:
         life = self._pools[role_of(replica)].get(replica)
         if life is not None:
             with contextlib.suppress(ReplicaFailed, TimeoutError):
                 return await life.read_log(rank, lines=lines, start=start)
         path = log_path(self._known.log_dir, replica, rank)
-        read: Any = ray.remote(num_cpus=0, max_retries=0)(read_log)
-        on_node = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        call = read.options(scheduling_strategy=on_node).remote(path, lines=lines, start=start)
         try:
-            part: LogPart = await asyncio.wait_for(call, _READ_LOG_S)
+            part: LogPart = await _call_on(node_id, read_log, path, lines=lines, start=start)
         except (RayError, TimeoutError) as error:
             raise DeployError(f"{replica}: its node no longer gives out {path}: {type(error).__name__}") from error
         return part
+
+    async def _router_logs(self, lines: int, starts: dict[int, int]) -> dict[int, LogPart]:
+        """Of all nodes that may have routers, in the order in which these started: their names begin with the time."""
+        log_dir, nodes = self._known.log_dir, [node.id for node in router_nodes(live_nodes())]
+        found = await asyncio.gather(*(_call_on(node, find_logs, log_dir, _ROUTER) for node in nodes))
+        places = sorted((path.name, path, node) for node, paths in zip(nodes, found, strict=True) for path in paths)
+        reads = (
+            _call_on(node, read_log, path, lines=lines, start=starts.get(i)) for i, (_, path, node) in enumerate(places)
+        )
+        return dict(enumerate(await asyncio.gather(*reads)))
 
     def _desire_changed(self) -> None:
         desired_store.save(self._known)
@@ -212,6 +223,13 @@ def _check_same_model(old: Spec, new: Spec) -> None:
     for section in ("name", "model", "kv", "index"):
         if getattr(old, section) != getattr(new, section):
             raise SpecError(f"{section}: cannot change while deployed; take {old.name} down first")
+
+
+async def _call_on(node_id: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Its answer on that node; at once on this one. Raises RayError or TimeoutError."""
+    if node_id == ray.get_runtime_context().get_node_id():
+        return function(*args, **kwargs)
+    return await asyncio.wait_for(run_on(node_id, function, *args, **kwargs), _READ_LOG_S)
 
 
 def _own_log(log_dir: str) -> Path:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from cluster.words.errors import DeployError
 from cluster.words.request import Role
 from cluster.words.spec import PoolSpec
 
 Amounts = Mapping[str, float]  # by Ray's resource name
+
+_ROUTER_LABELS = {"pool": "router"}
+_HEAD = "node:__internal_head__"  # a resource that Ray gives to its head, and to no other node
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,10 @@ class Node:
     labels: Mapping[str, str] = field(default_factory=dict)
     total: Amounts = field(default_factory=dict)
     available: Amounts = field(default_factory=dict)
+
+    @property
+    def is_head(self) -> bool:
+        return _HEAD in self.total
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,23 @@ def why_pending(pool: PoolSpec, nodes: Sequence[Node]) -> str:
 def matches(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
     """Whether a node with `labels` satisfies `selector`, by Ray's rules: VALUE, !VALUE, in(A,B), !in(A,B)."""
     return all(_matches_one(labels.get(key), condition) for key, condition in selector.items())
+
+
+def router_nodes(nodes: Iterable[Node]) -> list[Node]:
+    """Where routers run: on the nodes with the label `pool: router`; where there are none, on the head."""
+    nodes = list(nodes)
+    return [node for node in nodes if matches(node.labels, _ROUTER_LABELS)] or [node for node in nodes if node.is_head]
+
+
+def as_a_router(nodes: Iterable[Node]) -> dict[str, Any]:
+    """Ray's options for an actor that is to run on one of the router_nodes(), also when it starts again."""
+    is_labelled = any(matches(node.labels, _ROUTER_LABELS) for node in nodes)
+    return {"label_selector": _ROUTER_LABELS} if is_labelled else on_the_head()
+
+
+def on_the_head() -> dict[str, Any]:
+    """Ray's options for an actor that is to run on the head, and nowhere else while the head is away."""
+    return {"resources": {_HEAD: 0.001}}
 
 
 def live_nodes() -> list[Node]:

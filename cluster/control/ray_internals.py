@@ -1,12 +1,15 @@
 """What Ray has no public call for, all of it here: Ray is pinned to one minor version (pyproject.toml) for its sake.
 
 - its control store as a place to keep something, as durable as its own knowledge of the actors;
-- what each node has left: public are the sums over the cluster only.
+- what each node has left: public are the sums over the cluster only;
+- on which nodes Ray Serve's replicas run: public over its dashboard's HTTP only.
 
 Imports Ray: not before local_ray.join().
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from ray._private.state import available_resources_per_node
 from ray.experimental import internal_kv
@@ -28,4 +31,14 @@ def delete(key: bytes, *, namespace: bytes) -> None:
 def available_resources() -> dict[str, dict[str, float]]:
     """By node id, by Ray's resource name; living nodes only, a moment old."""
     found: dict[str, dict[str, float]] = available_resources_per_node()
+    return found
+
+
+def serve_details() -> dict[str, Any]:
+    """As ray.serve.schema.ServeInstanceDetails has it. Raises RayServeException when Serve does not run."""
+    from ray.serve.context import _get_global_client
+
+    client = _get_global_client()
+    assert client is not None, "it raises, unless it is asked not to"
+    found: dict[str, Any] = client.get_serve_details()
     return found

@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from cluster.control.desired import Parts
+from cluster.control.placement import Node
 from cluster.host import local_ray, preflight
 from cluster.host import state as states
+from cluster.host.doors import Doors, plan_doors
 from cluster.host.reporter import Reporter
 from cluster.host.state import Command, State
 from cluster.process.background import BackgroundThread
+from cluster.process.log import clear_logs
 from cluster.process.stopwatch import Stopwatch
 from cluster.words.errors import DeployError
 from cluster.words.request import Role
@@ -50,23 +53,28 @@ def deploy(
     """
     watch = Stopwatch()
     preflight.check_name(spec.name, reporter.say)
+    preflight.check_index(spec.index)
     if address is None:
-        preflight.check_ports(spec.router)
-        preflight.check_nodes(spec, [preflight.this_node()], wait_for_nodes=wait_for_nodes)
+        here = preflight.this_node()
+        doors = plan_doors(spec.router, [here], is_one_machine=True)
+        preflight.check_ports(spec.router, doors.http_host)
+        preflight.check_nodes(spec, [here], wait_for_nodes=wait_for_nodes)
         preflight.check_model(spec, reporter.say)
-        state = _new_state(spec, local=local_ray.prepare())
+        local = local_ray.prepare()
+        place = _Place(local.address, doors, local=local)
     else:
         preflight.check_model(spec, reporter.say)
-        state = _join_ray(spec, address, wait_for_nodes=wait_for_nodes)
-    states.clear_logs(spec.name)
+        place = _join_ray(spec, address, wait_for_nodes=wait_for_nodes)
+    state = place.state(spec.name)
     states.save(state)
+    clear_logs(str(states.log_dir(spec.name)))
     watch.lap("checks")
     try:
         if state.local_ray:
             reporter.say("starting a local Ray")
             _start_ray(state, state.local_ray)
             watch.lap("Ray")
-        _start(state, spec, parts=parts, deadline=deadline, reporter=reporter, watch=watch)
+        _start(place, spec, parts=parts, deadline=deadline, reporter=reporter, watch=watch)
     except BaseException:
         with _undisturbed():
             reporter.say("removing what was started")
@@ -92,27 +100,38 @@ def take_down(state: State, *, force: bool = False) -> None:
     states.forget(state.name)
 
 
-def router_application(spec: dict[str, Any], index_url: str, log_dir: str) -> serve.Application:
+def router_application(
+    spec: dict[str, Any], index_url: str, log_dir: str, actor_options: dict[str, Any]
+) -> serve.Application:
     """The router as Ray Serve takes it; the spec as plain values."""
     from router.app import build
 
-    return build(spec, index_url, log_dir)
+    return build(spec, index_url, log_dir, actor_options)
 
 
-def _new_state(spec: Spec, *, local: local_ray.LocalRay | None, address: str = "", owns_serve: bool = True) -> State:
-    host = preflight.reachable_host(spec.router.host, otherwise=address.rpartition(":")[0] or "127.0.0.1")
-    return State(
-        name=spec.name,
-        ray_address=local.address if local else address,
-        local_ray=local,
-        owns_serve=owns_serve,
-        grpc=f"{host}:{spec.router.grpc_port}",
-        http=f"http://{host}:{spec.router.http_port}",
-        deploying=Command.current(),
-    )
+@dataclass(frozen=True)
+class _Place:
+    """A Ray, and what a deployment will have there."""
+
+    ray_address: str
+    doors: Doors
+    local: local_ray.LocalRay | None = None
+    nodes: Sequence[Node] = ()  # of a Ray of several machines
+    owns_serve: bool = True
+
+    def state(self, name: str) -> State:
+        return State(
+            name=name,
+            ray_address=self.ray_address,
+            local_ray=self.local,
+            owns_serve=self.owns_serve,
+            grpc=self.doors.grpc,
+            http=self.doors.http,
+            deploying=Command.current(),
+        )
 
 
-def _join_ray(spec: Spec, address: str, *, wait_for_nodes: bool) -> State:
+def _join_ray(spec: Spec, address: str, *, wait_for_nodes: bool) -> _Place:
     """Connect to a Ray that is not ours, and check that the deployment may start there."""
     import ray
 
@@ -122,10 +141,14 @@ def _join_ray(spec: Spec, address: str, *, wait_for_nodes: bool) -> State:
     driver.connect(address, spec.name, env=_SERVE_ENVIRONMENT)
     if driver.find_controller(spec.name) is not None:
         raise DeployError(f"{spec.name} is deployed on this Ray already, from another machine or user")
-    owns_serve = not router_app.is_serve_running()
-    preflight.check_ports(spec.router, http_is_ours=owns_serve)
-    preflight.check_nodes(spec, live_nodes(), wait_for_nodes=wait_for_nodes)
-    return _new_state(spec, local=None, address=ray.get_runtime_context().gcs_address, owns_serve=owns_serve)
+    owns_serve, nodes = not router_app.is_serve_running(), live_nodes()
+    is_one_machine = len({node.ip for node in nodes}) == 1 and not wait_for_nodes
+    doors = plan_doors(spec.router, nodes, is_one_machine=is_one_machine)
+    if is_one_machine:
+        preflight.check_ports(spec.router, doors.http_host, http_is_ours=owns_serve)
+    preflight.check_nodes(spec, nodes, wait_for_nodes=wait_for_nodes)
+    gcs: str = ray.get_runtime_context().gcs_address
+    return _Place(gcs, doors, nodes=() if is_one_machine else nodes, owns_serve=owns_serve)
 
 
 def _start_ray(state: State, local: local_ray.LocalRay) -> None:
@@ -136,17 +159,20 @@ def _start_ray(state: State, local: local_ray.LocalRay) -> None:
     driver.connect(local.address, state.name)
 
 
-def _start(state: State, spec: Spec, *, parts: Parts, deadline: float, reporter: Reporter, watch: Stopwatch) -> None:
+def _start(place: _Place, spec: Spec, *, parts: Parts, deadline: float, reporter: Reporter, watch: Stopwatch) -> None:
     """Start the index, the controller and the router; return when everything is ready."""
     from cluster.host import driver, pool_watch, router_app, router_health
 
-    log_dir = str(states.log_dir(spec.name))
-    serving = BackgroundThread(lambda: router_app.start_serve(spec.router), name="serve")
+    log_dir, doors = str(states.log_dir(spec.name)), place.doors
+    driver.run_on_each(place.nodes, clear_logs, log_dir)
+    serving = BackgroundThread(lambda: router_app.start_serve(doors), name="serve")
     serving.start()
     controller = driver.start_controller(spec.name)  # its process comes up while we wait for the index
-    index_url = driver.start_index(spec.name, log_dir) if spec.index == "embedded" else spec.index
+    head = next((node for node in place.nodes if node.is_head), None)
+    index_url = driver.start_index(spec.name, log_dir, head) if spec.index == "embedded" else spec.index
     watch.lap("index")
     plain_spec = spec.model_dump(mode="json")
+    plain_spec["router"]["host"] = doors.grpc_host
     driver.ask(controller, "apply", plain_spec, index_url=index_url, log_dir=log_dir, parts=parts)
     watch.lap("controller")
     serving.join(_SERVE_S)
@@ -154,12 +180,12 @@ def _start(state: State, spec: Spec, *, parts: Parts, deadline: float, reporter:
         raise serving.failure
     watch.lap("Serve")
     reporter.say("starting the router")
-    router_app.start_router(spec.name, router_application(plain_spec, index_url, log_dir))
+    router_app.start_router(spec.name, router_application(plain_spec, index_url, log_dir, doors.actor_options))
     watch.lap("router")
     pool_watch.await_ready(controller, Role, deadline=deadline, reporter=reporter)
     watch.lap("replicas after that")
     wanted = {role.value: spec.pool(role).replicas for role in Role}
-    router_health.await_seen(state.http, wanted, within_s=_SEE_ALL_S)
+    router_health.await_seen(doors.http, wanted, within_s=_SEE_ALL_S)
     watch.lap("router sees all")
 
 
@@ -168,8 +194,7 @@ def _remove_from_ray(state: State) -> None:
 
     from cluster.host import driver, router_app
 
-    if not ray.is_initialized():
-        driver.connect(state.ray_address, state.name)
+    driver.connect(state.ray_address, state.name)
     router_app.stop_router(state.name, owns_serve=state.owns_serve)
     controller = driver.start_controller(state.name)  # the one that is there; or one to clean up after one that is not
     driver.ask(controller, "stop", within_s=_STOP_S)

@@ -6,32 +6,42 @@ import contextlib
 import logging
 import os
 import socket
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.control import controller
 from cluster.control.controller import Controller
 from cluster.control.desired import namespace
+from cluster.control.node_task import run_on
+from cluster.control.placement import Node, live_nodes, on_the_head
 from cluster.index import embedded as embedded_index
 from cluster.index.embedded import EmbeddedIndex
 from cluster.index.redis_server import RedisAddress
 from cluster.process.ports import free_port
 from cluster.words.errors import ClusterError, DeployError
 
+T = TypeVar("T")
+
+_PORT = 6379  # Ray's own default
 _PROBE_S = 3.0
 _ASK_S = 60.0  # longer than a controller needs to come back after its death
 
 
 def connect(address: str, name: str, *, env: dict[str, str] | None = None) -> None:
-    """Join the Ray cluster at `address` ("host:port" or "auto"). Raises DeployError when nobody answers there.
+    """Join the Ray cluster at `address` ("host", "host:port" or "auto"); once. Raises DeployError when nobody answers.
 
     `env` is set for every process that this driver starts there: for a Ray that was not started by us.
     """
+    if ray.is_initialized():
+        return
     if address.startswith("ray://"):
         raise DeployError(f"{address}: give the address of Ray's control store, HOST:6379, from one of Ray's own nodes")
     if address != "auto":
+        address = address if ":" in address else f"{address}:{_PORT}"
         _probe(address)
     logging.getLogger("ray").setLevel(logging.ERROR)
     os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "1")  # one try of 45 s; by default there are twenty
@@ -48,9 +58,14 @@ def connect(address: str, name: str, *, env: dict[str, str] | None = None) -> No
 
 
 def start_controller(name: str) -> Any:
-    """Start the deployment's controller, which outlives this driver; returns its handle, for ask()."""
+    """Start the deployment's controller, which outlives this driver; returns its handle, for ask().
+
+    On the head: that is the host without which Ray cannot do anyway. Elsewhere, when it must start again and cannot.
+    """
     make: Any = ray.remote(Controller)
-    return make.options(**_detached(name, controller.ACTOR_NAME), max_task_retries=3).remote(name)
+    heads = [NodeAffinitySchedulingStrategy(node.id, soft=True) for node in live_nodes() if node.is_head]
+    options = _detached(name, controller.ACTOR_NAME) | {"scheduling_strategy": heads[0] if heads else None}
+    return make.options(**options, max_task_retries=3).remote(name)
 
 
 def find_controller(name: str) -> Any | None:
@@ -60,12 +75,28 @@ def find_controller(name: str) -> Any | None:
     return None
 
 
-def start_index(name: str, log_dir: str) -> str:
-    """Start the deployment's own Redis, and return its URL when it answers."""
-    address = RedisAddress(free_port())
+def start_index(name: str, log_dir: str, head: Node | None = None) -> str:
+    """Start the deployment's own Redis, and return its URL when it answers.
+
+    On this machine's loopback; or on the head, at its address in the cluster, and there again when the head is back.
+    """
+    if head is None:
+        address, options = RedisAddress(free_port()), {}
+    else:
+        [port] = run_on_each([head], free_port, head.ip)
+        address, options = RedisAddress(port, host=head.ip), on_the_head()
     make: Any = ray.remote(EmbeddedIndex)
-    ask(make.options(**_detached(name, embedded_index.ACTOR_NAME)).remote(address, log_dir), "ready")
+    ask(make.options(**_detached(name, embedded_index.ACTOR_NAME), **options).remote(address, log_dir), "ready")
     return address.url
+
+
+def run_on_each(nodes: Sequence[Node], function: Callable[..., T], *args: Any) -> list[T]:
+    """Call it once on each of these nodes, at the same time. Raises DeployError."""
+    try:
+        answers: list[T] = ray.get([run_on(node.id, function, *args) for node in nodes], timeout=_ASK_S)
+    except RayError as error:
+        raise DeployError(f"{function.__name__}: {' '.join(str(error).split())}") from error
+    return answers
 
 
 def stop_index(name: str) -> None:

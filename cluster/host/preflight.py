@@ -15,7 +15,7 @@ from cluster.words.errors import DeployError, SpecError
 from cluster.words.request import Role
 from cluster.words.spec import RouterSpec, Spec
 
-_EVERYWHERE = ("0.0.0.0", "::")
+_REDIS_S = 3.0
 
 
 def check_name(name: str, say: Callable[[str], None]) -> None:
@@ -53,27 +53,31 @@ def check_model(spec: Spec, say: Callable[[str], None]) -> None:
             raise SpecError(f"{role}.{error}") from None
 
 
-def check_ports(router: RouterSpec, *, http_is_ours: bool = True) -> None:
-    """Both doors must be free, on this machine; HTTP only where Ray Serve does not hold it already."""
+def check_index(url: str) -> None:
+    """A Redis of the operator's own must answer now: routers and replicas would go on without it, and never meet."""
+    from cluster.index.redis_server import ping
+
+    if url != "embedded":
+        try:
+            ping(url, within_s=_REDIS_S)
+        except DeployError as error:
+            raise DeployError(f"index: {error}") from None
+
+
+def check_ports(router: RouterSpec, host: str, *, http_is_ours: bool = True) -> None:
+    """Both doors must be free on `host`, an address of this machine; HTTP only where Ray Serve does not hold it."""
     doors = [("gRPC", "--grpc-port", router.grpc_port), ("HTTP", "--http-port", router.http_port)]
     if router.grpc_port == router.http_port:
         raise SpecError(
             f"router.http_port: {router.http_port} is router.grpc_port, too; choose another with --http-port"
         )
     for door, option, port in doors if http_is_ours else doors[:1]:
-        if not is_free(router.host, port):
-            raise DeployError(f"{door} port {port} on {router.host} is in use; choose another with {option}")
+        if not is_free(host, port):
+            raise DeployError(f"{door} port {port} on {host} is in use; choose another with {option}")
 
 
 def check_nodes(spec: Spec, nodes: Sequence[Node], *, wait_for_nodes: bool = False) -> None:
-    """Both pools must fit, and what is bound to one machine must be reachable from all."""
-    if len({node.ip for node in nodes}) > 1:
-        if spec.index == "embedded":
-            raise SpecError(
-                "index: the embedded Redis serves one machine only, and this Ray has several; set a redis:// URL"
-            )
-        if spec.router.host not in _EVERYWHERE:
-            raise SpecError(f"router.host: {spec.router.host} is on one machine, and this Ray has several; set 0.0.0.0")
+    """Both pools must fit."""
     if not wait_for_nodes:
         check_fit([ResourceDemand(role, spec.pool(role), spec.pool(role).replicas) for role in Role], nodes)
 
@@ -83,8 +87,3 @@ def this_node() -> Node:
     gpus = len([path for path in Path("/dev").glob("nvidia[0-9]*")])
     total = {"CPU": float(os.cpu_count() or 1), "GPU": float(gpus)}
     return Node(id="local", name=socket.gethostname(), ip="127.0.0.1", total=total, available=total)
-
-
-def reachable_host(host: str, *, otherwise: str) -> str:
-    """Where a client finds a router that listens on `host`: "everywhere" is no address to connect to."""
-    return otherwise if host in _EVERYWHERE else host

@@ -10,8 +10,9 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
+from cluster.control import ray_internals
+from cluster.host.doors import Doors
 from cluster.words.errors import DeployError
-from cluster.words.spec import RouterSpec
 
 _START_S = 120.0
 _POLL_S = 0.1
@@ -26,11 +27,19 @@ def is_serve_running() -> bool:
     return True
 
 
-def start_serve(router: RouterSpec) -> None:
+def is_only_application(name: str) -> bool:
+    """Whether Ray Serve runs for nobody but this deployment."""
+    return set(serve.status().applications) <= {name}
+
+
+def start_serve(doors: Doors) -> None:
     """Start Ray Serve and its HTTP proxy, if they do not run yet. Raises DeployError."""
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     try:
-        serve.start(http_options={"host": router.host, "port": router.http_port})
+        serve.start(
+            proxy_location="HeadOnly" if doors.on_head_only else "EveryNode",
+            http_options={"host": doors.http_host, "port": int(doors.http.rpartition(":")[2])},
+        )
     except (RayServeException, RayError, RuntimeError, ValueError) as error:
         raise DeployError(f"Ray Serve: {' '.join(str(error).split())}") from error
 
@@ -47,6 +56,15 @@ def start_router(name: str, application: serve.Application) -> None:
         _await_running(name)
     except (RayServeException, RayError, RuntimeError, ValueError) as error:
         raise DeployError(f"router: {' '.join(str(error).split())}") from error
+
+
+def router_ips(name: str) -> set[str]:
+    """The addresses of the nodes on which its routers run; empty when Serve does not know."""
+    if not is_serve_running():
+        return set()
+    application = ray_internals.serve_details()["applications"].get(name, {})
+    replicas = [replica for part in application.get("deployments", {}).values() for replica in part["replicas"]]
+    return {replica["node_ip"] for replica in replicas if replica["state"] == "RUNNING"}
 
 
 def stop_router(name: str, *, owns_serve: bool) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -43,7 +43,7 @@ class State:
     ray_address: str
     local_ray: LocalRay | None  # the Ray that was started for it
     owns_serve: bool = False  # Ray Serve was started for it
-    grpc: str  # "host:port"
+    grpc: str  # "host:port", or several of them: "host:port,host:port"
     http: str  # "http://host:port"
     deploying: Command | None  # None: deployed
 
@@ -89,25 +89,25 @@ def forget(name: str) -> None:
     (state_dir(name) / _FILE).unlink(missing_ok=True)
 
 
-def clear_logs(name: str) -> None:
-    shutil.rmtree(log_dir(name), ignore_errors=True)
-
-
 def deployed_names() -> list[str]:
     return sorted(path.parent.name for path in _root().glob(f"*/{_FILE}"))
 
 
 def find(name: str | None) -> State:
     """The deployment called `name`, or the only one. Raises NotDeployed, or SpecError when there are several."""
-    names = deployed_names()
-    if name is None and len(names) > 1:
-        raise SpecError(f"several deployments are up: {', '.join(names)}; choose one with --name")
-    chosen = name if name is not None else names[0] if names else None
-    state = load(chosen) if chosen else None
-    if state is None:
+    state = load(choose(name, deployed_names()))
+    assert state is not None, "it is one of those that are deployed"
+    return state
+
+
+def choose(name: str | None, deployed: Sequence[str]) -> str:
+    """As find(), of these names."""
+    if name is None and len(deployed) > 1:
+        raise SpecError(f"several deployments are up: {', '.join(deployed)}; choose one with --name")
+    if not deployed or (name is not None and name not in deployed):
         what = f"{name} is not deployed" if name else "nothing is deployed"
         raise NotDeployed(f"{what}; `cluster deploy 1P1D` would do so")
-    return state
+    return name or deployed[0]
 
 
 def _root() -> Path:

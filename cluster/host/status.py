@@ -14,7 +14,7 @@ _ASK_S = 15.0
 
 
 class Endpoints(TypedDict):
-    grpc: str  # "host:port"
+    grpc: str  # "host:port", or several of them: "host:port,host:port"
     http: str  # "http://host:port"
 
 
@@ -35,5 +35,16 @@ def read_status(state: State, controller: Any) -> DeploymentReport:
     ready = seen is not None and all(
         pools[role]["ready"] >= pools[role]["desired"] and seen[role] >= pools[role]["desired"] for role in Role
     )
-    endpoints: Endpoints = {"grpc": state.grpc, "http": state.http}
+    endpoints: Endpoints = {"grpc": open_doors(state), "http": state.http}
     return {"name": state.name, "ready": ready, "endpoints": endpoints, "pools": pools}
+
+
+def open_doors(state: State) -> str:
+    """The gRPC doors behind which a router runs now; all that there may be when none is known."""
+    doors = state.grpc.split(",")
+    if len(doors) == 1:
+        return state.grpc
+    from cluster.host.router_app import router_ips
+
+    ips = router_ips(state.name)
+    return ",".join(door for door in doors if door.rpartition(":")[0] in ips) or state.grpc

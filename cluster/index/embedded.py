@@ -1,4 +1,4 @@
-"""The actor that owns the embedded Redis of a deployment, and brings it back on the same port when it dies."""
+"""The actor that owns the embedded Redis of a deployment, and brings it back at the same address when it dies."""
 
 from __future__ import annotations
 

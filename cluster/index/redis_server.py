@@ -1,4 +1,4 @@
-"""A real Redis-protocol server for the prefix index, on this machine's loopback, that dies with its owner.
+"""A real Redis-protocol server for the prefix index, on one address of this machine, that dies with its owner.
 
 Run as a module, it is what stands between the two: it asks the kernel to be killed with its parent, and then becomes
 the server.
@@ -16,6 +16,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from cluster.words.errors import DeployError
 
@@ -27,14 +28,15 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class RedisAddress:
-    """Where the server listens, and the password that keeps other users of the machine out."""
+    """Where the server listens, and the password that keeps out whoever else can reach it."""
 
     port: int
     password: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
+    host: str = "127.0.0.1"
 
     @property
     def url(self) -> str:
-        return f"redis://:{self.password}@127.0.0.1:{self.port}/0"
+        return f"redis://:{self.password}@{self.host}:{self.port}/0"
 
 
 class RedisServer:
@@ -81,7 +83,7 @@ class RedisServer:
         evicted, and the members' leases, although short, are renewed every second.
         """
         lines = [
-            "bind 127.0.0.1",
+            f"bind {self._address.host}",
             f"port {self._address.port}",
             f"requirepass {self._address.password}",
             'save ""',
@@ -93,15 +95,27 @@ class RedisServer:
         return "\n".join(lines) + "\n"
 
     def _answers(self) -> bool:
-        import redis
-        from redis.backoff import NoBackoff
-        from redis.retry import Retry
-
         try:
-            with redis.Redis.from_url(self._address.url, socket_timeout=1.0, retry=Retry(NoBackoff(), 0)) as client:
-                return bool(client.ping())
-        except (redis.ConnectionError, redis.TimeoutError):
+            ping(self._address.url, within_s=1.0)
+        except DeployError:
             return False
+        return True
+
+
+def ping(url: str, *, within_s: float) -> None:
+    """Raise DeployError, with the URL but not its password, unless a Redis answers there."""
+    import redis
+    from redis.backoff import NoBackoff
+    from redis.retry import Retry
+
+    waits = {"socket_timeout": within_s, "socket_connect_timeout": within_s, "retry": Retry(NoBackoff(), 0)}
+    try:
+        with redis.Redis.from_url(url, **waits) as client:
+            client.ping()
+    except (redis.RedisError, OSError, ValueError) as error:
+        parts = urlsplit(url)
+        place = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        raise DeployError(f"no Redis answers at {place}: {error}") from None
 
 
 def _find_binary() -> str:

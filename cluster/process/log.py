@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,17 @@ class LogPart:
 def log_path(log_dir: str, replica: str, rank: int) -> Path:
     """Where the rank writes, on its own node."""
     return Path(log_dir) / f"{replica}-r{rank}.log"
+
+
+def find_logs(log_dir: str, who: str) -> list[Path]:
+    """On this node, those of the processes called `who`-…."""
+    return list(Path(log_dir).glob(f"{who}-*.log"))
+
+
+def clear_logs(log_dir: str) -> None:
+    """Begin with an empty directory."""
+    shutil.rmtree(log_dir, ignore_errors=True)
+    Path(log_dir).mkdir(parents=True, exist_ok=True, mode=0o700)
 
 
 def redirect_output(path: Path, *, who: str) -> None:

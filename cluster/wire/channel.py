@@ -8,6 +8,7 @@ that nobody retries, those of clients, are given longer.
 
 from __future__ import annotations
 
+import random
 from typing import Any, NoReturn
 
 import grpc
@@ -48,6 +49,12 @@ _CHANNEL_OPTIONS: list[tuple[str, Any]] = [
 _PEER_OPTIONS = [*_CHANNEL_OPTIONS, *keepalive(ping_every_ms=1000, answer_within_ms=2000)]
 CLIENT_OPTIONS = [*_CHANNEL_OPTIONS, *keepalive(ping_every_ms=10_000, answer_within_ms=20_000)]
 SERVER_OPTIONS: list[tuple[str, Any]] = [*_PEER_OPTIONS, *PINGS_ALLOWED, ("grpc.so_reuseport", 0)]
+
+
+def target_of(doors: str) -> str:
+    """ "host:port,host:port" as gRPC takes it: the first that answers, in an order that is another each time."""
+    addresses = doors.split(",")
+    return doors if len(addresses) == 1 else "ipv4:" + ",".join(random.sample(addresses, len(addresses)))
 
 
 def open_channel(address: str) -> aio.Channel:

@@ -173,8 +173,9 @@ class RouterSpec(_Section):
 
     replicas: Count = 1
     """Router processes."""
-    host: str = "127.0.0.1"
-    """Where both doors listen; `0.0.0.0` opens them to the network, without a password."""
+    host: str | None = None
+    """Where both doors listen. null: on loopback where everything is on one machine; on several, on the address that
+    their node has among the others. `0.0.0.0` opens them to every network, without a password."""
     grpc_port: Port = 50051
     """Of `cluster.v1.Inference`."""
     http_port: Port = 8000
@@ -222,8 +223,8 @@ class Spec(_Section):
     engine: EngineSpec = EngineSpec()
     router: RouterSpec = RouterSpec()
     index: str = "embedded"
-    """Where the prefix index is kept: `embedded`, a Valkey that is started on this machine, or a `redis://HOST:PORT[/DB]`,
-    `rediss://` or `unix://` URL."""
+    """Where the prefix index is kept: `embedded`, a Valkey that is started beside Ray's head, or a
+    `redis://HOST:PORT[/DB]`, `rediss://` or `unix://` URL."""
     timeouts: TimeoutSpec = TimeoutSpec()
 
     @field_validator("index")

@@ -30,7 +30,9 @@ _BLOCK = re.compile(r"(<!-- (?P<name>[a-z-]+): [^\n]*-->\n).*?(<!-- end -->)", r
 
 def documents() -> Iterable[Path]:
     """Every Markdown file that is ours to write."""
-    return sorted([ROOT / "README.md", ROOT / "AGENTS.md", *(ROOT / "docs").rglob("*.md")])
+    return sorted(
+        [ROOT / "README.md", ROOT / "AGENTS.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").rglob("*.md")]
+    )
 
 
 def fresh(text: str) -> str:

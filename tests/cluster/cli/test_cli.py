@@ -157,7 +157,10 @@ def test_a_ray_that_is_not_ours_is_left_as_it_was(three_nodes: str, tmp_path: Pa
     refused = elsewhere.run(*deploy, *ports(), is_fake=True)
     assert refused.code == 2
     assert refused.err.endswith("cluster: guest is deployed on this Ray already, from another machine or user\n")
-    assert cluster.run("status").code == 0, "the one that was refused has taken nothing down"
+    status = cluster.run("status", "--json")
+    assert status.code == 0, "the one that was refused has taken nothing down"
+    asked = elsewhere.run("--address", three_nodes, "status", "--json")
+    assert asked.code == 0 and json.loads(asked.out)["endpoints"] == json.loads(status.out)["endpoints"]
 
     assert cluster.run("down").code == 0
     assert (ray.util.list_named_actors(all_namespaces=True), len(living_groups())) == before

@@ -66,7 +66,7 @@ def test_a_restarted_controller_adopts_what_lives(deploy: Deploy) -> None:
     before = deployment.until_ready()
     ray.kill(deployment.controller, no_restart=False)
 
-    after = deployment.until_ready()
+    after = deployment.call("status")["pools"]  # its first answer has them all
     assert [pids(after[role]) for role in after] == [pids(before[role]) for role in before]
     deployment.call("scale", {"prefill": 2})
     grown = deployment.until_ready()["prefill"]
@@ -221,6 +221,10 @@ def test_the_controller_has_a_log_too(deploy: Deploy) -> None:
     assert "decode-0 is ready" in own.text
     assert deployment.call("logs", "controller", starts={0: own.end})[0].text == ""
     assert deployment.call("logs", "router") == {}  # this deployment has none
+    for name, text in (("2-b", "second\n"), ("1-a", "first\n")):
+        (deployment.log_dir / f"router-{name}.log").write_text(text)
+    found = deployment.call("logs", "router", starts={1: 3})
+    assert [(number, part.text) for number, part in found.items()] == [(0, "first\n"), (1, "ond\n")]
 
 
 def test_stop_leaves_nothing(deploy: Deploy) -> None:

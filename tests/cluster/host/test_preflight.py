@@ -1,4 +1,4 @@
-"""What is wrong between a spec and its model is said before anything is placed."""
+"""What is wrong between a spec, its model and its Redis is said before anything is placed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from cluster.host.preflight import check_model
-from cluster.words.errors import SpecError
+from cluster.host.preflight import check_index, check_model
+from cluster.process.ports import free_port
+from cluster.words.errors import DeployError, SpecError
 from cluster.words.spec_file import parse_spec
 from tests.cluster.model.test_config import write
 
@@ -35,3 +36,14 @@ def test_ranks_must_fit_the_model(tmp_path: Path, decode: dict[str, Any], error:
     else:
         with pytest.raises(SpecError, match=error):
             check_model(spec, print)
+
+
+def test_a_redis_that_does_not_answer_is_named_without_its_password(redis_url: str) -> None:
+    check_index("embedded")
+    check_index(redis_url)
+    port = free_port()
+    with pytest.raises(
+        DeployError, match=rf"^index: no Redis answers at redis://127.0.0.1:{port}/2: .*refused"
+    ) as raised:
+        check_index(f"redis://user:s3cret@127.0.0.1:{port}/2?password=s3cret")
+    assert "s3cret" not in str(raised.value)

@@ -11,16 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from cluster.control.placement import Node
 from cluster.host import state
 from cluster.host.local_ray import LocalRay
-from cluster.host.preflight import check_name, check_nodes, check_ports
+from cluster.host.preflight import check_name, check_ports
 from cluster.host.state import Command, State
 from cluster.process import processes
 from cluster.process.ports import free_port
 from cluster.words.errors import DeployError, NotDeployed, SpecError
 from cluster.words.spec import RouterSpec
-from cluster.words.spec_file import parse_spec
 
 
 @pytest.fixture(autouse=True)
@@ -102,17 +100,7 @@ def test_ports_in_use_are_found_before_anything_starts() -> None:
         with pytest.raises(
             DeployError, match=f"HTTP port {http} on 127.0.0.1 is in use; choose another with --http-port"
         ):
-            check_ports(RouterSpec(grpc_port=free_port(), http_port=http))
-        check_ports(RouterSpec(grpc_port=free_port(), http_port=http), http_is_ours=False)
+            check_ports(RouterSpec(grpc_port=free_port(), http_port=http), "127.0.0.1")
+        check_ports(RouterSpec(grpc_port=free_port(), http_port=http), "127.0.0.1", http_is_ours=False)
     with pytest.raises(SpecError, match=r"router.http_port: 7000 is router.grpc_port, too"):
-        check_ports(RouterSpec(grpc_port=7000, http_port=7000))
-
-
-def test_what_is_bound_to_one_machine_is_refused_on_several() -> None:
-    nodes = [Node(id=ip, name=ip, ip=ip, total={"CPU": 4}, available={"CPU": 4}) for ip in ("10.0.0.1", "10.0.0.2")]
-    with pytest.raises(SpecError, match="index: the embedded Redis serves one machine only"):
-        check_nodes(parse_spec({}), nodes)
-    with pytest.raises(SpecError, match=r"router.host: 127.0.0.1 is on one machine"):
-        check_nodes(parse_spec({"index": "redis://10.0.0.9:6379"}), nodes)
-    check_nodes(parse_spec({"index": "redis://10.0.0.9:6379", "router": {"host": "0.0.0.0"}}), nodes)
-    check_nodes(parse_spec({}), nodes[:1])
+        check_ports(RouterSpec(grpc_port=7000, http_port=7000), "127.0.0.1")

@@ -16,7 +16,7 @@ from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 
 from cluster.index.embedded import EmbeddedIndex
-from cluster.index.redis_server import RedisAddress, RedisServer
+from cluster.index.redis_server import RedisAddress, RedisServer, ping
 from cluster.process.ports import free_port
 from cluster.words.errors import DeployError
 from tests.waiting import WITHIN_S, until
@@ -45,6 +45,18 @@ def test_it_serves_and_evicts_only_what_expires(address: RedisAddress, tmp_path:
         stranger = redis.Redis(port=address.port, retry=Retry(ConstantBackoff(0), 0))
         with stranger, pytest.raises(redis.AuthenticationError):
             stranger.ping()
+    finally:
+        server.stop()
+
+
+def test_it_listens_on_the_address_that_it_was_given(address: RedisAddress, tmp_path: Path) -> None:
+    elsewhere = RedisAddress(address.port, host="127.0.0.2")
+    server = RedisServer(elsewhere, log=tmp_path / "index.log")
+    server.start()
+    try:
+        ping(elsewhere.url, within_s=WITHIN_S)
+        with pytest.raises(DeployError, match=f"no Redis answers at redis://127.0.0.1:{address.port}/0"):
+            ping(address.url, within_s=WITHIN_S)
     finally:
         server.stop()
 

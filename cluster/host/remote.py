@@ -1,0 +1,38 @@
+"""A deployment that another machine or user has made, as its Ray knows it: for commands on any of that Ray's nodes."""
+
+from __future__ import annotations
+
+import ray
+
+from cluster.control.controller import ACTOR_NAME
+from cluster.control.desired import namespace
+from cluster.control.placement import live_nodes
+from cluster.host import driver, router_app
+from cluster.host.doors import EVERYWHERE, plan_doors
+from cluster.host.state import State, choose
+from cluster.words.spec_file import parse_spec
+
+
+def find(address: str, name: str | None) -> State:
+    """The deployment called `name` on the Ray at `address`, or the only one there.
+
+    Raises NotDeployed, SpecError when there are several, and DeployError when no Ray answers there.
+    """
+    driver.connect(address, "")
+    prefix = namespace("")
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    ours = [entry["namespace"] for entry in actors if entry["name"] == ACTOR_NAME]
+    chosen = choose(name, sorted(space.removeprefix(prefix) for space in ours if space.startswith(prefix)))
+    controller = driver.find_controller(chosen)
+    spec = parse_spec(driver.ask(controller, "status")["spec"], origin="the stored spec")
+    is_one_machine = spec.router.host not in (None, *EVERYWHERE)  # then deploy() has filled it in
+    doors = plan_doors(spec.router, live_nodes(), is_one_machine=is_one_machine)
+    return State(
+        name=chosen,
+        ray_address=ray.get_runtime_context().gcs_address,
+        local_ray=None,
+        owns_serve=router_app.is_only_application(chosen),
+        grpc=doors.grpc,
+        http=doors.http,
+        deploying=None,
+    )

@@ -1,0 +1,77 @@
+"""Where doors are: on one machine, and on several."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+from grpc import aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from cluster.control.placement import Node
+from cluster.host.doors import Doors, plan_doors
+from cluster.process.ports import free_port
+from cluster.wire.channel import CLIENT_OPTIONS, target_of
+from cluster.words.errors import SpecError
+from cluster.words.spec import RouterSpec
+
+HEAD = {"node:__internal_head__": 1.0}
+
+
+def node(ip: str, *, pool: str = "", **more: Any) -> Node:
+    return Node(id=ip, name=ip, ip=ip, labels={"pool": pool} if pool else {}, **more)
+
+
+def plan(*nodes: Node, host: str | None = None) -> Doors:
+    return plan_doors(RouterSpec(host=host), nodes, is_one_machine=len(nodes) == 1)
+
+
+def test_on_one_machine_they_are_on_loopback_unless_the_spec_says_otherwise() -> None:
+    doors = plan(node("10.0.0.1", total=HEAD))
+    assert (doors.grpc, doors.http) == ("127.0.0.1:50051", "http://127.0.0.1:8000")
+    assert (doors.grpc_host, doors.http_host, doors.actor_options) == ("127.0.0.1", "127.0.0.1", {})
+    opened = plan(node("10.0.0.1", total=HEAD), host="0.0.0.0")
+    assert (opened.grpc, opened.http, opened.http_host) == ("10.0.0.1:50051", "http://10.0.0.1:8000", "0.0.0.0")
+
+
+def test_on_several_they_are_on_the_head_at_its_address_among_the_others() -> None:
+    doors = plan(node("10.0.0.2", pool="decode"), node("10.0.0.1", total=HEAD))
+    assert (doors.grpc, doors.http) == ("10.0.0.1:50051", "http://10.0.0.1:8000")
+    assert (doors.grpc_host, doors.http_host, doors.on_head_only) == (None, "10.0.0.1", True)
+    assert doors.actor_options == {"resources": {"node:__internal_head__": 0.001}}
+
+
+def test_a_label_says_where_routers_run() -> None:
+    nodes = [node("10.0.0.1", total=HEAD), *(node(f"10.0.0.{i}", pool="router") for i in (3, 4))]
+    doors = plan(*nodes)
+    assert (doors.grpc, doors.http) == ("10.0.0.3:50051,10.0.0.4:50051", "http://10.0.0.1:8000")
+    assert doors.actor_options == {"label_selector": {"pool": "router"}}
+
+
+def test_all_networks_only_when_that_is_asked_for() -> None:
+    nodes = [node("10.0.0.1", total=HEAD), node("10.0.0.2", pool="decode")]
+    doors = plan(*nodes, host="0.0.0.0")
+    assert (doors.grpc, doors.grpc_host, doors.http_host) == ("10.0.0.1:50051", "0.0.0.0", "0.0.0.0")
+    with pytest.raises(
+        SpecError, match=r"router.host: 127.0.0.1 is on one machine, and .*; leave it out, or set 0.0.0.0"
+    ):
+        plan(*nodes, host="127.0.0.1")
+
+
+async def test_a_client_finds_the_door_that_is_open_among_several() -> None:
+    server = aio.server()
+    servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    doors = f"127.0.0.1:{free_port()},127.0.0.1:{port},127.0.0.1:{free_port()}"
+
+    def ask() -> Any:
+        with grpc.insecure_channel(target_of(doors), options=CLIENT_OPTIONS) as channel:
+            return health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+
+    for _ in range(3):
+        assert (await asyncio.to_thread(ask)).status == health_pb2.HealthCheckResponse.SERVING
+    await server.stop(None)
