@@ -9,6 +9,7 @@ that nobody retries, those of clients, are given longer.
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import grpc
@@ -80,7 +81,8 @@ def error_of(error: aio.AioRpcError, *, peer: str) -> ClusterError:
     kind = getattr(errors, facts.get(_ERROR_KEY, ""), None)
     text = error.details() or ""
     if isinstance(kind, type) and issubclass(kind, ClusterError):
-        if issubclass(kind, CapacityError) and _RETRY_KEY in facts:
-            return kind(text, retry_after_s=float(facts[_RETRY_KEY]))
-        return kind(text, param=facts.get(_PARAM_KEY)) if issubclass(kind, RequestError) else kind(text)
+        with suppress(TypeError, ValueError):  # what a peer says of its error may make no sense
+            if issubclass(kind, CapacityError) and _RETRY_KEY in facts:
+                return kind(text, retry_after_s=float(facts[_RETRY_KEY]))
+            return kind(text, param=facts.get(_PARAM_KEY)) if issubclass(kind, RequestError) else kind(text)
     return ReplicaLost(f"{peer}: {error.code().name}: {error.details()}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TypeVar, cast
 
@@ -26,9 +26,22 @@ def find(name: str, ours: Mapping[str, T]) -> T:
         raise SpecError(f"{name}: must be {one_of(ours)}")
     module, _, attribute = name.partition(":")
     try:
-        return cast(T, getattr(import_module(module), attribute))
-    except (ImportError, AttributeError) as error:
-        raise SpecError(f"{name}: cannot be imported: {error}") from error
+        found = getattr(import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        raise SpecError(f"{name}: cannot be imported: {error}; put it on PYTHONPATH, or pip install it") from error
+    except (Exception, SystemExit) as error:  # whatever a module does when it is imported
+        raise SpecError(f"{name}: cannot be imported: {type(error).__name__}: {error}") from error
+    if not callable(found):
+        raise SpecError(f"{name}: must be a class, or a function that makes what is asked for")
+    return cast(T, found)
+
+
+def made(name: str, make: Callable[..., T], **arguments: object) -> T:
+    """What `make`, which `name` stands for, makes of these. Raises SpecError where it takes others."""
+    try:
+        return make(**arguments)
+    except TypeError as error:
+        raise SpecError(f"{name}: cannot be made: {error}; see docs/EXTENDING.md") from error
 
 
 def one_of(names: Mapping[str, object] | tuple[str, ...]) -> str:

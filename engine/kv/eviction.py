@@ -12,7 +12,7 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Protocol
 
-from cluster.words.plugin import find
+from cluster.words.plugin import find, made
 from engine.kv.reuse_history import ReuseHistory
 
 
@@ -259,4 +259,4 @@ EVICTIONS: dict[str, MakeEviction] = {
 
 def make_eviction(name: str, *, num_blocks: int, clock: Callable[[], float] = time.monotonic) -> Eviction:
     """By its name in EVICTIONS, or MODULE:NAME. Raises SpecError."""
-    return find(name, EVICTIONS)(num_blocks=num_blocks, clock=clock)
+    return made(name, find(name, EVICTIONS), num_blocks=num_blocks, clock=clock)

@@ -111,7 +111,7 @@ def _option(prompt: _Prompt, *, prefill: str | None, decode: str, decode_s: floa
 
 def _prompt(demand: RoutingRequest, view: CandidateReplica, holders: Sequence[CandidateReplica]) -> _Prompt:
     """The quickest way to the prompt's KV: compute what is not cached, or fetch some of it first."""
-    compute_s = _compute_s(demand, view, view.cached_tokens)
+    compute_s = view.compute_s(demand, view.cached_tokens)
     keep_s = _KEEP * compute_s
     best = _Prompt(view, view.queue_s + compute_s + keep_s, compute_s, keep_s)
     if view.restore_bytes_per_s and view.stored_tokens > view.cached_tokens:
@@ -130,16 +130,10 @@ def _try_fetch(best: _Prompt, demand: RoutingRequest, source: CandidateReplica, 
     before_s = max(view.queue_s, pull_s) + best.keep_s
     if before_s >= best.cost_s:
         return
-    compute_s = _compute_s(demand, view, source.stored_tokens)
+    compute_s = view.compute_s(demand, source.stored_tokens)
     if before_s + compute_s < best.cost_s:
         best.cost_s, best.compute_s = before_s + compute_s, compute_s
         best.pull_from, best.pull_tokens, best.pull_s = source.replica, source.stored_tokens, pull_s
-
-
-def _compute_s(demand: RoutingRequest, view: CandidateReplica, after: int) -> float:
-    # The last token is computed even where all of the prompt is cached: its logits are wanted.
-    missing = max(1, demand.num_tokens - after)
-    return view.timing.prefill_s(missing, after=demand.num_tokens - missing, chunk=view.max_batch_tokens)
 
 
 def _decode_s(demand: RoutingRequest, view: CandidateReplica) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from cluster.words.plugin import find
+from cluster.words.plugin import find, made
 from router.routing.cost_policy import CostPolicy
 from router.routing.policy import CandidateReplica, Option, Policy, RoutingRequest
 
@@ -51,7 +51,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 def make_policy(name: str, *, pulls: bool = False) -> Policy:
     """By its name in POLICIES, or MODULE:NAME. Only cost knows of pulling from a peer. Raises SpecError."""
     make = find(name, POLICIES)
-    return CostPolicy(pulls=pulls) if make is CostPolicy else make()
+    return CostPolicy(pulls=pulls) if make is CostPolicy else made(name, make)
 
 
 def _idlest(_: RoutingRequest, views: Sequence[View]) -> View:

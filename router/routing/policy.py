@@ -22,10 +22,16 @@ class CandidateReplica:
     num_streams: int  # running and waiting sequences
     num_blocks: int  # in all
     available_blocks: int  # free, or cached and unused
-    timing: StepTiming
-    max_batch_tokens: int
-    link_bytes_per_s: float
+    timing: StepTiming  # how long its steps take
+    max_batch_tokens: int  # of one step: a longer prompt is computed in several
+    link_bytes_per_s: float  # of KV that it ships
     restore_bytes_per_s: float = 0.0  # from its lower tiers to its device; 0: it has none
+
+    def compute_s(self, demand: RoutingRequest, after: int) -> float:
+        """Seconds for the prompt, of whose KV it has the first `after` tokens."""
+        # The last token is computed even where all of the prompt is cached: its logits are wanted.
+        missing = max(1, demand.num_tokens - after)
+        return self.timing.prefill_s(missing, after=demand.num_tokens - missing, chunk=self.max_batch_tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

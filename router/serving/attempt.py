@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from cluster.rpc import worker_pb2 as pb
 from cluster.wire.messages import handoff_from_proto, tokens_from_proto
-from cluster.words.errors import ClusterError
+from cluster.words.errors import ClusterError, ReplicaLost
 from cluster.words.handoff import Handoff, Holder
 from cluster.words.request import SequenceRequest
 from router.serving.attempt_tasks import AttemptTasks
@@ -160,6 +160,8 @@ class Attempt:
                 else:
                     self._route.blocks_shipped += event.shipped.blocks
                     self._route.wire_bytes += event.shipped.wire_bytes
+            if not self._choices.has_first:
+                raise ReplicaLost(f"{prefill.id}: the call for a prompt ended without a token")
         finally:
             booking.end()
             call.cancel()

@@ -173,6 +173,8 @@ class Dispatch:
         self.decisions.add(asked.request.id, decision.options, decision.candidates)
         logger.debug("route request=%s %s", asked.request.id, decision.options[0])
         decode = self._replica(decision.decode)
+        if (decision.decode and not decode) or (decision.prefill and not self._replica(decision.prefill)):
+            raise ClusterError(f"the routing policy named {decision.options[0]}: no such replica")
         need = asked.need
         booking = Booking(decode, num_blocks=need.num_blocks, num_streams=need.num_streams) if decode else None
         return self._booked(asked, decision, decode=decode, decode_booking=booking)

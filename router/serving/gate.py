@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from cluster.words.errors import CapacityError, ClusterError
+from cluster.words.errors import CapacityError
 from router.routing.admission import AdmissionQueue, QueuedRequest
 
 T = TypeVar("T")
@@ -71,7 +71,7 @@ class AdmissionGate(Generic[T]):
             choose, future = self._waiting[queued]
             try:
                 taken = choose()
-            except ClusterError as error:
+            except Exception as error:  # also a policy's own: it ends this request, and nobody behind it
                 future.set_exception(error)
                 self._queue.remove(queued, now=self._now())
                 continue

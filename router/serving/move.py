@@ -48,9 +48,9 @@ class ChoiceMove:
         Afterwards its tokens come from the target: `follow` says where to.
         """
         source, target = self._source.replica, self._target.replica
-        target.subscribe(self._target.key, self._take)
         has_moved = False
         try:
+            target.subscribe(self._target.key, self._take)
             self.lease = target.worker.generate(request, continues=True)
             async for event in self.lease:
                 if event.WhichOneof("event") == "reserved":

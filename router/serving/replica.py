@@ -70,7 +70,12 @@ class Replica:
         self._load = None
 
     def subscribe(self, stream: int, sink: TokenSink) -> None:
-        """Hand every token of `stream` to `sink`, or ReplicaLost, once, if the frames end."""
+        """Hand every token of `stream` to `sink`, or ReplicaLost, once, if the frames end.
+
+        Raises ReplicaLost where they have ended: what came before they begin anew would be missing.
+        """
+        if not self.is_alive:
+            raise ReplicaLost(f"{self.id}: its frames have ended")
         self._sinks[stream] = sink
 
     def unsubscribe(self, stream: int) -> None:
@@ -109,6 +114,9 @@ class Replica:
                 reason = str(error)
             except TimeoutError:
                 reason = f"silent for {_SILENCE_S} s"
+            except Exception as error:  # a frame that cannot be read: whoever sends it is not to be relied upon
+                logger.exception("replica=%s sent a frame that cannot be read", self.id)
+                reason = f"a frame cannot be read: {error!r}"
             self._lost(reason)
             await asyncio.sleep(_RECONNECT_S)
 

@@ -62,12 +62,12 @@ class Fleet:
         """Choose replicas for a request, and send it on its way."""
         hashes = self._hashes.of(request)
         begin = time.perf_counter()
-        option = self._choose(request, hashes)
+        option, compute_s = self._choose(request, hashes)
         self._report.decided(time.perf_counter() - begin)
-        flight = Flight(request, hashes, option)
+        flight = Flight(request, hashes, option, compute_s)
         computes = option.prefill or option.decode
         now = self._clock.now
-        self._busy_until[computes] = max(now, self._busy_until.get(computes, 0.0)) + option.compute_s
+        self._busy_until[computes] = max(now, self._busy_until.get(computes, 0.0)) + compute_s
         self._unanswered[computes] = self._unanswered.get(computes, 0) + 1
         self._index.expect(computes, hashes)
         if option.pull_from is None and self._profile.request_s:
@@ -77,7 +77,7 @@ class Fleet:
         else:
             self._fetch(flight, option.pull_from, computes)
 
-    def _choose(self, request: TraceRequest, hashes: list[bytes]) -> Option:
+    def _choose(self, request: TraceRequest, hashes: list[bytes]) -> tuple[Option, float]:
         demand = RoutingRequest(
             num_tokens=request.num_tokens,
             block_size=self._setup.block_size,
@@ -88,7 +88,10 @@ class Fleet:
         stored = self._stored.match(hashes) if self._stored is not self._index else cached
         prefills = [self._view(name, replica, cached, stored) for name, replica in self.prefills.items()]
         decodes = [self._view(name, replica, cached, stored) for name, replica in self.decodes.items()]
-        return self._policy.options(demand, prefills, decodes)[0]
+        option = self._policy.options(demand, prefills, decodes)[0]
+        # Not as the policy predicts it: one that predicts nothing would see no queue.
+        view = next(view for view in (*prefills, *decodes) if view.replica == (option.prefill or option.decode))
+        return option, view.compute_s(demand, max(view.cached_tokens, option.pull_tokens))
 
     def _view(
         self, name: str, replica: PrefillReplica | DecodeReplica, cached: dict[str, int], stored: dict[str, int]
@@ -159,7 +162,7 @@ class Fleet:
         self._answered(option.prefill, flight)
         num_bytes = self.decodes[option.decode].missing_tokens(flight) * kv.wire_bytes_per_token
         self._report.shipped_bytes += num_bytes
-        hidden = min(option.compute_s * link.bytes_per_s, num_bytes * (1 - 1 / kv.num_layers))
+        hidden = min(flight.compute_s * link.bytes_per_s, num_bytes * (1 - 1 / kv.num_layers))
         landed = self._pass(option.prefill, "out", num_bytes - hidden, link.bytes_per_s) + link.latency_s
         self._clock.at(landed, lambda: self._landed(flight))
 

@@ -20,6 +20,7 @@ class Flight:
     request: TraceRequest
     hashes: list[bytes]
     option: Option
+    compute_s: float  # of what is missing of the prompt, as the router sees it
     num_cached: int = 0  # prompt tokens that were not computed again
     first_token_at: float = 0.0
     last_token_at: float = 0.0

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import grpc
 import pytest
 from grpc import aio
 
@@ -61,3 +62,16 @@ async def test_who_cannot_answer_is_lost() -> None:
             await rpc.WorkerStub(channel).Frames(pb.FramesRequest(router="r")).read()
     back = error_of(failed.value, peer="decode-0")
     assert type(back) is errors.ReplicaLost and str(back).startswith("decode-0: UNAVAILABLE")
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"cluster-error": "CapacityError", "cluster-error-retry-after-s": "soon"},
+        {"cluster-error": "ReplicaDidNotStart"},
+        {"cluster-error": "annotations"},
+    ],
+)
+def test_an_error_that_makes_no_sense_is_a_loss(facts: dict[str, str]) -> None:
+    failed = aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, aio.Metadata(), aio.Metadata(*facts.items()), details="what?")
+    assert isinstance(error_of(failed, peer="decode-0"), errors.ReplicaLost)

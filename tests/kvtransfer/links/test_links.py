@@ -184,5 +184,5 @@ def test_a_peer_that_never_comes_is_reported_at_the_deadline(backend: str, tmp_p
     store = FileStore(str(tmp_path / "store"))
     device = torch.device("cuda") if backend == "nccl" else torch.device("cpu")
     end = LinkEnd(store=store, prefix="x", is_sender=True, host="127.0.0.1", device=device, timeout_s=_TIMEOUT_S)
-    with pytest.raises(LinkClosed, match=r"did not come|nccl"):
+    with pytest.raises(LinkClosed):
         open_link(backend, end)

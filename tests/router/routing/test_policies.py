@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -38,14 +40,36 @@ def _holding(view: CandidateReplica, tokens: int) -> CandidateReplica:
     return replace(view, cached_tokens=tokens, stored_tokens=tokens)
 
 
+def _busy(views: list[CandidateReplica]) -> list[CandidateReplica]:
+    """Each with something else to say against it."""
+    changes: list[dict[str, Any]] = [
+        {"queue_s": 50.0},
+        {"available_blocks": 0, "num_streams": 64},
+        {"cached_tokens": 4096, "stored_tokens": 4096, "restore_bytes_per_s": 1e9},
+    ]
+    return [replace(view, **change) for view, change in zip(views, changes, strict=False)]
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
 @pytest.mark.parametrize("num_prefill", [0, 1, 3])
-def test_every_policy_names_a_pair_that_exists(any_policy: str, num_prefill: int) -> None:
+def test_every_policy_names_a_pair_that_exists(any_policy: str, num_prefill: int, is_busy: bool) -> None:
     prefills, decodes = _views("p", num_prefill), _views("d")
+    if is_busy:
+        prefills, decodes = _busy(prefills), _busy(decodes)
+    before = [replace(view) for view in (*prefills, *decodes)]
     options = make_policy(any_policy).options(_DEMAND, prefills, decodes)
-    assert options
+    assert isinstance(options, Sequence) and options
+    assert [*prefills, *decodes] == before, "it has changed what it was shown"
+    names = {view.replica for view in before}
+    uncached = {view.replica: _DEMAND.num_tokens - view.cached_tokens for view in decodes}
     for option in options:
         assert option.decode in [view.replica for view in decodes]
-        assert option.prefill in ([view.replica for view in prefills] or [None])
+        if option.prefill is None:  # the decode replica computes the prompt, where it may
+            assert not prefills or uncached[option.decode] <= _DEMAND.max_local_tokens
+        else:
+            assert option.prefill in [view.replica for view in prefills]
+        assert option.pull_from is None or option.pull_from in names
+        assert 0 <= option.pull_tokens <= _DEMAND.num_tokens
 
 
 def test_every_policy_has_nothing_to_offer_without_a_decode_replica(any_policy: str) -> None:

@@ -113,3 +113,21 @@ async def test_a_request_that_can_never_be_served_hears_so_at_its_turn_and_holds
     with pytest.raises(RequestError, match="too long"):
         await wrong
     assert await right == "place"
+
+
+async def test_an_error_that_nobody_foresaw_ends_its_own_request_only() -> None:
+    """Who wakes the gate is a replica's reader of frames, which must live."""
+    gate, room = AdmissionGate[str](max_waiting=100, queue_s=10), Room(0)
+
+    def choose() -> str | None:
+        return 1 / 0 if room.free else None  # type: ignore[return-value]
+
+    bad = asyncio.create_task(gate.enter(QueuedRequest("", 0, 1.0), choose, within_s=None, give_back=room.give_back))
+    await asyncio.sleep(0)
+    good = asyncio.create_task(_enter(gate, room))
+    await asyncio.sleep(0)
+    room.free = 1
+    gate.wake()
+    assert await good == "place"
+    with pytest.raises(ZeroDivisionError):
+        await bad

@@ -77,9 +77,9 @@ async def test_who_still_calls_a_replica_that_has_left_loses_it_like_any_other(r
         await worker.stop(None)
         await _until_alive(replicas, alive=False)
         heard: list[Any] = []
-        replica.subscribe(1, heard.append)  # too late to hear of the first loss
+        with pytest.raises(ReplicaLost):  # what it says before it is back would be missing
+            replica.subscribe(1, heard.append)
         await becomes(lambda: replicas.get("prefill-0") is None)
-        assert [type(loss) for loss in heard][-1:] == [ReplicaLost]
         with pytest.raises(ReplicaLost):
             await replica.unless_lost(_call(replica))
 
@@ -95,3 +95,45 @@ async def test_who_still_calls_a_replica_that_has_left_loses_it_like_any_other(r
         await replicas.close()
         await redis.aclose()
         await worker.stop(None)
+
+
+async def test_a_replica_whose_frames_cannot_be_read_is_lost() -> None:
+    """Not followed no longer, and chosen for ever."""
+
+    class Garbled(rpc.WorkerServicer):
+        async def Frames(self, request: pb.FramesRequest, context: Any) -> AsyncIterator[pb.Frame]:
+            yield pb.Frame(number=0, status=pb.Status(replica="decode-0"))
+            await subscribed.wait()
+            token = pb.SampledToken(token_id=1, finish_reason="of a newer version")
+            yield pb.Frame(number=1, streams=[pb.StreamTokens(stream=7, tokens=[token])])
+            await asyncio.Event().wait()
+
+    subscribed, lost = asyncio.Event(), asyncio.Event()
+    server = aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    rpc.add_WorkerServicer_to_server(Garbled(), server)
+    await server.start()
+    member = Member(
+        replica="decode-0",
+        role=Role.DECODE,
+        address=f"127.0.0.1:{port}",
+        layout="",
+        num_blocks=8,
+        block_size=16,
+        bytes_per_token=1,
+        max_tokens=128,
+    )
+    replicas = Replicas(lambda member: GrpcWorker(member.replica, member.address, router="router-0"))
+    replicas.add(member)
+    try:
+        await _until_alive(replicas, alive=True)
+        replica = replicas.get("decode-0")
+        assert replica
+        heard: list[Any] = []
+        replica.subscribe(7, lambda tokens: (heard.append(tokens), lost.set())[0])
+        subscribed.set()
+        await asyncio.wait_for(lost.wait(), 10)
+        assert isinstance(heard[0], ReplicaLost) and "cannot be read" in str(heard[0])
+    finally:
+        await replicas.close()
+        await server.stop(None)

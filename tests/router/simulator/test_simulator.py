@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from cluster.bench.trace import TraceRequest, read_trace
 from cluster.words.errors import SpecError
+from router.routing.policy import CandidateReplica, Option, RoutingRequest
 from router.simulator.fleet import FleetSetup
 from router.simulator.plan import make_plan
 from router.simulator.prefix_hashes import PrefixHashes
@@ -50,6 +53,29 @@ def test_every_request_ends_and_all_blocks_come_back(policy: str, pools: tuple[i
     report = simulate(setup, _PROFILE, trace, slo_ttft_s=10.0, slo_itl_s=1.0)
     assert report["completed"] == len(trace) and report["good_share"] == 1.0
     assert report["output_tokens"] == 20 * len(trace)
+
+
+class Silent:
+    """A policy that predicts nothing, and remembers what it was told."""
+
+    queues: ClassVar[list[float]] = []
+
+    def options(
+        self, demand: RoutingRequest, prefills: Sequence[CandidateReplica], decodes: Sequence[CandidateReplica]
+    ) -> list[Option]:
+        self.queues += [view.queue_s for view in prefills]
+        return [Option(prefill=prefills[0].replica, decode=decodes[0].replica)]
+
+
+def test_a_policy_that_predicts_nothing_sees_the_queues_that_it_makes() -> None:
+    trace = [TraceRequest(number=i, arrival_s=0.0, num_tokens=4096, num_output=2, ids=None) for i in range(3)]
+    setup = FleetSetup(
+        num_prefill=1, num_decode=1, policy=f"{__name__}:Silent", block_size=64, kv_tokens=65_536, pulls=False
+    )
+    Silent.queues.clear()
+    simulate(setup, _PROFILE, trace)
+    first, second, third = Silent.queues
+    assert first == 0.0 < second and third == pytest.approx(2 * second)
 
 
 def test_with_room_for_all_one_replica_reuses_all_that_came_before() -> None:
