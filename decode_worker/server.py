@@ -12,7 +12,7 @@ from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
 from cluster.wire.call_events import CallEvents
 from cluster.wire.channel import abort_with
-from cluster.wire.messages import handoff_from_proto, handoff_to_proto, holder_from_proto, sequence_from_proto
+from cluster.wire.messages import handoff_from_proto, handoff_to_proto, holder_from_proto
 from cluster.words.errors import ClusterError, ReplicaLost
 from cluster.words.handoff import Handoff
 from cluster.worker.role_parts import LiveReplica
@@ -34,7 +34,10 @@ class DecodeServicer(rpc.DecodeWorkerServicer):
         live = self.live
         if live is None or live.service.is_draining:
             await abort_with(context, ReplicaLost("this replica takes no new work"))
-        sequence = live.sequence_of(sequence_from_proto(request.sequence))
+        try:
+            sequence = live.sequence_of(request.sequence)
+        except ClusterError as error:
+            await abort_with(context, error)
         prompt = Prompt(sequence, source=_source(request))
         holder = holder_from_proto(request.holder) if request.HasField("holder") else None
         call = _Call()

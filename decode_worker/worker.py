@@ -42,6 +42,7 @@ class DecodeWorker:
         self._name = name
         self._addresses = tuple(addresses)
         self._layout = parts.gang.runner.layout.fingerprint
+        self._vocab_size = parts.gang.runner.config.vocab_size
         self._handoff_s = handoff_s
         self._awaited: dict[Prompt, Arrival[Prompt]] = {}  # whose KV comes from elsewhere
         self._arrivals: Arrivals[Prompt] = Arrivals(
@@ -79,16 +80,24 @@ class DecodeWorker:
             return
         prompt, num_tokens, next_tokens = arrival.owner, arrival.num_tokens, arrival.next_tokens
         del self._awaited[prompt]
+        sequence, vocab_size = prompt.sequence, self._vocab_size
         if prompt.is_running_elsewhere:
-            is_whole = len(prompt.sequence.tokens) + len(next_tokens) == num_tokens + 1
+            is_whole = len(sequence.tokens) + len(next_tokens) == num_tokens + 1
+            is_whole &= num_tokens <= len(sequence.blocks) * sequence.block_size
         else:
             is_whole = len(next_tokens) == len(prompt.choices)
+        is_whole &= all(0 <= token < vocab_size for token in next_tokens)
         if is_whole:
             prefilled = self.replica.engine.landed(prompt, num_tokens, next_tokens)
             self.replica.note_whole(prompt)
             self._answers.start(prefilled, epoch=arrival.epoch)
         else:
-            self._fail(prompt, TransferError(f"{len(next_tokens)} tokens came along with {num_tokens} positions"))
+            self._fail(
+                prompt,
+                TransferError(
+                    f"{list(next_tokens)[:4]}… ({len(next_tokens)} tokens) came along with {num_tokens} positions"
+                ),
+            )
 
     def migrate(self, router: str, stream: int, handoff: Handoff, listener: MoveListener) -> None:
         """Ship a choice to the replica that has made this handoff, if it is worth it."""

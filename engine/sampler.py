@@ -79,7 +79,8 @@ def _adjust(logits_RV: Tensor, rows: Seq[SamplingRow]) -> Tensor:
             counts = _place(list(counts_of.values()), torch.int64, logits_V.device)
             logits_V[seen] -= s.presence_penalty + s.frequency_penalty * counts
         if is_early:
-            logits_V.index_fill_(0, _place(list(s.stop_token_ids), torch.int64, logits_V.device), -math.inf)
+            known = [token for token in s.stop_token_ids if 0 <= token < len(logits_V)]  # a model may name others
+            logits_V.index_fill_(0, _place(known, torch.int64, logits_V.device), -math.inf)
         if row.allowed is not None:
             allowed = _place(row.allowed, torch.int64, logits_V.device)
             kept = logits_V[allowed]

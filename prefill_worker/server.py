@@ -11,7 +11,7 @@ from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
 from cluster.wire.call_events import CallEvents
 from cluster.wire.channel import abort_with
-from cluster.wire.messages import handoff_from_proto, holder_from_proto, sequence_from_proto, tokens_to_proto
+from cluster.wire.messages import handoff_from_proto, holder_from_proto, tokens_to_proto
 from cluster.words.errors import ClusterError, ReplicaLost
 from cluster.words.handoff import Handoff
 from cluster.words.request import SampledToken
@@ -34,7 +34,10 @@ class PrefillServicer(rpc.PrefillWorkerServicer):
         if live is None or live.service.is_draining:
             await abort_with(context, ReplicaLost("this replica takes no new work"))
         handoff = handoff_from_proto(request.handoff) if request.HasField("handoff") else None
-        sequence = live.sequence_of(sequence_from_proto(request.sequence))
+        try:
+            sequence = live.sequence_of(request.sequence)
+        except ClusterError as error:
+            await abort_with(context, error)
         prompt = Prompt(sequence, fetch_only=request.fetch_only)
         holder = holder_from_proto(request.holder) if request.HasField("holder") else None
         call = _Call(prompt, handoff)

@@ -150,6 +150,7 @@ class RankBody(Generic[W]):
             others=others,
             model=runner.layout.model,
             block_size=runner.layout.block_size,
+            vocab_size=runner.config.vocab_size,
             max_tokens=min(runner.max_tokens, setup.spec.model.max_context or runner.max_tokens),
         )
         self.role.servicer.live = live

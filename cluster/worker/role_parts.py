@@ -8,13 +8,16 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from grpc import aio
 
-from cluster.words.request import Role, SequenceRequest
+from cluster.rpc import worker_pb2 as pb
+from cluster.wire.messages import sequence_from_proto
+from cluster.words.request import Role
 from cluster.words.spec import Spec
 from cluster.worker.inbox import Inbox
 from cluster.worker.other_ranks import OtherRanks
 from cluster.worker.rank_setup import RankSetup
 from cluster.worker.replica_engine import EngineParts
 from cluster.worker.replica_service import ReplicaService, RoleWorker
+from cluster.worker.request_check import check_request
 from engine.config import EngineConfig
 from engine.sequence import Sequence
 from kvtransfer.movers.receiver import Receiver
@@ -42,8 +45,12 @@ class LiveReplica(Generic[W]):
     model: str  # fingerprint of its weights
     block_size: int
     max_tokens: int  # of a sequence
+    vocab_size: int
 
-    def sequence_of(self, request: SequenceRequest) -> Sequence:
+    def sequence_of(self, message: pb.Sequence) -> Sequence:
+        """Raises RequestError for one that a step cannot compute."""
+        request = sequence_from_proto(message)
+        check_request(request, vocab_size=self.vocab_size)
         first = request.choices[0]  # after a migration, what runs here may be any of the client's choices
         return Sequence(request, first, model=self.model, block_size=self.block_size, max_context=self.max_tokens)
 

@@ -183,11 +183,14 @@ def test_it_decodes_from_where_the_kv_has_landed(rank: RankOfOne) -> None:
     assert (worker.num_requests, rank.num_held) == (0, 0)
 
 
-def test_kv_with_too_few_first_tokens_is_refused(rank: RankOfOne) -> None:
+@pytest.mark.parametrize("next_tokens", [(7,), (7, 1 << 20), (-1, 7)])
+def test_kv_with_other_first_tokens_than_a_model_gives_is_refused(
+    rank: RankOfOne, next_tokens: tuple[int, ...]
+) -> None:
     worker, listener = _worker(rank), FakeListener()
     worker.submit(rank.prompt(_PROMPT, source=KVSource.PREFILL, n=2), "router-0", listener)
     worker.step()
-    worker.landed(0, listener.landing(7))
+    worker.landed(0, listener.landing(*next_tokens))
     assert isinstance(listener.error, TransferError) and listener.heard[-1] == "ended"
     assert worker.status().totals.transfer_failures == 1
     rank.receiver.others_have_closed()
