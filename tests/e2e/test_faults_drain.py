@@ -75,7 +75,7 @@ async def test_running_sequences_are_shipped_and_go_on_as_if_nothing_had_happene
         for answer, tokens in zip(answers, expected, strict=True):
             assert [_facts(token) for token in answer.tokens[0]] == [_facts(token) for token in tokens]
             assert _logprobs(answer.tokens[0]) == pytest.approx(_logprobs(tokens), abs=1e-3)
-        assert [(answer.route.decode_replica, answer.route.moves) for answer in answers] == [(coming.id, 1)] * 3
+        assert [(answer.route.decode_replica, answer.route.migrations) for answer in answers] == [(coming.id, 0)] * 3
         await cluster.idle()
         assert _computed(cluster) == sum(map(len, asked)), "something was computed again"
 

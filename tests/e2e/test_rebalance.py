@@ -61,7 +61,7 @@ async def test_a_crowd_spreads_and_no_token_changes(
             running_on.lift()
             answers = [await task for task in running]
         assert [answer.ids for answer in answers] == expected
-        assert sum(answer.route.moves for answer in answers) >= 2
+        assert sum(cluster.seen(decode).status.totals.migrations for decode in cluster.pools[Role.DECODE]) >= 2
         assert {answer.route.decode_replica for answer in answers} == {"decode-1", "decode-2"}
         await cluster.idle()
         decodes = [replica for replica in cluster.replicas if replica.member.role is Role.DECODE]
@@ -85,4 +85,4 @@ async def test_what_has_moved_moves_on_when_its_new_place_drains(
             answers = [await task for task in running]
         assert [answer.ids for answer in answers] == expected
         assert {answer.route.decode_replica for answer in answers} == {_CROWDED}
-        assert max(answer.route.moves for answer in answers) >= 2
+        assert [answer.route.migrations for answer in answers] == [0] * len(answers), "it was computed again"
