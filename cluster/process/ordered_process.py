@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from cluster.words.errors import ReplicaLost
@@ -31,7 +32,8 @@ class OrderedProcess:
                 self._process.kill()
                 raise ReplicaLost(f"{module} does not start") from error
         self._connection.settimeout(answer_s)
-        self._lines = self._connection.makefile("rw")
+        # One file for both ways would forget what it has read ahead whenever it writes.
+        self._answers, self._orders = self._connection.makefile("r"), self._connection.makefile("w")
 
     def ask(self, order: str, **arguments: Any) -> Any:
         """Give an order, and wait for its answer. Raises ReplicaLost."""
@@ -40,13 +42,13 @@ class OrderedProcess:
 
     def tell(self, order: str, **arguments: Any) -> None:
         """Give an order, whose `answer` is waited for later."""
-        self._lines.write(json.dumps([order, arguments]) + "\n")
-        self._lines.flush()
+        self._orders.write(json.dumps([order, arguments]) + "\n")
+        self._orders.flush()
 
     def answer(self) -> Any:
         """Of the oldest order. Raises ReplicaLost."""
         try:
-            if line := self._lines.readline():
+            if line := self._answers.readline():
                 return json.loads(line)
         except TimeoutError as error:
             raise ReplicaLost(f"a measuring process did not answer within {self._answer_s:.0f} s") from error
@@ -54,7 +56,9 @@ class OrderedProcess:
 
     def close(self) -> None:
         """End it."""
-        self._lines.close()
+        with suppress(OSError):  # it is gone already
+            self._orders.close()
+        self._answers.close()
         self._connection.close()
         try:
             self._process.wait(_END_S)
@@ -65,9 +69,13 @@ class OrderedProcess:
 
 def obey(make: Callable[[], object]) -> None:
     """In such a process: carry out orders with what `make` returns, until the connection ends."""
-    with socket.create_connection((_HOST, int(sys.argv[1]))) as connection, connection.makefile("rw") as lines:
+    with (
+        socket.create_connection((_HOST, int(sys.argv[1]))) as connection,
+        connection.makefile("r") as orders,
+        connection.makefile("w") as answers,
+    ):
         obedient = make()
-        for line in lines:
+        for line in orders:
             order, arguments = json.loads(line)
-            lines.write(json.dumps(getattr(obedient, order)(**arguments)) + "\n")
-            lines.flush()
+            answers.write(json.dumps(getattr(obedient, order)(**arguments)) + "\n")
+            answers.flush()

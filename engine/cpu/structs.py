@@ -117,6 +117,8 @@ Call = ProductCall | RotaryCall | AttentionCall
 class Wire(ctypes.Structure):
     """wire.h"""
 
+    tensors: tuple[object, ...]  # kept as long as this is
+
     _fields_ = (
         ("pool", PoolView),
         ("coding", c_int32),

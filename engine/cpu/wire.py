@@ -23,7 +23,7 @@ def wire_of(pool_B2PSD: Tensor, slots_T: Tensor, heads: slice, codes_T2KD: Tenso
     num_tokens, _, num_heads, dim = codes_T2KD.shape
     assert pool_B2PSD.is_contiguous() and codes_T2KD.is_contiguous() and slots_T.is_contiguous()
     assert len(slots_T) == num_tokens and slots_T.dtype == torch.int64
-    return Wire(
+    wire = Wire(
         pool=PoolView(
             codes=pool_B2PSD.data_ptr(), kv_heads=pool_B2PSD.shape[2], block_size=pool_B2PSD.shape[3], head_dim=dim
         ),
@@ -36,6 +36,8 @@ def wire_of(pool_B2PSD: Tensor, slots_T: Tensor, heads: slice, codes_T2KD: Tenso
         first_head=heads.start,
         heads=num_heads,
     )
+    wire.tensors = pool_B2PSD, slots_T, codes_T2KD, scales_T2K  # it holds their addresses only
+    return wire
 
 
 def sum_words(kernels: Kernels, words: Tensor) -> int:
