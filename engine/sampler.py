@@ -44,8 +44,9 @@ def sample(logits_PV: Tensor, rows: Seq[SamplingRow], positions: Seq[int] | None
     if drawing:
         drawing_N = _place(drawing, torch.int64, chosen_R.device)
         chosen_R[drawing_N] = _draw(adjusted_RV[drawing_N], [rows[i] for i in drawing])
-    chosen = zip(chosen_R.tolist(), _logprobs(logits_RV, chosen_R, rows), strict=True)
-    return [token if finite else None for token, finite in zip(chosen, best_R.isfinite().tolist(), strict=True)]
+    logprobs = _logprobs(logits_RV, chosen_R, rows)
+    ids = ((chosen_R + 1) * best_R.isfinite() - 1).tolist()  # -1 where it is not; one wait for the device
+    return [(token_id, logprob) if token_id >= 0 else None for token_id, logprob in zip(ids, logprobs, strict=True)]
 
 
 def uniform(seed: int, position: int) -> float:
