@@ -42,7 +42,7 @@ struct ProductCall {
     bf16* out;               // (rows, outputs)
 };
 
-constexpr int MOST_ROWS = REGISTERS / PARTS >= 32 ? 12 : 6;  // of one tile of registers
+constexpr int MOST_ROWS = PARTS == 1 ? 12 : 6;  // of one tile of registers
 constexpr int SPARE_ROWS = 3;     // beyond the last one, at which its tile may look
 constexpr int BLOCK_ROWS = 96;    // of one walk over the panels: their inputs stay in the second cache
 

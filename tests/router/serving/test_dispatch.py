@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from random import Random
+from collections.abc import Callable
 
 import pytest
 
@@ -12,26 +11,10 @@ from cluster.words.errors import ContextLengthExceeded
 from cluster.words.hashing import block_hashes, root_hash
 from cluster.words.request import Role, Sampling, SequenceRequest
 from router.serving.replica import Replica
+from tests.router.serving import scenarios
 from tests.router.serving.fake_worker import MAX_CONTEXT
 from tests.router.serving.serving_world import Client, World
-from tests.router.serving.virtual_time import VirtualTimeLoop, pass_time
-
-
-def _play(play: Callable[[World], Awaitable[None]], *, seed: int = 0) -> None:
-    async def run() -> None:
-        world = World(Random(seed))
-        try:
-            await play(world)
-            await world.settle()
-            world.check_empty()
-        finally:
-            await world.close()
-
-    loop = VirtualTimeLoop()
-    try:
-        loop.run_until_complete(run())
-    finally:
-        loop.close()
+from tests.router.serving.virtual_time import pass_time
 
 
 async def _until(condition: Callable[[], object]) -> None:
@@ -65,7 +48,7 @@ def test_a_request_that_came_before_any_decode_replica_is_weighed_like_others() 
         assert _seen(world, decode.name).promised_blocks == -(-(9 + 64) // 4), "64: what is assumed of a first answer"
         assert _expecting(world, client) == {prefill.name}
 
-    _play(play)
+    scenarios.play(play, 0)
 
 
 def test_a_request_that_no_replica_can_hold_hears_so_when_the_first_one_comes() -> None:
@@ -83,7 +66,7 @@ def test_a_request_that_no_replica_can_hold_hears_so_when_the_first_one_comes() 
         with pytest.raises(ContextLengthExceeded):
             await asking
 
-    _play(play)
+    scenarios.play(play, 0)
 
 
 def test_a_prompt_that_a_decode_replica_computes_is_in_its_queue_until_it_is_computed() -> None:
@@ -99,7 +82,7 @@ def test_a_prompt_that_a_decode_replica_computes_is_in_its_queue_until_it_is_com
         await pass_time(1.5)
         assert not client.is_over and not _expecting(world, client), "the replica itself would have told by now"
 
-    _play(play)
+    scenarios.play(play, 0)
 
 
 def test_nothing_is_expected_of_a_prefill_replica_that_has_failed() -> None:
@@ -115,7 +98,7 @@ def test_nothing_is_expected_of_a_prefill_replica_that_has_failed() -> None:
         await _until(lambda: other.num_held())
         assert _expecting(world, client) == {other.name}
 
-    _play(play)
+    scenarios.play(play, 0)
 
 
 def test_a_choice_is_booked_where_it_is_going_and_goes_where_there_is_room() -> None:
@@ -138,7 +121,7 @@ def test_a_choice_is_booked_where_it_is_going_and_goes_where_there_is_room() -> 
         full.book(0, 0, -990, -1)
         free.book(-1000, 0, 0, 0)
 
-    _play(play)
+    scenarios.play(play, 0)
 
 
 def test_what_the_replica_that_computes_a_prompt_has_of_it_is_not_in_its_queue() -> None:
@@ -154,7 +137,7 @@ def test_what_the_replica_that_computes_a_prompt_has_of_it_is_not_in_its_queue()
         await _until(lambda: not decode.promised_streams)
         world.replicas.index.drop(decode.id)
 
-    _play(play)
+    scenarios.play(play, 0)
 
 
 def test_who_needs_no_more_does_not_wait_for_a_transfer_that_nobody_needs() -> None:
@@ -174,5 +157,5 @@ def test_who_needs_no_more_does_not_wait_for_a_transfer_that_nobody_needs() -> N
             assert client.is_over
 
     for seed in range(8):
-        _play(play, seed=seed)
+        scenarios.play(play, seed)
     assert num_under_way, "the first token never came before the KV"

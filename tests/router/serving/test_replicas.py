@@ -39,6 +39,19 @@ async def _serve(port: int) -> aio.Server:
     return server
 
 
+def _member(replica: str, role: Role, port: int) -> Member:
+    return Member(
+        replica=replica,
+        role=role,
+        address=f"127.0.0.1:{port}",
+        layout="",
+        num_blocks=8,
+        block_size=16,
+        bytes_per_token=1,
+        max_tokens=128,
+    )
+
+
 async def _until_alive(replicas: Replicas, *, alive: bool) -> None:
     while any(replica.is_alive for replica in replicas) is not alive:
         await replicas.changed(timeout_s=10)
@@ -52,16 +65,7 @@ async def _call(replica: Replica) -> None:
 async def test_who_still_calls_a_replica_that_has_left_loses_it_like_any_other(redis_url: str) -> None:
     port = free_port()
     worker = await _serve(port)
-    member = Member(
-        replica="prefill-0",
-        role=Role.PREFILL,
-        address=f"127.0.0.1:{port}",
-        layout="",
-        num_blocks=8,
-        block_size=16,
-        bytes_per_token=1,
-        max_tokens=128,
-    )
+    member = _member("prefill-0", Role.PREFILL, port)
     redis = connect_redis(redis_url)
     await redis.flushall()
     membership = Membership(redis, name=_NAME)
@@ -98,7 +102,7 @@ async def test_who_still_calls_a_replica_that_has_left_loses_it_like_any_other(r
 
 
 async def test_a_replica_whose_frames_cannot_be_read_is_lost() -> None:
-    """Not followed no longer, and chosen for ever."""
+    """Its reader does not end while it counts as alive, to be chosen for ever."""
 
     class Garbled(rpc.WorkerServicer):
         async def Frames(self, request: pb.FramesRequest, context: Any) -> AsyncIterator[pb.Frame]:
@@ -113,16 +117,7 @@ async def test_a_replica_whose_frames_cannot_be_read_is_lost() -> None:
     port = server.add_insecure_port("127.0.0.1:0")
     rpc.add_WorkerServicer_to_server(Garbled(), server)
     await server.start()
-    member = Member(
-        replica="decode-0",
-        role=Role.DECODE,
-        address=f"127.0.0.1:{port}",
-        layout="",
-        num_blocks=8,
-        block_size=16,
-        bytes_per_token=1,
-        max_tokens=128,
-    )
+    member = _member("decode-0", Role.DECODE, port)
     replicas = Replicas(lambda member: GrpcWorker(member.replica, member.address, router="router-0"))
     replicas.add(member)
     try:
