@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import secrets
 from dataclasses import asdict
 from types import TracebackType
 
@@ -11,6 +12,7 @@ from cluster.wire.rank_host import RankHost
 from cluster.words.errors import TransferError
 from cluster.words.handoff import Handoff
 from engine.kv.pool import KVPool
+from kvtransfer.links.link import LinkGuard
 from kvtransfer.movers.link_config import LinkConfig
 from kvtransfer.movers.sender import Sender
 from kvtransfer.protocol.passage import Passage, Shipment
@@ -22,10 +24,12 @@ TIMEOUT_S = 60.0
 class NearSide:
     """Starts the far side, and ships handoffs to it by the classes that the workers use."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_encrypted: bool = False) -> None:
         self.host = RankHost(HOST)
+        self.guard = LinkGuard(secrets.token_bytes(32), is_encrypted=is_encrypted)
         self._senders: list[Sender] = []
         self.far = OrderedProcess("kvtransfer.bench.far_side", answer_s=TIMEOUT_S)
+        self.far.ask("agree", secret=self.guard.secret.hex(), is_encrypted=is_encrypted)
         self.address: str = self.far.ask("address")
 
     def __enter__(self) -> NearSide:
@@ -43,7 +47,15 @@ class NearSide:
         self.far.ask("make_pool", layout=layout, num_blocks=pool.num_blocks, wire_dtype=wire_dtype, backend=backend)
         shipments: queue.SimpleQueue[Shipment] = queue.SimpleQueue()
         sender = Sender(
-            LinkConfig(rank=0, pool=pool, wire_dtype=wire_dtype, backend=backend, host=HOST, timeout_s=TIMEOUT_S),
+            LinkConfig(
+                rank=0,
+                pool=pool,
+                wire_dtype=wire_dtype,
+                backend=backend,
+                host=HOST,
+                timeout_s=TIMEOUT_S,
+                guard=self.guard,
+            ),
             name=f"near{len(self._senders)}",
             loop=self.host.loop,
             on_shipped=shipments.put,
