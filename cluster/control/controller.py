@@ -24,7 +24,7 @@ from cluster.control.gang import find_replicas, remove_leftovers
 from cluster.control.node_task import run_on
 from cluster.control.placement import ResourceDemand, check_fit, live_nodes, router_nodes
 from cluster.control.pool import ReplicaPool
-from cluster.control.replica import number_of, replica_id, role_of
+from cluster.control.replica import replica_id, role_of
 from cluster.control.replica_life import ReplicaLife
 from cluster.control.report import ControllerReport
 from cluster.process.log import LogPart, find_logs, log_path, read_log, redirect_output
@@ -149,14 +149,11 @@ class Controller:
     async def _adopt(self) -> None:
         """Take over what an earlier life of this controller started; remove what is not whole."""
         try:
-            found = sorted(find_replicas(self._name), key=number_of)  # they keep the order in which they were started
-            for life in await asyncio.gather(*(self._adopt_one(replica) for replica in found)):
-                if life:
-                    self._pools[life.view.role].add(life)
+            await asyncio.gather(*(self._adopt_one(replica) for replica in find_replicas(self._name)))
         finally:
             self._has_adopted.set()
 
-    async def _adopt_one(self, replica: str) -> ReplicaLife | None:
+    async def _adopt_one(self, replica: str) -> None:
         try:
             if self._desired is None:
                 raise ReplicaFailed("nothing is desired")
@@ -165,9 +162,9 @@ class Controller:
         except (ReplicaFailed, TimeoutError) as error:
             logger.warning("%s is removed, not adopted: %s", replica, error)
             remove_leftovers(replica, self._name)
-            return None
-        logger.info("%s is adopted", replica)
-        return life
+        else:
+            logger.info("%s is adopted", replica)
+            self._pools[life.view.role].add(life)
 
     def _reconcile(self) -> None:
         if (desired := self._desired) is None:

@@ -79,10 +79,5 @@ def parse_rank_name(name: str) -> tuple[str, int] | None:
     return (match["replica"], int(match["rank"])) if match else None
 
 
-def number_of(replica: str) -> int:
-    """Of all replicas of its role, in the order in which they were started."""
-    return int(replica.rpartition("-")[2])
-
-
 def role_of(replica: str) -> Role:
     return Role(replica.partition("-")[0])

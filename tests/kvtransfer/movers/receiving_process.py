@@ -20,6 +20,7 @@ from cluster.wire.channel import SERVER_OPTIONS
 from cluster.words.probe import Probe, unobserved
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
+from kvtransfer.links.link import LinkGuard
 from kvtransfer.movers.link_config import LinkConfig
 from kvtransfer.movers.rank_servicer import RankServicer
 from kvtransfer.movers.receiver import Receiver
@@ -34,7 +35,14 @@ def config(probe: Probe = unobserved, *, silence_s: float = SILENCE_S) -> LinkCo
     """Of either side."""
     pool = KVPool(LAYOUT, num_blocks=NUM_BLOCKS, device=torch.device("cpu"))
     return LinkConfig(
-        rank=0, pool=pool, wire_dtype="raw", backend="tcp", host="127.0.0.1", timeout_s=silence_s, probe=probe
+        rank=0,
+        pool=pool,
+        wire_dtype="raw",
+        backend="tcp",
+        host="127.0.0.1",
+        timeout_s=silence_s,
+        guard=LinkGuard(bytes(32)),
+        probe=probe,
     )
 
 
