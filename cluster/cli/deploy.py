@@ -74,6 +74,10 @@ def deploy(
     seconds = time.monotonic() - begin
     print(f"{spec.name} is ready after {seconds:.0f} s: {spec.topology}, {spec.model.source}")
     print(f"gRPC {open_doors(state)} · OpenAI {state.http}/v1 · logs {states.log_dir(spec.name)}")
+    if state.needs_keys:
+        print(
+            f"clients need an API key: `cluster keys create NAME`; yours is in {states.operator_key_file(state.name)}"
+        )
 
 
 def down(

@@ -59,5 +59,6 @@ def _as_text(report: DeploymentReport) -> str:
             notes.append("it failed to start too often and is not tried again until `cluster scale`")
     ready = "ready" if report["ready"] else "not ready"
     wanted = " ".join(f"{role} {pool['ready']}/{pool['desired']}" for role, pool in report["pools"].items())
-    doors = f"gRPC {report['endpoints']['grpc']} · OpenAI {report['endpoints']['http']}/v1"
+    ends = report["endpoints"]
+    doors = f"gRPC {ends['grpc']} · OpenAI {ends['http']}/v1 · admin {', '.join(ends['admin']) or 'none'}"
     return "\n".join([f"{report['name']} is {ready}: {wanted} · {doors}", columns(rows), *notes])
