@@ -12,13 +12,20 @@ from fastapi import FastAPI
 from ray import serve
 
 from cluster.process.log import redirect_output
+from cluster.words.credentials import Credentials
 from cluster.words.spec_file import parse_spec
 from router.service import RouterService
 
 _MAX_REQUESTS = 100_000  # Serve's own limit must never be the one that bites: dispatch knows better when to refuse
 
 
-def build(spec: dict[str, Any], index_url: str, log_dir: str, actor_options: dict[str, Any]) -> serve.Application:
+def build(
+    spec: dict[str, Any],
+    index_url: str,
+    log_dir: str,
+    credentials: dict[str, str],
+    actor_options: dict[str, Any],
+) -> serve.Application:
     """The application that the control plane deploys. Each replica has a log of its own in log_dir, on its node.
 
     actor_options: Ray's, which say on which nodes replicas may run.
@@ -33,20 +40,24 @@ def build(spec: dict[str, Any], index_url: str, log_dir: str, actor_options: dic
         health_check_timeout_s=10,
         graceful_shutdown_timeout_s=20,
     )(serve.ingress()(Router))
-    return deployment.bind(spec, index_url, log_dir)
+    return deployment.bind(spec, index_url, log_dir, credentials)
 
 
 class Router:
     """One router replica."""
 
     # Serve awaits it.
-    async def __init__(self, spec: dict[str, Any], index_url: str, log_dir: str) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self, spec: dict[str, Any], index_url: str, log_dir: str, credentials: dict[str, str]
+    ) -> None:
         name = f"router-{uuid4().hex[:8]}"
         log = f"router-{time.strftime('%Y%m%d-%H%M%S')}-{name.removeprefix('router-')}.log"  # by name is by start
         redirect_output(Path(log_dir) / log, who=name)
         parsed = parse_spec(spec)
         host = parsed.router.host or ray.util.get_node_ip_address()
-        self._service = await RouterService.open(parsed, index_url=index_url, router=name, host=host)
+        self._service = await RouterService.open(
+            parsed, index_url=index_url, credentials=Credentials.from_plain(credentials), router=name, host=host
+        )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._service.http_app(proxy_sets_request_id=True)

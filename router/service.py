@@ -16,6 +16,7 @@ from cluster.index.presence import connect_redis
 from cluster.model import config as model_config
 from cluster.model import source as model_source
 from cluster.rpc import worker_pb2
+from cluster.words.credentials import Credentials
 from cluster.words.request import Role
 from cluster.words.spec import RouterSpec, Spec
 from router.doors.grpc_api import GrpcApi, open_grpc_api
@@ -64,7 +65,9 @@ class RouterService:
             self._tasks.append(_start(core.back_up_forever(every=spec.backup_tokens)))
 
     @classmethod
-    async def open(cls, spec: Spec, *, index_url: str, router: str, host: str = "127.0.0.1") -> RouterService:
+    async def open(
+        cls, spec: Spec, *, index_url: str, credentials: Credentials, router: str, host: str = "127.0.0.1"
+    ) -> RouterService:
         """Load the model's text side, find the replicas, open the gRPC door. Raises SpecError, DeployError.
 
         router: a name that no other one of this deployment has. host: where the gRPC door listens.
@@ -73,7 +76,7 @@ class RouterService:
         config = model_config.load(model_dir)
         metrics = Metrics()
         replicas = Replicas(lambda member: GrpcWorker(member.replica, member.address, router=router))
-        discovery = Discovery(connect_redis(index_url), replicas, name=spec.name)
+        discovery = Discovery(connect_redis(index_url), replicas, name=spec.name, key=credentials.key("member"))
         policy = make_policy(spec.router.policy, pulls=True)
         dispatch = Dispatch(
             replicas,

@@ -20,6 +20,7 @@ import decode_worker.actor
 import prefill_worker.actor
 from cluster.index.presence import connect_redis
 from cluster.model import config as model_config
+from cluster.words.credentials import Credentials
 from cluster.words.request import Role, SampledToken, Sampling, SequenceRequest
 from cluster.words.spec import Spec
 from cluster.words.spec_file import parse_spec
@@ -82,6 +83,7 @@ class Answer:
 class LocalCluster:
     spec: Spec
     index_url: str
+    credentials: Credentials
     model: str
     replicas: Replicas
     core: RouterCore
@@ -104,7 +106,8 @@ class LocalCluster:
         replica = LocalReplica(f"{role}-{self._next_id}", [])
         self._next_id += 1
         for rank in range(self.spec.pool(role).tensor_parallel):
-            arguments = {"replica": replica.id, "rank": rank, "index_url": self.index_url}
+            arguments: dict[str, Any] = {"replica": replica.id, "rank": rank, "index_url": self.index_url}
+            arguments |= {"credentials": self.credentials.to_plain()}
             if on:
                 arguments |= {"host": on.address, "network": on.network}
             if self.processes:
@@ -190,7 +193,8 @@ async def local_cluster(
     redis.Redis.from_url(redis_url).flushall()
     fingerprint = model_config.fingerprint(model_dir)
     replicas = Replicas(lambda member: GrpcWorker(member.replica, member.address, router="router-0"))
-    discovery = Discovery(connect_redis(redis_url), replicas, name=spec.name)
+    credentials = Credentials.new()
+    discovery = Discovery(connect_redis(redis_url), replicas, name=spec.name, key=credentials.key("member"))
     policy = policy or make_policy(spec.router.policy, pulls=True)
     dispatch = Dispatch(
         replicas,
@@ -201,7 +205,7 @@ async def local_cluster(
         max_waiting=spec.router.max_waiting,
         metrics=Metrics(),
     )
-    cluster = LocalCluster(spec, redis_url, fingerprint, replicas, RouterCore(dispatch), processes)
+    cluster = LocalCluster(spec, redis_url, credentials, fingerprint, replicas, RouterCore(dispatch), processes)
     discovery.start()
     try:
         starting = [cluster.add(role) for role in Role for _ in range(spec.pool(role).replicas)]

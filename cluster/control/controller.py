@@ -28,6 +28,7 @@ from cluster.control.replica import replica_id, role_of
 from cluster.control.replica_life import ReplicaLife
 from cluster.control.report import ControllerReport
 from cluster.process.log import LogPart, find_logs, log_path, read_log, redirect_output
+from cluster.words.credentials import Credentials
 from cluster.words.errors import DeployError, ReplicaFailed, SpecError
 from cluster.words.request import Role
 from cluster.words.spec import Spec
@@ -58,12 +59,20 @@ class Controller:
         self._has_adopted = asyncio.Event()
         self._loop = asyncio.create_task(self._reconcile_forever())
 
-    async def apply(self, spec: dict[str, Any], *, index_url: str, log_dir: str, parts: Parts) -> None:
+    async def apply(
+        self, spec: dict[str, Any], *, index_url: str, log_dir: str, credentials: dict[str, str], parts: Parts
+    ) -> None:
         """Make `spec` the desired state. What it says of pools holds for replicas that start from now on."""
         new = parse_spec(spec)
         if self._desired is None:
             redirect_output(_own_log(log_dir), who=ACTOR_NAME)
-            self._desired = Desired(spec=new, index_url=index_url, log_dir=log_dir, parts=parts)
+            self._desired = Desired(
+                spec=new,
+                index_url=index_url,
+                log_dir=log_dir,
+                credentials=Credentials.from_plain(credentials),
+                parts=parts,
+            )
         else:
             _check_same_model(self._desired.spec, new)
             self._desired = replace(self._desired, spec=new)

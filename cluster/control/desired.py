@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from cluster.words.credentials import Credentials
 from cluster.words.request import Role
 from cluster.words.spec import Spec
 from cluster.words.spec_file import parse_spec
@@ -31,6 +32,7 @@ class Desired:
     spec: Spec
     index_url: str
     log_dir: str  # on every node
+    credentials: Credentials
     parts: Parts = Parts()
     next_number: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(Role, 0))  # of replica ids, never reused
 
@@ -49,6 +51,7 @@ class Desired:
                 "spec": self.spec.model_dump(mode="json"),
                 "index_url": self.index_url,
                 "log_dir": self.log_dir,
+                "credentials": self.credentials.to_plain(),
                 "parts": asdict(self.parts),
                 "next_number": self.next_number,
             }
@@ -61,6 +64,7 @@ class Desired:
             spec=parse_spec(tree["spec"], origin="the stored spec"),
             index_url=tree["index_url"],
             log_dir=tree["log_dir"],
+            credentials=Credentials.from_plain(tree["credentials"]),
             parts=Parts(**tree["parts"]),
             next_number={Role(role): number for role, number in tree["next_number"].items()},
         )

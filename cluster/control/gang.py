@@ -95,6 +95,7 @@ class Gang:
                 rank=rank,
                 index_url=self._desired.index_url,
                 log_dir=self._desired.log_dir,
+                credentials=self._desired.credentials.to_plain(),
             )
             self._ranks.append(actor)
 

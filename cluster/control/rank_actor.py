@@ -25,10 +25,24 @@ class RankActor:
     """One rank of one replica, for the controller. See cluster.words.rank.Rank for what each method means."""
 
     def __init__(
-        self, import_path: str, spec: dict[str, Any], *, replica: str, rank: int, index_url: str, log_dir: str
+        self,
+        import_path: str,
+        spec: dict[str, Any],
+        *,
+        replica: str,
+        rank: int,
+        index_url: str,
+        log_dir: str,
+        credentials: dict[str, str],
     ) -> None:
         self._import_path = import_path
-        self._arguments = {"replica": replica, "rank": rank, "index_url": index_url, "log_dir": log_dir}
+        self._arguments = {
+            "replica": replica,
+            "rank": rank,
+            "index_url": index_url,
+            "log_dir": log_dir,
+            "credentials": credentials,
+        }
         self._spec = spec
         self._log = log_path(log_dir, replica, rank)
         self._rank: Rank | None = None

@@ -25,6 +25,7 @@ from cluster.host.state import Command, State
 from cluster.process.background import BackgroundThread
 from cluster.process.log import clear_logs
 from cluster.process.stopwatch import Stopwatch
+from cluster.words.credentials import Credentials
 from cluster.words.errors import DeployError
 from cluster.words.request import Role
 from cluster.words.spec import Spec
@@ -101,12 +102,16 @@ def take_down(state: State, *, force: bool = False) -> None:
 
 
 def router_application(
-    spec: dict[str, Any], index_url: str, log_dir: str, actor_options: dict[str, Any]
+    spec: dict[str, Any],
+    index_url: str,
+    log_dir: str,
+    credentials: dict[str, str],
+    actor_options: dict[str, Any],
 ) -> serve.Application:
-    """The router as Ray Serve takes it; the spec as plain values."""
+    """The router as Ray Serve takes it; the spec and the credentials as plain values."""
     from router.app import build
 
-    return build(spec, index_url, log_dir, actor_options)
+    return build(spec, index_url, log_dir, credentials, actor_options)
 
 
 @dataclass(frozen=True)
@@ -173,14 +178,24 @@ def _start(place: _Place, spec: Spec, *, parts: Parts, deadline: float, reporter
     watch.lap("index")
     plain_spec = spec.model_dump(mode="json")
     plain_spec["router"]["host"] = doors.grpc_host
-    driver.ask(controller, "apply", plain_spec, index_url=index_url, log_dir=log_dir, parts=parts)
+    credentials = Credentials.new().to_plain()
+    driver.ask(
+        controller,
+        "apply",
+        plain_spec,
+        index_url=index_url,
+        log_dir=log_dir,
+        credentials=credentials,
+        parts=parts,
+    )
     watch.lap("controller")
     serving.join(_SERVE_S)
     if serving.failure:
         raise serving.failure
     watch.lap("Serve")
     reporter.say("starting the router")
-    router_app.start_router(spec.name, router_application(plain_spec, index_url, log_dir, doors.actor_options))
+    application = router_application(plain_spec, index_url, log_dir, credentials, doors.actor_options)
+    router_app.start_router(spec.name, application)
     watch.lap("router")
     pool_watch.await_ready(controller, Role, deadline=deadline, reporter=reporter)
     watch.lap("replicas after that")

@@ -1,23 +1,34 @@
 """Who serves: each replica holds a lease in Redis, and routers read who is there.
 
     <name>:members            set of replica ids
-    <name>:member:<replica>   the record, as JSON; expires 3 s after its last renewal
+    <name>:member:<replica>   the record, signed, as JSON; expires 3 s after its last renewal
 
 Redis tells a router whom to connect to. Whether that replica lives, the router knows from its own stream to it; so when
-Redis is away, nobody leaves and nobody flaps.
+Redis is away, nobody leaves and nobody flaps. Who can write to Redis makes no member: a record counts if a process of
+this deployment has signed it.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
+import logging
+from collections import OrderedDict
 from dataclasses import asdict, dataclass
+from hashlib import blake2b
 
 from redis.asyncio import Redis
 
 from cluster.words.request import Role
 
+logger = logging.getLogger(__name__)
+
 LEASE_S = 3.0
 RENEW_S = 1.0
+
+_SIGNATURE_BYTES = 32
+_MAX_RECORD_BYTES = 16 << 10
+_MAX_REMEMBERED = 1024  # names with bad records, of which we have said so
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,22 +51,34 @@ class Member:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Member:
+        """What a newer version says beyond this is left out. Raises ValueError, and says what is missing."""
         fields = json.loads(text)
-        return cls(**{**fields, "role": Role(fields["role"])})
+        if not isinstance(fields, dict):
+            raise ValueError("not an object")
+        known = {name: value for name, value in fields.items() if name in cls.__dataclass_fields__}
+        try:
+            return cls(**{**known, "role": Role(known.get("role", ""))})
+        except TypeError as error:
+            raise ValueError(str(error)) from None
 
 
 class Membership:
     """The members of one deployment. Raises redis.RedisError when Redis is away."""
 
-    def __init__(self, redis: Redis, *, name: str) -> None:
+    def __init__(self, redis: Redis, *, name: str, key: bytes) -> None:
+        """key: 32 bytes that the processes of this deployment have, and nobody else."""
+        self.num_refused = 0  # names under which there was a record that no process of ours has signed
         self._redis = redis
+        self._key = key
         self._set = f"{name}:members"
         self._record = f"{name}:member:"
+        self._refused: OrderedDict[str, None] = OrderedDict()
 
     async def renew(self, member: Member) -> bool:
         """Enter or stay for another LEASE_S. False: Redis did not know us any more, nor, perhaps, anything else."""
+        record = self._sign(member.to_json().encode())
         async with self._redis.pipeline(transaction=False) as pipeline:
-            pipeline.set(self._record + member.replica, member.to_json(), px=int(LEASE_S * 1000), get=True)
+            pipeline.set(self._record + member.replica, record, px=int(LEASE_S * 1000), get=True)
             pipeline.sadd(self._set, member.replica)
             before, _ = await pipeline.execute()
         return before is not None
@@ -68,15 +91,43 @@ class Membership:
             await pipeline.execute()
 
     async def members(self) -> list[Member]:
-        """Everyone whose lease lives. Forgets those whose lease has ended."""
+        """Everyone whose lease lives. Forgets those whose lease has ended, and leaves out whom we do not believe."""
         replicas = sorted(_text(replica) for replica in await self._redis.smembers(self._set))
         if not replicas:
             return []
         records = await self._redis.mget([self._record + replica for replica in replicas])
         if expired := [replica for replica, record in zip(replicas, records, strict=True) if record is None]:
             await self._redis.srem(self._set, *expired)
-        return [Member.from_json(record) for record in records if record is not None]
+        found = (self._read(replica, record) for replica, record in zip(replicas, records, strict=True) if record)
+        return [member for member in found if member]
+
+    def _read(self, replica: str, record: str | bytes) -> Member | None:
+        record = record.encode() if isinstance(record, str) else record
+        _, _, text = record.partition(b" ")
+        try:
+            if len(record) > _MAX_RECORD_BYTES or not hmac.compare_digest(self._sign(text), record):
+                raise ValueError("it is not signed by this deployment")
+            member = Member.from_json(text)
+            if member.replica != replica:
+                raise ValueError(f"it is that of {member.replica}")
+        except ValueError as error:
+            self._refuse(replica, str(error))
+            return None
+        return member
+
+    def _sign(self, text: bytes) -> bytes:
+        return blake2b(text, key=self._key, digest_size=_SIGNATURE_BYTES).hexdigest().encode() + b" " + text
+
+    def _refuse(self, replica: str, reason: str) -> None:
+        """Say it once, although the record is read several times a second."""
+        if replica in self._refused:
+            return
+        self.num_refused += 1
+        self._refused[replica] = None
+        if len(self._refused) > _MAX_REMEMBERED:
+            self._refused.popitem(last=False)
+        logger.warning("member record of %.100r is ignored: %s", replica, reason)
 
 
 def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
+    return value.decode(errors="replace") if isinstance(value, bytes) else value

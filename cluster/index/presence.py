@@ -41,11 +41,18 @@ class Presence:
     """
 
     def __init__(
-        self, redis: Redis, *, name: str, member: Member, snapshot: Callable[[], Awaitable[Mapping[bytes, Tier]]]
+        self,
+        redis: Redis,
+        *,
+        name: str,
+        key: bytes,
+        member: Member,
+        snapshot: Callable[[], Awaitable[Mapping[bytes, Tier]]],
     ) -> None:
+        """name: of the deployment. key: by which its members sign."""
         self._redis = redis
         self._member = member
-        self._membership = Membership(redis, name=name)
+        self._membership = Membership(redis, name=name, key=key)
         self._writer = IndexWriter(redis, name=name, replica=member.replica)
         self._snapshot = snapshot
         self._changes: dict[bytes, Tier | None] = {}

@@ -48,8 +48,18 @@ class Progress(TypedDict):
 class Rank(Protocol):
     """One process of a replica. Methods are called from several threads: `status` and `progress` while `load` runs."""
 
-    def __init__(self, spec: dict[str, Any], *, replica: str, rank: int, index_url: str, log_dir: str) -> None:
-        """Quick: nothing is loaded yet. `spec` is a whole cluster.words.spec.Spec as plain values."""
+    def __init__(
+        self,
+        spec: dict[str, Any],
+        *,
+        replica: str,
+        rank: int,
+        index_url: str,
+        log_dir: str,
+        credentials: dict[str, str],
+    ) -> None:
+        """Quick: nothing is loaded yet. As plain values: a whole cluster.words.spec.Spec, and
+        cluster.words.credentials.Credentials."""
         ...
 
     def bind(self) -> Binding:

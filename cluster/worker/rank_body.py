@@ -159,6 +159,7 @@ class RankBody(Generic[W]):
         self.service.start(
             index_url=setup.index_url,
             name=setup.spec.name,
+            key=setup.credentials.key("member"),
             member=_member(setup, runner, max_tokens=live.max_tokens),
             other_ranks=setup.addresses[1:],
         )

@@ -12,6 +12,7 @@ import ray
 
 from cluster.process.stopwatch import Stopwatch
 from cluster.wire.rank_host import RankHost
+from cluster.words.credentials import Credentials
 from cluster.words.probe import Probe, unobserved
 from cluster.words.rank import Binding, Progress, RankStatus
 from cluster.words.spec_file import parse_spec
@@ -39,6 +40,7 @@ class RankProcess(Generic[W]):
         rank: int,
         index_url: str,
         log_dir: str,
+        credentials: dict[str, str],
         host: str | None = None,
         probe: Probe = unobserved,
     ) -> None:
@@ -52,6 +54,7 @@ class RankProcess(Generic[W]):
             replica=replica,
             rank=rank,
             index_url=index_url,
+            credentials=Credentials.from_plain(credentials),
             on_progress=self._note_progress,
             probe=probe,
         )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cluster.wire.rank_host import RankHost
+from cluster.words.credentials import Credentials
 from cluster.words.probe import Probe, unobserved
 from cluster.words.request import Role
 from cluster.words.spec import PoolSpec, Spec
@@ -21,6 +22,7 @@ class RankSetup:
     rank: int
     addresses: list[str]  # of all ranks of this replica, in rank order
     index_url: str
+    credentials: Credentials
     host: RankHost
     on_progress: Callable[[str, float], None]  # stage, fraction of the whole load
     probe: Probe = unobserved

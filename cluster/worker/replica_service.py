@@ -74,12 +74,15 @@ class ReplicaService:
         self._num_requests = 0
         self.is_draining = False
 
-    def start(self, *, index_url: str, name: str, member: Member, other_ranks: Sequence[str]) -> None:
-        """Begin to serve: from now on routers find this replica. It ends as soon as one of its other ranks is lost."""
+    def start(self, *, index_url: str, name: str, key: bytes, member: Member, other_ranks: Sequence[str]) -> None:
+        """Begin to serve: from now on routers find this replica. It ends as soon as one of its other ranks is lost.
+
+        name: of the deployment. key: by which its members sign.
+        """
         self._publish()
         self._watching = self._host.spawn(self._watch(other_ranks))
         self._loop.start()
-        self._presence = Presence(connect_redis(index_url), name=name, member=member, snapshot=self._snapshot)
+        self._presence = Presence(connect_redis(index_url), name=name, key=key, member=member, snapshot=self._snapshot)
         self._presence_task = self._host.spawn(self._presence.run())
 
     def post(self, command: Command) -> None:

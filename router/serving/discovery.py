@@ -22,11 +22,11 @@ _FOLLOW_MS = 500
 class Discovery:
     """Owns `redis`. Where that is away the replicas known stay: each one's own frames tell whether it lives."""
 
-    def __init__(self, redis: Redis, replicas: Replicas, *, name: str) -> None:
-        """name: of the deployment."""
+    def __init__(self, redis: Redis, replicas: Replicas, *, name: str, key: bytes) -> None:
+        """name: of the deployment. key: by which its members sign."""
         self._redis = redis
         self._replicas = replicas
-        self._membership = Membership(redis, name=name)
+        self._membership = Membership(redis, name=name, key=key)
         self._reader = IndexReader(redis, replicas.index, name=name)
         self._redis_was_there = True
         self._is_closing = False

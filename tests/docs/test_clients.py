@@ -36,7 +36,9 @@ async def test_the_examples_do_what_the_pages_say(
         "router": {"policy": "my_policies:MostRoom", "grpc_port": free_port()},
     }
     async with local_cluster(smollm2_dir, redis_url, **tree) as cluster:
-        service = await RouterService.open(cluster.spec, index_url=redis_url, router="router-1")
+        service = await RouterService.open(
+            cluster.spec, index_url=redis_url, credentials=cluster.credentials, router="router-1"
+        )
         try:
             async with serve_http(service.http_app()) as (host, port):
                 await becomes(lambda: service.health()["decode"])

@@ -29,7 +29,9 @@ async def test_chat_streams_seeds_stops_and_errors_at_both_doors(smollm2_dir: Pa
     model, kv = {"served_name": "smollm2", "dtype": "float32"}, {"wire_dtype": "raw"}
     tree = {"model": model, "kv": kv, "router": {"grpc_port": free_port()}}
     async with local_cluster(smollm2_dir, redis_url, **tree) as cluster:
-        service = await RouterService.open(cluster.spec, index_url=redis_url, router="router-1")
+        service = await RouterService.open(
+            cluster.spec, index_url=redis_url, credentials=cluster.credentials, router="router-1"
+        )
         try:
             async with serve_http(service.http_app()) as (host, port), asyncio.timeout(150):
                 await becomes(lambda: all(service.health().values()))

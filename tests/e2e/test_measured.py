@@ -29,7 +29,9 @@ async def doors(model: Path, redis_url: str) -> AsyncIterator[tuple[str, str]]:
     """The gRPC and the OpenAI door of 1P1D."""
     tree = {"model": {"dtype": "float32"}, "router": {"grpc_port": free_port()}}
     async with local_cluster(model, redis_url, **tree) as cluster:
-        service = await RouterService.open(cluster.spec, index_url=redis_url, router="router-1")
+        service = await RouterService.open(
+            cluster.spec, index_url=redis_url, credentials=cluster.credentials, router="router-1"
+        )
         try:
             async with serve_http(service.http_app()) as (host, port):
                 await becomes(lambda: all(service.health().values()))

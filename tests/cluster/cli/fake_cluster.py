@@ -12,10 +12,16 @@ from cluster.host import deployment, preflight
 from tests.cluster.control import fake_rank
 
 
-def fake_router(spec: dict[str, Any], index_url: str, log_dir: str, actor_options: dict[str, Any]) -> Any:
+def fake_router(
+    spec: dict[str, Any],
+    index_url: str,
+    log_dir: str,
+    credentials: dict[str, str],
+    actor_options: dict[str, Any],
+) -> Any:
     from tests.cluster.cli.fake_router import build  # it imports Ray: not before local_ray.join()
 
-    return build(spec, index_url, log_dir, actor_options)
+    return build(spec, index_url, log_dir, credentials, actor_options)
 
 
 if __name__ == "__main__":

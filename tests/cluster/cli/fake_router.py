@@ -26,5 +26,11 @@ class FakeRouter:
         return {role: pool["ready"] for role, pool in pools.items()}
 
 
-def build(spec: dict[str, Any], index_url: str, log_dir: str, actor_options: dict[str, Any]) -> serve.Application:
+def build(
+    spec: dict[str, Any],
+    index_url: str,
+    log_dir: str,
+    credentials: dict[str, str],
+    actor_options: dict[str, Any],
+) -> serve.Application:
     return FakeRouter.bind(spec["name"])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from cluster.words.credentials import Credentials
 from tests.cluster.control import fake_rank
 from tests.waiting import WITHIN_S, until
 
@@ -29,7 +30,14 @@ class Deployment:
 
     def apply(self, spec: dict[str, Any]) -> None:
         named = {"name": self.name, **spec}
-        self.call("apply", named, index_url="redis://127.0.0.1:1", log_dir=str(self.log_dir), parts=self._parts)
+        self.call(
+            "apply",
+            named,
+            index_url="redis://127.0.0.1:1",
+            log_dir=str(self.log_dir),
+            credentials=Credentials.new().to_plain(),
+            parts=self._parts,
+        )
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         from cluster.host.driver import ask

@@ -22,7 +22,15 @@ class FakeRank:
     """
 
     def __init__(
-        self, spec: dict[str, Any], *, replica: str, rank: int, index_url: str, log_dir: str, fault: str = ""
+        self,
+        spec: dict[str, Any],
+        *,
+        replica: str,
+        rank: int,
+        index_url: str,
+        log_dir: str,
+        credentials: dict[str, str],
+        fault: str = "",
     ) -> None:
         self._spec = spec
         self._replica = replica

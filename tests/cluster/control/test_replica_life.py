@@ -11,6 +11,7 @@ import pytest
 from cluster.control import replica_life
 from cluster.control.desired import Desired
 from cluster.control.replica_life import ReplicaLife
+from cluster.words.credentials import Credentials
 from cluster.words.errors import ReplicaFailed
 from cluster.words.spec_file import parse_spec
 
@@ -53,7 +54,9 @@ async def test_a_start_that_takes_too_long_is_explained(monkeypatch: pytest.Monk
         return gangs[-1]
 
     monkeypatch.setattr(replica_life, "Gang", make)
-    desired = Desired(spec=parse_spec({"timeouts": {"start_s": 1.0}}), index_url="", log_dir="")
+    desired = Desired(
+        spec=parse_spec({"timeouts": {"start_s": 1.0}}), index_url="", log_dir="", credentials=Credentials.new()
+    )
     with pytest.raises(ReplicaFailed) as failure:
         await ReplicaLife("prefill-0", desired).live()
     assert str(failure.value) == f"not ready 1 s after it was placed (timeouts.start_s){at}"

@@ -1,7 +1,9 @@
 """Leases: who renews stays, who leaves or falls silent goes."""
 
+import json
+import logging
 from collections.abc import AsyncIterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from redis.asyncio import Redis
@@ -9,6 +11,7 @@ from redis.asyncio import Redis
 from cluster.index.membership import Member, Membership
 from cluster.words.request import Role
 
+_KEY = bytes(32)
 _MEMBER = Member(
     replica="decode-0",
     role=Role.DECODE,
@@ -29,7 +32,7 @@ async def redis(redis_url: str) -> AsyncIterator[Redis]:
 
 
 async def test_who_renews_is_listed_whole_and_who_leaves_is_not(redis: Redis) -> None:
-    membership = Membership(redis, name="c")
+    membership = Membership(redis, name="c", key=_KEY)
     other = replace(_MEMBER, replica="prefill-0", role=Role.PREFILL)
     await membership.renew(_MEMBER)
     assert not await membership.renew(other), "it was not there"
@@ -40,7 +43,7 @@ async def test_who_renews_is_listed_whole_and_who_leaves_is_not(redis: Redis) ->
 
 
 async def test_a_lease_that_has_ended_is_forgotten(redis: Redis) -> None:
-    membership = Membership(redis, name="c")
+    membership = Membership(redis, name="c", key=_KEY)
     await membership.renew(_MEMBER)
     assert 0 < await redis.pttl("c:member:decode-0") <= 3000
     await redis.delete("c:member:decode-0")  # what the server does when the lease ends
@@ -49,5 +52,54 @@ async def test_a_lease_that_has_ended_is_forgotten(redis: Redis) -> None:
 
 
 async def test_deployments_do_not_see_each_other(redis: Redis) -> None:
-    await Membership(redis, name="c").renew(_MEMBER)
-    assert await Membership(redis, name="d").members() == []
+    await Membership(redis, name="c", key=_KEY).renew(_MEMBER)
+    assert await Membership(redis, name="d", key=_KEY).members() == []
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        _MEMBER.to_json(),
+        f"{'0' * 64} {_MEMBER.to_json()}",
+        "",
+        " ",
+        "not JSON",
+        b"\xff\xfe \xff",
+        "[" * 10_000,
+    ],
+)
+async def test_a_record_that_this_deployment_has_not_signed_is_ignored_and_said_once(
+    redis: Redis, caplog: pytest.LogCaptureFixture, record: str | bytes
+) -> None:
+    membership = Membership(redis, name="c", key=_KEY)
+    good = replace(_MEMBER, replica="prefill-0", role=Role.PREFILL)
+    await membership.renew(good)
+    await redis.sadd("c:members", "decode-0")
+    await redis.set("c:member:decode-0", record)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert await membership.members() == [good]
+    assert membership.num_refused == 1
+    assert len([line for line in caplog.messages if "decode-0" in line]) == 1
+
+
+async def test_a_record_that_was_signed_for_another_name_or_deployment_is_ignored(redis: Redis) -> None:
+    await Membership(redis, name="c", key=_KEY).renew(_MEMBER)
+    signed = await redis.get("c:member:decode-0")
+    await redis.sadd("c:members", "decode-7")
+    await redis.set("c:member:decode-7", signed)
+    assert await Membership(redis, name="c", key=_KEY).members() == [_MEMBER]
+    assert await Membership(redis, name="c", key=bytes(31) + b"1").members() == []
+
+
+def test_what_a_newer_version_says_is_left_out_and_what_an_older_one_does_not_has_its_default() -> None:
+    fields = asdict(_MEMBER)
+    assert Member.from_json(json.dumps({**fields, "speed": 9})) == _MEMBER
+    del fields["max_running"]
+    assert Member.from_json(json.dumps(fields)) == _MEMBER
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "7", '{"role": "decode"}', '{"role": "king"}', "{"])
+def test_what_is_no_member_says_why(text: str) -> None:
+    with pytest.raises(ValueError):
+        Member.from_json(text)

@@ -23,6 +23,7 @@ from router.serving.replicas import Replicas
 from tests.waiting import becomes
 
 _NAME = "here"
+_KEY = bytes(32)
 
 
 class _Worker(rpc.WorkerServicer):
@@ -68,10 +69,10 @@ async def test_who_still_calls_a_replica_that_has_left_loses_it_like_any_other(r
     member = _member("prefill-0", Role.PREFILL, port)
     redis = connect_redis(redis_url)
     await redis.flushall()
-    membership = Membership(redis, name=_NAME)
+    membership = Membership(redis, name=_NAME, key=_KEY)
     await membership.renew(member)
     replicas = Replicas(lambda member: GrpcWorker(member.replica, member.address, router="router-0"))
-    discovery = Discovery(connect_redis(redis_url), replicas, name=_NAME)
+    discovery = Discovery(connect_redis(redis_url), replicas, name=_NAME, key=_KEY)
     discovery.start()
     try:
         await _until_alive(replicas, alive=True)
