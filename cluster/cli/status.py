@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cluster.cli.connection import find_state, join_controller
-from cluster.cli.deploy import Name
+from cluster.cli.deploy import TLS_IS_OFF, Name
 from cluster.words.errors import DeployError, NotDeployed
 
 if TYPE_CHECKING:  # Ray must not be imported before local_ray.join()
@@ -57,6 +57,8 @@ def _as_text(report: DeploymentReport) -> str:
             notes.append(pool["failures"][-1]["text"])
         if pool["has_given_up"]:
             notes.append("it failed to start too often and is not tried again until `cluster scale`")
+    if report["tls"] == "off":
+        notes.append(TLS_IS_OFF)
     ready = "ready" if report["ready"] else "not ready"
     wanted = " ".join(f"{role} {pool['ready']}/{pool['desired']}" for role, pool in report["pools"].items())
     doors = f"gRPC {report['endpoints']['grpc']} · OpenAI {report['endpoints']['http']}/v1"

@@ -24,6 +24,7 @@ class DeploymentReport(TypedDict):
     name: str
     ready: bool  # every pool has what it should have, and the router sees it
     endpoints: Endpoints
+    tls: str  # between its processes: security.tls of the spec
     pools: Pools
 
 
@@ -36,7 +37,8 @@ def read_status(state: State, controller: Any) -> DeploymentReport:
         pools[role]["ready"] >= pools[role]["desired"] and seen[role] >= pools[role]["desired"] for role in Role
     )
     endpoints: Endpoints = {"grpc": open_doors(state), "http": state.http}
-    return {"name": state.name, "ready": ready, "endpoints": endpoints, "pools": pools}
+    tls: str = report["spec"]["security"]["tls"]
+    return {"name": state.name, "ready": ready, "endpoints": endpoints, "tls": tls, "pools": pools}
 
 
 def open_doors(state: State) -> str:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from cluster.identity.name import ProcessName
+from cluster.words.process_name import ProcessName
 
 
-class Caller(StrEnum):
+class CallerKind(StrEnum):
     """What a caller is to the rank that it calls."""
 
     ROUTER = "a router"
@@ -19,10 +19,10 @@ class Caller(StrEnum):
 
 
 @dataclass(frozen=True)
-class Rule:
-    """`is_true(message, caller, callee)`: the call's first message claims no more than the caller's certificate says."""
+class RpcRule:
+    """`is_true(message, caller, callee)`: the call's first message claims no more than its caller's certificate."""
 
-    callers: frozenset[Caller]
+    callers: frozenset[CallerKind]
     is_true: Callable[[Any, ProcessName, ProcessName], bool] = lambda message, caller, callee: True
 
     def refusal(self, caller: ProcessName | None, callee: ProcessName) -> str | None:
@@ -33,18 +33,18 @@ class Rule:
         return f"only {allowed} may call this; {_describe(caller, found)}"
 
 
-def relation(caller: ProcessName | None, callee: ProcessName) -> Caller | None:
+def relation(caller: ProcessName | None, callee: ProcessName) -> CallerKind | None:
     """None: a stranger, be it of another deployment."""
     if caller is None or caller.deployment != callee.deployment:
         return None
     if caller.is_router:
-        return Caller.ROUTER
+        return CallerKind.ROUTER
     if not caller.is_rank:
         return None
-    return Caller.SAME_REPLICA if caller.group == callee.group else Caller.OTHER_REPLICA
+    return CallerKind.SAME_REPLICA if caller.group == callee.group else CallerKind.OTHER_REPLICA
 
 
-def _describe(caller: ProcessName | None, found: Caller | None) -> str:
+def _describe(caller: ProcessName | None, found: CallerKind | None) -> str:
     if caller is None:
         return "the caller's certificate names no process"
     return f"{caller} is {found}" if found else f"{caller.uri} is a stranger"
@@ -73,27 +73,27 @@ def _as_rank(message: Any, caller: ProcessName, callee: ProcessName) -> bool:
 
 
 def _as_party(message: Any, caller: ProcessName, callee: ProcessName) -> bool:
-    """A word of the gang, from one of its ranks; or of a link that the caller has opened (Receiver.connect names it)."""
+    """A word of the gang, from one of its ranks; or of a link that the caller has opened: Receiver names these."""
     if caller.group == callee.group:
         return bool(message.key.startswith("gang/"))
     return bool(message.key.startswith(f"{caller}>{callee.member}#"))
 
 
-_ROUTER = frozenset({Caller.ROUTER})
-_SAME = frozenset({Caller.SAME_REPLICA})
-_OTHER = frozenset({Caller.OTHER_REPLICA})
+_ROUTER = frozenset({CallerKind.ROUTER})
+_SAME = frozenset({CallerKind.SAME_REPLICA})
+_OTHER = frozenset({CallerKind.OTHER_REPLICA})
 
-RULES: Mapping[str, Rule] = {
-    "/cluster.worker.v1.Worker/Frames": Rule(_ROUTER, _as_router),
-    "/cluster.worker.v1.PrefillWorker/Prefill": Rule(_ROUTER),
-    "/cluster.worker.v1.DecodeWorker/Generate": Rule(_ROUTER, _as_router),
-    "/cluster.worker.v1.DecodeWorker/Stop": Rule(_ROUTER, _as_router),
-    "/cluster.worker.v1.DecodeWorker/Migrate": Rule(_ROUTER, _as_router),
-    "/cluster.worker.v1.PrefixHolder/Pull": Rule(_OTHER, _as_asking_leader),
-    "/cluster.transfer.v1.Rank/Connect": Rule(_OTHER, _as_sender),
-    "/cluster.transfer.v1.Rank/Open": Rule(_SAME, _as_leader),
-    "/cluster.transfer.v1.Rank/Close": Rule(_SAME, _as_leader),
-    "/cluster.transfer.v1.Rank/Report": Rule(_SAME, _as_rank),
-    "/cluster.transfer.v1.Rank/Tell": Rule(_SAME | _OTHER, _as_party),
-    "/cluster.transfer.v1.Rank/Ask": Rule(_SAME | _OTHER, _as_party),
+RULES: Mapping[str, RpcRule] = {
+    "/cluster.worker.v1.Worker/Frames": RpcRule(_ROUTER, _as_router),
+    "/cluster.worker.v1.PrefillWorker/Prefill": RpcRule(_ROUTER),
+    "/cluster.worker.v1.DecodeWorker/Generate": RpcRule(_ROUTER, _as_router),
+    "/cluster.worker.v1.DecodeWorker/Stop": RpcRule(_ROUTER, _as_router),
+    "/cluster.worker.v1.DecodeWorker/Migrate": RpcRule(_ROUTER, _as_router),
+    "/cluster.worker.v1.PrefixHolder/Pull": RpcRule(_OTHER, _as_asking_leader),
+    "/cluster.transfer.v1.Rank/Connect": RpcRule(_OTHER, _as_sender),
+    "/cluster.transfer.v1.Rank/Open": RpcRule(_SAME, _as_leader),
+    "/cluster.transfer.v1.Rank/Close": RpcRule(_SAME, _as_leader),
+    "/cluster.transfer.v1.Rank/Report": RpcRule(_SAME, _as_rank),
+    "/cluster.transfer.v1.Rank/Tell": RpcRule(_SAME | _OTHER, _as_party),
+    "/cluster.transfer.v1.Rank/Ask": RpcRule(_SAME | _OTHER, _as_party),
 }

@@ -15,9 +15,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from cluster.identity.name import ProcessName
-from cluster.identity.papers import Certificate
 from cluster.words.errors import SpecError
+from cluster.words.papers import Certificate
+from cluster.words.process_name import ProcessName
 
 LIFE_S = 24 * 3600.0
 _BACKDATED_S = 600.0  # clocks of machines differ
@@ -60,7 +60,7 @@ class Authority:
 
     @classmethod
     def from_files(cls, *, ca: str, certificate: str, key: str) -> Authority:
-        """An operator's: `certificate` may issue others, and comes from `ca`. Raises SpecError, which names the file."""
+        """An operator's: `certificate` may issue others, and comes from `ca`. Raises SpecError, by the file's name."""
         roots, chain = _read_certificates("ca", ca), _read_certificates("certificate", certificate)
         authority = cls(_read_key(key), chain, roots)
         authority._check(certificate, key)

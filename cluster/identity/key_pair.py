@@ -6,7 +6,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from cluster.identity.papers import Certificate, Papers
+from cluster.words.papers import Certificate, Papers
 
 
 class KeyPair:

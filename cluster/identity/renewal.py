@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from cluster.identity.papers import Identity, Papers
+from cluster.words.papers import Identity, Papers
 
 logger = logging.getLogger(__name__)
 

@@ -170,6 +170,7 @@ class RankBody(Generic[W]):
         """Serve senders elsewhere from now on, and be ready to send and to load. `heard` is told what comes of it."""
         config = LinkConfig(
             rank=setup.rank,
+            identity=setup.host.identity,
             pool=runner.pool,
             wire_dtype=setup.spec.kv.wire_dtype,
             backend=backend_for(runner.device, host_link=setup.spec.kv.host_link),

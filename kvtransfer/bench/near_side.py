@@ -10,6 +10,8 @@ from cluster.process.ordered_process import OrderedProcess
 from cluster.wire.rank_host import RankHost
 from cluster.words.errors import TransferError
 from cluster.words.handoff import Handoff
+from cluster.words.papers import Identity
+from cluster.words.process_name import ProcessName
 from engine.kv.pool import KVPool
 from kvtransfer.movers.link_config import LinkConfig
 from kvtransfer.movers.sender import Sender
@@ -17,13 +19,15 @@ from kvtransfer.protocol.passage import Passage, Shipment
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 60.0
+NEAR = Identity(ProcessName.of_rank("bench", "prefill-0", 0), None)  # in clear: what is measured are the links
+FAR = NEAR.rank("decode-0", 0)
 
 
 class NearSide:
     """Starts the far side, and ships handoffs to it by the classes that the workers use."""
 
     def __init__(self) -> None:
-        self.host = RankHost(HOST)
+        self.host = RankHost(HOST, NEAR)
         self._senders: list[Sender] = []
         self.far = OrderedProcess("kvtransfer.bench.far_side", answer_s=TIMEOUT_S)
         self.address: str = self.far.ask("address")
@@ -43,7 +47,15 @@ class NearSide:
         self.far.ask("make_pool", layout=layout, num_blocks=pool.num_blocks, wire_dtype=wire_dtype, backend=backend)
         shipments: queue.SimpleQueue[Shipment] = queue.SimpleQueue()
         sender = Sender(
-            LinkConfig(rank=0, pool=pool, wire_dtype=wire_dtype, backend=backend, host=HOST, timeout_s=TIMEOUT_S),
+            LinkConfig(
+                rank=0,
+                identity=NEAR,
+                pool=pool,
+                wire_dtype=wire_dtype,
+                backend=backend,
+                host=HOST,
+                timeout_s=TIMEOUT_S,
+            ),
             name=f"near{len(self._senders)}",
             loop=self.host.loop,
             on_shipped=shipments.put,
@@ -70,7 +82,7 @@ class MeasuredSender:
         handoff = Handoff(
             id=f"{self._sender.name}/{self._count}",
             epoch=1,
-            replica="far",
+            replica=FAR.group,
             ranks=(self._near.address,),
             layout=layout.fingerprint,
             num_tokens=num_tokens,

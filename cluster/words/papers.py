@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cluster.identity.name import ProcessName
+from cluster.words.process_name import ProcessName
 
 
 @dataclass(frozen=True, kw_only=True)
