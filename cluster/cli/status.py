@@ -37,11 +37,12 @@ def status(
     except DeployError as error:
         typer.echo(f"cluster: {error}", err=True)
         raise typer.Exit(_NOT_READY) from None
-    print(json.dumps(report, indent=1) if as_json else _as_text(report))
+    print(json.dumps(report, indent=1) if as_json else as_text(report))
     raise typer.Exit(0 if report["ready"] else _NOT_READY)
 
 
-def _as_text(report: DeploymentReport) -> str:
+def as_text(report: DeploymentReport) -> str:
+    """As people read it."""
     from cluster.cli.console import columns
 
     rows = [["REPLICA", "STATE", "NODE", "DEVICES", "BLOCKS", "FREE", "CACHED", "RUNNING", "WAITING", ""]]

@@ -34,6 +34,7 @@ class FakeRank:
         identity: Identity,
         fault: str = "",
     ) -> None:
+        print(f"known by {identity.name.uri if identity.papers else 'nothing'}", flush=True)
         self._spec = spec
         self._replica = replica
         self._rank = rank
