@@ -10,7 +10,7 @@ from __future__ import annotations
 from cluster.control.desired import namespace
 from cluster.identity.authority import Authority
 from cluster.words.errors import DeployError
-from cluster.words.spec import Spec
+from cluster.words.spec import SecuritySpec, Spec
 
 _KEY = b"authority"
 
@@ -22,20 +22,24 @@ def prepare(spec: Spec) -> None:
     if spec.security.tls == "auto":
         ray_internals.put(_KEY, Authority.create(spec.name).to_json().encode(), namespace=_store(spec.name))
     elif spec.security.tls == "files":
-        find(spec)
+        open_files(spec.security)
 
 
 def find(spec: Spec) -> Authority:
     """The one that issues now: files are read anew. Raises SpecError, and DeployError where there is none."""
     from cluster.control import ray_internals
 
-    security = spec.security
-    if security.tls == "files":
-        assert security.ca and security.certificate and security.key, "the spec is checked"
-        return Authority.from_files(ca=security.ca, certificate=security.certificate, key=security.key)
+    if spec.security.tls == "files":
+        return open_files(spec.security)
     if stored := ray_internals.get(_KEY, namespace=_store(spec.name)):
         return Authority.from_json(stored)
-    raise DeployError(f"{spec.name} has no authority for certificates (security.tls: {security.tls})")
+    raise DeployError(f"{spec.name} has no authority for certificates (security.tls: {spec.security.tls})")
+
+
+def open_files(security: SecuritySpec) -> Authority:
+    """An operator's, on this machine. Raises SpecError."""
+    assert security.ca and security.certificate and security.key, "the spec is checked"
+    return Authority.from_files(ca=security.ca, certificate=security.certificate, key=security.key)
 
 
 def forget(name: str) -> None:

@@ -13,7 +13,7 @@ from cluster.host import state as states
 from cluster.process.ports import is_free
 from cluster.words.errors import DeployError, SpecError
 from cluster.words.request import Role
-from cluster.words.spec import RouterSpec, Spec
+from cluster.words.spec import RouterSpec, SecuritySpec, Spec
 
 _REDIS_S = 3.0
 
@@ -74,6 +74,14 @@ def check_ports(router: RouterSpec, host: str, *, http_is_ours: bool = True) -> 
     for door, option, port in doors if http_is_ours else doors[:1]:
         if not is_free(host, port):
             raise DeployError(f"{door} port {port} on {host} is in use; choose another with {option}")
+
+
+def check_authority(security: SecuritySpec) -> None:
+    """With `tls: files`, an authority that may issue; of a Ray on this machine. On another one its head looks."""
+    if security.tls == "files":
+        from cluster.control import authority_store
+
+        authority_store.open_files(security)
 
 
 def check_nodes(spec: Spec, nodes: Sequence[Node], *, wait_for_nodes: bool = False) -> None:
