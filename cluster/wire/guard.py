@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
@@ -15,6 +16,8 @@ from cluster.identity.access import RULES, RpcRule
 from cluster.words.process_name import ProcessName
 
 logger = logging.getLogger(__name__)
+
+_FIRST_S = 10.0  # for the message in which a stream says whose it is
 
 _Context: TypeAlias = aio.ServicerContext[Any, Any]
 
@@ -49,7 +52,7 @@ class Guard(aio.ServerInterceptor):  # type: ignore[misc]  # gRPC takes nothing 
                     yield message
 
         async def converse(requests: AsyncIterator[Any], context: _Context) -> AsyncIterator[Any]:
-            first = await anext(aiter(requests), None)
+            first = await _first(requests)
             await self._admit(method, rule, first, context)
             async with aclosing(handler.stream_stream(_again(first, requests), context)) as answers:
                 async for message in answers:
@@ -70,7 +73,7 @@ class Guard(aio.ServerInterceptor):  # type: ignore[misc]  # gRPC takes nothing 
         caller = _named(_uri(context))
         refusal = rule.refusal(caller, self._callee)
         if refusal is None and (message is None or not rule.is_true(message, caller, self._callee)):
-            refusal = f"the call speaks for another than {caller}"
+            refusal = f"this call is for another than {caller} to make"
         if refusal:
             await _refuse(method, refusal, context)
 
@@ -80,6 +83,15 @@ class Guard(aio.ServerInterceptor):  # type: ignore[misc]  # gRPC takes nothing 
             yield  # a generator
 
         return refuse
+
+
+async def _first(requests: AsyncIterator[Any]) -> Any | None:
+    """None where nothing comes, and where it does not come for long."""
+    try:
+        async with asyncio.timeout(_FIRST_S):
+            return await anext(aiter(requests), None)
+    except TimeoutError:
+        return None
 
 
 async def _again(first: Any, others: AsyncIterator[Any]) -> AsyncIterator[Any]:
