@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import grpc
 import pytest
@@ -17,6 +18,7 @@ from cluster.rpc import worker_pb2 as worker
 from cluster.wire.channel import listen, make_server, open_channel
 from cluster.words.papers import Identity
 from cluster.words.process_name import ProcessName
+from tests.cluster.identity.authorities import issue_authority
 from tests.cluster.wire.every_rpc import METHODS, FakeServices, call, truthful
 from tests.identities import DEPLOYMENT, in_clear, papers, proven, rank, router
 
@@ -148,6 +150,21 @@ async def test_another_deployment_of_the_same_authority_is_a_stranger() -> None:
             message = truthful(frames, neighbour, _CALLEE)
             assert await call(channel, frames, message) is grpc.StatusCode.PERMISSION_DENIED
         assert not services.served
+
+
+async def test_certificates_of_an_operators_authority_are_as_good(tmp_path: Path) -> None:
+    """An intermediate one: each process shows it, too, and believes the root alone."""
+    root = issue_authority("the operator's root")
+    certificate, key = issue_authority("for xpyd", root).write(tmp_path, "own")
+    authority = Authority.from_files(ca=root.write(tmp_path, "root")[0], certificate=certificate, key=key)
+    frames = "/cluster.worker.v1.Worker/Frames"
+    async with _serving(proven(authority, _CALLEE)) as (address, _):
+        for identity, status in (
+            (proven(authority, _ROUTER), grpc.StatusCode.OK),
+            (proven(_OURS, _ROUTER), grpc.StatusCode.UNAVAILABLE),
+        ):
+            async with _channel(address, identity) as channel:
+                assert await call(channel, frames, truthful(frames, _ROUTER, _CALLEE)) is status
 
 
 @pytest.mark.parametrize(
