@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
@@ -28,7 +30,7 @@ def _obtain(name: ProcessName) -> Papers:
     """The key is made here, and stays here."""
     keys = KeyPair()
     try:
-        controller = ray.get_actor(CONTROLLER, namespace=namespace(name.deployment))
+        controller: Any = ray.get_actor(CONTROLLER, namespace=namespace(name.deployment))
         certificate: Certificate = ray.get(controller.certify.remote(name, keys.request), timeout=_ASK_S)
     except RayTaskError as error:
         if isinstance(error.cause, ClusterError):

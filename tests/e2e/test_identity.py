@@ -79,25 +79,25 @@ async def test_a_stranger_gets_nothing_from_any_rank_and_nothing_is_allocated(
 ) -> None:
     theirs = Authority.create("cluster")
     async with local_cluster(checkpoint("llama"), redis_url, **_TREE) as cluster:
-        strangers: dict[str, tuple[Identity, grpc.StatusCode]] = {
-            "without a certificate": (in_clear(_ROUTER), grpc.StatusCode.UNAVAILABLE),
-            "of another deployment": (proven(theirs, _ROUTER), grpc.StatusCode.UNAVAILABLE),
-            "expired": (proven(cluster.authority, _ROUTER, life_s=-1.0), grpc.StatusCode.UNAVAILABLE),
+        strangers: dict[str, tuple[Identity, set[grpc.StatusCode]]] = {
+            "without a certificate": (in_clear(_ROUTER), {grpc.StatusCode.UNAVAILABLE}),
+            "of another deployment": (proven(theirs, _ROUTER), {grpc.StatusCode.UNAVAILABLE}),
+            "expired": (proven(cluster.authority, _ROUTER, life_s=-1.0), {grpc.StatusCode.UNAVAILABLE}),
             "a rank that calls what is a router's": (
                 proven(cluster.authority, rank("decode-99")),
-                grpc.StatusCode.PERMISSION_DENIED,
+                {grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNIMPLEMENTED},  # each role has some of them
             ),
         }
         for pool in cluster.pools.values():
             for replica in pool:
                 peers = [(rank(replica.id, i), one.bind()["address"]) for i, one in enumerate(replica.ranks)]
                 before = replica.blocks
-                for who, (identity, status) in strangers.items():
+                for who, (identity, statuses) in strangers.items():
                     for peer, address in peers:
                         async with open_channel(address, peer=peer, identity=identity) as channel:
                             for name in _asked_by_a_router() if identity.name.is_rank else METHODS:
                                 got = await call(channel, name, truthful(name, _ROUTER, peer))
-                                assert got is status, (who, name)
+                                assert got in statuses, (who, name)
                 assert replica.blocks == before
         await cluster.idle()
 
