@@ -46,10 +46,12 @@ class AdmitWithRoomToGrow:
     def ahead(self) -> list[Prompt]:
         admitted = []
         for prompt in tuple(self._prompts.waiting):
-            if self._decoding.preempted or not self._has_room(prompt):
+            if self._decoding.preempted:
                 break
             if not prompt.is_received and self._prompts.is_on_its_way(prompt):
                 continue  # others go on meanwhile
+            if not self._has_room(prompt):
+                break
             if not self._prompts.admit(prompt):
                 break
             admitted.append(prompt)

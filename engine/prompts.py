@@ -184,7 +184,7 @@ class PromptQueue:
 
     def is_on_its_way(self, prompt: Prompt) -> bool:
         """Another prompt's computation, or a fetch, brings the very block that this one lacks first: it waits."""
-        others = (other.sequence for other in (*self.computing, *self.fetching))
+        others = [other.sequence for other in (*self.computing, *self.fetching)]
         return prompt.sequence.is_behind(others, self._blocks)
 
     def check_offer(self, prompt: Prompt) -> bool:

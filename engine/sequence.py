@@ -52,6 +52,7 @@ class Sequence:
         self._root = root_hash(model, adapter=request.adapter, salt=request.salt)
         self._hashes = list(hashes)  # of the full blocks of `tokens`, as far as they have been asked for
         self._num_sealed = 0
+        self._depth = 0  # of the first block that was not to be found when somebody last looked
 
     @property
     def num_generated(self) -> int:
@@ -73,13 +74,15 @@ class Sequence:
         self._hashes += block_hashes(parent, self.tokens, block_size=self.block_size, after=len(self._hashes))
         return self._hashes
 
-    def is_behind(self, others: Iterable[Sequence], blocks: BlockManager) -> bool:
+    def is_behind(self, others: Collection[Sequence], blocks: BlockManager) -> bool:
         """One of `others`, which are being computed, will seal the first block that this one would not find now."""
-        hashes = self.hashes()
-        depth = blocks.match(hashes)
-        if depth == len(hashes):
-            return False
-        return any(hashes[depth] in other.hashes()[depth : depth + 1] for other in others)
+        # While somebody brings the next block, all before it are in their table, and need not be looked for again.
+        for known in dict.fromkeys((self._depth, 0)):
+            self._depth = blocks.match(self.hashes(), after=known)
+            wanted = self._hashes[self._depth : self._depth + 1]
+            if wanted and any(other.hashes()[self._depth : self._depth + 1] == wanted for other in others):
+                return True
+        return False
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

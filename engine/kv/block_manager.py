@@ -64,10 +64,10 @@ class BlockManager:
         """Blocks that `allocate` can hand out."""
         return len(self._free) + len(self._cached)
 
-    def match(self, hashes: Sequence[bytes]) -> int:
-        """How many leading blocks of this prefix are here. Looks only."""
-        for depth, prefix_hash in enumerate(hashes):
-            if prefix_hash not in self._block_of:
+    def match(self, hashes: Sequence[bytes], *, after: int = 0) -> int:
+        """How many leading blocks of this prefix are here; the first `after` are known to be. Looks only."""
+        for depth in range(after, len(hashes)):
+            if hashes[depth] not in self._block_of:
                 return depth
         return len(hashes)
 

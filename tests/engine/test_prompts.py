@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 import pytest
 
 from cluster.words.request import Sampling, SequenceRequest
@@ -23,7 +25,7 @@ def _sequence(tokens: list[int], *, priority: int = 0) -> Sequence:
         sampling=Sampling(max_tokens=8, temperature=0.0),
         priority=priority,
     )
-    return Sequence(request, 0, model="m", block_size=_BLOCK, max_context=1000)
+    return Sequence(request, 0, model="m", block_size=_BLOCK, max_context=10_000)
 
 
 def _prompt(tokens: list[int], *, offered: int = 0, priority: int = 0, fetch_only: bool = False) -> Prompt:
@@ -78,6 +80,35 @@ def test_siblings_wait_for_blocks_that_are_on_their_way(queue: Queue, blocks: Bl
     queue.prompts.fetched(first, 32)
     assert queue.run() == ([], [first])
     assert queue.run() == ([], [sibling]) and sibling.num_cached == 40
+    blocks.check_integrity()
+
+
+class CountingBlocks(BlockManager):
+    """Counts the blocks of prefixes that were looked for."""
+
+    num_looked_for = 0
+
+    def match(self, hashes: Seq[bytes], *, after: int = 0) -> int:
+        depth = super().match(hashes, after=after)
+        self.num_looked_for += depth - after
+        return depth
+
+
+@pytest.mark.parametrize("decodes", [False, True])
+def test_who_waits_for_a_long_prefix_does_not_walk_it_in_each_step(decodes: bool) -> None:
+    num_blocks, num_siblings = 256, 8
+    shared = list(range(num_blocks * _BLOCK))
+    blocks = CountingBlocks(num_blocks + 4 * num_siblings)
+    queue = Queue(blocks, max_batch_tokens=2 * _BLOCK, decodes=decodes)
+    for i in range(1 + num_siblings):
+        queue.engine.add(_prompt([*shared, -i]))
+    queue.run()
+    blocks.num_looked_for, num_steps = 0, 0
+    while queue.prompts.waiting:
+        queue.run()
+        num_steps += 1
+    assert num_steps >= num_blocks // 2
+    assert blocks.num_looked_for <= 8 * num_siblings * num_blocks, "a few walks of each, not one in each step"
     blocks.check_integrity()
 
 
