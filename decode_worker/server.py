@@ -11,10 +11,11 @@ from grpc import aio
 from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
 from cluster.wire.call_events import CallEvents
-from cluster.wire.channel import abort_with
-from cluster.wire.messages import handoff_from_proto, handoff_to_proto, holder_from_proto
+from cluster.wire.channel import abort_with, refuses
+from cluster.wire.messages import handoff_to_proto
 from cluster.words.errors import ClusterError, ReplicaLost
 from cluster.words.handoff import Handoff
+from cluster.worker.request_check import check_streams, holder_of
 from cluster.worker.role_parts import LiveReplica
 from decode_worker.worker import DecodeWorker
 from engine.prompts import KVSource, Prompt
@@ -35,11 +36,12 @@ class DecodeServicer(rpc.DecodeWorkerServicer):
         if live is None or live.service.is_draining:
             await abort_with(context, ReplicaLost("this replica takes no new work"))
         try:
+            check_streams(request.router, ())
             sequence = live.sequence_of(request.sequence)
+            holder = holder_of(request)
         except ClusterError as error:
             await abort_with(context, error)
         prompt = Prompt(sequence, source=_source(request))
-        holder = holder_from_proto(request.holder) if request.HasField("holder") else None
         call = _Call()
         live.service.post(lambda: live.worker.submit(prompt, request.router, call, holder=holder))
         try:
@@ -54,11 +56,13 @@ class DecodeServicer(rpc.DecodeWorkerServicer):
         finally:
             live.service.post(lambda: live.worker.cancel(prompt))
 
+    @refuses
     async def Migrate(self, request: pb.MigrateRequest, context: _Context) -> pb.MigrateReply:
         live = self.live
         if live is None:
-            await abort_with(context, ReplicaLost("this replica serves nothing yet"))
-        handoff, move = handoff_from_proto(request.handoff), _Move()
+            raise ReplicaLost("this replica serves nothing yet")
+        check_streams(request.router, ())
+        handoff, move = live.handoff_of(request.handoff), _Move()
         live.service.post(lambda: live.worker.migrate(request.router, request.stream, handoff, move))
         try:
             return await move.reply
@@ -66,7 +70,9 @@ class DecodeServicer(rpc.DecodeWorkerServicer):
             if not move.reply.done() or move.reply.cancelled():
                 live.service.post(lambda: live.worker.keep(request.router, request.stream))
 
+    @refuses
     async def Stop(self, request: pb.StopRequest, context: _Context) -> pb.StopReply:
+        check_streams(request.router, request.streams)
         if live := self.live:
             live.service.post(lambda: live.worker.stop_streams(request.router, list(request.streams)))
         return pb.StopReply()

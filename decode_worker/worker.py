@@ -190,4 +190,5 @@ class DecodeWorker:
 
     def _expire_arrivals(self) -> None:
         for arrival in self._arrivals.expired(time.monotonic()):
-            self._fail(arrival.owner, HandoffExpired(f"handoff {arrival.id}: no KV came within {self._handoff_s} s"))
+            reason = arrival.problem or f"no KV came within {self._handoff_s} s"
+            self._fail(arrival.owner, HandoffExpired(f"handoff {arrival.id}: {reason}"))

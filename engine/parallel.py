@@ -20,6 +20,7 @@ from cluster.words.errors import ReplicaLost
 Ints = NDArray[np.int64]
 
 OPERATION_S = 30.0  # a step of the slowest rank, with much to spare; a dead rank is usually known long before
+_MAX_NUMBERS = 1 << 26  # of a broadcast; a step of 64 sequences of a million tokens takes 2**22
 _FRAME = 512  # int64 numbers in the first message of a broadcast: a decode step of a few dozen sequences fits in one
 
 
@@ -149,6 +150,8 @@ class TensorParallel:
             frame.numpy()[1 : 1 + len(head)] = head
         self._run(lambda: self._control.broadcast(frame, 0))
         length = int(frame[0])
+        if not 0 <= length <= _MAX_NUMBERS:
+            raise ReplicaLost(f"rank {self.rank} of {self.size}: rank 0 announces {length} numbers")
         if length < _FRAME:
             return frame[1 : 1 + length].numpy()
         rest = torch.empty(length - (_FRAME - 1), dtype=torch.int64)
@@ -164,7 +167,7 @@ class TensorParallel:
         else:
             padded = data + bytes(-len(data) % 8)
             numbers = self.broadcast(np.concatenate([[len(data)], np.frombuffer(padded, dtype=np.int64)]))
-        return numbers[1:].tobytes()[: int(numbers[0])]
+        return numbers[1:].tobytes()[: int(numbers[0]) if len(numbers) else 0]
 
     def _run(self, start: Callable[[], Work]) -> None:
         try:

@@ -11,10 +11,11 @@ from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
 from cluster.wire.call_events import CallEvents
 from cluster.wire.channel import abort_with
-from cluster.wire.messages import handoff_from_proto, holder_from_proto, tokens_to_proto
+from cluster.wire.messages import tokens_to_proto
 from cluster.words.errors import ClusterError, ReplicaLost
 from cluster.words.handoff import Handoff
 from cluster.words.request import SampledToken
+from cluster.worker.request_check import holder_of
 from cluster.worker.role_parts import LiveReplica
 from engine.prompts import Prompt
 from kvtransfer.protocol.passage import Shipment
@@ -33,13 +34,13 @@ class PrefillServicer(rpc.PrefillWorkerServicer):
         live = self.live
         if live is None or live.service.is_draining:
             await abort_with(context, ReplicaLost("this replica takes no new work"))
-        handoff = handoff_from_proto(request.handoff) if request.HasField("handoff") else None
         try:
             sequence = live.sequence_of(request.sequence)
+            handoff = live.handoff_of(request.handoff) if request.HasField("handoff") else None
+            holder = holder_of(request)
         except ClusterError as error:
             await abort_with(context, error)
         prompt = Prompt(sequence, fetch_only=request.fetch_only)
-        holder = holder_from_proto(request.holder) if request.HasField("holder") else None
         call = _Call(prompt, handoff)
         live.service.post(lambda: live.worker.submit(prompt, handoff, call, holder=holder))
         try:

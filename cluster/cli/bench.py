@@ -78,6 +78,7 @@ def kv(
     dtype: options.ModelDType = options.DEFAULT_DTYPE,
     wire_dtype: options.WireDType = "fp8_e4m3",
     host_link: options.HostLink = options.DEFAULT_HOST_LINK,
+    encrypt: Annotated[bool, typer.Option("--encrypt", help="As kv.encrypt does, over tcp.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """The way of KV blocks from one process to another on this machine's processors.
@@ -89,11 +90,14 @@ def kv(
     from cluster.model.source import resolve
     from kvtransfer.bench.run import bench_kv
 
+    if encrypt and host_link != "tcp":
+        raise SpecError(f"--encrypt: only tcp can, not {host_link}")
     result = bench_kv(
         resolve(model),
         dtype=dtype,
         wire_dtype=wire_dtype,
         host_link=host_link,
+        encrypt=encrypt,
         messages=[1024 * size for size in _parse("message", message)],
         prompts=_parse("prompt", prompt),
         threads=threads,

@@ -54,7 +54,7 @@ def deploy(
     """
     watch = Stopwatch()
     preflight.check_name(spec.name, reporter.say)
-    preflight.check_index(spec.index)
+    preflight.check_index(spec.index, trust_network=spec.kv.trust_network)
     if address is None:
         here = preflight.this_node()
         doors = plan_doors(spec.router, [here], is_one_machine=True)
@@ -148,6 +148,7 @@ def _join_ray(spec: Spec, address: str, *, wait_for_nodes: bool) -> _Place:
     if driver.find_controller(spec.name) is not None:
         raise DeployError(f"{spec.name} is deployed on this Ray already, from another machine or user")
     owns_serve, nodes = not router_app.is_serve_running(), live_nodes()
+    preflight.check_network(spec, nodes)
     is_one_machine = len({node.ip for node in nodes}) == 1 and not wait_for_nodes
     doors = plan_doors(spec.router, nodes, is_one_machine=is_one_machine)
     if is_one_machine:

@@ -6,12 +6,14 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
 
 from cluster.control.placement import Node, ResourceDemand, check_fit
 from cluster.host import local_ray
 from cluster.host import state as states
 from cluster.process.ports import is_free
 from cluster.words.errors import DeployError, SpecError
+from cluster.words.network import check_carrier, is_loopback, is_private
 from cluster.words.request import Role
 from cluster.words.spec import RouterSpec, SecuritySpec, Spec
 
@@ -53,15 +55,46 @@ def check_model(spec: Spec, say: Callable[[str], None]) -> None:
             raise SpecError(f"{role}.{error}") from None
 
 
-def check_index(url: str) -> None:
-    """A Redis of the operator's own must answer now: routers and replicas would go on without it, and never meet."""
-    from cluster.index.redis_server import ping
+def check_index(url: str, *, trust_network: bool = False) -> None:
+    """A Redis of the operator's own must keep others out, and answer now: routers and replicas would go on without it,
+    and never meet."""
+    from cluster.index.redis_server import ping, place_of
 
-    if url != "embedded":
-        try:
-            ping(url, within_s=_REDIS_S)
-        except DeployError as error:
-            raise DeployError(f"index: {error}") from None
+    if url == "embedded":
+        return
+    if missing := "" if trust_network else _unprotected(url):
+        raise SpecError(
+            f"index: {place_of(url)} is not on loopback and has no {missing}; write "
+            "rediss://:PASSWORD@HOST:PORT, or set kv.trust_network: true where nobody else is on that network"
+        )
+    try:
+        ping(url, within_s=_REDIS_S)
+    except DeployError as error:
+        raise DeployError(f"index: {error}") from None
+
+
+def check_network(spec: Spec, nodes: Sequence[Node]) -> None:
+    """What has no protection of its own must not leave private networks, on any node, unless the spec says so."""
+    pools = [spec.pool(role) for role in Role]
+    carriers = {"nccl" if pool.resources.gpus else spec.kv.host_link for pool in pools}
+    for node in nodes:
+        for carrier in sorted(carriers):
+            check_carrier(carrier, node.ip, trust_network=spec.kv.trust_network)
+        if spec.index == "embedded" and node.is_head and not (spec.kv.trust_network or is_private(node.ip)):
+            raise SpecError(
+                f"index: the embedded one would speak without TLS at {node.ip}, which is on no private network; name a "
+                "rediss:// one, or set kv.trust_network: true where nobody else is on that network"
+            )
+
+
+def _unprotected(url: str) -> str:
+    """What a Redis beyond loopback lacks; empty: nothing."""
+    parts = urlsplit(url)
+    if parts.scheme == "unix" or parts.hostname is None or is_loopback(parts.hostname):
+        return ""
+    has_password = bool(parts.password or parse_qs(parts.query).get("password"))
+    lacks = [what for what, is_there in (("password", has_password), ("TLS", parts.scheme == "rediss")) if not is_there]
+    return " and no ".join(lacks)
 
 
 def check_ports(router: RouterSpec, host: str, *, http_is_ours: bool = True) -> None:

@@ -98,8 +98,8 @@ class Membership:
         records = await self._redis.mget([self._record + replica for replica in replicas])
         if expired := [replica for replica, record in zip(replicas, records, strict=True) if record is None]:
             await self._redis.srem(self._set, *expired)
-        found = (self._read(replica, record) for replica, record in zip(replicas, records, strict=True) if record)
-        return [member for member in found if member]
+        there = [(replica, record) for replica, record in zip(replicas, records, strict=True) if record is not None]
+        return [member for replica, record in there if (member := self._read(replica, record))]
 
     def _read(self, replica: str, record: str | bytes) -> Member | None:
         record = record.encode() if isinstance(record, str) else record

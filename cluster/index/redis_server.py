@@ -113,9 +113,13 @@ def ping(url: str, *, within_s: float) -> None:
         with redis.Redis.from_url(url, **waits) as client:
             client.ping()
     except (redis.RedisError, OSError, ValueError) as error:
-        parts = urlsplit(url)
-        place = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-        raise DeployError(f"no Redis answers at {place}: {error}") from None
+        raise DeployError(f"no Redis answers at {place_of(url)}: {error}") from None
+
+
+def place_of(url: str) -> str:
+    """The URL, as it may be shown: without user, password and parameters."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 def _find_binary() -> str:

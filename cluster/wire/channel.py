@@ -9,9 +9,11 @@ that nobody retries, those of clients, are given longer.
 
 from __future__ import annotations
 
+import functools
 import random
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar, cast
 
 import grpc
 from grpc import aio
@@ -22,6 +24,8 @@ from cluster.words import errors
 from cluster.words.errors import CapacityError, ClusterError, ReplicaLost, RequestError, outcome_of
 from cluster.words.papers import Identity, Papers
 from cluster.words.process_name import ProcessName
+
+Method = TypeVar("Method", bound=Callable[..., Awaitable[Any]])
 
 _MAX_MESSAGE_BYTES = 64 << 20  # a 1M-token prompt is 4 MB; no KV bytes travel here
 # Of an error that crosses a call: its class, and what a caller acts upon.
@@ -122,6 +126,19 @@ async def abort_with(context: aio.ServicerContext[Any, Any], error: ClusterError
         facts.append((_RETRY_KEY, str(error.retry_after_s)))
     await context.abort(status, str(error), tuple(facts))
     raise AssertionError("abort returned")
+
+
+def refuses(method: Method) -> Method:
+    """A method of a servicer, of one request and one answer, that may raise ClusterError: the call ends with it."""
+
+    @functools.wraps(method)
+    async def call(servicer: Any, request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            return await method(servicer, request, context)
+        except ClusterError as error:
+            await abort_with(context, error)
+
+    return cast(Method, call)
 
 
 def error_of(error: aio.AioRpcError, *, peer: str) -> ClusterError:

@@ -10,8 +10,12 @@ from grpc import aio
 
 from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
+from cluster.wire.channel import abort_with
+from cluster.words.checking import check_name
+from cluster.words.errors import CapacityError, ClusterError
 
 HEARTBEAT_S = 1.0
+_MAX_ROUTERS = 1024
 
 
 class FrameHub:
@@ -45,7 +49,12 @@ class FrameHub:
                 self._outboxes[router].wake.set()
 
     async def frames(self, router: str) -> AsyncIterator[pb.Frame]:
-        """The body of the Frames call. A second stream of the same router takes the place of the first."""
+        """The body of the Frames call. A second stream of the same router takes the place of the first.
+
+        Raises CapacityError where too many listen.
+        """
+        if len(self._outboxes) >= _MAX_ROUTERS and router not in self._outboxes:
+            raise CapacityError(f"{_MAX_ROUTERS} routers listen already")
         outbox = self._outboxes[router] = _Outbox()
         outbox.frame.status.CopyFrom(self._status)
         outbox.wake.set()
@@ -75,8 +84,12 @@ class WorkerServicer(rpc.WorkerServicer):
     async def Frames(
         self, request: pb.FramesRequest, context: aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.Frame]:
-        async for frame in self._hub.frames(request.router):
-            yield frame
+        try:
+            check_name(request.router, "router")
+            async for frame in self._hub.frames(request.router):
+                yield frame
+        except ClusterError as error:
+            await abort_with(context, error)
 
 
 class _Outbox:

@@ -91,6 +91,11 @@ class KVSpec(_Section):
     """What a pool of 16 or 32 bits sends; `raw`: the pool's own bytes. A pool of 8 bits always sends its own bytes."""
     host_link: LinkName = "tcp"
     """What carries blocks between ranks without GPUs. Between GPUs NCCL does, whatever this says."""
+    encrypt: bool = False
+    """Blocks are encrypted on their way over tcp. What it costs: docs/benchmarks/kv_path.md. NCCL and Gloo cannot."""
+    trust_network: bool = False
+    """What has no protection of its own may leave private networks: blocks over NCCL and Gloo, and a Redis without
+    TLS or password beyond loopback. Say so only where nobody else is on the network."""
     eviction: EvictionName = "reuse_value"
     """Which cached blocks give way first. `reuse_value`: those of a kind that is asked for again least. `lru`: those
     that were used longest ago."""
@@ -265,6 +270,14 @@ class Spec(_Section):
         if value == "embedded" or value.startswith(("redis://", "rediss://", "unix://")):
             return value
         raise ValueError("must be 'embedded' or a redis://, rediss:// or unix:// URL")
+
+    @model_validator(mode="after")
+    def _what_is_encrypted_goes_over_tcp(self) -> Spec:
+        if self.kv.encrypt and (
+            self.kv.host_link != "tcp" or self.prefill.resources.gpus or self.decode.resources.gpus
+        ):
+            raise ValueError("kv.encrypt: only the tcp link can, which carries blocks between pools without GPUs")
+        return self
 
     @field_validator("engine")
     @classmethod

@@ -105,7 +105,7 @@ class Fetches:
     def expire(self) -> None:
         """Give up what has not come in time: its owner computes it."""
         for pull in self._pulls.expired(time.monotonic()):
-            self._failed(pull, f"nothing came within {pull.timeout_s:.1f} s")
+            self._failed(pull, pull.problem or f"nothing came within {pull.timeout_s:.1f} s")
         for owner in self._tiers.expired():
             logger.warning("blocks could not be loaded in time request=%s", owner.id)
             if not self._grants.expired(owner):

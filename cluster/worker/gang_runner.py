@@ -6,6 +6,7 @@ from torch import Tensor
 
 from cluster.words.handoff import HandoffKey
 from cluster.words.probe import Milestone, Probe, unobserved
+from cluster.worker.step_check import StepLimits, check_step
 from cluster.worker.step_message import decode_step, encode_step
 from engine.batch.batch import Batch
 from engine.orders import BeginOrder, Orders
@@ -33,6 +34,17 @@ class GangRunner:
         """Whether ranks follow this one."""
         return self.runner.parallel.size > 1
 
+    @property
+    def limits(self) -> StepLimits:
+        """What a step may name on this rank."""
+        return StepLimits(
+            layout=self.runner.layout,
+            num_blocks=self.runner.pool.num_blocks,
+            vocab_size=self.runner.config.vocab_size,
+            max_context=self.runner.config.max_context,
+            num_places=self.tiers.num_places if self.tiers else {},
+        )
+
     def execute(self, step: ScheduledStep | None, orders: Orders) -> Tensor | None:
         """Implements engine.step.Runner, on rank 0: do a step together with the other ranks."""
         batch = step.batch if step else None
@@ -42,9 +54,11 @@ class GangRunner:
         return self._compute(batch, self._shipped(batch, orders)) if batch else None
 
     def follow(self) -> None:
-        """On the other ranks: do what rank 0 says until it says stop."""
+        """On the other ranks: do what rank 0 says until it says stop. Raises ReplicaFailed where that cannot be."""
+        limits = self.limits
         while True:
             batch, orders = decode_step(self.runner.parallel.broadcast_bytes())
+            check_step(batch, orders, limits)
             if orders.stop:
                 return
             self._carry_out(orders)

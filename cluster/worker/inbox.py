@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Callable
 
-from cluster.rpc import transfer_pb2
+from cluster.words.checking import check
 from cluster.words.errors import ReplicaLost
 from cluster.worker.other_ranks import OtherRanks
 from cluster.worker.pull_call import ask_holder
@@ -16,7 +16,7 @@ from engine.kv.block_manager import BlockManager
 from engine.kv.layout import KVLayout
 from engine.prompts import Prompt
 from kvtransfer.movers.receiver import Receiver
-from kvtransfer.movers.wire_messages import Part, part_from_report
+from kvtransfer.movers.wire_messages import Part
 from kvtransfer.protocol.ledger import Landing
 from kvtransfer.protocol.passage import Shipment
 from kvtransfer.protocol.pulls import Pull, Pulls
@@ -46,9 +46,10 @@ class Inbox:
         else:
             self._tell(lambda worker: worker.replica.fetches.loaded(rank, part))
 
-    def reported(self, report: transfer_pb2.ReportRequest) -> None:
-        """The same, told by one of the other ranks."""
-        self.heard(report.rank, part_from_report(report))
+    def reported(self, rank: int, part: Part) -> None:
+        """The same, told by one of the other ranks. Raises RequestError where there is none of that number."""
+        check(0 < rank < len(self._setup.addresses), "rank", "is none of the other ranks of this replica")
+        self.heard(rank, part)
 
     def missed(self, pull: Pull[Prompt], reason: str) -> None:
         """Nothing comes of a pull."""

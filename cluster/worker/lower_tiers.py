@@ -13,7 +13,7 @@ from engine.config import GIB
 from engine.parallel import TensorParallel
 from engine.runner import ModelRunner
 from engine.tiers.block_file import Stamp
-from engine.tiers.claim import Claim, choose_claim, take_claim
+from engine.tiers.claim import Claim, choose_claim, open_key, take_claim
 from engine.tiers.disk_store import DiskStore
 from engine.tiers.host_store import HostStore
 from engine.tiers.orders import LoadResult
@@ -31,8 +31,10 @@ def open_tiers(setup: RankSetup, runner: ModelRunner, on_loaded: Callable[[LoadR
     if num_host:
         host = HostStore(num_places=num_host, block_bytes=layout.block_bytes, device=runner.pool.device)
     if num_disk:
-        claim = _claim(setup, pool, runner.parallel, root=_root(pool) / setup.spec.name / setup.role.value)
-        disk = DiskStore(claim.directory, Stamp(layout, setup.rank), num_places=num_disk, ended=claim.release)
+        root = _root(pool) / setup.spec.name / setup.role.value
+        claim = _claim(setup, runner.parallel, root=root)
+        stamp = Stamp(layout, setup.rank, _key(root))
+        disk = DiskStore(claim.directory, stamp, num_places=num_disk, ended=claim.release)
     return RankTiers(runner.pool, host=host, disk=disk, on_loaded=on_loaded) if host or disk else None
 
 
@@ -40,7 +42,14 @@ def _root(pool: PoolSpec) -> Path:
     return Path(pool.kv_disk_path).expanduser() if pool.kv_disk_path else model_source.cache_root() / "blocks"
 
 
-def _claim(setup: RankSetup, pool: PoolSpec, parallel: TensorParallel, *, root: Path) -> Claim:
+def _key(root: Path) -> bytes:
+    try:
+        return open_key(root)
+    except OSError as error:
+        raise SpecError(f"kv_disk_path: {error}") from error
+
+
+def _claim(setup: RankSetup, parallel: TensorParallel, *, root: Path) -> Claim:
     """Rank 0 chooses; the others take theirs under the same name."""
     try:
         if parallel.is_leader:

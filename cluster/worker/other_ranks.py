@@ -26,6 +26,7 @@ from kvtransfer.protocol.frames import Opening
 
 _ANSWER_S = 3.0  # an answer between ranks takes milliseconds
 _ASK_AGAIN_S = 0.1
+_LOOPBACK = "127.0.0.1"
 
 _Method = Callable[..., Awaitable[Any]]  # of a stub, which grpc does not type
 
@@ -108,6 +109,7 @@ def open_gang(
     """Meet the other ranks of this replica, whose gRPC servers are at `addresses`.
 
     Blocks until all are there; raises ReplicaLost after `start_s`. `ask_s` bounds each later call between ranks.
+    A gang is on one node, and what it says to itself does not leave it: Gloo asks nobody who he is.
     """
     connecting = OtherRanks.connect(addresses, identity=host.identity, timeout_s=ask_s)
     others = host.call(connecting, timeout_s=start_s)
@@ -119,6 +121,13 @@ def open_gang(
     else:
         store = others.store(host.loop, timeout_s=start_s)
     parallel = TensorParallel.join(
-        store, prefix="gang", rank=rank, size=size, host=host.host, device=device, meet_s=start_s
+        store, prefix="gang", rank=rank, size=size, host=_own_host(addresses), device=device, meet_s=start_s
     )
     return others, parallel
+
+
+def _own_host(addresses: list[str]) -> str:
+    """Where the ranks of a replica find each other."""
+    hosts = {address.rpartition(":")[0] for address in addresses}
+    assert len(hosts) == 1, f"a replica on several nodes: {addresses}"
+    return _LOOPBACK

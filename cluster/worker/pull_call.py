@@ -11,7 +11,7 @@ from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
 from cluster.wire.channel import error_of, open_channel
 from cluster.wire.messages import handoff_to_proto
-from cluster.words.errors import ReplicaLost
+from cluster.words.errors import ClusterError
 from cluster.words.papers import Identity
 from cluster.worker.other_ranks import OtherRanks
 from kvtransfer.protocol.pulls import Pull
@@ -33,5 +33,5 @@ async def ask_holder(pull: Pull[Any], others: OtherRanks, missed: Callable[[str]
                     missed(f"{holder.replica} does not hold it any more")
     except aio.AioRpcError as error:
         missed(str(error_of(error, peer=holder.replica)))
-    except ReplicaLost as error:  # one of our own ranks did not open it
+    except ClusterError as error:  # one of our own ranks did not open it
         missed(str(error))

@@ -15,6 +15,7 @@ from cluster.model import source as model_source
 from cluster.process.background import BackgroundThread
 from cluster.rpc import transfer_pb2_grpc, worker_pb2_grpc
 from cluster.wire.frames import FrameHub, WorkerServicer
+from cluster.words.network import check_carrier
 from cluster.words.spec import Spec
 from cluster.worker.gang_runner import GangRunner
 from cluster.worker.inbox import Inbox
@@ -34,6 +35,7 @@ from engine.runner import ModelRunner
 from engine.tiers.rank_tiers import RankTiers
 from engine.tiers.tiers import Tiers
 from kvtransfer.links.backends import backend_for
+from kvtransfer.links.link import LinkGuard
 from kvtransfer.movers.grants import Grants
 from kvtransfer.movers.link_config import LinkConfig
 from kvtransfer.movers.pull_servicer import Granting, PullServicer
@@ -148,13 +150,12 @@ class RankBody(Generic[W]):
             service=self.service,
             worker=worker,
             others=others,
-            model=runner.layout.model,
-            block_size=runner.layout.block_size,
+            layout=runner.layout,
             vocab_size=runner.config.vocab_size,
             max_tokens=min(runner.max_tokens, setup.spec.model.max_context or runner.max_tokens),
         )
         self.role.servicer.live = live
-        self._prefixes.granting = Granting(parts.engine.grants, self.service.post)
+        self._prefixes.granting = Granting(parts.engine.grants, runner.layout, self.service.post)
         self._ranks.on_report = inbox.reported
         self.service.start(
             index_url=setup.index_url,
@@ -168,14 +169,17 @@ class RankBody(Generic[W]):
         self, setup: RankSetup, runner: ModelRunner, heard: Callable[[Part], None]
     ) -> tuple[Receiver, GangRunner]:
         """Serve senders elsewhere from now on, and be ready to send and to load. `heard` is told what comes of it."""
+        carrier = backend_for(runner.device, host_link=setup.spec.kv.host_link)
+        check_carrier(carrier, setup.host.host, trust_network=setup.spec.kv.trust_network)
         config = LinkConfig(
             rank=setup.rank,
             identity=setup.host.identity,
             pool=runner.pool,
             wire_dtype=setup.spec.kv.wire_dtype,
-            backend=backend_for(runner.device, host_link=setup.spec.kv.host_link),
+            backend=carrier,
             host=setup.host.host,
             timeout_s=setup.spec.timeouts.transfer_s,
+            guard=LinkGuard(setup.credentials.key("link"), is_encrypted=setup.spec.kv.encrypt),
             probe=setup.probe,
         )
         receiver = self._ranks.receiver = Receiver(config, meeting=self._ranks.meeting, on_landed=heard)

@@ -7,17 +7,33 @@ requests at once: one id outside the vocabulary would end it for all of them.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
-from cluster.words.errors import RequestError
+from cluster.rpc import worker_pb2 as pb
+from cluster.wire.messages import holder_from_proto
+from cluster.words.checking import check as _check
+from cluster.words.checking import check_address, check_name
+from cluster.words.errors import ContextLengthExceeded
+from cluster.words.handoff import Holder
 from cluster.words.request import Sampling, SequenceRequest
 
+_MAX_ID = 512  # a handoff's id is longer by the replica's, and checked, too
 _MAX_CHOICES = 1024
+_MAX_STOP_TOKENS = 65_536  # the doors take fewer; a model has some of its own
+_MAX_SALT = 1 << 16
 _STREAMS = 1 << 63
 
 
-def check_request(request: SequenceRequest, *, vocab_size: int) -> None:
-    """Raises RequestError that names the field."""
+def check_request(request: SequenceRequest, *, vocab_size: int, max_tokens: int) -> None:
+    """max_tokens: of a sequence. Raises RequestError that names the field."""
     tokens, choices = request.token_ids, request.choices
+    check_name(request.id, "id", most=_MAX_ID)
+    check_name(request.adapter, "adapter", may_be_empty=True)
+    _check(len(request.salt) <= _MAX_SALT, "salt", f"must have at most {_MAX_SALT} characters")
+    if len(tokens) > max_tokens:
+        raise ContextLengthExceeded(
+            f"{len(tokens)} tokens are more than the {max_tokens} of a sequence", param="prompt"
+        )
     _check(bool(tokens), "token_ids", "must hold a token")
     _check(0 <= min(tokens) and max(tokens) < vocab_size, "token_ids", f"must be below {vocab_size}")
     _check(1 <= request.num_prompt_tokens <= len(tokens), "num_prompt_tokens", f"must be 1 to {len(tokens)}")
@@ -27,8 +43,25 @@ def check_request(request: SequenceRequest, *, vocab_size: int) -> None:
     _check_sampling(request.sampling, vocab_size)
 
 
+def holder_of(message: pb.PrefillRequest | pb.GenerateRequest) -> Holder | None:
+    """Who may have a prefix. Raises RequestError."""
+    if not message.HasField("holder"):
+        return None
+    holder = holder_from_proto(message.holder)
+    check_name(holder.replica, "holder.replica")
+    check_address(holder.address, "holder.address")
+    return holder
+
+
+def check_streams(router: str, streams: Sequence[int]) -> None:
+    """Choices that a router speaks of. Raises RequestError."""
+    check_name(router, "router")
+    _check(len(streams) <= _MAX_CHOICES, "streams", f"must be at most {_MAX_CHOICES}")
+
+
 def _check_sampling(sampling: Sampling, vocab_size: int) -> None:
     """The doors are stricter; this much a step must be able to rely upon."""
+    _check(len(sampling.stop_token_ids) <= _MAX_STOP_TOKENS, "stop_token_ids", f"must be at most {_MAX_STOP_TOKENS}")
     _check(sampling.max_tokens >= 1, "max_tokens", "must be 1 or more")
     _check(sampling.min_tokens >= 0, "min_tokens", "must be 0 or more")
     _check(0 <= sampling.temperature < math.inf, "temperature", "must be finite, and 0 or more")
@@ -39,8 +72,3 @@ def _check_sampling(sampling: Sampling, vocab_size: int) -> None:
     _check(math.isfinite(sampling.presence_penalty), "presence_penalty", "must be finite")
     _check(math.isfinite(sampling.frequency_penalty), "frequency_penalty", "must be finite")
     _check(0 <= (sampling.num_logprobs or 0) <= vocab_size, "num_logprobs", f"must be 0 to {vocab_size}")
-
-
-def _check(is_met: bool, param: str, rule: str) -> None:
-    if not is_met:
-        raise RequestError(f"{param}: {rule}", param=param)

@@ -9,7 +9,8 @@ from typing import Any, Generic, Protocol, TypeVar
 from grpc import aio
 
 from cluster.rpc import worker_pb2 as pb
-from cluster.wire.messages import sequence_from_proto
+from cluster.wire.messages import handoff_from_proto, sequence_from_proto
+from cluster.words.handoff import Handoff
 from cluster.words.request import Role
 from cluster.words.spec import Spec
 from cluster.worker.inbox import Inbox
@@ -19,8 +20,10 @@ from cluster.worker.replica_engine import EngineParts
 from cluster.worker.replica_service import ReplicaService, RoleWorker
 from cluster.worker.request_check import check_request
 from engine.config import EngineConfig
+from engine.kv.layout import KVLayout
 from engine.sequence import Sequence
 from kvtransfer.movers.receiver import Receiver
+from kvtransfer.protocol.checks import check_handoff
 
 W = TypeVar("W", bound=RoleWorker)
 
@@ -42,17 +45,22 @@ class LiveReplica(Generic[W]):
     service: ReplicaService
     worker: W
     others: OtherRanks
-    model: str  # fingerprint of its weights
-    block_size: int
+    layout: KVLayout
     max_tokens: int  # of a sequence
     vocab_size: int
 
     def sequence_of(self, message: pb.Sequence) -> Sequence:
         """Raises RequestError for one that a step cannot compute."""
         request = sequence_from_proto(message)
-        check_request(request, vocab_size=self.vocab_size)
-        first = request.choices[0]  # after a migration, what runs here may be any of the client's choices
-        return Sequence(request, first, model=self.model, block_size=self.block_size, max_context=self.max_tokens)
+        check_request(request, vocab_size=self.vocab_size, max_tokens=self.max_tokens)
+        first, layout = request.choices[0], self.layout  # after a migration, any of the client's choices
+        return Sequence(request, first, model=layout.model, block_size=layout.block_size, max_context=self.max_tokens)
+
+    def handoff_of(self, message: pb.Handoff) -> Handoff:
+        """One to be filled from here. Raises RequestError."""
+        handoff = handoff_from_proto(message)
+        check_handoff(handoff, self.layout)
+        return handoff
 
 
 class RoleServicer(Protocol[W]):

@@ -7,6 +7,7 @@ import struct
 import msgspec
 import numpy as np
 
+from cluster.words.errors import ReplicaFailed
 from engine.batch.batch import Batch
 from engine.orders import Orders
 
@@ -24,10 +25,14 @@ def encode_step(batch: Batch | None, orders: Orders) -> bytes:
 
 
 def decode_step(data: bytes) -> tuple[Batch | None, Orders]:
-    """The inverse of `encode_step`. Raises msgspec.ValidationError or DecodeError for what is no such message."""
-    (length,) = _HEADER.unpack_from(data)
-    end = _HEADER.size + length
-    orders = _decoder.decode(data[_HEADER.size : end])
-    end += -end % _ALIGNED
-    batch = Batch.decode(np.frombuffer(data, dtype=np.int64, offset=end).copy()) if len(data) > end else None
+    """The inverse of `encode_step`. Raises ReplicaFailed for what is no such message: who follows cannot leave a step
+    out. See check_step for the numbers in it."""
+    try:
+        (length,) = _HEADER.unpack_from(data)
+        end = _HEADER.size + length
+        orders = _decoder.decode(data[_HEADER.size : end])
+        end += -end % _ALIGNED
+        batch = Batch.decode(np.frombuffer(data, dtype=np.int64, offset=end).copy()) if len(data) > end else None
+    except (struct.error, ValueError, OverflowError, msgspec.MsgspecError) as error:
+        raise ReplicaFailed(f"what rank 0 says is no step: {error}") from error
     return batch, orders

@@ -83,9 +83,11 @@ class Batch:
 
     @classmethod
     def decode(cls, data: NDArray[np.int64]) -> Batch:
-        """The inverse of `encode`."""
+        """The inverse of `encode`. Raises ValueError for what no batch makes; its numbers may still be any."""
         tokens, rows, blocks, logits = (int(n) for n in data[:4])
         sizes = (tokens, tokens, tokens, rows, rows, rows, rows * blocks, logits)
+        if min(tokens, rows, blocks, logits) < 0 or sum(sizes) != len(data) - 4:
+            raise ValueError(f"{len(data)} numbers are no batch of {tokens} tokens, {rows} rows and {blocks} blocks")
         parts = np.split(data[4:], np.cumsum(sizes)[:-1])
         return cls(
             token_ids=parts[0],

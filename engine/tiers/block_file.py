@@ -5,35 +5,39 @@
     12  4   rank                         of the replica that wrote it
     16  16  fingerprint of the layout    weights, layers, heads, block size, dtype
     32  4   tensor parallelism
-    36  4   CRC-32 of the header, with zero here
-    40  16  prefix hash
-    56  8   checksum of the payload
-    64      payload, as KVPool.copy_out makes it
+    36  16  prefix hash
+    52  32  seal of the payload          keyed BLAKE2b
+    84  32  seal of all this             keyed BLAKE2b; the payload's seal is made with it
+    116     payload, as KVPool.copy_out makes it
 
-All numbers little-endian. A file that is not exactly that is none of ours.
+All numbers little-endian. A file that is not exactly that is none of ours. Nor is one that was sealed with another key:
+who can write files here, but not read the key beside them (engine/tiers/claim.py), can make us miss a block and no
+more.
 """
 
 from __future__ import annotations
 
+import hmac
 import os
 import struct
-import zlib
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
+from typing import BinaryIO, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.kv.checksum import checksum
 from engine.kv.layout import KVLayout
 
-VERSION = 1
+VERSION = 2
 
-_HEADER = struct.Struct("<8sII16sII16sQ")
+_FIELDS = struct.Struct("<8sII16sI16s32s")
+_SEAL_BYTES = 32
+_HEADER_BYTES = _FIELDS.size + _SEAL_BYTES
 _MAGIC = b"KVBLOCK\n"
-_CRC = struct.Struct("<I")
-_CRC_AT = 36
 
 
 @dataclass(frozen=True)
@@ -42,64 +46,90 @@ class Stamp:
 
     layout: KVLayout
     rank: int
+    key: bytes = field(repr=False)  # 32 bytes, of whoever owns the directory
 
     @property
     def payload_bytes(self) -> int:
         return self.layout.block_bytes
 
-    def header(self, prefix_hash: bytes, payload_checksum: int) -> bytes:
-        fields = (_MAGIC, VERSION, self.rank, bytes.fromhex(self.layout.fingerprint), self.layout.tensor_parallel)
-        return _seal(_HEADER.pack(*fields, 0, prefix_hash, payload_checksum))
+    def header(self, prefix_hash: bytes, payload: Tensor) -> bytes:
+        fields = _FIELDS.pack(*self._ours, prefix_hash, self._seal(b"payload", prefix_hash, payload.numpy().data))
+        return fields + self._seal(b"header", b"", memoryview(fields))
 
-    def read_header(self, data: bytes) -> tuple[bytes, int] | None:
-        """(prefix hash, checksum of the payload); None if this is no header of ours."""
-        if len(data) != _HEADER.size or data != _seal(data):
+    def read_header(self, data: bytes) -> Header | None:
+        """None if this is no header of ours."""
+        fields, seal = data[: _FIELDS.size], data[_FIELDS.size :]
+        if len(data) != _HEADER_BYTES or not hmac.compare_digest(seal, self._seal(b"header", b"", memoryview(fields))):
             return None
-        *fields, _, prefix_hash, payload_checksum = _HEADER.unpack(data)
-        fingerprint = bytes.fromhex(self.layout.fingerprint)
-        ours = [_MAGIC, VERSION, self.rank, fingerprint, self.layout.tensor_parallel]
-        return (prefix_hash, payload_checksum) if fields == ours else None
+        *ours, prefix_hash, payload_seal = _FIELDS.unpack(fields)
+        return Header(prefix_hash, payload_seal) if tuple(ours) == self._ours else None
+
+    def has_sealed(self, header: Header, payload: memoryview) -> bool:
+        """Whether this is the payload that the header was written for."""
+        return hmac.compare_digest(header.payload_seal, self._seal(b"payload", header.prefix_hash, payload))
+
+    @property
+    def _ours(self) -> tuple[bytes, int, int, bytes, int]:
+        return _MAGIC, VERSION, self.rank, bytes.fromhex(self.layout.fingerprint), self.layout.tensor_parallel
+
+    def _seal(self, what: bytes, prefix_hash: bytes, data: memoryview) -> bytes:
+        """Which hash the bytes of a payload belong to is sealed with them, and what kind of thing is sealed."""
+        return blake2b(data, key=self.key, salt=prefix_hash, person=what, digest_size=_SEAL_BYTES).digest()
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file says of itself, and has proved."""
+
+    prefix_hash: bytes
+    payload_seal: bytes
 
 
 def write_block(path: Path, stamp: Stamp, prefix_hash: bytes, payload: Tensor) -> None:
     """Write a block whole, or not at all. payload: (block_bytes,) uint8 on the CPU, contiguous. Raises OSError.
 
-    It is not synced: what a power failure leaves is seen by its checksum.
+    It is not synced: what a power failure leaves is seen by its seal. Nobody else may read it.
     """
-    header = stamp.header(prefix_hash, checksum(payload))
+    header = stamp.header(prefix_hash, payload)
     partial = path.with_suffix(".part")
     try:
-        with partial.open("wb", buffering=0) as file:
+        partial.unlink(missing_ok=True)  # what a killed process has left, or somebody else has put there
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "wb", buffering=0):
             for data in (header, payload.numpy().data):
-                _write_all(file.fileno(), memoryview(data))
+                _write_all(descriptor, memoryview(data))
         partial.replace(path)
     except OSError:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise
 
 
 def read_block(path: Path, stamp: Stamp, prefix_hash: bytes) -> Tensor | None:
     """The payload, (block_bytes,) uint8; None unless the file is whole and holds this very block. Raises OSError."""
-    data = np.fromfile(path, dtype=np.uint8)
-    header = stamp.read_header(data[: _HEADER.size].tobytes())
-    if header is None or header[0] != prefix_hash or len(data) != _HEADER.size + stamp.payload_bytes:
-        return None
-    payload = torch.from_numpy(data)[_HEADER.size :]
-    return payload if checksum(payload) == header[1] else None
+    with _open(path) as file:
+        if os.fstat(file.fileno()).st_size != _HEADER_BYTES + stamp.payload_bytes:
+            return None
+        header = stamp.read_header(file.read(_HEADER_BYTES))
+        if header is None or header.prefix_hash != prefix_hash:
+            return None
+        payload = np.fromfile(file, dtype=np.uint8)
+    is_whole = len(payload) == stamp.payload_bytes and stamp.has_sealed(header, payload.data)
+    return torch.from_numpy(payload) if is_whole else None
 
 
 def read_hash(path: Path, stamp: Stamp) -> bytes | None:
     """Which block the file holds, by its header and size alone; None if it is none of ours. Raises OSError."""
-    with path.open("rb") as file:
-        header = stamp.read_header(file.read(_HEADER.size))
+    with _open(path) as file:
+        header = stamp.read_header(file.read(_HEADER_BYTES))
         size = os.fstat(file.fileno()).st_size
-    return header[0] if header and size == _HEADER.size + stamp.payload_bytes else None
+    return header.prefix_hash if header and size == _HEADER_BYTES + stamp.payload_bytes else None
 
 
-def _seal(header: bytes) -> bytes:
-    """The header with its CRC in its place."""
-    before, after = header[:_CRC_AT], header[_CRC_AT + _CRC.size :]
-    return before + _CRC.pack(zlib.crc32(before + bytes(_CRC.size) + after)) + after
+def _open(path: Path) -> BinaryIO:
+    """Raises OSError, also for a link to elsewhere, and never waits for what is no file."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    return cast(BinaryIO, os.fdopen(descriptor, "rb", buffering=0))
 
 
 def _write_all(descriptor: int, data: memoryview) -> None:

@@ -18,7 +18,7 @@ from cluster.rpc.transfer_pb2_grpc import RankStub
 from cluster.wire.channel import open_channel
 from kvtransfer.bench.near_side import FAR, HOST, NEAR, TIMEOUT_S, NearSide
 from kvtransfer.links.backends import open_link
-from kvtransfer.links.link import LinkEnd
+from kvtransfer.links.link import LinkEnd, LinkGuard
 from kvtransfer.movers.meeting import Meeting, local_store, remote_store
 from kvtransfer.movers.staging import StagingRing
 
@@ -37,7 +37,7 @@ def send_over_link(near: NearSide, backend: str, *, num_bytes: int, count: int) 
 
     channel = near.host.call(connect(), timeout_s=TIMEOUT_S)  # it belongs to the loop that makes it
     store = remote_store(RankStub(channel), near.host.loop, timeout_s=TIMEOUT_S)
-    link = open_link(backend, _end(store, prefix, is_sender=True))
+    link = open_link(backend, _end(store, near.guard, prefix, is_sender=True))
     near.host.call(channel.close(), timeout_s=TIMEOUT_S)
     ring = StagingRing(_CPU, num_buffers=link.num_buffers)
     for i in range(_NUM_FIRST + count):
@@ -52,8 +52,10 @@ def send_over_link(near: NearSide, backend: str, *, num_bytes: int, count: int) 
     return seconds
 
 
-def receive_over_link(meeting: Meeting, backend: str, prefix: str, *, num_bytes: int, count: int) -> float:
-    link = open_link(backend, _end(local_store(meeting, timeout_s=TIMEOUT_S), prefix, is_sender=False))
+def receive_over_link(
+    meeting: Meeting, guard: LinkGuard, backend: str, prefix: str, *, num_bytes: int, count: int
+) -> float:
+    link = open_link(backend, _end(local_store(meeting, timeout_s=TIMEOUT_S), guard, prefix, is_sender=False))
     ring = StagingRing(_CPU, num_buffers=link.num_buffers)
     begin = 0.0
     for i in range(_NUM_FIRST + count):
@@ -103,5 +105,13 @@ def copy_in_memory(*, num_bytes: int, count: int) -> float:
     return time.monotonic() - begin
 
 
-def _end(store: Store, prefix: str, *, is_sender: bool) -> LinkEnd:
-    return LinkEnd(store=store, prefix=prefix, is_sender=is_sender, host=HOST, device=_CPU, timeout_s=TIMEOUT_S)
+def _end(store: Store, guard: LinkGuard, prefix: str, *, is_sender: bool) -> LinkEnd:
+    return LinkEnd(
+        store=store,
+        prefix=prefix,
+        is_sender=is_sender,
+        host=HOST,
+        device=_CPU,
+        timeout_s=TIMEOUT_S,
+        guard=guard,
+    )

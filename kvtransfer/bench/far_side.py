@@ -17,6 +17,7 @@ from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from kvtransfer.bench.carried import receive_over_link, receive_over_tcp
 from kvtransfer.bench.near_side import FAR, HOST, TIMEOUT_S
+from kvtransfer.links.link import LinkGuard
 from kvtransfer.movers.link_config import LinkConfig
 from kvtransfer.movers.rank_servicer import RankServicer
 from kvtransfer.movers.receiver import Receiver
@@ -30,11 +31,16 @@ class FarSide:
         self._identity = Identity(FAR, None)
         self._host = RankHost(HOST, self._identity)
         self._servicer = RankServicer()
+        self._guard: LinkGuard | None = None
         self._landings: queue.SimpleQueue[tuple[str, float]] = queue.SimpleQueue()
         self._address = self._host.serve(lambda server: add_RankServicer_to_server(self._servicer, server))
 
     def address(self) -> str:
         return self._address
+
+    def agree(self, secret: str, is_encrypted: bool) -> None:
+        """How links come in here. First of all."""
+        self._guard = LinkGuard(bytes.fromhex(secret), is_encrypted)
 
     def make_pool(self, layout: dict[str, Any], num_blocks: int, wire_dtype: str, backend: str) -> None:
         """Take in handoffs of this layout from now on."""
@@ -46,6 +52,7 @@ class FarSide:
             backend=backend,
             host=HOST,
             timeout_s=TIMEOUT_S,
+            guard=self._agreed,
         )
         self._servicer.receiver = Receiver(
             config,
@@ -67,10 +74,16 @@ class FarSide:
         return at
 
     def receive_over_link(self, backend: str, prefix: str, num_bytes: int, count: int) -> float:
-        return receive_over_link(self._servicer.meeting, backend, prefix, num_bytes=num_bytes, count=count)
+        meeting, guard = self._servicer.meeting, self._agreed
+        return receive_over_link(meeting, guard, backend, prefix, num_bytes=num_bytes, count=count)
 
     def receive_over_tcp(self, port: int, num_bytes: int, count: int, num_buffers: int) -> float:
         return receive_over_tcp(port, num_bytes=num_bytes, count=count, num_buffers=num_buffers)
+
+    @property
+    def _agreed(self) -> LinkGuard:
+        assert self._guard, "agree comes first"
+        return self._guard
 
 
 if __name__ == "__main__":

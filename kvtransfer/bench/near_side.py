@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import secrets
 from dataclasses import asdict
 from types import TracebackType
 
@@ -13,6 +14,7 @@ from cluster.words.handoff import Handoff
 from cluster.words.papers import Identity
 from cluster.words.process_name import ProcessName
 from engine.kv.pool import KVPool
+from kvtransfer.links.link import LinkGuard
 from kvtransfer.movers.link_config import LinkConfig
 from kvtransfer.movers.sender import Sender
 from kvtransfer.protocol.passage import Passage, Shipment
@@ -26,10 +28,12 @@ FAR = NEAR.rank("decode-0", 0)
 class NearSide:
     """Starts the far side, and ships handoffs to it by the classes that the workers use."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_encrypted: bool = False) -> None:
         self.host = RankHost(HOST, NEAR)
+        self.guard = LinkGuard(secrets.token_bytes(32), is_encrypted=is_encrypted)
         self._senders: list[Sender] = []
         self.far = OrderedProcess("kvtransfer.bench.far_side", answer_s=TIMEOUT_S)
+        self.far.ask("agree", secret=self.guard.secret.hex(), is_encrypted=is_encrypted)
         self.address: str = self.far.ask("address")
 
     def __enter__(self) -> NearSide:
@@ -55,6 +59,7 @@ class NearSide:
                 backend=backend,
                 host=HOST,
                 timeout_s=TIMEOUT_S,
+                guard=self.guard,
             ),
             name=f"near{len(self._senders)}",
             loop=self.host.loop,

@@ -25,16 +25,18 @@ def bench_kv(
     dtype: str,
     wire_dtype: str,
     host_link: str,
+    encrypt: bool = False,
     messages: Sequence[int],
     prompts: Sequence[int],
     threads: int,
 ) -> dict[str, Any]:
     """Measure between two processes on the CPU; returns plain JSON values.
 
-    messages: sizes in bytes. prompts: their tokens. threads: of the process that computes prompts. Raises SpecError.
+    encrypt: the link, which must be tcp. messages: sizes in bytes. prompts: their tokens. threads: of the process that
+    computes prompts. Raises SpecError.
     """
     torch.set_num_threads(threads)
-    with NearSide() as near:
+    with NearSide(is_encrypted=encrypt) as near:
         of = {"dtype": dtype, "wire_dtype": wire_dtype, "backend": host_link}
         return {
             "messages": [_carry(near, num_bytes, host_link) for num_bytes in messages],
@@ -43,6 +45,7 @@ def bench_kv(
             "dtype": dtype,
             "wire_dtype": wire_dtype,
             "host_link": host_link,
+            "encrypt": encrypt,
             "threads": threads,
         }
 

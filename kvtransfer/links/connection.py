@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import select
 import socket
 import threading
@@ -14,18 +13,19 @@ from datetime import timedelta
 from torch.distributed import PrefixStore
 
 from cluster.words.errors import LinkClosed
+from kvtransfer.links.doorway import Doorway
+from kvtransfer.links.handshake import NONCE_BYTES, PROOF_BYTES, Handshake, new_nonce
 from kvtransfer.links.link import LinkEnd
 
-_PLACE = "place"  # the receiving end's word in the store: host, port, token
-_TOKEN_BYTES = 16
-_WELCOME = b"\1"
-_GREETING_S = 2.0  # for a stranger that connects and says nothing
+_PLACE = "place"  # the receiving end's word in the store: host, port
 
 
-def meet(end: LinkEnd) -> Connection:
-    """The receiving end listens and leaves word where; the sending one connects. Raises LinkClosed after timeout_s."""
+def meet(end: LinkEnd) -> tuple[Connection, bytes]:
+    """The receiving end listens and leaves word where; the sending one connects, and each proves to the other who it
+    is. Returns the connection, and a key of 32 bytes that only these two have. Raises LinkClosed after timeout_s."""
     try:
-        return Connection(_connect(end) if end.is_sender else _accept(end), is_sender=end.is_sender)
+        connected, key = _connect(end) if end.is_sender else _accept(end)
+        return Connection(connected, is_sender=end.is_sender), key
     except (OSError, RuntimeError) as error:
         raise LinkClosed(f"link {end.prefix}: the peer did not come: {error}") from error
 
@@ -91,45 +91,47 @@ class Connection:
                 self.close()
 
 
-def _accept(end: LinkEnd) -> socket.socket:
-    """Listen, leave word where, and let in whoever brings the token. Raises OSError."""
-    deadline = time.monotonic() + end.timeout_s
-    token = secrets.token_bytes(_TOKEN_BYTES)
+def _accept(end: LinkEnd) -> tuple[socket.socket, bytes]:
+    """Listen, leave word where, and let in who proves to be the other end. Raises OSError."""
     family = socket.AF_INET6 if ":" in end.host else socket.AF_INET
+    deadline = time.monotonic() + end.timeout_s
     with socket.create_server((end.host, 0), family=family) as server:
-        PrefixStore(end.prefix, end.store).set(_PLACE, f"{end.host} {server.getsockname()[1]} {token.hex()}")
-        while True:
-            server.settimeout(_seconds_until(deadline))
-            connection, _ = server.accept()
-            connection.settimeout(_GREETING_S)
-            with suppress(OSError):
-                if secrets.compare_digest(_read(connection, _TOKEN_BYTES), token):
-                    connection.sendall(_WELCOME)
-                    return connection
-            connection.close()
+        doorway = Doorway(server, _handshake(end))
+        PrefixStore(end.prefix, end.store).set(_PLACE, f"{end.host} {server.getsockname()[1]}")
+        return doorway.wait(until=deadline)
 
 
-def _connect(end: LinkEnd) -> socket.socket:
+def _connect(end: LinkEnd) -> tuple[socket.socket, bytes]:
     """Find out where the other end listens, and be let in. Raises OSError, and RuntimeError from the store."""
     deadline = time.monotonic() + end.timeout_s
     place = PrefixStore(end.prefix, end.store)
     place.wait([_PLACE], timedelta(seconds=end.timeout_s))
-    host, port, token = place.get(_PLACE).decode().split()
+    host, port = place.get(_PLACE).decode().split()
     connection = socket.create_connection((host, int(port)), _seconds_until(deadline))
     try:
-        connection.sendall(bytes.fromhex(token))
-        if _read(connection, len(_WELCOME)) == _WELCOME:
-            return connection
+        nonces = {"receiver_nonce": _read(connection, NONCE_BYTES, deadline), "sender_nonce": new_nonce()}
+        handshake = _handshake(end)
+        connection.sendall(nonces["sender_nonce"] + handshake.proof(is_sender=True, **nonces))
+        if handshake.is_proved(_read(connection, PROOF_BYTES, deadline), is_sender=False, **nonces):
+            return connection, handshake.session_key(**nonces)
         raise ConnectionRefusedError(f"{host}:{port} does not know this link")
     except OSError:
         connection.close()
         raise
 
 
-def _read(connection: socket.socket, num_bytes: int) -> bytes:
+def _handshake(end: LinkEnd) -> Handshake:
+    return Handshake(secret=end.guard.secret, link=end.prefix, is_encrypted=end.guard.is_encrypted)
+
+
+def _read(connection: socket.socket, num_bytes: int, deadline: float) -> bytes:
     """Exactly so many; fewer when the other side has ended the connection. Raises OSError."""
     found = b""
-    while len(found) < num_bytes and (some := connection.recv(num_bytes - len(found))):
+    while len(found) < num_bytes:
+        connection.settimeout(_seconds_until(deadline))
+        some = connection.recv(num_bytes - len(found))
+        if not some:
+            break
         found += some
     return found
 

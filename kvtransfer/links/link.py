@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -51,6 +51,15 @@ class Link(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class LinkGuard:
+    """How a link of our own keeps strangers out: what its two ends must have in common. Those of NCCL and Gloo have
+    nothing of the kind, and belong on private networks."""
+
+    secret: bytes = field(repr=False)  # 32 bytes that both sides have, and no stranger
+    is_encrypted: bool = False  # else whoever is on the way reads what passes, and may change it
+
+
 @dataclass(frozen=True, kw_only=True)
 class LinkEnd:
     """All that one side needs to make its end of a link."""
@@ -61,3 +70,4 @@ class LinkEnd:
     host: str  # this side's own address, on the network that the peer reaches
     device: torch.device
     timeout_s: float  # for the two sides to meet
+    guard: LinkGuard

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from concurrent.futures import Future
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from cluster.words.errors import LinkClosed
 from kvtransfer.links.connection import Connection, meet
 from kvtransfer.links.link import LinkEnd, Operation
+from kvtransfer.links.sealing import Cipher, pieces, sealed_size
 
 
 class TcpLink:
@@ -20,30 +22,38 @@ class TcpLink:
     A payload that is sent goes into those buffers at once as far as there is room; a thread pushes the rest, so that
     the next one can be packed meanwhile. One that is received is read when it is waited for: until then the kernel
     takes it in. A peer that dies ends the connection, and `close` wakes whoever waits: a deadline is sat out only for a
-    peer that is frozen or whose host is gone.
+    peer that is frozen or whose host is gone. Encrypted, a payload is sealed before it is sent and opened, piece by
+    piece, as it is read.
     """
 
     backend = "tcp"
     device = torch.device("cpu")
 
     def __init__(self, end: LinkEnd) -> None:
-        self._connection = meet(end)
+        self._connection, key = meet(end)
+        self._sealer = _Sealer(Cipher(key)) if end.guard.is_encrypted else None
         self.num_buffers = 2 if end.is_sender else 1  # while one is written, the kernel takes in the next
         self._pusher = _Pusher(self._connection)
 
     def send(self, payload: Tensor) -> Operation:
-        left = payload.numpy().data
-        if self._pusher.is_idle:
-            left = self._connection.move_now(left)
-        return self._pusher.push(left) if left else _Sent()
+        self._connection.check()
+        if self._sealer is None:
+            return self._send(payload.numpy().data)
+        sealed = self._sealer.seal(payload.numpy().data)
+        return _Sealed(self._send(sealed), sealed, self._sealer)
 
     def recv(self, payload: Tensor) -> Operation:
         self._connection.check()
-        return _Receiving(self._connection, payload.numpy().data)
+        return _Receiving(self._connection, payload.numpy().data, self._sealer)
 
     def close(self) -> None:
         self._connection.close()
         self._pusher.close()
+
+    def _send(self, left: memoryview) -> Operation:
+        if self._pusher.is_idle:
+            left = self._connection.move_now(left)
+        return self._pusher.push(left) if left else _Sent()
 
 
 class _Sent:
@@ -54,12 +64,63 @@ class _Sent:
 
 
 class _Receiving:
-    def __init__(self, connection: Connection, payload: memoryview) -> None:
+    def __init__(self, connection: Connection, payload: memoryview, sealer: _Sealer | None) -> None:
         self._connection = connection
         self._payload = payload
+        self._sealer = sealer
 
     def wait(self, *, timeout_s: float) -> None:
-        self._connection.move_all(self._payload, timeout_s=timeout_s)
+        if self._sealer is None:
+            self._connection.move_all(self._payload, timeout_s=timeout_s)
+            return
+        deadline = time.monotonic() + timeout_s
+        try:
+            for piece in pieces(self._payload):
+                sealed = self._sealer.buffer(sealed_size(len(piece)))
+                self._connection.move_all(sealed, timeout_s=max(0.0, deadline - time.monotonic()))
+                self._sealer.cipher.open(sealed, piece)
+                self._sealer.free(sealed)
+        except LinkClosed:
+            self._connection.close()
+            raise
+
+
+class _Sealer:
+    """A cipher, and buffers for what it seals: memory that was touched once costs less the next time."""
+
+    def __init__(self, cipher: Cipher) -> None:
+        self.cipher = cipher
+        self._buffers: list[bytearray] = []
+
+    def seal(self, payload: memoryview) -> memoryview:
+        """The sealed payload, in a buffer that is in use until `free`."""
+        sealed = self.buffer(sealed_size(len(payload)))
+        self.cipher.seal(payload, sealed)
+        return sealed
+
+    def buffer(self, num_bytes: int) -> memoryview:
+        buffer = self._buffers.pop() if self._buffers else bytearray()
+        if len(buffer) < num_bytes:
+            buffer = bytearray(num_bytes)
+        return memoryview(buffer)[:num_bytes]
+
+    def free(self, sealed: memoryview) -> None:
+        buffer = sealed.obj
+        assert isinstance(buffer, bytearray)
+        self._buffers.append(buffer)
+
+
+class _Sealed:
+    """A sealed payload on its way."""
+
+    def __init__(self, sending: Operation, sealed: memoryview, sealer: _Sealer) -> None:
+        self._sending = sending
+        self._sealed = sealed
+        self._sealer = sealer
+
+    def wait(self, *, timeout_s: float) -> None:
+        self._sending.wait(timeout_s=timeout_s)
+        self._sealer.free(self._sealed)
 
 
 class _Pusher:

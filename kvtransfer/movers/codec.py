@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cluster.words.errors import TransferError
 from engine.cpu.library import open_copies
 from engine.kernels.eight_bits import MOST
 from engine.kernels.wire import pack_kv, unpack_kv
@@ -26,9 +27,10 @@ from engine.kv.layout import DTYPES, KVLayout
 from engine.kv.pool import KVPool
 from kvtransfer.protocol.segment import Segment
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 # 1: payload as drawn above; checksum as in engine.kv.checksum.
 # 2: a commit says how many positions were sent, and its next tokens may be those of a moved sequence.
+# 3: the ends of a tcp link prove who they are by the deployment's secret; its payloads may be encrypted.
 
 
 class Codec:
@@ -89,10 +91,17 @@ def codec_for(layout: KVLayout, wire_dtype: str) -> Codec:
 
 
 def slots_of(pool: KVPool, blocks: Sequence[int], first_token: int, num_tokens: int) -> Tensor:
-    """The pool slots of positions [first_token, first_token + num_tokens) of a table, (num_tokens,) int64."""
+    """The pool slots of positions [first_token, first_token + num_tokens) of a table, (num_tokens,) int64.
+
+    Every slot that `pack` and `unpack` see is made here, and here they are bounded: the kernels behind them write where
+    they are told. Raises TransferError for a table that is too short, or has blocks that are not in the pool.
+    """
     size = pool.layout.block_size
-    first_block = first_token // size
-    blocks_B = np.array(blocks[first_block : -(-(first_token + num_tokens) // size)], dtype=np.int64)
+    first_block, end_block = first_token // size, -(-(first_token + num_tokens) // size)
+    table = blocks[first_block:end_block]
+    if len(table) < end_block - first_block or not all(0 <= block < pool.num_blocks for block in table):
+        raise TransferError(f"positions {first_token} to {first_token + num_tokens} do not lie in the pool's blocks")
+    blocks_B = np.array(table, dtype=np.int64)
     slots_BS = blocks_B[:, None] * size + np.arange(size)
     offset = first_token - first_block * size
     return torch.from_numpy(slots_BS.ravel()[offset : offset + num_tokens]).to(pool.device)

@@ -19,11 +19,13 @@ class Incoming:
     """The blocks that one handoff may fill on this rank.
 
     Written by link threads, closed by the replica's owner. The lock makes closing final: when `close` has returned,
-    nothing of this handoff is written any more, so its blocks can be used for something else.
+    nothing of this handoff is written any more, so its blocks can be used for something else. Its slots were bounded
+    when it was opened, once for all that is written: raises TransferError for blocks that the pool does not have.
     """
 
     def __init__(self, opened: Opening, *, pool: KVPool, codec: Codec) -> None:
         self.handoff = opened.handoff
+        self.end_token = opened.max_tokens
         self._first_token = opened.first_token
         self._ledger = Ledger(opened, num_layers=pool.layout.num_layers)
         self._pool = pool

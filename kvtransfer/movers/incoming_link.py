@@ -7,13 +7,13 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 from torch import Tensor
 
 from cluster.rpc import transfer_pb2 as pb
-from cluster.words.errors import LinkClosed, TransferError
+from cluster.words.errors import LinkClosed, RequestError, TransferError
 from kvtransfer.links.backends import open_link
 from kvtransfer.links.link import MEET_TIMEOUT_S, Link
 from kvtransfer.movers.incoming import Incoming
@@ -22,6 +22,7 @@ from kvtransfer.movers.link_config import LinkConfig
 from kvtransfer.movers.meeting import Meeting, local_store
 from kvtransfer.movers.staging import StagingRing
 from kvtransfer.movers.wire_messages import frame_from_proto
+from kvtransfer.protocol.checks import check_commit, check_segment
 from kvtransfer.protocol.frames import CommitFrame, SegmentFrame
 from kvtransfer.protocol.ledger import Landing
 from kvtransfer.protocol.plan import HeadCopy
@@ -29,7 +30,11 @@ from kvtransfer.protocol.segment import operation_timeout
 
 logger = logging.getLogger(__name__)
 
-_Announced = tuple[SegmentFrame | CommitFrame, Tensor | None]  # and where a segment's payload will be
+_MAX_ANNOUNCED = 4096  # frames that wait, either way: a sender announces what it is about to send, and no more
+_MAX_UNWANTED_BYTES = 64 << 20  # of a payload that will be refused: it must be taken in to be thrown away
+
+_Frame = SegmentFrame | CommitFrame
+_Announced = tuple[_Frame, Tensor | None]  # and where a segment's payload will be
 
 
 class Handoffs(Protocol):
@@ -39,11 +44,19 @@ class Handoffs(Protocol):
         """Raises HandoffExpired."""
         ...
 
+    def end_of(self, handoff: str) -> int:
+        """Positions before this one may come of a handoff that is open here or was; 0: it never was, that we know."""
+        ...
+
     def landed(self, landing: Landing) -> None: ...
 
 
 class IncomingLink:
-    """One link's thread receives each announced payload, in order, and answers."""
+    """One link's thread receives each announced payload, in order, and answers.
+
+    What is announced is checked before it is queued, and again, against what its handoff was opened for, before there
+    is a buffer for it. A sender that announces what cannot be meant loses its link.
+    """
 
     def __init__(
         self,
@@ -54,15 +67,19 @@ class IncomingLink:
         prefix: str,
         copy: HeadCopy,
         num_sources: int,
+        ended: Callable[[], None],
     ) -> None:
-        """copy: what it brings; num_sources: how many links bring something to this rank."""
+        """copy: what it brings; num_sources: how many links bring something to this rank. ended: called on the link's
+        thread, last."""
+        self.has_begun = False  # to have a thread
         self._handoffs = handoffs
         self._config = config
         self._meeting = meeting
         self._prefix = prefix
         self._copy = copy
         self._num_sources = num_sources
-        self._frames: queue.SimpleQueue[pb.SenderFrame | None] = queue.SimpleQueue()  # None: nothing more comes
+        self._ended = ended
+        self._frames: queue.SimpleQueue[_Frame | None] = queue.SimpleQueue()  # None: nothing more comes
         self._answers: asyncio.Queue[pb.ReceiverFrame | None] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._link: Link | None = None
@@ -70,6 +87,7 @@ class IncomingLink:
         self._refused: tuple[str, int] | None = None  # the last handoff refused: say so once, not per segment
 
     async def converse(self, frames: AsyncIterator[pb.SenderFrame]) -> AsyncIterator[pb.ReceiverFrame]:
+        self.has_begun = True
         threading.Thread(target=self._run, name=f"kv-recv-{self._prefix}", daemon=True).start()
         listener = asyncio.create_task(self._listen(frames))
         try:
@@ -84,9 +102,30 @@ class IncomingLink:
             self._meeting.forget(self._prefix)
 
     async def _listen(self, frames: AsyncIterator[pb.SenderFrame]) -> None:
-        async for frame in frames:
-            self._frames.put(frame)
+        try:
+            async for message in frames:
+                self._frames.put(self._checked(message))
+        except (RequestError, LinkClosed) as error:
+            logger.warning("link closed prefix=%s: %s", self._prefix, error)
         self._answers.put_nowait(None)
+
+    def _checked(self, message: pb.SenderFrame) -> _Frame:
+        """What is announced, if it could be meant. Raises RequestError, LinkClosed."""
+        if self._frames.qsize() >= _MAX_ANNOUNCED:
+            raise LinkClosed(f"{_MAX_ANNOUNCED} frames are announced, and their payloads do not come")
+        frame, pool = frame_from_proto(message, self._copy), self._config.pool
+        if isinstance(frame, CommitFrame):
+            check_commit(frame, pool.layout, num_blocks=pool.num_blocks)
+            return frame
+        check_segment(frame, pool.layout, num_blocks=pool.num_blocks)
+        # Its size must follow from its place, or the two sides do not speak of the same.
+        num_bytes = self._config.codec.num_bytes(frame.segment)
+        if num_bytes != frame.num_bytes:
+            raise LinkClosed(
+                f"handoff {frame.handoff} segment {frame.number}: {frame.num_bytes} bytes were announced, but "
+                f"{frame.segment} takes {num_bytes}"
+            )
+        return frame
 
     # On the link's thread.
 
@@ -106,6 +145,7 @@ class IncomingLink:
             if self._link:
                 self._link.close()
             self._answer(None)
+            self._ended()
 
     def _receive(self, link: Link, ring: StagingRing) -> None:
         """Take everything in the order in which it is announced; while one payload is written, the next arrives."""
@@ -130,25 +170,20 @@ class IncomingLink:
         while ring.has_room and not self._frames.empty():
             begun.append(self._begin(self._frames.get(), link, ring))
 
-    def _begin(self, message: pb.SenderFrame | None, link: Link, ring: StagingRing) -> _Announced | None:
-        """Start to receive what was announced, if it has a payload."""
-        if message is None:
+    def _begin(self, frame: _Frame | None, link: Link, ring: StagingRing) -> _Announced | None:
+        """Start to receive what was announced, if it has a payload. Raises LinkClosed where none may come."""
+        if frame is None:
             return None
-        frame = frame_from_proto(message, self._copy)
         if isinstance(frame, CommitFrame):
             return frame, None
-        # Its size must follow from its place, or the two sides do not speak of the same.
-        num_bytes = self._config.codec.num_bytes(frame.segment)
-        if num_bytes != frame.num_bytes:
-            raise LinkClosed(
-                f"handoff {frame.handoff} segment {frame.number}: {frame.num_bytes} bytes were announced, but "
-                f"{frame.segment} takes {num_bytes}"
-            )
-        payload = ring.take(num_bytes)
-        ring.start(link.recv(payload), timeout_s=operation_timeout(self._config.timeout_s, num_bytes))
+        end = self._handoffs.end_of(frame.handoff)
+        if frame.segment.end_token > end and frame.num_bytes > _MAX_UNWANTED_BYTES:
+            raise LinkClosed(f"handoff {frame.handoff} segment {frame.number}: it was not opened for so much")
+        payload = ring.take(frame.num_bytes)
+        ring.start(link.recv(payload), timeout_s=operation_timeout(self._config.timeout_s, frame.num_bytes))
         return frame, payload
 
-    def _take(self, frame: SegmentFrame | CommitFrame, payload: Tensor | None) -> None:
+    def _take(self, frame: _Frame, payload: Tensor | None) -> None:
         """Write or commit. A handoff that is refused does not end the link: others share it."""
         try:
             incoming = self._handoffs.find(frame.handoff)
@@ -170,6 +205,9 @@ class IncomingLink:
             self._handoffs.landed(landing)
 
     def _answer(self, frame: pb.ReceiverFrame | None) -> None:
+        """Raises LinkClosed where the sender does not read its answers."""
+        if frame and self._answers.qsize() >= _MAX_ANNOUNCED:
+            raise LinkClosed(f"{_MAX_ANNOUNCED} answers wait for the sender")
         try:
             self._loop.call_soon_threadsafe(self._answers.put_nowait, frame)
         except RuntimeError:

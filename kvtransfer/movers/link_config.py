@@ -10,7 +10,7 @@ from torch.distributed import Store
 from cluster.words.papers import Identity
 from cluster.words.probe import Probe, unobserved
 from engine.kv.pool import KVPool
-from kvtransfer.links.link import MEET_TIMEOUT_S, LinkEnd
+from kvtransfer.links.link import MEET_TIMEOUT_S, LinkEnd, LinkGuard
 from kvtransfer.movers.codec import Codec, codec_for
 
 
@@ -25,12 +25,18 @@ class LinkConfig:
     backend: str
     host: str  # this rank's own address, on the network that its peers reach
     timeout_s: float  # for a peer to answer at all
+    guard: LinkGuard
     probe: Probe = unobserved
 
     @cached_property
     def codec(self) -> Codec:
         """May take seconds at first; see codec_for."""
         return codec_for(self.pool.layout, self.wire_dtype)
+
+    @property
+    def carrier(self) -> str:
+        """What both sides must have chosen."""
+        return f"{self.backend}, encrypted" if self.guard.is_encrypted else self.backend
 
     def link_end(self, store: Store, *, prefix: str, is_sender: bool) -> LinkEnd:
         return LinkEnd(
@@ -40,4 +46,5 @@ class LinkConfig:
             host=self.host,
             device=self.pool.device,
             timeout_s=MEET_TIMEOUT_S,
+            guard=self.guard,
         )

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 from grpc import RpcError
@@ -13,36 +16,76 @@ from torch.distributed import DistStoreError, Store
 
 from cluster.rpc import transfer_pb2 as pb
 from cluster.rpc import transfer_pb2_grpc as rpc
+from cluster.words.errors import CapacityError
+
+_MAX_WORDS = 4096  # a gang and the links that are being made leave some hundreds, for seconds
+
+
+@dataclass(eq=False)
+class _Word:
+    told: Future[bytes] = field(default_factory=Future)
+    num_waiting: int = 0
 
 
 class Meeting:
-    """Keys and values of one rank, told and asked for by any thread here, and by other ranks over its gRPC service."""
+    """Keys and values of one rank, told and asked for by any thread here, and by other ranks over its gRPC service.
 
-    def __init__(self) -> None:
+    A word that nobody has told goes with the last who asks for it. Of those that were told the oldest make room.
+    """
+
+    def __init__(self, *, max_words: int = _MAX_WORDS) -> None:
+        self._max_words = max_words
         self._lock = threading.Lock()
-        self._words: dict[str, Future[bytes]] = {}
+        self._words: OrderedDict[str, _Word] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Words that were told or are asked for."""
+        with self._lock:
+            return len(self._words)
 
     def tell(self, key: str, value: bytes) -> None:
         with self._lock:
-            if key not in self._words or self._words[key].done():
-                self._words[key] = Future()
-            self._words[key].set_result(value)
+            if key not in self._words or self._words[key].told.done():
+                self._words[key] = _Word()
+            self._words.move_to_end(key)
+            self._words[key].told.set_result(value)
+            if len(self._words) > self._max_words:
+                self._forget_oldest()
 
     def ask(self, key: str, *, timeout_s: float) -> bytes:
-        """Wait for what is told under `key`. Raises TimeoutError."""
-        return self._word(key).result(timeout_s)
+        """Wait for what is told under `key`. Raises TimeoutError, and CapacityError where too much is waited for."""
+        with self._waiting(key) as told:
+            return told.result(timeout_s)
 
     async def ask_async(self, key: str) -> bytes:
-        return await asyncio.shield(asyncio.wrap_future(self._word(key)))  # others wait for the same word
+        with self._waiting(key) as told:
+            return await asyncio.shield(asyncio.wrap_future(told))  # others wait for the same word
 
     def forget(self, prefix: str) -> None:
         with self._lock:
             for key in [key for key in self._words if key.startswith(prefix)]:
                 del self._words[key]
 
-    def _word(self, key: str) -> Future[bytes]:
+    @contextmanager
+    def _waiting(self, key: str) -> Iterator[Future[bytes]]:
         with self._lock:
-            return self._words.setdefault(key, Future())
+            if key not in self._words and len(self._words) >= self._max_words:
+                self._forget_oldest()
+            word = self._words.setdefault(key, _Word())
+            word.num_waiting += 1
+        try:
+            yield word.told
+        finally:
+            with self._lock:
+                word.num_waiting -= 1
+                if not (word.num_waiting or word.told.done()) and self._words.get(key) is word:
+                    del self._words[key]
+
+    def _forget_oldest(self) -> None:
+        oldest = next((key for key, word in self._words.items() if word.told.done()), None)
+        if oldest is None:
+            raise CapacityError(f"{len(self._words)} words are waited for, and none of them was told")
+        del self._words[oldest]
 
 
 class MeetingStore(Store):
@@ -78,7 +121,7 @@ class MeetingStore(Store):
     def _wait(self, key: str, timeout_s: float) -> bytes:
         try:
             return self._ask(key, timeout_s)
-        except (TimeoutError, RpcError) as error:
+        except (TimeoutError, RpcError, CapacityError) as error:
             raise DistStoreError(f"nobody came for {key} within {timeout_s} s") from error
 
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from cluster.rpc import transfer_pb2 as pb
 from cluster.rpc import transfer_pb2_grpc as rpc
 from cluster.wire.channel import error_of, open_channel
-from cluster.words.errors import HandoffExpired, LayoutMismatch, LinkClosed, TransferError
+from cluster.words.checking import check_name
+from cluster.words.errors import HandoffExpired, LayoutMismatch, LinkClosed, RequestError, TransferError
 from cluster.words.handoff import HandoffKey
 from cluster.words.probe import Milestone
 from cluster.words.process_name import ProcessName
@@ -37,6 +38,8 @@ from kvtransfer.protocol.segment import Segment, operation_timeout
 
 logger = logging.getLogger(__name__)
 
+
+_MAX_REASON = 1000  # characters of what the other side says
 
 # What waits for the link's thread, and behind what on the device it must come.
 _Job = tuple[Outlet, Segment | Ending, Mark]
@@ -151,8 +154,9 @@ class OutgoingLink:
                 stub = rpc.RankStub(channel)
                 call = stub.Connect(self._outgoing_frames())
                 frame = await asyncio.wait_for(anext(aiter(call)), self._config.timeout_s)
-                if frame.WhichOneof("frame") == "refused":
-                    raise LayoutMismatch(f"{self._address} refuses {self._name}: {frame.refused.reason}")
+                if frame.WhichOneof("frame") != "welcome":
+                    raise LayoutMismatch(f"{self._address} refuses {self._name}: {frame.refused.reason[:_MAX_REASON]}")
+                check_name(frame.welcome.prefix, "welcome.prefix")
                 self._reconnection.succeeded()
                 threading.Thread(target=self._run, args=(stub, frame.welcome), name="kv-send", daemon=True).start()
                 async for frame in call:
@@ -164,6 +168,8 @@ class OutgoingLink:
             self.fail(LinkClosed(f"{self._address} did not answer within {self._config.timeout_s} s"))
         except StopAsyncIteration:
             self.fail(LinkClosed(f"{self._address} hung up"))
+        except RequestError as error:
+            self.fail(LinkClosed(f"{self._address} answers what cannot be meant: {error}"))
         except TransferError as error:
             self.fail(error)
 
@@ -175,7 +181,7 @@ class OutgoingLink:
                 layout=layout.fingerprint,
                 sender=self._name,
                 epoch=self._epoch,
-                backend=self._config.backend,
+                backend=self._config.carrier,
                 wire_dtype=self._config.wire_dtype,
                 sender_rank=self._config.rank,
                 sender_ranks=layout.tensor_parallel,
@@ -191,7 +197,7 @@ class OutgoingLink:
         if outlet is None:
             return
         if not has_landed:
-            self.abort(outlet, HandoffExpired(f"{self._address}: {frame.refused.reason}"))
+            self.abort(outlet, HandoffExpired(f"{self._address}: {frame.refused.reason[:_MAX_REASON]}"))
             return
         with self._lock:
             outlet.landed()

@@ -13,9 +13,12 @@ from cluster.rpc import worker_pb2_grpc as rpc
 from cluster.wire.call_events import CallEvents
 from cluster.wire.channel import abort_with
 from cluster.wire.messages import handoff_from_proto
+from cluster.words.checking import check
 from cluster.words.errors import ClusterError, ReplicaLost, TransferError
 from cluster.words.hashing import HASH_BYTES
+from engine.kv.layout import KVLayout
 from kvtransfer.movers.grants import Grants
+from kvtransfer.protocol.checks import check_handoff
 from kvtransfer.protocol.passage import Shipment
 
 
@@ -24,6 +27,7 @@ class Granting:
     """A replica that is up. `post` runs a command on its step thread, which owns the grants."""
 
     grants: Grants
+    layout: KVLayout
     post: Callable[[Callable[[], None]], None]
 
 
@@ -39,7 +43,12 @@ class PullServicer(rpc.PrefixHolderServicer):
         granting = self.granting
         if granting is None:
             await abort_with(context, ReplicaLost("this replica serves nothing yet"))
-        handoff = handoff_from_proto(request.handoff)
+        handoff, size = handoff_from_proto(request.handoff), granting.layout.block_size
+        try:
+            check_handoff(handoff, granting.layout)
+            check(len(request.hashes) * size == handoff.max_tokens * HASH_BYTES, "hashes", "must reach to max_tokens")
+        except ClusterError as error:
+            await abort_with(context, error)
         hashes = [request.hashes[i : i + HASH_BYTES] for i in range(0, len(request.hashes), HASH_BYTES)]
         grant = _Grant(handoff.first_token)
         granting.post(lambda: granting.grants.give(handoff, hashes, grant))

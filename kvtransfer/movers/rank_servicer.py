@@ -10,50 +10,67 @@ from grpc import aio
 
 from cluster.rpc import transfer_pb2 as pb
 from cluster.rpc import transfer_pb2_grpc as rpc
-from cluster.wire.channel import abort_with
+from cluster.wire.channel import abort_with, refuses
 from cluster.wire.fields import from_message
-from cluster.words.errors import TransferError
+from cluster.words.checking import check, check_name
+from cluster.words.errors import ClusterError, TransferError
 from kvtransfer.movers.meeting import Meeting
 from kvtransfer.movers.receiver import Receiver
+from kvtransfer.movers.wire_messages import Part, part_from_report
 from kvtransfer.protocol.frames import Opening
+
+_MAX_WORD_BYTES = 64 << 10  # what a process group leaves for its other ranks takes some hundred
 
 
 class RankServicer(rpc.RankServicer):
     """Serves `receiver`, once there is one, to senders elsewhere and to the rank 0 that owns its blocks.
 
-    `on_report` is called on the event loop, on rank 0, with what each rank says of its part of a handoff.
+    `on_report` is called on the event loop, on rank 0, with what each rank says of its part of a handoff; it raises
+    RequestError for a rank that there is not. A message that cannot be meant ends its call with INVALID_ARGUMENT.
     """
 
     def __init__(self) -> None:
         self.receiver: Receiver | None = None
-        self.on_report: Callable[[pb.ReportRequest], None] = lambda report: None
+        self.on_report: Callable[[int, Part], None] = lambda rank, part: None
         self.meeting = Meeting()  # of the ranks of this replica, if this is rank 0, and of every sender with `receiver`
 
     async def Connect(
         self, request_iterator: AsyncIterator[pb.SenderFrame], context: aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.ReceiverFrame]:
-        if self.receiver is None:
-            await abort_with(context, TransferError("this rank receives no KV"))
-        async for frame in self.receiver.connect(request_iterator):
-            yield frame
+        try:
+            if self.receiver is None:
+                raise TransferError("this rank receives no KV")
+            async for frame in self.receiver.connect(request_iterator):
+                yield frame
+        except ClusterError as error:
+            await abort_with(context, error)
 
+    @refuses
     async def Open(self, request: pb.OpenRequest, context: aio.ServicerContext[Any, Any]) -> pb.OpenReply:
         if self.receiver:
-            self.receiver.open(from_message(Opening, request))
+            self.receiver.open(self.receiver.checked(from_message(Opening, request)))
         return pb.OpenReply()
 
+    @refuses
     async def Close(self, request: pb.CloseRequest, context: aio.ServicerContext[Any, Any]) -> pb.CloseReply:
+        check_name(request.handoff, "handoff")
         if self.receiver:
             await asyncio.to_thread(self.receiver.close, request.handoff)
         return pb.CloseReply()
 
+    @refuses
     async def Report(self, request: pb.ReportRequest, context: aio.ServicerContext[Any, Any]) -> pb.ReportReply:
-        self.on_report(request)
+        self.on_report(request.rank, part_from_report(request))
         return pb.ReportReply()
 
+    @refuses
     async def Tell(self, request: pb.TellRequest, context: aio.ServicerContext[Any, Any]) -> pb.TellReply:
+        check_name(request.key, "key")
+        check(len(request.value) <= _MAX_WORD_BYTES, "value", f"must have at most {_MAX_WORD_BYTES} bytes")
         self.meeting.tell(request.key, request.value)
         return pb.TellReply()
 
+    @refuses
     async def Ask(self, request: pb.AskRequest, context: aio.ServicerContext[Any, Any]) -> pb.AskReply:
+        check_name(request.key, "key")
         return pb.AskReply(value=await self.meeting.ask_async(request.key))

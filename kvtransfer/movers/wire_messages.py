@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from cluster.rpc import transfer_pb2 as pb
 from cluster.wire.fields import from_message, to_message
-from cluster.words.errors import TransferError
+from cluster.words.checking import check
+from cluster.words.errors import RequestError, TransferError
 from cluster.words.tier import Tier
 from engine.tiers.orders import LoadResult
+from kvtransfer.protocol.checks import check_landing, check_seconds, check_shipment
 from kvtransfer.protocol.frames import CommitFrame, SegmentFrame
 from kvtransfer.protocol.ledger import Landing
 from kvtransfer.protocol.passage import Shipment
 from kvtransfer.protocol.plan import HeadCopy
 from kvtransfer.protocol.segment import Segment
+
+_MAX_REASON = 1000  # characters of an error that another rank gives
 
 Part = Landing | Shipment | LoadResult  # what a rank has to tell its rank 0
 
@@ -34,8 +38,10 @@ def frame_to_proto(frame: SegmentFrame | CommitFrame) -> pb.SenderFrame:
 
 
 def frame_from_proto(message: pb.SenderFrame, copy: HeadCopy) -> SegmentFrame | CommitFrame:
-    """`copy`: what this link brings, which says whose heads they are here."""
-    if message.WhichOneof("frame") == "segment":
+    """`copy`: what this link brings, which says whose heads they are here. Raises RequestError."""
+    kind = message.WhichOneof("frame")
+    check(kind in ("segment", "commit"), "frame", "must be a segment or a commit")
+    if kind == "segment":
         announced = message.segment
         segment = Segment(
             first_layer=announced.first_layer,
@@ -69,13 +75,28 @@ def part_to_report(part: Part, *, rank: int) -> pb.ReportRequest:
 
 
 def part_from_report(report: pb.ReportRequest) -> Part:
+    """Raises RequestError for what no rank of ours would say."""
     match report.WhichOneof("part"):
         case "landed":
-            return from_message(Landing, report.landed)
+            landing = from_message(Landing, report.landed)
+            check_landing(landing)
+            return landing
         case "loaded":
-            num_bytes = {Tier(tier): count for tier, count in report.loaded.num_bytes.items()}
-            seconds = {Tier(tier): seconds for tier, seconds in report.loaded.seconds.items()}
-            return from_message(LoadResult, report.loaded, num_bytes=num_bytes, seconds=seconds)
+            return _load_result(report.loaded)
+        case "shipped":
+            error = report.shipped.error[:_MAX_REASON]
+            shipment = from_message(Shipment, report.shipped, error=TransferError(error) if error else None)
+            check_shipment(shipment)
+            return shipment
         case _:
-            error = report.shipped.error
-            return from_message(Shipment, report.shipped, error=TransferError(error) if error else None)
+            raise RequestError("report: has no part", param="part")
+
+
+def _load_result(loaded: pb.LoadedPart) -> LoadResult:
+    tiers = {int(tier) for tier in Tier}
+    check({*loaded.num_bytes, *loaded.seconds} <= tiers, "loaded.num_bytes", "is of tiers that there are not")
+    check({*loaded.seconds} <= {*loaded.num_bytes}, "loaded.seconds", "must be of tiers that bytes came from")
+    check_seconds(loaded.seconds.values(), "loaded.seconds")
+    num_bytes = {Tier(tier): count for tier, count in loaded.num_bytes.items()}
+    seconds = {Tier(tier): seconds for tier, seconds in loaded.seconds.items()}
+    return from_message(LoadResult, loaded, num_bytes=num_bytes, seconds=seconds)

@@ -12,6 +12,7 @@ While CLOSING, a peer may still be writing on some rank: the blocks wait in quar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -49,6 +50,7 @@ class Arrival(Generic[T]):
     opening: Opening
     expires_at: float  # on the caller's clock
     state: ArrivalState = ArrivalState.OPEN
+    problem: str = ""  # of what has landed; then nobody need wait any longer
     landed: dict[int, Landing] = field(default_factory=dict)  # the newest of each rank
 
     @property
@@ -97,16 +99,19 @@ class Arrivals(Generic[T]):
         return arrival
 
     def landed(self, rank: int, landing: Landing) -> Arrival[T] | None:
-        """One rank has all of it. The arrival, once, when every rank has."""
+        """One rank has all of it. The arrival, once, when every rank has; if they do not have the same, it expires."""
         arrival = self._open.get(landing.handoff)
-        if arrival is None:
+        if arrival is None or not 0 <= rank < self._num_ranks:
             return None
         known = arrival.landed.get(rank)
         if known is None or known.epoch < landing.epoch:
             arrival.landed[rank] = landing
         if len(arrival.landed) < self._num_ranks:
             return None
-        assert len({landing.num_tokens for landing in arrival.landed.values()}) == 1, arrival
+        counts = [arrival.landed[rank].num_tokens for rank in range(self._num_ranks)]
+        if len({*counts}) > 1 or not arrival.opening.num_tokens <= counts[0] <= arrival.opening.max_tokens:
+            arrival.problem, arrival.expires_at = f"its ranks have {counts} positions", -math.inf
+            return None
         self._end(arrival, ArrivalState.WHOLE)
         self._close(arrival, lambda: None)  # they only forget it
         return arrival
@@ -124,7 +129,7 @@ class Arrivals(Generic[T]):
         self._close(arrival, closed)
 
     def expired(self, now: float) -> list[Arrival[T]]:
-        """Those that have waited long enough: give them up."""
+        """Those that have waited long enough, or in vain: give them up."""
         return [arrival for arrival in self._open.values() if arrival.expires_at < now]
 
     def _end(self, arrival: Arrival[T], state: ArrivalState) -> None:

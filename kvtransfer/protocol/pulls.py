@@ -59,6 +59,12 @@ class Pull(Generic[T]):
         return self.arrival.num_tokens - self.opening.first_token
 
     @property
+    def problem(self) -> str:
+        """Of what has come; empty: none is known."""
+        assert self.arrival
+        return self.arrival.problem
+
+    @property
     def exposed(self) -> set[int]:
         """The blocks that were opened for it."""
         return set(self.opening.block_ids)

@@ -33,6 +33,9 @@ class Register(Generic[T]):
             self._closed.popitem(last=False)
         return self._open.pop(handoff, None)
 
+    def get(self, handoff: str) -> T | None:
+        return self._open.get(handoff)
+
     def find(self, handoff: str) -> T:
         """Raises HandoffExpired."""
         if entry := self._open.get(handoff):

@@ -10,6 +10,7 @@ from typing import Any
 from cluster.index.membership import Member
 from cluster.rpc import worker_pb2 as pb
 from cluster.wire.messages import timing_from_proto, tokens_from_proto
+from cluster.wire.status import make_plausible
 from cluster.words.errors import ClusterError, ReplicaLost
 from cluster.words.request import SampledToken
 from router.routing.replica_load import ReplicaLoad
@@ -36,6 +37,7 @@ class Replica:
         self.num_requests = 0  # of ours, under way there
         self.promised_blocks = 0  # to requests of ours
         self.promised_streams = 0
+        self._has_told_nonsense = False
         self._on_change = on_change
         self._load: ReplicaLoad | None = None  # None: something has changed
         self._sinks: dict[int, TokenSink] = {}
@@ -139,6 +141,9 @@ class Replica:
     def _take(self, frame: pb.Frame) -> None:
         has_status = frame.HasField("status")
         if has_status:
+            if not make_plausible(frame.status) and not self._has_told_nonsense:
+                self._has_told_nonsense = True
+                logger.warning("replica=%s says what cannot be measured; that is left out", self.id)
             self.status = frame.status
             self._load = None
             if frame.status.draining:

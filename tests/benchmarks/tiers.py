@@ -50,7 +50,7 @@ def _copies(directory: Path) -> None:
     for codes in pool.codes:
         codes.normal_()
     host = HostStore(num_places=_NUM_BLOCKS, block_bytes=_LAYOUT.block_bytes, device=_CPU)
-    disk = DiskStore(directory, Stamp(_LAYOUT, rank=0), num_places=_NUM_BLOCKS)
+    disk = DiskStore(directory, Stamp(_LAYOUT, rank=0, key=bytes(32)), num_places=_NUM_BLOCKS)
     assert disk.wait_until_written(timeout_s=_WAIT_S)
     answers: queue.SimpleQueue[LoadResult] = queue.SimpleQueue()
     rank = RankTiers(pool, host=host, disk=disk, on_loaded=answers.put)

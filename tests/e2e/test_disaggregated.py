@@ -44,6 +44,20 @@ async def test_greedy_for_any_pair_of_tensor_parallel_sizes(
         await cluster.idle()
 
 
+async def test_blocks_that_travel_encrypted_change_no_token(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str
+) -> None:
+    model_dir, asked = checkpoint("llama"), prompts(5, 70, 47)
+    expected = [_ids(tokens) for tokens in reference(model_dir, asked, _GREEDY)]
+    tree = _tree(d_tp=2)
+    tree["kv"] |= {"encrypt": True}
+    async with local_cluster(model_dir, redis_url, **tree) as cluster:
+        answers = await asyncio.gather(*(cluster.generate(p, _GREEDY, id=str(i)) for i, p in enumerate(asked)))
+        assert [answer.ids for answer in answers] == expected
+        assert all(answer.route.blocks_shipped for answer in answers)
+        await cluster.idle()
+
+
 async def test_kv_heads_are_replicated_where_there_are_more_ranks_than_heads(
     checkpoint: Checkpoint, reference: Reference, redis_url: str
 ) -> None:

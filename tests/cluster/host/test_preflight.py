@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from cluster.host.preflight import check_index, check_model
+from cluster.control.placement import Node
+from cluster.host.preflight import check_index, check_model, check_network
+from cluster.index import redis_server
 from cluster.process.ports import free_port
 from cluster.words.errors import DeployError, SpecError
 from cluster.words.spec_file import parse_spec
@@ -47,3 +49,65 @@ def test_a_redis_that_does_not_answer_is_named_without_its_password(redis_url: s
     ) as raised:
         check_index(f"redis://user:s3cret@127.0.0.1:{port}/2?password=s3cret")
     assert "s3cret" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "missing"),
+    [
+        ("redis://10.0.0.5:6379", "no password and no TLS"),
+        ("redis://:s3cret@10.0.0.5:6379/1", "no TLS"),
+        ("rediss://10.0.0.5", "no password"),
+        ("rediss://user@redis.example.org:6380", "no password"),
+        ("redis://redis.example.org?password=s3cret", "no TLS"),
+    ],
+)
+def test_a_redis_beyond_loopback_needs_a_password_and_tls(url: str, missing: str) -> None:
+    with pytest.raises(SpecError, match=rf"^index: .* is not on loopback and has {missing}; write rediss://") as raised:
+        check_index(url)
+    assert "s3cret" not in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "trust"),
+    [
+        ("rediss://:s3cret@127.0.0.2:1", False),
+        ("redis://localhost:1", False),
+        ("redis://[::1]:1", False),
+        ("redis://10.255.255.1", True),
+        ("unix:///nowhere/redis.sock", False),
+    ],
+)
+def test_a_redis_that_is_protected_or_trusted_is_only_asked_whether_it_is_there(
+    monkeypatch: pytest.MonkeyPatch, url: str, trust: bool
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(redis_server, "ping", lambda url, within_s: asked.append(url))
+    check_index(url, trust_network=trust)
+    assert asked == [url]
+
+
+def _node(ip: str, *, is_head: bool = True) -> Node:
+    return Node(id=ip, name=ip, ip=ip, total={"node:__internal_head__": 1.0} if is_head else {})
+
+
+@pytest.mark.parametrize(
+    ("tree", "error"),
+    [
+        ({}, r"index: the embedded one would speak without TLS at 8\.8\.8\.8"),
+        ({"index": "rediss://:p@10.0.0.1", "kv": {"host_link": "gloo"}}, r"kv\.trust_network: gloo"),
+        ({"index": "rediss://:p@10.0.0.1", "decode": {"resources": {"gpus": 1}}}, r"kv\.trust_network: nccl"),
+        ({"index": "rediss://:p@10.0.0.1"}, None),
+    ],
+    ids=str,
+)
+def test_what_has_no_protection_does_not_leave_private_networks(tree: dict[str, Any], error: str | None) -> None:
+    spec = parse_spec(tree)
+    check_network(spec, [_node("10.0.0.1"), _node("192.168.0.2", is_head=False)])
+    public = [_node("8.8.8.8"), _node("10.0.0.2", is_head=False)]
+    if error is None:
+        check_network(spec, public)
+        return
+    with pytest.raises(SpecError, match=error):
+        check_network(spec, public)
+    trusting = spec.model_copy(update={"kv": spec.kv.model_copy(update={"trust_network": True})})
+    check_network(trusting, public)

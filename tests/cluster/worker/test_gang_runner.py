@@ -4,19 +4,28 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 
+import pytest
+
+from cluster.words.errors import ReplicaFailed
 from cluster.words.handoff import Handoff
 from cluster.words.request import SequenceRequest
+from cluster.words.tier import Tier
 from cluster.worker.gang_runner import GangRunner
+from cluster.worker.step_message import encode_step
 from engine.batch.batch import Batch
+from engine.kv.layout import KVLayout
 from engine.orders import BeginOrder, CommitOrder, Orders, ShipOrder
 from engine.prompts import Prompt
 from engine.sequence import Sequence
 from engine.step import ScheduledStep
+from engine.tiers.orders import LoadOrder, LoadSource, Save, TierOrders
 from tests.cluster.worker.rank_of_one import FakeSender
 
 _NUM_LAYERS = 2
+_LAYOUT = KVLayout(model="m", num_layers=_NUM_LAYERS, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32")
 
 
 class FakeGangRank:
@@ -27,7 +36,9 @@ class FakeGangRank:
     def __init__(self, broadcasts: deque[bytes]) -> None:
         self.did: list[object] = []
         self.parallel = self.pool = self
-        self.layout = SimpleNamespace(num_layers=_NUM_LAYERS)
+        self.layout = _LAYOUT
+        self.num_blocks = 12
+        self.config = SimpleNamespace(vocab_size=100, max_context=64)
         self._broadcasts = broadcasts
 
     def broadcast_bytes(self, data: bytes | None = None) -> bytes:
@@ -49,12 +60,17 @@ class FakeGangRank:
         return "logits"
 
 
+def _follower(broadcasts: deque[bytes]) -> tuple[FakeGangRank, GangRunner]:
+    rank = FakeGangRank(broadcasts)
+    return rank, GangRunner(rank, FakeSender(), None)  # type: ignore[arg-type]
+
+
 def _handoff(id: str, num_tokens: int) -> Handoff:
     return Handoff(
         id=id,
         epoch=1,
         replica="decode-0",
-        ranks=("there",),
+        ranks=("127.0.0.1:1",),
         layout="",
         num_tokens=num_tokens,
         max_tokens=num_tokens,
@@ -96,3 +112,51 @@ def test_two_ranks_carry_out_the_same_orders_in_the_same_steps() -> None:
         assert (ours.committed or (0,))[0] == (theirs.committed or (0,))[0] == (0 if ours.is_aborted else 6)
     assert senders[0].passages[prompt.key].spans == [(layer, 0, 6) for layer in range(_NUM_LAYERS)]
     assert [sender.passages[prompt.key].committed for sender in senders] == [(6, [16]), (6, [])]
+
+
+@pytest.mark.parametrize(
+    "orders",
+    [
+        Orders(copies=[(1, 12)]),
+        Orders(copies=[(-1, 2)]),
+        Orders(grants=[BeginOrder(_handoff("h", 6), [5, 12], 6)]),
+        Orders(begins=[BeginOrder(_handoff("h", 6), [5], 6)]),
+        Orders(begins=[BeginOrder(replace(_handoff("h", 6), ranks=("a:1",) * 3), [5, 6], 6)]),
+        Orders(begins=[BeginOrder(replace(_handoff("h", 6), first_token=3), [5, 6], 6)]),
+        Orders(ships=[ShipOrder(("h", 1), [7, 99], 0, 6)]),
+        Orders(ships=[ShipOrder(("h", 1), [7, 8], 6, 4)]),
+        Orders(rows=[("h", 1)]),
+        Orders(tiers=[TierOrders(saves=[Save(Tier.HOST, 1, 0, b"h" * 16)])]),
+        Orders(tiers=[TierOrders(loads=[LoadOrder(1, [LoadSource(Tier.DISK, 0, b"h" * 16, 1)])])]),
+    ],
+    ids=str,
+)
+def test_orders_for_blocks_and_places_that_there_are_not_end_the_rank_before_anything_is_done(orders: Orders) -> None:
+    rank, follower = _follower(deque([encode_step(None, orders)]))
+    with pytest.raises(ReplicaFailed, match="orders what cannot be"):
+        follower.follow()
+    assert rank.did == []
+
+
+@pytest.mark.parametrize(
+    ("array", "value"),
+    [
+        ("slots", 12 * 4),
+        ("slots", -1),
+        ("block_tables", 12),
+        ("block_tables", 1 << 40),
+        ("positions", 64),
+        ("token_ids", 100),
+        ("context_lens", 9),
+        ("context_lens", 1),
+        ("query_lens", 7),
+        ("logits_rows", 6),
+    ],
+)
+def test_a_batch_with_a_slot_out_of_range_never_reaches_the_model(array: str, value: int) -> None:
+    batch = _step([10, 11, 12, 13, 14, 15]).batch
+    getattr(batch, array).flat[0] = value
+    rank, follower = _follower(deque([encode_step(batch, Orders())]))
+    with pytest.raises(ReplicaFailed, match=array):
+        follower.follow()
+    assert rank.did == []

@@ -8,16 +8,19 @@ from typing import Any
 
 import pytest
 
-from cluster.words.errors import RequestError
+from cluster.rpc import worker_pb2 as pb
+from cluster.words.errors import ContextLengthExceeded, RequestError
 from cluster.words.request import Sampling, SequenceRequest
-from cluster.worker.request_check import check_request
+from cluster.worker.request_check import check_request, holder_of
 
 _GOOD = SequenceRequest(id="r", token_ids=(1, 9), num_prompt_tokens=2, choices=(0, 3), stream=4)
 
 
 def test_what_a_router_sends_passes() -> None:
-    check_request(_GOOD, vocab_size=10)
-    check_request(replace(_GOOD, sampling=Sampling(temperature=0.0, top_p=0.5, num_logprobs=0)), vocab_size=10)
+    check_request(_GOOD, vocab_size=10, max_tokens=64)
+    check_request(
+        replace(_GOOD, sampling=Sampling(temperature=0.0, top_p=0.5, num_logprobs=0)), vocab_size=10, max_tokens=64
+    )
 
 
 @pytest.mark.parametrize(
@@ -32,11 +35,15 @@ def test_what_a_router_sends_passes() -> None:
         ("choices", (1, 1)),
         ("choices", tuple(range(2000))),
         ("stream", (1 << 63) - 1),
+        ("id", ""),
+        ("id", "x" * 2000),
+        ("salt", "x" * 100_000),
+        ("adapter", "x" * 2000),
     ],
 )
 def test_what_a_step_cannot_compute_names_the_field(field: str, value: Any) -> None:
     with pytest.raises(RequestError) as refused:
-        check_request(replace(_GOOD, **{field: value}), vocab_size=10)
+        check_request(replace(_GOOD, **{field: value}), vocab_size=10, max_tokens=64)
     assert refused.value.param == field
 
 
@@ -63,5 +70,42 @@ def test_what_a_step_cannot_compute_names_the_field(field: str, value: Any) -> N
 def test_how_a_token_cannot_be_chosen_names_the_field(field: str, value: Any) -> None:
     request = replace(_GOOD, sampling=replace(Sampling(), **{field: value}))
     with pytest.raises(RequestError) as refused:
-        check_request(request, vocab_size=10)
+        check_request(request, vocab_size=10, max_tokens=64)
     assert refused.value.param == field
+
+
+def test_more_tokens_than_a_sequence_may_have_are_refused() -> None:
+    request = replace(_GOOD, token_ids=(1,) * 65, num_prompt_tokens=65)
+    with pytest.raises(ContextLengthExceeded):
+        check_request(request, vocab_size=10, max_tokens=64)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        "here",
+        "here:1",
+        "unix:1",
+        "unix:///tmp/x:1",
+        "dns:///a.b:1",
+        "10.0.0.1",
+        "10.0.0.1:0",
+        "10.0.0.1:99999",
+        "::",
+    ],
+)
+def test_a_holder_is_at_an_address_and_at_nothing_else_that_a_channel_would_take(address: str) -> None:
+    holder = pb.Holder(replica="prefill-1", address=address, num_tokens=5)
+    with pytest.raises(RequestError) as refused:
+        holder_of(pb.PrefillRequest(holder=holder))
+    assert refused.value.param == "holder.address"
+
+
+@pytest.mark.parametrize(
+    "address", ["10.0.0.1:50051", "::1:443", "[fd00::1]:443", "localhost:1", "node-3.cluster.local:9"]
+)
+def test_addresses_of_nodes_pass(address: str) -> None:
+    found = holder_of(pb.GenerateRequest(holder=pb.Holder(replica="decode-1", address=address)))
+    assert found and found.address == address
+    assert holder_of(pb.GenerateRequest()) is None

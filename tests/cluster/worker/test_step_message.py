@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.words.errors import ReplicaFailed
 from cluster.words.handoff import Handoff
 from cluster.words.tier import Tier
 from cluster.worker.step_message import decode_step, encode_step
@@ -96,11 +97,29 @@ def test_no_orders_are_false_and_any_order_is_true() -> None:
 )
 def test_what_is_no_order_is_refused(malformed: object) -> None:
     packed = msgspec.msgpack.encode(malformed)
-    with pytest.raises(msgspec.ValidationError):
+    with pytest.raises(ReplicaFailed, match="is no step"):
         decode_step(len(packed).to_bytes(4, "little") + packed)
 
 
 def test_a_message_that_was_cut_off_is_refused() -> None:
     data = encode_step(None, Orders(aborts=[("handoff", 1)]))
-    with pytest.raises(msgspec.DecodeError):
+    with pytest.raises(ReplicaFailed, match="is no step"):
         decode_step(data[: len(data) // 2])
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\1", b"\xff" * 4, bytes(4), encode_step(None, Orders()) + b"7 bytes"], ids=repr
+)
+def test_what_is_too_short_or_too_long_is_refused(data: bytes) -> None:
+    with pytest.raises(ReplicaFailed, match="is no step"):
+        decode_step(data)
+
+
+@pytest.mark.parametrize(
+    "header", [[1, 1, 1, 1], [-1, 1, 1, 1], [1 << 60, 1 << 60, 1, 1], [5], [0, 0, 0, 0, 7]], ids=str
+)
+def test_a_batch_that_does_not_fit_its_own_header_is_refused(header: list[int]) -> None:
+    data = encode_step(None, Orders())
+    data += bytes(-len(data) % 8) + np.array(header, dtype=np.int64).tobytes()
+    with pytest.raises(ReplicaFailed, match="is no step"):
+        decode_step(data)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from engine.tiers.claim import choose_claim, take_claim
+import pytest
+
+from engine.tiers.claim import choose_claim, open_key, take_claim
 
 
 def test_two_replicas_have_two_directories(tmp_path: Path) -> None:
@@ -55,3 +58,44 @@ def test_a_killed_process_holds_nothing(tmp_path: Path) -> None:
     claim = choose_claim(tmp_path, replica="prefill-1")
     assert claim.name == "prefill-0"
     claim.release()
+
+
+def _modes(root: Path) -> set[int]:
+    """Of everything below, and of itself; what others may do."""
+    return {path.stat().st_mode & 0o077 for path in (root, *root.rglob("*"))}
+
+
+def test_directories_and_locks_are_for_their_owner_alone_also_those_of_an_earlier_version(tmp_path: Path) -> None:
+    root = tmp_path / "blocks"
+    (root / "prefill-0" / "rank-0").mkdir(parents=True, mode=0o755)
+    for directory in (root, root / "prefill-0", root / "prefill-0" / "rank-0"):
+        directory.chmod(0o777)
+    open_key(root)
+    claims = [choose_claim(root, replica="prefill-0"), choose_claim(root, replica="prefill-1")]
+    assert _modes(root) == {0}
+    for claim in claims:
+        claim.release()
+
+
+def test_a_key_is_made_once_whoever_asks_first_and_outlives_replicas(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        keys = set(pool.map(lambda _: open_key(tmp_path / "blocks"), range(8)))
+    assert len(keys) == 1 and keys == {open_key(tmp_path / "blocks")} and len(next(iter(keys))) == 32
+    assert [path.name for path in (tmp_path / "blocks").iterdir()] == ["key"]
+    assert open_key(tmp_path / "others") not in keys
+
+
+def test_a_key_that_others_could_read_or_have_put_there_is_refused(tmp_path: Path) -> None:
+    open_key(tmp_path)
+    (tmp_path / "key").chmod(0o640)
+    with pytest.raises(PermissionError, match="owner alone"):
+        open_key(tmp_path)
+    (tmp_path / "key").unlink()
+    (tmp_path / "elsewhere").write_bytes(bytes(32))
+    (tmp_path / "key").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError):
+        open_key(tmp_path)
+    (tmp_path / "key").unlink()
+    (tmp_path / "key").touch(mode=0o600)
+    with pytest.raises(PermissionError, match="32 bytes"):
+        open_key(tmp_path)

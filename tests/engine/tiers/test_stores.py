@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,13 +17,14 @@ from torch import Tensor
 
 from engine.kv.layout import KVLayout
 from engine.tiers import disk_store
-from engine.tiers.block_file import Stamp
+from engine.tiers.block_file import Stamp, write_block
 from engine.tiers.disk_store import DiskStore
 from engine.tiers.host_store import HostStore
 from engine.tiers.store import BlockStore
 
 _LAYOUT = KVLayout(model="m", num_layers=2, num_kv_heads=2, head_dim=8, block_size=4, dtype="fp8_e4m3")
-_STAMP = Stamp(_LAYOUT, rank=0)
+_KEY = bytes(range(32))
+_STAMP = Stamp(_LAYOUT, rank=0, key=_KEY)
 _NUM_PLACES = 6
 _WAIT_S = 10.0
 
@@ -148,11 +150,12 @@ _HARM: dict[str, Callable[[Path], None]] = {
     "magic": _flip(0),
     "version": _flip(8),
     "prefix hash": _flip(45),
-    "checksum": _flip(60),
+    "seal of the payload": _flip(60),
+    "seal of the header": _flip(100),
     "truncated": _truncate,
     "longer": _lengthen,
     "empty": lambda path: path.write_bytes(b""),  # type: ignore[dict-item, return-value]
-    "header alone": lambda path: path.write_bytes(path.read_bytes()[:64]),  # type: ignore[dict-item, return-value]
+    "header alone": lambda path: path.write_bytes(path.read_bytes()[:116]),  # type: ignore[dict-item, return-value]
 }
 
 
@@ -177,11 +180,12 @@ def test_a_harmed_file_is_a_miss_and_is_deleted(
 @pytest.mark.parametrize(
     "stamp",
     [
-        Stamp(replace(_LAYOUT, model="other"), 0),
-        Stamp(replace(_LAYOUT, dtype="int8"), 0),  # as many bytes, which mean something else
-        Stamp(_LAYOUT, rank=1),
+        Stamp(replace(_LAYOUT, model="other"), 0, _KEY),
+        Stamp(replace(_LAYOUT, dtype="int8"), 0, _KEY),  # as many bytes, which mean something else
+        Stamp(_LAYOUT, rank=1, key=_KEY),
+        Stamp(_LAYOUT, rank=0, key=bytes(32)),
     ],
-    ids=["model", "dtype", "rank"],
+    ids=["model", "dtype", "rank", "key"],
 )
 def test_a_foreign_file_is_deleted(tmp_path: Path, stamp: Stamp) -> None:
     _write(tmp_path, 0, 1)
@@ -189,6 +193,33 @@ def test_a_foreign_file_is_deleted(tmp_path: Path, stamp: Stamp) -> None:
     (tmp_path / "note.txt").write_text("nothing of ours")
     store = _disk(tmp_path, stamp)
     assert store.take_found() == {} and list(tmp_path.iterdir()) == []
+    store.close()
+
+
+def test_a_block_that_was_moved_or_made_without_the_key_is_a_miss(tmp_path: Path) -> None:
+    """Whoever can write files here makes us miss a block, and no more."""
+    _write(tmp_path, 0, 1)
+    forged = Stamp(_LAYOUT, rank=0, key=bytes(32))
+    write_block(_file(tmp_path, 0), forged, _hash(0), _payload(7))
+    ours, theirs = _file(tmp_path, 1).read_bytes(), _payload(7).numpy().tobytes()
+    _file(tmp_path, 1).write_bytes(ours[: -len(theirs)] + theirs)  # the header that was there, other bytes
+    store = _disk(tmp_path)
+    assert store.get(0, _hash(0)) is None and store.get(1, _hash(1)) is None
+    store.close()
+
+
+def test_nobody_else_can_read_a_block_and_a_link_to_elsewhere_is_neither_read_nor_written(tmp_path: Path) -> None:
+    blocks, elsewhere = tmp_path / "blocks", tmp_path / "elsewhere"
+    blocks.mkdir()
+    elsewhere.write_text("not ours")
+    store = _disk(blocks)
+    _file(blocks, 0).with_suffix(".part").symlink_to(elsewhere)
+    store.put(0, _hash(0), _payload(0))
+    _settle(store)
+    assert stat.S_IMODE(_file(blocks, 0).stat().st_mode) == 0o600
+    assert store.get(0, _hash(0)) is not None and elsewhere.read_text() == "not ours"
+    _file(blocks, 1).symlink_to(_file(blocks, 0))
+    assert store.get(1, _hash(0)) is None
     store.close()
 
 
@@ -200,11 +231,13 @@ def test_a_smaller_store_deletes_what_has_no_place_in_it(tmp_path: Path) -> None
     store.close()
 
 
-def test_a_full_disk_ends_the_writing_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_that_takes_no_more_ends_the_writing_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     _write(tmp_path, 0, 1)
     store = _disk(tmp_path)
     for place in (1, 2, 3):
-        _file(tmp_path, place).with_suffix(".part").symlink_to("/dev/full")
+        _file(tmp_path, place).with_suffix(".part").mkdir()
     with caplog.at_level(logging.WARNING):
         for number in (1, 2, 3):
             store.put(number, _hash(10 + number), _payload(number))

@@ -51,7 +51,7 @@ class _Rank:
             host = HostStore(num_places=count, block_bytes=_LAYOUT.block_bytes, device=_CPU)
         if count := places.get(Tier.DISK):
             directory.mkdir(exist_ok=True)
-            self.disk = DiskStore(directory, Stamp(_LAYOUT, rank), num_places=count)
+            self.disk = DiskStore(directory, Stamp(_LAYOUT, rank, bytes(32)), num_places=count)
             assert self.disk.wait_until_written(timeout_s=_WAIT_S)
         self.tiers = RankTiers(
             self.pool, host=host, disk=self.disk, on_loaded=lambda loaded: answers.put((rank, loaded))

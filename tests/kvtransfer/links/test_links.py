@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -17,21 +17,37 @@ from torch.distributed import FileStore, PrefixStore, Store
 
 from cluster.words.errors import LinkClosed
 from kvtransfer.links.backends import LINKS, open_link
-from kvtransfer.links.link import Link, LinkEnd
+from kvtransfer.links.handshake import Handshake
+from kvtransfer.links.link import Link, LinkEnd, LinkGuard
+from kvtransfer.links.sealing import Cipher, pieces, sealed_size
 from tests.forks import forks
 
 _TIMEOUT_S = 1.0
+_SECRET = bytes(range(32))
+_ENCRYPTED = "tcp, encrypted"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "backend" in metafunc.fixturenames:
-        ours = [pytest.param(name, marks=pytest.mark.gpu) if name == "nccl" else name for name in LINKS]
+        ours = [pytest.param(name, marks=pytest.mark.gpu) if name == "nccl" else name for name in [*LINKS, _ENCRYPTED]]
         metafunc.parametrize("backend", [*ours, *metafunc.config.getoption("link")])
 
 
 def _end(backend: str, store: Store, *, is_sender: bool) -> LinkEnd:
     device = torch.device("cuda", 0 if is_sender else 1) if backend == "nccl" else torch.device("cpu")
-    return LinkEnd(store=store, prefix="link/1", is_sender=is_sender, host="127.0.0.1", device=device, timeout_s=20.0)
+    return LinkEnd(
+        store=store,
+        prefix="link/1",
+        is_sender=is_sender,
+        host="127.0.0.1",
+        device=device,
+        timeout_s=20.0,
+        guard=LinkGuard(_SECRET, is_encrypted=backend == _ENCRYPTED),
+    )
+
+
+def _open(backend: str, store: Store, *, is_sender: bool) -> Link:
+    return open_link("tcp" if backend == _ENCRYPTED else backend, _end(backend, store, is_sender=is_sender))
 
 
 def _serve_peer(backend: str, place: str, orders: Connection) -> None:
@@ -39,7 +55,7 @@ def _serve_peer(backend: str, place: str, orders: Connection) -> None:
     store = FileStore(place)
     orders.send("up")
     is_sender = orders.recv()
-    link = open_link(backend, _end(backend, store, is_sender=is_sender))
+    link = _open(backend, store, is_sender=is_sender)
     orders.send("ready")
     while True:
         order, value = orders.recv()
@@ -72,7 +88,7 @@ def _peer(backend: str, directory: Path, *, we_send: bool) -> Iterator[Peer]:
     process.start()
     assert ours.recv() == "up"  # before the deadline to meet begins: it takes seconds to import torch
     ours.send(not we_send)
-    link = open_link(backend, _end(backend, FileStore(place), is_sender=we_send))
+    link = _open(backend, FileStore(place), is_sender=we_send)
     assert ours.recv() == "ready"
     try:
         yield Peer(link, process, ours)
@@ -137,10 +153,11 @@ def test_a_closed_link_refuses_and_closing_twice_is_fine(backend: str, tmp_path:
 
 
 @pytest.mark.timeout(30)
+@pytest.mark.parametrize("kind", ["tcp", _ENCRYPTED])
 @pytest.mark.parametrize("we_send", [True, False])
-def test_closing_a_tcp_link_wakes_whoever_waits_for_it(we_send: bool, tmp_path: Path) -> None:
+def test_closing_a_tcp_link_wakes_whoever_waits_for_it(kind: str, we_send: bool, tmp_path: Path) -> None:
     """Long before the deadline, which the peer's silence would have it sit out."""
-    with _peer("tcp", tmp_path, we_send=we_send) as peer, ThreadPoolExecutor(1) as pool:
+    with _peer(kind, tmp_path, we_send=we_send) as peer, ThreadPoolExecutor(1) as pool:
         payload = _payload(peer.link, 64 << 20)  # more than the kernel takes in for somebody who does not read
         operation = peer.link.send(payload) if we_send else peer.link.recv(payload)
         waiting = pool.submit(operation.wait, timeout_s=600)
@@ -151,9 +168,10 @@ def test_closing_a_tcp_link_wakes_whoever_waits_for_it(we_send: bool, tmp_path: 
 
 
 @pytest.mark.timeout(30)
+@pytest.mark.parametrize("kind", ["tcp", _ENCRYPTED])
 @pytest.mark.parametrize("we_send", [True, False])
-def test_the_death_of_a_tcp_peer_is_known_at_once(we_send: bool, tmp_path: Path) -> None:
-    with _peer("tcp", tmp_path, we_send=we_send) as peer:
+def test_the_death_of_a_tcp_peer_is_known_at_once(kind: str, we_send: bool, tmp_path: Path) -> None:
+    with _peer(kind, tmp_path, we_send=we_send) as peer:
         payload = _payload(peer.link, 64 << 20)
         operation = peer.link.send(payload) if we_send else peer.link.recv(payload)
         peer.kill(signal.SIGKILL)
@@ -161,18 +179,30 @@ def test_the_death_of_a_tcp_peer_is_known_at_once(we_send: bool, tmp_path: Path)
             operation.wait(timeout_s=600)
 
 
-def test_a_stranger_is_not_let_in_to_a_tcp_link(tmp_path: Path) -> None:
-    place = str(tmp_path / "store")
-    ours, theirs = (_end("tcp", FileStore(place), is_sender=is_sender) for is_sender in (True, False))
-    with ThreadPoolExecutor(1) as pool:
-        receiving = pool.submit(open_link, "tcp", theirs)
-        host, port, _ = PrefixStore(ours.prefix, FileStore(place)).get("place").decode().split()
-        with socket.create_connection((host, int(port)), 10) as stranger:
-            stranger.sendall(bytes(16))
-            assert stranger.recv(1) == b""  # turned away
-        sender, receiver = open_link("tcp", ours), receiving.result(20)
-    payload = torch.arange(100, dtype=torch.uint8)
-    sent, got = sender.send(payload), torch.empty(100, dtype=torch.uint8)
+class BothEnds:
+    """The two ends of a tcp link in this process, and where strangers find the receiving one."""
+
+    def __init__(self, pool: ThreadPoolExecutor, directory: Path, *, is_encrypted: bool = False) -> None:
+        self._backend = _ENCRYPTED if is_encrypted else "tcp"
+        self._store = str(directory / "store")
+        self._pool = pool
+        self.receiving = pool.submit(_open, self._backend, FileStore(self._store), is_sender=False)
+        host, port = PrefixStore("link/1", FileStore(self._store)).get("place").decode().split()
+        self.place = host, int(port)
+
+    def knock(self) -> socket.socket:
+        """As a stranger."""
+        return socket.create_connection(self.place, 10)
+
+    def let_in(self) -> tuple[Link, Link]:
+        """The sending and the receiving end."""
+        return _open(self._backend, FileStore(self._store), is_sender=True), self.receiving.result(20)
+
+
+def _carry(sender: Link, receiver: Link) -> None:
+    """One payload through a link, which is closed then."""
+    payload, got = _payload(sender, 100_000), torch.empty(100_000, dtype=torch.uint8)
+    sent = sender.send(payload)
     receiver.recv(got).wait(timeout_s=10)
     sent.wait(timeout_s=10)
     sender.close()
@@ -180,9 +210,140 @@ def test_a_stranger_is_not_let_in_to_a_tcp_link(tmp_path: Path) -> None:
     assert torch.equal(got, payload)
 
 
+def _is_turned_away(stranger: socket.socket) -> bool:
+    """Having been told a nonce at most."""
+    stranger.settimeout(10)
+    try:
+        return all(stranger.recv(100) for _ in range(2)) is False
+    except ConnectionResetError:
+        return True
+
+
+def test_who_does_not_have_the_secret_is_not_let_in_whatever_he_says(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        meeting = BothEnds(pool, tmp_path)
+        for said in (bytes(64), b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 10, b"\xff" * 5000):
+            with meeting.knock() as stranger:
+                stranger.sendall(said)
+                assert _is_turned_away(stranger)
+        _carry(*meeting.let_in())
+
+
+def test_what_one_end_said_once_opens_no_door_again(tmp_path: Path) -> None:
+    """Replayed word by word: the receiving end asks another question each time."""
+    handshake = Handshake(secret=_SECRET, link="link/1", is_encrypted=False)
+    with ThreadPoolExecutor(1) as pool:
+        meeting = BothEnds(pool, tmp_path)
+        with meeting.knock() as early:
+            nonces = {"receiver_nonce": early.recv(32), "sender_nonce": bytes(32)}
+        said = bytes(32) + handshake.proof(is_sender=True, **nonces)
+        with meeting.knock() as late:
+            late.sendall(said)
+            assert _is_turned_away(late)
+        with meeting.knock() as echo:  # nor does what the receiving end says count as the sender's
+            echo.sendall(
+                bytes(32) + handshake.proof(is_sender=False, receiver_nonce=echo.recv(32), sender_nonce=bytes(32))
+            )
+            assert _is_turned_away(echo)
+        _carry(*meeting.let_in())
+
+
+@pytest.mark.timeout(30)
+def test_strangers_who_say_nothing_or_little_hold_nobody_up(tmp_path: Path) -> None:
+    """More than are served at once: the oldest of them make room."""
+    with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
+        meeting = BothEnds(pool, tmp_path)
+        strangers = [stack.enter_context(meeting.knock()) for _ in range(100)]
+        for stranger in strangers[::2]:
+            stranger.sendall(b"half of a gree")
+        _carry(*meeting.let_in())
+        assert all(_is_turned_away(stranger) for stranger in strangers)
+
+
+@pytest.mark.timeout(30)
+def test_half_open_and_garbled_connections_beside_a_transfer_change_nothing(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(2) as pool, ExitStack() as stack:
+        first = BothEnds(pool, tmp_path)
+        sender, receiver = first.let_in()
+        (tmp_path / "other").mkdir()
+        second = BothEnds(pool, tmp_path / "other")  # still waits
+        for number in range(20):
+            stranger = stack.enter_context(second.knock())
+            if number % 2:
+                stranger.sendall(os.urandom(number * 7))
+        with pytest.raises(OSError):
+            first.knock()  # whoever has come is all that may come
+        _carry(sender, receiver)
+        _carry(*second.let_in())
+
+
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        Handshake(secret=bytes(32), link="link/1", is_encrypted=False),
+        Handshake(secret=_SECRET, link="link/2", is_encrypted=False),
+        Handshake(secret=_SECRET, link="link/1", is_encrypted=True),
+    ],
+    ids=["another secret", "another link", "encrypted there"],
+)
+def test_ends_that_differ_do_not_come_together(theirs: Handshake, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        meeting = BothEnds(pool, tmp_path)
+        with meeting.knock() as other:
+            nonces = {"receiver_nonce": other.recv(32), "sender_nonce": os.urandom(32)}
+            other.sendall(nonces["sender_nonce"] + theirs.proof(is_sender=True, **nonces))
+            assert _is_turned_away(other)
+        _carry(*meeting.let_in())
+
+
+def test_a_sender_sends_nothing_to_who_cannot_prove_that_he_is_the_receiver(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        store = str(tmp_path / "store")
+        PrefixStore("link/1", FileStore(store)).set("place", f"127.0.0.1 {server.getsockname()[1]}")
+        sending = pool.submit(_open, "tcp", FileStore(store), is_sender=True)
+        connection, _ = server.accept()
+        with connection:
+            connection.settimeout(10)
+            connection.sendall(bytes(32))
+            assert len(connection.recv(1000)) == 64
+            connection.sendall(bytes(32))
+            with pytest.raises(LinkClosed, match="does not know this link"):
+                sending.result(20)
+
+
+def test_what_travels_encrypted_is_not_what_was_sent(tmp_path: Path) -> None:
+    """Nor does it repeat itself; changed on the way, it does not open, and the link is over."""
+    key, payload = bytes(32), b"the same words, again and again " * 20_000
+    sealing, opening = Cipher(key), Cipher(key)
+    sealed = [bytearray(sealed_size(len(payload))) for _ in range(2)]
+    for one in sealed:
+        sealing.seal(memoryview(payload), memoryview(one))
+    assert sealed[0] != sealed[1] and all(payload[:32] not in one for one in sealed)
+    got = bytearray(len(payload))
+    start = 0
+    for piece in pieces(memoryview(got)):
+        opening.open(memoryview(sealed[0])[start : start + sealed_size(len(piece))], piece)
+        start += sealed_size(len(piece))
+    assert got == payload and start == len(sealed[0])
+    sealed[1][5] ^= 1
+    first = next(pieces(memoryview(got)))
+    with pytest.raises(LinkClosed):
+        opening.open(memoryview(sealed[1])[: sealed_size(len(first))], first)
+    with pytest.raises(LinkClosed):  # what came before, again
+        opening.open(memoryview(sealed[0])[: sealed_size(len(first))], first)
+
+
 def test_a_peer_that_never_comes_is_reported_at_the_deadline(backend: str, tmp_path: Path) -> None:
     store = FileStore(str(tmp_path / "store"))
     device = torch.device("cuda") if backend == "nccl" else torch.device("cpu")
-    end = LinkEnd(store=store, prefix="x", is_sender=True, host="127.0.0.1", device=device, timeout_s=_TIMEOUT_S)
+    end = LinkEnd(
+        store=store,
+        prefix="x",
+        is_sender=True,
+        host="127.0.0.1",
+        device=device,
+        timeout_s=_TIMEOUT_S,
+        guard=LinkGuard(_SECRET, is_encrypted=backend == _ENCRYPTED),
+    )
     with pytest.raises(LinkClosed):
-        open_link(backend, end)
+        open_link("tcp" if backend == _ENCRYPTED else backend, end)

@@ -19,6 +19,7 @@ from cluster.wire.channel import listen, make_server
 from cluster.words.probe import Probe, unobserved
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
+from kvtransfer.links.link import LinkGuard
 from kvtransfer.movers.link_config import LinkConfig
 from kvtransfer.movers.rank_servicer import RankServicer
 from kvtransfer.movers.receiver import Receiver
@@ -42,6 +43,7 @@ def config(probe: Probe = unobserved, *, silence_s: float = SILENCE_S) -> LinkCo
         backend="tcp",
         host="127.0.0.1",
         timeout_s=silence_s,
+        guard=LinkGuard(bytes(32)),
         probe=probe,
     )
 

@@ -16,6 +16,7 @@ from cluster.words.errors import HandoffExpired, LayoutMismatch, LinkClosed, Tra
 from cluster.words.handoff import Handoff
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
+from kvtransfer.links.link import LinkGuard
 from kvtransfer.movers.link_config import LinkConfig
 from kvtransfer.movers.rank_servicer import RankServicer
 from kvtransfer.movers.receiver import Receiver
@@ -29,6 +30,7 @@ from tests.identities import rank as named
 _CPU = torch.device("cpu")
 _LAYOUT = KVLayout(model="m", num_layers=3, num_kv_heads=4, head_dim=16, block_size=8, dtype="float32")
 _NUM_TOKENS = 37
+_SECRET = bytes(range(32))
 _BLOCKS = [5, 2, 9, 0, 7]
 
 
@@ -68,7 +70,13 @@ def _layout(tp: int) -> KVLayout:
 
 @asynccontextmanager
 async def _replica(
-    tp: int, *, wire: str = "raw", link: str = "tcp", layout: KVLayout = _LAYOUT, timeout_s: float = 10.0
+    tp: int,
+    *,
+    wire: str = "raw",
+    link: str = "tcp",
+    is_encrypted: bool = False,
+    layout: KVLayout = _LAYOUT,
+    timeout_s: float = 10.0,
 ) -> AsyncIterator[Side]:
     side, loop = Side(), asyncio.get_running_loop()
     for rank in range(tp):
@@ -82,6 +90,7 @@ async def _replica(
             backend=link,
             host="127.0.0.1",
             timeout_s=timeout_s,
+            guard=LinkGuard(_SECRET, is_encrypted),
         )
         servicer = RankServicer()
         servicer.receiver = Receiver(
@@ -273,7 +282,13 @@ async def test_another_layout_is_refused_at_once(ours: dict[str, Any], theirs: d
 
 
 @pytest.mark.parametrize(
-    ("theirs", "what"), [({"wire": "fp8_e4m3"}, "wire dtype"), ({"link": "gloo"}, "link backend")], ids=str
+    ("theirs", "what"),
+    [
+        ({"wire": "fp8_e4m3"}, "wire dtype"),
+        ({"link": "gloo"}, "link backend"),
+        ({"is_encrypted": True}, "link backend"),
+    ],
+    ids=str,
 )
 async def test_another_wire_is_refused_at_once(theirs: dict[str, Any], what: str) -> None:
     async with _replica(1, **theirs) as p, _replica(1) as d:

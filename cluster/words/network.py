@@ -1,0 +1,43 @@
+"""Which networks an address belongs to, as far as the address says."""
+
+from __future__ import annotations
+
+import ipaddress
+
+from cluster.words.errors import SpecError
+
+# Carriers of blocks that take orders, and bytes, from whoever reaches their ports.
+UNPROTECTED = ("nccl", "gloo")
+
+
+def is_loopback(host: str) -> bool:
+    """A name other than localhost may be anywhere."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(_bare(host)).is_loopback
+    except ValueError:
+        return False
+
+
+def is_private(host: str) -> bool:
+    """Loopback, or an address that the internet does not route. A name other than localhost may be anywhere."""
+    if host == "localhost":
+        return True
+    try:
+        return not ipaddress.ip_address(_bare(host)).is_global
+    except ValueError:
+        return False
+
+
+def check_carrier(carrier: str, host: str, *, trust_network: bool) -> None:
+    """What carries blocks must protect itself, be on a private network, or be trusted. Raises SpecError, one line."""
+    if carrier in UNPROTECTED and not (trust_network or is_private(host)):
+        raise SpecError(
+            f"kv.trust_network: {carrier} has no protection of its own, and {host} is on no private network; use pools "
+            "without GPUs and kv.host_link: tcp, or set kv.trust_network: true where nobody else is on that network"
+        )
+
+
+def _bare(host: str) -> str:
+    return host.removeprefix("[").removesuffix("]").partition("%")[0]
