@@ -110,7 +110,7 @@ _NEVER_LOADED = {
     "cluster.cli": "torch transformers ray redis pydantic numpy rich httpx cryptography",
     "router": "torch transformers",
     "engine": "ray redis grpc pydantic msgspec transformers gguf cryptography",
-    "kvtransfer": "ray redis pydantic msgspec transformers gguf cryptography",
+    "kvtransfer": "ray redis pydantic msgspec transformers gguf",
 }
 
 
