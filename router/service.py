@@ -12,6 +12,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from cluster.index.key_channel import KEY_SEAL
 from cluster.index.presence import connect_redis
 from cluster.model import config as model_config
 from cluster.model import source as model_source
@@ -19,7 +20,10 @@ from cluster.rpc import worker_pb2
 from cluster.words.credentials import Credentials
 from cluster.words.papers import Identity
 from cluster.words.request import Role
-from cluster.words.spec import RouterSpec, Spec
+from cluster.words.spec import RouterSpec, Spec, is_loopback
+from router.access.access import Access
+from router.doors.admin_api import AdminListener, create_admin_app
+from router.doors.certificates import Certificates
 from router.doors.grpc_api import GrpcApi, open_grpc_api
 from router.doors.openai_api import create_app
 from router.metrics import Metrics
@@ -37,6 +41,8 @@ from router.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+_SALT = "cache salts"  # purpose of a key
+_LIMITS_S = 0.5  # of an answer of Redis, for which a request waits
 _CLOSE_GRACE_S = 5.0
 _WATCH_S = 1.0
 
@@ -50,6 +56,7 @@ class RouterService:
         core: RouterCore,
         discovery: Discovery,
         metrics: Metrics,
+        access: Access,
         door: GrpcApi,
         spec: RouterSpec,
     ) -> None:
@@ -58,7 +65,9 @@ class RouterService:
         self._replicas = core.dispatch.replicas
         self._discovery = discovery
         self._metrics = metrics
+        self._access = access
         self._door = door
+        self._admin: AdminListener | None = None
         self._tasks = [_start(self._watch())]
         if spec.rebalance:
             self._tasks.append(_start(core.rebalance_forever()))
@@ -103,18 +112,45 @@ class RouterService:
             metrics=metrics,
             max_request_s=spec.timeouts.request_s,
         )
+        access = await Access.follow(
+            connect_redis(index_url, within_s=_LIMITS_S),
+            name=spec.name,
+            seal_key=credentials.key(KEY_SEAL),
+            salt_key=credentials.key(_SALT),
+            is_required=spec.router.needs_keys(host),
+            is_cache_told=is_loopback(host),
+            num_routers=spec.router.replicas,
+        )
         door = await open_grpc_api(
-            completions, host=host, port=spec.router.grpc_port, is_port_shared=spec.router.replicas > 1
+            completions,
+            access=access,
+            host=host,
+            port=spec.router.grpc_port,
+            is_port_shared=spec.router.replicas > 1,
+            certificates=Certificates.of(spec.router.tls_cert, spec.router.tls_key),
         )
         discovery.start()
-        service = cls(completions, core, discovery, metrics, door, spec.router)
+        service = cls(completions, core, discovery, metrics, access, door, spec.router)
         metrics.watch(service._statuses)
-        logger.info("router open router=%s grpc=%s:%d", identity.name.member, host, door.port)
+        service._open_admin(spec, router=identity.name.member)
+        logger.info(
+            "router open router=%s grpc=%s:%d admin=%s:%d",
+            identity.name.member,
+            host,
+            door.port,
+            *service.admin_address,
+        )
         return service
 
     @property
     def grpc_port(self) -> int:
         return self._door.port
+
+    @property
+    def admin_address(self) -> tuple[str, int]:
+        """Where operators ask."""
+        assert self._admin
+        return self._admin.address
 
     def health(self) -> dict[str, int]:
         """How many replicas of each role can be used now."""
@@ -124,9 +160,8 @@ class RouterService:
         """The HTTP door, for whoever serves it."""
         return create_app(
             self._completions,
-            health=self.health,
-            metrics=self._metrics.render,
-            explain_route=self._dispatch.decisions.explain,
+            access=self._access,
+            is_healthy=lambda: self.health()[Role.DECODE] > 0,
             proxy_sets_request_id=proxy_sets_request_id,
         )
 
@@ -136,8 +171,21 @@ class RouterService:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._door.close(grace_s=_CLOSE_GRACE_S)
+        if self._admin:
+            await self._admin.close()
+        await self._access.close()
         await self._discovery.close()
         await self._replicas.close()
+
+    def _open_admin(self, spec: Spec, *, router: str) -> None:
+        app = create_admin_app(
+            deployment=spec.name,
+            router=router,
+            health=self.health,
+            metrics=self._metrics.render,
+            explain_route=self._dispatch.decisions.explain,
+        )
+        self._admin = AdminListener.open(app, host=spec.router.admin_host, ports=spec.router.admin_ports)
 
     def _statuses(self) -> Iterator[tuple[Role, worker_pb2.Status]]:
         return ((replica.member.role, replica.status) for replica in self._replicas if replica.is_alive)

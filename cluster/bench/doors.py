@@ -13,7 +13,7 @@ from grpc import aio
 
 from cluster.rpc import inference_pb2 as pb
 from cluster.rpc import inference_pb2_grpc as rpc
-from cluster.wire.channel import CLIENT_OPTIONS, target_of
+from cluster.wire.door_access import DoorAccess
 from cluster.words.errors import RequestFailed
 
 
@@ -39,22 +39,26 @@ class Door(Protocol):
 
 
 @asynccontextmanager
-async def open_door(endpoint: str) -> AsyncIterator[Door]:
-    """`endpoint` is HOST:PORT of a gRPC door, or http://HOST:PORT of an OpenAI door."""
+async def open_door(endpoint: str, access: DoorAccess) -> AsyncIterator[Door]:
+    """`endpoint` is HOST:PORT of a gRPC door, or http(s)://HOST:PORT of an OpenAI door. Raises SpecError."""
     if endpoint.startswith(("http://", "https://")):
         no_limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)  # the load decides how many
-        async with httpx.AsyncClient(base_url=endpoint, limits=no_limits, trust_env=False) as client:
+        verify = access.ssl_context() if endpoint.startswith("https://") else True
+        async with httpx.AsyncClient(
+            base_url=endpoint, headers=access.headers, verify=verify, limits=no_limits, trust_env=False
+        ) as client:
             yield OpenAIClient(client)
     else:
-        async with aio.insecure_channel(target_of(endpoint), options=CLIENT_OPTIONS) as channel:
-            yield GrpcClient(channel)
+        async with access.channel(endpoint) as channel:
+            yield GrpcClient(channel, metadata=access.metadata)
 
 
 class GrpcClient:
     """Implements Door over cluster.v1.Inference."""
 
-    def __init__(self, channel: aio.Channel) -> None:
+    def __init__(self, channel: aio.Channel, *, metadata: tuple[tuple[str, str], ...]) -> None:
         self._stub = rpc.InferenceStub(channel)
+        self._metadata = metadata
 
     async def ask(
         self, token_ids: Sequence[int], *, max_tokens: int, timeout_s: float
@@ -63,7 +67,7 @@ class GrpcClient:
             token_ids=pb.TokenIds(ids=token_ids),
             sampling=pb.SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True),
         )
-        call = self._stub.Generate(request, timeout=timeout_s)
+        call = self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
         try:
             async for event in call:
                 if event.HasField("delta") and event.delta.token_ids:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import urllib.request
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -12,7 +11,6 @@ from cluster.words.errors import ClusterError
 from cluster.words.request import Role
 from cluster.words.timing import StepTiming
 
-_TIMEOUT_S = 10.0
 _STEPS = {
     "base_s": "step_base_seconds",
     "token_s": "step_token_seconds",
@@ -29,16 +27,8 @@ class Learnt:
     link_bytes_per_s: float
 
 
-def read_learnt(http: str) -> Learnt:
-    """Ask the router at `http`. Raises ClusterError when it does not answer, or its replicas have done nothing yet."""
-    try:
-        with urllib.request.urlopen(f"{http}/metrics", timeout=_TIMEOUT_S) as answer:
-            return parse_learnt(answer.read().decode())
-    except OSError as error:
-        raise ClusterError(f"no router answers at {http}: {error}") from None
-
-
 def parse_learnt(text: str) -> Learnt:
+    """From a router's metrics. Raises ClusterError when its replicas have done nothing yet."""
     found: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

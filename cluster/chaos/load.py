@@ -17,7 +17,7 @@ from cluster.chaos.question import Question, Reply, compare
 from cluster.chaos.tally import Tally
 from cluster.rpc import inference_pb2 as pb
 from cluster.rpc import inference_pb2_grpc as rpc
-from cluster.wire.channel import CLIENT_OPTIONS
+from cluster.wire.door_access import DoorAccess
 from cluster.words.errors import DeployError
 
 _ANSWER_S = 120.0
@@ -32,13 +32,21 @@ class LoadGenerator:
     """
 
     def __init__(
-        self, endpoint: str, questions: Sequence[Question], *, rate: float, streams: int = 0, seed: int
+        self,
+        endpoint: str,
+        questions: Sequence[Question],
+        *,
+        access: DoorAccess,
+        rate: float,
+        streams: int = 0,
+        seed: int,
     ) -> None:
         """streams: 0 means that `rate` counts."""
         self.tally = Tally()
         self.num_running = 0
         self.abort_share = 0.0  # of the requests, those that the client gives up at a random moment
         self._endpoint = endpoint
+        self._access = access
         self._questions = questions
         self._rate = rate
         self._streams = streams
@@ -47,7 +55,7 @@ class LoadGenerator:
         self._running: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> LoadGenerator:
-        self._channel = aio.insecure_channel(self._endpoint, options=CLIENT_OPTIONS)
+        self._channel = self._access.channel(self._endpoint)
         self._stub = rpc.InferenceStub(self._channel)
         return self
 
@@ -146,7 +154,7 @@ class LoadGenerator:
             message.cache_salt = f"{self._random.getrandbits(64):x}"
         answer = Reply()
         last_at = time.monotonic()
-        async for event in self._stub.Generate(message, timeout=_ANSWER_S):
+        async for event in self._stub.Generate(message, timeout=_ANSWER_S, metadata=self._access.metadata):
             now = time.monotonic()
             if answer.token_ids:
                 self.tally.paused(now - last_at)

@@ -14,6 +14,7 @@ from cluster.chaos.question import questions
 from cluster.chaos.site import Site, leaked_blocks
 from cluster.chaos.tally import Stroke, Tally
 from cluster.control.report import Pools
+from cluster.wire.door_access import DoorAccess
 from cluster.words.errors import DeployError
 
 _POLL_S = 0.5
@@ -36,13 +37,20 @@ class Experiment:
     seed: int
 
 
-async def run(experiment: Experiment, site: Site, endpoint: str, *, say: Callable[[str], None]) -> Tally:
+async def run(
+    experiment: Experiment, site: Site, endpoint: str, access: DoorAccess, *, say: Callable[[str], None]
+) -> Tally:
     """Raises DeployError when the deployment is not whole or does not answer before anything is disturbed."""
     if not await _is_whole(site):
         raise DeployError("not every replica is ready; see `cluster status`")
     asked = questions(experiment.num_questions, max_tokens=experiment.max_tokens)
     async with LoadGenerator(
-        endpoint, asked, rate=experiment.rate, streams=experiment.streams, seed=experiment.seed
+        endpoint,
+        asked,
+        access=access,
+        rate=experiment.rate,
+        streams=experiment.streams,
+        seed=experiment.seed,
     ) as load:
         say(f"learning the undisturbed answers of {experiment.num_questions} questions")
         await load.learn()

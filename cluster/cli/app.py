@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from cluster.cli import bench, chaos, deploy, explain, generate, operate, plan, profile, quality, simulate, status
+from cluster.cli import bench, chaos, deploy, explain, generate, keys, operate, plan, profile, quality, simulate, status
 from cluster.cli.connection import ADDRESS
 from cluster.words.errors import ClusterError
 
@@ -43,6 +43,7 @@ for command in (
 ):
     app.command()(command)
 app.add_typer(bench.bench, name="bench")
+app.add_typer(keys.keys, name="keys")
 app.add_typer(quality.evaluate, name="eval")
 
 

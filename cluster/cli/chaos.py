@@ -11,6 +11,7 @@ import typer
 from cluster.chaos.tally import Mismatch, Tally
 from cluster.cli.connection import find_state, join_controller
 from cluster.cli.deploy import Name
+from cluster.cli.door_options import ApiKeyOption, access_to
 from cluster.words.errors import SpecError
 
 _SINGLE_ROUTER = "router"  # with one router, its clients can only ask again: left out of --all
@@ -28,6 +29,7 @@ def chaos(
     seed: Annotated[int, typer.Option(help="Of the order of requests, and of who is struck.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
     name: Name = None,
+    api_key: ApiKeyOption = None,
 ) -> None:
     """Keep asking a deployment while its processes are killed and stopped, and compare every answer.
 
@@ -54,7 +56,8 @@ def chaos(
         max_tokens=max_tokens,
         seed=seed,
     )
-    tally = asyncio.run(run(experiment, Site(state, controller), state.grpc, say=_say))
+    access = access_to(state, api_key)
+    tally = asyncio.run(run(experiment, Site(state, controller), state.grpc, access, say=_say))
     print(json.dumps(tally.as_dict(), indent=1) if as_json else _as_text(tally))
     raise typer.Exit(0 if tally.is_clean else 1)
 

@@ -77,6 +77,10 @@ def deploy(
     print(f"gRPC {open_doors(state)} · OpenAI {state.http}/v1 · logs {states.log_dir(spec.name)}")
     if spec.security.tls == "off":
         print(TLS_IS_OFF)
+    if state.needs_keys:
+        print(
+            f"clients need an API key: `cluster keys create NAME`; yours is in {states.operator_key_file(state.name)}"
+        )
 
 
 def down(

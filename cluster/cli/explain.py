@@ -3,35 +3,32 @@
 from __future__ import annotations
 
 import json
-import urllib.error
 import urllib.parse
-import urllib.request
 from typing import Annotated, Any
 
 import typer
 
-from cluster.cli.connection import find_state
+from cluster.cli.connection import find_state, join_controller
 from cluster.cli.deploy import Name
-from cluster.words.errors import ClusterError, SpecError
+from cluster.words.errors import ClusterError
 
-_TIMEOUT_S = 10.0
 _PARTS = ("queue_s", "pull_s", "compute_s", "keep_s", "transfer_s", "stall_s", "decode_s", "cost_s")
 
 
 def explain(
     request_id: Annotated[str, typer.Argument(help="As `generate --json` and the X-Request-Id header say it.")],
     name: Name = None,
-    endpoint: Annotated[
-        str | None, typer.Option(help="http://HOST:PORT of a router; default: the deployment's.")
+    admin: Annotated[
+        str | None,
+        typer.Option(help="HOST:PORT at which a router answers operators; default: all of the deployment's."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Show which pairs of replicas the router weighed, the one taken first, and what each would have cost.
 
-    A router remembers its last 1,000 requests. With several routers, another than the one that
-    chose may answer.
+    A router remembers its last 1,000 requests.
     """
-    requests = _ask(endpoint or find_state(name).http, request_id)
+    requests = _ask(name, admin, request_id)
     if as_json:
         print(json.dumps(requests, indent=1))
         return
@@ -43,20 +40,23 @@ def explain(
             print(_replicas_table(attempt["replicas"]))
 
 
-def _ask(http: str, request_id: str) -> dict[str, Any]:
-    if not http.startswith(("http://", "https://")):
-        raise SpecError(f"--endpoint {http}: write http://HOST:PORT")
-    url = f"{http}/debug/routes/{urllib.parse.quote(request_id, safe='')}"
-    try:
-        with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
-            requests: dict[str, Any] = json.load(answer)
-            return requests
-    except urllib.error.HTTPError as error:
-        if error.code == 404:
-            raise ClusterError(f"the router at {http} does not remember request {request_id}") from None
-        raise ClusterError(f"the router at {http} answers {error.code}") from None
-    except OSError as error:
-        raise ClusterError(f"no router answers at {http}: {error}") from None
+def _ask(name: str | None, admin: str | None, request_id: str) -> dict[str, Any]:
+    from cluster.host.router_admin import ask_at, ask_routers
+
+    path = f"/debug/routes/{urllib.parse.quote(request_id, safe='')}"
+    if admin:
+        answers = ask_at(admin, path)
+    else:
+        state = find_state(name)
+        if state.local_ray is None:
+            join_controller(state)
+        answers = ask_routers(state, path)
+    if not answers:
+        raise ClusterError("no router answers; see `cluster status`")
+    found = [answer.json() for answer in answers if answer.status == 200]
+    if not found:
+        raise ClusterError(f"no router remembers request {request_id}")
+    return found[0]
 
 
 def _options_table(options: list[dict[str, Any]]) -> str:

@@ -10,13 +10,16 @@ import typer
 
 from cluster.cli.connection import find_state
 from cluster.cli.deploy import Name
+from cluster.cli.door_options import ApiKeyOption, access_to
 from cluster.words.errors import RequestFailed
 
 if TYPE_CHECKING:
     from cluster.cli.inference_client import InferenceClient
     from cluster.rpc import inference_pb2 as pb
 
-Endpoint = Annotated[str | None, typer.Option(help="HOST:PORT of a router; default: the deployment's own.")]
+Endpoint = Annotated[
+    str | None, typer.Option(help="HOST:PORT of a router, grpcs://HOST:PORT with TLS; default: the deployment's own.")
+]
 MaxTokens = Annotated[int, typer.Option(min=1, help="Of the answer.")]
 Temperature = Annotated[float | None, typer.Option(help="0 is greedy; default 1.")]
 TopP = Annotated[float | None, typer.Option(help="Default 1.")]
@@ -43,6 +46,7 @@ def generate(
     timeout: Timeout = 600.0,
     name: Name = None,
     endpoint: Endpoint = None,
+    api_key: ApiKeyOption = None,
 ) -> None:
     """Ask the model once, and print its answer as it comes."""
     from cluster.cli.inference_client import InferenceClient
@@ -57,7 +61,8 @@ def generate(
         request.chat.CopyFrom(pb.Chat(messages=[*_system(system), pb.ChatMessage(role="user", content=text)]))
     else:
         request.prompt = text
-    with InferenceClient(endpoint or find_state(name).grpc) as client:
+    state = None if endpoint else find_state(name)
+    with InferenceClient(endpoint or (state.grpc if state else ""), access_to(state, api_key)) as client:
         answer = _stream(client, request, timeout_s=timeout, is_shown=not as_json)
     if as_json:
         print(json.dumps(answer, ensure_ascii=False))
@@ -75,6 +80,7 @@ def chat(
     timeout: Timeout = 600.0,
     name: Name = None,
     endpoint: Endpoint = None,
+    api_key: ApiKeyOption = None,
 ) -> None:
     """Talk with the model. Ctrl-C stops an answer, /new begins anew, /quit or Ctrl-D ends."""
     from cluster.cli.inference_client import InferenceClient
@@ -83,7 +89,8 @@ def chat(
     sampling = pb.SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     messages = _system(system)
     is_terminal = sys.stdin.isatty()
-    with InferenceClient(endpoint or find_state(name).grpc) as client:
+    state = None if endpoint else find_state(name)
+    with InferenceClient(endpoint or (state.grpc if state else ""), access_to(state, api_key)) as client:
         while (line := _read_line("> " if is_terminal else "")) is not None and line.strip() != "/quit":
             if line.strip() == "/new":
                 messages = _system(system)

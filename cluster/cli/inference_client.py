@@ -8,7 +8,7 @@ import grpc
 
 from cluster.rpc import inference_pb2 as pb
 from cluster.rpc import inference_pb2_grpc as pb_grpc
-from cluster.wire.channel import CLIENT_OPTIONS, target_of
+from cluster.wire.door_access import DoorAccess
 from cluster.words.errors import RequestFailed
 
 _USERS_FAULT = (
@@ -22,9 +22,10 @@ _USERS_FAULT = (
 class InferenceClient:
     """One connection to a router; close it by leaving its `with` block."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, access: DoorAccess) -> None:
         self._endpoint = endpoint
-        self._channel = grpc.insecure_channel(target_of(endpoint), options=CLIENT_OPTIONS)
+        self._access = access
+        self._channel = access.blocking_channel(endpoint)
         self._stub = pb_grpc.InferenceStub(self._channel)
 
     def __enter__(self) -> InferenceClient:
@@ -35,7 +36,7 @@ class InferenceClient:
 
     def generate(self, request: pb.GenerateRequest, *, timeout_s: float) -> Iterator[pb.GenerateResponse]:
         """The events of one request as they come. Leaving the iteration cancels it. Raises RequestFailed."""
-        call = self._stub.Generate(request, timeout=timeout_s)
+        call = self._stub.Generate(request, timeout=timeout_s, metadata=self._access.metadata)
         try:
             yield from call
         except grpc.RpcError as error:

@@ -13,6 +13,7 @@ import typer
 
 from cluster.bench.isolation import Workload, measure
 from cluster.cli.connection import find_state
+from cluster.cli.door_options import ApiKeyOption, access_to
 from cluster.cli.model_options import DEFAULT_MODEL, Model
 from cluster.host.state import State
 
@@ -32,6 +33,7 @@ def isolation(
     ] = None,
     model: Model = DEFAULT_MODEL,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    api_key: ApiKeyOption = None,
 ) -> None:
     """What running streams notice of long prompts: the time between their tokens, with and without such a load.
 
@@ -41,18 +43,18 @@ def isolation(
         prefills_per_s=rate, streams=streams, prompt_tokens=prompt_tokens, loaded_s=seconds, quiet_s=seconds / 4
     )
     if name is not None:
-        result = _measure(workload, find_state(name))
+        result = _measure(workload, find_state(name), api_key)
     else:
         with _deployment(model) as state:
-            result = _measure(workload, state)
+            result = _measure(workload, state, api_key)
     print(json.dumps(result) if as_json else "\n".join(_lines(result)))
 
 
-def _measure(workload: Workload, state: State) -> dict[str, Any]:
+def _measure(workload: Workload, state: State, api_key: str | None) -> dict[str, Any]:
     from cluster.bench.doors import open_door
 
     async def run() -> dict[str, Any]:
-        async with open_door(state.grpc) as door:
+        async with open_door(state.grpc, access_to(state, api_key)) as door:
 
             async def ask(token_ids: list[int], max_tokens: int) -> AsyncIterator[int]:
                 async with aclosing(door.ask(token_ids, max_tokens=max_tokens, timeout_s=_ANSWER_S)) as items:

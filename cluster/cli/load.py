@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,8 +15,13 @@ from cluster.bench.trace import TraceRequest, read_trace
 from cluster.bench.trace import poisson as make_poisson
 from cluster.cli.connection import find_state
 from cluster.cli.deploy import Name
+from cluster.cli.door_options import ApiKeyOption, access_to
 from cluster.cli.simulate import Scale, SloItl, SloTtft, Speedup, TraceFormat
 from cluster.words.errors import SpecError
+
+if TYPE_CHECKING:
+    from cluster.host.state import State
+    from cluster.wire.door_access import DoorAccess
 
 
 def load(
@@ -35,7 +40,10 @@ def load(
     scale_tokens: Scale = "1",
     http: Annotated[bool, typer.Option("--http", help="Through the OpenAI door instead of gRPC.")] = False,
     endpoint: Annotated[
-        str | None, typer.Option(help="HOST:PORT (gRPC) or http://HOST:PORT of a router; default: the deployment's.")
+        str | None,
+        typer.Option(
+            help="HOST:PORT (gRPC; grpcs:// with TLS) or http(s)://HOST:PORT of a router; default: the deployment's."
+        ),
     ] = None,
     slo_ttft_ms: SloTtft = None,
     slo_itl_ms: SloItl = None,
@@ -43,6 +51,7 @@ def load(
     seed: Annotated[int, typer.Option(min=0, help="Another one makes other prompts, of which nothing is cached.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
     name: Name = None,
+    api_key: ApiKeyOption = None,
 ) -> None:
     """Replay a trace, or requests at random moments, against a deployment: latencies, goodput, reuse.
 
@@ -62,20 +71,26 @@ def load(
         asked = make_poisson(
             rate=poisson, num_requests=requests or 100, num_tokens=prompt_tokens, num_output=output_tokens, seed=seed
         )
-    report = _measure(
-        asked, endpoint or _door(name, http=http), seed=seed, timeout_s=timeout, slo=(slo_ttft_ms, slo_itl_ms)
-    )
+    state = None if endpoint else find_state(name)
+    door = endpoint or (_door(state, http=http) if state else "")
+    access = access_to(state, api_key)
+    report = _measure(asked, door, access, seed=seed, timeout_s=timeout, slo=(slo_ttft_ms, slo_itl_ms))
     print(json.dumps(report, indent=1) if as_json else _table(report))
     raise typer.Exit(1 if report["failed"] else 0)
 
 
-def _door(name: str | None, *, http: bool) -> str:
-    state = find_state(name)
+def _door(state: State, *, http: bool) -> str:
     return state.http if http else state.grpc
 
 
 def _measure(
-    asked: Sequence[TraceRequest], endpoint: str, *, seed: int, timeout_s: float, slo: tuple[float | None, float | None]
+    asked: Sequence[TraceRequest],
+    endpoint: str,
+    access: DoorAccess,
+    *,
+    seed: int,
+    timeout_s: float,
+    slo: tuple[float | None, float | None],
 ) -> dict[str, Any]:
     import asyncio
 
@@ -85,7 +100,7 @@ def _measure(
 
     async def run() -> list[Answered]:
         with _progress(len(asked)) as advance:
-            async with open_door(endpoint) as door:
+            async with open_door(endpoint, access) as door:
                 return await replay(asked, door, seed=seed, timeout_s=timeout_s, on_end=lambda answered: advance())
 
     slo_ttft_s, slo_itl_s = (None if limit is None else limit / 1e3 for limit in slo)

@@ -95,7 +95,7 @@ def _change(
     from cluster.cli.console import reporter
     from cluster.host.driver import ask
     from cluster.host.pool_watch import await_ready, failures_so_far
-    from cluster.host.router_health import await_seen
+    from cluster.host.router_admin import await_seen
 
     known_failures = failures_so_far(controller)
     result = ask(controller, method, *args, **kw)
@@ -103,7 +103,7 @@ def _change(
     deadline = begin + (timeout or timeouts["start_s"] + timeouts["drain_s"])
     with reporter(is_new=False) as report:
         pools = await_ready(controller, roles, deadline=deadline, reporter=report, known_failures=known_failures)
-    await_seen(state.http, {role: pools[role]["desired"] for role in roles}, within_s=_SEE_ALL_S)
+    await_seen(state, {role: pools[role]["desired"] for role in roles}, within_s=_SEE_ALL_S)
     return _Change(result, pools, time.monotonic() - begin)
 
 

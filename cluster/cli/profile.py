@@ -11,13 +11,18 @@ import statistics
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cluster.cli import model_options as options
-from cluster.cli.connection import find_state
+from cluster.cli.connection import find_state, join_controller
 from cluster.cli.deploy import Name
+from cluster.cli.door_options import ApiKeyOption, access_to
+from cluster.words.errors import ClusterError, SpecError
+
+if TYPE_CHECKING:
+    from cluster.wire.door_access import DoorAccess
 
 _PROMPTS = (64, 1024)  # tokens, whose transfers tell a link's latency and rate
 _LATENCY_S = 0.003  # of a link, where it is not measured
@@ -43,7 +48,9 @@ def profile(
     ] = False,
     name: Name = None,
     endpoint: Annotated[str | None, typer.Option(help="http://HOST:PORT of a router, for --live.")] = None,
+    admin: Annotated[str | None, typer.Option(help="And HOST:PORT at which it answers operators.")] = None,
     usd_per_hour: Annotated[float, typer.Option(min=0.0001, help="What one replica costs, for `cluster plan`.")] = 1.0,
+    api_key: ApiKeyOption = None,
 ) -> None:
     """Measure how long a model's steps take on this machine, and what its links carry, for `cluster simulate`.
 
@@ -56,7 +63,7 @@ def profile(
     model_dir = resolve(model)
     of = {"dtype": dtype, "weights": weights, "pool_dtype": pool_dtype, "threads": threads}
     if live:
-        steps = _learnt(endpoint or find_state(name).http)
+        steps = _learnt(*_router(name, endpoint, admin, api_key))
     else:
         count = replicas or 2 * (os.cpu_count() or 1)
         steps = _measured(model_dir, of, wire_dtype=wire_dtype, num_replicas=count, seconds=seconds)
@@ -95,13 +102,13 @@ def _measured(
     }
 
 
-def _learnt(http: str) -> dict[str, Any]:
-    from cluster.bench.learnt import read_learnt
+def _learnt(http: str, access: DoorAccess, metrics: str) -> dict[str, Any]:
+    from cluster.bench.learnt import parse_learnt
     from cluster.words.request import Role
 
-    learnt = read_learnt(http)
+    learnt = parse_learnt(metrics)
     prefill, decode = learnt.steps[Role.PREFILL], learnt.steps[Role.DECODE]
-    request_s = max(0.0, asyncio.run(_first_token_s(http)) - prefill.prefill_s(_SHORT, after=0, chunk=_SHORT))
+    request_s = max(0.0, asyncio.run(_first_token_s(http, access)) - prefill.prefill_s(_SHORT, after=0, chunk=_SHORT))
     return {
         "derivation": [
             "steps, decode_steps: what the replicas of each pool have learnt of their own steps under their last load,",
@@ -117,14 +124,34 @@ def _learnt(http: str) -> dict[str, Any]:
     }
 
 
-async def _first_token_s(http: str) -> float:
+def _router(
+    name: str | None, endpoint: str | None, admin: str | None, api_key: str | None
+) -> tuple[str, DoorAccess, str]:
+    """A router's HTTP door, how to enter it, and its metrics: of any one, for they all hear of every replica."""
+    from cluster.host.router_admin import ask_at, ask_routers
+
+    if (endpoint is None) != (admin is None):
+        raise SpecError("--endpoint and --admin: name both, of the same router")
+    if endpoint and admin:
+        http, access, answers = endpoint, access_to(None, api_key), ask_at(admin, "/metrics")
+    else:
+        state = find_state(name)
+        if state.local_ray is None:
+            join_controller(state)
+        http, access, answers = state.http, access_to(state, api_key), ask_routers(state, "/metrics")
+    if not answers:
+        raise ClusterError("no router answers; see `cluster status`")
+    return http, access, answers[0].body.decode()
+
+
+async def _first_token_s(http: str, access: DoorAccess) -> float:
     """Of short prompts, one after the other, while nothing else is asked for."""
     from cluster.bench.doors import open_door
     from cluster.bench.replay import replay
     from cluster.bench.trace import TraceRequest
 
     seed = secrets.randbits(32)  # nothing of these prompts is cached
-    async with open_door(http) as door:
+    async with open_door(http, access) as door:
         answers = []
         for number in range(_NUM_SHORT):
             request = TraceRequest(number=number, arrival_s=0.0, num_tokens=_SHORT, num_output=2, ids=None)

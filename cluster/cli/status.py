@@ -62,5 +62,6 @@ def as_text(report: DeploymentReport) -> str:
         notes.append(TLS_IS_OFF)
     ready = "ready" if report["ready"] else "not ready"
     wanted = " ".join(f"{role} {pool['ready']}/{pool['desired']}" for role, pool in report["pools"].items())
-    doors = f"gRPC {report['endpoints']['grpc']} · OpenAI {report['endpoints']['http']}/v1"
+    ends = report["endpoints"]
+    doors = f"gRPC {ends['grpc']} · OpenAI {ends['http']}/v1 · admin {', '.join(ends['admin']) or 'none'}"
     return "\n".join([f"{report['name']} is {ready}: {wanted} · {doors}", columns(rows), *notes])

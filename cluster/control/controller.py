@@ -22,6 +22,7 @@ from cluster.control import authority_store
 from cluster.control import desired as desired_store
 from cluster.control.desired import CONTROLLER, Desired, Parts
 from cluster.control.gang import find_replicas, remove_leftovers
+from cluster.control.key_keeper import KeyKeeper
 from cluster.control.node_task import run_on
 from cluster.control.placement import ResourceDemand, check_fit, live_nodes, router_nodes
 from cluster.control.pool import ReplicaPool
@@ -29,6 +30,7 @@ from cluster.control.replica import replica_id, role_of
 from cluster.control.replica_life import ReplicaLife
 from cluster.control.report import ControllerReport
 from cluster.process.log import LogPart, find_logs, log_path, read_log, redirect_output
+from cluster.words.api_key import ApiKey, KeyBook
 from cluster.words.credentials import Credentials
 from cluster.words.errors import DeployError, ReplicaFailed, SpecError
 from cluster.words.papers import Certificate
@@ -57,6 +59,7 @@ class Controller:
         self._desired = desired_store.load(name)
         if self._desired:
             redirect_output(_own_log(self._desired.log_dir), who=ACTOR_NAME)
+        self._keys = KeyKeeper(self._desired) if self._desired else None
         self._changed = asyncio.Event()
         self._pools = {role: ReplicaPool(role, changed=self._changed.set) for role in Role}
         self._has_adopted = asyncio.Event()
@@ -77,6 +80,7 @@ class Controller:
                 credentials=Credentials.from_plain(credentials),
                 parts=parts,
             )
+            self._keys = KeyKeeper(self._desired)
         else:
             _check_same_model(self._desired.spec, new)
             self._desired = replace(self._desired, spec=new)
@@ -137,12 +141,29 @@ class Controller:
             raise SpecError(f"{name.uri} is no process of {self._name}")
         return authority_store.find(self._known.spec).issue(name, request)
 
+    async def keys(self) -> KeyBook:
+        """The API keys of clients; no secret is in it."""
+        return self._key_keeper.book
+
+    async def add_key(self, key: ApiKey) -> None:
+        """Clients that show its secret are let in. Raises SpecError when its name is taken."""
+        await self._key_keeper.add(key)
+        logger.info("API key made key=%s name=%s tenant=%s", key.id, key.name, key.tenant)
+
+    async def revoke_key(self, name: str) -> ApiKey:
+        """Nobody is let in by this key any more. Raises SpecError when there is none of this name or id."""
+        key = await self._key_keeper.revoke(name)
+        logger.info("API key revoked key=%s name=%s tenant=%s", key.id, key.name, key.tenant)
+        return key
+
     async def stop(self) -> None:
         """Remove every replica at once, and forget the deployment."""
         self._loop.cancel()
         await asyncio.gather(*(pool.stop() for pool in self._pools.values()))
         for replica in find_replicas(self._name):
             remove_leftovers(replica, self._name)
+        if self._keys:
+            await self._keys.close()
         desired_store.forget(self._name)
         authority_store.forget(self._name)
 
@@ -230,6 +251,12 @@ class Controller:
     def _desire_changed(self) -> None:
         desired_store.save(self._known)
         self._changed.set()
+
+    @property
+    def _key_keeper(self) -> KeyKeeper:
+        if self._keys is None:
+            raise DeployError(f"{self._name}: nothing has been deployed yet")
+        return self._keys
 
     @property
     def _known(self) -> Desired:

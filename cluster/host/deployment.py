@@ -17,18 +17,19 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.control.desired import Parts
 from cluster.control.placement import Node
-from cluster.host import local_ray, preflight
+from cluster.host import local_ray, operator_key, preflight
 from cluster.host import state as states
-from cluster.host.doors import Doors, plan_doors
+from cluster.host.doors import Doors, admin_addresses, keys_of, plan_doors
 from cluster.host.reporter import Reporter
 from cluster.host.state import Command, State
 from cluster.process.background import BackgroundThread
 from cluster.process.log import clear_logs
+from cluster.process.ports import free_ports
 from cluster.process.stopwatch import Stopwatch
 from cluster.words.credentials import Credentials
 from cluster.words.errors import DeployError
 from cluster.words.request import Role
-from cluster.words.spec import Spec
+from cluster.words.spec import RouterSpec, Spec
 
 if TYPE_CHECKING:  # Ray must not be imported before local_ray.join()
     from ray import serve
@@ -61,9 +62,10 @@ def deploy(
         preflight.check_authority(spec.security)
         preflight.check_ports(spec.router, doors.http_host)
         preflight.check_nodes(spec, [here], wait_for_nodes=wait_for_nodes)
+        router = _router(spec, doors)
         preflight.check_model(spec, reporter.say)
         local = local_ray.prepare()
-        place = _Place(local.address, doors, local=local)
+        place = _Place(local.address, doors, router, local=local)
     else:
         preflight.check_model(spec, reporter.say)
         place = _join_ray(spec, address, wait_for_nodes=wait_for_nodes)
@@ -121,6 +123,7 @@ class _Place:
 
     ray_address: str
     doors: Doors
+    router: RouterSpec  # with what was decided of it
     local: local_ray.LocalRay | None = None
     nodes: Sequence[Node] = ()  # of a Ray of several machines
     owns_serve: bool = True
@@ -133,6 +136,9 @@ class _Place:
             owns_serve=self.owns_serve,
             grpc=self.doors.grpc,
             http=self.doors.http,
+            admin=admin_addresses(self.router),
+            needs_keys=self.router.keys == "required",
+            certificate=self.router.tls_cert,
             deploying=Command.current(),
         )
 
@@ -155,7 +161,20 @@ def _join_ray(spec: Spec, address: str, *, wait_for_nodes: bool) -> _Place:
         preflight.check_ports(spec.router, doors.http_host, http_is_ours=owns_serve)
     preflight.check_nodes(spec, nodes, wait_for_nodes=wait_for_nodes)
     gcs: str = ray.get_runtime_context().gcs_address
-    return _Place(gcs, doors, nodes=() if is_one_machine else nodes, owns_serve=owns_serve)
+    return _Place(gcs, doors, _router(spec, doors), nodes=() if is_one_machine else nodes, owns_serve=owns_serve)
+
+
+def _router(spec: Spec, doors: Doors) -> RouterSpec:
+    """With what is left to us decided: where it listens, at which ports operators ask, whether clients need keys."""
+    has_keys = operator_key.are_there_keys(spec.name)
+    decided = {
+        "host": doors.grpc_host,
+        "keys": keys_of(spec.router, doors, has_keys=has_keys),
+        "admin_port": spec.router.admin_port or free_ports(2 * spec.router.replicas),
+    }
+    if doors.tls_cert and doors.tls_key:
+        preflight.check_certificate(doors.tls_cert, doors.tls_key)
+    return spec.router.model_copy(update=decided)
 
 
 def _start_ray(state: State, local: local_ray.LocalRay) -> None:
@@ -168,7 +187,7 @@ def _start_ray(state: State, local: local_ray.LocalRay) -> None:
 
 def _start(place: _Place, spec: Spec, *, parts: Parts, deadline: float, reporter: Reporter, watch: Stopwatch) -> None:
     """Start the index, the controller and the router; return when everything is ready."""
-    from cluster.host import driver, pool_watch, router_app, router_health
+    from cluster.host import driver, pool_watch, router_admin, router_app
 
     log_dir, doors = str(states.log_dir(spec.name)), place.doors
     driver.run_on_each(place.nodes, clear_logs, log_dir)
@@ -178,8 +197,7 @@ def _start(place: _Place, spec: Spec, *, parts: Parts, deadline: float, reporter
     head = next((node for node in place.nodes if node.is_head), None)
     index_url = driver.start_index(spec.name, log_dir, head) if spec.index == "embedded" else spec.index
     watch.lap("index")
-    plain_spec = spec.model_dump(mode="json")
-    plain_spec["router"]["host"] = doors.grpc_host
+    plain_spec = spec.model_copy(update={"router": place.router}).model_dump(mode="json")
     credentials = Credentials.new().to_plain()
     driver.ask(
         controller,
@@ -202,7 +220,9 @@ def _start(place: _Place, spec: Spec, *, parts: Parts, deadline: float, reporter
     pool_watch.await_ready(controller, Role, deadline=deadline, reporter=reporter)
     watch.lap("replicas after that")
     wanted = {role.value: spec.pool(role).replicas for role in Role}
-    router_health.await_seen(doors.http, wanted, within_s=_SEE_ALL_S)
+    router_admin.await_seen(place.state(spec.name), wanted, within_s=_SEE_ALL_S)
+    if place.router.keys == "required":
+        operator_key.make(controller, spec.name)
     watch.lap("router sees all")
 
 

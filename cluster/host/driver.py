@@ -99,6 +99,12 @@ def run_on_each(nodes: Sequence[Node], function: Callable[..., T], *args: Any) -
     return answers
 
 
+def this_ip() -> str:
+    """The address of this machine in the cluster."""
+    ip: str = ray.util.get_node_ip_address()
+    return ip
+
+
 def stop_index(name: str) -> None:
     with contextlib.suppress(ValueError):
         ray.kill(ray.get_actor(embedded_index.ACTOR_NAME, namespace=namespace(name)))

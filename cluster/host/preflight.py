@@ -107,6 +107,20 @@ def check_ports(router: RouterSpec, host: str, *, http_is_ours: bool = True) -> 
     for door, option, port in doors if http_is_ours else doors[:1]:
         if not is_free(host, port):
             raise DeployError(f"{door} port {port} on {host} is in use; choose another with {option}")
+    if router.admin_port and {router.grpc_port, router.http_port}.intersection(router.admin_ports):
+        raise SpecError(f"router.admin_port: {router.admin_port} and the ports after it, for each router, meet a door")
+    if router.admin_port and not is_free(router.admin_host, router.admin_port):
+        raise DeployError(f"port {router.admin_port} on {router.admin_host} is in use; set another router.admin_port")
+
+
+def check_certificate(certificate: str, key: str) -> None:
+    """The doors' own must be here, for Ray Serve's is, and fit each other."""
+    import ssl
+
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+    except (OSError, ssl.SSLError) as error:
+        raise SpecError(f"router.tls_cert {certificate}, router.tls_key {key}: {error}") from None
 
 
 def check_authority(security: SecuritySpec) -> None:

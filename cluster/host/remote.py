@@ -8,7 +8,7 @@ from cluster.control.controller import ACTOR_NAME
 from cluster.control.desired import namespace
 from cluster.control.placement import live_nodes
 from cluster.host import driver, router_app
-from cluster.host.doors import EVERYWHERE, plan_doors
+from cluster.host.doors import EVERYWHERE, admin_addresses, plan_doors
 from cluster.host.state import State, choose
 from cluster.words.spec_file import parse_spec
 
@@ -34,5 +34,8 @@ def find(address: str, name: str | None) -> State:
         owns_serve=router_app.is_only_application(chosen),
         grpc=doors.grpc,
         http=doors.http,
+        admin=admin_addresses(spec.router),
+        needs_keys=spec.router.keys == "required",
+        certificate=spec.router.tls_cert,
         deploying=None,
     )

@@ -11,11 +11,13 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
 from cluster.control import ray_internals
+from cluster.control.placement import Node, live_nodes
 from cluster.host.doors import Doors
 from cluster.words.errors import DeployError
 
 _START_S = 120.0
 _POLL_S = 0.1
+_IDLE_S = 60  # of an HTTP connection between two requests
 
 
 def is_serve_running() -> bool:
@@ -38,7 +40,12 @@ def start_serve(doors: Doors) -> None:
     try:
         serve.start(
             proxy_location="HeadOnly" if doors.on_head_only else "EveryNode",
-            http_options={"host": doors.http_host, "port": int(doors.http.rpartition(":")[2])},
+            http_options={
+                "host": doors.http_host,
+                "port": int(doors.http.rpartition(":")[2]),
+                "keep_alive_timeout_s": _IDLE_S,
+                **({"ssl_certfile": doors.tls_cert, "ssl_keyfile": doors.tls_key} if doors.tls_cert else {}),
+            },
         )
     except (RayServeException, RayError, RuntimeError, ValueError) as error:
         raise DeployError(f"Ray Serve: {' '.join(str(error).split())}") from error
@@ -65,6 +72,12 @@ def router_ips(name: str) -> set[str]:
     application = ray_internals.serve_details()["applications"].get(name, {})
     replicas = [replica for part in application.get("deployments", {}).values() for replica in part["replicas"]]
     return {replica["node_ip"] for replica in replicas if replica["state"] == "RUNNING"}
+
+
+def router_nodes_of(name: str) -> list[Node]:
+    """The nodes on which its routers run."""
+    ips = router_ips(name)
+    return [node for node in live_nodes() if node.ip in ips]
 
 
 def stop_router(name: str, *, owns_serve: bool) -> None:

@@ -45,6 +45,9 @@ class State:
     owns_serve: bool = False  # Ray Serve was started for it
     grpc: str  # "host:port", or several of them: "host:port,host:port"
     http: str  # "http://host:port"
+    admin: tuple[str, ...] = ()  # "host:port" of every port at which a router may answer operators, on its own node
+    needs_keys: bool = False  # clients show an API key
+    certificate: str | None = None  # a file: the doors' own
     deploying: Command | None  # None: deployed
 
     @property
@@ -59,6 +62,11 @@ def state_dir(name: str) -> Path:
 
 def log_dir(name: str) -> Path:
     return state_dir(name) / "logs"
+
+
+def operator_key_file(name: str) -> Path:
+    """The API key of this machine's operator, where the deployment asks for one."""
+    return state_dir(name) / "operator.key"
 
 
 def save(state: State) -> None:
@@ -76,10 +84,11 @@ def load(name: str) -> State | None:
         tree = json.loads((state_dir(name) / _FILE).read_text())
     except FileNotFoundError:
         return None
-    local_ray, deploying = tree.pop("local_ray"), tree.pop("deploying")
+    local_ray, deploying, admin = tree.pop("local_ray"), tree.pop("deploying"), tree.pop("admin", ())
     return State(
         local_ray=LocalRay(**local_ray) if local_ray else None,
         deploying=Command(**deploying) if deploying else None,
+        admin=tuple(admin),
         **tree,
     )
 

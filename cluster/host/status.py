@@ -6,7 +6,7 @@ from typing import Any, TypedDict
 
 from cluster.control.report import ControllerReport, Pools
 from cluster.host import driver
-from cluster.host.router_health import health
+from cluster.host.router_admin import ask_routers, seen_by
 from cluster.host.state import State
 from cluster.words.request import Role
 
@@ -16,6 +16,7 @@ _ASK_S = 15.0
 class Endpoints(TypedDict):
     grpc: str  # "host:port", or several of them: "host:port,host:port"
     http: str  # "http://host:port"
+    admin: list[str]  # "host:port" of each router, on its own node
 
 
 class DeploymentReport(TypedDict):
@@ -32,11 +33,13 @@ def read_status(state: State, controller: Any) -> DeploymentReport:
     """Ask the controller and the router. Raises DeployError when the controller does not answer."""
     report: ControllerReport = driver.ask(controller, "status", within_s=_ASK_S)
     pools = report["pools"]
-    seen = health(state.http)
+    routers = ask_routers(state, "/health")
+    seen = seen_by(routers)
     ready = seen is not None and all(
         pools[role]["ready"] >= pools[role]["desired"] and seen[role] >= pools[role]["desired"] for role in Role
     )
-    endpoints: Endpoints = {"grpc": open_doors(state), "http": state.http}
+    admin = [answer.address for answer in routers]
+    endpoints: Endpoints = {"grpc": open_doors(state), "http": state.http, "admin": admin}
     tls: str = report["spec"]["security"]["tls"]
     return {"name": state.name, "ready": ready, "endpoints": endpoints, "tls": tls, "pools": pools}
 

@@ -21,15 +21,15 @@ _FLUSH_S = 0.02  # events of this long travel together
 _REDIS_TIMEOUT_S = 2.0
 
 
-def connect_redis(url: str) -> Redis:
-    """A client with deadlines. It connects on first use.
+def connect_redis(url: str, *, within_s: float = _REDIS_TIMEOUT_S) -> Redis:
+    """A client with deadlines: within_s of an answer. It connects on first use.
 
     It tries nothing twice: whoever uses it must know that Redis was away, for it may have come back empty.
     """
     return Redis.from_url(
         url,
-        socket_timeout=_REDIS_TIMEOUT_S,
-        socket_connect_timeout=_REDIS_TIMEOUT_S,
+        socket_timeout=within_s,
+        socket_connect_timeout=within_s,
         retry=Retry(NoBackoff(), 0),
     )
 

@@ -29,6 +29,14 @@ def is_free(host: str, port: int) -> bool:
     return True
 
 
+def free_ports(count: int, host: str = "127.0.0.1") -> int:
+    """The first of `count` ports in a row on which nobody listens."""
+    for first in random.sample(_RANGE, 200):
+        if all(is_free(host, port) for port in range(first, first + count)):
+            return first
+    raise DeployError(f"{host}: no {count} free ports in a row between {_RANGE.start} and {_RANGE.stop}")
+
+
 def free_port(host: str = "127.0.0.1") -> int:
     """A port on which nobody listens, at random so that two deployments that start together seldom meet."""
     for port in random.sample(_RANGE, 200):

@@ -8,11 +8,14 @@ ClusterError
 ├── ReplicaFailed           a replica's process ended, or cannot go on; the controller starts another
 │   └── RankUnreachable     for the moment, perhaps
 ├── RequestFailed           what a client was told by a deployment       (CLI: exit code 1, or 2 where it is the user's)
+├── Unauthenticated         no API key, or one that is not known (any more)
+├── KeysUnknown             a router has not heard yet which keys there are
 ├── RequestError            the client sent something wrong; retrying will not help
 │   ├── UnknownModel
 │   ├── ContextLengthExceeded
 │   └── RequestTooLarge
 ├── CapacityError           full right now; retry after `retry_after_s`
+│   └── RateLimited         the key's own limit, not the cluster's
 ├── DeadlineExceeded        the request's own deadline passed
 ├── LogitsNotFinite         the model made no numbers of this request; another try would hardly end otherwise
 ├── ReplicaLost             a worker died, hung up or is draining; another one may serve
@@ -25,6 +28,7 @@ ClusterError
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -73,6 +77,14 @@ class RequestFailed(ClusterError):
         self.exit_code = exit_code
 
 
+class Unauthenticated(ClusterError):
+    """The request came without an API key, or with one that is not known here (any more)."""
+
+
+class KeysUnknown(ClusterError):
+    """This router has not heard yet which API keys there are."""
+
+
 class RequestError(ClusterError):
     """A request that no replica could serve. `param` names the offending field, as the OpenAI API does."""
 
@@ -99,6 +111,23 @@ class CapacityError(ClusterError):
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class RateLimited(CapacityError):
+    """The API key has used up what it may ask for at present: requests, tokens, or requests at a time."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        retry_after_s: float = 1.0,
+        headers: Mapping[str, str] | None = None,
+        is_certain: bool = False,
+    ) -> None:
+        """headers: what a client is told of its limits. is_certain: nothing of this key can pass any sooner."""
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.headers = dict(headers or {})
+        self.is_certain = is_certain
 
 
 class DeadlineExceeded(ClusterError):
@@ -150,10 +179,13 @@ class Outcome:
 
 # Most specific first; the first match wins.
 _OUTCOMES: tuple[tuple[type[ClusterError], Outcome], ...] = (
+    (Unauthenticated, Outcome("UNAUTHENTICATED", 401, "invalid_request_error", "invalid_api_key")),
+    (KeysUnknown, Outcome("UNAVAILABLE", 503, "server_error", "keys_unknown")),
     (UnknownModel, Outcome("NOT_FOUND", 404, "invalid_request_error", "model_not_found")),
     (ContextLengthExceeded, Outcome("INVALID_ARGUMENT", 400, "invalid_request_error", "context_length_exceeded")),
     (RequestTooLarge, Outcome("INVALID_ARGUMENT", 413, "invalid_request_error", "request_too_large")),
     (RequestError, Outcome("INVALID_ARGUMENT", 400, "invalid_request_error", "invalid_value")),
+    (RateLimited, Outcome("RESOURCE_EXHAUSTED", 429, "rate_limit_error", "rate_limit_exceeded")),
     (CapacityError, Outcome("RESOURCE_EXHAUSTED", 429, "rate_limit_error", "overloaded")),
     (DeadlineExceeded, Outcome("DEADLINE_EXCEEDED", 504, "timeout_error", "deadline_exceeded")),
     (LogitsNotFinite, Outcome("INTERNAL", 500, "server_error", "logits_not_finite")),

@@ -60,6 +60,7 @@ class SequenceRequest:
     salt: str = ""  # tenant salt of the prefix hashes
     adapter: str = ""
     tenant: str = ""  # whom the router's queue shares out to; workers are not told
+    user: str = ""  # and among whom it shares out what a tenant has
     priority: int = 0  # smaller first
     deadline_s: float | None = None  # remaining, when the message was sent
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -44,6 +45,14 @@ LinkName = Annotated[str, AfterValidator(partial(_check_name, ours=_LINKS)), Fie
 EvictionName = Annotated[
     str, AfterValidator(partial(_check_name, ours=_EVICTIONS)), Field(examples=[*_EVICTIONS, PLUGIN])
 ]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens there. A name other than localhost may be anything."""
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class _Section(BaseModel):
@@ -180,11 +189,27 @@ class RouterSpec(_Section):
     """Router processes."""
     host: str | None = None
     """Where both doors listen. null: on loopback where everything is on one machine; on several, on the address that
-    their node has among the others. `0.0.0.0` opens them to every network, without a password."""
+    their node has among the others. `0.0.0.0` opens them to every network."""
     grpc_port: Port = 50051
     """Of `cluster.v1.Inference`."""
     http_port: Port = 8000
-    """Of the OpenAI API, `/health` and `/metrics`."""
+    """Of the OpenAI API and `/health`."""
+    keys: Literal["required", "none"] | None = None
+    """`required`: clients need an API key (`cluster keys create`). `none`: anybody who reaches a door may ask, and all
+    share cached prefixes; a key that is shown still counts. null: none on loopback. Off loopback, a word is asked for
+    until there are keys, which are required then."""
+    tls_cert: str | None = None
+    """A PEM file on the hosts of the routers, and on the head: the certificate of both doors, with its chain. null: no
+    TLS."""
+    tls_key: str | None = None
+    """The private key of `tls_cert`, a PEM file beside it. The gRPC door takes new files as they come; the HTTP door,
+    Ray Serve's, reads them when it starts."""
+    admin_host: str = "127.0.0.1"
+    """Where each router answers operators, in clear and without a key: `/metrics`, `/health` with its details,
+    `/debug`."""
+    admin_port: Port | None = None
+    """Of the first router of a machine; the others take the ports after it. null: whichever are free, as `cluster
+    status` says."""
     policy: PolicyName = "cost"
     """Which pair of replicas serves a request. All but `cost` are there for comparison."""
     max_local_prefill: Annotated[Tokens, Field(ge=0)] = 16
@@ -197,6 +222,27 @@ class RouterSpec(_Section):
     max_waiting: Count = 1024
     """Requests queued in one router. One is refused where all that wait and those of its own tenant, added up, are so
     many: a tenant that is alone, as all are who name none, has half of it."""
+
+    @field_validator("tls_cert", "tls_key")
+    @classmethod
+    def _wherever_it_is_read_from(cls, value: str | None) -> str | None:
+        return str(Path(value).expanduser().absolute()) if value else None
+
+    @model_validator(mode="after")
+    def _certificate_and_key_come_together(self) -> RouterSpec:
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ValueError("tls_cert and tls_key: one needs the other")
+        return self
+
+    def needs_keys(self, host: str) -> bool:
+        """Whether clients of a door that listens on `host` show an API key."""
+        return self.keys == "required" or (self.keys is None and not is_loopback(host))
+
+    @property
+    def admin_ports(self) -> list[int]:
+        """Where routers of one machine answer operators: more than there are, for one may start before another ends."""
+        first = self.admin_port or 0
+        return [*range(first, min(first + 2 * self.replicas, 65_536))] if first else [0]
 
 
 class SecuritySpec(_Section):
@@ -244,7 +290,7 @@ class TimeoutSpec(_Section):
     queue_s: Seconds = 60.0
     """What a request waits for a replica with room."""
     request_s: Seconds = 3600.0
-    """A request whose client names no deadline."""
+    """A request, whatever deadline its client names."""
 
 
 class Spec(_Section):

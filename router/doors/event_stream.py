@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ def data(content: dict[str, Any]) -> bytes:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """Do `work` in a task of its own, and cancel it when the client disconnects or the caller is cancelled.
+    """Do `work` in a task of its own, and cancel it when the client disconnects or the client is cancelled.
 
     Returns after the work has ended, whichever way; None when it was cut short. Servers tell it in two ways: by an
     http.disconnect message, which only comes to who asks for it, or by cancelling the whole application.
@@ -50,10 +50,12 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], *, more_headers: Mapping[str, str]) -> None:
+        """more_headers: read when the status is sent; until then the events may add to them."""
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
+        self._more_headers = more_headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await while_connected(receive, self._send_all(scope, receive, send))
@@ -72,6 +74,7 @@ class EventStream(Response):
                 if event is None:
                     break
                 if not has_started:
+                    self.headers.update(self._more_headers)
                     await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                     has_started = True
                 await send({"type": "http.response.body", "body": event, "more_body": True})

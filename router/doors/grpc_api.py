@@ -8,11 +8,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
-from google.protobuf.any_pb2 import Any as AnyMessage
-from google.protobuf.duration_pb2 import Duration
-from google.protobuf.message import Message
-from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
-from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
@@ -20,17 +15,30 @@ from grpc_status import rpc_status
 from cluster.rpc import inference_pb2 as pb
 from cluster.rpc import inference_pb2_grpc as pb_grpc
 from cluster.wire.channel import PINGS_ALLOWED, keepalive
-from cluster.words.errors import CapacityError, ClusterError, DeployError, RequestError, outcome_of
-from router.doors.grpc_messages import field_of, request_of, response_of
-from router.text.completion import Completions
+from cluster.words.errors import ClusterError, DeployError, RateLimited
+from router.access.access import Access
+from router.access.client import Client
+from router.doors.certificates import Certificates
+from router.doors.grpc_errors import status_of
+from router.doors.grpc_gate import KeyInterceptor, authorization_of
+from router.doors.grpc_messages import request_of, response_of
+from router.text.completion import Completion, Completions
 from router.text.completion_request import MAX_REQUEST_BYTES
 
 logger = logging.getLogger(__name__)
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 
+_MAX_STREAMS = 4096
+_IDLE_MS = 10 * 60_000
+_AGE_MS = 60 * 60_000  # then a client is asked to connect anew, and what runs may end
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+    ("grpc.max_metadata_size", 16 << 10),
+    ("grpc.absolute_max_metadata_size", 16 << 10),
+    ("grpc.max_connection_idle_ms", _IDLE_MS),
+    ("grpc.max_connection_age_ms", _AGE_MS),
+    ("grpc.server_handshake_timeout_ms", 10_000),  # to say what HTTP/2 and TLS begin with
     # A client that has vanished without a word is noticed within 15 s. Clients may ping, too, also while they wait for
     # a first token.
     *keepalive(ping_every_ms=10_000, answer_within_ms=5_000),
@@ -38,19 +46,41 @@ _OPTIONS = (
 )
 
 
-async def open_grpc_api(completions: Completions, *, host: str, port: int, is_port_shared: bool = False) -> GrpcApi:
-    """Start to serve on host:port (0: any free one), in this event loop.
+async def open_grpc_api(
+    completions: Completions,
+    *,
+    access: Access,
+    host: str,
+    port: int,
+    is_port_shared: bool = False,
+    certificates: Certificates | None = None,
+    max_streams: int = _MAX_STREAMS,
+) -> GrpcApi:
+    """Start to serve on host:port (0: any free one), in this event loop; with TLS where there are certificates.
 
     is_port_shared: several router processes of one node listen on the same port and the kernel deals out connections;
-    otherwise a port in use is an error. Raises DeployError.
+    otherwise a port in use is an error. max_streams: of one connection; a client that wants more opens another, for
+    what is more waits or is refused (UNAVAILABLE). Raises DeployError.
     """
-    server = grpc.aio.server(options=(*_OPTIONS, ("grpc.so_reuseport", int(is_port_shared))))
+    grace_ms = round(completions.max_request_s * 1e3)
+    server = grpc.aio.server(
+        interceptors=[KeyInterceptor(access, free=[health.SERVICE_NAME])],
+        options=(
+            *_OPTIONS,
+            ("grpc.max_concurrent_streams", max_streams),
+            ("grpc.max_connection_age_grace_ms", grace_ms),
+            ("grpc.so_reuseport", int(is_port_shared)),
+        ),
+    )
     health_servicer = health.aio.HealthServicer()
-    pb_grpc.add_InferenceServicer_to_server(InferenceServicer(completions), server)
+    pb_grpc.add_InferenceServicer_to_server(InferenceServicer(completions, access), server)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     try:
-        bound = server.add_insecure_port(f"{host}:{port}")
+        if certificates is None:
+            bound = server.add_insecure_port(f"{host}:{port}")
+        else:
+            bound = server.add_secure_port(f"{host}:{port}", certificates.for_grpc())
     except RuntimeError as error:
         raise DeployError(f"gRPC port {host}:{port} cannot be opened; is it in use?") from error
     await server.start()
@@ -82,14 +112,17 @@ class GrpcApi:
 class InferenceServicer(pb_grpc.InferenceServicer):
     """Writes from within the handler, and does not yield: so a cancelled call ends the handler wherever it waits."""
 
-    def __init__(self, completions: Completions) -> None:
+    def __init__(self, completions: Completions, access: Access) -> None:
         self._completions = completions
+        self._access = access
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         async with _statuses(context):
-            asked = request_of(request, deadline_s=context.time_remaining())
+            client = self._access.identify(authorization_of(context.invocation_metadata()))
+            self._access.limits.check(client)
+            asked = client.bound(request_of(request, deadline_s=context.time_remaining()))
             completion = await self._completions.open(asked)
-            async with completion.run() as events:
+            async with self._reserved(client, completion, context), completion.run() as events:
                 async for event in events:
                     message = response_of(event, request_id=asked.id, tokenizer=self._completions.tokenizer)
                     await context.write(message)
@@ -100,6 +133,16 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         model = self._completions.model
         return pb.ListModelsResponse(models=[pb.Model(id=model.id, max_context=model.max_context, dtype=model.dtype)])
 
+    @asynccontextmanager
+    async def _reserved(
+        self, client: Client, completion: Completion, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[None]:
+        """The client is told of its limits before the first token."""
+        async with self._access.limits.reserved(client, [completion]) as told:
+            if told:
+                await context.send_initial_metadata(tuple(told.items()))
+            yield
+
 
 @asynccontextmanager
 async def _statuses(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
@@ -107,25 +150,9 @@ async def _statuses(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterato
     try:
         yield
     except ClusterError as error:
+        if isinstance(error, RateLimited):
+            await context.send_initial_metadata(tuple(error.headers.items()))
         await context.abort_with_status(rpc_status.to_status(status_of(error)))
     except Exception:
         logger.exception("request failed by a bug")
         await context.abort(grpc.StatusCode.INTERNAL, "internal error; the router's log says more")
-
-
-def status_of(error: ClusterError) -> Status:
-    """google.rpc.Status with ErrorInfo (the code as its reason), and BadRequest or RetryInfo where they apply."""
-    outcome = outcome_of(error)
-    details: list[Message] = [ErrorInfo(reason=outcome.code.upper(), domain=pb.DESCRIPTOR.package)]
-    if isinstance(error, RequestError) and error.param is not None:
-        violation = BadRequest.FieldViolation(field=field_of(error.param), description=str(error))
-        details.append(BadRequest(field_violations=[violation]))
-    if isinstance(error, CapacityError):
-        delay = Duration()
-        delay.FromMilliseconds(round(error.retry_after_s * 1e3))
-        details.append(RetryInfo(retry_delay=delay))
-    packed = [AnyMessage() for _ in details]
-    for holder, detail in zip(packed, details, strict=True):
-        holder.Pack(detail)
-    code = getattr(grpc.StatusCode, outcome.grpc).value[0]
-    return Status(code=code, message=str(error), details=packed)

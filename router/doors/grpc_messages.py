@@ -13,7 +13,7 @@ from router.text.events import Delta, Event, Finished, Summary
 from router.text.tokenizer import Tokenizer
 
 _SAMPLING = pb.SamplingParams.DESCRIPTOR.fields_by_name
-_RENAMED = {"messages": "chat.messages"}
+_RENAMED = {"messages": "chat.messages", "user": "tenant"}
 
 
 def request_of(message: pb.GenerateRequest, *, deadline_s: float | None) -> CompletionRequest:
@@ -25,10 +25,9 @@ def request_of(message: pb.GenerateRequest, *, deadline_s: float | None) -> Comp
         id=message.request_id or uuid.uuid4().hex,
         prompt=_prompt_of(message),
         model=message.model,
-        tenant=message.tenant,
+        user=message.tenant,
+        cache_salt=message.cache_salt,
         priority=message.priority,
-        # A tenant's prefixes are its own; those of requests without a tenant are shared as cache_salt says.
-        salt=f"{message.tenant}\0{message.cache_salt}" if message.tenant else message.cache_salt,
         deadline_s=deadline_s,
         **fields,
     )

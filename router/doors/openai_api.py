@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from typing import TypeVar
 
 from fastapi import FastAPI, Request
 from pydantic import ValidationError
@@ -14,58 +15,53 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.words.errors import RequestTooLarge, UnknownModel
-from cluster.words.request import Role
+from cluster.words.errors import ClusterError, RequestTooLarge, UnknownModel
+from router.access.access import Access
+from router.access.client import Client
+from router.access.limits import Limits
 from router.doors.event_stream import EventStream, while_connected
 from router.doors.openai_answer import OpenAIAnswer
-from router.doors.openai_errors import CLIENT_GONE, explain, handle_errors
+from router.doors.openai_errors import CLIENT_GONE, error_response, explain, handle_errors
 from router.doors.openai_forms import JSON, ChatForm, Form, TextForm
 from router.doors.openai_types import ChatBody, TextBody
-from router.metrics import CONTENT_TYPE
 from router.text.completion import Completion, Completions
 from router.text.completion_request import MAX_REQUEST_BYTES, REQUEST_ID, ModelCard
 from router.text.tokenizer import Tokenizer
 
 Body = TypeVar("Body", TextBody, ChatBody)
 
+_HEALTH = "/health"  # for this, and what is below it, nobody needs a key
+
 
 def create_app(
     completions: Completions,
     *,
-    health: Callable[[], Mapping[str, int]],
-    metrics: Callable[[], bytes],
-    explain_route: Callable[[str], Mapping[str, Any]] | None = None,
+    access: Access,
+    is_healthy: Callable[[], bool],
     proxy_sets_request_id: bool = False,
     max_body_s: float = 60.0,
 ) -> FastAPI:
-    """The ASGI application. health: usable replicas by role. metrics: Prometheus's text. explain_route: why the
-    requests of an id went where they went; empty when that is not known.
+    """The ASGI application. is_healthy: whether requests can be served.
 
     proxy_sets_request_id: what stands in front puts X-Request-Id on answers, as Ray Serve's proxy does; we do not.
     max_body_s: how long a client may take to send its request.
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(_RequestIds, is_answered=not proxy_sets_request_id)
+    app.add_middleware(_Gate, access=access)
+    app.add_middleware(_RequestIds, is_answered=not proxy_sets_request_id)  # the one added last comes first
     handle_errors(app)
-    door = _Door(completions, max_body_s)
+    door = _Door(completions, access.limits, max_body_s)
     app.add_api_route("/v1/models", door.models, methods=["GET"])
     app.add_api_route("/v1/models/{model_id:path}", door.model, methods=["GET"])
     app.add_api_route("/v1/completions", door.text, methods=["POST"])
     app.add_api_route("/v1/chat/completions", door.chat, methods=["POST"])
 
-    @app.get("/health")
+    @app.get(_HEALTH)
     async def report_health() -> Response:
-        usable = health()
-        return JSONResponse(usable, status_code=200 if usable.get(Role.DECODE) else 503)
-
-    @app.get("/metrics")
-    async def report_metrics() -> Response:
-        return Response(metrics(), headers={"content-type": CONTENT_TYPE})
-
-    @app.get("/debug/routes/{request_id}")
-    async def report_route(request_id: str) -> Response:
-        found = explain_route(request_id) if explain_route else {}
-        return JSONResponse(found, status_code=200 if found else 404)
+        """Only that: how many there are of what is on the admin listener."""
+        if is_healthy():
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "unavailable"}, status_code=503)
 
     return app
 
@@ -73,8 +69,9 @@ def create_app(
 class _Door:
     """The endpoints. Every prompt of a body is checked and tokenised before any is dispatched."""
 
-    def __init__(self, completions: Completions, max_body_s: float) -> None:
+    def __init__(self, completions: Completions, limits: Limits, max_body_s: float) -> None:
         self._completions = completions
+        self._limits = limits
         self._max_body_s = max_body_s
 
     async def models(self) -> Response:
@@ -87,6 +84,7 @@ class _Door:
         return JSONResponse(_model(served))
 
     async def text(self, request: Request) -> Response:
+        self._limits.check(_client(request))
         body = _parse(TextBody, await _read(request, within_s=self._max_body_s))
         opened = await self._open(body, request)
         tokenizer = self._completions.tokenizer
@@ -94,6 +92,7 @@ class _Door:
         return await self._answer(request, body, opened, forms)
 
     async def chat(self, request: Request) -> Response:
+        self._limits.check(_client(request))
         body = _parse(ChatBody, await _read(request, within_s=self._max_body_s))
         opened = await self._open(body, request)
         return await self._answer(request, body, opened, [ChatForm(self._completions.tokenizer)])
@@ -101,7 +100,7 @@ class _Door:
     async def _open(self, body: TextBody | ChatBody, request: Request) -> list[Completion]:
         opened = []
         for one in body.requests(request.state.request_id):
-            opened.append(await self._completions.open(one))
+            opened.append(await self._completions.open(_client(request).bound(one)))
             await asyncio.sleep(0)  # between a thousand prompts, others have their turn
         return opened
 
@@ -116,10 +115,48 @@ class _Door:
             include_usage=bool(body.stream_options and body.stream_options.include_usage),
             return_token_ids=bool(body.return_token_ids),
         )
+        headers: dict[str, str] = {}
         if body.stream:
-            return EventStream(answer.chunks())
-        whole = await while_connected(request.receive, answer.whole())
-        return Response(status_code=CLIENT_GONE) if whole is None else JSONResponse(whole)
+            return EventStream(self._limited(answer, _client(request), headers), more_headers=headers)
+        whole = await while_connected(request.receive, self._whole(answer, _client(request), headers))
+        return Response(status_code=CLIENT_GONE) if whole is None else JSONResponse(whole, headers=headers)
+
+    async def _whole(self, answer: OpenAIAnswer, client: Client, headers: dict[str, str]) -> JSON:
+        async with self._limits.reserved(client, answer.completions) as told:
+            headers.update(told)
+            return await answer.whole()
+
+    async def _limited(
+        self, answer: OpenAIAnswer, client: Client, headers: dict[str, str]
+    ) -> AsyncGenerator[bytes, None]:
+        async with self._limits.reserved(client, answer.completions) as told:
+            headers.update(told)
+            async with aclosing(answer.chunks()) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+
+
+class _Gate:
+    """ASGI middleware: who may not ask is told so before anything of its request is read."""
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self._app = app
+        self._access = access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] != _HEALTH and not scope["path"].startswith(f"{_HEALTH}/"):
+            try:
+                client = self._access.identify(Headers(scope=scope).get("authorization"))
+            except ClusterError as error:
+                await error_response(error)(scope, receive, send)
+                return
+            scope.setdefault("state", {})["client"] = client
+        await self._app(scope, receive, send)
+
+
+def _client(request: Request) -> Client:
+    client: Client = request.state.client
+    return client
 
 
 class _RequestIds:

@@ -14,7 +14,15 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from cluster.words.errors import CapacityError, ClusterError, RequestError, RequestTooLarge, outcome_of
+from cluster.words.errors import (
+    CapacityError,
+    ClusterError,
+    RateLimited,
+    RequestError,
+    RequestTooLarge,
+    Unauthenticated,
+    outcome_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +57,12 @@ def error_response(error: BaseException) -> Response:
     status = outcome_of(error).http
     if isinstance(error, RequestTooLarge):
         return _EarlyAnswer(error_body(error), status_code=status, headers={"connection": "close"})
-    headers = {"retry-after": str(math.ceil(error.retry_after_s))} if isinstance(error, CapacityError) else None
+    if isinstance(error, Unauthenticated):
+        headers = {"connection": "close", "www-authenticate": 'Bearer realm="cluster"'}
+        return _EarlyAnswer(error_body(error), status_code=status, headers=headers)
+    headers = {"retry-after": str(math.ceil(error.retry_after_s))} if isinstance(error, CapacityError) else {}
+    if isinstance(error, RateLimited):
+        headers |= error.headers
     return JSONResponse(error_body(error), status_code=status, headers=headers)
 
 

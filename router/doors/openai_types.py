@@ -107,13 +107,13 @@ class _Sampled(_Body):
     skip_special_tokens: bool | None = None
     """Extension. Default true."""
     cache_salt: str | None = None
-    """Extension: cached prefixes are shared with requests of the same salt only."""
+    """Extension: cached prefixes are shared with requests of the same tenant and salt only."""
     priority: int | None = None
-    """Extension: smaller goes first, among the requests of one `user`. Default 0."""
+    """Extension: smaller goes first, among the requests of one `user`. Default 0; the nearest that the API key may."""
     return_token_ids: bool | None = None
     """Extension: `prompt_token_ids` and `token_ids` beside the text."""
     user: str | None = None
-    """Whose share of the queue the request takes (its tenant)."""
+    """Whose share it takes of what its tenant has."""
     # Of the API, and without effect on the answer.
     metadata: Ignored = None
     store: Ignored = None
@@ -127,11 +127,10 @@ class _Sampled(_Body):
     def _shared(self) -> dict[str, Any]:
         """The fields of CompletionRequest that the client set; those it left out keep their defaults."""
         same = ("model", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "n", "top_k", "min_p",
-                "repetition_penalty", "min_tokens", "ignore_eos", "skip_special_tokens", "priority")  # fmt: skip
+                "repetition_penalty", "min_tokens", "ignore_eos", "skip_special_tokens", "priority", "user",
+                "cache_salt")  # fmt: skip
         fields = {name: getattr(self, name) for name in same}
         fields["include_stop"] = self.include_stop_str_in_output
-        fields["salt"] = self.cache_salt
-        fields["tenant"] = self.user
         fields["stop"] = None if self.stop is None else tuple(self.stop)
         fields["stop_token_ids"] = None if self.stop_token_ids is None else tuple(self.stop_token_ids)
         return {name: value for name, value in fields.items() if value is not None}

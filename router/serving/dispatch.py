@@ -78,7 +78,8 @@ class Dispatch:
         began_at = self._now()
         asked = self._asked(request)
         self._check_length(request)
-        queued = QueuedRequest(request.tenant, request.priority, cost=self._cost(request))
+        # Who has no key is nobody's tenant, whatever name it says.
+        queued = QueuedRequest(request.tenant or f"\0{request.user}", request.priority, cost=self._cost(request))
         pair = await self._gate.enter(
             queued, lambda: self._choose_with_room(asked), within_s=request.deadline_s, give_back=self.give_back
         )

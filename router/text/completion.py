@@ -45,13 +45,13 @@ class Completions:
         metrics: Metrics,
         max_request_s: float,
     ) -> None:
-        """max_request_s: how long a request may take whose client names no deadline."""
+        """max_request_s: how long a request may take, whatever deadline its client names."""
         self.model = model
         self.tokenizer = tokenizer
         self.metrics = metrics
         self.token_service = token_service
         self._chat_template = chat_template
-        self._max_request_s = max_request_s
+        self.max_request_s = max_request_s
 
     async def open(self, request: CompletionRequest) -> Completion:
         """Check a request and tokenise it; it holds nothing yet. Raises RequestError and its kin."""
@@ -65,7 +65,7 @@ class Completions:
         except ClusterError as error:
             self.metrics.requests.labels(outcome_of(error).code).inc()
             raise
-        limit_s = self._max_request_s if request.deadline_s is None else request.deadline_s
+        limit_s = self.max_request_s if request.deadline_s is None else min(request.deadline_s, self.max_request_s)
         return Completion(self, request, prompt_ids, sampling, clock=clock, limit_s=limit_s)
 
     async def _tokenize(self, prompt: str | Chat | tuple[int, ...]) -> tuple[int, ...]:
@@ -148,7 +148,21 @@ class Completion:
             async with asyncio.timeout(_ACCOUNT_S):
                 async for _ in tokens:
                     pass
-        yield Summary(usage=self._usage, route=replace(self._route), ttft_s=self._clock.ttft_s, itl_s=self._clock.itl_s)
+        usage, route = self._usage, replace(self._route)
+        if not self.request.is_cache_told:  # what was cached, in other words
+            usage = replace(usage, cached_tokens=0)
+            route = replace(route, cached_tokens=0, pulled_tokens=0, blocks_shipped=0, wire_bytes=0)
+        yield Summary(usage=usage, route=route, ttft_s=self._clock.ttft_s, itl_s=self._clock.itl_s)
+
+    @property
+    def most_tokens(self) -> int:
+        """That it may use, prompt and answers."""
+        return len(self.prompt_ids) + self.n * self._sampling.max_tokens
+
+    @property
+    def used_tokens(self) -> int:
+        """That it has used; of a request that no replica was given, none."""
+        return self._usage.prompt_tokens + self._usage.completion_tokens if self._route.attempts else 0
 
     @property
     def _is_finished(self) -> bool:
@@ -172,6 +186,7 @@ class Completion:
             choices=tuple(range(self.request.n)),
             salt=self.request.salt,
             tenant=self.request.tenant,
+            user=self.request.user,
             priority=self.request.priority,
             deadline_s=self._limit_s - self._clock.elapsed_s,
         )

@@ -19,6 +19,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKENS = 1024
 MAX_SALT_CHARS = 1024
+MAX_USER_CHARS = 256
 GREEDY_BELOW = 1e-5  # a temperature so small is greedy; dividing by it would overflow
 _SEED_BITS = (1 << 63) - 1
 
@@ -89,10 +90,16 @@ class CompletionRequest:
     skip_special_tokens: bool = True
     n: int = 1
     logprobs: int | None = None  # None: none; k: of the chosen token and of the k likeliest
-    tenant: str = ""  # the queue is shared out fairly among tenants
+    user: str = ""  # whose share it takes of what its tenant has
+    cache_salt: str = ""  # prefixes are shared only with requests of the same word
     priority: int = 0  # smaller first, among a tenant's
-    salt: str = ""  # prefixes are shared only within one salt
     deadline_s: float | None = None  # remaining; None: the router's own limit
+    # What is not the client's to say: router.access.caller sets it.
+    key_id: str = ""  # of its API key, for logs
+    tenant: str = ""  # the queue is shared out fairly among tenants
+    salt: str = ""  # what keys its prefix hashes
+    max_answer: int | None = None  # tokens of one answer; None: no limit but the context
+    is_cache_told: bool = True  # whether it hears how much of its prompt was cached
 
 
 def check(request: CompletionRequest, model: ModelCard) -> None:
@@ -113,8 +120,6 @@ def check(request: CompletionRequest, model: ModelCard) -> None:
             f"min_tokens: must not exceed max_tokens, {request.max_tokens}, but is {request.min_tokens}",
             param="min_tokens",
         )
-    if len(request.salt) > MAX_SALT_CHARS:
-        raise RequestError(f"cache_salt: at most {MAX_SALT_CHARS} characters are taken", param="cache_salt")
     _check_stops(request)
     _check_token_ids(request.stop_token_ids, model, param="stop_token_ids")
     if not isinstance(request.prompt, str | Chat):
@@ -138,7 +143,7 @@ def sampling_of(
     ends = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else eos_token_ids)
     seed = random_seed() if request.seed is None else request.seed & _SEED_BITS
     return Sampling(
-        max_tokens=request.max_tokens or room,
+        max_tokens=request.max_tokens or min(room, request.max_answer or room),
         min_tokens=request.min_tokens,
         temperature=0.0 if request.temperature < GREEDY_BELOW else request.temperature,
         top_k=max(0, request.top_k),

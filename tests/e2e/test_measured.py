@@ -26,8 +26,8 @@ def model(checkpoint: Checkpoint) -> Path:
 
 
 @pytest.fixture
-async def doors(model: Path, redis_url: str) -> AsyncIterator[tuple[str, str]]:
-    """The gRPC and the OpenAI door of 1P1D."""
+async def doors(model: Path, redis_url: str) -> AsyncIterator[tuple[str, str, str]]:
+    """The gRPC and the OpenAI door of 1P1D, and where operators ask."""
     tree = {"model": {"dtype": "float32"}, "router": {"grpc_port": free_port()}}
     async with local_cluster(model, redis_url, **tree) as cluster:
         service = await RouterService.open(
@@ -39,7 +39,7 @@ async def doors(model: Path, redis_url: str) -> AsyncIterator[tuple[str, str]]:
         try:
             async with serve_http(service.http_app()) as (host, port):
                 await becomes(lambda: all(service.health().values()))
-                yield f"127.0.0.1:{service.grpc_port}", f"http://{host}:{port}"
+                yield f"127.0.0.1:{service.grpc_port}", f"http://{host}:{port}", "{}:{}".format(*service.admin_address)
         finally:
             await service.close()
 
@@ -56,10 +56,10 @@ def trace(tmp_path: Path) -> str:
 
 
 async def test_a_load_is_measured_through_both_doors_and_explained(
-    doors: tuple[str, str], model: Path, trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    doors: tuple[str, str, str], model: Path, trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    grpc, http = doors
-    for seed, door in enumerate(doors):
+    grpc, http, admin = doors
+    for seed, door in enumerate((grpc, http)):
         options = ["--scale-tokens", "1/16", "--speedup", "2", "--seed", str(seed), "--endpoint", door, "--json"]
         assert await asyncio.to_thread(run, ["bench", "--trace", trace, *options]) == 0
         report = json.loads(capsys.readouterr().out)
@@ -71,19 +71,20 @@ async def test_a_load_is_measured_through_both_doors_and_explained(
     assert await asyncio.to_thread(run, ["bench", "--trace", trace, "--endpoint", grpc]) == 1  # far beyond its context
 
     path = tmp_path / "live.json"
-    live = ["profile", "--live", "--endpoint", http, "--model", str(model), "--dtype", "float32", "-o", str(path)]
+    router = ["--endpoint", http, "--admin", admin]
+    live = ["profile", "--live", *router, "--model", str(model), "--dtype", "float32", "-o", str(path)]
     assert await asyncio.to_thread(run, live) == 0
     assert load_profile(str(path)).timing.prefill_s(64, after=0, chunk=512) > 0
     capsys.readouterr()
 
     assert await asyncio.to_thread(run, ["generate", "<5>", "--max-tokens", "3", "--endpoint", grpc, "--json"]) == 0
     request_id = json.loads(capsys.readouterr().out.splitlines()[-1])["request_id"]
-    assert await asyncio.to_thread(run, ["explain", request_id, "--endpoint", http, "--json"]) == 0
+    assert await asyncio.to_thread(run, ["explain", request_id, "--admin", admin, "--json"]) == 0
     [[attempt]] = json.loads(capsys.readouterr().out).values()
     options = attempt["options"]
     known = attempt["replicas"]["prefill-0"]["timing"]  # learnt from the load before
     assert known["base_s"] + known["token_s"] > 0 and known["pair_s"] >= 0
     assert options[0]["decode"] == "decode-1" and all(option["cost_s"] >= options[0]["cost_s"] for option in options)
-    assert await asyncio.to_thread(run, ["explain", request_id, "--endpoint", http]) == 0
+    assert await asyncio.to_thread(run, ["explain", request_id, "--admin", admin]) == 0
     assert "decode-1" in capsys.readouterr().out
-    assert await asyncio.to_thread(run, ["explain", "nobody", "--endpoint", http]) == 2
+    assert await asyncio.to_thread(run, ["explain", "nobody", "--admin", admin]) == 2

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import httpx
 import openai
 
+from router.access.access import Access
 from router.doors.openai_api import create_app
 from router.text.completion import Completions
 from tests.router.fake_token_service import FakeTokenService
@@ -34,9 +35,7 @@ class OpenAIDoor:
 @asynccontextmanager
 async def open_openai_door(completions: MakeCompletions) -> AsyncIterator[OpenAIDoor]:
     service = completions(FakeTokenService())
-    app = create_app(
-        service, health=lambda: {"prefill": 1, "decode": int(door.is_healthy)}, metrics=service.metrics.render
-    )
+    app = create_app(service, access=Access.anybody(), is_healthy=lambda: door.is_healthy)
     async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
         async with openai.AsyncOpenAI(base_url=f"http://{host}:{port}/v1", api_key="none", max_retries=0) as client:
             door = OpenAIDoor(service, http, client)

@@ -15,8 +15,9 @@ from cluster.chaos.load import LoadGenerator
 from cluster.chaos.question import questions
 from cluster.rpc import inference_pb2 as pb
 from cluster.rpc import inference_pb2_grpc as rpc
+from cluster.wire.door_access import DoorAccess
 from cluster.words.errors import CapacityError, ClusterError, DeployError, ReplicaLost
-from router.doors.grpc_api import status_of
+from router.doors.grpc_errors import status_of
 
 Context = aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
 
@@ -49,7 +50,9 @@ async def _load() -> AsyncIterator[tuple[FakeRouter, LoadGenerator]]:
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        async with LoadGenerator(f"127.0.0.1:{port}", questions(4, max_tokens=8), rate=200, seed=1) as load:
+        async with LoadGenerator(
+            f"127.0.0.1:{port}", questions(4, max_tokens=8), access=DoorAccess(), rate=200, seed=1
+        ) as load:
             yield router, load
     finally:
         await server.stop(0)

@@ -1,7 +1,9 @@
-"""A router that serves nothing but /health: the replicas that the controller calls ready."""
+"""A router that serves nothing, and tells operators that it sees the replicas that the controller calls ready."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from typing import Any
 
 import ray
@@ -10,6 +12,8 @@ from ray import serve
 
 from cluster.control.controller import ACTOR_NAME
 from cluster.control.desired import namespace
+from cluster.words.spec_file import parse_spec
+from router.doors.admin_api import AdminListener, create_admin_app
 
 app = FastAPI()
 
@@ -17,13 +21,26 @@ app = FastAPI()
 @serve.deployment(ray_actor_options={"num_cpus": 0})
 @serve.ingress(app)
 class FakeRouter:
-    def __init__(self, name: str) -> None:
-        self._controller = ray.get_actor(ACTOR_NAME, namespace=namespace(name))
+    async def __init__(self, spec: dict[str, Any]) -> None:
+        parsed = parse_spec(spec)
+        self._controller = ray.get_actor(ACTOR_NAME, namespace=namespace(parsed.name))
+        self._seen: dict[str, int] = {}
+        admin = create_admin_app(
+            deployment=parsed.name,
+            router="router-0",
+            health=lambda: self._seen,
+            metrics=lambda: b"",
+            explain_route=lambda request_id: {},
+        )
+        self._listener = AdminListener.open(admin, host=parsed.router.admin_host, ports=parsed.router.admin_ports)
+        self._looking = asyncio.create_task(self._look())
 
-    @app.get("/health")
-    async def health(self) -> dict[str, int]:
-        pools = (await self._controller.status.remote())["pools"]
-        return {role: pool["ready"] for role, pool in pools.items()}
+    async def _look(self) -> None:
+        while True:
+            pools = (await self._controller.status.remote())["pools"]
+            self._seen = {role: pool["ready"] for role, pool in pools.items()}
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.Event().wait(), 0.1)
 
 
 def build(
@@ -33,4 +50,4 @@ def build(
     credentials: dict[str, str],
     actor_options: dict[str, Any],
 ) -> serve.Application:
-    return FakeRouter.bind(spec["name"])
+    return FakeRouter.bind(spec)

@@ -89,7 +89,9 @@ def test_the_life_of_a_deployment(cluster: ClusterCommand) -> None:
     status = cluster.run("status", "--json")
     report = json.loads(status.out)
     assert (status.code, report["name"], report["ready"]) == (0, "a", True)
-    assert report["endpoints"] == {"grpc": f"127.0.0.1:{chosen[1]}", "http": f"http://127.0.0.1:{chosen[3]}"}
+    assert report["endpoints"]["grpc"] == f"127.0.0.1:{chosen[1]}"
+    assert report["endpoints"]["http"] == f"http://127.0.0.1:{chosen[3]}"
+    assert len(report["endpoints"]["admin"]) == 1
     [replica] = report["pools"]["decode"]["replicas"]
     assert (replica["id"], replica["state"], replica["running"], replica["waiting"]) == ("decode-0", "ready", 1, 0)
     assert replica["blocks"] == {"total": 100, "free": 90, "cached": 10}

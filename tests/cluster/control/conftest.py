@@ -17,10 +17,14 @@ from tests.waiting import WITHIN_S, until
 class Deployment:
     """A controller with fake ranks, and what a test asks of it."""
 
-    def __init__(self, log_dir: Path, spec: dict[str, Any], **parts: str) -> None:
+    def __init__(
+        self, log_dir: Path, spec: dict[str, Any], *, index_url: str = "redis://127.0.0.1:1", **parts: str
+    ) -> None:
         from cluster.control.desired import Parts
         from cluster.host.driver import start_controller
 
+        self._index_url = index_url
+        self.credentials = Credentials.new()
         self.name = f"t{uuid.uuid4().hex[:8]}"
         self.log_dir = log_dir
         self.controller = start_controller(self.name)
@@ -33,9 +37,9 @@ class Deployment:
         self.call(
             "apply",
             named,
-            index_url="redis://127.0.0.1:1",
+            index_url=self._index_url,
             log_dir=str(self.log_dir),
-            credentials=Credentials.new().to_plain(),
+            credentials=self.credentials.to_plain(),
             parts=self._parts,
         )
 
@@ -75,11 +79,11 @@ class Deployment:
 
 @pytest.fixture
 def deploy(three_nodes: str, tmp_path: Path) -> Iterator[Callable[..., Deployment]]:
-    """deploy(spec, prefill="slow_load", …) -> Deployment; taken down at the end."""
+    """deploy(spec, prefill="slow_load", index_url=…) -> Deployment; taken down at the end."""
     made: list[Deployment] = []
 
-    def make(spec: dict[str, Any], **parts: str) -> Deployment:
-        made.append(Deployment(tmp_path, spec, **parts))
+    def make(spec: dict[str, Any], **more: str) -> Deployment:
+        made.append(Deployment(tmp_path / "logs", spec, **more))
         return made[-1]
 
     yield make

@@ -11,7 +11,7 @@ from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from cluster.control.placement import Node
-from cluster.host.doors import Doors, plan_doors
+from cluster.host.doors import Doors, admin_addresses, keys_of, plan_doors
 from cluster.process.ports import free_port
 from cluster.wire.channel import CLIENT_OPTIONS, target_of
 from cluster.words.errors import SpecError
@@ -58,6 +58,37 @@ def test_all_networks_only_when_that_is_asked_for() -> None:
         SpecError, match=r"router.host: 127.0.0.1 is on one machine, and .*; leave it out, or set 0.0.0.0"
     ):
         plan(*nodes, host="127.0.0.1")
+
+
+def test_doors_that_open_to_a_network_ask_for_a_word() -> None:
+    """Until there are keys: then they are required, and nobody is let in by a spec that says nothing."""
+    here, several = (node("10.0.0.1", total=HEAD),), (node("10.0.0.1", total=HEAD), node("10.0.0.2", pool="decode"))
+    for doors in (plan(*here, host="0.0.0.0"), plan(*here, host="10.0.0.1"), plan(*several)):
+        with pytest.raises(SpecError, match=r"router.keys: .* at (0.0.0.0|10.0.0.1); set required, .*, or none, "):
+            keys_of(RouterSpec(), doors, has_keys=False)
+        assert keys_of(RouterSpec(), doors, has_keys=True) == "required"
+        for word in ("required", "none"):
+            assert keys_of(RouterSpec(keys=word), doors, has_keys=False) == word
+
+
+def test_on_loopback_nobody_needs_a_key() -> None:
+    for host in (None, "127.0.0.1", "::1", "localhost"):
+        doors = plan(node("10.0.0.1", total=HEAD), host=host)
+        assert keys_of(RouterSpec(host=host), doors, has_keys=True) == "none"
+    assert keys_of(RouterSpec(keys="required"), doors, has_keys=False) == "required"
+
+
+def test_a_router_by_itself_asks_for_keys_off_loopback() -> None:
+    """Whatever `cluster deploy` did or did not decide."""
+    assert RouterSpec().needs_keys("10.0.0.1") and RouterSpec().needs_keys("0.0.0.0") and RouterSpec().needs_keys("a")
+    assert not RouterSpec().needs_keys("127.0.0.1") and not RouterSpec(keys="none").needs_keys("10.0.0.1")
+    assert RouterSpec(keys="required").needs_keys("127.0.0.1")
+
+
+def test_where_operators_ask() -> None:
+    assert admin_addresses(RouterSpec(admin_port=9100)) == ("127.0.0.1:9100", "127.0.0.1:9101")
+    opened = RouterSpec(admin_port=9100, admin_host="0.0.0.0", replicas=2)
+    assert admin_addresses(opened) == tuple(f"127.0.0.1:{port}" for port in (9100, 9101, 9102, 9103))
 
 
 async def test_a_client_finds_the_door_that_is_open_among_several() -> None:

@@ -18,6 +18,7 @@ from grpc_status import rpc_status
 from cluster.rpc import inference_pb2 as pb
 from cluster.rpc.inference_pb2_grpc import InferenceStub
 from cluster.words.errors import CapacityError, DeployError, LayoutMismatch, ReplicaLost
+from router.access.access import Access
 from router.doors.grpc_api import GrpcApi, open_grpc_api
 from router.text.completion import Completions
 from router.text.tokenizer import Tokenizer
@@ -62,7 +63,7 @@ def details_of(error: grpc.aio.AioRpcError) -> dict[str, Any]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server(completions: MakeCompletions) -> AsyncIterator[Door]:
     service = completions(FakeTokenService())
-    door = await open_grpc_api(service, host="127.0.0.1", port=0)
+    door = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
         yield Door(service, door, channel, InferenceStub(channel))
     await door.close(grace_s=0)
@@ -137,7 +138,8 @@ async def test_every_sampling_field_reaches_the_workers(door: Door) -> None:
     message = pb.GenerateRequest(prompt="ab", sampling=sampling, tenant="acme", cache_salt="s", priority=-3)
     await door.generate(message, timeout=30)
     (sent,) = door.fake.started
-    assert (sent.choices, sent.priority, sent.salt) == ((0, 1), -3, "acme\0s")
+    assert (sent.choices, sent.priority, sent.tenant, sent.user) == ((0, 1), -3, "", "acme")
+    assert sent.salt and "s" != sent.salt
     assert sent.deadline_s is not None and 25 < sent.deadline_s < 31  # gRPC rounds it up on the wire
     for name in ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
                  "presence_penalty", "frequency_penalty", "seed"):  # fmt: skip
@@ -290,7 +292,7 @@ async def test_the_calls_deadline_ends_the_generation(door: Door) -> None:
 
 
 async def test_health(completions: MakeCompletions) -> None:
-    door = await open_grpc_api(completions(FakeTokenService()), host="127.0.0.1", port=0)
+    door = await open_grpc_api(completions(FakeTokenService()), access=Access.anybody(), host="127.0.0.1", port=0)
     serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
     async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
         stub = health_pb2_grpc.HealthStub(channel)
@@ -313,13 +315,17 @@ async def test_reflection(door: Door) -> None:
 
 async def test_a_port_in_use(door: Door, completions: MakeCompletions) -> None:
     with pytest.raises(DeployError, match="in use"):
-        await open_grpc_api(completions(FakeTokenService()), host="127.0.0.1", port=door.door.port)
+        await open_grpc_api(
+            completions(FakeTokenService()), access=Access.anybody(), host="127.0.0.1", port=door.door.port
+        )
 
 
 async def test_routers_of_one_node_may_share_a_port(completions: MakeCompletions) -> None:
     service = completions(FakeTokenService())
-    first = await open_grpc_api(service, host="127.0.0.1", port=0, is_port_shared=True)
-    second = await open_grpc_api(service, host="127.0.0.1", port=first.port, is_port_shared=True)
+    first = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0, is_port_shared=True)
+    second = await open_grpc_api(
+        service, access=Access.anybody(), host="127.0.0.1", port=first.port, is_port_shared=True
+    )
     assert second.port == first.port
     await first.close(grace_s=0)
     await second.close(grace_s=0)
@@ -327,7 +333,7 @@ async def test_routers_of_one_node_may_share_a_port(completions: MakeCompletions
 
 async def test_closing_lets_what_is_under_way_finish(completions: MakeCompletions) -> None:
     fake = FakeTokenService(hang_after=2)
-    door = await open_grpc_api(completions(fake), host="127.0.0.1", port=0)
+    door = await open_grpc_api(completions(fake), access=Access.anybody(), host="127.0.0.1", port=0)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
         stub = InferenceStub(channel)
         call = aiter(stub.Generate(pb.GenerateRequest(prompt="abc", sampling=pb.SamplingParams(max_tokens=4))))

@@ -14,6 +14,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.types import Message
 
+from router.access.access import Access
 from router.doors.openai_api import create_app
 from router.text.completion_request import MAX_REQUEST_BYTES
 from tests.router.fake_token_service import FakeTokenService
@@ -31,7 +32,7 @@ def fake() -> FakeTokenService:
 
 @pytest.fixture
 def app(completions: MakeCompletions, fake: FakeTokenService) -> FastAPI:
-    return create_app(completions(fake), health=lambda: {"decode": 1}, metrics=lambda: b"")
+    return create_app(completions(fake), access=Access.anybody(), is_healthy=lambda: True)
 
 
 @pytest.fixture
@@ -87,7 +88,7 @@ async def test_a_client_that_leaves_while_it_sends(address: tuple[str, int], fak
 
 
 async def test_a_client_that_never_finishes_its_body(completions: MakeCompletions, fake: FakeTokenService) -> None:
-    app = create_app(completions(fake), health=lambda: {"decode": 1}, metrics=lambda: b"", max_body_s=0.05)
+    app = create_app(completions(fake), access=Access.anybody(), is_healthy=lambda: True, max_body_s=0.05)
     async with serve_http(app) as address:
         reader, writer = await asyncio.open_connection(*address)
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
@@ -165,7 +166,7 @@ async def test_behind_a_proxy_that_answers_with_the_request_id(
     completions: MakeCompletions, fake: FakeTokenService
 ) -> None:
     service = completions(fake)
-    app = create_app(service, health=lambda: {"decode": 1}, metrics=lambda: b"", proxy_sets_request_id=True)
+    app = create_app(service, access=Access.anybody(), is_healthy=lambda: True, proxy_sets_request_id=True)
     server = AsgiServer(app, {"prompt": "abc", "max_tokens": 1})
     await asyncio.wait_for(server.task, 5)
     assert server.sent[0]["status"] == 200 and b"x-request-id" not in dict(server.sent[0]["headers"])
@@ -225,7 +226,7 @@ async def test_a_client_that_asks_first_is_not_told_to_go_on(address: tuple[str,
 
 
 async def test_a_large_body_within_the_limit_is_taken(address: tuple[str, int]) -> None:
-    body = json.dumps({"prompt": "abc", "max_tokens": 1, "user": "x" * (MAX_REQUEST_BYTES - 100)})
+    body = json.dumps({"prompt": "abc", "max_tokens": 1, "metadata": "x" * (MAX_REQUEST_BYTES - 100)})
     async with httpx.AsyncClient(base_url="http://{}:{}".format(*address)) as client:
         answer = await client.post("/v1/completions", content=body)
     assert answer.json()["choices"][0]["text"] == "a"
@@ -243,7 +244,7 @@ def test_the_blocking_client(completions: MakeCompletions, fake: FakeTokenServic
                 yield chunk.choices[0].text
 
     async def serve() -> list[str]:
-        app = create_app(completions(fake), health=lambda: {"decode": 1}, metrics=lambda: b"")
+        app = create_app(completions(fake), access=Access.anybody(), is_healthy=lambda: True)
         async with serve_http(app) as (_, port):
             return await asyncio.to_thread(lambda: list(ask(port)))
 

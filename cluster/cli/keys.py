@@ -1,0 +1,94 @@
+"""`cluster keys`: the API keys of clients."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cluster.cli.connection import find_state, join_controller
+from cluster.cli.deploy import Name
+
+if TYPE_CHECKING:
+    from cluster.words.api_key import ApiKey, KeyBook
+
+keys = typer.Typer(help="The API keys of clients: who may ask, as whom, and how much.", no_args_is_help=True)
+
+
+@keys.command()
+def create(
+    key: Annotated[str, typer.Argument(metavar="NAME", help="Of whoever is to have it.")],
+    tenant: Annotated[
+        str | None,
+        typer.Option(help="Keys of one tenant share cached prefixes and a share of the queue. Default: NAME."),
+    ] = None,
+    rpm: Annotated[int | None, typer.Option(min=1, help="Requests in any minute.")] = None,
+    tpm: Annotated[int | None, typer.Option(min=1, help="Tokens in any minute, of prompts and answers.")] = None,
+    concurrency: Annotated[int | None, typer.Option(min=1, help="Requests at a time.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Of one answer.")] = None,
+    priority: Annotated[
+        str | None, typer.Option(metavar="LOW[:HIGH]", help="What it may ask for; the smaller goes first.")
+    ] = None,
+    name: Name = None,
+) -> None:
+    """Make a key, and print its secret: this once, and nowhere else. Every router takes it within a second."""
+    from cluster.words.api_key import new_key, new_secret, parse_priorities
+
+    secret = new_secret()
+    made = new_key(
+        key,
+        secret,
+        tenant=tenant,
+        rpm=rpm,
+        tpm=tpm,
+        concurrency=concurrency,
+        max_tokens=max_tokens,
+        priorities=parse_priorities(priority) if priority else None,
+    )
+    _ask(name, "add_key", made)
+    typer.echo(f"{made.id} for {made.name}, of tenant {made.tenant}; it is shown only now:", err=True)
+    print(secret)
+
+
+@keys.command("list")
+def list_keys(
+    name: Name = None, as_json: Annotated[bool, typer.Option("--json", help="One JSON array.")] = False
+) -> None:
+    """Show every key, without its secret, which nobody has but its client."""
+    book: KeyBook = _ask(name, "keys")
+    if as_json:
+        print(json.dumps([_public(one) for one in book.keys], indent=1))
+        return
+    from cluster.cli.console import columns
+
+    rows = [["NAME", "ID", "TENANT", "RPM", "TPM", "CONCURRENCY", "MAX TOKENS", "PRIORITY"]]
+    for one in book.keys:
+        limits = (one.rpm, one.tpm, one.concurrency, one.max_tokens)
+        bounds = ":".join(map(str, one.priorities)) if one.priorities else "-"
+        rows.append([one.name, one.id, one.tenant, *("-" if limit is None else str(limit) for limit in limits), bounds])
+    print(columns(rows))
+
+
+@keys.command()
+def revoke(
+    key: Annotated[str, typer.Argument(metavar="NAME", help="The name or the id of a key; see `cluster keys list`.")],
+    name: Name = None,
+) -> None:
+    """Let nobody in by this key any more: every router refuses it within a second. What runs goes on to its end."""
+    revoked: ApiKey = _ask(name, "revoke_key", key)
+    print(f"{revoked.id} of {revoked.name} is revoked")
+
+
+def _ask(name: str | None, method: str, *args: Any) -> Any:
+    controller = join_controller(find_state(name))
+    from cluster.host.driver import ask
+
+    return ask(controller, method, *args)
+
+
+def _public(key: ApiKey) -> dict[str, Any]:
+    fields = asdict(key)
+    del fields["digest"]
+    return fields

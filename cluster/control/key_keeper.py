@@ -1,0 +1,110 @@
+"""The API keys of a deployment: kept by its controller, and made known to its routers.
+
+They are kept in Ray's own store, and in a file that outlives it: on the head, beside the deployment's logs, readable by
+its owner only. So a deployment that is taken down and comes back knows the keys that its clients have. Redis only
+carries them: what it loses or forgets is told again. Nowhere is a secret, only digests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from pathlib import Path
+
+from redis.exceptions import RedisError
+
+from cluster.control.desired import Desired, namespace
+from cluster.index.key_channel import KEY_SEAL, KeyPublisher
+from cluster.index.presence import connect_redis
+from cluster.words.api_key import ApiKey, KeyBook
+
+logger = logging.getLogger(__name__)
+
+_KEY = b"keys"
+_FILE = "keys.json"
+_TELL_S = 1.0
+
+
+def key_file(log_dir: str) -> Path:
+    """On the head; log_dir: of the deployment."""
+    return Path(log_dir).parent / _FILE
+
+
+class KeyKeeper:
+    """Owned by the controller, on its event loop."""
+
+    def __init__(self, desired: Desired) -> None:
+        name = desired.spec.name
+        self._file = key_file(desired.log_dir)
+        self._namespace = namespace(name).encode()
+        self.book = self._load()
+        self._publisher = KeyPublisher(
+            connect_redis(desired.index_url), name=name, seal_key=desired.credentials.key(KEY_SEAL)
+        )
+        self._is_away = False
+        self._is_closing = False
+        self._revoked: list[str] = []  # ids of which Redis may still have counts
+        self._telling = asyncio.create_task(self._tell_forever())
+
+    async def add(self, key: ApiKey) -> None:
+        """Routers take it within a second. Raises SpecError when its name is taken."""
+        self._save(self.book.with_key(key))
+        await self._tell()
+
+    async def revoke(self, name: str) -> ApiKey:
+        """Routers refuse it within a second. Raises SpecError when there is none of this name."""
+        book, key = self.book.without(name)
+        self._save(book)
+        await self._tell()
+        self._revoked.append(key.id)
+        return key
+
+    async def close(self) -> None:
+        """The deployment is taken down; the file stays."""
+        from cluster.control import ray_internals
+
+        self._is_closing = True
+        self._telling.cancel()
+        await asyncio.gather(self._telling, return_exceptions=True)
+        await self._publisher.close()
+        ray_internals.delete(_KEY, namespace=self._namespace)
+
+    async def _tell_forever(self) -> None:
+        while not self._is_closing:  # redis-py may swallow a cancellation
+            await self._tell()
+            revoked, self._revoked = self._revoked, []
+            await asyncio.sleep(_TELL_S)
+            with contextlib.suppress(RedisError):
+                for key_id in revoked:  # by now no router counts for it any more
+                    await self._publisher.forget(key_id)
+
+    async def _tell(self) -> None:
+        try:
+            await self._publisher.publish(self.book)
+            self._is_away = False
+        except RedisError as error:
+            if not self._is_away:
+                logger.warning("Redis is away; routers hear of the API keys when it is back: %s", error)
+            self._is_away = True
+
+    def _load(self) -> KeyBook:
+        """What was saved last; an empty book where nothing ever was."""
+        from cluster.control import ray_internals
+
+        stored = ray_internals.get(_KEY, namespace=self._namespace)
+        if stored is None and self._file.exists():
+            stored = self._file.read_bytes()
+        return KeyBook.from_json(stored) if stored else KeyBook()
+
+    def _save(self, book: KeyBook) -> None:
+        from cluster.control import ray_internals
+
+        ray_internals.put(_KEY, book.to_json().encode(), namespace=self._namespace)
+        new = self._file.with_suffix(f".{os.getpid()}")
+        new.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        new.touch(mode=0o600)
+        new.write_text(book.to_json())
+        new.replace(self._file)
+        self.book = book

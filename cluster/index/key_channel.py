@@ -1,0 +1,99 @@
+"""Which API keys there are, from the controller, which owns them, to every router.
+
+    <name>:keys                 hash of the book (JSON) and its seal
+    <name>:key:<id>:used        what a key has asked for in the last minute: of the routers' limits
+    <name>:key:<id>:running     its requests under way
+
+None of these expires: a server that evicts what expires (volatile-lru, as the embedded one is set) keeps them, and one
+that has lost them is told again. Raises redis.RedisError when Redis is away.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from typing import Any
+
+from redis.asyncio import Redis
+
+from cluster.words.api_key import KeyBook
+
+logger = logging.getLogger(__name__)
+
+KEY_SEAL = "api keys"  # purpose of the key by which the book is sealed
+
+
+class KeyPublisher:
+    """The controller's end."""
+
+    def __init__(self, redis: Redis, *, name: str, seal_key: bytes) -> None:
+        self._redis = redis
+        self._name = name
+        self._seal_key = seal_key
+
+    async def publish(self, book: KeyBook) -> None:
+        """Have Redis say this, unless it does already."""
+        text = book.to_json()
+        seal = seal_of(text.encode(), self._seal_key)
+        if await self._redis.hget(_place(self._name), "seal") != seal.encode():
+            await self._redis.hset(_place(self._name), mapping={"book": text, "seal": seal})
+
+    async def forget(self, key_id: str) -> None:
+        """A key is revoked: nothing is counted for it any more."""
+        await self._redis.delete(*places_of(self._name, key_id))
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+
+class KeyReader:
+    """A router's end: remembers what it has read."""
+
+    def __init__(self, redis: Redis, *, name: str, seal_key: bytes) -> None:
+        self._redis = redis
+        self._name = name
+        self._seal_key = seal_key
+        self._version = -1
+        self._seal: bytes | None = None  # of what was looked at last
+
+    async def read(self) -> KeyBook | None:
+        """The book, where it is newer than what was read before."""
+        if await self._redis.hget(_place(self._name), "seal") == self._seal:
+            return None
+        found: list[Any] = await self._redis.hmget(_place(self._name), "book", "seal")
+        text, self._seal = found
+        if text is None or self._seal is None:  # it has come back empty: what is known still holds
+            return None
+        try:
+            book = self._opened(text, self._seal)
+        except (ValueError, KeyError, TypeError) as error:
+            logger.error("the keys in Redis are passed over: %s", error)
+            return None
+        self._version = book.version
+        return book
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    def _opened(self, text: bytes, seal: bytes) -> KeyBook:
+        """Whoever else may write to Redis makes no keys, and brings none back. Raises ValueError and its kin."""
+        if not hmac.compare_digest(seal, seal_of(text, self._seal_key).encode()):
+            raise ValueError("their seal is not this deployment's")
+        book = KeyBook.from_json(text)
+        if book.version < self._version:
+            raise ValueError(f"version {book.version} is older than {self._version}, which was there before")
+        return book
+
+
+def places_of(name: str, key_id: str) -> tuple[str, str]:
+    """Where the limits of a key are counted: in the last minute, and under way."""
+    return f"{name}:key:{key_id}:used", f"{name}:key:{key_id}:running"
+
+
+def seal_of(text: bytes, key: bytes) -> str:
+    """What only a holder of `key` can make of this text, in hex."""
+    return hmac.new(key, text, "sha256").hexdigest()
+
+
+def _place(name: str) -> str:
+    return f"{name}:keys"

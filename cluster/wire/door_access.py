@@ -1,0 +1,67 @@
+"""How our own commands enter a door: their API key, and the certificate that they expect."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+from grpc import aio
+
+from cluster.wire.channel import CLIENT_OPTIONS, target_of
+from cluster.words.errors import SpecError
+
+_TLS = "grpcs://"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoorAccess:
+    """Nothing of it is printed."""
+
+    api_key: str | None = field(default=None, repr=False)
+    certificate: str | None = None  # a PEM file that is believed beside what the system believes
+    is_tls: bool = False  # of the gRPC door; https:// says it of the other
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Of each call at the gRPC door."""
+        return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of each request at the HTTP door."""
+        return {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+
+    def channel(self, doors: str) -> aio.Channel:
+        """To HOST:PORT, or several with commas between them; grpcs:// in front asks for TLS."""
+        target = target_of(doors.removeprefix(_TLS))
+        if not self._needs_tls(doors):
+            return aio.insecure_channel(target, options=CLIENT_OPTIONS)
+        return aio.secure_channel(target, self._credentials(), options=CLIENT_OPTIONS)
+
+    def blocking_channel(self, doors: str) -> grpc.Channel:
+        target = target_of(doors.removeprefix(_TLS))
+        if not self._needs_tls(doors):
+            return grpc.insecure_channel(target, options=CLIENT_OPTIONS)
+        return grpc.secure_channel(target, self._credentials(), options=CLIENT_OPTIONS)
+
+    def ssl_context(self) -> ssl.SSLContext:
+        """For https://. Raises SpecError."""
+        context = ssl.create_default_context()
+        if self.certificate:
+            try:
+                context.load_verify_locations(self.certificate)
+            except (OSError, ssl.SSLError) as error:
+                raise SpecError(f"{self.certificate}: {error}") from None
+        return context
+
+    def _needs_tls(self, doors: str) -> bool:
+        return self.is_tls or doors.startswith(_TLS)
+
+    def _credentials(self) -> grpc.ChannelCredentials:
+        try:
+            roots = Path(self.certificate).read_bytes() if self.certificate else None
+        except OSError as error:
+            raise SpecError(f"{self.certificate}: {error.strerror}") from None
+        return grpc.ssl_channel_credentials(roots)

@@ -1,0 +1,66 @@
+"""Who may ask at this router's doors, and how much: its keys and their limits, kept up to date."""
+
+from __future__ import annotations
+
+import asyncio
+
+from redis.asyncio import Redis
+
+from cluster.index.key_channel import KeyReader
+from router.access.client import Client
+from router.access.keyring import Keyring
+from router.access.limits import Limits
+from router.access.local_limiter import LocalLimiter
+from router.access.redis_limiter import RedisLimiter
+
+
+class Access:
+    """What both doors ask. Lives on the router's event loop."""
+
+    def __init__(self, keyring: Keyring, limits: Limits, redis: Redis | None = None) -> None:
+        """redis: closed with this."""
+        self.limits = limits
+        self._keyring = keyring
+        self._redis = redis
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @classmethod
+    async def follow(
+        cls,
+        redis: Redis,
+        *,
+        name: str,
+        seal_key: bytes,
+        salt_key: bytes,
+        is_required: bool,
+        is_cache_told: bool,
+        num_routers: int,
+    ) -> Access:
+        """Of the deployment `name`: with what its controller says now, and from now on."""
+        reader = KeyReader(redis, name=name, seal_key=seal_key)
+        keyring = Keyring(reader, salt_key=salt_key, is_required=is_required, is_cache_told=is_cache_told)
+        limits = Limits(RedisLimiter(redis, name=name), LocalLimiter(num_routers=num_routers))
+        access = cls(keyring, limits, redis)
+        await keyring.read()
+        access._tasks = [asyncio.create_task(keyring.follow_forever()), asyncio.create_task(limits.keep_forever())]
+        return access
+
+    @classmethod
+    def anybody(cls, salt_key: bytes = bytes(32)) -> Access:
+        """Without keys."""
+        keyring = Keyring(None, salt_key=salt_key, is_required=False)
+        return cls(keyring, Limits(None, LocalLimiter()))
+
+    def identify(self, authorization: str | None) -> Client:
+        """Whom a request is from, by its `Authorization` header. Raises Unauthenticated or KeysUnknown."""
+        return self._keyring.identify(authorization)
+
+    async def close(self) -> None:
+        self._keyring.close()
+        self.limits.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.limits.settled()
+        if self._redis is not None:
+            await self._redis.aclose()

@@ -1,0 +1,62 @@
+"""Who asks, and what follows from that: whose prefixes, whose share, how urgent, how long an answer."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+
+from cluster.words.api_key import ApiKey
+from cluster.words.errors import RequestError
+from router.text.completion_request import MAX_SALT_CHARS, MAX_USER_CHARS, CompletionRequest
+
+_SALT_BYTES = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Client:
+    """A client whose key is known; or, where none is needed, anybody."""
+
+    key: ApiKey | None  # None: it showed none
+    salt_key: bytes = field(repr=False)  # of the deployment: without it nobody can tell a prefix hash beforehand
+    is_cache_told: bool = True  # False among strangers, who share prefixes: it would tell what another one has sent
+
+    def bound(self, request: CompletionRequest) -> CompletionRequest:
+        """The request with what is not the client's to say: tenant, salt, bounds. The same at both doors.
+
+        Raises RequestError.
+        """
+        if len(request.cache_salt) > MAX_SALT_CHARS:
+            raise RequestError(f"cache_salt: at most {MAX_SALT_CHARS} characters are taken", param="cache_salt")
+        if len(request.user) > MAX_USER_CHARS:
+            raise RequestError(f"user: at most {MAX_USER_CHARS} characters are taken", param="user")
+        tenant = self.key.tenant if self.key else ""
+        bound = replace(
+            request,
+            tenant=tenant,
+            salt=salt_of(self.salt_key, tenant=tenant, cache_salt=request.cache_salt),
+            is_cache_told=self.is_cache_told or bool(request.cache_salt),
+        )
+        return self._within_key(bound, self.key) if self.key else bound
+
+    def _within_key(self, request: CompletionRequest, key: ApiKey) -> CompletionRequest:
+        asked, most = request.max_tokens, key.max_tokens
+        if asked is not None and most is not None and asked > most:
+            raise RequestError(f"max_tokens: this API key may ask for {most}, not {asked}", param="max_tokens")
+        low, high = key.priorities or (request.priority, request.priority)
+        return replace(request, key_id=key.id, max_answer=most, priority=min(max(request.priority, low), high))
+
+
+def salt_of(key: bytes, *, tenant: str, cache_salt: str) -> str:
+    """What keys the prefix hashes of a request: who has not both words shares no prefix with who has.
+
+    Every part comes with its length, so that no two pairs of words are one. Empty where both are: such requests share
+    their prefixes with each other.
+    """
+    if not tenant and not cache_salt:
+        return ""
+    digest = blake2b(key=key, digest_size=_SALT_BYTES, person=b"kv-prefix-salt")
+    for part in (tenant, cache_salt):
+        encoded = part.encode()
+        digest.update(struct.pack("<I", len(encoded)) + encoded)
+    return digest.hexdigest()

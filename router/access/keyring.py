@@ -1,0 +1,80 @@
+"""The API keys that a router knows, and whom a request is from."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from redis.exceptions import RedisError
+
+from cluster.index.key_channel import KeyReader
+from cluster.words.api_key import KeyBook, digest_of
+from cluster.words.errors import KeysUnknown, Unauthenticated
+from router.access.client import Client
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.4  # a key that is made or revoked counts everywhere within a second
+_SCHEME = "bearer "
+_MAX_CHARS = 256
+
+
+class Keyring:
+    """Lives on the router's event loop. Where Redis is away it goes on with what it knows."""
+
+    def __init__(
+        self, reader: KeyReader | None, *, salt_key: bytes, is_required: bool, is_cache_told: bool = True
+    ) -> None:
+        """reader: None where there are no keys. is_cache_told: whether clients without a key may hear what was cached
+        of their prompts."""
+        self._reader = reader
+        self._is_required = is_required
+        self._anybody = Client(key=None, salt_key=salt_key, is_cache_told=is_cache_told)
+        self._clients: dict[str, Client] | None = None  # by the digest of the secret; None: not heard yet
+        self._is_away = False
+        self._is_closing = False
+
+    def identify(self, authorization: str | None) -> Client:
+        """Whom a request is from, by its `Authorization` header. Raises Unauthenticated or KeysUnknown.
+
+        Secrets are looked up by their digest, so that how long it takes says nothing of any of them.
+        """
+        scheme, secret = (authorization or "")[: len(_SCHEME)], (authorization or "")[len(_SCHEME) :].strip()
+        if scheme.lower() == _SCHEME and secret and len(secret) <= _MAX_CHARS:
+            if client := (self._clients or {}).get(digest_of(secret)):
+                return client
+        if not self._is_required:
+            return self._anybody
+        if self._clients is None:
+            raise KeysUnknown("this router has not heard yet which API keys there are; try again")
+        if not authorization:
+            raise Unauthenticated("an API key is needed: send it as Authorization: Bearer sk-…")
+        raise Unauthenticated("this API key is not known here, or was revoked")
+
+    def take(self, book: KeyBook) -> None:
+        """From now on these keys count, and no others."""
+        salt_key = self._anybody.salt_key
+        self._clients = {key.digest: Client(key=key, salt_key=salt_key) for key in book.keys}
+
+    async def read(self) -> None:
+        """Look whether the controller says something new."""
+        if self._reader is None:
+            return
+        try:
+            if (book := await self._reader.read()) is not None:
+                self.take(book)
+                logger.info("API keys: %d, version %d", len(book.keys), book.version)
+            self._is_away = False
+        except RedisError as error:
+            if not self._is_away:
+                logger.warning("Redis is away; the API keys known go on counting: %s", error)
+            self._is_away = True
+
+    async def follow_forever(self) -> None:
+        while self._reader is not None and not self._is_closing:  # redis-py may swallow a cancellation
+            await self.read()
+            await asyncio.sleep(_LOOK_S)
+
+    def close(self) -> None:
+        """Follow no longer."""
+        self._is_closing = True

@@ -1,0 +1,78 @@
+"""What a key may still ask for: requests and tokens in any minute, and requests at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from cluster.words.api_key import ApiKey
+from cluster.words.errors import RateLimited
+
+LEASE_S = 10.0  # a request under way counts for so long after its router was last heard of
+# Seconds are counted whole: so many of them cover any minute, wherever in a second it begins.
+WINDOW = 61
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """Of one key, at one moment."""
+
+    num_requests: int  # in the window, with this one
+    requests_reset_s: float  # until none of them counts any more
+    num_tokens: int
+    tokens_reset_s: float
+
+    def headers(self, key: ApiKey) -> dict[str, str]:
+        """As OpenAI has them; of the limits that the key has."""
+        found = {}
+        for what, limit, used, reset_s in (
+            ("requests", key.rpm, self.num_requests, self.requests_reset_s),
+            ("tokens", key.tpm, self.num_tokens, self.tokens_reset_s),
+        ):
+            if limit is not None:
+                found[f"x-ratelimit-limit-{what}"] = str(limit)
+                found[f"x-ratelimit-remaining-{what}"] = str(max(0, limit - used))
+                found[f"x-ratelimit-reset-{what}"] = f"{reset_s:.3f}s"
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reservation:
+    """What one request has taken of its key's limits; until it is settled, all the tokens that it might use."""
+
+    key: ApiKey
+    id: str
+    second: int  # of the limiter's clock, in which it was made
+    num_tokens: int
+    standing: Standing
+
+
+class Limiter(Protocol):
+    """Counts for keys. Raises redis.RedisError where it counts in a Redis that is away."""
+
+    async def take(self, key: ApiKey, *, id: str, num_tokens: int) -> Reservation:
+        """Take a request and its tokens, or nothing. Raises RateLimited, which says when to come again."""
+        ...
+
+    async def settle(self, taken: Reservation, *, used: int) -> None:
+        """The request is over, and has used so many tokens."""
+        ...
+
+    async def renew(self, taken: list[Reservation]) -> None:
+        """These are still under way: for another LEASE_S."""
+        ...
+
+
+def refusal(key: ApiKey, what: str, *, retry_after_s: float, standing: Standing) -> RateLimited:
+    """what: requests, tokens or concurrency."""
+    limit = {
+        "requests": f"{key.rpm} requests a minute",
+        "tokens": f"{key.tpm} tokens a minute",
+        "concurrency": f"{key.concurrency} requests at a time",
+    }[what]
+    return RateLimited(
+        f"this API key may have {limit}",
+        retry_after_s=retry_after_s,
+        headers=standing.headers(key),
+        is_certain=what == "requests",  # tokens and places may be given back
+    )

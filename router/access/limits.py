@@ -1,0 +1,131 @@
+"""A key's limits around a request: taken before it, settled after it, and kept meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from cluster.words.api_key import ApiKey
+from cluster.words.errors import RateLimited, RequestError
+from router.access.client import Client
+from router.access.limiter import LEASE_S, Limiter, Reservation
+from router.text.completion import Completion
+
+logger = logging.getLogger(__name__)
+
+_TRY_AGAIN_S = 1.0  # after Redis was found to be away
+
+
+class Limits:
+    """Lives on the router's event loop. Where Redis is away, or too slow, this router's own part of each limit counts:
+    what was counted on the other side is not carried over."""
+
+    def __init__(self, shared: Limiter | None, local: Limiter) -> None:
+        """shared: of all routers; None where there is none."""
+        self._shared = shared
+        self._local = local
+        self._under_way: dict[str, tuple[Limiter, Reservation]] = {}
+        self._settling: set[asyncio.Task[None]] = set()
+        self._away_until = 0.0
+        self._is_away = False
+        self._is_closing = False
+        self._used_up: dict[str, tuple[float, RateLimited]] = {}  # by key: until when nothing can pass, and why
+
+    @asynccontextmanager
+    async def reserved(self, client: Client, completions: Sequence[Completion]) -> AsyncIterator[Mapping[str, str]]:
+        """Hold a place for one request, which asks for all these, for as long as the block lasts.
+
+        All the tokens that it might use are taken before it, and what it has not used is given back after it. Gives
+        the headers that tell the client. Raises RateLimited, and RequestError where the prompt alone is more than the
+        key may have in a minute.
+        """
+        key = client.key
+        if key is None or not key.is_limited:
+            yield {}
+            return
+        num_prompt = sum(len(one.prompt_ids) for one in completions)
+        if key.tpm is not None and num_prompt > key.tpm:
+            raise RequestError(
+                f"prompt: has {num_prompt} tokens; this API key may have {key.tpm} a minute", param="prompt"
+            )
+        num_tokens = sum(one.most_tokens for one in completions)
+        asked = num_tokens if key.tpm is None else min(num_tokens, key.tpm)
+        try:
+            limiter, taken = await self._take(key, asked)
+        except RateLimited as error:
+            if error.is_certain and self._asks_shared:
+                self._used_up[key.id] = time.monotonic() + error.retry_after_s, error
+            raise
+        self._under_way[taken.id] = limiter, taken
+        try:
+            yield taken.standing.headers(key)
+        finally:
+            del self._under_way[taken.id]
+            self._start(self._settle(limiter, taken, sum(one.used_tokens for one in completions)))
+
+    def check(self, client: Client) -> None:
+        """Raises RateLimited where it is known already that nothing passes: nothing is read or counted then."""
+        if client.key and (found := self._used_up.get(client.key.id)):
+            until, error = found
+            if (left_s := until - time.monotonic()) > 0:
+                raise RateLimited(str(error), retry_after_s=left_s, headers=error.headers)
+            del self._used_up[client.key.id]
+
+    async def keep_forever(self) -> None:
+        """Renew what is under way: the places of a router that dies come back when their leases end."""
+        while not self._is_closing:  # redis-py may swallow a cancellation
+            await asyncio.sleep(LEASE_S / 3)
+            kept = [taken for limiter, taken in self._under_way.values() if limiter is self._shared]
+            if self._shared is not None and kept:
+                try:
+                    await self._shared.renew(kept)
+                except RedisError as error:
+                    self._note_away(error)
+
+    def close(self) -> None:
+        """Keep no longer."""
+        self._is_closing = True
+
+    async def settled(self) -> None:
+        """Wait until what is over has been settled."""
+        await asyncio.gather(*self._settling, return_exceptions=True)
+
+    async def _take(self, key: ApiKey, num_tokens: int) -> tuple[Limiter, Reservation]:
+        id = secrets.token_hex(8)
+        if self._shared is not None and self._asks_shared:
+            try:
+                taken = await self._shared.take(key, id=id, num_tokens=num_tokens)
+                self._is_away = False
+                return self._shared, taken
+            except RedisError as error:
+                self._note_away(error)
+        return self._local, await self._local.take(key, id=id, num_tokens=num_tokens)
+
+    @property
+    def _asks_shared(self) -> bool:
+        return self._shared is not None and time.monotonic() >= self._away_until
+
+    async def _settle(self, limiter: Limiter, taken: Reservation, used: int) -> None:
+        try:
+            await limiter.settle(taken, used=used)
+        except RedisError as error:
+            self._note_away(error)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Nobody waits for it: the client has its answer."""
+        task = asyncio.create_task(work)
+        self._settling.add(task)
+        task.add_done_callback(self._settling.discard)
+
+    def _note_away(self, error: RedisError) -> None:
+        if not self._is_away:
+            logger.warning("Redis is away; this router's own part of each limit counts: %s", error)
+        self._is_away = True
+        self._away_until = time.monotonic() + _TRY_AGAIN_S

@@ -1,0 +1,67 @@
+"""A door's certificate and key, in two files that may be replaced while it is open."""
+
+from __future__ import annotations
+
+import logging
+import ssl
+from pathlib import Path
+
+import grpc
+
+from cluster.words.errors import DeployError
+
+logger = logging.getLogger(__name__)
+
+_Stamp = tuple[int, int, int, int]
+
+
+class Certificates:
+    """Looked at when a client connects: what is new counts from then on. Used by gRPC's own threads."""
+
+    def __init__(self, certificate: str, key: str) -> None:
+        """PEM files: the chain from the door's own certificate on, and its private key. Raises DeployError."""
+        self._certificate = Path(certificate)
+        self._key = Path(key)
+        self._seen = self._stamp()
+        self._first = self._read()
+
+    @classmethod
+    def of(cls, certificate: str | None, key: str | None) -> Certificates | None:
+        """None where there are no files: no TLS."""
+        return cls(certificate, key) if certificate and key else None
+
+    def for_grpc(self) -> grpc.ServerCredentials:
+        return grpc.dynamic_ssl_server_credentials(_configuration(*self._first), self._newer)
+
+    def _newer(self) -> grpc.ServerCertificateConfiguration | None:
+        """None: as before. Files that do not fit each other are passed over: half of a pair may be written yet."""
+        try:
+            stamp = self._stamp()
+            if stamp == self._seen:
+                return None
+            pair = self._read()
+        except DeployError as error:
+            logger.warning("the door keeps its certificate: %s", error)
+            return None
+        self._seen = stamp
+        logger.info("the door has a new certificate from %s", self._certificate)
+        return _configuration(*pair)
+
+    def _read(self) -> tuple[bytes, bytes]:
+        """Both files, which fit each other."""
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self._certificate, self._key)
+            return self._certificate.read_bytes(), self._key.read_bytes()
+        except (OSError, ssl.SSLError) as error:
+            raise DeployError(f"router.tls_cert {self._certificate}, router.tls_key {self._key}: {error}") from None
+
+    def _stamp(self) -> _Stamp:
+        try:
+            found = [path.stat() for path in (self._certificate, self._key)]
+        except OSError as error:
+            raise DeployError(f"router.tls_cert {self._certificate}, router.tls_key {self._key}: {error}") from None
+        return found[0].st_mtime_ns, found[0].st_ino, found[1].st_mtime_ns, found[1].st_ino
+
+
+def _configuration(certificate: bytes, key: bytes) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(key, certificate)])

@@ -1,0 +1,63 @@
+"""API keys as the controller keeps them: through its own death, a Redis that forgets, and the deployment's end."""
+
+from __future__ import annotations
+
+import asyncio
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from cluster.index.key_channel import KEY_SEAL, KeyReader
+from cluster.index.presence import connect_redis
+from cluster.words.api_key import KeyBook, new_key, new_secret
+from cluster.words.errors import SpecError
+from tests.cluster.control.conftest import Deployment
+from tests.waiting import until
+
+_NOBODY: dict[str, Any] = {"prefill": {"replicas": 0}, "decode": {"replicas": 0}}
+
+
+def told(deployment: Deployment, redis_url: str) -> KeyBook | None:
+    """What a router that starts now reads."""
+
+    async def read() -> KeyBook | None:
+        seal_key = deployment.credentials.key(KEY_SEAL)
+        reader = KeyReader(connect_redis(redis_url), name=deployment.name, seal_key=seal_key)
+        try:
+            return await reader.read()
+        finally:
+            await reader.close()
+
+    return asyncio.run(read())
+
+
+@pytest.mark.timeout(300)
+def test_keys_outlive_their_keeper_the_redis_and_the_deployment(
+    deploy: Callable[..., Deployment], redis_url: str, tmp_path: Path
+) -> None:
+    import ray
+
+    deployment = deploy(_NOBODY, index_url=redis_url)
+    first, second = new_key("first", new_secret(), rpm=3), new_key("second", new_secret())
+    deployment.call("add_key", first)
+    deployment.call("add_key", second)
+    with pytest.raises(SpecError, match="a key is called first already"):
+        deployment.call("add_key", new_key("first", new_secret()))
+    book = KeyBook(version=2, keys=(first, second))
+    assert deployment.call("keys") == book == told(deployment, redis_url), "at once"
+
+    redis.Redis.from_url(redis_url).flushall()
+    until(lambda: told(deployment, redis_url) == book)
+    ray.kill(deployment.controller, no_restart=False)
+    assert deployment.call("revoke_key", "second") == second
+    assert told(deployment, redis_url) == KeyBook(version=3, keys=(first,))
+
+    file = tmp_path / "keys.json"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    deployment.call("stop")
+    again = deploy(_NOBODY, index_url=redis_url)
+    assert again.call("keys") == KeyBook(version=3, keys=(first,))

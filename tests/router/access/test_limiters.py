@@ -1,0 +1,253 @@
+"""Both limiters against the same contract, and the one in Redis with several routers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+import redis
+from redis.asyncio import Redis
+
+from cluster.index.presence import connect_redis
+from cluster.words.api_key import ApiKey, new_key
+from cluster.words.errors import RateLimited
+from router.access.limiter import LEASE_S, WINDOW, Limiter, Reservation
+from router.access.local_limiter import LocalLimiter
+from router.access.redis_limiter import RedisLimiter
+
+Make = Callable[[], Limiter]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.seconds = 1_000_000.25
+
+    def now(self) -> float:
+        return self.seconds
+
+    def now_ms(self) -> int:
+        return round(self.seconds * 1e3)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def clients(redis_url: str) -> AsyncIterator[list[Redis]]:
+    redis.Redis.from_url(redis_url).flushall()
+    found = [connect_redis(redis_url) for _ in range(2)]
+    yield found
+    for client in found:
+        await client.aclose()
+
+
+@pytest.fixture(params=["local", "redis"])
+def limiter(request: pytest.FixtureRequest, clock: Clock, clients: list[Redis]) -> Limiter:
+    if request.param == "local":
+        return LocalLimiter(now=clock.now)
+    return RedisLimiter(clients[0], name="d", now_ms=clock.now_ms)
+
+
+def key(**limits: Any) -> ApiKey:
+    return new_key("acme", "sk-x", **limits)
+
+
+async def take(limiter: Limiter, of: ApiKey, *, tokens: int = 0, id: str = "") -> Reservation | RateLimited:
+    try:
+        return await limiter.take(of, id=id or f"{random.getrandbits(64):x}", num_tokens=tokens)
+    except RateLimited as error:
+        return error
+
+
+async def taken(limiter: Limiter, of: ApiKey, **asked: Any) -> Reservation:
+    found = await take(limiter, of, **asked)
+    assert isinstance(found, Reservation), found
+    return found
+
+
+async def refused(limiter: Limiter, of: ApiKey, **asked: Any) -> RateLimited:
+    found = await take(limiter, of, **asked)
+    assert isinstance(found, RateLimited)
+    return found
+
+
+async def test_so_many_requests_in_any_minute(limiter: Limiter, clock: Clock) -> None:
+    limited = key(rpm=3)
+    for _ in range(3):
+        await taken(limiter, limited)
+        clock.seconds += 10
+    error = await refused(limiter, limited)
+    assert "3 requests a minute" in str(error)
+    assert error.headers["x-ratelimit-remaining-requests"] == "0"
+    clock.seconds += error.retry_after_s - 0.001
+    await refused(limiter, limited)
+    clock.seconds += 0.001  # now the first has left the window, and no other
+    await taken(limiter, limited)
+    await refused(limiter, limited)
+
+
+async def test_never_more_in_a_minute_wherever_it_begins(limiter: Limiter, clock: Clock) -> None:
+    limited = key(rpm=5)
+    draw = random.Random(7)
+    passed = []
+    for _ in range(300):
+        clock.seconds += draw.expovariate(1 / 4)
+        if isinstance(await take(limiter, limited), Reservation):
+            passed.append(clock.seconds)
+    assert all(later - earlier > 60 for earlier, later in zip(passed, passed[5:], strict=False))
+    assert len(passed) > 80  # of 1,200 s, 100 at most
+
+
+async def test_tokens_are_taken_before_and_settled_after(limiter: Limiter) -> None:
+    limited = key(tpm=100)
+    first = await taken(limiter, limited, tokens=80)
+    error = await refused(limiter, limited, tokens=30)
+    assert "100 tokens a minute" in str(error) and error.headers["x-ratelimit-remaining-tokens"] == "20"
+    await limiter.settle(first, used=10)
+    second = await taken(limiter, limited, tokens=90)
+    assert second.standing.num_tokens == 100
+    await limiter.settle(second, used=95)  # more than it had said is charged, too
+    assert (await refused(limiter, limited, tokens=1)).headers["x-ratelimit-remaining-tokens"] == "0"
+
+
+async def test_what_is_settled_a_minute_later_changes_nothing(limiter: Limiter, clock: Clock) -> None:
+    limited = key(tpm=100)
+    first = await taken(limiter, limited, tokens=100)
+    clock.seconds += WINDOW
+    await taken(limiter, limited, tokens=60)
+    await limiter.settle(first, used=5)
+    await refused(limiter, limited, tokens=41)
+
+
+async def test_so_many_at_a_time(limiter: Limiter) -> None:
+    limited = key(concurrency=2)
+    first, _ = [await taken(limiter, limited) for _ in range(2)]
+    error = await refused(limiter, limited)
+    assert "2 requests at a time" in str(error) and error.retry_after_s > 0 and error.headers == {}
+    await limiter.settle(first, used=0)
+    await taken(limiter, limited)
+
+
+async def test_a_request_that_is_refused_takes_nothing(limiter: Limiter) -> None:
+    limited = key(rpm=10, tpm=10, concurrency=1)
+    first = await taken(limiter, limited, tokens=4)
+    for _ in range(5):
+        await refused(limiter, limited, tokens=4)  # by concurrency
+        await refused(limiter, limited, tokens=9)  # by tokens
+    await limiter.settle(first, used=4)
+    standing = (await taken(limiter, limited, tokens=6)).standing
+    assert (standing.num_requests, standing.num_tokens) == (2, 10)
+
+
+async def test_keys_do_not_count_for_each_other(limiter: Limiter) -> None:
+    one, other = key(rpm=1), key(rpm=1)
+    await taken(limiter, one)
+    await taken(limiter, other)
+    await refused(limiter, one)
+
+
+async def test_the_headers_are_openais(limiter: Limiter, clock: Clock) -> None:
+    limited = key(rpm=5, tpm=50)
+    await taken(limiter, limited, tokens=10)
+    clock.seconds += 30
+    headers = (await taken(limiter, limited, tokens=15)).standing.headers(limited)
+    assert headers == {
+        "x-ratelimit-limit-requests": "5",
+        "x-ratelimit-remaining-requests": "3",
+        "x-ratelimit-reset-requests": "60.750s",
+        "x-ratelimit-limit-tokens": "50",
+        "x-ratelimit-remaining-tokens": "25",
+        "x-ratelimit-reset-tokens": "60.750s",
+    }
+    assert (await taken(limiter, key(concurrency=1))).standing.headers(key(concurrency=1)) == {}
+
+
+async def test_both_say_the_same_of_whatever_comes(clock: Clock, clients: list[Redis]) -> None:
+    limited = key(rpm=8, tpm=60, concurrency=4)
+    both: list[Limiter] = [LocalLimiter(now=clock.now), RedisLimiter(clients[0], name="d", now_ms=clock.now_ms)]
+    draw = random.Random(3)
+    running: list[list[Reservation]] = []
+    counts = {"taken": 0, "refused": 0}
+    for number in range(400):
+        clock.seconds = round(clock.seconds + draw.expovariate(1 / 3), 3)
+        for pair in running:
+            for limiter, one in zip(both, pair, strict=True):
+                await limiter.renew([one])
+        if running and draw.random() < 0.4:
+            used = draw.randrange(30)
+            for limiter, one in zip(both, running.pop(draw.randrange(len(running))), strict=True):
+                await limiter.settle(one, used=used)
+            continue
+        tokens = draw.randrange(30)
+        answers = [await take(limiter, limited, tokens=tokens, id=str(number)) for limiter in both]
+        said = [
+            (str(one), one.headers) if isinstance(one, RateLimited) else ("", one.standing.headers(limited))
+            for one in answers
+        ]
+        assert said[0] == said[1]
+        if isinstance(answers[0], RateLimited):
+            counts["refused"] += 1
+            assert isinstance(answers[1], RateLimited)
+            assert answers[0].retry_after_s == pytest.approx(answers[1].retry_after_s, abs=2e-3)
+        else:
+            counts["taken"] += 1
+            running.append([one for one in answers if isinstance(one, Reservation)])
+    assert min(counts.values()) > 50
+
+
+# ---- several routers
+
+
+async def test_a_limit_is_exact_for_all_routers_together(clients: list[Redis]) -> None:
+    routers = [RedisLimiter(client, name="d") for client in clients]
+    for limited, wanted in (
+        (key(rpm=20), 20),
+        (key(concurrency=20), 20),
+        (key(tpm=200), 20),
+    ):
+        answers = await asyncio.gather(*(take(routers[i % 2], limited, tokens=10) for i in range(100)))
+        assert sum(isinstance(answer, Reservation) for answer in answers) == wanted
+
+
+async def test_the_places_of_a_router_that_dies_come_back(clients: list[Redis], clock: Clock) -> None:
+    lives, dies = (RedisLimiter(client, name="d", now_ms=clock.now_ms) for client in clients)
+    limited = key(concurrency=2)
+    kept = await taken(lives, limited)
+    await taken(dies, limited)
+    clock.seconds += LEASE_S / 2
+    await lives.renew([kept])
+    await refused(lives, limited)
+    clock.seconds += LEASE_S / 2 + 0.001
+    await taken(lives, limited)
+    await refused(lives, limited)
+
+
+async def test_a_place_that_was_given_back_is_not_renewed(clients: list[Redis]) -> None:
+    limiter = RedisLimiter(clients[0], name="d")
+    limited = key(concurrency=1)
+    first = await taken(limiter, limited)
+    await limiter.settle(first, used=0)
+    await limiter.renew([first])
+    await taken(limiter, limited)
+
+
+async def test_one_round_trip_a_request(clients: list[Redis]) -> None:
+    limiter = RedisLimiter(clients[0], name="d")
+    limited = key(rpm=10, tpm=10, concurrency=10)
+    await taken(limiter, limited)  # the script is known from now on
+    before = (await clients[1].info("commandstats")).get("cmdstat_evalsha", {"calls": 0})["calls"]
+    await taken(limiter, limited)
+    after = (await clients[1].info("commandstats"))["cmdstat_evalsha"]["calls"]
+    assert after - before == 1
+
+
+async def test_a_router_alone_has_its_part() -> None:
+    limiter = LocalLimiter(num_routers=3)
+    limited = key(rpm=10)
+    answers = [await take(limiter, limited) for _ in range(10)]
+    assert sum(isinstance(answer, Reservation) for answer in answers) == 3

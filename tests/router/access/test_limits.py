@@ -1,0 +1,141 @@
+"""A key's limits around a request: also when Redis goes away, and when the request does."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import redis
+
+from cluster.index.presence import connect_redis
+from cluster.process.ports import free_port
+from cluster.words.errors import RateLimited, RequestError
+from router.access.client import Client
+from router.access.limits import Limits
+from router.access.local_limiter import LocalLimiter
+from router.access.redis_limiter import RedisLimiter
+from router.text.completion import Completion
+from router.text.completion_request import CompletionRequest
+from tests.router.access.keys import SALT_KEY, issue
+from tests.router.fake_token_service import FakeTokenService
+from tests.router.tiny_service import MakeCompletions
+
+
+def client(**limits: Any) -> Client:
+    return Client(key=issue("acme", **limits).key, salt_key=SALT_KEY)
+
+
+@pytest.fixture
+def limits() -> Limits:
+    return Limits(None, LocalLimiter())
+
+
+async def opened(completions: MakeCompletions, prompt: str = "abc", **fields: Any) -> Completion:
+    request = CompletionRequest(id="r1", prompt=prompt, ignore_eos=True, **fields)
+    return await completions(FakeTokenService()).open(request)
+
+
+async def run(completion: Completion) -> None:
+    async with completion.run() as events:
+        async for _ in events:
+            pass
+
+
+async def test_what_was_not_used_is_given_back(completions: MakeCompletions, limits: Limits) -> None:
+    asking = client(tpm=120)
+    for _ in range(5):  # each might use 60 and uses 13
+        one = await opened(completions, max_tokens=20, n=3, stop=("zz",))
+        num_prompt = len(one.prompt_ids)
+        async with limits.reserved(asking, [one]) as headers:
+            assert int(headers["x-ratelimit-remaining-tokens"]) >= 0
+            assert one.most_tokens == num_prompt + 60
+        await limits.settled()  # it was never given to a replica: nothing is charged
+    one = await opened(completions, max_tokens=10)
+    async with limits.reserved(asking, [one]):
+        await run(one)
+    await limits.settled()
+    async with limits.reserved(asking, [one]) as headers:
+        assert int(headers["x-ratelimit-remaining-tokens"]) == 120 - 2 * (len(one.prompt_ids) + 10)
+
+
+async def test_a_request_without_bounds_may_have_the_whole_budget(completions: MakeCompletions, limits: Limits) -> None:
+    one = await opened(completions)  # as much as the context has room for
+    async with limits.reserved(client(tpm=50), [one]) as headers:
+        assert headers["x-ratelimit-remaining-tokens"] == "0"
+
+
+async def test_a_prompt_beyond_the_budget_is_refused_for_good(completions: MakeCompletions, limits: Limits) -> None:
+    one = await opened(completions, "a b c d e f g h", max_tokens=1)
+    with pytest.raises(RequestError, match=r"prompt: has \d+ tokens; this API key may have 2 a minute"):
+        async with limits.reserved(client(tpm=2), [one]):
+            pass
+
+
+async def test_a_cancelled_request_gives_its_place_back(completions: MakeCompletions, limits: Limits) -> None:
+    asking, one = client(concurrency=1), await opened(completions, max_tokens=1)
+    has_begun = asyncio.Event()
+
+    async def hold() -> None:
+        async with limits.reserved(asking, [one]):
+            has_begun.set()
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(hold())
+    await has_begun.wait()
+    with pytest.raises(RateLimited):
+        async with limits.reserved(asking, [one]):
+            pass
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await limits.settled()
+    async with limits.reserved(asking, [one]):
+        pass
+
+
+async def test_without_redis_each_router_keeps_to_its_part(completions: MakeCompletions) -> None:
+    away = connect_redis(f"redis://127.0.0.1:{free_port()}")
+    limits = Limits(RedisLimiter(away, name="d"), LocalLimiter(num_routers=2))
+    asking, one = client(rpm=4), await opened(completions, max_tokens=1)
+    for _ in range(2):
+        async with limits.reserved(asking, [one]):
+            pass
+    with pytest.raises(RateLimited):
+        async with limits.reserved(asking, [one]):
+            pass
+    await limits.settled()
+    await away.aclose()
+
+
+async def test_a_key_without_limits_asks_nobody(completions: MakeCompletions, redis_url: str) -> None:
+    there = connect_redis(redis_url)
+    limits = Limits(RedisLimiter(there, name="d"), LocalLimiter())
+    one, key = await opened(completions, max_tokens=1), client().key
+    assert key
+    async with limits.reserved(Client(key=replace(key, max_tokens=5), salt_key=SALT_KEY), [one]) as headers:
+        assert headers == {}
+    with redis.Redis.from_url(redis_url) as looking:
+        assert not looking.exists(f"d:key:{key.id}:used")
+    await there.aclose()
+
+
+async def test_who_has_used_up_its_requests_is_told_without_asking_anybody(
+    completions: MakeCompletions, redis_url: str
+) -> None:
+    there = connect_redis(redis_url)
+    limits = Limits(RedisLimiter(there, name="d"), LocalLimiter())
+    asking, one = client(rpm=1), await opened(completions, max_tokens=1)
+    limits.check(asking)
+    async with limits.reserved(asking, [one]):
+        pass
+    limits.check(asking)  # it is the next request that finds out
+    with pytest.raises(RateLimited):
+        async with limits.reserved(asking, [one]):
+            pass
+    with pytest.raises(RateLimited) as caught:
+        limits.check(asking)
+    assert 0 < caught.value.retry_after_s <= 61
+    assert caught.value.headers["x-ratelimit-remaining-requests"] == "0"
+    limits.check(client(rpm=1))
+    await there.aclose()

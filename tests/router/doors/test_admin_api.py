@@ -1,0 +1,59 @@
+"""What operators ask a router: at an address of its own, which its clients do not reach."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from cluster.host.router_admin import ask_at, ask_here, seen_by
+from cluster.process.ports import free_ports
+from cluster.words.errors import DeployError
+from router.doors.admin_api import AdminListener, create_admin_app
+from tests.router.http_server import serve_http
+
+
+def app(*, deployment: str = "d", router: str = "router-1", decode: int = 1) -> Any:
+    return create_admin_app(
+        deployment=deployment,
+        router=router,
+        health=lambda: {"prefill": 2, "decode": decode},
+        metrics=lambda: b"requests_total 1\n",
+        explain_route=lambda request_id: {request_id: []} if request_id == "r/1" else {},
+    )
+
+
+async def test_it_says_what_clients_are_not_told() -> None:
+    listener = AdminListener.open(app(), host="127.0.0.1", ports=[0])
+    async with httpx.AsyncClient(base_url="http://{}:{}".format(*listener.address)) as http:
+        health = (await http.get("/health")).json()
+        assert health == {"deployment": "d", "router": "router-1", "replicas": {"prefill": 2, "decode": 1}}
+        metrics = await http.get("/metrics")
+        assert metrics.headers["content-type"].startswith("text/plain") and metrics.text == "requests_total 1\n"
+        assert (await http.get("/debug/routes/r1")).status_code == 404
+        assert (await http.get("/v1/models")).status_code == 404
+    await listener.close()
+
+
+async def test_routers_of_one_machine_take_ports_in_turn() -> None:
+    first = free_ports(2)
+    listeners = [AdminListener.open(app(), host="127.0.0.1", ports=[first, first + 1]) for _ in range(2)]
+    assert [listener.address[1] for listener in listeners] == [first, first + 1]
+    with pytest.raises(DeployError, match=f"router.admin_port: no port from {first} to {first + 1}"):
+        AdminListener.open(app(), host="127.0.0.1", ports=[first, first + 1])
+    for listener in listeners:
+        await listener.close()
+
+
+async def test_whoever_else_listens_there_is_passed_over() -> None:
+    async with serve_http(app(router="a")) as one, serve_http(app(router="b", decode=0)) as two:
+        async with serve_http(app(deployment="other")) as stranger:
+            addresses = ["{}:{}".format(*address) for address in (one, stranger, two)] + ["127.0.0.1:1"]
+            answers = await asyncio.to_thread(ask_here, "d", addresses, "/health")
+            routes = await asyncio.to_thread(ask_here, "d", addresses, "/debug/routes/r%2F1")
+            alone = await asyncio.to_thread(ask_at, addresses[1], "/health")
+    assert [answer.json()["router"] for answer in answers] == ["a", "b"]
+    assert seen_by(answers) == {"prefill": 2, "decode": 0} and seen_by([]) is None
+    assert len(routes) == 2 and len(alone) == 1
