@@ -119,6 +119,7 @@ class RouterService:
             is_required=spec.router.needs_keys(host),
             is_cache_told=is_loopback(host),
             num_routers=spec.router.replicas,
+            count=lambda outcome: metrics.requests.labels(outcome).inc(),
         )
         door = await open_grpc_api(
             completions,

@@ -7,9 +7,10 @@ import asyncio
 from redis.asyncio import Redis
 
 from cluster.index.key_channel import KeyReader
+from cluster.words.errors import ClusterError, outcome_of
 from router.access.client import Client
 from router.access.keyring import Keyring
-from router.access.limits import Limits
+from router.access.limits import Count, Limits
 from router.access.local_limiter import LocalLimiter
 from router.access.redis_limiter import RedisLimiter
 
@@ -17,8 +18,11 @@ from router.access.redis_limiter import RedisLimiter
 class Access:
     """What both doors ask. Lives on the router's event loop."""
 
-    def __init__(self, keyring: Keyring, limits: Limits, redis: Redis | None = None) -> None:
-        """redis: closed with this."""
+    def __init__(
+        self, keyring: Keyring, limits: Limits, redis: Redis | None = None, *, count: Count = lambda outcome: None
+    ) -> None:
+        """redis: closed with this. count: told of whom it turned away."""
+        self._count = count
         self.limits = limits
         self._keyring = keyring
         self._redis = redis
@@ -35,12 +39,13 @@ class Access:
         is_required: bool,
         is_cache_told: bool,
         num_routers: int,
+        count: Count,
     ) -> Access:
         """Of the deployment `name`: with what its controller says now, and from now on."""
         reader = KeyReader(redis, name=name, seal_key=seal_key)
         keyring = Keyring(reader, salt_key=salt_key, is_required=is_required, is_cache_told=is_cache_told)
-        limits = Limits(RedisLimiter(redis, name=name), LocalLimiter(num_routers=num_routers))
-        access = cls(keyring, limits, redis)
+        limits = Limits(RedisLimiter(redis, name=name), LocalLimiter(num_routers=num_routers), count=count)
+        access = cls(keyring, limits, redis, count=count)
         await keyring.read()
         access._tasks = [asyncio.create_task(keyring.follow_forever()), asyncio.create_task(limits.keep_forever())]
         return access
@@ -53,7 +58,11 @@ class Access:
 
     def identify(self, authorization: str | None) -> Client:
         """Whom a request is from, by its `Authorization` header. Raises Unauthenticated or KeysUnknown."""
-        return self._keyring.identify(authorization)
+        try:
+            return self._keyring.identify(authorization)
+        except ClusterError as error:
+            self._count(outcome_of(error).code)
+            raise
 
     async def close(self) -> None:
         self._keyring.close()
