@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import ray
 from fastapi import FastAPI
 from ray import serve
 
+from cluster.control.certificates import open_identity
 from cluster.process.log import redirect_output
 from cluster.words.credentials import Credentials
+from cluster.words.process_name import ProcessName
 from cluster.words.spec_file import parse_spec
 from router.service import RouterService
 
@@ -55,8 +58,14 @@ class Router:
         redirect_output(Path(log_dir) / log, who=name)
         parsed = parse_spec(spec)
         host = parsed.router.host or ray.util.get_node_ip_address()
+        who = ProcessName.of_router(parsed.name, name)
+        identity = await asyncio.to_thread(open_identity, who, tls=parsed.security.tls)
         self._service = await RouterService.open(
-            parsed, index_url=index_url, credentials=Credentials.from_plain(credentials), router=name, host=host
+            parsed,
+            index_url=index_url,
+            credentials=Credentials.from_plain(credentials),
+            identity=identity,
+            host=host,
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:

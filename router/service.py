@@ -18,6 +18,7 @@ from cluster.model import config as model_config
 from cluster.model import source as model_source
 from cluster.rpc import worker_pb2
 from cluster.words.credentials import Credentials
+from cluster.words.papers import Identity
 from cluster.words.request import Role
 from cluster.words.spec import RouterSpec, Spec, is_loopback
 from router.access.access import Access
@@ -74,16 +75,16 @@ class RouterService:
 
     @classmethod
     async def open(
-        cls, spec: Spec, *, index_url: str, credentials: Credentials, router: str, host: str = "127.0.0.1"
+        cls, spec: Spec, *, index_url: str, credentials: Credentials, identity: Identity, host: str = "127.0.0.1"
     ) -> RouterService:
         """Load the model's text side, find the replicas, open the gRPC door. Raises SpecError, DeployError.
 
-        router: a name that no other one of this deployment has. host: where the gRPC door listens.
+        identity: by a name that no other one of this deployment has. host: where the gRPC door listens.
         """
         model_dir = await asyncio.to_thread(model_source.resolve, spec.model.source)
         config = model_config.load(model_dir)
         metrics = Metrics()
-        replicas = Replicas(lambda member: GrpcWorker(member.replica, member.address, router=router))
+        replicas = Replicas(lambda member: GrpcWorker(member.replica, member.address, identity=identity))
         discovery = Discovery(connect_redis(index_url), replicas, name=spec.name, key=credentials.key("member"))
         policy = make_policy(spec.router.policy, pulls=True)
         dispatch = Dispatch(
@@ -131,8 +132,14 @@ class RouterService:
         discovery.start()
         service = cls(completions, core, discovery, metrics, access, door, spec.router)
         metrics.watch(service._statuses)
-        service._open_admin(spec, router=router)
-        logger.info("router open router=%s grpc=%s:%d admin=%s:%d", router, host, door.port, *service.admin_address)
+        service._open_admin(spec, router=identity.name.member)
+        logger.info(
+            "router open router=%s grpc=%s:%d admin=%s:%d",
+            identity.name.member,
+            host,
+            door.port,
+            *service.admin_address,
+        )
         return service
 
     @property

@@ -59,6 +59,7 @@ def deploy(
     if address is None:
         here = preflight.this_node()
         doors = plan_doors(spec.router, [here], is_one_machine=True)
+        preflight.check_authority(spec.security)
         preflight.check_ports(spec.router, doors.http_host)
         preflight.check_nodes(spec, [here], wait_for_nodes=wait_for_nodes)
         router = _router(spec, doors)

@@ -15,7 +15,7 @@ from cluster.process.ports import is_free
 from cluster.words.errors import DeployError, SpecError
 from cluster.words.network import check_carrier, is_loopback, is_private
 from cluster.words.request import Role
-from cluster.words.spec import RouterSpec, Spec
+from cluster.words.spec import RouterSpec, SecuritySpec, Spec
 
 _REDIS_S = 3.0
 
@@ -121,6 +121,14 @@ def check_certificate(certificate: str, key: str) -> None:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
     except (OSError, ssl.SSLError) as error:
         raise SpecError(f"router.tls_cert {certificate}, router.tls_key {key}: {error}") from None
+
+
+def check_authority(security: SecuritySpec) -> None:
+    """With `tls: files`, an authority that may issue; of a Ray on this machine. On another one its head looks."""
+    if security.tls == "files":
+        from cluster.control import authority_store
+
+        authority_store.open_files(security)
 
 
 def check_nodes(spec: Spec, nodes: Sequence[Node], *, wait_for_nodes: bool = False) -> None:

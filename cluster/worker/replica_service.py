@@ -116,7 +116,7 @@ class ReplicaService:
 
     async def _watch(self, other_ranks: Sequence[str]) -> None:
         try:
-            await watch_ranks(other_ranks)
+            await watch_ranks(other_ranks, self._host.identity)
         except* ReplicaLost as lost:
             logger.error("this replica cannot go on: %s", lost.exceptions[0])
             self._end(ReplicaLost(str(lost.exceptions[0])))

@@ -49,6 +49,10 @@ def left_of(cluster: ClusterCommand) -> list[int]:
         ),
         (["deploy", "1P1D", "--set", "decode.labels.pool=x"], "decode: no node has the labels pool=x"),
         (["deploy", "1P1D", "--grpc-port", "8000"], "router.http_port: 8000 is router.grpc_port, too"),
+        (
+            [*("deploy", "1P1D"), *("--set", "security={tls: files, ca: nowhere.pem, certificate: c, key: k}")],
+            "security.ca: nowhere.pem No such file or directory",
+        ),
         (["deploy"], "Missing argument"),
         (["deploy", "1P1D", "--frobnicate"], "No such option: --frobnicate"),
         (["scale", "prefill"], "scale prefill: write prefill=N, decode=N or both"),

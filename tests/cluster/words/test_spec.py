@@ -60,6 +60,27 @@ def test_cuda_graphs_are_no_number() -> None:
         load_spec("1P1D", overrides=["engine.cuda_graphs=8"])
 
 
+@pytest.mark.parametrize(("text", "meant"), [("auto", "auto"), ("off", "off"), ("false", "off")])
+def test_tls(text: str, meant: str) -> None:
+    assert load_spec("1P1D", overrides=[f"security.tls={text}"]).security.tls == meant
+
+
+@pytest.mark.parametrize(
+    ("security", "said"),
+    [
+        ({"tls": "files"}, "spec: security: tls: files needs ca, certificate, key, too"),
+        ({"tls": "files", "ca": "a", "key": "k"}, "spec: security: tls: files needs certificate, too"),
+        ({"ca": "a"}, "spec: security: ca: only with tls: files"),
+        ({"tls": "off", "key": "k"}, "spec: security: key: only with tls: files"),
+        ({"tls": "on"}, "spec: security.tls: input should be 'auto', 'files' or 'off'"),
+    ],
+)
+def test_what_security_lacks(security: dict[str, str], said: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        parse_spec({"security": security})
+    assert str(refused.value).startswith(said)
+
+
 @pytest.mark.parametrize(
     ("source", "name"),
     [

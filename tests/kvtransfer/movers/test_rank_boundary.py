@@ -34,6 +34,8 @@ from kvtransfer.movers.sender import Sender
 from kvtransfer.protocol.frames import Opening
 from kvtransfer.protocol.ledger import Landing
 from kvtransfer.protocol.passage import Shipment
+from tests.identities import in_clear
+from tests.identities import rank as named
 from tests.waiting import becomes
 
 _LAYOUT = KVLayout(model="m", num_layers=2, num_kv_heads=4, head_dim=16, block_size=8, dtype="float32")
@@ -56,6 +58,7 @@ def _config() -> LinkConfig:
     pool = KVPool(_LAYOUT, num_blocks=_NUM_BLOCKS, device=torch.device("cpu"))
     return LinkConfig(
         rank=0,
+        identity=in_clear(named("decode-0")),
         pool=pool,
         wire_dtype="raw",
         backend="tcp",

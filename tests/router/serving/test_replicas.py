@@ -20,10 +20,12 @@ from router.serving.discovery import Discovery
 from router.serving.grpc_worker import GrpcWorker
 from router.serving.replica import Replica
 from router.serving.replicas import Replicas
+from tests.identities import in_clear, router
 from tests.waiting import becomes
 
 _NAME = "here"
 _KEY = bytes(32)
+_ROUTER = in_clear(router())
 
 
 class _Worker(rpc.WorkerServicer):
@@ -71,7 +73,7 @@ async def test_who_still_calls_a_replica_that_has_left_loses_it_like_any_other(r
     await redis.flushall()
     membership = Membership(redis, name=_NAME, key=_KEY)
     await membership.renew(member)
-    replicas = Replicas(lambda member: GrpcWorker(member.replica, member.address, router="router-0"))
+    replicas = Replicas(lambda member: GrpcWorker(member.replica, member.address, identity=_ROUTER))
     discovery = Discovery(connect_redis(redis_url), replicas, name=_NAME, key=_KEY)
     discovery.start()
     try:
@@ -119,7 +121,7 @@ async def test_a_replica_whose_frames_cannot_be_read_is_lost() -> None:
     rpc.add_WorkerServicer_to_server(Garbled(), server)
     await server.start()
     member = _member("decode-0", Role.DECODE, port)
-    replicas = Replicas(lambda member: GrpcWorker(member.replica, member.address, router="router-0"))
+    replicas = Replicas(lambda member: GrpcWorker(member.replica, member.address, identity=_ROUTER))
     replicas.add(member)
     try:
         await _until_alive(replicas, alive=True)
