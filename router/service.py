@@ -42,7 +42,6 @@ from router.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 _SALT = "cache salts"  # purpose of a key
-_LIMITS_S = 0.5  # of an answer of Redis, for which a request waits
 _CLOSE_GRACE_S = 5.0
 _WATCH_S = 1.0
 
@@ -113,13 +112,14 @@ class RouterService:
             max_request_s=spec.timeouts.request_s,
         )
         access = await Access.follow(
-            connect_redis(index_url, within_s=_LIMITS_S),
+            index_url,
             name=spec.name,
             seal_key=credentials.key(KEY_SEAL),
             salt_key=credentials.key(_SALT),
             is_required=spec.router.needs_keys(host),
             is_cache_told=is_loopback(host),
             num_routers=spec.router.replicas,
+            count=lambda outcome: metrics.requests.labels(outcome).inc(),
         )
         door = await open_grpc_api(
             completions,

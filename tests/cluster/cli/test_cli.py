@@ -60,6 +60,11 @@ def left_of(cluster: ClusterCommand) -> list[int]:
         (["drain", "decode-0"], "nothing is deployed"),
         (["logs", "decode-0"], "nothing is deployed"),
         (["generate", "hi"], "nothing is deployed"),
+        (["keys", "create", "acme"], "nothing is deployed"),
+        (["keys", "create", "a b"], "NAME 'a b': write 1 to 64 letters"),
+        (["keys", "create", "acme", "--priority", "5:2"], "--priority 5:2: write a number"),
+        (["deploy", "1P1D", "--set", "router.tls_key=a.pem"], "router: tls_cert and tls_key: one needs the other"),
+        (["deploy", "1P1D", "--set", "router.host=0.0.0.0"], "router.keys: the doors open to a network, at 0.0.0.0"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(tmp_path: Path, arguments: list[str], error: str) -> None:

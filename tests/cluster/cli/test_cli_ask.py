@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,21 @@ def test_a_conversation_is_kept(inference: FakeInference, cluster: ClusterComman
         [system, first, ("assistant", "first"), ("user", "second one")],
         [system, ("user", "third")],
     ]
+
+
+def test_a_key_comes_from_the_environment_or_is_this_machines_operators(
+    inference: FakeInference, cluster: ClusterCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cluster.run("generate", "hi").code == 0
+    state.save(replace(state.find("a"), needs_keys=True))
+    assert cluster.run("generate", "hi").code == 0  # this machine has none
+    state.operator_key_file("a").write_text("sk-own")
+    assert cluster.run("generate", "hi").code == 0
+    monkeypatch.setenv("XPYD_API_KEY", "sk-other")
+    told = cluster.run("generate", "hi")
+    assert (told.code, told.out, told.err) == (0, "hi\n", "")
+    assert "sk-other" not in cluster.run("generate", "--help").out
+    assert inference.authorizations == [None, None, "Bearer sk-own", "Bearer sk-other"]
 
 
 def test_asking_does_not_load_ray(tmp_path: Path) -> None:

@@ -159,6 +159,12 @@ async def test_defaults_are_those_beside_the_fields(door: Door, byte_level: Toke
     assert sent.deadline_s is not None and sent.deadline_s <= 60  # the router's own limit
 
 
+async def test_no_deadline_of_a_client_is_longer_than_the_routers(door: Door) -> None:
+    await door.generate(pb.GenerateRequest(prompt="ab"), timeout=3600)
+    (sent,) = door.fake.started
+    assert sent.deadline_s is not None and sent.deadline_s <= door.service.max_request_s == 60
+
+
 async def test_stop_strings_and_choices(door: Door) -> None:
     sampling = pb.SamplingParams(n=2, stop=["cd"], max_tokens=20)
     responses = await door.generate(pb.GenerateRequest(prompt="abcde", sampling=sampling))
