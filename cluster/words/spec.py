@@ -220,8 +220,8 @@ class RouterSpec(_Section):
     """Every so many tokens of an answer, its KV is copied to an idle prefill replica, so that little is computed again
     when its decode replica is lost, and the next turn finds it there. 0: never. What it costs: docs/FAULTS.md."""
     max_waiting: Count = 1024
-    """Requests queued in one router. One is refused where all that wait and those of its own tenant, added up, are so
-    many: a tenant that is alone, as all are who name none, has half of it."""
+    """Requests queued in one router. One is refused where all that wait and those of its own user, added up, are so
+    many, so that one who is alone has half of it; a tenant that is alone, with all its users, has three quarters."""
 
     @field_validator("tls_cert", "tls_key")
     @classmethod
@@ -291,6 +291,8 @@ class TimeoutSpec(_Section):
     """What a request waits for a replica with room."""
     request_s: Seconds = 3600.0
     """A request, whatever deadline its client names."""
+    unread_s: Seconds = 60.0
+    """What a client may leave a token unread; then its request ends."""
 
 
 class Spec(_Section):

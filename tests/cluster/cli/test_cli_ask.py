@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.cli.app import run
 from cluster.host import state
 from cluster.host.state import State
 from tests.cluster.cli.command import ClusterCommand
@@ -123,3 +125,33 @@ def test_asking_does_not_load_ray(tmp_path: Path) -> None:
     )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert loaded.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["generate", "hi", "--max-tokens", str(2**31)], "--max-tokens"),
+        (["generate", "hi", "--top-k", str(2**31)], "--top-k"),
+        (["generate", "hi", "--seed", str(2**64)], "--seed"),
+        (["generate", "\udcff\udcfe"], "the prompt is not UTF-8"),
+        (["generate", "hi", "--stop", "\udcff"], "--stop is not UTF-8"),
+        (["generate", "hi", "--system", "\udcff"], "--system is not UTF-8"),
+        (["explain", "r", "--admin", "http://[::1"], "no router answers"),
+        (["explain", "r", "--admin", "localhost:notaport"], "no router answers"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    inference: FakeInference, capsys: pytest.CaptureFixture[str], arguments: list[str], error: str
+) -> None:
+    assert run(arguments) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and error in said.err and said.err.count("\n") == 1, said.err
+    assert not inference.requests
+
+
+def test_a_prompt_on_stdin_that_is_no_text_is_one_line(
+    inference: FakeInference, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="utf-8"))
+    assert run(["generate", "-"]) == 2
+    assert "not UTF-8" in capsys.readouterr().err

@@ -94,3 +94,19 @@ def test_what_security_lacks(security: dict[str, str], said: str) -> None:
 def test_names_that_clients_use(source: str, name: str) -> None:
     assert parse_spec({"model": {"source": source}}).model.name == name
     assert parse_spec({"model": {"source": source, "served_name": "ours"}}).model.name == "ours"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"kv": {"encrypt": True, "host_link": "gloo"}},
+        {"kv": {"encrypt": True, "host_link": "a.link:Mine"}},
+        {"kv": {"encrypt": True}, "prefill": {"resources": {"gpus": 1}}},
+    ],
+)
+def test_what_cannot_be_encrypted_is_not_promised(more: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match=r"kv\.encrypt: only the tcp link can") as refused:
+        parse_spec(more)
+    assert "\n" not in str(refused.value)
+    assert parse_spec({"kv": {"encrypt": True}}).kv.encrypt and not parse_spec({}).kv.encrypt
+    assert not parse_spec({}).kv.trust_network
