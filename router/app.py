@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,17 @@ import ray
 from fastapi import FastAPI
 from ray import serve
 
+from cluster.control.certificates import open_identity
 from cluster.process.log import redirect_output
 from cluster.words.credentials import Credentials
+from cluster.words.errors import ReplicaFailed
+from cluster.words.process_name import ProcessName
 from cluster.words.spec_file import parse_spec
 from router.service import RouterService
 
 _MAX_REQUESTS = 100_000  # Serve's own limit must never be the one that bites: dispatch knows better when to refuse
+
+_LEAVE_S = 15.0  # a router's way out, beside the requests
 
 
 def build(
@@ -30,7 +36,8 @@ def build(
 
     actor_options: Ray's, which say on which nodes replicas may run.
     """
-    router = parse_spec(spec).router
+    parsed = parse_spec(spec)
+    router = parsed.router
     deployment = serve.deployment(
         name="router",
         num_replicas=router.replicas,
@@ -38,7 +45,8 @@ def build(
         ray_actor_options={"num_cpus": 0, **actor_options},
         health_check_period_s=2,
         health_check_timeout_s=10,
-        graceful_shutdown_timeout_s=20,
+        # Serve waits for its own requests first, then for close(), which waits for those of the gRPC door.
+        graceful_shutdown_timeout_s=2 * parsed.timeouts.drain_s + _LEAVE_S,
     )(serve.ingress()(Router))
     return deployment.bind(spec, index_url, log_dir, credentials)
 
@@ -55,12 +63,25 @@ class Router:
         redirect_output(Path(log_dir) / log, who=name)
         parsed = parse_spec(spec)
         host = parsed.router.host or ray.util.get_node_ip_address()
+        trail = Path(log_dir).with_name("trail") / Path(log).with_suffix(".jsonl")  # logs are cleared, this is not
+        who = ProcessName.of_router(parsed.name, name)
+        identity = await asyncio.to_thread(open_identity, who, tls=parsed.security.tls)
         self._service = await RouterService.open(
-            parsed, index_url=index_url, credentials=Credentials.from_plain(credentials), router=name, host=host
+            parsed,
+            index_url=index_url,
+            credentials=Credentials.from_plain(credentials),
+            identity=identity,
+            host=host,
+            trail=trail,
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._service.http_app(proxy_sets_request_id=True)
+
+    async def check_health(self) -> None:
+        """Serve asks every few seconds, and starts another replica where this raises."""
+        if not self._service.is_live():
+            raise ReplicaFailed("tasks of this router keep dying; its log says more")
 
     async def __del__(self) -> None:
         await self._service.close()

@@ -84,6 +84,12 @@ class Metrics:
             "cached_prompt_tokens_total", "Prompt tokens of requests that were not computed again.", registry=registry
         )
         self.generated_tokens = Counter("generated_tokens_total", "Tokens sent to clients.", registry=registry)
+        self.task_deaths = Counter(
+            "background_task_deaths_total",
+            "Tasks of the router that died, or ended, and were started again.",
+            ["task"],
+            registry=registry,
+        )
         self.requests_waiting = Gauge(
             "requests_waiting", "Requests queued until a replica has room.", registry=registry
         )

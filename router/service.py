@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterator
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
 
 from fastapi import FastAPI
 
@@ -16,14 +16,17 @@ from cluster.index.key_channel import KEY_SEAL
 from cluster.index.presence import connect_redis
 from cluster.model import config as model_config
 from cluster.model import source as model_source
+from cluster.process.supervisor import Supervisor
 from cluster.rpc import worker_pb2
 from cluster.words.credentials import Credentials
+from cluster.words.papers import Identity
 from cluster.words.request import Role
 from cluster.words.spec import RouterSpec, Spec, is_loopback
 from router.access.access import Access
 from router.doors.admin_api import AdminListener, create_admin_app
 from router.doors.certificates import Certificates
 from router.doors.grpc_api import GrpcApi, open_grpc_api
+from router.doors.health_api import HealthProbes
 from router.doors.openai_api import create_app
 from router.metrics import Metrics
 from router.routing.chooser import Chooser
@@ -35,14 +38,13 @@ from router.serving.grpc_worker import GrpcWorker
 from router.serving.replicas import Replicas
 from router.text.chat_template import ChatTemplate, find_chat_template
 from router.text.completion import Completions
-from router.text.completion_request import ModelCard
+from router.text.completion_request import MAX_CHOICES, ModelCard
 from router.text.tokenizer import Tokenizer
+from router.text.trail import RequestTrail
 
 logger = logging.getLogger(__name__)
 
 _SALT = "cache salts"  # purpose of a key
-_LIMITS_S = 0.5  # of an answer of Redis, for which a request waits
-_CLOSE_GRACE_S = 5.0
 _WATCH_S = 1.0
 
 
@@ -58,6 +60,9 @@ class RouterService:
         access: Access,
         door: GrpcApi,
         spec: RouterSpec,
+        *,
+        tasks: Supervisor,
+        drain_s: float,
     ) -> None:
         self._completions = completions
         self._dispatch = core.dispatch
@@ -67,25 +72,39 @@ class RouterService:
         self._access = access
         self._door = door
         self._admin: AdminListener | None = None
-        self._tasks = [_start(self._watch())]
+        self._drain_s = drain_s
+        self._is_closing = False
+        self._tasks = tasks
+        tasks.start("health", self._watch)
         if spec.rebalance:
-            self._tasks.append(_start(core.rebalance_forever()))
+            tasks.start("rebalance", core.rebalance_forever)
         if spec.backup_tokens:
-            self._tasks.append(_start(core.back_up_forever(every=spec.backup_tokens)))
+            tasks.start("backup", lambda: core.back_up_forever(every=spec.backup_tokens))
 
     @classmethod
     async def open(
-        cls, spec: Spec, *, index_url: str, credentials: Credentials, router: str, host: str = "127.0.0.1"
+        cls,
+        spec: Spec,
+        *,
+        index_url: str,
+        credentials: Credentials,
+        identity: Identity,
+        host: str = "127.0.0.1",
+        trail: Path | None = None,
     ) -> RouterService:
         """Load the model's text side, find the replicas, open the gRPC door. Raises SpecError, DeployError.
 
-        router: a name that no other one of this deployment has. host: where the gRPC door listens.
+        identity: by a name that no other one of this deployment has. host: where the gRPC door listens. trail: the file
+        with one line for each request.
         """
         model_dir = await asyncio.to_thread(model_source.resolve, spec.model.source)
         config = model_config.load(model_dir)
         metrics = Metrics()
-        replicas = Replicas(lambda member: GrpcWorker(member.replica, member.address, router=router))
-        discovery = Discovery(connect_redis(index_url), replicas, name=spec.name, key=credentials.key("member"))
+        tasks = Supervisor(died=lambda name: metrics.task_deaths.labels(name.partition(" ")[0]).inc())
+        replicas = Replicas(lambda member: GrpcWorker(member.replica, member.address, identity=identity), tasks=tasks)
+        discovery = Discovery(
+            connect_redis(index_url), replicas, name=spec.name, key=credentials.key("member"), tasks=tasks
+        )
         policy = make_policy(spec.router.policy, pulls=True)
         dispatch = Dispatch(
             replicas,
@@ -107,18 +126,22 @@ class RouterService:
                 max_context=min(config.max_context, spec.model.max_context or config.max_context),
                 vocab_size=config.vocab_size,
                 dtype=spec.model.dtype,
+                max_choices=min(MAX_CHOICES, spec.decode.max_running),
             ),
             metrics=metrics,
             max_request_s=spec.timeouts.request_s,
+            max_unread_s=spec.timeouts.unread_s,
+            trail=RequestTrail(trail),
         )
         access = await Access.follow(
-            connect_redis(index_url, within_s=_LIMITS_S),
+            index_url,
             name=spec.name,
             seal_key=credentials.key(KEY_SEAL),
             salt_key=credentials.key(_SALT),
             is_required=spec.router.needs_keys(host),
             is_cache_told=is_loopback(host),
             num_routers=spec.router.replicas,
+            count=lambda outcome: metrics.requests.labels(outcome).inc(),
         )
         door = await open_grpc_api(
             completions,
@@ -129,10 +152,17 @@ class RouterService:
             certificates=Certificates.of(spec.router.tls_cert, spec.router.tls_key),
         )
         discovery.start()
-        service = cls(completions, core, discovery, metrics, access, door, spec.router)
+        drain_s = spec.timeouts.drain_s
+        service = cls(completions, core, discovery, metrics, access, door, spec.router, tasks=tasks, drain_s=drain_s)
         metrics.watch(service._statuses)
-        service._open_admin(spec, router=router)
-        logger.info("router open router=%s grpc=%s:%d admin=%s:%d", router, host, door.port, *service.admin_address)
+        service._open_admin(spec, router=identity.name.member)
+        logger.info(
+            "router open router=%s grpc=%s:%d admin=%s:%d",
+            identity.name.member,
+            host,
+            door.port,
+            *service.admin_address,
+        )
         return service
 
     @property
@@ -149,6 +179,18 @@ class RouterService:
         """How many replicas of each role can be used now."""
         return {role.value: len(self._replicas.usable(role)) for role in Role}
 
+    @property
+    def probes(self) -> HealthProbes:
+        return HealthProbes(live=self.is_live, ready=self.is_ready, startup=lambda: self._discovery.has_read)
+
+    def is_live(self) -> bool:
+        """No: a task of the router keeps dying, and a new process is wanted."""
+        return not self._tasks.failing
+
+    def is_ready(self) -> bool:
+        """Whether requests should come here."""
+        return not self._is_closing and self.health()[Role.DECODE] > 0
+
     def http_app(self, *, proxy_sets_request_id: bool = False) -> FastAPI:
         """The HTTP door, for whoever serves it."""
         return create_app(
@@ -156,19 +198,20 @@ class RouterService:
             access=self._access,
             is_healthy=lambda: self.health()[Role.DECODE] > 0,
             proxy_sets_request_id=proxy_sets_request_id,
+            probes=self.probes,
         )
 
     async def close(self) -> None:
-        """Take no more requests, let those under way finish for a short while, and go."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._door.close(grace_s=_CLOSE_GRACE_S)
+        """Say that no more requests should come, let those under way finish for as long as the spec says, and go."""
+        self._is_closing = True
+        await self._door.close(grace_s=self._drain_s)
         if self._admin:
             await self._admin.close()
         await self._access.close()
         await self._discovery.close()
+        await self._tasks.close()
         await self._replicas.close()
+        self._completions.close()
 
     def _open_admin(self, spec: Spec, *, router: str) -> None:
         app = create_admin_app(
@@ -186,20 +229,8 @@ class RouterService:
     async def _watch(self) -> None:
         """Keep the gRPC health service in step with the replicas."""
         while True:
-            await self._door.set_serving(self.health()[Role.DECODE] > 0)
+            await self._door.set_health(is_live=self.is_live(), is_ready=self.is_ready())
             try:
                 await self._replicas.changed(timeout_s=_WATCH_S)
             except TimeoutError:
                 pass
-
-
-def _start(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """A task for as long as the router lives. What ends it earlier is our own bug, and must be heard of."""
-
-    def ended(task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()):
-            logger.error("a task of the router ended", exc_info=error)
-
-    task = asyncio.create_task(work)
-    task.add_done_callback(ended)
-    return task

@@ -18,9 +18,12 @@ import redis
 
 import decode_worker.actor
 import prefill_worker.actor
+from cluster.identity.authority import Authority
 from cluster.index.presence import connect_redis
 from cluster.model import config as model_config
 from cluster.words.credentials import Credentials
+from cluster.words.papers import Identity
+from cluster.words.process_name import ProcessName
 from cluster.words.request import Role, SampledToken, Sampling, SequenceRequest
 from cluster.words.spec import Spec
 from cluster.words.spec_file import parse_spec
@@ -37,6 +40,7 @@ from router.serving.replica import Replica
 from router.serving.replicas import Replicas
 from tests.ceiling import Ceiling
 from tests.hosts import Host
+from tests.identities import in_clear, papers, proven
 from tests.rank_in_process import Fault, RankInProcess
 from tests.waiting import WITHIN_S, becomes
 
@@ -84,12 +88,18 @@ class LocalCluster:
     spec: Spec
     index_url: str
     credentials: Credentials
+    authority: Authority
+    router: Identity
     model: str
     replicas: Replicas
     core: RouterCore
     processes: bool = False
     pools: dict[Role, list[LocalReplica]] = field(default_factory=lambda: {role: [] for role in Role})
     _next_id: int = 0
+    _identities: list[Identity] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._identities.append(self.router)
 
     async def add(
         self,
@@ -108,6 +118,7 @@ class LocalCluster:
         for rank in range(self.spec.pool(role).tensor_parallel):
             arguments: dict[str, Any] = {"replica": replica.id, "rank": rank, "index_url": self.index_url}
             arguments |= {"credentials": self.credentials.to_plain()}
+            arguments |= {"identity": self.identity(ProcessName.of_rank(self.spec.name, replica.id, rank))}
             if on:
                 arguments |= {"host": on.address, "network": on.network}
             if self.processes:
@@ -121,6 +132,16 @@ class LocalCluster:
         await asyncio.gather(*(asyncio.to_thread(rank.load, addresses) for rank in replica.ranks))
         await self.until(lambda: (seen := self.replicas.get(replica.id)) and seen.is_usable)
         return replica
+
+    def identity(self, name: ProcessName) -> Identity:
+        """Of one process more, which the others take for one of theirs."""
+        self._identities.append(_identity(self.spec, self.authority, name))
+        return self._identities[-1]
+
+    def renew(self) -> None:
+        """New certificates for all; for ranks in this process."""
+        for identity in self._identities:
+            identity.renew(papers(self.authority, identity.name))
 
     async def generate(
         self, prompt: Sequence[int], sampling: Sampling, *, id: str = "r", n: int = 1, salt: str = ""
@@ -177,6 +198,10 @@ async def beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         await asyncio.gather(task, return_exceptions=True)
 
 
+def _identity(spec: Spec, authority: Authority, name: ProcessName) -> Identity:
+    return in_clear(name) if spec.security.tls == "off" else proven(authority, name)
+
+
 def _is_idle(replica: LocalReplica) -> bool:
     status = replica.ranks[0].status()
     blocks = status["blocks"]
@@ -192,7 +217,9 @@ async def local_cluster(
     spec = parse_spec(tree)
     redis.Redis.from_url(redis_url).flushall()
     fingerprint = model_config.fingerprint(model_dir)
-    replicas = Replicas(lambda member: GrpcWorker(member.replica, member.address, router="router-0"))
+    authority = Authority.create(spec.name)
+    router = _identity(spec, authority, ProcessName.of_router(spec.name, "router-0"))
+    replicas = Replicas(lambda member: GrpcWorker(member.replica, member.address, identity=router))
     credentials = Credentials.new()
     discovery = Discovery(connect_redis(redis_url), replicas, name=spec.name, key=credentials.key("member"))
     policy = policy or make_policy(spec.router.policy, pulls=True)
@@ -205,7 +232,9 @@ async def local_cluster(
         max_waiting=spec.router.max_waiting,
         metrics=Metrics(),
     )
-    cluster = LocalCluster(spec, redis_url, credentials, fingerprint, replicas, RouterCore(dispatch), processes)
+    cluster = LocalCluster(
+        spec, redis_url, credentials, authority, router, fingerprint, replicas, RouterCore(dispatch), processes
+    )
     discovery.start()
     try:
         starting = [cluster.add(role) for role in Role for _ in range(spec.pool(role).replicas)]

@@ -26,13 +26,14 @@ cluster.bench: cluster(rpc wire words)
 cluster.chaos: cluster(control host process rpc wire words)
 cluster.cli: cluster(bench chaos control host model process rpc wire words) engine(config quantization tools)
     kvtransfer(bench) router(simulator)
-cluster.control: cluster(index process words)
+cluster.control: cluster(identity index process words)
 cluster.host: cluster(control index model process words) router(app)
+cluster.identity: cluster(words)
 cluster.index: cluster(words)
 cluster.model: cluster(words)
 cluster.process: cluster(words)
 cluster.rpc:
-cluster.wire: cluster(rpc words)
+cluster.wire: cluster(identity rpc words)
 cluster.words:
 cluster.worker: cluster(index model process rpc wire words) engine(batch config engine kv orders pace parallel
     prompts rate runner sampler sequence step tiers) kvtransfer(links movers protocol)
@@ -82,13 +83,13 @@ prefill_worker.actor: cluster(rpc words worker) prefill_worker(server worker)
 prefill_worker.server: cluster(rpc wire words worker) engine(prompts) kvtransfer(protocol) prefill_worker(worker)
 prefill_worker.worker: cluster(rpc words worker) engine(orders prompts step) kvtransfer(protocol)
 router.access: cluster(index words) router(text)
-router.app: cluster(process words) router(service)
+router.app: cluster(control process words) router(service)
 router.doors: cluster(rpc wire words) router(access metrics text)
 router.generation: cluster(words)
 router.metrics: cluster(rpc words)
 router.routing: cluster(index words)
-router.service: cluster(index model rpc words) router(access doors metrics routing serving text)
-router.serving: cluster(index rpc wire words) router(generation metrics routing)
+router.service: cluster(index model process rpc words) router(access doors metrics routing serving text)
+router.serving: cluster(index process rpc wire words) router(generation metrics routing)
 router.simulator: cluster(bench index words) engine(engine kv orders prompts sampling sequence step) router(routing)
 router.text: cluster(words) router(generation metrics)
 """)
@@ -101,14 +102,15 @@ _BY_PATH = {
 
 # What rooms do without: on a machine where it is not installed, or for the time that it takes to load.
 _NEVER_LOADED = {
-    "cluster.words cluster.process cluster.model": "torch transformers ray redis fastapi",
-    "cluster.rpc cluster.wire": "torch transformers ray redis pydantic",
+    "cluster.words cluster.process cluster.model": "torch transformers ray redis fastapi cryptography",
+    "cluster.identity": "torch transformers ray redis grpc pydantic",
+    "cluster.rpc cluster.wire": "torch transformers ray redis pydantic cryptography",
     "cluster.index": "torch transformers ray grpc pydantic",
     "cluster.bench": "torch transformers ray redis pydantic",
     "cluster.control cluster.host cluster.chaos": "torch transformers",
-    "cluster.cli": "torch transformers ray redis pydantic numpy rich httpx",
+    "cluster.cli": "torch transformers ray redis pydantic numpy rich httpx cryptography",
     "router": "torch transformers",
-    "engine": "ray redis grpc pydantic msgspec transformers gguf",
+    "engine": "ray redis grpc pydantic msgspec transformers gguf cryptography",
     "kvtransfer": "ray redis pydantic msgspec transformers gguf",
 }
 

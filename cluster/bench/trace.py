@@ -22,6 +22,7 @@ from pathlib import Path
 from cluster.words.errors import SpecError
 
 TOKENS_PER_ID = 512
+_MAX_TOKENS = 1 << 31
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,15 +46,15 @@ def read_trace(
     have a whole number of tokens.
     """
     factor = _fraction(scale)
-    if speedup <= 0:
-        raise SpecError(f"--speedup {speedup:g}: must be above 0")
+    if not 0 < speedup < math.inf:
+        raise SpecError(f"--speedup {speedup:g}: must be above 0, and finite")
     kind = format or ("azure" if path.suffix == ".csv" else "mooncake")
     try:
         with path.open(newline="") as lines:
             rows = sorted(_azure(lines) if kind == "azure" else _mooncake(lines), key=lambda row: row[0])
     except OSError as error:
         raise SpecError(f"{path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError, csv.Error) as error:
         raise SpecError(f"{path}: not a trace in {kind} format: {error}") from None
     if not rows:
         raise SpecError(f"{path}: holds no request")
@@ -104,10 +105,23 @@ def _mooncake(lines: Iterator[str]) -> Iterator[_Row]:
             num_tokens = int(row["input_length"])
             if len(ids) * TOKENS_PER_ID < num_tokens:
                 raise ValueError(f"{len(ids)} hash_ids do not cover {num_tokens} tokens")
-            yield row["timestamp"] / 1e3, max(1, num_tokens), max(1, int(row["output_length"])), ids
+            yield _time(row["timestamp"] / 1e3), _count(num_tokens), _count(int(row["output_length"])), ids
 
 
 def _azure(lines: Iterator[str]) -> Iterator[_Row]:
     for row in csv.DictReader(lines):
         when = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
-        yield when, max(1, int(row["ContextTokens"])), max(1, int(row["GeneratedTokens"])), None
+        yield when, _count(int(row["ContextTokens"])), _count(int(row["GeneratedTokens"])), None
+
+
+def _time(when: float) -> float:
+    if not math.isfinite(when):
+        raise ValueError(f"{when} is no time")
+    return when
+
+
+def _count(number: int) -> int:
+    """Tokens; at least one."""
+    if number > _MAX_TOKENS:
+        raise ValueError(f"{number} tokens are too many")
+    return max(1, number)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import time
 from typing import Annotated
 
 import typer
@@ -76,22 +77,35 @@ def main() -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command; returns the exit code. An edge: here every error of ours ends."""
+    """Run one command and note it; returns the exit code."""
+    from cluster.host.command_trail import note_command
+
+    begin, code, said = time.monotonic(), 1, ""  # 1: by a bug of ours
+    try:
+        code, said = _run(arguments)
+        return code
+    finally:
+        note_command(arguments, exit_code=code, error=said, seconds=time.monotonic() - begin)
+
+
+def _run(arguments: list[str]) -> tuple[int, str]:
+    """The exit code, and what was said of an error. An edge: here every error of ours ends."""
     try:
         code = app(args=arguments, prog_name="cluster", standalone_mode=False)
     except ClusterError as error:
         print(f"cluster: {error}", file=sys.stderr)
         for line in getattr(error, "log", "").splitlines():
             print(f"  | {line}", file=sys.stderr)
-        return getattr(error, "exit_code", 2)
+        return getattr(error, "exit_code", 2), str(error)
     except (KeyboardInterrupt, typer.Abort):
         print("cluster: interrupted", file=sys.stderr)
-        return 130
+        return 130, "interrupted"
     except BrokenPipeError:  # the reader of our output has seen enough
-        return 0
+        return 0, ""
     except Exception as error:
         if not (_UsageError and isinstance(error, _UsageError)):
             raise
-        print(f"cluster: {error.format_message()}", file=sys.stderr)  # type: ignore[attr-defined]
-        return 2
-    return code if isinstance(code, int) else 0
+        said = error.format_message()  # type: ignore[attr-defined]
+        print(f"cluster: {said}", file=sys.stderr)
+        return 2, said
+    return code if isinstance(code, int) else 0, ""

@@ -14,6 +14,7 @@ from cluster.cli.connection import ADDRESS, find_state
 from cluster.host import state as states
 from cluster.words.errors import DeployError, NotDeployed
 
+TLS_IS_OFF = "security.tls is off: its processes speak in clear, and take orders from whoever reaches their ports"
 _INTERRUPT_S = 120.0
 
 Name = Annotated[str | None, typer.Option("--name", help="Which deployment; needed only when there are several.")]
@@ -74,6 +75,8 @@ def deploy(
     seconds = time.monotonic() - begin
     print(f"{spec.name} is ready after {seconds:.0f} s: {spec.topology}, {spec.model.source}")
     print(f"gRPC {open_doors(state)} · OpenAI {state.http}/v1 · logs {states.log_dir(spec.name)}")
+    if spec.security.tls == "off":
+        print(TLS_IS_OFF)
     if state.needs_keys:
         print(
             f"clients need an API key: `cluster keys create NAME`; yours is in {states.operator_key_file(state.name)}"

@@ -11,7 +11,7 @@ import typer
 from cluster.cli.connection import find_state
 from cluster.cli.deploy import Name
 from cluster.cli.door_options import ApiKeyOption, access_to
-from cluster.words.errors import RequestFailed
+from cluster.words.errors import RequestFailed, SpecError
 
 if TYPE_CHECKING:
     from cluster.cli.inference_client import InferenceClient
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 Endpoint = Annotated[
     str | None, typer.Option(help="HOST:PORT of a router, grpcs://HOST:PORT with TLS; default: the deployment's own.")
 ]
-MaxTokens = Annotated[int, typer.Option(min=1, help="Of the answer.")]
+MaxTokens = Annotated[int, typer.Option(min=1, max=2**31 - 1, help="Of the answer.")]
 Temperature = Annotated[float | None, typer.Option(help="0 is greedy; default 1.")]
 TopP = Annotated[float | None, typer.Option(help="Default 1.")]
-TopK = Annotated[int | None, typer.Option(min=0, help="Default 0: off.")]
-Seed = Annotated[int | None, typer.Option(min=0, help="The same seed gives the same answer.")]
+TopK = Annotated[int | None, typer.Option(min=0, max=2**31 - 1, help="Default 0: off.")]
+Seed = Annotated[int | None, typer.Option(min=0, max=2**64 - 1, help="The same seed gives the same answer.")]
 System = Annotated[str | None, typer.Option(help="A system message for the chat.")]
 Timeout = Annotated[float, typer.Option(help="Seconds for one answer.")]
 
@@ -52,9 +52,14 @@ def generate(
     from cluster.cli.inference_client import InferenceClient
     from cluster.rpc import inference_pb2 as pb
 
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = _utf8("the prompt", _stdin() if prompt == "-" else prompt)
     sampling = pb.SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop or []
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        stop=[_utf8("--stop", text) for text in stop or []],
     )
     request = pb.GenerateRequest(sampling=sampling)
     if chat or system is not None:
@@ -96,7 +101,7 @@ def chat(
                 messages = _system(system)
             if not line.strip() or line.strip() == "/new":
                 continue
-            messages.append(pb.ChatMessage(role="user", content=line))
+            messages.append(pb.ChatMessage(role="user", content=_utf8("this line", line)))
             request = pb.GenerateRequest(chat=pb.Chat(messages=messages), sampling=sampling)
             try:
                 answer = _stream(client, request, timeout_s=timeout, is_shown=True)
@@ -166,10 +171,26 @@ def _account(answer: dict[str, Any]) -> str:
     )
 
 
+def _stdin() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise SpecError(f"the prompt is not UTF-8: {error}") from None
+
+
+def _utf8(what: str, text: str) -> str:
+    """Python keeps bytes of an argument that are no UTF-8 as characters that cannot be sent."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise SpecError(f"{what} is not UTF-8") from None
+    return text
+
+
 def _system(text: str | None) -> list[pb.ChatMessage]:
     from cluster.rpc import inference_pb2 as pb
 
-    return [pb.ChatMessage(role="system", content=text)] if text else []
+    return [pb.ChatMessage(role="system", content=_utf8("--system", text))] if text else []
 
 
 def _read_line(prompt: str) -> str | None:
@@ -178,3 +199,5 @@ def _read_line(prompt: str) -> str | None:
         return input(prompt)
     except EOFError:
         return None
+    except UnicodeDecodeError as error:
+        raise SpecError(f"this line is not UTF-8: {error}") from None

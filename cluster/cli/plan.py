@@ -48,6 +48,8 @@ def plan(
     from router.simulator.plan import make_plan
 
     simulator = Simulator(profile)
+    if simulator.profile.kv.pool_tokens < block_size:
+        raise SpecError(f"--block-size {block_size}: a replica has {simulator.profile.kv.pool_tokens} tokens")
     setup = FleetSetup(
         num_prefill=1,
         num_decode=1,

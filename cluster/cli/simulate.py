@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 TraceFile = Annotated[Path, typer.Option("--trace", help="Requests to replay.")]
 ProfileName = Annotated[str | None, typer.Option("--profile", help="A JSON file, or the name of a shipped profile.")]
-BlockSize = Annotated[int, typer.Option(help="Tokens.")]
+BlockSize = Annotated[int, typer.Option(min=1, help="Tokens.")]
 HostTokens = Annotated[int, typer.Option(min=0, help="Of host memory behind each replica.")]
 Speedup = Annotated[float, typer.Option(help="Requests arrive so many times as fast as in the trace.")]
 Scale = Annotated[str, typer.Option("--scale-tokens", metavar="SHARE", help="All lengths times this, such as 1/16.")]
@@ -63,11 +63,14 @@ def simulate(
     from router.simulator.fleet import FleetSetup
 
     simulator = Simulator(profile)
+    kv_tokens = kv_tokens_per_replica or simulator.profile.kv.pool_tokens
+    if kv_tokens < block_size:
+        raise SpecError(f"--kv-tokens-per-replica {kv_tokens}: less than a block, which has {block_size}")
     setup = FleetSetup(
         **_pools(topology, colocated),
         policy=policy,
         block_size=block_size,
-        kv_tokens=kv_tokens_per_replica or simulator.profile.kv.pool_tokens,
+        kv_tokens=kv_tokens,
         host_tokens=host_tokens,
         pulls=pull and policy == "cost",
         eviction=_REUSE if eviction == "reuse" else eviction,

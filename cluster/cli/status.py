@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cluster.cli.connection import find_state, join_controller
-from cluster.cli.deploy import Name
+from cluster.cli.deploy import TLS_IS_OFF, Name
 from cluster.words.errors import DeployError, NotDeployed
 
 if TYPE_CHECKING:  # Ray must not be imported before local_ray.join()
@@ -37,11 +37,12 @@ def status(
     except DeployError as error:
         typer.echo(f"cluster: {error}", err=True)
         raise typer.Exit(_NOT_READY) from None
-    print(json.dumps(report, indent=1) if as_json else _as_text(report))
+    print(json.dumps(report, indent=1) if as_json else as_text(report))
     raise typer.Exit(0 if report["ready"] else _NOT_READY)
 
 
-def _as_text(report: DeploymentReport) -> str:
+def as_text(report: DeploymentReport) -> str:
+    """As people read it."""
     from cluster.cli.console import columns
 
     rows = [["REPLICA", "STATE", "NODE", "DEVICES", "BLOCKS", "FREE", "CACHED", "RUNNING", "WAITING", ""]]
@@ -57,6 +58,8 @@ def _as_text(report: DeploymentReport) -> str:
             notes.append(pool["failures"][-1]["text"])
         if pool["has_given_up"]:
             notes.append("it failed to start too often and is not tried again until `cluster scale`")
+    if report["tls"] == "off":
+        notes.append(TLS_IS_OFF)
     ready = "ready" if report["ready"] else "not ready"
     wanted = " ".join(f"{role} {pool['ready']}/{pool['desired']}" for role, pool in report["pools"].items())
     ends = report["endpoints"]

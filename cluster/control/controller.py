@@ -18,8 +18,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from cluster.control import authority_store
 from cluster.control import desired as desired_store
-from cluster.control.desired import Desired, Parts
+from cluster.control.desired import CONTROLLER, Desired, Parts
 from cluster.control.gang import find_replicas, remove_leftovers
 from cluster.control.key_keeper import KeyKeeper
 from cluster.control.node_task import run_on
@@ -32,13 +33,15 @@ from cluster.process.log import LogPart, find_logs, log_path, read_log, redirect
 from cluster.words.api_key import ApiKey, KeyBook
 from cluster.words.credentials import Credentials
 from cluster.words.errors import DeployError, ReplicaFailed, SpecError
+from cluster.words.papers import Certificate
+from cluster.words.process_name import ProcessName
 from cluster.words.request import Role
 from cluster.words.spec import Spec
 from cluster.words.spec_file import parse_spec
 
 logger = logging.getLogger(__name__)
 
-ACTOR_NAME = "controller"
+ACTOR_NAME = CONTROLLER
 _ROUTER = "router"
 _RECONCILE_S = 1.0
 _ADOPT_S = 10.0  # `cluster status` waits for it
@@ -69,6 +72,7 @@ class Controller:
         new = parse_spec(spec)
         if self._desired is None:
             redirect_output(_own_log(log_dir), who=ACTOR_NAME)
+            authority_store.prepare(new)
             self._desired = Desired(
                 spec=new,
                 index_url=index_url,
@@ -131,6 +135,12 @@ class Controller:
             for rank in range(home.num_ranks)
         }
 
+    async def certify(self, name: ProcessName, request: bytes) -> Certificate:
+        """A certificate for this process of the deployment, which holds the key of `request`."""
+        if name.deployment != self._name:
+            raise SpecError(f"{name.uri} is no process of {self._name}")
+        return authority_store.find(self._known.spec).issue(name, request)
+
     async def keys(self) -> KeyBook:
         """The API keys of clients; no secret is in it."""
         return self._key_keeper.book
@@ -155,6 +165,7 @@ class Controller:
         if self._keys:
             await self._keys.close()
         desired_store.forget(self._name)
+        authority_store.forget(self._name)
 
     async def _reconcile_forever(self) -> None:
         await self._adopt()
@@ -256,7 +267,7 @@ class Controller:
 
 def _check_same_model(old: Spec, new: Spec) -> None:
     """What every replica must agree on cannot change while some of them live."""
-    for section in ("name", "model", "kv", "index"):
+    for section in ("name", "model", "kv", "index", "security"):
         if getattr(old, section) != getattr(new, section):
             raise SpecError(f"{section}: cannot change while deployed; take {old.name} down first")
 

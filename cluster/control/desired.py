@@ -11,6 +11,7 @@ from cluster.words.request import Role
 from cluster.words.spec import Spec
 from cluster.words.spec_file import parse_spec
 
+CONTROLLER = "controller"  # the name of its actor
 _KEY = b"desired"
 
 

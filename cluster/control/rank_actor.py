@@ -11,7 +11,9 @@ import logging
 import time
 from typing import Any, cast
 
+from cluster.control.certificates import open_identity
 from cluster.process.log import LogPart, log_path, read_log, redirect_output
+from cluster.words.process_name import ProcessName
 from cluster.words.rank import Binding, Progress, Rank, RankStatus
 
 logger = logging.getLogger(__name__)
@@ -45,6 +47,7 @@ class RankActor:
         }
         self._spec = spec
         self._log = log_path(log_dir, replica, rank)
+        self._name = ProcessName.of_rank(spec["name"], replica, rank)
         self._rank: Rank | None = None
         redirect_output(self._log, who=f"{replica}/{rank}")
 
@@ -54,7 +57,8 @@ class RankActor:
             began_at = time.monotonic()
             make = getattr(importlib.import_module(module), name)
             logger.info("%s imported in %.1f s", module, time.monotonic() - began_at)
-            self._rank = cast(Rank, make(self._spec, **self._arguments))
+            identity = open_identity(self._name, tls=self._spec["security"]["tls"])
+            self._rank = cast(Rank, make(self._spec, identity=identity, **self._arguments))
         return self._rank.bind()
 
     def load(self, addresses: list[str]) -> None:

@@ -59,6 +59,7 @@ def deploy(
     if address is None:
         here = preflight.this_node()
         doors = plan_doors(spec.router, [here], is_one_machine=True)
+        preflight.check_authority(spec.security)
         preflight.check_ports(spec.router, doors.http_host)
         preflight.check_nodes(spec, [here], wait_for_nodes=wait_for_nodes)
         router = _router(spec, doors)
@@ -153,8 +154,8 @@ def _join_ray(spec: Spec, address: str, *, wait_for_nodes: bool) -> _Place:
     if driver.find_controller(spec.name) is not None:
         raise DeployError(f"{spec.name} is deployed on this Ray already, from another machine or user")
     owns_serve, nodes = not router_app.is_serve_running(), live_nodes()
-    preflight.check_network(spec, nodes)
     is_one_machine = len({node.ip for node in nodes}) == 1 and not wait_for_nodes
+    preflight.check_network(spec, nodes, is_one_machine=is_one_machine)
     doors = plan_doors(spec.router, nodes, is_one_machine=is_one_machine)
     if is_one_machine:
         preflight.check_ports(spec.router, doors.http_host, http_is_ours=owns_serve)

@@ -15,7 +15,7 @@ from cluster.process.ports import is_free
 from cluster.words.errors import DeployError, SpecError
 from cluster.words.network import check_carrier, is_loopback, is_private
 from cluster.words.request import Role
-from cluster.words.spec import RouterSpec, Spec
+from cluster.words.spec import RouterSpec, SecuritySpec, Spec
 
 _REDIS_S = 3.0
 
@@ -73,14 +73,18 @@ def check_index(url: str, *, trust_network: bool = False) -> None:
         raise DeployError(f"index: {error}") from None
 
 
-def check_network(spec: Spec, nodes: Sequence[Node]) -> None:
-    """What has no protection of its own must not leave private networks, on any node, unless the spec says so."""
+def check_network(spec: Spec, nodes: Sequence[Node], *, is_one_machine: bool = False) -> None:
+    """What has no protection of its own must not leave private networks, on any node, unless the spec says so.
+
+    is_one_machine: then the embedded index is on loopback. Links are on the node's address all the same.
+    """
     pools = [spec.pool(role) for role in Role]
     carriers = {"nccl" if pool.resources.gpus else spec.kv.host_link for pool in pools}
     for node in nodes:
         for carrier in sorted(carriers):
             check_carrier(carrier, node.ip, trust_network=spec.kv.trust_network)
-        if spec.index == "embedded" and node.is_head and not (spec.kv.trust_network or is_private(node.ip)):
+        is_index_seen = spec.index == "embedded" and node.is_head and not is_one_machine
+        if is_index_seen and not (spec.kv.trust_network or is_private(node.ip)):
             raise SpecError(
                 f"index: the embedded one would speak without TLS at {node.ip}, which is on no private network; name a "
                 "rediss:// one, or set kv.trust_network: true where nobody else is on that network"
@@ -121,6 +125,14 @@ def check_certificate(certificate: str, key: str) -> None:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
     except (OSError, ssl.SSLError) as error:
         raise SpecError(f"router.tls_cert {certificate}, router.tls_key {key}: {error}") from None
+
+
+def check_authority(security: SecuritySpec) -> None:
+    """With `tls: files`, an authority that may issue; of a Ray on this machine. On another one its head looks."""
+    if security.tls == "files":
+        from cluster.control import authority_store
+
+        authority_store.open_files(security)
 
 
 def check_nodes(spec: Spec, nodes: Sequence[Node], *, wait_for_nodes: bool = False) -> None:

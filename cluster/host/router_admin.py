@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Any
 
 from cluster.host.state import State
@@ -93,7 +94,7 @@ def _get(address: str, path: str) -> AdminAnswer | None:
     except urllib.error.HTTPError as error:  # 503: it answers, and says what it lacks
         with error:
             return AdminAnswer(address, error.code, error.read())
-    except (OSError, ValueError):
+    except (OSError, ValueError, HTTPException):  # also of what is no address, and what is no HTTP
         return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 
@@ -81,14 +82,26 @@ def router_nodes_of(name: str) -> list[Node]:
 
 
 def stop_router(name: str, *, owns_serve: bool) -> None:
-    """Delete the application, and Serve with it when it was started for this deployment."""
+    """Delete the application, and Serve with it when it was started for this deployment. Requests under way are cut
+    off: by itself Serve would wait for them as long as a router may drain."""
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     if not is_serve_running():
         return
+    if name in serve.status().applications:
+        serve.delete(name, _blocking=False)
+        _end_replicas(name)
     if owns_serve:
         serve.shutdown()
     elif name in serve.status().applications:
         serve.delete(name)
+
+
+def _end_replicas(name: str) -> None:
+    application = ray_internals.serve_details()["applications"].get(name, {})
+    for part in application.get("deployments", {}).values():
+        for replica in part["replicas"]:
+            with contextlib.suppress(ValueError):  # it has gone by itself
+                ray.kill(ray.get_actor(replica["actor_name"], namespace="serve"))
 
 
 def _await_running(name: str) -> None:

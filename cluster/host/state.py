@@ -64,6 +64,11 @@ def log_dir(name: str) -> Path:
     return state_dir(name) / "logs"
 
 
+def trail_path() -> Path:
+    """Of the commands that have changed any of them."""
+    return _root() / "commands.jsonl"
+
+
 def operator_key_file(name: str) -> Path:
     """The API key of this machine's operator, where the deployment asks for one."""
     return state_dir(name) / "operator.key"

@@ -25,6 +25,7 @@ class DeploymentReport(TypedDict):
     name: str
     ready: bool  # every pool has what it should have, and the router sees it
     endpoints: Endpoints
+    tls: str  # between its processes: security.tls of the spec
     pools: Pools
 
 
@@ -39,7 +40,8 @@ def read_status(state: State, controller: Any) -> DeploymentReport:
     )
     admin = [answer.address for answer in routers]
     endpoints: Endpoints = {"grpc": open_doors(state), "http": state.http, "admin": admin}
-    return {"name": state.name, "ready": ready, "endpoints": endpoints, "pools": pools}
+    tls: str = report["spec"]["security"]["tls"]
+    return {"name": state.name, "ready": ready, "endpoints": endpoints, "tls": tls, "pools": pools}
 
 
 def open_doors(state: State) -> str:

@@ -76,7 +76,7 @@ class _Cursor:
     def _tensor(self) -> tuple[str, int, tuple[int, ...], int]:
         name = self._string()
         num_dimensions = self._scalar("I")
-        if num_dimensions > _MAX_DIMENSIONS:
+        if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
             raise ValueError(f"tensor {name} has {num_dimensions} dimensions")
         shape = self._scalars("Q", num_dimensions)[::-1]
         return name, self._scalar("I"), shape, self._scalar("Q")

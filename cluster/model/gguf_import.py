@@ -6,6 +6,7 @@ The weights stay in the GGUF. Names and layout follow llama.cpp's convert_hf_to_
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
 from pathlib import Path
@@ -34,6 +35,7 @@ _IN_LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_MAX_COUNT = 1 << 31
 _ROPE_FACTORS = "rope_freqs.weight"  # what Llama 3.1's scaling divides each frequency by
 
 
@@ -59,6 +61,9 @@ def import_gguf(gguf: Path, into: Path) -> None:
         _write_tokenizer(header.metadata, into)
     except SpecError as error:
         raise SpecError(f"{gguf}: {error}") from error
+    except Exception as error:  # an edge: whatever the file says, it goes to code that expects what converters write
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        raise SpecError(f"{gguf}: its metadata makes no model: {text}") from error
     write_table(into, tensors)
     ends = {"bos_token_id": config["bos_token_id"], "eos_token_id": end_token_ids(header.metadata)}
     (into / "generation_config.json").write_text(json.dumps(ends, indent=2))
@@ -90,21 +95,33 @@ def _config(header: GGUFHeader, names: set[str]) -> dict[str, Any]:
             raise SpecError(f"its layers differ in {key}, which is not supported")
         return found
 
-    num_heads, hidden_size = value("attention.head_count"), value("embedding_length")
+    def count(key: str, default: int | None = None) -> int:
+        found = value(key, default)
+        if type(found) is not int or not 1 <= found <= _MAX_COUNT:
+            raise SpecError(f"{architecture}.{key} is {found!r}, and not a number from 1 to {_MAX_COUNT}")
+        return found
+
+    def number(key: str, default: float | None = None) -> float:
+        found = value(key, default)
+        if type(found) not in (int, float) or not 0 < found < math.inf:
+            raise SpecError(f"{architecture}.{key} is {found!r}, and not a number above 0")
+        return float(found)
+
+    num_heads, hidden_size = count("attention.head_count"), count("embedding_length")
     window = value("attention.sliding_window", 0) if architecture == "llama" else 0
     return {
         "architectures": ["MistralForCausalLM" if window else _ARCHITECTURES[architecture]],
         "model_type": architecture,
         "hidden_act": "silu",
         "hidden_size": hidden_size,
-        "intermediate_size": value("feed_forward_length"),
-        "num_hidden_layers": value("block_count"),
+        "intermediate_size": count("feed_forward_length"),
+        "num_hidden_layers": count("block_count"),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": value("attention.head_count_kv", num_heads),
-        "head_dim": value("attention.key_length", value("rope.dimension_count", hidden_size // num_heads)),
-        "max_position_embeddings": value("context_length"),
-        "rms_norm_eps": value("attention.layer_norm_rms_epsilon"),
-        "rope_theta": value("rope.freq_base", 10000.0),
+        "num_key_value_heads": count("attention.head_count_kv", num_heads),
+        "head_dim": count("attention.key_length", count("rope.dimension_count", hidden_size // num_heads)),
+        "max_position_embeddings": count("context_length"),
+        "rms_norm_eps": number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": number("rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(header.metadata, architecture),
         "sliding_window": window or None,
         "attention_bias": architecture != "qwen2" and "blk.0.attn_q.bias" in names,

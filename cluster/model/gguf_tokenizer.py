@@ -131,7 +131,8 @@ def _bpe(**settings: Any) -> Tokenizer:
     try:
         return Tokenizer(models.BPE(**settings))
     except Exception as error:  # tokenizers raises nothing more precise
-        raise SpecError(f"the GGUF's vocabulary and merges do not fit together: {error}") from error
+        text = " ".join(str(error).split())
+        raise SpecError(f"the GGUF's vocabulary and merges do not fit together: {text}") from error
 
 
 def _sentence_piece(metadata: dict[str, Any]) -> Tokenizer:

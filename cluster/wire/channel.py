@@ -1,4 +1,5 @@
-"""gRPC channels and servers between our own processes: limits, keepalive, and errors that keep their kind.
+"""gRPC channels and servers between our own processes: limits, keepalive, who is at either end, and errors that keep
+their kind.
 
 A killed peer ends its streams in milliseconds. A silent one (stopped, partitioned) is found by keepalive within about
 three seconds: all three of time, timeout and ping timeout must be set, or the last one's default of a minute governs.
@@ -17,8 +18,12 @@ from typing import Any, NoReturn, TypeVar, cast
 import grpc
 from grpc import aio
 
+from cluster.wire.guard import Guard
+from cluster.wire.lasting_channel import LastingChannel
 from cluster.words import errors
 from cluster.words.errors import CapacityError, ClusterError, ReplicaLost, RequestError, outcome_of
+from cluster.words.papers import Identity, Papers
+from cluster.words.process_name import ProcessName
 
 Method = TypeVar("Method", bound=Callable[..., Awaitable[Any]])
 
@@ -53,7 +58,7 @@ _CHANNEL_OPTIONS: list[tuple[str, Any]] = [
 ]
 _PEER_OPTIONS = [*_CHANNEL_OPTIONS, *keepalive(ping_every_ms=1000, answer_within_ms=2000)]
 CLIENT_OPTIONS = [*_CHANNEL_OPTIONS, *keepalive(ping_every_ms=10_000, answer_within_ms=20_000)]
-SERVER_OPTIONS: list[tuple[str, Any]] = [*_PEER_OPTIONS, *PINGS_ALLOWED, ("grpc.so_reuseport", 0)]
+_SERVER_OPTIONS: list[tuple[str, Any]] = [*_PEER_OPTIONS, *PINGS_ALLOWED, ("grpc.so_reuseport", 0)]
 
 
 def target_of(doors: str) -> str:
@@ -62,9 +67,53 @@ def target_of(doors: str) -> str:
     return doors if len(addresses) == 1 else "ipv4:" + ",".join(random.sample(addresses, len(addresses)))
 
 
-def open_channel(address: str) -> aio.Channel:
-    """A channel to another process of the cluster. Connects on first use."""
-    return aio.insecure_channel(address, options=_PEER_OPTIONS)
+def open_channel(address: str, *, peer: ProcessName, identity: Identity) -> aio.Channel:
+    """A channel to another process of the deployment, for calls that soon end. Connects on first use.
+
+    By mutual TLS where `identity` has papers: then it connects to `peer`, and to nobody else who may be at `address`.
+    """
+    if (papers := identity.papers) is None:
+        return aio.insecure_channel(address, options=_PEER_OPTIONS)
+    own = papers.certificate
+    credentials = grpc.ssl_channel_credentials(own.authorities, papers.key, own.chain)
+    options = [*_PEER_OPTIONS, ("grpc.ssl_target_name_override", peer.host)]
+    return aio.secure_channel(address, credentials, options=options)
+
+
+def open_lasting_channel(address: str, *, peer: ProcessName, identity: Identity) -> LastingChannel:
+    """The same for as long as this process lives: it takes up renewed papers, and breaks no call for that."""
+    return LastingChannel(lambda: open_channel(address, peer=peer, identity=identity), identity)
+
+
+def make_server(identity: Identity) -> aio.Server:
+    """A server of this process, to which servicers are added, and then `listen`.
+
+    Where `identity` has papers, each call is allowed by cluster.identity.access, or refused.
+    """
+    guards = [Guard(identity.name)] if identity.papers else []
+    return aio.server(options=_SERVER_OPTIONS, interceptors=guards)
+
+
+def listen(server: aio.Server, address: str, identity: Identity) -> int:
+    """Open a port, by mutual TLS where `identity` has papers; returns its number. Raises RuntimeError.
+
+    Renewed papers are shown from the next handshake on.
+    """
+    if identity.papers is None:
+        return int(server.add_insecure_port(address))
+
+    def shown() -> grpc.ServerCertificateConfiguration:
+        """Called by gRPC at each handshake, on a thread of its own."""
+        assert identity.papers
+        return _server_side(identity.papers)
+
+    credentials = grpc.dynamic_ssl_server_credentials(shown(), shown, require_client_authentication=True)
+    return int(server.add_secure_port(address, credentials))
+
+
+def _server_side(papers: Papers) -> grpc.ServerCertificateConfiguration:
+    own = papers.certificate
+    return grpc.ssl_server_certificate_configuration([(papers.key, own.chain)], own.authorities)
 
 
 async def abort_with(context: aio.ServicerContext[Any, Any], error: ClusterError) -> NoReturn:

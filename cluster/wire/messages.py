@@ -44,10 +44,18 @@ def tokens_from_proto(messages: Iterable[pb.SampledToken]) -> list[SampledToken]
         SampledToken(
             token_id=message.token_id,
             logprob=_logprob_from_proto(message.logprob) if message.HasField("logprob") else None,
-            finish_reason=FinishReason(message.finish_reason) if message.finish_reason else None,
+            finish_reason=_reason_from(message.finish_reason) if message.finish_reason else None,
         )
         for message in messages
     ]
+
+
+def _reason_from(text: str) -> FinishReason:
+    """A reason that we do not know, as a newer worker may have one, is an end all the same."""
+    try:
+        return FinishReason(text)
+    except ValueError:
+        return FinishReason.STOP
 
 
 def _token_to_proto(token: SampledToken) -> pb.SampledToken:

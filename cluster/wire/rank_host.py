@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 import uvloop
 from grpc import aio
 
-from cluster.wire.channel import SERVER_OPTIONS
+from cluster.wire.channel import listen, make_server
 from cluster.words.errors import DeployError
+from cluster.words.papers import Identity
 
 T = TypeVar("T")
 
@@ -21,8 +22,10 @@ class RankHost:
     """Owns the event loop. The loop never blocks on a device, and the step thread never awaits; they meet in
     `call_soon_threadsafe` and `StepLoop.post`."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, identity: Identity) -> None:
+        """host: where it listens. identity: of this process, to whoever calls it and whom it calls."""
         self.host = host
+        self.identity = identity
         self.loop = uvloop.new_event_loop()
         self._server: aio.Server | None = None
         self._thread = threading.Thread(target=self._run, name="event-loop", daemon=True)
@@ -59,10 +62,10 @@ class RankHost:
         self.loop.close()
 
     async def _serve(self, register: Callable[[aio.Server], None]) -> str:
-        self._server = aio.server(options=SERVER_OPTIONS)
+        self._server = make_server(self.identity)
         register(self._server)
         try:
-            port = self._server.add_insecure_port(f"{self.host}:0")
+            port = listen(self._server, f"{self.host}:0", self.identity)
         except RuntimeError as error:
             raise DeployError(f"cannot listen on {self.host}: {error}") from error
         await self._server.start()

@@ -17,6 +17,7 @@ ClusterError
 ├── CapacityError           full right now; retry after `retry_after_s`
 │   └── RateLimited         the key's own limit, not the cluster's
 ├── DeadlineExceeded        the request's own deadline passed
+├── ClientTooSlow           the client does not read its answer
 ├── LogitsNotFinite         the model made no numbers of this request; another try would hardly end otherwise
 ├── ReplicaLost             a worker died, hung up or is draining; another one may serve
 └── TransferError           KV blocks did not arrive; the handoff may be tried again
@@ -134,6 +135,10 @@ class DeadlineExceeded(ClusterError):
     """The time that the client gave has passed."""
 
 
+class ClientTooSlow(ClusterError):
+    """The client has left its answer unread for too long, or too much of it."""
+
+
 class LogitsNotFinite(ClusterError):
     """For the next token of a sequence the model has NaN, or no token that is possible. Never retried: another replica
     holds the same model."""
@@ -188,6 +193,7 @@ _OUTCOMES: tuple[tuple[type[ClusterError], Outcome], ...] = (
     (RateLimited, Outcome("RESOURCE_EXHAUSTED", 429, "rate_limit_error", "rate_limit_exceeded")),
     (CapacityError, Outcome("RESOURCE_EXHAUSTED", 429, "rate_limit_error", "overloaded")),
     (DeadlineExceeded, Outcome("DEADLINE_EXCEEDED", 504, "timeout_error", "deadline_exceeded")),
+    (ClientTooSlow, Outcome("ABORTED", 408, "timeout_error", "client_too_slow")),
     (LogitsNotFinite, Outcome("INTERNAL", 500, "server_error", "logits_not_finite")),
     (LayoutMismatch, Outcome("FAILED_PRECONDITION", 500, "server_error", "layout_mismatch")),
     (TransferError, Outcome("UNAVAILABLE", 503, "server_error", "transfer_failed")),

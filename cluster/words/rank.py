@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from typing import Any, Literal, Protocol, TypedDict
 
+from cluster.words.papers import Identity
+
 
 class Binding(TypedDict):
     """Where a rank runs and listens."""
@@ -57,9 +59,11 @@ class Rank(Protocol):
         index_url: str,
         log_dir: str,
         credentials: dict[str, str],
+        identity: Identity,
     ) -> None:
         """Quick: nothing is loaded yet. As plain values: a whole cluster.words.spec.Spec, and
-        cluster.words.credentials.Credentials."""
+        cluster.words.credentials.Credentials. identity: of this rank; whoever gives it renews it.
+        """
         ...
 
     def bind(self) -> Binding:

@@ -220,8 +220,8 @@ class RouterSpec(_Section):
     """Every so many tokens of an answer, its KV is copied to an idle prefill replica, so that little is computed again
     when its decode replica is lost, and the next turn finds it there. 0: never. What it costs: docs/FAULTS.md."""
     max_waiting: Count = 1024
-    """Requests queued in one router. One is refused where all that wait and those of its own tenant, added up, are so
-    many: a tenant that is alone, as all are who name none, has half of it."""
+    """Requests queued in one router. One is refused where all that wait and those of its own user, added up, are so
+    many, so that one who is alone has half of it; a tenant that is alone, with all its users, has three quarters."""
 
     @field_validator("tls_cert", "tls_key")
     @classmethod
@@ -245,6 +245,37 @@ class RouterSpec(_Section):
         return [*range(first, min(first + 2 * self.replicas, 65_536))] if first else [0]
 
 
+class SecuritySpec(_Section):
+    """How the processes of a deployment know each other. What clients may do: `router`."""
+
+    tls: Literal["auto", "files", "off"] = "auto"
+    """`auto`: the deployment has an authority of its own, which gives each process a certificate of a day, and renews
+    it; every call between processes is by mutual TLS, and each RPC is open to those alone who need it. `files`: the
+    same, with certificates issued by an authority of yours. `off`: calls are in clear, and whoever reaches a port may
+    make them; for benchmarks."""
+    ca: str | None = None
+    """With `files`: a PEM file of the authorities that are believed."""
+    certificate: str | None = None
+    """With `files`: a PEM file of an intermediate authority that may issue certificates, and of what is between it and
+    `ca`. All three are read on Ray's head, anew for each certificate, so that they may be replaced at any time."""
+    key: str | None = None
+    """With `files`: the private key of `certificate`, in PEM without a password, readable by its owner alone."""
+
+    @field_validator("tls", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: Any) -> Any:
+        return "off" if value is False else value  # YAML reads a bare off as false
+
+    @model_validator(mode="after")
+    def _files_are_for_files(self) -> SecuritySpec:
+        files = {"ca": self.ca, "certificate": self.certificate, "key": self.key}
+        if self.tls == "files" and (missing := [name for name, path in files.items() if not path]):
+            raise ValueError(f"tls: files needs {', '.join(missing)}, too")
+        if self.tls != "files" and (given := [name for name, path in files.items() if path]):
+            raise ValueError(f"{', '.join(given)}: only with tls: files")
+        return self
+
+
 class TimeoutSpec(_Section):
     """How long each thing may take."""
 
@@ -260,6 +291,8 @@ class TimeoutSpec(_Section):
     """What a request waits for a replica with room."""
     request_s: Seconds = 3600.0
     """A request, whatever deadline its client names."""
+    unread_s: Seconds = 60.0
+    """What a client may leave a token unread; then its request ends."""
 
 
 class Spec(_Section):
@@ -276,6 +309,7 @@ class Spec(_Section):
     index: str = "embedded"
     """Where the prefix index is kept: `embedded`, a Valkey that is started beside Ray's head, or a
     `redis://HOST:PORT[/DB]`, `rediss://` or `unix://` URL."""
+    security: SecuritySpec = SecuritySpec()
     timeouts: TimeoutSpec = TimeoutSpec()
 
     @field_validator("index")

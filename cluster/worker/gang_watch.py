@@ -13,28 +13,36 @@ from grpc import aio
 
 from cluster.wire.channel import open_channel
 from cluster.words.errors import ReplicaLost
+from cluster.words.papers import Identity
+from cluster.words.process_name import ProcessName
 
 _RECONNECT_S = 1.0
 
 
-async def watch_ranks(addresses: Sequence[str]) -> None:
-    """Never return while every rank answers; raise ReplicaLost as soon as one does not. Without addresses, return."""
+async def watch_ranks(addresses: Sequence[str], identity: Identity) -> None:
+    """Never return while every rank answers; raise ReplicaLost as soon as one does not. Without addresses, return.
+
+    addresses: of the ranks from 1 on. identity: of rank 0, which watches.
+    """
     if not addresses:
         return
     async with asyncio.TaskGroup() as group:
-        for address in addresses:
-            group.create_task(_watch(address))
+        for rank, address in enumerate(addresses, start=1):
+            group.create_task(_watch(address, identity.rank(identity.name.group, rank), identity))
 
 
-async def _watch(address: str) -> None:
-    """Keepalive finds a rank that stands still. A connection may break without that, but then another one is made."""
-    async with open_channel(address) as channel:
-        while True:
-            try:
-                await asyncio.wait_for(channel.channel_ready(), _RECONNECT_S)
-            except TimeoutError:
-                raise ReplicaLost(f"the rank at {address} does not answer") from None
-            await _until_broken(channel)
+async def _watch(address: str, peer: ProcessName, identity: Identity) -> None:
+    """Keepalive finds a rank that stands still. A connection may break without that, but then another one is made, with
+    the certificate of that time."""
+    while True:
+        papers = identity.papers
+        async with open_channel(address, peer=peer, identity=identity) as channel:
+            while identity.papers is papers:
+                try:
+                    await asyncio.wait_for(channel.channel_ready(), _RECONNECT_S)
+                except TimeoutError:
+                    raise ReplicaLost(f"the rank at {address} does not answer") from None
+                await _until_broken(channel)
 
 
 async def _until_broken(channel: aio.Channel) -> None:

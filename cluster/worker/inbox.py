@@ -81,7 +81,9 @@ class Inbox:
             layout=layout,
             timeout_s=setup.spec.timeouts.transfer_s,
             close_elsewhere=self.close_handoff,
-            call=lambda pull: setup.host.spawn(ask_holder(pull, others, functools.partial(self.missed, pull))),
+            call=lambda pull: setup.host.spawn(
+                ask_holder(pull, others, functools.partial(self.missed, pull), identity=setup.host.identity)
+            ),
         )
 
     def _tell(self, command: Callable[[RoleWorker], None]) -> None:

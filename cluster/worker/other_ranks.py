@@ -14,10 +14,11 @@ from torch.distributed.distributed_c10d import Store
 
 from cluster.rpc import transfer_pb2 as pb
 from cluster.rpc import transfer_pb2_grpc as rpc
-from cluster.wire.channel import error_of, open_channel
+from cluster.wire.channel import error_of, open_lasting_channel
 from cluster.wire.fields import to_message
 from cluster.wire.rank_host import RankHost
 from cluster.words.errors import ReplicaLost
+from cluster.words.papers import Identity
 from engine.parallel import TensorParallel
 from kvtransfer.movers.meeting import local_store, remote_store
 from kvtransfer.movers.rank_servicer import RankServicer
@@ -33,15 +34,21 @@ _Method = Callable[..., Awaitable[Any]]  # of a stub, which grpc does not type
 class OtherRanks:
     """The other ranks of this replica, as one rank sees them. Lives on the event loop."""
 
-    def __init__(self, addresses: list[str], *, rank: int, timeout_s: float) -> None:
+    def __init__(self, addresses: list[str], *, identity: Identity, timeout_s: float) -> None:
+        """addresses: of all ranks, in rank order. identity: of this one."""
         self._timeout_s = timeout_s
-        self._channels = {r: open_channel(a) for r, a in enumerate(addresses) if r != rank}
+        replica, own = identity.name.group, int(identity.name.member)
+        self._channels = {
+            rank: open_lasting_channel(address, peer=identity.rank(replica, rank), identity=identity)
+            for rank, address in enumerate(addresses)
+            if rank != own
+        }
         self._stubs = {r: rpc.RankStub(channel) for r, channel in self._channels.items()}
 
     @classmethod
-    async def connect(cls, addresses: list[str], *, rank: int, timeout_s: float) -> OtherRanks:
+    async def connect(cls, addresses: list[str], *, identity: Identity, timeout_s: float) -> OtherRanks:
         """Make the channels on the event loop that will use them."""
-        return cls(addresses, rank=rank, timeout_s=timeout_s)
+        return cls(addresses, identity=identity, timeout_s=timeout_s)
 
     async def open(self, opening: Opening) -> None:
         """Open a handoff on every other rank. Raises ReplicaLost if one does not answer."""
@@ -104,7 +111,7 @@ def open_gang(
     Blocks until all are there; raises ReplicaLost after `start_s`. `ask_s` bounds each later call between ranks.
     A gang is on one node, and what it says to itself does not leave it: Gloo asks nobody who he is.
     """
-    connecting = OtherRanks.connect(addresses, rank=rank, timeout_s=ask_s)
+    connecting = OtherRanks.connect(addresses, identity=host.identity, timeout_s=ask_s)
     others = host.call(connecting, timeout_s=start_s)
     size = len(addresses)
     if size == 1:

@@ -12,11 +12,12 @@ from cluster.rpc import worker_pb2_grpc as rpc
 from cluster.wire.channel import error_of, open_channel
 from cluster.wire.messages import handoff_to_proto
 from cluster.words.errors import ClusterError
+from cluster.words.papers import Identity
 from cluster.worker.other_ranks import OtherRanks
 from kvtransfer.protocol.pulls import Pull
 
 
-async def ask_holder(pull: Pull[Any], others: OtherRanks, missed: Callable[[str], None]) -> None:
+async def ask_holder(pull: Pull[Any], others: OtherRanks, missed: Callable[[str], None], *, identity: Identity) -> None:
     """Open a pull on our other ranks, and keep the call to its holder as long as that ships. Runs on the event loop.
 
     `missed` is called with the reason, if nothing comes of it. Cancelling this ends the call.
@@ -25,7 +26,8 @@ async def ask_holder(pull: Pull[Any], others: OtherRanks, missed: Callable[[str]
     request = pb.PullRequest(handoff=handoff_to_proto(pull.handoff), hashes=b"".join(pull.hashes))
     try:
         await others.open(pull.opening)
-        async with open_channel(holder.address) as channel:
+        peer = identity.rank(holder.replica, 0)
+        async with open_channel(holder.address, peer=peer, identity=identity) as channel:
             async for event in rpc.PrefixHolderStub(channel).Pull(request, timeout=pull.timeout_s):
                 if event.WhichOneof("event") == "granted" and event.granted.num_tokens <= first_token:
                     missed(f"{holder.replica} does not hold it any more")

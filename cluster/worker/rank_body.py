@@ -173,6 +173,7 @@ class RankBody(Generic[W]):
         check_carrier(carrier, setup.host.host, trust_network=setup.spec.kv.trust_network)
         config = LinkConfig(
             rank=setup.rank,
+            identity=setup.host.identity,
             pool=runner.pool,
             wire_dtype=setup.spec.kv.wire_dtype,
             backend=carrier,

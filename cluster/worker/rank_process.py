@@ -13,6 +13,7 @@ import ray
 from cluster.process.stopwatch import Stopwatch
 from cluster.wire.rank_host import RankHost
 from cluster.words.credentials import Credentials
+from cluster.words.papers import Identity
 from cluster.words.probe import Probe, unobserved
 from cluster.words.rank import Binding, Progress, RankStatus
 from cluster.words.spec_file import parse_spec
@@ -41,6 +42,7 @@ class RankProcess(Generic[W]):
         index_url: str,
         log_dir: str,
         credentials: dict[str, str],
+        identity: Identity,
         host: str | None = None,
         probe: Probe = unobserved,
     ) -> None:
@@ -59,6 +61,7 @@ class RankProcess(Generic[W]):
             probe=probe,
         )
         self._address = host
+        self._identity = identity
         self._host: RankHost | None = None
         self._binding: Binding | None = None
         self._watch = Stopwatch()
@@ -67,7 +70,7 @@ class RankProcess(Generic[W]):
     def bind(self) -> Binding:
         if self._binding is None:
             own = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
-            self._host = RankHost(self._address or own)
+            self._host = RankHost(self._address or own, self._identity)
             address = self._host.serve(self._body.register)
             self._binding = {
                 "pid": os.getpid(),

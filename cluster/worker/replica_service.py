@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from cluster.index.membership import Member
 from cluster.index.presence import Presence, connect_redis
+from cluster.process.supervisor import Supervisor
 from cluster.rpc import worker_pb2 as pb
 from cluster.wire.frames import FrameHub
 from cluster.wire.rank_host import RankHost
@@ -70,6 +71,7 @@ class ReplicaService:
         self._watching: Future[None] | None = None
         self._presence: Presence | None = None
         self._presence_task: Future[None] | None = None
+        self._tasks = Supervisor(died=self._task_died)
         self._status = pb.Status(replica=replica)
         self._num_requests = 0
         self.is_draining = False
@@ -83,7 +85,7 @@ class ReplicaService:
         self._watching = self._host.spawn(self._watch(other_ranks))
         self._loop.start()
         self._presence = Presence(connect_redis(index_url), name=name, key=key, member=member, snapshot=self._snapshot)
-        self._presence_task = self._host.spawn(self._presence.run())
+        self._presence_task = self._host.spawn(self._tasks.keep_running("presence", self._presence.run))
 
     def post(self, command: Command) -> None:
         """Run something on the step thread, between steps."""
@@ -116,10 +118,17 @@ class ReplicaService:
 
     async def _watch(self, other_ranks: Sequence[str]) -> None:
         try:
-            await watch_ranks(other_ranks)
+            await watch_ranks(other_ranks, self._host.identity)
         except* ReplicaLost as lost:
             logger.error("this replica cannot go on: %s", lost.exceptions[0])
             self._end(ReplicaLost(str(lost.exceptions[0])))
+        except* Exception as bugs:  # nobody would notice any more that a rank is lost
+            logger.exception("this replica cannot go on: its other ranks are not watched any more")
+            self._end(ReplicaLost(f"the watch over its ranks has ended: {bugs.exceptions[0]!r}"))
+
+    def _task_died(self, name: str) -> None:
+        if name in self._tasks.failing:
+            self._end(ReplicaLost(f"its task {name} keeps dying"))
 
     def _end(self, error: ReplicaLost | None) -> None:
         """Take no new work, and let routers and controller know at once. From any thread; the first call counts."""

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from cluster.words import errors as tree
 from cluster.words.errors import ClusterError, outcome_of
 from docs.generate.table import table
-from router.doors.openai_types import MAX_PROMPTS_TIMES_N, ChatBody, ChatMessage, Only, TextBody
+from router.doors.openai_types import MAX_PARTS, MAX_PROMPTS_TIMES_N, ChatBody, ChatMessage, Only, TextBody
 from router.text import completion_request as rules
 
 _NOT_FOR_CLIENTS = (tree.SpecError, tree.DeployError, tree.NotDeployed, tree.ReplicaFailed, tree.RequestFailed)
@@ -21,6 +21,12 @@ _LIMITS = {
     "stop_token_ids": f"{rules.MAX_STOP_TOKENS:,}",
     "cache_salt": f"{rules.MAX_SALT_CHARS:,} characters",
     "prompt": f"prompts times `n`: {MAX_PROMPTS_TIMES_N:,}",
+    "n": f"1 to {rules.MAX_CHOICES}, and to `decode.max_running`",
+    "max_tokens": "1 to the context; times `n` and prompts: `decode.max_running` contexts",
+    "user": f"{rules.MAX_USER_CHARS} characters",
+    "messages": f"{rules.MAX_MESSAGES:,}",
+    "role": f"{rules.MAX_ROLE_CHARS} characters",
+    "content": f"{MAX_PARTS:,} parts",
     "top_logprobs": f"0 to {rules.MAX_LOGPROBS}",
 }
 _ORDER = ("yes", "only", "ignored", "refused")

@@ -1,4 +1,4 @@
-"""The checksum of KV bytes, on a link and on a disk."""
+"""The checksum of KV bytes on a link. It finds accidents; what keeps others out is said in docs/SECURITY.md."""
 
 from __future__ import annotations
 

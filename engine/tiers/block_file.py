@@ -6,8 +6,8 @@
     16  16  fingerprint of the layout    weights, layers, heads, block size, dtype
     32  4   tensor parallelism
     36  16  prefix hash
-    52  32  seal of the payload          keyed BLAKE2b
-    84  32  seal of all this             keyed BLAKE2b; the payload's seal is made with it
+    52  32  seal of the payload          HMAC-SHA256, of the prefix hash and the bytes
+    84  32  seal of all this             HMAC-SHA256
     116     payload, as KVPool.copy_out makes it
 
 All numbers little-endian. A file that is not exactly that is none of ours. Nor is one that was sealed with another key:
@@ -22,7 +22,6 @@ import os
 import struct
 from contextlib import suppress
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -53,28 +52,30 @@ class Stamp:
         return self.layout.block_bytes
 
     def header(self, prefix_hash: bytes, payload: Tensor) -> bytes:
-        fields = _FIELDS.pack(*self._ours, prefix_hash, self._seal(b"payload", prefix_hash, payload.numpy().data))
-        return fields + self._seal(b"header", b"", memoryview(fields))
+        fields = _FIELDS.pack(*self._ours, prefix_hash, self._seal(b"payload" + prefix_hash, payload.numpy().data))
+        return fields + self._seal(b"header", memoryview(fields))
 
     def read_header(self, data: bytes) -> Header | None:
         """None if this is no header of ours."""
         fields, seal = data[: _FIELDS.size], data[_FIELDS.size :]
-        if len(data) != _HEADER_BYTES or not hmac.compare_digest(seal, self._seal(b"header", b"", memoryview(fields))):
+        if len(data) != _HEADER_BYTES or not hmac.compare_digest(seal, self._seal(b"header", memoryview(fields))):
             return None
         *ours, prefix_hash, payload_seal = _FIELDS.unpack(fields)
         return Header(prefix_hash, payload_seal) if tuple(ours) == self._ours else None
 
     def has_sealed(self, header: Header, payload: memoryview) -> bool:
         """Whether this is the payload that the header was written for."""
-        return hmac.compare_digest(header.payload_seal, self._seal(b"payload", header.prefix_hash, payload))
+        return hmac.compare_digest(header.payload_seal, self._seal(b"payload" + header.prefix_hash, payload))
 
     @property
     def _ours(self) -> tuple[bytes, int, int, bytes, int]:
         return _MAGIC, VERSION, self.rank, bytes.fromhex(self.layout.fingerprint), self.layout.tensor_parallel
 
-    def _seal(self, what: bytes, prefix_hash: bytes, data: memoryview) -> bytes:
-        """Which hash the bytes of a payload belong to is sealed with them, and what kind of thing is sealed."""
-        return blake2b(data, key=self.key, salt=prefix_hash, person=what, digest_size=_SEAL_BYTES).digest()
+    def _seal(self, what: bytes, data: memoryview) -> bytes:
+        """Of data, and of what it is."""
+        seal = hmac.new(self.key, what, "sha256")
+        seal.update(data)
+        return seal.digest()
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch.distributed import Store
 
 from cluster.rpc.transfer_pb2_grpc import RankStub
 from cluster.wire.channel import open_channel
-from kvtransfer.bench.near_side import HOST, TIMEOUT_S, NearSide
+from kvtransfer.bench.near_side import FAR, HOST, NEAR, TIMEOUT_S, NearSide
 from kvtransfer.links.backends import open_link
 from kvtransfer.links.link import LinkEnd, LinkGuard
 from kvtransfer.movers.meeting import Meeting, local_store, remote_store
@@ -33,7 +33,7 @@ def send_over_link(near: NearSide, backend: str, *, num_bytes: int, count: int) 
     near.far.tell("receive_over_link", backend=backend, prefix=prefix, num_bytes=num_bytes, count=count)
 
     async def connect() -> Channel:
-        return open_channel(near.address)
+        return open_channel(near.address, peer=FAR, identity=NEAR)
 
     channel = near.host.call(connect(), timeout_s=TIMEOUT_S)  # it belongs to the loop that makes it
     store = remote_store(RankStub(channel), near.host.loop, timeout_s=TIMEOUT_S)

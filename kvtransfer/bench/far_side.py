@@ -12,10 +12,11 @@ import torch
 from cluster.process.ordered_process import obey
 from cluster.rpc.transfer_pb2_grpc import add_RankServicer_to_server
 from cluster.wire.rank_host import RankHost
+from cluster.words.papers import Identity
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from kvtransfer.bench.carried import receive_over_link, receive_over_tcp
-from kvtransfer.bench.near_side import HOST, TIMEOUT_S
+from kvtransfer.bench.near_side import FAR, HOST, TIMEOUT_S
 from kvtransfer.links.link import LinkGuard
 from kvtransfer.movers.link_config import LinkConfig
 from kvtransfer.movers.rank_servicer import RankServicer
@@ -27,7 +28,8 @@ class FarSide:
     """Every public method is an order. Times are this host's monotonic clock, which its processes share."""
 
     def __init__(self) -> None:
-        self._host = RankHost(HOST)
+        self._identity = Identity(FAR, None)
+        self._host = RankHost(HOST, self._identity)
         self._servicer = RankServicer()
         self._guard: LinkGuard | None = None
         self._landings: queue.SimpleQueue[tuple[str, float]] = queue.SimpleQueue()
@@ -44,6 +46,7 @@ class FarSide:
         """Take in handoffs of this layout from now on."""
         config = LinkConfig(
             rank=0,
+            identity=self._identity,
             pool=KVPool(KVLayout(**layout), num_blocks=num_blocks, device=torch.device("cpu")),
             wire_dtype=wire_dtype,
             backend=backend,

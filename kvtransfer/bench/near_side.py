@@ -11,6 +11,8 @@ from cluster.process.ordered_process import OrderedProcess
 from cluster.wire.rank_host import RankHost
 from cluster.words.errors import TransferError
 from cluster.words.handoff import Handoff
+from cluster.words.papers import Identity
+from cluster.words.process_name import ProcessName
 from engine.kv.pool import KVPool
 from kvtransfer.links.link import LinkGuard
 from kvtransfer.movers.link_config import LinkConfig
@@ -19,13 +21,15 @@ from kvtransfer.protocol.passage import Passage, Shipment
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 60.0
+NEAR = Identity(ProcessName.of_rank("bench", "prefill-0", 0), None)  # in clear: what is measured are the links
+FAR = NEAR.rank("decode-0", 0)
 
 
 class NearSide:
     """Starts the far side, and ships handoffs to it by the classes that the workers use."""
 
     def __init__(self, *, is_encrypted: bool = False) -> None:
-        self.host = RankHost(HOST)
+        self.host = RankHost(HOST, NEAR)
         self.guard = LinkGuard(secrets.token_bytes(32), is_encrypted=is_encrypted)
         self._senders: list[Sender] = []
         self.far = OrderedProcess("kvtransfer.bench.far_side", answer_s=TIMEOUT_S)
@@ -49,6 +53,7 @@ class NearSide:
         sender = Sender(
             LinkConfig(
                 rank=0,
+                identity=NEAR,
                 pool=pool,
                 wire_dtype=wire_dtype,
                 backend=backend,
@@ -82,7 +87,7 @@ class MeasuredSender:
         handoff = Handoff(
             id=f"{self._sender.name}/{self._count}",
             epoch=1,
-            replica="far",
+            replica=FAR.group,
             ranks=(self._near.address,),
             layout=layout.fingerprint,
             num_tokens=num_tokens,

@@ -98,10 +98,9 @@ def slots_of(pool: KVPool, blocks: Sequence[int], first_token: int, num_tokens: 
     """
     size = pool.layout.block_size
     first_block, end_block = first_token // size, -(-(first_token + num_tokens) // size)
-    table = blocks[first_block:end_block]
-    if len(table) < end_block - first_block or not all(0 <= block < pool.num_blocks for block in table):
+    blocks_B = np.array(blocks[first_block:end_block], dtype=np.int64)
+    if len(blocks_B) < end_block - first_block or (blocks_B.view(np.uint64) >= pool.num_blocks).any():  # or negative
         raise TransferError(f"positions {first_token} to {first_token + num_tokens} do not lie in the pool's blocks")
-    blocks_B = np.array(table, dtype=np.int64)
     slots_BS = blocks_B[:, None] * size + np.arange(size)
     offset = first_token - first_block * size
     return torch.from_numpy(slots_BS.ravel()[offset : offset + num_tokens]).to(pool.device)

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from torch.distributed import Store
 
+from cluster.words.papers import Identity
 from cluster.words.probe import Probe, unobserved
 from engine.kv.pool import KVPool
 from kvtransfer.links.link import MEET_TIMEOUT_S, LinkEnd, LinkGuard
@@ -18,6 +19,7 @@ class LinkConfig:
     """One rank's, for its Sender and its Receiver."""
 
     rank: int
+    identity: Identity  # of this rank, to those whom it calls
     pool: KVPool
     wire_dtype: str
     backend: str

@@ -21,6 +21,7 @@ from cluster.words.checking import check_name
 from cluster.words.errors import HandoffExpired, LayoutMismatch, LinkClosed, RequestError, TransferError
 from cluster.words.handoff import HandoffKey
 from cluster.words.probe import Milestone
+from cluster.words.process_name import ProcessName
 from engine.kv.checksum import checksum
 from kvtransfer.links.backends import open_link
 from kvtransfer.links.link import MEET_TIMEOUT_S, Link
@@ -57,6 +58,7 @@ class OutgoingLink:
         config: LinkConfig,
         address: str,
         *,
+        peer: ProcessName,
         name: str,
         epoch: int,
         loop: asyncio.AbstractEventLoop,
@@ -65,6 +67,7 @@ class OutgoingLink:
     ) -> None:
         self._config = config
         self._address = address
+        self._peer = peer
         self._name = name
         self._epoch = epoch
         self._loop = loop
@@ -147,7 +150,7 @@ class OutgoingLink:
     async def _converse(self) -> None:
         try:
             await asyncio.sleep(self._reconnection.delay_s)
-            async with open_channel(self._address) as channel:
+            async with open_channel(self._address, peer=self._peer, identity=self._config.identity) as channel:
                 stub = rpc.RankStub(channel)
                 call = stub.Connect(self._outgoing_frames())
                 frame = await asyncio.wait_for(anext(aiter(call)), self._config.timeout_s)

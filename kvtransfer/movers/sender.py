@@ -12,6 +12,7 @@ from dataclasses import replace
 from cluster.words.errors import LinkClosed
 from cluster.words.handoff import Handoff, HandoffKey
 from cluster.words.probe import Milestone
+from cluster.words.process_name import ProcessName
 from engine.kv.layout import KVLayout
 from kvtransfer.movers.link_config import LinkConfig
 from kvtransfer.movers.outgoing_link import OutgoingLink
@@ -47,7 +48,7 @@ class Sender:
         self._on_shipped = on_shipped
         self._group_rows = max(1, group_bytes // config.codec.num_bytes(_one_row(config.pool.layout)))
         self._passages: dict[HandoffKey, Passage] = {}
-        self._links: dict[str, OutgoingLink] = {}
+        self._links: dict[tuple[ProcessName, str], OutgoingLink] = {}  # by receiver, and its address
         self._reconnections: defaultdict[str, Reconnection] = defaultdict(Reconnection)  # by address
         self._epochs = itertools.count(1)
 
@@ -60,7 +61,7 @@ class Sender:
             return None
         passage = Passage(handoff, blocks, layout=layout, begun_at=time.monotonic(), group_rows=self._group_rows)
         self._passages[passage.key] = passage
-        links = [self._link_to(handoff.ranks[copy.receiver]) for copy in mine]
+        links = [self._link_to(handoff, copy.receiver) for copy in mine]
         passage.outlets = [Outlet(passage, copy, link) for copy, link in zip(mine, links, strict=True)]
         for outlet, link in zip(passage.outlets, links, strict=True):
             link.add(outlet)
@@ -76,14 +77,16 @@ class Sender:
             link.fail(LinkClosed(f"{self.name} is stopping"))
             await link.disconnected()
 
-    def _link_to(self, address: str) -> OutgoingLink:
-        """The link to a rank. A failed one is replaced by a new one, of a new epoch."""
-        link = self._links.get(address)
+    def _link_to(self, handoff: Handoff, rank: int) -> OutgoingLink:
+        """The link to a receiving rank. A failed one is replaced by a new one, of a new epoch."""
+        address, peer = handoff.ranks[rank], self.config.identity.rank(handoff.replica, rank)
+        link = self._links.get((peer, address))
         if link is None or link.is_closed:
-            self._links = {a: link for a, link in self._links.items() if not link.is_closed}
-            link = self._links[address] = OutgoingLink(
+            self._links = {to: link for to, link in self._links.items() if not link.is_closed}
+            link = self._links[peer, address] = OutgoingLink(
                 self.config,
                 address,
+                peer=peer,
                 name=self.name,
                 epoch=next(self._epochs),
                 loop=self._loop,

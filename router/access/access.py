@@ -7,27 +7,32 @@ import asyncio
 from redis.asyncio import Redis
 
 from cluster.index.key_channel import KeyReader
+from cluster.index.presence import connect_redis
+from cluster.words.errors import ClusterError, outcome_of
 from router.access.client import Client
 from router.access.keyring import Keyring
-from router.access.limits import Limits
+from router.access.limits import Count, Limits
 from router.access.local_limiter import LocalLimiter
 from router.access.redis_limiter import RedisLimiter
+
+_LIMITS_S = 0.5  # of an answer of Redis, for which a request waits
 
 
 class Access:
     """What both doors ask. Lives on the router's event loop."""
 
-    def __init__(self, keyring: Keyring, limits: Limits, redis: Redis | None = None) -> None:
-        """redis: closed with this."""
+    def __init__(self, keyring: Keyring, limits: Limits, *redises: Redis, count: Count = lambda outcome: None) -> None:
+        """redises: closed with this. count: told of whom it turned away."""
+        self._count = count
         self.limits = limits
         self._keyring = keyring
-        self._redis = redis
+        self._redises = redises
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
     async def follow(
         cls,
-        redis: Redis,
+        index_url: str,
         *,
         name: str,
         seal_key: bytes,
@@ -35,12 +40,14 @@ class Access:
         is_required: bool,
         is_cache_told: bool,
         num_routers: int,
+        count: Count,
     ) -> Access:
         """Of the deployment `name`: with what its controller says now, and from now on."""
-        reader = KeyReader(redis, name=name, seal_key=seal_key)
+        for_keys, for_limits = connect_redis(index_url), connect_redis(index_url, within_s=_LIMITS_S)
+        reader = KeyReader(for_keys, name=name, seal_key=seal_key)
         keyring = Keyring(reader, salt_key=salt_key, is_required=is_required, is_cache_told=is_cache_told)
-        limits = Limits(RedisLimiter(redis, name=name), LocalLimiter(num_routers=num_routers))
-        access = cls(keyring, limits, redis)
+        limits = Limits(RedisLimiter(for_limits, name=name), LocalLimiter(num_routers=num_routers), count=count)
+        access = cls(keyring, limits, for_keys, for_limits, count=count)
         await keyring.read()
         access._tasks = [asyncio.create_task(keyring.follow_forever()), asyncio.create_task(limits.keep_forever())]
         return access
@@ -53,7 +60,11 @@ class Access:
 
     def identify(self, authorization: str | None) -> Client:
         """Whom a request is from, by its `Authorization` header. Raises Unauthenticated or KeysUnknown."""
-        return self._keyring.identify(authorization)
+        try:
+            return self._keyring.identify(authorization)
+        except ClusterError as error:
+            self._count(outcome_of(error).code)
+            raise
 
     async def close(self) -> None:
         self._keyring.close()
@@ -62,5 +73,5 @@ class Access:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.limits.settled()
-        if self._redis is not None:
-            await self._redis.aclose()
+        for redis in self._redises:
+            await redis.aclose()

@@ -6,19 +6,21 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 from redis.exceptions import RedisError
 
 from cluster.words.api_key import ApiKey
-from cluster.words.errors import RateLimited, RequestError
+from cluster.words.errors import RateLimited, RequestError, outcome_of
 from router.access.client import Client
 from router.access.limiter import LEASE_S, Limiter, Reservation
 from router.text.completion import Completion
 
 logger = logging.getLogger(__name__)
+
+Count = Callable[[str], None]  # the outcome of a request that ends here, as metrics have it
 
 _TRY_AGAIN_S = 1.0  # after Redis was found to be away
 
@@ -27,8 +29,9 @@ class Limits:
     """Lives on the router's event loop. Where Redis is away, or too slow, this router's own part of each limit counts:
     what was counted on the other side is not carried over."""
 
-    def __init__(self, shared: Limiter | None, local: Limiter) -> None:
-        """shared: of all routers; None where there is none."""
+    def __init__(self, shared: Limiter | None, local: Limiter, *, count: Count = lambda outcome: None) -> None:
+        """shared: of all routers; None where there is none. count: told of what was refused."""
+        self._count = count
         self._shared = shared
         self._local = local
         self._under_way: dict[str, tuple[Limiter, Reservation]] = {}
@@ -60,6 +63,7 @@ class Limits:
         try:
             limiter, taken = await self._take(key, asked)
         except RateLimited as error:
+            self._count(outcome_of(error).code)
             if error.is_certain and self._asks_shared:
                 self._used_up[key.id] = time.monotonic() + error.retry_after_s, error
             raise
@@ -75,6 +79,7 @@ class Limits:
         if client.key and (found := self._used_up.get(client.key.id)):
             until, error = found
             if (left_s := until - time.monotonic()) > 0:
+                self._count(outcome_of(error).code)
                 raise RateLimited(str(error), retry_after_s=left_s, headers=error.headers)
             del self._used_up[client.key.id]
 

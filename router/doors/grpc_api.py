@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -23,11 +24,14 @@ from router.doors.grpc_errors import status_of
 from router.doors.grpc_gate import KeyInterceptor, authorization_of
 from router.doors.grpc_messages import request_of, response_of
 from router.text.completion import Completion, Completions
-from router.text.completion_request import MAX_REQUEST_BYTES
+from router.text.completion_request import MAX_REQUEST_BYTES, CompletionRequest
 
 logger = logging.getLogger(__name__)
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+READINESS = "readiness"  # a name of the health service's own, for probes
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 _MAX_STREAMS = 4096
 _IDLE_MS = 10 * 60_000
@@ -73,7 +77,8 @@ async def open_grpc_api(
         ),
     )
     health_servicer = health.aio.HealthServicer()
-    pb_grpc.add_InferenceServicer_to_server(InferenceServicer(completions, access), server)
+    inference = InferenceServicer(completions, access)
+    pb_grpc.add_InferenceServicer_to_server(inference, server)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     try:
@@ -84,48 +89,88 @@ async def open_grpc_api(
     except RuntimeError as error:
         raise DeployError(f"gRPC port {host}:{port} cannot be opened; is it in use?") from error
     await server.start()
-    door = GrpcApi(server, health_servicer, bound)
-    await door.set_serving(True)
+    door = GrpcApi(server, inference, health_servicer, bound)
+    await door.set_health(is_ready=True)
     return door
 
 
 class GrpcApi:
     """A server that runs until `close`."""
 
-    def __init__(self, server: grpc.aio.Server, health_servicer: health.aio.HealthServicer, port: int) -> None:
+    def __init__(
+        self,
+        server: grpc.aio.Server,
+        inference: InferenceServicer,
+        health_servicer: health.aio.HealthServicer,
+        port: int,
+    ) -> None:
         self.port = port
+        self._inference = inference
         self._server = server
         self._health = health_servicer
 
-    async def set_serving(self, is_serving: bool) -> None:
-        """What the health service says, of the server ("") and of cluster.v1.Inference; watchers hear it at once."""
-        status = health_pb2.HealthCheckResponse.SERVING if is_serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        for service in ("", SERVICE):
-            await self._health.set(service, status)
+    async def set_health(self, *, is_live: bool = True, is_ready: bool) -> None:
+        """What the health service says: of the server ("") whether it is alive; of "readiness" and
+        cluster.v1.Inference whether requests should come here. Watchers hear it at once."""
+        for service, is_so in (("", is_live), (READINESS, is_ready), (SERVICE, is_ready)):
+            await self._health.set(service, _SERVING if is_so else _NOT_SERVING)
 
     async def close(self, *, grace_s: float) -> None:
-        """Take no more requests, let those under way finish for grace_s, then end them."""
-        await self.set_serving(False)
-        await self._server.stop(grace_s)
+        """Say that no more requests should come, take no more, let those under way finish for grace_s, then end all.
+
+        Who only watches the health service is not waited for.
+        """
+        await self.set_health(is_ready=False)
+        stopping = asyncio.create_task(self._server.stop(grace_s))
+        idle = asyncio.create_task(self._inference.idle.wait())
+        await asyncio.wait({stopping, idle}, return_when=asyncio.FIRST_COMPLETED)
+        idle.cancel()
+        await self._server.stop(None)
+        await stopping
 
 
 class InferenceServicer(pb_grpc.InferenceServicer):
     """Writes from within the handler, and does not yield: so a cancelled call ends the handler wherever it waits."""
 
     def __init__(self, completions: Completions, access: Access) -> None:
+        self.idle = asyncio.Event()  # no request is under way
+        self.idle.set()
+        self._num_running = 0
         self._completions = completions
         self._access = access
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        async with _statuses(context):
+        async with self._counted(), _statuses(context):
             client = self._access.identify(authorization_of(context.invocation_metadata()))
             self._access.limits.check(client)
-            asked = client.bound(request_of(request, deadline_s=context.time_remaining()))
+            asked = self._asked(request, context, client)
             completion = await self._completions.open(asked)
             async with self._reserved(client, completion, context), completion.run() as events:
                 async for event in events:
                     message = response_of(event, request_id=asked.id, tokenizer=self._completions.tokenizer)
                     await context.write(message)
+
+    @asynccontextmanager
+    async def _counted(self) -> AsyncIterator[None]:
+        self._num_running += 1
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self._num_running -= 1
+            if not self._num_running:
+                self.idle.set()
+
+    def _asked(
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any], client: Client
+    ) -> CompletionRequest:
+        peer, deadline_s = context.peer(), context.time_remaining()
+        max_context = self._completions.model.max_context
+        try:
+            return client.bound(request_of(request, deadline_s=deadline_s, max_context=max_context, peer=peer))
+        except ClusterError as error:
+            self._completions.unreadable(request.request_id[:128], error, peer=peer)
+            raise
 
     async def ListModels(
         self, request: pb.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from dataclasses import asdict
 from typing import Any
 
 from cluster.rpc import inference_pb2 as pb
-from cluster.words.errors import RequestError
-from router.text.completion_request import Chat, CompletionRequest
+from cluster.words.errors import ContextLengthExceeded, RequestError
+from router.text.completion_request import MAX_MESSAGES, MAX_STOP_TOKENS, MAX_STOPS, Chat, CompletionRequest
 from router.text.events import Delta, Event, Finished, Summary
 from router.text.tokenizer import Tokenizer
 
@@ -16,8 +17,12 @@ _SAMPLING = pb.SamplingParams.DESCRIPTOR.fields_by_name
 _RENAMED = {"messages": "chat.messages", "user": "tenant"}
 
 
-def request_of(message: pb.GenerateRequest, *, deadline_s: float | None) -> CompletionRequest:
-    """Raises RequestError when there is no input. Everything else is checked where both doors meet."""
+def request_of(
+    message: pb.GenerateRequest, *, deadline_s: float | None, max_context: int, peer: str = ""
+) -> CompletionRequest:
+    """Raises RequestError when there is no input, or more of it than is worth looking at. Everything else is checked
+    where both doors meet."""
+    _check_counts(message, max_context)
     fields: dict[str, Any] = {name: getattr(message.sampling, name) for name in _SAMPLING if _is_set(message, name)}
     for name in ("stop", "stop_token_ids"):
         fields[name] = tuple(getattr(message.sampling, name))
@@ -26,6 +31,7 @@ def request_of(message: pb.GenerateRequest, *, deadline_s: float | None) -> Comp
         prompt=_prompt_of(message),
         model=message.model,
         user=message.tenant,
+        peer=peer,
         cache_salt=message.cache_salt,
         priority=message.priority,
         deadline_s=deadline_s,
@@ -47,7 +53,22 @@ def response_of(event: Event, *, request_id: str, tokenizer: Tokenizer) -> pb.Ge
 
 def field_of(param: str) -> str:
     """The path in GenerateRequest of what an error calls `param`."""
-    return f"sampling.{param}" if param in _SAMPLING else _RENAMED.get(param, param)
+    name = re.split(r"\W", param, maxsplit=1)[0]  # messages, of messages[0].role
+    return (f"sampling.{name}" if name in _SAMPLING else _RENAMED.get(name, name)) + param[len(name) :]
+
+
+def _check_counts(message: pb.GenerateRequest, max_context: int) -> None:
+    """Before anything is made of each."""
+    for param, number, limit in (
+        ("messages", len(message.chat.messages), MAX_MESSAGES),
+        ("stop", len(message.sampling.stop), MAX_STOPS),
+        ("stop_token_ids", len(message.sampling.stop_token_ids), MAX_STOP_TOKENS),
+    ):
+        if number > limit:
+            raise RequestError(f"{param}: at most {limit} are taken, not {number}", param=param)
+    if (number := len(message.token_ids.ids)) > max_context:
+        text = f"this model's context holds {max_context} tokens; the request has {number}"
+        raise ContextLengthExceeded(text, param="prompt")
 
 
 def _is_set(message: pb.GenerateRequest, name: str) -> bool:

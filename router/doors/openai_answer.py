@@ -12,6 +12,7 @@ from router.doors.event_stream import DONE, data
 from router.doors.openai_forms import JSON, Form
 from router.text.completion import Completion
 from router.text.events import Delta, Event, Finished, Summary, TokenUsage
+from router.text.unread import UnreadLimit
 
 _MAX_QUEUED = 64  # events; a slow client holds the completions up, not our memory
 
@@ -38,7 +39,7 @@ class OpenAIAnswer:
             async for number, event in events:
                 match event:
                     case Delta(choice=choice):
-                        choices[self._index(number, choice)].deltas.append(event)
+                        choices[self._index(number, choice)].add(event, keep=self.return_token_ids)
                     case Finished(choice=choice):
                         choices[self._index(number, choice)].finished = event
                     case Summary():
@@ -105,7 +106,7 @@ class OpenAIAnswer:
 
     def _written(self, choice: _Choice) -> JSON:
         assert choice.finished is not None
-        written = choice.form.message("".join(delta.text for delta in choice.deltas))
+        written = choice.form.message("".join(choice.texts))
         has_logprobs = bool(choice.deltas) and choice.deltas[0].token.logprob is not None
         written["logprobs"] = choice.form.logprobs(choice.deltas) if has_logprobs else None
         if self.return_token_ids:
@@ -123,8 +124,14 @@ class OpenAIAnswer:
 @dataclass
 class _Choice:
     form: Form
-    deltas: list[Delta] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    deltas: list[Delta] = field(default_factory=list)  # where more is wanted of them than their text
     finished: Finished | None = None
+
+    def add(self, delta: Delta, *, keep: bool) -> None:
+        self.texts.append(delta.text)
+        if keep or delta.token.logprob is not None:
+            self.deltas.append(delta)
 
 
 def _end(finished: Finished) -> JSON:
@@ -154,7 +161,8 @@ async def _run_all(completions: Sequence[Completion]) -> AsyncIterator[NumberedE
     queue: asyncio.Queue[tuple[int, Event | Exception]] = asyncio.Queue(_MAX_QUEUED)
     tasks = [asyncio.ensure_future(_pump(number, one, queue)) for number, one in enumerate(completions)]
     try:
-        yield _drain(queue, len(tasks))
+        async with UnreadLimit(completions[0].max_unread_s, request_id=completions[0].request.id) as unread:
+            yield unread.watched(_drain(queue, len(tasks)))
     finally:
         for task in tasks:
             task.cancel()

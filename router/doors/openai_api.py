@@ -6,29 +6,26 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import TypeVar
 
 from fastapi import FastAPI, Request
-from pydantic import ValidationError
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.words.errors import ClusterError, RequestTooLarge, UnknownModel
+from cluster.words.errors import ClusterError, UnknownModel
 from router.access.access import Access
 from router.access.client import Client
 from router.access.limits import Limits
+from router.doors.body import Body, BodyReader
 from router.doors.event_stream import EventStream, while_connected
+from router.doors.health_api import HealthProbes, add_health
 from router.doors.openai_answer import OpenAIAnswer
-from router.doors.openai_errors import CLIENT_GONE, error_response, explain, handle_errors
+from router.doors.openai_errors import CLIENT_GONE, error_response, handle_errors
 from router.doors.openai_forms import JSON, ChatForm, Form, TextForm
 from router.doors.openai_types import ChatBody, TextBody
 from router.text.completion import Completion, Completions
-from router.text.completion_request import MAX_REQUEST_BYTES, REQUEST_ID, ModelCard
+from router.text.completion_request import REQUEST_ID, CompletionRequest, ModelCard, check_total
 from router.text.tokenizer import Tokenizer
-
-Body = TypeVar("Body", TextBody, ChatBody)
 
 _HEALTH = "/health"  # for this, and what is below it, nobody needs a key
 
@@ -40,11 +37,12 @@ def create_app(
     is_healthy: Callable[[], bool],
     proxy_sets_request_id: bool = False,
     max_body_s: float = 60.0,
+    probes: HealthProbes | None = None,
 ) -> FastAPI:
     """The ASGI application. is_healthy: whether requests can be served.
 
     proxy_sets_request_id: what stands in front puts X-Request-Id on answers, as Ray Serve's proxy does; we do not.
-    max_body_s: how long a client may take to send its request.
+    max_body_s: how long a client may take to send its request. probes: what /health/… answers.
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(_Gate, access=access)
@@ -63,6 +61,9 @@ def create_app(
             return JSONResponse({"status": "ok"})
         return JSONResponse({"status": "unavailable"}, status_code=503)
 
+    if probes:
+        add_health(app, probes)
+
     return app
 
 
@@ -72,7 +73,7 @@ class _Door:
     def __init__(self, completions: Completions, limits: Limits, max_body_s: float) -> None:
         self._completions = completions
         self._limits = limits
-        self._max_body_s = max_body_s
+        self._bodies = BodyReader(completions.threads, max_context=completions.model.max_context, within_s=max_body_s)
 
     async def models(self) -> Response:
         return JSONResponse({"object": "list", "data": [_model(self._completions.model)]})
@@ -85,7 +86,7 @@ class _Door:
 
     async def text(self, request: Request) -> Response:
         self._limits.check(_client(request))
-        body = _parse(TextBody, await _read(request, within_s=self._max_body_s))
+        body = await self._read(TextBody, request)
         opened = await self._open(body, request)
         tokenizer = self._completions.tokenizer
         forms = [TextForm(tokenizer, echo=_prompt_text(one, tokenizer) if body.echo else "") for one in opened]
@@ -93,14 +94,29 @@ class _Door:
 
     async def chat(self, request: Request) -> Response:
         self._limits.check(_client(request))
-        body = _parse(ChatBody, await _read(request, within_s=self._max_body_s))
+        body = await self._read(ChatBody, request)
         opened = await self._open(body, request)
         return await self._answer(request, body, opened, [ChatForm(self._completions.tokenizer)])
 
+    async def _read(self, kind: type[Body], request: Request) -> Body:
+        try:
+            return await self._bodies.read(kind, request)
+        except ClusterError as error:
+            self._completions.unreadable(request.state.request_id, error, peer=_peer(request))
+            raise
+
+    def _bound(self, one: CompletionRequest, request: Request) -> CompletionRequest:
+        try:
+            return _client(request).bound(one)
+        except ClusterError as error:
+            self._completions.unreadable(one.id, error, peer=one.peer)
+            raise
+
     async def _open(self, body: TextBody | ChatBody, request: Request) -> list[Completion]:
-        opened = []
-        for one in body.requests(request.state.request_id):
-            opened.append(await self._completions.open(_client(request).bound(one)))
+        opened, model = [], self._completions.model
+        for one in body.requests(request.state.request_id, peer=_peer(request)):
+            opened.append(await self._completions.open(self._bound(one, request)))
+            check_total(sum(completion.max_answer_tokens for completion in opened), model)
             await asyncio.sleep(0)  # between a thousand prompts, others have their turn
         return opened
 
@@ -182,38 +198,14 @@ class _RequestIds:
         await self._app(scope, receive, send_with_id)
 
 
-async def _read(request: Request, *, within_s: float) -> bytes:
-    """The body, of which no more than MAX_REQUEST_BYTES are ever held.
-
-    Raises RequestTooLarge as soon as that is known, and HTTPException 408 when the body does not arrive in time.
-    """
-    too_large = RequestTooLarge(f"the body is larger than {MAX_REQUEST_BYTES} bytes")
-    announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced) > MAX_REQUEST_BYTES:
-        raise too_large
-    body = bytearray()
-    try:
-        async with asyncio.timeout(within_s):
-            async for part in request.stream():
-                body += part
-                if len(body) > MAX_REQUEST_BYTES:
-                    raise too_large
-    except TimeoutError:
-        raise HTTPException(408, headers={"connection": "close"}) from None
-    return bytes(body)
-
-
-def _parse(kind: type[Body], body: bytes) -> Body:
-    """Raises RequestError that names the first wrong field. The content type is not looked at."""
-    try:
-        return kind.model_validate_json(body)
-    except ValidationError as error:
-        raise explain(error) from None
-
-
 def _prompt_text(completion: Completion, tokenizer: Tokenizer) -> str:
     prompt = completion.request.prompt
     return prompt if isinstance(prompt, str) else tokenizer.decode(completion.prompt_ids, skip_special_tokens=False)
+
+
+def _peer(request: Request) -> str:
+    """Who has asked, for the log; empty where the server does not say."""
+    return f"{request.client.host}:{request.client.port}" if request.client else ""
 
 
 def _model(model: ModelCard) -> JSON:

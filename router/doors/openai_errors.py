@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 CLIENT_GONE = 499  # nobody reads it; nginx's number, for access logs
 _DRAIN_BYTES = 64 * 1024 * 1024
 _DRAIN_S = 5.0
+_MAX_PATH = 128
 
 
 def handle_errors(app: FastAPI) -> None:
@@ -80,6 +81,7 @@ def explain(error: ValidationError) -> RequestError:
     """The first thing that is wrong with a body, by its path, such as messages[0].content."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).removeprefix(".")
+    path = path[:_MAX_PATH]  # a client's own field may have any name
     if first["type"] == "json_invalid":
         return RequestError(f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
     if first["type"] == "extra_forbidden":

@@ -16,6 +16,7 @@ from cluster.words.errors import RequestError
 from router.text.completion_request import MAX_CHOICES, MAX_LOGPROBS, Chat, CompletionRequest
 
 MAX_PROMPTS_TIMES_N = 1024  # choices of one HTTP request
+MAX_PARTS = 4096  # of one message
 DEFAULT_TEXT_TOKENS = 16  # of /v1/completions, by OpenAI's reference; a chat goes on for as long as the context lasts
 
 Prompt = str | tuple[int, ...]
@@ -149,7 +150,7 @@ class TextBody(_Sampled):
     best_of: int | None = None
     """Only as much as `n`."""
 
-    def requests(self, request_id: str) -> list[CompletionRequest]:
+    def requests(self, request_id: str, *, peer: str = "") -> list[CompletionRequest]:
         """One request per prompt. Raises RequestError."""
         if self.echo and self.logprobs is not None:
             raise RequestError("echo: logprobs of the prompt are not supported here", param="echo")
@@ -159,7 +160,7 @@ class TextBody(_Sampled):
             raise RequestError(f"prompt: prompts times n is at most {MAX_PROMPTS_TIMES_N}", param="prompt")
         max_tokens = DEFAULT_TEXT_TOKENS if self.max_tokens is None else self.max_tokens
         shared = {**self._shared(), "max_tokens": max_tokens, "logprobs": self.logprobs}
-        return [CompletionRequest(id=request_id, prompt=prompt, **shared) for prompt in self.prompt]
+        return [CompletionRequest(id=request_id, peer=peer, prompt=prompt, **shared) for prompt in self.prompt]
 
 
 class TextPart(_Body):
@@ -170,7 +171,7 @@ class TextPart(_Body):
 class ChatMessage(_Body):
     role: str
     """`system`, `user`, `assistant`, or what the model's template knows."""
-    content: Annotated[list[TextPart], BeforeValidator(_parts)]
+    content: Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS), BeforeValidator(_parts)]
     """A string, or a list of parts of type `text`, each of which becomes a line of its own."""
     name: str | None = None
     """For the template."""
@@ -197,7 +198,7 @@ class ChatMessage(_Body):
 class ChatBody(_Sampled):
     """POST /v1/chat/completions"""
 
-    messages: list[ChatMessage]
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)]
     max_completion_tokens: int | None = None
     """The newer name of `max_tokens`; it wins."""
     logprobs: bool | None = None
@@ -219,7 +220,7 @@ class ChatBody(_Sampled):
     reasoning_effort: Unsupported = None
     verbosity: Unsupported = None
 
-    def requests(self, request_id: str) -> list[CompletionRequest]:
+    def requests(self, request_id: str, *, peer: str = "") -> list[CompletionRequest]:
         """The one request. Raises RequestError."""
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs: set logprobs to true as well", param="top_logprobs")
@@ -229,6 +230,5 @@ class ChatBody(_Sampled):
         )
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return [
-            CompletionRequest(id=request_id, prompt=chat, max_tokens=max_tokens, logprobs=logprobs, **self._shared())
-        ]
+        fields = {**self._shared(), "max_tokens": max_tokens, "logprobs": logprobs}
+        return [CompletionRequest(id=request_id, peer=peer, prompt=chat, **fields)]

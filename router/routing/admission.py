@@ -1,21 +1,20 @@
 """Who goes next, and who is told at once that there is no room. Pure: the caller brings the clock.
 
-Among tenants, each gets an equal share of the work that is admitted (start-time fair queueing, Goyal et al. 1996); no
-priority moves one tenant before another. Among the requests of one tenant, the smaller priority goes first, then the
-earlier arrival. Where nobody names a tenant, all are one.
+Tenants get equal shares of the work that is admitted, and inside a tenant its users do (`fair_shares`); no priority
+moves one of them before another. Among the requests of one user, the smaller priority goes first, then the earlier
+arrival. Where nobody names a tenant or a user, all are one.
 
 A request is refused when it arrives, or not at all as long as the prediction holds: when the queue is full, when its
-tenant has its part of it, or when its turn would come too late.
+tenant or its user has their part of it, or when its turn would come too late.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections import deque
-from dataclasses import dataclass, field
 
 from cluster.words.errors import CapacityError
+from router.routing.fair_shares import Line, Place, QueuedRequest, Shares
 
 _MIN_RETRY_S = 0.5  # sooner, a client would only find the same queue
 _CAUTION = 0.5  # of the time that a request has: predictions err, and when its turn has come it still has to be served
@@ -23,129 +22,97 @@ _MEASURED = 32  # admissions from which the rate is taken
 _MIN_MEASURED = 4
 
 
-@dataclass(eq=False)
-class QueuedRequest:
-    """A request that waits for its turn, or has waited."""
-
-    tenant: str
-    priority: int  # smaller first, among its tenant's
-    cost: float  # predicted work, in tokens
-    arrival: int = -1  # set by the queue
-    is_waiting: bool = False  # set by the queue
-
-    def __lt__(self, other: QueuedRequest) -> bool:
-        """Whether it goes before another one of its tenant."""
-        return (self.priority, self.arrival) < (other.priority, other.arrival)
-
-
-@dataclass
-class _Tenant:
-    due: float  # virtual time at which its next request is due
-    waiting: list[QueuedRequest] = field(default_factory=list)  # a heap; those that have gone away are passed over
-    num_waiting: int = 0
-    cost: float = 0.0  # of those that wait
-
-
 class AdmissionQueue:
     """The requests that wait. Belongs to the event loop."""
 
     def __init__(self, *, max_waiting: int) -> None:
         self._max_waiting = max_waiting
-        self._tenants: dict[str, _Tenant] = {}
-        self._virtual_time = 0.0
+        self._all = _tenants()
         self._arrivals = itertools.count()
-        self._num_waiting = 0
         self._drained = _DrainRate()
 
     def __len__(self) -> int:
-        return self._num_waiting
+        return self._all.num_waiting
+
+    @property
+    def num_tenants(self) -> int:
+        """That it remembers."""
+        return len(self._all)
+
+    @property
+    def cost(self) -> float:
+        """Of all that wait, in tokens."""
+        return self._all.cost
 
     def add(self, queued: QueuedRequest, *, within_s: float, now: float) -> None:
         """Let it wait. Raises CapacityError, with a hint when to come again, if its turn would not come within_s."""
-        known = self._tenants.get(queued.tenant)
-        if self._num_waiting + (known.num_waiting if known else 0) >= self._max_waiting:
-            raise CapacityError(
-                f"{self._num_waiting} requests are waiting already", retry_after_s=self._retry_s(queued, 0.0)
-            )
+        if self._is_full_for(queued):
+            raise CapacityError(f"{len(self)} requests are waiting already", retry_after_s=self._retry_s(queued, 0.0))
         wait_s = self.wait_s(queued)
         if wait_s > _CAUTION * within_s:
             raise CapacityError(
                 f"it would wait {wait_s:.1f} s for its turn, and has {within_s:.1f} s",
                 retry_after_s=self._retry_s(queued, _CAUTION * within_s),
             )
-        tenant = self._tenants.setdefault(queued.tenant, _Tenant(due=self._virtual_time))
-        if not self._num_waiting:
+        if not len(self):
             self._drained.begin(now)
-        if not tenant.num_waiting:
-            tenant.due = max(tenant.due, self._virtual_time)
-        queued.arrival, queued.is_waiting = next(self._arrivals), True
-        heapq.heappush(tenant.waiting, queued)
-        self._count(tenant, 1, queued.cost)
+        queued.arrival = next(self._arrivals)
+        self._move(queued, Place.READY)
 
     def peek(self) -> QueuedRequest | None:
-        """Who goes next."""
-        tenant = self._next_tenant()
-        return self._head(tenant) if tenant else None
+        """Who goes next, of those that are not set aside."""
+        return self._all.first() if self._all.is_ready else None
 
-    def pop(self, *, now: float) -> QueuedRequest:
-        """Admit who goes next."""
-        tenant = self._next_tenant()
-        assert tenant, "nobody waits"
-        queued = self._head(tenant)
-        heapq.heappop(tenant.waiting)
-        queued.is_waiting = False
-        self._count(tenant, -1, -queued.cost)
-        self._virtual_time = max(self._virtual_time, tenant.due)
-        tenant.due += queued.cost
+    def pop(self, queued: QueuedRequest | None = None, *, now: float) -> QueuedRequest:
+        """Admit a request; None: who goes next."""
+        queued = queued or self._all.first()
+        self._move(queued, Place.GONE, is_served=True)
         self._drained.add(queued.cost, now)
         self._end_if_idle(now)
         return queued
 
+    def set_aside(self, queued: QueuedRequest) -> None:
+        """Others may pass it, until it is put back. It keeps its place."""
+        self._move(queued, Place.ASIDE)
+
+    def put_back(self, queued: QueuedRequest) -> None:
+        if queued.is_waiting:
+            self._move(queued, Place.READY)
+
     def remove(self, queued: QueuedRequest, *, now: float) -> None:
         """It waits no more: its client has gone, or its time is up."""
         if queued.is_waiting:
-            queued.is_waiting = False
-            self._count(self._tenants[queued.tenant], -1, -queued.cost)
+            self._move(queued, Place.GONE)
             self._end_if_idle(now)
 
     def wait_s(self, queued: QueuedRequest) -> float:
-        """When the turn of a request that comes now is predicted; 0 while nothing was measured.
+        """When the turn of a request that comes now is predicted; 0 while nothing was measured."""
+        per_s = self._drained.per_s
+        return self._all.ahead(queued, *queued.names) / per_s if per_s else 0.0
 
-        Before it go those of its own tenant that are not behind it, and of each other tenant as much as it has, but no
-        more than the share that this tenant gets meanwhile.
-        """
-        if not self._drained.per_s:
-            return 0.0
-        own = self._tenants.get(queued.tenant)
-        waiting = [other for other in (own.waiting if own else []) if other.is_waiting]
-        ahead = sum(other.cost for other in waiting if other.priority <= queued.priority)
-        share = ahead + queued.cost
-        others = sum(min(tenant.cost, share) for name, tenant in self._tenants.items() if name != queued.tenant)
-        return (ahead + others) / self._drained.per_s
+    def _move(self, queued: QueuedRequest, to: Place, *, is_served: bool = False) -> None:
+        self._all.move(queued, to, *queued.names, is_served=is_served)
+        queued.place = to
+
+    def _is_full_for(self, queued: QueuedRequest) -> bool:
+        """One user leaves half of what nobody else takes to others of its tenant, one tenant a quarter to others."""
+        total, limit = len(self), self._max_waiting
+        of_tenant = self._all.num_waiting_of(queued.tenant)
+        of_user = self._all.num_waiting_of(*queued.names)
+        return total + of_user >= limit or 3 * total + of_tenant >= 3 * limit
 
     def _retry_s(self, queued: QueuedRequest, within_s: float) -> float:
         return max(_MIN_RETRY_S, self.wait_s(queued) - within_s)
 
-    def _next_tenant(self) -> _Tenant | None:
-        waiting = (tenant for tenant in self._tenants.values() if tenant.num_waiting)
-        return min(waiting, key=lambda tenant: tenant.due, default=None)
-
-    def _head(self, tenant: _Tenant) -> QueuedRequest:
-        while not tenant.waiting[0].is_waiting:
-            heapq.heappop(tenant.waiting)
-        return tenant.waiting[0]
-
-    def _count(self, tenant: _Tenant, number: int, cost: float) -> None:
-        tenant.num_waiting += number
-        tenant.cost += cost
-        self._num_waiting += number
-
     def _end_if_idle(self, now: float) -> None:
         """With nobody waiting, nobody has a claim from the past: forget who came."""
-        if not self._num_waiting:
+        if not len(self):
             self._drained.end(now)
-            self._tenants.clear()
-            self._virtual_time = 0.0
+            self._all = _tenants()
+
+
+def _tenants() -> Shares:
+    return Shares(lambda: Shares(Line))
 
 
 class _DrainRate:

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from contextlib import suppress
 from dataclasses import replace
 
@@ -21,6 +21,7 @@ from router.serving.attempt_tasks import AttemptTasks
 from router.serving.choices import Choices
 from router.serving.decode_streams import DecodeStreams
 from router.serving.dispatch import Dispatch, may_retry
+from router.serving.move import DecodeStream
 from router.serving.pair import Booking, Pair
 from router.serving.replica import Replica
 from router.serving.request_state import RequestState
@@ -57,8 +58,8 @@ class Attempt:
     async def run(self) -> None:
         try:
             if decode := self._pair.decode:
-                self.streams.begin(decode)
-                self._tasks.start(self._lease(decode))
+                leased = self.streams.begin(decode)
+                self._tasks.start(self._lease(decode, leased))
             else:
                 self._tasks.start(self._prefill(None))
             await self._choices.wait()
@@ -87,7 +88,7 @@ class Attempt:
 
     # The lease, on D.
 
-    async def _lease(self, decode: Replica) -> None:
+    async def _lease(self, decode: Replica, leased: Mapping[int, DecodeStream]) -> None:
         prefill_here = self._pair.prefill is None
         booking = Booking(decode, num_requests=1)
         call = decode.worker.generate(
@@ -109,9 +110,11 @@ class Attempt:
         except ClusterError as error:
             if self.streams.on(decode):
                 self._choices.fail(error)
+            return
         finally:
             booking.end()
             call.cancel()
+        await self.streams.lease_ended(leased)
 
     def _reserved(self, decode: Replica, reserved: pb.Reserved) -> None:
         self._route.decode_replica = decode.id
@@ -157,7 +160,7 @@ class Attempt:
                     self._route.pulled_tokens = event.first_tokens.pulled_tokens
                     epoch = handoff.epoch if handoff else 0
                     self._choices.first(tokens_from_proto(event.first_tokens.tokens), epoch=epoch)
-                else:
+                elif event.WhichOneof("event") == "shipped":
                     self._route.blocks_shipped += event.shipped.blocks
                     self._route.wire_bytes += event.shipped.wire_bytes
             if not self._choices.has_first:

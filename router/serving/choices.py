@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from cluster.words.errors import ClusterError, TransferError
+from cluster.words.errors import ClientTooSlow, ClusterError, TransferError
 from cluster.words.request import SampledToken
 from router.serving.request_state import RequestState
 
@@ -104,6 +104,8 @@ class Choices:
 
     def _take(self, choice: int, token: SampledToken) -> None:
         if choice in self._state.unfinished:
+            if self._state.is_unread:
+                return self.fail(ClientTooSlow(f"request {self._state.request.id}: too much of its answer is unread"))
             self._state.append(choice, token)
             self._arrived.set()
             if token.finish_reason:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,6 +18,7 @@ from router.serving.replica import Replica
 from router.serving.request_state import RequestState
 
 _MOVE_AGAIN_S = 0.25
+_LAST_TOKENS_S = 3.0  # the last frames may come later than the end of the call; silence of so long is a loss anyway
 
 
 @dataclass(frozen=True)
@@ -52,12 +54,13 @@ class DecodeStreams:
         self._streams: dict[int, DecodeStream] = {}
         self._one_at_a_time = asyncio.Lock()
 
-    def begin(self, decode: Replica) -> None:
-        """From now on the tokens of all choices come from this replica."""
+    def begin(self, decode: Replica) -> Mapping[int, DecodeStream]:
+        """From now on the tokens of all choices come from this replica, on these streams."""
         for i, choice in enumerate(self._request.choices):
             self._streams[choice] = stream = DecodeStream(decode, self._request.stream + i)
             decode.subscribe(stream.key, partial(self._take, choice))
         self._tasks.start(self._leave_when_draining(decode))
+        return dict(self._streams)
 
     def close(self) -> None:
         """Nothing comes any more. The tasks have ended before."""
@@ -70,6 +73,15 @@ class DecodeStreams:
     def on(self, replica: Replica) -> list[int]:
         """The unfinished choices that decode there."""
         return [choice for choice in self._choices.unfinished if self._streams[choice].replica is replica]
+
+    async def lease_ended(self, leased: Mapping[int, DecodeStream]) -> None:
+        """The call has ended for which these choices decode where they do: those that are not finished in a moment, nor
+        have gone elsewhere, are lost."""
+        await asyncio.sleep(_LAST_TOKENS_S)
+        left = [choice for choice in self._choices.unfinished if self._streams[choice] is leased.get(choice)]
+        if left:
+            replica = leased[left[0]].replica.id
+            self._choices.fail(ReplicaLost(f"{replica}: its call ended, and choices {left} had not"))
 
     def only_on(self, replica: Replica) -> int | None:
         """The one choice of a request that has one, if it has begun and decodes there; None otherwise."""
@@ -137,7 +149,7 @@ class DecodeStreams:
             if num_tokens is None:
                 return
             assert move.lease
-            holding = self._hold(move.lease, booking)
+            holding = self._hold(move.lease, booking, {choice: target})
             try:
                 await self._choices.wait_for(choice, num_tokens - len(self._state.request.token_ids))
             except asyncio.CancelledError:
@@ -154,23 +166,24 @@ class DecodeStreams:
             move.follow(partial(self._take, choice))
             self._tasks.start(self._leave_when_draining(target.replica))
 
-    def _hold(self, lease: Lease, booking: Booking) -> asyncio.Task[None]:
+    def _hold(self, lease: Lease, booking: Booking, leased: Mapping[int, DecodeStream]) -> asyncio.Task[None]:
         """Keep the lease until it ends by itself, or the attempt ends."""
 
         def release(_: asyncio.Task[None]) -> None:  # also when it is cancelled before it has begun
             booking.end()
             lease.cancel()
 
-        holding = self._tasks.start(self._until_it_ends(lease))
+        holding = self._tasks.start(self._until_it_ends(lease, leased))
         holding.add_done_callback(release)
         return holding
 
-    async def _until_it_ends(self, lease: Lease) -> None:
+    async def _until_it_ends(self, lease: Lease, leased: Mapping[int, DecodeStream]) -> None:
         try:
             async for _ in lease:
                 pass
         except ClusterError as error:
-            self._choices.fail(error)
+            return self._choices.fail(error)
+        await self.lease_ended(leased)
 
     def _take(self, choice: int, tokens: list[SampledToken] | ReplicaLost) -> None:
         if isinstance(tokens, ReplicaLost):

@@ -11,6 +11,7 @@ from redis.exceptions import RedisError
 
 from cluster.index.membership import Membership
 from cluster.index.store import IndexReader
+from cluster.process.supervisor import Supervisor
 from router.serving.replicas import Replicas
 
 logger = logging.getLogger(__name__)
@@ -22,20 +23,25 @@ _FOLLOW_MS = 500
 class Discovery:
     """Owns `redis`. Where that is away the replicas known stay: each one's own frames tell whether it lives."""
 
-    def __init__(self, redis: Redis, replicas: Replicas, *, name: str, key: bytes) -> None:
-        """name: of the deployment. key: by which its members sign."""
+    def __init__(
+        self, redis: Redis, replicas: Replicas, *, name: str, key: bytes, tasks: Supervisor | None = None
+    ) -> None:
+        """name: of the deployment. key: by which its members sign. tasks: among which its own are; None: by
+        themselves."""
         self._redis = redis
         self._replicas = replicas
         self._membership = Membership(redis, name=name, key=key)
         self._reader = IndexReader(redis, replicas.index, name=name)
+        self.has_read = False  # who is a member, once
         self._redis_was_there = True
         self._is_closing = False
+        self._supervisor = tasks or Supervisor()
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         self._tasks = [
-            asyncio.create_task(self._forever(self._refresh)),
-            asyncio.create_task(self._forever(self._follow_index)),
+            self._supervisor.start("membership", lambda: self._forever(self._refresh)),
+            self._supervisor.start("index", lambda: self._forever(self._follow_index)),
         ]
 
     async def close(self) -> None:
@@ -54,6 +60,7 @@ class Discovery:
         for replica in [r.id for r in self._replicas if r.id not in members and not r.is_alive]:
             await self._reader.forget(replica)
             self._replicas.remove(replica)
+        self.has_read = True
         await asyncio.sleep(_REFRESH_S)
 
     async def _follow_index(self) -> None:

@@ -12,16 +12,18 @@ from cluster.words.errors import (
     CapacityError,
     ClusterError,
     ContextLengthExceeded,
+    DeadlineExceeded,
     LayoutMismatch,
     ReplicaLost,
+    RequestError,
     TransferError,
 )
 from cluster.words.hashing import block_hashes, root_hash
 from cluster.words.request import Role, SequenceRequest
 from router.metrics import Metrics
-from router.routing.admission import QueuedRequest
 from router.routing.chooser import AnswerLength, Chooser, Decision, Need, with_room
 from router.routing.decisions import Decisions
+from router.routing.fair_shares import QueuedRequest
 from router.routing.replica_load import ReplicaLoad
 from router.serving.gate import AdmissionGate
 from router.serving.move import DecodeStream
@@ -72,14 +74,13 @@ class Dispatch:
     async def admit(self, request: SequenceRequest) -> Pair:
         """The cheapest pair with room, at the request's turn. What is booked for it, `give_back` takes back.
 
-        Raises CapacityError, at once where its turn is predicted to come too late, and ContextLengthExceeded when no
-        replica could ever hold the request.
+        Raises CapacityError, at once where its turn is predicted to come too late, and RequestError when no replica
+        could ever hold the request.
         """
         began_at = self._now()
         asked = self._asked(request)
-        self._check_length(request)
-        # Who has no key is nobody's tenant, whatever name it says.
-        queued = QueuedRequest(request.tenant or f"\0{request.user}", request.priority, cost=self._cost(request))
+        self._check_fit(request)
+        queued = QueuedRequest(request.tenant, request.priority, cost=self._cost(request), user=request.user)
         pair = await self._gate.enter(
             queued, lambda: self._choose_with_room(asked), within_s=request.deadline_s, give_back=self.give_back
         )
@@ -89,12 +90,13 @@ class Dispatch:
     async def choose(self, request: SequenceRequest, *, avoid: Set[str]) -> Pair:
         """The cheapest pair for a request that was admitted before, room or no room. Waits while there is none at all.
 
-        Replicas in `avoid` are the last resort. Raises as `admit`.
+        Replicas in `avoid` are the last resort. Raises as `admit`, and DeadlineExceeded.
         """
         asked = self._asked(request)
-        give_up_at = self._now() + self._queue_s
+        wait_s = self._queue_s if request.deadline_s is None else min(self._queue_s, request.deadline_s)
+        give_up_at = self._now() + wait_s
         while True:
-            self._check_length(request)
+            self._check_fit(request)
             decodes = self._loads(Role.DECODE)
             # A prompt may wait behind others where the beginning of it is.
             for some in (with_room(decodes, asked.need), decodes):
@@ -103,6 +105,8 @@ class Dispatch:
             try:
                 await self.replicas.changed(timeout_s=give_up_at - self._now())
             except TimeoutError:
+                if wait_s == request.deadline_s:
+                    raise DeadlineExceeded(f"request {request.id}: no decode replica came in its time") from None
                 raise CapacityError("no decode replica is available", retry_after_s=1.0) from None
 
     def give_back(self, pair: Pair) -> None:
@@ -150,7 +154,7 @@ class Dispatch:
             self._answers.add(number)
 
     def _choose_with_room(self, asked: _Asked) -> Pair | None:
-        self._check_length(asked.request)  # the first replica may have come only now
+        self._check_fit(asked.request)  # the first replica may have come only now
         return self._choose(asked, with_room(self._loads(Role.DECODE), asked.need), prefill_needs_room=True)
 
     def _choose(
@@ -226,12 +230,18 @@ class Dispatch:
     def _replica(self, name: str | None) -> Replica | None:
         return self.replicas.get(name) if name else None
 
-    def _check_length(self, request: SequenceRequest) -> None:
-        """Raises ContextLengthExceeded where replicas are there, and none could ever hold the request."""
-        limit = max((replica.member.max_tokens for replica in self.replicas.usable(Role.DECODE)), default=None)
-        if limit is not None and len(request.token_ids) >= limit:
+    def _check_fit(self, request: SequenceRequest) -> None:
+        """Raises RequestError where replicas are there, and none could ever hold the request."""
+        members = [replica.member for replica in self.replicas.usable(Role.DECODE)]
+        if not members:
+            return
+        if len(request.token_ids) >= (limit := max(member.max_tokens for member in members)):
             raise ContextLengthExceeded(
                 f"{len(request.token_ids)} tokens leave no room in the {limit} that a replica holds", param="prompt"
+            )
+        if len(request.choices) > (most := max(member.max_running for member in members)):
+            raise RequestError(
+                f"n: a replica runs at most {most} choices at once, not {len(request.choices)}", param="n"
             )
 
 

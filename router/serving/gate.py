@@ -1,4 +1,9 @@
-"""Where requests wait until a replica has room for them."""
+"""Where requests wait until a replica has room for them.
+
+In order, as a rule. A request that finds no room holds up all behind it, for `hold_s`; then, for as long, whoever fits
+may pass it, and so on in turns. So what needs much room can wait for it while nobody takes it away, and never for
+longer than that at the expense of others.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +12,13 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from cluster.words.errors import CapacityError
-from router.routing.admission import AdmissionQueue, QueuedRequest
+from router.routing.admission import AdmissionQueue
+from router.routing.fair_shares import QueuedRequest
 
 T = TypeVar("T")
+
+_HOLD_S = 2.0
+_LOOKS = 4  # at requests that may pass, in one wake: each costs a decision
 
 
 class AdmissionGate(Generic[T]):
@@ -19,12 +28,17 @@ class AdmissionGate(Generic[T]):
     it is the request's turn, again after every `wake`.
     """
 
-    def __init__(self, *, max_waiting: int, queue_s: float) -> None:
+    def __init__(self, *, max_waiting: int, queue_s: float, hold_s: float = _HOLD_S) -> None:
         """queue_s: how long a request may wait, and what a prediction is held against."""
         self._queue = AdmissionQueue(max_waiting=max_waiting)
         self._queue_s = queue_s
-        self._now = asyncio.get_running_loop().time
+        self._hold_s = hold_s
+        self._loop = asyncio.get_running_loop()
+        self._now = self._loop.time
         self._waiting: dict[QueuedRequest, tuple[Callable[[], T | None], asyncio.Future[T]]] = {}
+        self._aside: dict[QueuedRequest, None] = {}  # those that found no room while others may pass; in order
+        self._may_pass = False
+        self._turn: asyncio.TimerHandle | None = None  # of changing that; None: nobody holds up others
 
     def __len__(self) -> int:
         """How many wait."""
@@ -48,7 +62,7 @@ class AdmissionGate(Generic[T]):
             return taken
         limit_s = self._queue_s if within_s is None else min(within_s, self._queue_s)
         self._queue.add(queued, within_s=limit_s, now=self._now())
-        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[T] = self._loop.create_future()
         self._waiting[queued] = (choose, future)
         try:
             await asyncio.wait({future}, timeout=limit_s)
@@ -62,20 +76,67 @@ class AdmissionGate(Generic[T]):
             raise
         finally:
             del self._waiting[queued]
-            self._queue.remove(queued, now=self._now())
+            self._leave(queued)
             self.wake()  # the next one may need less
 
     def wake(self) -> None:
         """Something may have become free."""
+        if self._aside and self._try(next(iter(self._aside))):
+            self._begin_anew()
+        num_looks = 0
         while (queued := self._queue.peek()) is not None:
-            choose, future = self._waiting[queued]
-            try:
-                taken = choose()
-            except Exception as error:  # also a policy's own: it ends this request, and nobody behind it
-                future.set_exception(error)
-                self._queue.remove(queued, now=self._now())
-                continue
-            if taken is None:
-                return
-            self._queue.pop(now=self._now())
-            future.set_result(taken)
+            if self._try(queued):
+                if not self._may_pass:
+                    self._begin_anew()
+            elif queued.is_waiting:
+                if not self._turn:
+                    self._turn = self._loop.call_later(self._hold_s, self._take_turns)
+                if not self._may_pass or num_looks == _LOOKS:
+                    return
+                num_looks += 1
+                self._queue.set_aside(queued)
+                self._aside[queued] = None
+        if not len(self._queue):
+            self._begin_anew()
+        else:
+            self._put_back(but=1)  # all were asked; the next time they are again
+
+    def _try(self, queued: QueuedRequest) -> bool:
+        """Whether it has got what it needs. If it is refused, it waits no more either."""
+        choose, future = self._waiting[queued]
+        try:
+            taken = choose()
+        except Exception as error:  # also a policy's own: it ends this request, and nobody behind it
+            future.set_exception(error)
+            self._leave(queued)
+            return False
+        if taken is None:
+            return False
+        self._aside.pop(queued, None)
+        self._queue.pop(queued, now=self._now())
+        future.set_result(taken)
+        return True
+
+    def _leave(self, queued: QueuedRequest) -> None:
+        self._aside.pop(queued, None)
+        self._queue.remove(queued, now=self._now())
+
+    def _begin_anew(self) -> None:
+        """Nobody holds up others. Who only goes away does not bring this about: its like may come again and again."""
+        if self._turn:
+            self._turn.cancel()
+        self._turn, self._may_pass = None, False
+        self._put_back()
+
+    def _take_turns(self) -> None:
+        """Whoever holds up others has done so for its time; or they have passed it for theirs."""
+        self._may_pass = not self._may_pass
+        self._turn = self._loop.call_later(self._hold_s, self._take_turns)
+        self._put_back()
+        self.wake()
+
+    def _put_back(self, *, but: int = 0) -> None:
+        """All but so many of the first."""
+        for queued in list(self._aside)[but:]:
+            del self._aside[queued]
+            self._queue.put_back(queued)

@@ -10,10 +10,11 @@ from grpc import aio
 
 from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
-from cluster.wire.channel import error_of, open_channel
+from cluster.wire.channel import error_of, open_lasting_channel
 from cluster.wire.messages import handoff_to_proto, holder_to_proto, sequence_to_proto
 from cluster.words.errors import ClusterError, DeadlineExceeded
 from cluster.words.handoff import Handoff, Holder
+from cluster.words.papers import Identity
 from cluster.words.request import SequenceRequest
 
 Event = TypeVar("Event")
@@ -22,11 +23,11 @@ Event = TypeVar("Event")
 class GrpcWorker:
     """Implements router.serving.worker.Worker. Connects on first use."""
 
-    def __init__(self, replica: str, address: str, *, router: str) -> None:
-        """router: its name; the worker keeps a token stream for each."""
+    def __init__(self, replica: str, address: str, *, identity: Identity) -> None:
+        """identity: of this router; the worker keeps a token stream for each."""
         self._replica = replica
-        self._router = router
-        self._channel = open_channel(address)
+        self._router = identity.name.member
+        self._channel = open_lasting_channel(address, peer=identity.rank(replica, 0), identity=identity)
 
     def frames(self) -> GrpcCall[pb.Frame]:
         call = rpc.WorkerStub(self._channel).Frames(pb.FramesRequest(router=self._router))

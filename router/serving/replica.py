@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from cluster.index.membership import Member
+from cluster.process.supervisor import Supervisor
 from cluster.rpc import worker_pb2 as pb
 from cluster.wire.messages import timing_from_proto, tokens_from_proto
 from cluster.wire.status import make_plausible
@@ -27,7 +28,7 @@ TokenSink = Callable[[list[SampledToken] | ReplicaLost], None]
 class Replica:
     """Follows the frames of `worker`, which it owns, for as long as it is a member. Lives on the event loop."""
 
-    def __init__(self, member: Member, worker: Worker, *, on_change: Callable[[], None]) -> None:
+    def __init__(self, member: Member, worker: Worker, *, on_change: Callable[[], None], tasks: Supervisor) -> None:
         self.member = member
         self.worker = worker
         self.status = pb.Status(replica=member.replica)
@@ -42,7 +43,7 @@ class Replica:
         self._load: ReplicaLoad | None = None  # None: something has changed
         self._sinks: dict[int, TokenSink] = {}
         self._loss: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # of this life; done while dead
-        self._task = asyncio.create_task(self._follow())
+        self._task = tasks.start(f"frames of {member.replica}", self._follow)
 
     @property
     def id(self) -> str:
@@ -155,7 +156,16 @@ class Replica:
             self._on_change()
         for stream in frame.streams:
             if sink := self._sinks.get(stream.stream):
-                sink(tokens_from_proto(stream.tokens))
+                self._hand_on(stream, sink)
+
+    def _hand_on(self, stream: pb.StreamTokens, sink: TokenSink) -> None:
+        """What cannot be read, or taken, ends that stream alone."""
+        try:
+            sink(tokens_from_proto(stream.tokens))
+        except Exception as error:
+            logger.exception("replica=%s stream=%d brought what cannot be taken", self.id, stream.stream)
+            self.unsubscribe(stream.stream)
+            sink(ReplicaLost(f"{self.id}: its tokens cannot be read: {error!r}"))
 
     def _lost(self, reason: str) -> None:
         if self.is_alive:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 from cluster.index.membership import Member
 from cluster.index.prefix_index import PrefixIndex
+from cluster.process.supervisor import Supervisor
 from cluster.words.request import Role
 from router.serving.replica import Replica
 from router.serving.worker import Worker
@@ -18,7 +19,9 @@ logger = logging.getLogger(__name__)
 class Replicas:
     """Everyone who serves. Lives on the event loop; `router.serving.discovery` keeps it up to date."""
 
-    def __init__(self, connect: Callable[[Member], Worker]) -> None:
+    def __init__(self, connect: Callable[[Member], Worker], *, tasks: Supervisor | None = None) -> None:
+        """tasks: among which those are that follow each replica; None: by themselves."""
+        self._tasks = tasks or Supervisor()
         self.index = PrefixIndex()
         self.on_change: Callable[[], None] = lambda: None  # called whenever anything is heard of any replica
         self._connect = connect
@@ -47,7 +50,7 @@ class Replicas:
             await self._changed.wait()
 
     def add(self, member: Member) -> None:
-        self._replicas[member.replica] = Replica(member, self._connect(member), on_change=self._wake)
+        self._replicas[member.replica] = Replica(member, self._connect(member), on_change=self._wake, tasks=self._tasks)
         logger.info("replica found replica=%s address=%s", member.replica, member.address)
 
     def remove(self, replica: str) -> None:

@@ -13,6 +13,9 @@ from router.generation import ChoiceToken, RequestRoute
 
 logger = logging.getLogger(__name__)
 
+# Tokens, and likeliest ones beside them, that may wait for a client: some 4 MB. Whoever reads at all is far from it.
+_MAX_UNREAD = 16 * 1024
+
 
 class RequestState:
     """Owned by the request's Relay, on the event loop; attempts append to it, several of other choices at a time."""
@@ -25,6 +28,7 @@ class RequestState:
         self.outbox: asyncio.Queue[ChoiceToken | ClusterError | None] = asyncio.Queue()  # for the client; None: the end
         self._now = asyncio.get_running_loop().time
         self._started_at = self._now()
+        self._max_unread = _MAX_UNREAD // (1 + (request.sampling.num_logprobs or 0))  # tokens
         self._lost_at: dict[int, float] = {}  # choices that have tokens, and wait for the first of another attempt
 
     def append(self, choice: int, token: SampledToken) -> None:
@@ -33,6 +37,11 @@ class RequestState:
         self.outbox.put_nowait(ChoiceToken(choice, token))
         if self._lost_at and (lost_at := self._lost_at.pop(choice, None)) is not None:
             self._log_pause(choice, self._now() - lost_at)
+
+    @property
+    def is_unread(self) -> bool:
+        """So much waits for the client that no more may."""
+        return self.outbox.qsize() > self._max_unread
 
     def lost(self, choices: Sequence[int]) -> None:
         """The attempt that brought tokens of these choices has failed."""

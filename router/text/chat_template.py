@@ -14,10 +14,10 @@ from typing import Any
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from cluster.words.errors import RequestError, SpecError
-from router.text.template_sandbox import MAX_TEXT_CHARS, environment
+from router.text.template_bounds import MAX_TEXT_CHARS
+from router.text.template_sandbox import environment
 
 MAX_TEMPLATE_CHARS = 256 * 1024  # the longest in use are about 20 KiB
-MAX_MESSAGES = 4096
 
 Message = Mapping[str, Any]
 
@@ -48,8 +48,6 @@ class ChatTemplate:
             raise RequestError("this model has no chat template; send a prompt to /v1/completions", param="messages")
         if not messages:
             raise RequestError("messages: there must be at least one", param="messages")
-        if len(messages) > MAX_MESSAGES:
-            raise RequestError(f"messages: at most {MAX_MESSAGES} are taken, not {len(messages)}", param="messages")
         context = {
             **(variables or {}),
             **self._special_tokens,

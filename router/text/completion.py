@@ -15,7 +15,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
-from cluster.words.errors import ClusterError, ContextLengthExceeded, DeadlineExceeded, ReplicaLost, outcome_of
+from cluster.words.errors import (
+    ClientTooSlow,
+    ClusterError,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    ReplicaLost,
+    outcome_of,
+)
 from cluster.words.request import Sampling, SequenceRequest
 from router.generation import ChoiceToken, Generation, RequestRoute, TokenService
 from router.metrics import Metrics
@@ -23,13 +30,17 @@ from router.text.chat_template import ChatTemplate
 from router.text.choice_text import ChoiceText
 from router.text.completion_request import Chat, CompletionRequest, ModelCard, check, sampling_of
 from router.text.events import Event, Summary, TokenUsage
+from router.text.text_threads import TextThreads
 from router.text.token_clock import TokenClock
 from router.text.tokenizer import Tokenizer
+from router.text.trail import RequestTrail
+from router.text.unread import UnreadLimit
 
 logger = logging.getLogger(__name__)
 
 _ACCOUNT_S = 1.0  # for which the account of a request's route may come after its last token
 _LONG_TEXT = 2 * 1024  # characters, some 3 ms of tokenising; more is done on another thread
+_MESSAGE = 64  # characters that take as long as a template needs for one message
 
 
 class Completions:
@@ -44,14 +55,20 @@ class Completions:
         model: ModelCard,
         metrics: Metrics,
         max_request_s: float,
+        max_unread_s: float = 60.0,
+        trail: RequestTrail | None = None,
     ) -> None:
-        """max_request_s: how long a request may take, whatever deadline its client names."""
+        """max_request_s: how long a request may take, whatever deadline its client names. max_unread_s: how long a
+        client may leave a token unread."""
         self.model = model
         self.tokenizer = tokenizer
         self.metrics = metrics
         self.token_service = token_service
         self._chat_template = chat_template
         self.max_request_s = max_request_s
+        self.max_unread_s = max_unread_s
+        self.threads = TextThreads()
+        self.trail = trail or RequestTrail()
 
     async def open(self, request: CompletionRequest) -> Completion:
         """Check a request and tokenise it; it holds nothing yet. Raises RequestError and its kin."""
@@ -64,9 +81,19 @@ class Completions:
             )
         except ClusterError as error:
             self.metrics.requests.labels(outcome_of(error).code).inc()
+            self.trail.refused(request, error)
             raise
         limit_s = self.max_request_s if request.deadline_s is None else min(request.deadline_s, self.max_request_s)
         return Completion(self, request, prompt_ids, sampling, clock=clock, limit_s=limit_s)
+
+    def close(self) -> None:
+        self.threads.close()
+        self.trail.close()
+
+    def unreadable(self, request_id: str, error: ClusterError, *, peer: str) -> None:
+        """A door could not even make a request of what came."""
+        self.metrics.requests.labels(outcome_of(error).code).inc()
+        self.trail.unreadable(request_id, error, peer=peer)
 
     async def _tokenize(self, prompt: str | Chat | tuple[int, ...]) -> tuple[int, ...]:
         if isinstance(prompt, tuple):
@@ -78,8 +105,8 @@ class Completions:
                 f"this model's context holds {self.model.max_context} tokens; {num_chars} characters are more",
                 param="messages" if isinstance(prompt, Chat) else "prompt",
             )
-        if num_chars > _LONG_TEXT:
-            return await asyncio.to_thread(self._encode, prompt)
+        if num_chars + (_MESSAGE * len(prompt.messages) if isinstance(prompt, Chat) else 0) > _LONG_TEXT:
+            return await self.threads.run(self._encode, prompt)
         return self._encode(prompt)
 
     def _encode(self, prompt: str | Chat) -> tuple[int, ...]:
@@ -105,11 +132,15 @@ class Completion:
         self.request = request
         self.n = request.n
         self.prompt_ids = prompt_ids
+        self.max_answer_tokens = request.n * sampling.max_tokens
         self._sampling = sampling
         self._token_service = service.token_service
         self._metrics = service.metrics
+        self._trail = service.trail
         self._clock = clock
         self._limit_s = limit_s
+        self.max_unread_s = service.max_unread_s
+        self._unread = UnreadLimit(service.max_unread_s, request_id=request.id)
         self._choices = [ChoiceText(request, choice, service.tokenizer) for choice in range(request.n)]
         self._route = RequestRoute()
 
@@ -119,12 +150,16 @@ class Completion:
 
         Gives the events: the deltas of all choices as they come, the end of each, and the summary. They are to be
         consumed in the task that entered. The block raises ClusterError; past the deadline that is DeadlineExceeded,
-        whatever the block was waiting for.
+        and ClientTooSlow where an event is not consumed in time, whatever the block was waiting for.
         """
         try:
-            async with self._until_deadline(), self._token_service.start(self._sequence()) as generation:
+            async with (
+                self._until_deadline(),
+                self._unread,
+                self._token_service.start(self._sequence()) as generation,
+            ):
                 self._route = generation.route
-                yield self._events(generation)
+                yield self._unread.watched(self._events(generation))
         except BaseException as error:
             self._account(error)
             raise
@@ -210,7 +245,9 @@ class Completion:
     def _account(self, error: BaseException | None) -> None:
         """Count the request and log its one line, when it is over."""
         outcome = "completed" if self._is_finished else "cancelled"
-        if isinstance(error, Exception):
+        if self._unread.is_passed:  # also where the block is left in another way: by the end of a generator
+            outcome = outcome_of(ClientTooSlow()).code
+        elif isinstance(error, Exception):
             outcome = outcome_of(error).code
         usage, route, clock = self._usage, self._route, self._clock
         self._metrics.requests.labels(outcome).inc()
@@ -218,6 +255,8 @@ class Completion:
         self._metrics.prompt_tokens.inc(usage.prompt_tokens)
         self._metrics.cached_tokens.inc(usage.cached_tokens)
         self._metrics.generated_tokens.inc(usage.completion_tokens)
+        max_tokens, ttft_s = self._sampling.max_tokens, clock.ttft_s
+        self._trail.done(self.request, outcome, usage, max_tokens=max_tokens, s=clock.elapsed_s, ttft_s=ttft_s)
         logger.info(
             "request done request=%s outcome=%s prompt_tokens=%d cached_tokens=%d pulled_tokens=%d "
             "completion_tokens=%d prefill=%s decode=%s blocks=%d bytes=%d attempts=%d ttft_ms=%.1f itl_ms=%.1f ms=%.1f",

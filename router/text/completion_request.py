@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from cluster.words.errors import ContextLengthExceeded, RequestError, UnknownModel
@@ -20,6 +21,8 @@ MAX_STOP_CHARS = 1024
 MAX_STOP_TOKENS = 1024
 MAX_SALT_CHARS = 1024
 MAX_USER_CHARS = 256
+MAX_MESSAGES = 4096  # and no more than the context has tokens
+MAX_ROLE_CHARS = 64
 GREEDY_BELOW = 1e-5  # a temperature so small is greedy; dividing by it would overflow
 _SEED_BITS = (1 << 63) - 1
 
@@ -50,6 +53,12 @@ class ModelCard:
     vocab_size: int  # rows of the embedding; a token id is below it
     dtype: str
     created: int = 0  # unix seconds
+    max_choices: int = MAX_CHOICES  # that one replica runs at once
+
+    @property
+    def max_answer_tokens(self) -> int:
+        """Of all choices that one call asks for: as many as one replica could hold at once, whole contexts each."""
+        return self.max_context * self.max_choices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +68,7 @@ class Chat:
     messages: tuple[Message, ...]
     variables: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def num_chars(self) -> int:
         """Of all that a template could print."""
         told = sum(len(value) for message in self.messages for value in message.values() if isinstance(value, str))
@@ -92,7 +101,8 @@ class CompletionRequest:
     logprobs: int | None = None  # None: none; k: of the chosen token and of the k likeliest
     user: str = ""  # whose share it takes of what its tenant has
     cache_salt: str = ""  # prefixes are shared only with requests of the same word
-    priority: int = 0  # smaller first, among a tenant's
+    priority: int = 0  # smaller first, among a user's
+    peer: str = ""  # who has connected, for the trail
     deadline_s: float | None = None  # remaining; None: the router's own limit
     # What is not the client's to say: router.access.caller sets it.
     key_id: str = ""  # of its API key, for logs
@@ -107,7 +117,7 @@ def check(request: CompletionRequest, model: ModelCard) -> None:
     if not REQUEST_ID.fullmatch(request.id):
         raise RequestError("request_id: must be 1 to 128 visible ASCII characters", param="request_id")
     if request.model not in ("", model.id):
-        raise UnknownModel(f"model {request.model!r} is not served here; {model.id!r} is", param="model")
+        raise UnknownModel(f"model {request.model[:128]!r} is not served here; {model.id!r} is", param="model")
     for name, (lowest, highest, is_lowest_allowed) in RANGES.items():
         value = getattr(request, name)
         if value is None:
@@ -120,10 +130,23 @@ def check(request: CompletionRequest, model: ModelCard) -> None:
             f"min_tokens: must not exceed max_tokens, {request.max_tokens}, but is {request.min_tokens}",
             param="min_tokens",
         )
+    if request.n > model.max_choices:
+        raise RequestError(f"n: a replica runs at most {model.max_choices} choices at once, not {request.n}", param="n")
+    check_total(request.n * (request.max_tokens or 1), model)
     _check_stops(request)
+    if isinstance(request.prompt, Chat):
+        _check_chat(request.prompt, model)
     _check_token_ids(request.stop_token_ids, model, param="stop_token_ids")
     if not isinstance(request.prompt, str | Chat):
         _check_token_ids(request.prompt, model, param="prompt")
+
+
+def check_total(num_tokens: int, model: ModelCard) -> None:
+    """num_tokens: that all choices of a call may have. Raises RequestError."""
+    if num_tokens > model.max_answer_tokens:
+        raise RequestError(
+            f"max_tokens: times n and prompts at most {model.max_answer_tokens}, not {num_tokens}", param="max_tokens"
+        )
 
 
 def sampling_of(
@@ -156,6 +179,16 @@ def sampling_of(
         stop_token_ids=tuple(sorted(ends)),
         num_logprobs=request.logprobs,
     )
+
+
+def _check_chat(chat: Chat, model: ModelCard) -> None:
+    limit = min(MAX_MESSAGES, model.max_context)  # each is a token at least
+    if len(chat.messages) > limit:
+        raise RequestError(f"messages: at most {limit} are taken, not {len(chat.messages)}", param="messages")
+    for number, message in enumerate(chat.messages):
+        if len(message.get("role", "")) > MAX_ROLE_CHARS:
+            param = f"messages[{number}].role"
+            raise RequestError(f"{param}: at most {MAX_ROLE_CHARS} characters are taken", param=param)
 
 
 def _check_stops(request: CompletionRequest) -> None:

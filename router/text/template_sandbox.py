@@ -7,13 +7,23 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError, nodes
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-MAX_TEXT_CHARS = 16 * 1024 * 1024  # of a rendered prompt, and of any repetition on the way; no context is that long
+from router.text.template_bounds import (
+    bounded_filter,
+    bounded_format,
+    check_format,
+    check_method,
+    check_repetition,
+    check_sum,
+)
+
+_BOUNDED = ("center", "indent", "format", "replace", "slice", "batch", "truncate", "wordwrap", "join")  # filters
 
 
 def environment() -> ImmutableSandboxedEnvironment:
@@ -23,24 +33,54 @@ def environment() -> ImmutableSandboxedEnvironment:
     """
     sandbox = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
     sandbox.filters["tojson"] = _tojson
+    sandbox.filters |= {name: bounded_filter(name, sandbox.filters[name]) for name in _BOUNDED}
+    del sandbox.globals["lipsum"]
     sandbox.globals.update(
         raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_dict, namespace=_Namespace
     )
     return sandbox
 
 
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's, which also refuses powers, and to repeat a string or a list beyond what a prompt could hold."""
+class _Generator(CodeGenerator):
+    """Jinja's, in which `a ~ b` asks the sandbox as `a + b` does."""
 
-    intercepted_binops = frozenset({"*", "**"})
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        self.write("environment.concatenated((")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write("))")
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's, which also refuses powers, and to make anything that is longer than a prompt could be."""
+
+    intercepted_binops = frozenset({"*", "**", "%", "+"})
+    code_generator_class = _Generator
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**":
-            raise SecurityError("operator ** is not available")
-        for sized, count in ((left, right), (right, left)):
-            if isinstance(sized, str | list | tuple) and isinstance(count, int) and len(sized) * count > MAX_TEXT_CHARS:
-                raise SecurityError("a repetition is too long")
+        match operator:
+            case "**":
+                raise SecurityError("operator ** is not available")
+            case "*":
+                check_repetition(left, right)
+            case "%":
+                check_format(left, right)
+            case "+":
+                check_sum((left, right))
         return super().call_binop(context, operator, left, right)
+
+    def concatenated(self, parts: tuple[Any, ...]) -> str:
+        check_sum(parts)
+        return "".join(map(str, parts))
+
+    def wrap_str_format(self, value: Any) -> Any:
+        wrapped = super().wrap_str_format(value)
+        return wrapped and bounded_format(value.__self__, wrapped)
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        check_method(__obj, args, kwargs)
+        return ImmutableSandboxedEnvironment.call(__self, __context, __obj, *args, **kwargs)
 
 
 class _GenerationTag(Extension):

@@ -15,6 +15,7 @@ from cluster.process.ports import free_port
 from docs.generate.__main__ import ROOT
 from router.service import RouterService
 from tests.docs.test_extending import FILES
+from tests.identities import router
 from tests.local_cluster import local_cluster
 from tests.router.http_server import serve_http
 from tests.waiting import becomes
@@ -37,7 +38,10 @@ async def test_the_examples_do_what_the_pages_say(
     }
     async with local_cluster(smollm2_dir, redis_url, **tree) as cluster:
         service = await RouterService.open(
-            cluster.spec, index_url=redis_url, credentials=cluster.credentials, router="router-1"
+            cluster.spec,
+            index_url=redis_url,
+            credentials=cluster.credentials,
+            identity=cluster.identity(router("router-1")),
         )
         try:
             async with serve_http(service.http_app()) as (host, port):

@@ -15,6 +15,7 @@ from cluster.process.ports import free_port
 from cluster.rpc import inference_pb2 as pb
 from cluster.rpc import inference_pb2_grpc as rpc
 from router.service import RouterService
+from tests.identities import router
 from tests.local_cluster import local_cluster
 from tests.router.http_server import serve_http
 from tests.waiting import becomes
@@ -30,7 +31,10 @@ async def test_chat_streams_seeds_stops_and_errors_at_both_doors(smollm2_dir: Pa
     tree = {"model": model, "kv": kv, "router": {"grpc_port": free_port()}}
     async with local_cluster(smollm2_dir, redis_url, **tree) as cluster:
         service = await RouterService.open(
-            cluster.spec, index_url=redis_url, credentials=cluster.credentials, router="router-1"
+            cluster.spec,
+            index_url=redis_url,
+            credentials=cluster.credentials,
+            identity=cluster.identity(router("router-1")),
         )
         try:
             async with serve_http(service.http_app()) as (host, port), asyncio.timeout(150):

@@ -7,14 +7,15 @@ import random
 from typing import Any
 
 import pytest
-from grpc import aio
 
 from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc
+from cluster.wire.channel import open_channel
 from cluster.words.request import Role, SampledToken, Sampling
 from tests.ceiling import Ceiling
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
+from tests.identities import rank
 from tests.local_cluster import Answer, LocalCluster, LocalReplica, local_cluster
 from tests.waiting import WITHIN_S
 
@@ -96,7 +97,7 @@ async def test_a_move_that_fails_leaves_the_sequence_where_it_was(
             id="h", epoch=1, ranks=["127.0.0.1:1"], num_tokens=len(asked), max_tokens=10_000, ttl_s=5.0
         )
         request = pb.MigrateRequest(router="router-0", stream=1, handoff=nowhere)  # the router's first
-        async with aio.insecure_channel(seen.member.address) as channel:
+        async with open_channel(seen.member.address, peer=rank(source.id), identity=cluster.router) as channel:
             stub = worker_pb2_grpc.DecodeWorkerStub(channel)
             failed = await stub.Migrate(request, timeout=WITHIN_S)
             assert not failed.moved and "127.0.0.1:1" in failed.reason

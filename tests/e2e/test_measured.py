@@ -14,6 +14,7 @@ from cluster.process.ports import free_port
 from router.service import RouterService
 from router.simulator.profile import load_profile
 from tests.e2e.conftest import Checkpoint
+from tests.identities import router
 from tests.local_cluster import local_cluster
 from tests.router.http_server import serve_http
 from tests.waiting import becomes
@@ -30,7 +31,10 @@ async def doors(model: Path, redis_url: str) -> AsyncIterator[tuple[str, str, st
     tree = {"model": {"dtype": "float32"}, "router": {"grpc_port": free_port()}}
     async with local_cluster(model, redis_url, **tree) as cluster:
         service = await RouterService.open(
-            cluster.spec, index_url=redis_url, credentials=cluster.credentials, router="router-1"
+            cluster.spec,
+            index_url=redis_url,
+            credentials=cluster.credentials,
+            identity=cluster.identity(router("router-1")),
         )
         try:
             async with serve_http(service.http_app()) as (host, port):

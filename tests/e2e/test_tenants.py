@@ -16,6 +16,7 @@ from cluster.rpc import inference_pb2 as pb
 from cluster.rpc import inference_pb2_grpc as rpc
 from router.service import RouterService
 from tests.e2e.conftest import Checkpoint
+from tests.identities import router
 from tests.local_cluster import local_cluster
 from tests.router.access.keys import IssuedKey, book_of, issue
 from tests.router.http_server import serve_http
@@ -60,7 +61,10 @@ async def router_with(checkpoint: Checkpoint, redis_url: str, *issued: IssuedKey
         publisher = KeyPublisher(connect_redis(redis_url), name=cluster.spec.name, seal_key=seal_key)
         await publisher.publish(book_of(*issued))
         service = await RouterService.open(
-            cluster.spec, index_url=redis_url, credentials=cluster.credentials, router="router-1"
+            cluster.spec,
+            index_url=redis_url,
+            credentials=cluster.credentials,
+            identity=cluster.identity(router("router-1")),
         )
         try:
             async with (

@@ -10,14 +10,15 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc import aio
 
 from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
+from cluster.wire.channel import open_channel
 from cluster.wire.messages import sequence_to_proto
 from cluster.words.request import Role, Sampling, SequenceRequest
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
+from tests.identities import rank, router
 from tests.local_cluster import local_cluster
 
 _ROOT = Path(__file__).parents[2]
@@ -56,7 +57,8 @@ async def test_what_a_router_held_is_free_after_its_death(checkpoint: Checkpoint
         request = SequenceRequest(
             id="r", token_ids=tuple(prompts(40)[0]), num_prompt_tokens=40, sampling=Sampling(max_tokens=80)
         )
-        async with aio.insecure_channel(seen.member.address) as channel:
+        another = cluster.identity(router("another"))
+        async with open_channel(seen.member.address, peer=rank(decode.id), identity=another) as channel:
             calls = [
                 rpc.DecodeWorkerStub(channel).Generate(
                     pb.GenerateRequest(sequence=sequence_to_proto(request), prefill_here=here, router="another")

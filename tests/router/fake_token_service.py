@@ -29,6 +29,7 @@ class FakeTokenService:
     end_after: int | None = None  # tokens of all choices, then a premature end
     started: list[SequenceRequest] = field(default_factory=list)
     stopped: list[tuple[str, int]] = field(default_factory=list)
+    num_tokens: int = 0  # given out, of all requests
     ended: list[tuple[str, type[BaseException] | None]] = field(default_factory=list)
     is_hanging: asyncio.Event = field(default_factory=asyncio.Event)
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
@@ -78,6 +79,7 @@ class FakeGeneration:
                 await asyncio.sleep(0)
                 token = self._token(choice, position)
                 num_sent += 1
+                fake.num_tokens += 1
                 if token.finish_reason is not None or choice in self._stopped:
                     self._open.discard(choice)
                 yield ChoiceToken(choice, token)

@@ -7,8 +7,9 @@ from pathlib import Path
 from router.metrics import Metrics
 from router.text.chat_template import ChatTemplate, find_chat_template
 from router.text.completion import Completions
-from router.text.completion_request import ModelCard
+from router.text.completion_request import MAX_CHOICES, ModelCard
 from router.text.tokenizer import Tokenizer
+from router.text.trail import RequestTrail
 from tests.router.fake_token_service import FakeTokenService
 
 
@@ -23,6 +24,9 @@ class MakeCompletions:
         *,
         max_context: int = 256,
         max_request_s: float = 60,
+        max_unread_s: float = 60,
+        max_choices: int = MAX_CHOICES,
+        trail: Path | None = None,
         chat_template: str | None = None,
     ) -> Completions:
         """chat_template None: the one of the model directory."""
@@ -32,7 +36,15 @@ class MakeCompletions:
             token_service=token_service,
             tokenizer=tokenizer,
             chat_template=template,
-            model=ModelCard(id="tiny", max_context=max_context, vocab_size=tokenizer.vocab_size, dtype="float32"),
+            model=ModelCard(
+                id="tiny",
+                max_context=max_context,
+                vocab_size=tokenizer.vocab_size,
+                dtype="float32",
+                max_choices=max_choices,
+            ),
             metrics=Metrics(),
             max_request_s=max_request_s,
+            max_unread_s=max_unread_s,
+            trail=RequestTrail(trail),
         )

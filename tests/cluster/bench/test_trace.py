@@ -34,6 +34,29 @@ def test_traces_of_both_formats_are_read(mooncake: Path) -> None:
             read_trace(mooncake)
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("t.jsonl", '{"timestamp": 1e999, "input_length": 1, "output_length": 1, "hash_ids": [1]}'),
+        ("t.jsonl", '{"timestamp": NaN, "input_length": 1, "output_length": 1, "hash_ids": [1]}'),
+        ("t.jsonl", '{"timestamp": 0, "input_length": Infinity, "output_length": 1, "hash_ids": [1]}'),
+        ("t.jsonl", '{"timestamp": 0, "input_length": 1, "output_length": 1e30, "hash_ids": [1]}'),
+        ("t.jsonl", '{"timestamp": "now", "input_length": 1, "output_length": 1, "hash_ids": [1]}'),
+        ("t.jsonl", "[1, 2]"),
+        ("t.jsonl", "[" * 100_000),
+        ("t.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,99999999999,1\n"),
+        ("t.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,1\n"),
+        ("t.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,1\n"),
+        ("t.csv", "TIMESTAMP,ContextTokens\n" + "x" * 200_000),
+    ],
+)
+def test_values_that_make_no_sense_are_one_line(tmp_path: Path, name: str, content: str) -> None:
+    path = tmp_path / name
+    path.write_text(content)
+    with pytest.raises(SpecError, match="not a trace in"):
+        read_trace(path)
+
+
 def test_a_scaled_trace_has_shorter_blocks(mooncake: Path) -> None:
     _, request = read_trace(mooncake, scale="1/16")
     assert (request.num_tokens, request.num_output, request.tokens_per_id) == (38, 1, 32)

@@ -15,9 +15,11 @@ from cluster.rpc import inference_pb2_grpc as pb_grpc
 class FakeInference(pb_grpc.InferenceServicer):
     def __init__(self) -> None:
         self.requests: list[pb.GenerateRequest] = []
+        self.authorizations: list[str | bytes | None] = []
 
     def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
         self.requests.append(request)
+        self.authorizations.append(dict(context.invocation_metadata()).get("authorization"))
         if request.prompt == "refuse":
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "temperature: must not be negative")
         if request.prompt == "full":

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from cluster.cli.app import run
 from cluster.host import state
 from cluster.host.state import State
 from tests.cluster.cli.command import ClusterCommand
@@ -99,6 +102,21 @@ def test_a_conversation_is_kept(inference: FakeInference, cluster: ClusterComman
     ]
 
 
+def test_a_key_comes_from_the_environment_or_is_this_machines_operators(
+    inference: FakeInference, cluster: ClusterCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cluster.run("generate", "hi").code == 0
+    state.save(replace(state.find("a"), needs_keys=True))
+    assert cluster.run("generate", "hi").code == 0  # this machine has none
+    state.operator_key_file("a").write_text("sk-own")
+    assert cluster.run("generate", "hi").code == 0
+    monkeypatch.setenv("XPYD_API_KEY", "sk-other")
+    told = cluster.run("generate", "hi")
+    assert (told.code, told.out, told.err) == (0, "hi\n", "")
+    assert "sk-other" not in cluster.run("generate", "--help").out
+    assert inference.authorizations == [None, None, "Bearer sk-own", "Bearer sk-other"]
+
+
 def test_asking_does_not_load_ray(tmp_path: Path) -> None:
     import subprocess
 
@@ -107,3 +125,33 @@ def test_asking_does_not_load_ray(tmp_path: Path) -> None:
     )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert loaded.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["generate", "hi", "--max-tokens", str(2**31)], "--max-tokens"),
+        (["generate", "hi", "--top-k", str(2**31)], "--top-k"),
+        (["generate", "hi", "--seed", str(2**64)], "--seed"),
+        (["generate", "\udcff\udcfe"], "the prompt is not UTF-8"),
+        (["generate", "hi", "--stop", "\udcff"], "--stop is not UTF-8"),
+        (["generate", "hi", "--system", "\udcff"], "--system is not UTF-8"),
+        (["explain", "r", "--admin", "http://[::1"], "no router answers"),
+        (["explain", "r", "--admin", "localhost:notaport"], "no router answers"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    inference: FakeInference, capsys: pytest.CaptureFixture[str], arguments: list[str], error: str
+) -> None:
+    assert run(arguments) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and error in said.err and said.err.count("\n") == 1, said.err
+    assert not inference.requests
+
+
+def test_a_prompt_on_stdin_that_is_no_text_is_one_line(
+    inference: FakeInference, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="utf-8"))
+    assert run(["generate", "-"]) == 2
+    assert "not UTF-8" in capsys.readouterr().err

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from cluster.words.papers import Identity
 from cluster.words.rank import Binding, Progress, RankStatus
 
 _LOOK_S = 0.02
@@ -30,8 +31,10 @@ class FakeRank:
         index_url: str,
         log_dir: str,
         credentials: dict[str, str],
+        identity: Identity,
         fault: str = "",
     ) -> None:
+        print(f"known by {identity.name.uri if identity.papers else 'nothing'}", flush=True)
         self._spec = spec
         self._replica = replica
         self._rank = rank

@@ -12,8 +12,10 @@ import pytest
 import ray
 
 from cluster.control.replica import Failure
+from cluster.identity.key_pair import KeyPair
 from cluster.words.errors import DeployError, SpecError
 from tests.cluster.control.conftest import Deployment, ids
+from tests.identities import rank
 from tests.waiting import until
 
 Deploy = Callable[..., Deployment]
@@ -225,6 +227,28 @@ def test_the_controller_has_a_log_too(deploy: Deploy) -> None:
         (deployment.log_dir / f"router-{name}.log").write_text(text)
     found = deployment.call("logs", "router", starts={1: 3})
     assert [(number, part.text) for number, part in found.items()] == [(0, "first\n"), (1, "ond\n")]
+
+
+def test_a_restarted_controller_issues_certificates_as_before(deploy: Deploy) -> None:
+    deployment = deploy(SMALL)
+    name, keys = rank("decode-0", deployment=deployment.name), KeyPair()
+    before = deployment.call("certify", name, keys.request)
+    ray.kill(deployment.controller, no_restart=False)
+    after = deployment.call("certify", name, keys.request)
+    assert (after.authorities, after.life_s) == (before.authorities, before.life_s)
+    assert after.chain != before.chain
+    with pytest.raises(SpecError, match="is no process of"):
+        deployment.call("certify", rank("decode-0", deployment="neighbour"), keys.request)
+
+
+@pytest.mark.parametrize("tls", ["auto", "off"])
+def test_each_rank_has_papers_of_its_own_if_any(deploy: Deploy, tls: str) -> None:
+    deployment = deploy({**SMALL, "security": {"tls": tls}})
+    deployment.until_ready()
+    logs = {replica: deployment.call("logs", replica)[0].text for replica in ("prefill-0", "decode-0")}
+    for replica, text in logs.items():
+        assert (f"by xpyd://{deployment.name}/{replica}/0" in text) is (tls == "auto")
+        assert "PRIVATE KEY" not in text
 
 
 def test_stop_leaves_nothing(deploy: Deploy) -> None:

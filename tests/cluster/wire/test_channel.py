@@ -12,9 +12,12 @@ from grpc import aio
 
 from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
-from cluster.wire.channel import SERVER_OPTIONS, abort_with, error_of, open_channel
+from cluster.wire.channel import abort_with, error_of, listen, make_server, open_channel
 from cluster.words import errors
 from cluster.words.errors import ClusterError
+from tests.identities import in_clear, rank, router
+
+_CALLER, _CALLEE = in_clear(router()), in_clear(rank("decode-0"))
 
 
 class RefusingServicer(rpc.WorkerServicer):
@@ -28,11 +31,11 @@ class RefusingServicer(rpc.WorkerServicer):
 
 @asynccontextmanager
 async def refusing(error: ClusterError) -> AsyncIterator[rpc.WorkerStub]:
-    server = aio.server(options=SERVER_OPTIONS)
+    server = make_server(_CALLEE)
     rpc.add_WorkerServicer_to_server(RefusingServicer(error), server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = listen(server, "127.0.0.1:0", _CALLEE)
     await server.start()
-    async with open_channel(f"127.0.0.1:{port}") as channel:
+    async with open_channel(f"127.0.0.1:{port}", peer=_CALLEE.name, identity=_CALLER) as channel:
         yield rpc.WorkerStub(channel)
     await server.stop(None)
 
@@ -57,7 +60,7 @@ async def test_an_error_comes_back_as_it_was(error: ClusterError) -> None:
 
 
 async def test_who_cannot_answer_is_lost() -> None:
-    async with open_channel("127.0.0.1:1") as channel:
+    async with open_channel("127.0.0.1:1", peer=_CALLEE.name, identity=_CALLER) as channel:
         with pytest.raises(aio.AioRpcError) as failed:
             await rpc.WorkerStub(channel).Frames(pb.FramesRequest(router="r")).read()
     back = error_of(failed.value, peer="decode-0")

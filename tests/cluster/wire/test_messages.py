@@ -52,7 +52,7 @@ def test_all_of_a_sampling_travels_and_of_a_sequence_all_but_whose_it_is() -> No
         return {field.name for field in fields(kind)}
 
     assert names(Sampling) == {field.name for field in pb.Sampling.DESCRIPTOR.fields}
-    assert names(SequenceRequest) - {field.name for field in pb.Sequence.DESCRIPTOR.fields} == {"tenant"}
+    assert names(SequenceRequest) - {field.name for field in pb.Sequence.DESCRIPTOR.fields} == {"tenant", "user"}
 
 
 def test_a_ticket_a_holder_and_a_timing() -> None:

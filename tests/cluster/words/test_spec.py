@@ -60,6 +60,27 @@ def test_cuda_graphs_are_no_number() -> None:
         load_spec("1P1D", overrides=["engine.cuda_graphs=8"])
 
 
+@pytest.mark.parametrize(("text", "meant"), [("auto", "auto"), ("off", "off"), ("false", "off")])
+def test_tls(text: str, meant: str) -> None:
+    assert load_spec("1P1D", overrides=[f"security.tls={text}"]).security.tls == meant
+
+
+@pytest.mark.parametrize(
+    ("security", "said"),
+    [
+        ({"tls": "files"}, "spec: security: tls: files needs ca, certificate, key, too"),
+        ({"tls": "files", "ca": "a", "key": "k"}, "spec: security: tls: files needs certificate, too"),
+        ({"ca": "a"}, "spec: security: ca: only with tls: files"),
+        ({"tls": "off", "key": "k"}, "spec: security: key: only with tls: files"),
+        ({"tls": "on"}, "spec: security.tls: input should be 'auto', 'files' or 'off'"),
+    ],
+)
+def test_what_security_lacks(security: dict[str, str], said: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        parse_spec({"security": security})
+    assert str(refused.value).startswith(said)
+
+
 @pytest.mark.parametrize(
     ("source", "name"),
     [
@@ -73,3 +94,19 @@ def test_cuda_graphs_are_no_number() -> None:
 def test_names_that_clients_use(source: str, name: str) -> None:
     assert parse_spec({"model": {"source": source}}).model.name == name
     assert parse_spec({"model": {"source": source, "served_name": "ours"}}).model.name == "ours"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"kv": {"encrypt": True, "host_link": "gloo"}},
+        {"kv": {"encrypt": True, "host_link": "a.link:Mine"}},
+        {"kv": {"encrypt": True}, "prefill": {"resources": {"gpus": 1}}},
+    ],
+)
+def test_what_cannot_be_encrypted_is_not_promised(more: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match=r"kv\.encrypt: only the tcp link can") as refused:
+        parse_spec(more)
+    assert "\n" not in str(refused.value)
+    assert parse_spec({"kv": {"encrypt": True}}).kv.encrypt and not parse_spec({}).kv.encrypt
+    assert not parse_spec({}).kv.trust_network

@@ -14,8 +14,9 @@ from kvtransfer.bench import run as bench_run
 from tests.engine.tiny_models import random_model, tiny_config
 
 
+@pytest.mark.parametrize("encrypt", [False, True])
 def test_it_prints_what_it_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, encrypt: bool
 ) -> None:
     random_model(tiny_config("llama")).save_pretrained(tmp_path)
     monkeypatch.setattr(model_source, "resolve", lambda source: tmp_path)
@@ -23,10 +24,12 @@ def test_it_prints_what_it_measured(
     monkeypatch.setattr(bench_run, "_NUM_TRIES", 1)
     threads = torch.get_num_threads()
     try:
-        assert run(["bench", "kv", "--message", "64,256", "--prompt", "20,100", "--dtype", "float32", "--json"]) == 0
+        asked = ["--message", "64,256", "--prompt", "20,100", "--dtype", "float32", "--json"]
+        assert run(["bench", "kv", *asked, *(["--encrypt"] if encrypt else [])]) == 0
     finally:
         torch.set_num_threads(threads)
     result = json.loads(capsys.readouterr().out)
+    assert result["encrypt"] is encrypt
     assert [row["bytes"] for row in result["messages"]] == [64 << 10, 256 << 10]
     for row in result["messages"]:
         assert all(row[f"{way}_gb_s"] > 0 for way in ("memcpy", "tcp", "tcp_ring", "wire", "raw", "fp8"))

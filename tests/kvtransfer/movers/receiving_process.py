@@ -13,10 +13,9 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
 import torch
-from grpc import aio
 
 from cluster.rpc import transfer_pb2_grpc as rpc
-from cluster.wire.channel import SERVER_OPTIONS
+from cluster.wire.channel import listen, make_server
 from cluster.words.probe import Probe, unobserved
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
@@ -25,10 +24,12 @@ from kvtransfer.movers.link_config import LinkConfig
 from kvtransfer.movers.rank_servicer import RankServicer
 from kvtransfer.movers.receiver import Receiver
 from kvtransfer.protocol.frames import Opening
+from tests.identities import in_clear, rank
 
 LAYOUT = KVLayout(model="m", num_layers=2, num_kv_heads=4, head_dim=64, block_size=16, dtype="float32")
 NUM_BLOCKS = 512  # 32 MiB
 SILENCE_S = 3.0  # timeouts.transfer_s
+_IDENTITY = in_clear(rank("decode-0"))
 
 
 def config(probe: Probe = unobserved, *, silence_s: float = SILENCE_S) -> LinkConfig:
@@ -36,6 +37,7 @@ def config(probe: Probe = unobserved, *, silence_s: float = SILENCE_S) -> LinkCo
     pool = KVPool(LAYOUT, num_blocks=NUM_BLOCKS, device=torch.device("cpu"))
     return LinkConfig(
         rank=0,
+        identity=_IDENTITY,
         pool=pool,
         wire_dtype="raw",
         backend="tcp",
@@ -85,8 +87,8 @@ async def _serve_forever(port: int, ready: Connection) -> None:
         servicer.receiver.open(
             Opening(handoff=f"h{i}", num_tokens=num_tokens, max_tokens=num_tokens, block_ids=tuple(range(NUM_BLOCKS)))
         )
-    server = aio.server(options=SERVER_OPTIONS)
+    server = make_server(_IDENTITY)
     rpc.add_RankServicer_to_server(servicer, server)
-    ready.send(f"127.0.0.1:{server.add_insecure_port(f'127.0.0.1:{port}')}")
+    ready.send(f"127.0.0.1:{listen(server, f'127.0.0.1:{port}', _IDENTITY)}")
     await server.start()
     await server.wait_for_termination()

@@ -11,7 +11,7 @@ import torch
 from grpc import aio
 
 from cluster.rpc import transfer_pb2_grpc as rpc
-from cluster.wire.channel import SERVER_OPTIONS
+from cluster.wire.channel import listen, make_server
 from cluster.words.errors import HandoffExpired, LayoutMismatch, LinkClosed, TransferError
 from cluster.words.handoff import Handoff
 from engine.kv.layout import KVLayout
@@ -24,6 +24,8 @@ from kvtransfer.movers.sender import Sender
 from kvtransfer.protocol.frames import Opening
 from kvtransfer.protocol.ledger import Landing
 from kvtransfer.protocol.passage import Shipment
+from tests.identities import in_clear
+from tests.identities import rank as named
 
 _CPU = torch.device("cpu")
 _LAYOUT = KVLayout(model="m", num_layers=3, num_kv_heads=4, head_dim=16, block_size=8, dtype="float32")
@@ -79,8 +81,10 @@ async def _replica(
     side, loop = Side(), asyncio.get_running_loop()
     for rank in range(tp):
         pool = KVPool(replace(layout, tensor_parallel=tp), num_blocks=12, device=_CPU)
+        identity = in_clear(named("prefill-0", rank))
         config = LinkConfig(
             rank=rank,
+            identity=identity,
             pool=pool,
             wire_dtype=wire,
             backend=link,
@@ -103,9 +107,9 @@ async def _replica(
                 on_shipped=lambda x: loop.call_soon_threadsafe(side.shipments.put_nowait, x),
             )
         )
-        server = aio.server(options=SERVER_OPTIONS)
+        server = make_server(identity)
         rpc.add_RankServicer_to_server(servicer, server)
-        side.addresses.append(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+        side.addresses.append(f"127.0.0.1:{listen(server, '127.0.0.1:0', identity)}")
         await server.start()
         side.servers.append(server)
     try:

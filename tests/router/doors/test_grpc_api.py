@@ -159,6 +159,12 @@ async def test_defaults_are_those_beside_the_fields(door: Door, byte_level: Toke
     assert sent.deadline_s is not None and sent.deadline_s <= 60  # the router's own limit
 
 
+async def test_no_deadline_of_a_client_is_longer_than_the_routers(door: Door) -> None:
+    await door.generate(pb.GenerateRequest(prompt="ab"), timeout=3600)
+    (sent,) = door.fake.started
+    assert sent.deadline_s is not None and sent.deadline_s <= door.service.max_request_s == 60
+
+
 async def test_stop_strings_and_choices(door: Door) -> None:
     sampling = pb.SamplingParams(n=2, stop=["cd"], max_tokens=20)
     responses = await door.generate(pb.GenerateRequest(prompt="abcde", sampling=sampling))
@@ -296,14 +302,47 @@ async def test_health(completions: MakeCompletions) -> None:
     serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
     async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        for service in ("", "cluster.v1.Inference"):
+        for service in ("", "readiness", "cluster.v1.Inference"):
             assert (await stub.Check(health_pb2.HealthCheckRequest(service=service))).status == serving
         watch = stub.Watch(health_pb2.HealthCheckRequest(service="cluster.v1.Inference"))
         assert (await watch.read()).status == serving
-        await door.set_serving(False)
+        await door.set_health(is_ready=False)
         assert (await watch.read()).status == not_serving
         watch.cancel()
+        answers = {
+            service: (await stub.Check(health_pb2.HealthCheckRequest(service=service))).status
+            for service in ("", "readiness", "cluster.v1.Inference")
+        }
+        assert answers == {"": serving, "readiness": not_serving, "cluster.v1.Inference": not_serving}
     await door.close(grace_s=0)
+
+
+async def test_a_door_that_closes_says_so_first_and_waits_for_what_runs_and_for_nothing_else(
+    completions: MakeCompletions,
+) -> None:
+    fake = FakeTokenService(hang_after=2)
+    door = await open_grpc_api(completions(fake), access=Access.anybody(), host="127.0.0.1", port=0)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service="readiness"))
+        await watch.read()
+        call = InferenceStub(channel).Generate(pb.GenerateRequest(prompt="abc", sampling=_FOUR))
+        await fake.is_hanging.wait()
+        closing = asyncio.create_task(door.close(grace_s=100))
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await _generate(InferenceStub(channel), pb.GenerateRequest(prompt="abc", sampling=_FOUR))
+        assert refused.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+        assert len(fake.started) == 1 and not closing.done()
+        fake.go_on.set()
+        assert [event.WhichOneof("event") async for event in call][-1] == "summary"
+        await asyncio.wait_for(closing, 50)
+
+
+_FOUR = pb.SamplingParams(max_tokens=4)
+
+
+async def _generate(stub: InferenceStub, message: pb.GenerateRequest) -> list[pb.GenerateResponse]:
+    return [response async for response in stub.Generate(message)]
 
 
 async def test_reflection(door: Door) -> None:

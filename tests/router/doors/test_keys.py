@@ -213,6 +213,18 @@ async def test_a_client_that_leaves_gives_its_place_back(completions: MakeComple
         await client.completions.create(**BODY)
 
 
+async def test_who_is_turned_away_is_counted(completions: MakeCompletions) -> None:
+    known, outcomes = issue("acme", rpm=1), list[str]()
+    async with both(completions, access_with(known, count=outcomes.append)) as doors, doors.openai(known) as client:
+        await doors.http.get("/v1/models")
+        await client.completions.create(**BODY)
+        with pytest.raises(openai.RateLimitError):
+            await client.completions.create(**BODY)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await doors.generate(None, **ASKED).read()
+    assert outcomes == ["invalid_api_key", "rate_limit_exceeded", "invalid_api_key"]
+
+
 async def test_many_prompts_of_one_request_are_one_request(completions: MakeCompletions) -> None:
     known = issue("acme", rpm=1, concurrency=1, tpm=1000)
     async with both(completions, access_with(known)) as doors, doors.openai(known) as client:

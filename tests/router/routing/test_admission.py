@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.words.errors import CapacityError
-from router.routing.admission import AdmissionQueue, QueuedRequest
+from router.routing.admission import AdmissionQueue
+from router.routing.fair_shares import QueuedRequest
 
 _LONG_S = 1e9
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from cluster.words.errors import ContextLengthExceeded
+from cluster.words.errors import ClientTooSlow, ContextLengthExceeded, DeadlineExceeded, RequestError
 from cluster.words.hashing import block_hashes, root_hash
 from cluster.words.request import Role, Sampling, SequenceRequest
 from router.serving.replica import Replica
@@ -159,3 +159,79 @@ def test_who_needs_no_more_does_not_wait_for_a_transfer_that_nobody_needs() -> N
     for seed in range(8):
         scenarios.play(play, seed)
     assert num_under_way, "the first token never came before the KV"
+
+
+def test_more_choices_than_a_replica_runs_are_refused_and_hold_up_nobody() -> None:
+    async def play(world: World) -> None:
+        world.add(Role.DECODE)
+        await pass_time(0.1)
+        running = [world.ask(num_tokens=9, n=1, max_tokens=300) for _ in range(2)]
+        await _until(lambda: all(client.received for client in running))
+        request = SequenceRequest(id="r", token_ids=(1, 2), num_prompt_tokens=2, choices=tuple(range(7)))
+        with pytest.raises(RequestError, match="at most 6 choices") as refused:
+            async with world.core.start(request) as generation:
+                async for _ in generation:
+                    pass
+        assert refused.value.param == "n"
+        small = world.ask(num_tokens=9, n=1, max_tokens=3)
+        await _until(lambda: small.is_over)
+        assert not any(client.is_over for client in running)
+
+    scenarios.play(play, 0)
+
+
+@pytest.mark.parametrize("deadline_s", [5.0, None])
+def test_who_goes_on_elsewhere_waits_no_longer_than_it_has(deadline_s: float | None) -> None:
+    async def play(world: World) -> None:
+        request = SequenceRequest(id="r", token_ids=(1, 2), num_prompt_tokens=2, deadline_s=deadline_s)
+        choosing = asyncio.create_task(world.core.dispatch.choose(request, avoid=set()))
+        await pass_time(20)
+        assert choosing.done() == (deadline_s is not None)
+        if deadline_s:
+            with pytest.raises(DeadlineExceeded):
+                await choosing
+        choosing.cancel()
+        await asyncio.gather(choosing, return_exceptions=True)
+
+    scenarios.play(play, 0)
+
+
+def test_a_call_that_ends_before_its_choices_have_is_a_loss_and_others_go_on_with_them() -> None:
+    async def play(world: World) -> None:
+        decode = world.add(Role.DECODE)
+        await pass_time(0.1)
+        client = world.ask(num_tokens=9, n=2, max_tokens=600)
+        await _until(lambda: len(client.received) == 2)
+        other = world.add(Role.DECODE)
+        await pass_time(0.1)
+        (lease,) = decode.leases
+        lease.running.clear()  # it says nothing more of them, and that all is well
+        lease.call.end()
+        await pass_time(2)
+        assert not other.running(), "the last frames may still be on their way"
+        decode.hits.append(client.request.id)
+        await _until(lambda: other.running())
+        await _until(lambda: client.is_over)
+        assert client.error is None and client.finished == {0, 1}
+
+    scenarios.play(play, 0)
+
+
+def test_what_is_left_unread_is_bounded() -> None:
+    """The client hears of it when it reads again."""
+
+    async def play(world: World) -> None:
+        world.add(Role.DECODE)
+        await pass_time(0.1)
+        sampling = Sampling(max_tokens=900, num_logprobs=60)
+        request = SequenceRequest(id="r", token_ids=(1, 2), num_prompt_tokens=2, sampling=sampling)
+        num_tokens = 0
+        async with world.core.start(request) as generation:
+            await _until(lambda: world.core.num_running)
+            await _until(lambda: not world.core.num_running)
+            with pytest.raises(ClientTooSlow):
+                async for _ in generation:
+                    num_tokens += 1
+        assert 100 < num_tokens <= 1 + 16 * 1024 // 61
+
+    scenarios.play(play, 0)

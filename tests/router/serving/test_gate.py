@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any
 
 import pytest
 
 from cluster.words.errors import CapacityError, RequestError
-from router.routing.admission import QueuedRequest
+from router.routing.fair_shares import QueuedRequest
 from router.serving.gate import AdmissionGate
+from tests.router.serving.virtual_time import VirtualTimeLoop, pass_time
 
 
 class Room:
@@ -131,3 +134,123 @@ async def test_an_error_that_nobody_foresaw_ends_its_own_request_only() -> None:
     assert await good == "place"
     with pytest.raises(ZeroDivisionError):
         await bad
+
+
+class Places:
+    """Room for so many streams at a time; a request may need several."""
+
+    def __init__(self, number: int, *, hold_s: float = 2.0, queue_s: float = 60.0) -> None:
+        self.free = number
+        self.gate: AdmissionGate[int] = AdmissionGate(max_waiting=1000, queue_s=queue_s, hold_s=hold_s)
+        self.entered: list[tuple[str, float]] = []  # and when
+
+    async def ask(self, name: str, size: int, *, for_s: float = 0.0, tenant: str = "") -> None:
+        def choose() -> int | None:
+            if size > self.free:
+                return None
+            self.free -= size
+            return size
+
+        await self.gate.enter(
+            QueuedRequest(tenant, 0, float(size)), choose, within_s=None, give_back=lambda size: self._leave(size)
+        )
+        self.entered.append((name, asyncio.get_running_loop().time()))
+        await pass_time(for_s)
+        self._leave(size)
+
+    def _leave(self, size: int) -> None:
+        self.free += size
+        self.gate.wake()
+
+
+def _play(scenario: Coroutine[Any, Any, None]) -> None:
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(scenario)
+
+
+def test_a_request_that_needs_more_room_than_there_is_holds_others_up_for_a_bounded_time() -> None:
+    async def scenario() -> None:
+        places = Places(4, hold_s=2.0, queue_s=20.0)
+        async with asyncio.TaskGroup() as group:
+            for number in range(4):
+                group.create_task(places.ask(f"runs-{number}", 1, for_s=100 if number else 1))
+            large = group.create_task(_refused(places.ask("large", 4)))
+            await pass_time(0)
+            small = [group.create_task(places.ask(f"small-{number}", 1, for_s=0.5)) for number in range(6)]
+            await asyncio.wait(small)
+            came = [at for name, at in places.entered if name.startswith("small")]
+            pauses = [after - before for before, after in zip([1.0, *came], came, strict=False)]
+            assert max(pauses) <= 2.0 + 0.5  # there is room from 1.0 on; the one before took 0.5
+            assert not large.done() and asyncio.get_running_loop().time() < 10
+            await large
+
+    _play(scenario())
+
+
+async def _refused(asking: Coroutine[Any, Any, None]) -> None:
+    with pytest.raises(CapacityError):
+        await asking
+
+
+def test_what_needs_much_room_gets_it_though_small_ones_keep_coming() -> None:
+    """Otherwise whoever needs little could keep it out."""
+
+    async def scenario() -> None:
+        places = Places(8, hold_s=2.0)
+        async with asyncio.TaskGroup() as group:
+
+            async def small_ones() -> None:
+                for number in range(400):
+                    group.create_task(places.ask(f"small-{number}", 1, for_s=1.0, tenant="small"))
+                    await pass_time(0.05)
+
+            coming = group.create_task(small_ones())
+            await pass_time(5)
+            await asyncio.wait_for(places.ask("large", 8, for_s=1.0, tenant="large"), 20)
+            assert not coming.done()
+
+    _play(scenario())
+
+
+def test_who_goes_away_again_and_again_holds_others_up_no_longer() -> None:
+    async def scenario() -> None:
+        places = Places(2, hold_s=2.0)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(places.ask("runs", 1, for_s=30))
+            await pass_time(0)
+
+            async def come_and_go() -> None:
+                while True:
+                    large = asyncio.create_task(places.ask("large", 2))
+                    await pass_time(1.5)
+                    large.cancel()
+                    await asyncio.gather(large, return_exceptions=True)
+
+            harassing = asyncio.create_task(come_and_go())
+            await pass_time(0.1)
+            await asyncio.wait_for(places.ask("small", 1), 10)
+            assert asyncio.get_running_loop().time() < 5
+            harassing.cancel()
+
+    _play(scenario())
+
+
+def test_everyone_behind_is_looked_at_however_many_find_no_room() -> None:
+    async def scenario() -> None:
+        places = Places(2, hold_s=1.0)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(places.ask("runs", 1, for_s=50))
+            await pass_time(0)
+            large = [asyncio.create_task(places.ask(f"large-{number}", 2)) for number in range(30)]
+            await pass_time(0)
+            small = group.create_task(places.ask("small", 1))
+            while not small.done():
+                await pass_time(0.05)
+                places.gate.wake()
+                assert asyncio.get_running_loop().time() < 10
+            for task in large:
+                task.cancel()
+            await asyncio.gather(*large, return_exceptions=True)
+            assert (len(places.gate), places.free) == (0, 1)
+
+    _play(scenario())

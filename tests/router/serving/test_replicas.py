@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import pytest
+from google.protobuf.message import Message
 from grpc import aio
 
 from cluster.index.membership import Member, Membership
@@ -15,15 +17,19 @@ from cluster.process.ports import free_port
 from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
 from cluster.words.errors import ReplicaLost
-from cluster.words.request import Role, SequenceRequest
+from cluster.words.request import FinishReason, Role, SequenceRequest
 from router.serving.discovery import Discovery
 from router.serving.grpc_worker import GrpcWorker
 from router.serving.replica import Replica
 from router.serving.replicas import Replicas
+from tests.identities import in_clear, router
 from tests.waiting import becomes
 
 _NAME = "here"
 _KEY = bytes(32)
+_ROUTER = in_clear(router())
+
+M = TypeVar("M", bound=Message)
 
 
 class _Worker(rpc.WorkerServicer):
@@ -71,7 +77,7 @@ async def test_who_still_calls_a_replica_that_has_left_loses_it_like_any_other(r
     await redis.flushall()
     membership = Membership(redis, name=_NAME, key=_KEY)
     await membership.renew(member)
-    replicas = Replicas(lambda member: GrpcWorker(member.replica, member.address, router="router-0"))
+    replicas = Replicas(lambda member: GrpcWorker(member.replica, member.address, identity=_ROUTER))
     discovery = Discovery(connect_redis(redis_url), replicas, name=_NAME, key=_KEY)
     discovery.start()
     try:
@@ -102,34 +108,82 @@ async def test_who_still_calls_a_replica_that_has_left_loses_it_like_any_other(r
         await worker.stop(None)
 
 
-async def test_a_replica_whose_frames_cannot_be_read_is_lost() -> None:
-    """Its reader does not end while it counts as alive, to be chosen for ever."""
+async def test_one_odd_stream_in_a_frame_ends_alone_and_what_a_newer_version_adds_is_passed_over() -> None:
+    """A reason for an end that we do not know is an end; a stream that cannot be taken costs itself only."""
 
-    class Garbled(rpc.WorkerServicer):
+    class Newer(rpc.WorkerServicer):
         async def Frames(self, request: pb.FramesRequest, context: Any) -> AsyncIterator[pb.Frame]:
-            yield pb.Frame(number=0, status=pb.Status(replica="decode-0"))
+            yield _with_more(pb.Frame(number=0, status=_with_more(pb.Status(replica="decode-0"))))
             await subscribed.wait()
-            token = pb.SampledToken(token_id=1, finish_reason="of a newer version")
-            yield pb.Frame(number=1, streams=[pb.StreamTokens(stream=7, tokens=[token])])
+            token = _with_more(pb.SampledToken(token_id=1, finish_reason="of a newer version"))
+            streams = [pb.StreamTokens(stream=stream, tokens=[token]) for stream in (7, 8, 9)]
+            yield pb.Frame(number=1, streams=[_with_more(stream) for stream in streams])
             await asyncio.Event().wait()
 
-    subscribed, lost = asyncio.Event(), asyncio.Event()
+    subscribed, heard_all = asyncio.Event(), asyncio.Event()
     server = aio.server()
     port = server.add_insecure_port("127.0.0.1:0")
-    rpc.add_WorkerServicer_to_server(Garbled(), server)
+    rpc.add_WorkerServicer_to_server(Newer(), server)
     await server.start()
     member = _member("decode-0", Role.DECODE, port)
-    replicas = Replicas(lambda member: GrpcWorker(member.replica, member.address, router="router-0"))
+    replicas = Replicas(lambda member: GrpcWorker(member.replica, member.address, identity=_ROUTER))
     replicas.add(member)
+    heard: dict[int, list[Any]] = {7: [], 8: [], 9: []}
+
+    def take(stream: int, tokens: Any) -> None:
+        heard[stream].append(tokens)
+        if stream == 8 and not isinstance(tokens, ReplicaLost):
+            raise ValueError("it cannot be taken")
+        if stream == 9:
+            heard_all.set()
+
     try:
         await _until_alive(replicas, alive=True)
         replica = replicas.get("decode-0")
         assert replica
-        heard: list[Any] = []
-        replica.subscribe(7, lambda tokens: (heard.append(tokens), lost.set())[0])
+        for stream in heard:
+            replica.subscribe(stream, partial(take, stream))
         subscribed.set()
-        await asyncio.wait_for(lost.wait(), 10)
-        assert isinstance(heard[0], ReplicaLost) and "cannot be read" in str(heard[0])
+        await asyncio.wait_for(heard_all.wait(), 10)
+        assert all(token.finish_reason is FinishReason.STOP for stream in (7, 9) for (token,) in heard[stream])
+        assert isinstance(heard[8][-1], ReplicaLost) and len(heard[8]) == 2
+        assert replica.is_alive and replica.num_subscribed == 2
+    finally:
+        await replicas.close()
+        await server.stop(None)
+
+
+def _with_more(message: M) -> M:
+    """As a newer version may send it: with a field that we do not know."""
+    field = b"\xfa\x7f\x05later"  # number 2047, of a length and five bytes
+    return type(message).FromString(message.SerializeToString() + field)
+
+
+async def test_what_is_no_frame_ends_the_reader_no_more_than_the_replica() -> None:
+    """Its reader does not end while it counts as alive, to be chosen for ever."""
+
+    class Garbled(rpc.WorkerServicer):
+        async def Frames(self, request: pb.FramesRequest, context: Any) -> AsyncIterator[pb.Frame]:
+            nonlocal num_calls
+            num_calls += 1
+            yield pb.Frame(number=0, status=pb.Status(replica="decode-0"))
+            if num_calls == 1:
+                yield pb.Frame(number=5)
+            again.set()
+            await asyncio.Event().wait()
+
+    num_calls, again = 0, asyncio.Event()
+    server = aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    rpc.add_WorkerServicer_to_server(Garbled(), server)
+    await server.start()
+    replicas = Replicas(lambda member: GrpcWorker(member.replica, member.address, identity=_ROUTER))
+    replicas.add(_member("decode-0", Role.DECODE, port))
+    try:
+        while num_calls < 2:
+            await asyncio.wait_for(again.wait(), 10)
+            again.clear()
+        await _until_alive(replicas, alive=True)
     finally:
         await replicas.close()
         await server.stop(None)

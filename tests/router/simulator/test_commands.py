@@ -77,3 +77,24 @@ def test_kv_arithmetic() -> None:
     assert kv("fp8_e4m3", 1).bytes_per_token == kv("int8", 1).bytes_per_token == 32 * 2 * 8 * 130
     assert kv("bfloat16", 16).bytes_per_token == 2 * 131_072  # each head is held twice
     assert kv("bfloat16", 1).num_blocks == 128 and kv("bfloat16", 1).max_batch(1000) == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["--block-size", "0"], "--block-size"),
+        (["--kv-tokens-per-replica", "10"], "--kv-tokens-per-replica 10: less than a block, which has 64"),
+        (["--speedup", "nan"], "--speedup nan: must be above 0, and finite"),
+        (["--speedup", "inf"], "--speedup inf: must be above 0, and finite"),
+    ],
+)
+def test_a_mistake_is_one_line(trace: str, capsys: pytest.CaptureFixture[str], options: list[str], error: str) -> None:
+    assert run(["simulate", "--trace", trace, "--topology", "1P1D", *options]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and error in said.err and said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("options", [["--block-size", "0"], ["--block-size", "99999999"], ["--speedup", "nan"]])
+def test_so_it_is_of_a_plan(trace: str, capsys: pytest.CaptureFixture[str], options: list[str]) -> None:
+    assert run(["plan", "--trace", trace, *options]) == 2
+    assert capsys.readouterr().err.count("\n") == 1

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cluster.words.errors import RequestError, SpecError
-from router.text.chat_template import MAX_MESSAGES, ChatTemplate, find_chat_template
-from router.text.template_sandbox import MAX_TEXT_CHARS
+from router.text.chat_template import ChatTemplate, find_chat_template
+from router.text.template_bounds import MAX_TEXT_CHARS
 from tests.router.tiny_tokenizers import CHATML, write_json
 
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -57,7 +58,6 @@ def test_a_refused_conversation_is_told_in_the_templates_words() -> None:
     assert "can only concatenate str" in refusal("{{ 'a' + 1 }}")
     assert "no chat template" in refusal(None)
     assert "at least one" in refusal(CHATML, [])
-    assert str(MAX_MESSAGES) in refusal(CHATML, [{"role": "user", "content": ""}] * (MAX_MESSAGES + 1))
 
 
 @pytest.mark.parametrize(
@@ -79,6 +79,48 @@ def test_a_refused_conversation_is_told_in_the_templates_words() -> None:
 )
 def test_a_hostile_template_is_refused(source: str) -> None:
     refusal(source)
+
+
+LARGE = [
+    "{{ '%0200000000d' % 1 }}",
+    "{{ '%*d' % (200000000, 1) }}",
+    "{{ '%0200000000d'|format(1) }}",
+    "{{ '{:0200000000d}'.format(1) }}",
+    "{{ '{:{}}'.format(1, 200000000) }}",
+    "{{ 'a'|center(200000000) }}",
+    "{{ 'a'.ljust(200000000) }}",
+    "{{ 'a\n'|indent(200000000) }}",
+    "{{ '\t'.expandtabs(200000000) }}",
+    "{{ ('a' * 10000000).replace('a', 'b' * 1000) }}",
+    "{{ ('a' * 10000000)|replace('a', 'b' * 1000) }}",
+    "{{ ('a' * 10000000).join(range(1000)|list) }}",
+    "{% set ns = namespace(s='ab') %}{% for i in range(34) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+    "{% set ns = namespace(s='ab') %}{% for i in range(34) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+    "{% set ns = namespace(s=[1]) %}{% for i in range(34) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("source", LARGE)
+def test_a_template_that_makes_much_of_little_is_refused_before_it_is_made(source: str) -> None:
+    tracemalloc.start()
+    try:
+        refusal(source)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 4 * MAX_TEXT_CHARS
+
+
+def test_what_templates_do_is_done_as_ever() -> None:
+    source = (
+        "{{ '%s and %5d' % ('a', 3) }} {{ 'a' ~ 1 ~ none }} {{ ['a', 2]|join(', ') }} {{ 'x'.center(5) }}"
+        "{{ 'a\nb'|indent(2) }} {{ '{:>4}'.format(3) }} {{ [1] + [2] }} {{ 'abc'.replace('b', 'xy') }}"
+        " {{ 'a b'|replace(' ', '_') }} {{ {'a': 1}|tojson(indent=2)|indent(4) }}"
+    )
+    template = ChatTemplate(source, special_tokens={})
+    assert template.render([{"role": "user", "content": ""}]) == (
+        'a and     3 a1None a, 2   x  a\n  b    3 [1, 2] axyc a_b {\n      "a": 1\n    }'
+    )
 
 
 def test_a_client_cannot_replace_what_the_model_sets() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -358,3 +359,61 @@ async def test_the_deadline_is_kept(completions: MakeCompletions, hang_after: in
 async def test_the_routers_own_limit(completions: MakeCompletions) -> None:
     with pytest.raises(DeadlineExceeded):
         await run(completions(FakeTokenService(hang_after=0), max_request_s=0.01), request())
+
+
+async def refused(service: Completions, asked: CompletionRequest) -> str | None:
+    with pytest.raises(RequestError) as caught:
+        await service.open(asked)
+    return caught.value.param
+
+
+async def test_more_choices_than_a_replica_runs_are_refused(completions: MakeCompletions) -> None:
+    service = completions(FakeTokenService(), max_choices=8)
+    await service.open(request(n=8))
+    assert await refused(service, request(n=9)) == "n"
+
+
+async def test_all_choices_together_may_have_as_many_tokens_as_a_replica_could_hold(
+    completions: MakeCompletions,
+) -> None:
+    service = completions(FakeTokenService(), max_context=64, max_choices=4)
+    await service.open(request("a", n=4, max_tokens=60))
+    assert await refused(service, request("a", n=4, max_tokens=65)) == "max_tokens"
+    assert await refused(service, request("a", n=4, max_tokens=2**31 - 1)) == "max_tokens"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "param"),
+    [
+        ("id", "i" * 129, "request_id"),
+        ("stop", ("s" * 1025,), "stop"),
+        ("stop", ("s",) * 17, "stop"),
+        ("stop_token_ids", (1,) * 1025, "stop_token_ids"),
+        ("prompt", Chat(messages=({"role": "r" * 65, "content": "hi"},)), "messages[0].role"),
+        ("prompt", Chat(messages=({"role": "user", "content": ""},) * 257), "messages"),
+    ],
+)
+async def test_long_names_and_many_of_anything_are_refused(
+    completions: MakeCompletions, field: str, value: Any, param: str
+) -> None:
+    service = completions(FakeTokenService())
+    asked = CompletionRequest(**{"id": "r", "prompt": "a", field: value})
+    assert await refused(service, asked) == param
+
+
+async def test_many_small_messages_are_rendered_elsewhere_than_on_the_event_loop(
+    completions: MakeCompletions,
+) -> None:
+    """The threads stand still meanwhile."""
+    service = completions(FakeTokenService(), max_context=2048)
+    go_on = threading.Event()
+    holding = [asyncio.ensure_future(service.threads.run(go_on.wait, 30)) for _ in range(2)]
+    few, many = (Chat(messages=({"role": "user", "content": ""},) * number) for number in (3, 100))
+    await service.open(request(few, max_tokens=1))
+    opening = asyncio.ensure_future(service.open(request(many, max_tokens=1)))
+    await service.open(request(few, max_tokens=1))
+    assert not opening.done()
+    go_on.set()
+    assert len((await opening).prompt_ids) > 300
+    await asyncio.gather(*holding)
+    service.close()

@@ -1,0 +1,52 @@
+"""Who issues a deployment's certificates: kept where its desired state is kept, so that a controller that restarts
+issues as before.
+
+An authority of the deployment's own lies in Ray's control store and nowhere else: whoever may ask that may run code on
+every node anyway. Of an operator's, only the paths are kept.
+"""
+
+from __future__ import annotations
+
+from cluster.control.desired import namespace
+from cluster.identity.authority import Authority
+from cluster.words.errors import DeployError
+from cluster.words.spec import SecuritySpec, Spec
+
+_KEY = b"authority"
+
+
+def prepare(spec: Spec) -> None:
+    """Make the deployment's own authority, or look at the operator's. Raises SpecError."""
+    from cluster.control import ray_internals
+
+    if spec.security.tls == "auto":
+        ray_internals.put(_KEY, Authority.create(spec.name).to_json().encode(), namespace=_store(spec.name))
+    elif spec.security.tls == "files":
+        open_files(spec.security)
+
+
+def find(spec: Spec) -> Authority:
+    """The one that issues now: files are read anew. Raises SpecError, and DeployError where there is none."""
+    from cluster.control import ray_internals
+
+    if spec.security.tls == "files":
+        return open_files(spec.security)
+    if stored := ray_internals.get(_KEY, namespace=_store(spec.name)):
+        return Authority.from_json(stored)
+    raise DeployError(f"{spec.name} has no authority for certificates (security.tls: {spec.security.tls})")
+
+
+def open_files(security: SecuritySpec) -> Authority:
+    """An operator's, on this machine. Raises SpecError."""
+    assert security.ca and security.certificate and security.key, "the spec is checked"
+    return Authority.from_files(ca=security.ca, certificate=security.certificate, key=security.key)
+
+
+def forget(name: str) -> None:
+    from cluster.control import ray_internals
+
+    ray_internals.delete(_KEY, namespace=_store(name))
+
+
+def _store(name: str) -> bytes:
+    return namespace(name).encode()

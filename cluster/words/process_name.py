@@ -1,0 +1,54 @@
+"""The names that certificates carry: which process of which deployment."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_LABEL = r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?"
+_URI = re.compile(rf"xpyd://(?P<deployment>{_LABEL})/(?P<group>{_LABEL})/(?P<member>{_LABEL})")
+_REPLICA = re.compile(r"(?:prefill|decode)-[0-9]+")
+_ROUTER = "router"
+
+
+@dataclass(frozen=True)
+class ProcessName:
+    """One process: a router ("router", its own name) or a rank (its replica, its rank)."""
+
+    deployment: str
+    group: str
+    member: str
+
+    @classmethod
+    def of_router(cls, deployment: str, router: str) -> ProcessName:
+        return cls(deployment, _ROUTER, router)
+
+    @classmethod
+    def of_rank(cls, deployment: str, replica: str, rank: int) -> ProcessName:
+        return cls(deployment, replica, str(rank))
+
+    @classmethod
+    def parse(cls, uri: str) -> ProcessName | None:
+        """What `uri` has made; None for anything else."""
+        match = _URI.fullmatch(uri)
+        return cls(**match.groupdict()) if match else None
+
+    def __str__(self) -> str:
+        return f"{self.group}/{self.member}"
+
+    @property
+    def uri(self) -> str:
+        return f"xpyd://{self.deployment}/{self.group}/{self.member}"
+
+    @property
+    def host(self) -> str:
+        """The same as a host's name, which is what TLS compares; no name server knows it."""
+        return f"{self.member}.{self.group}.{self.deployment}.xpyd"
+
+    @property
+    def is_router(self) -> bool:
+        return self.group == _ROUTER
+
+    @property
+    def is_rank(self) -> bool:
+        return _REPLICA.fullmatch(self.group) is not None and self.member.isdecimal()

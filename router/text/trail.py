@@ -1,0 +1,76 @@
+"""The trail of requests: one line of JSON for each, whatever became of it, and never a word of its text.
+
+Beside the log and apart from it: a log is for people and is thrown away, a trail answers who asked for what, and when.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from typing import Any
+
+from cluster.words.errors import ClusterError, RequestError, outcome_of
+from router.text.completion_request import CompletionRequest
+from router.text.events import TokenUsage
+
+_MAX_BYTES, _NUM_BACKUPS = 64 * 2**20, 4
+
+
+class RequestTrail:
+    """Writes to a file of its own, which only its owner can read; or nowhere."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._logger = logging.Logger("trail")
+        if path is None:
+            self._logger.disabled = True
+            return
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
+        handler = RotatingFileHandler(path, maxBytes=_MAX_BYTES, backupCount=_NUM_BACKUPS, encoding="utf-8")
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        self._logger.addHandler(handler)
+
+    def done(
+        self, request: CompletionRequest, outcome: str, usage: TokenUsage, *, max_tokens: int, s: float, ttft_s: float
+    ) -> None:
+        """It was let in, and is over."""
+        self._write(
+            **_who(request),
+            outcome=outcome,
+            n=request.n,
+            max_tokens=max_tokens,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            completion_tokens=usage.completion_tokens,
+            ms=round(s * 1e3, 1),
+            ttft_ms=round(ttft_s * 1e3, 1),
+        )
+
+    def refused(self, request: CompletionRequest, error: ClusterError) -> None:
+        """It was not let in."""
+        self._write(**_who(request), **_why(error))
+
+    def unreadable(self, request_id: str, error: ClusterError, *, peer: str) -> None:
+        """It was no request yet. What is wrong is a client's word, if it is a field that we do not know."""
+        self._write(request=request_id, peer=peer, outcome=outcome_of(error).code)
+
+    def close(self) -> None:
+        for handler in self._logger.handlers:
+            handler.close()
+
+    def _write(self, **fields: Any) -> None:
+        if not self._logger.disabled:
+            self._logger.info("%s", json.dumps({"time": round(time.time(), 3), **fields}, ensure_ascii=True))
+
+
+def _who(request: CompletionRequest) -> dict[str, str]:
+    return {"request": request.id, "key": request.key_id, "tenant": request.tenant, "peer": request.peer}
+
+
+def _why(error: ClusterError) -> dict[str, str | None]:
+    param = error.param if isinstance(error, RequestError) else None
+    return {"outcome": outcome_of(error).code, "param": param}

@@ -1,0 +1,62 @@
+"""How long an answer may wait for a client that does not read it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import TypeVar
+
+from cluster.words.errors import ClientTooSlow
+
+T = TypeVar("T")
+
+_LOOKS = 4  # within the limit
+
+
+class UnreadLimit:
+    """Ends its `async with` block by ClientTooSlow, wherever it waits, where something that `watched` gave is not
+    consumed in time. Entered once, in the task that consumes."""
+
+    def __init__(self, limit_s: float, *, request_id: str) -> None:
+        self._limit_s = limit_s
+        self._request_id = request_id
+        self._scope = asyncio.timeout(None)
+        self._given_at: float | None = None  # None: whoever consumes waits for more
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_passed(self) -> bool:
+        return self._scope.expired()
+
+    async def __aenter__(self) -> UnreadLimit:
+        await self._scope.__aenter__()
+        self._look()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._timer:
+            self._timer.cancel()
+        try:
+            await self._scope.__aexit__(kind, error, traceback)
+        except TimeoutError:
+            raise ClientTooSlow(f"request {self._request_id}: not read for {self._limit_s:g} s") from None
+
+    async def watched(self, events: AsyncIterator[T]) -> AsyncIterator[T]:
+        """The same. Whoever comes for the next one has consumed the one before."""
+        now = self._loop.time
+        async for event in events:
+            self._given_at = now()
+            yield event
+            self._given_at = None
+
+    def _look(self) -> None:
+        """A timer that is set for each token would cost more than the token."""
+        now = self._loop.time()
+        if self._given_at is not None and now - self._given_at > self._limit_s:
+            self._scope.reschedule(now)
+        else:
+            self._timer = self._loop.call_later(self._limit_s / _LOOKS, self._look)

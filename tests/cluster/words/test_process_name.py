@@ -1,0 +1,38 @@
+"""The names in certificates, and back."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.words.process_name import ProcessName
+from tests.identities import rank, router
+
+
+@pytest.mark.parametrize("name", [rank("decode-12", 3), router("router-0a1b2c3d")], ids=str)
+def test_a_name_is_read_back_from_its_uri(name: ProcessName) -> None:
+    assert ProcessName.parse(name.uri) == name
+
+
+def test_what_a_rank_and_a_router_are_called() -> None:
+    one = rank("decode-12", 3, deployment="blue")
+    assert (one.uri, one.host) == ("xpyd://blue/decode-12/3", "3.decode-12.blue.xpyd")
+    assert one.is_rank and not one.is_router
+    assert router().is_router and not router().is_rank
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "",
+        "spiffe://blue/decode-12/3",
+        "xpyd://blue/decode-12",
+        "xpyd://blue/decode-12/3/4",
+        "xpyd://blue/decode-12/3\n",
+        "xpyd://blue/../3",
+        "xpyd://blue/decode.12/3",
+        "XPYD://blue/decode-12/3",
+        "xpyd://-blue/decode-12/3",
+    ],
+)
+def test_nothing_else_is_a_name(uri: str) -> None:
+    assert ProcessName.parse(uri) is None

@@ -1,0 +1,81 @@
+"""Requests at the edges of every field, at both doors of a deployment with a real model: no replica dies of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+
+from cluster.process.ports import free_port
+from cluster.rpc import inference_pb2 as pb
+from cluster.rpc.inference_pb2_grpc import InferenceStub
+from cluster.words.process_name import ProcessName
+from router.doors.openai_types import TextBody
+from router.service import RouterService
+from tests.local_cluster import LocalCluster, local_cluster
+from tests.router.doors.both_doors import BothDoors
+from tests.router.doors.fuzzed_requests import grpc_requests, json_bodies
+from tests.router.http_server import serve_http
+from tests.waiting import becomes
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+_SOME = settings(max_examples=150, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+_TEXT = json_bodies(sorted(TextBody.model_fields.keys() - {"prompt"}), input_field="prompt")
+
+
+@asynccontextmanager
+async def _open(model: Path, redis_url: str) -> AsyncIterator[tuple[LocalCluster, httpx.AsyncClient, InferenceStub]]:
+    tree = {
+        "model": {"dtype": "float32", "max_context": 64},
+        "kv": {"wire_dtype": "raw"},
+        "decode": {"max_running": 8},
+        "router": {"grpc_port": free_port()},
+    }
+    async with local_cluster(model, redis_url, **tree) as cluster:
+        service = await RouterService.open(
+            cluster.spec,
+            index_url=redis_url,
+            credentials=cluster.credentials,
+            identity=cluster.identity(ProcessName.of_router(cluster.spec.name, "router-1")),
+        )
+        await becomes(lambda: all(service.health().values()))
+        async with (
+            serve_http(service.http_app()) as (host, port),
+            httpx.AsyncClient(base_url=f"http://{host}:{port}") as http,
+            grpc.aio.insecure_channel(f"127.0.0.1:{service.grpc_port}") as channel,
+        ):
+            yield cluster, http, InferenceStub(channel)
+        await service.close()
+
+
+@pytest.fixture(scope="module")
+def doors(smollm2_dir: Path, redis_url: str) -> Iterator[BothDoors]:
+    with asyncio.Runner() as runner:
+        opened = _open(smollm2_dir, redis_url)
+        cluster, http, stub = runner.run(opened.__aenter__())
+        yield BothDoors(runner, http, stub)
+        assert all(replica.is_alive for pool in cluster.pools.values() for replica in pool)
+        runner.run(opened.__aexit__(None, None, None))
+
+
+_KILLER = {"prompt": '"Hello there"', "repetition_penalty": "1e-40", "logprobs": "1", "max_tokens": "2"}
+
+
+@_SOME
+@given(_TEXT)
+@example(_KILLER)
+def test_texts(doors: BothDoors, body: dict[str, str]) -> None:
+    doors.post("/v1/completions", body)
+
+
+@_SOME
+@given(grpc_requests())
+def test_grpc(doors: BothDoors, request_: pb.GenerateRequest) -> None:
+    doors.generate(request_)

@@ -1,0 +1,123 @@
+"""A whole cluster behind mutual TLS: strangers get nothing, and certificates come and go under running requests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import grpc
+import pytest
+
+from cluster.identity.authority import Authority
+from cluster.wire.channel import open_channel
+from cluster.words.errors import ReplicaLost
+from cluster.words.papers import Identity
+from cluster.words.request import Role, Sampling
+from router.serving.grpc_worker import GrpcWorker
+from tests.ceiling import Ceiling
+from tests.cluster.wire.every_rpc import METHODS, call, truthful
+from tests.e2e.conftest import Checkpoint, Reference
+from tests.engine.steps import prompts
+from tests.identities import in_clear, proven, rank, router
+from tests.local_cluster import local_cluster
+
+_GREEDY = Sampling(max_tokens=24, temperature=0.0)
+_ROUTER = router()
+# Both roles have two ranks, so that calls inside of a replica are made, too.
+_TREE: dict[str, Any] = {
+    "model": {"dtype": "float32"},
+    "kv": {"wire_dtype": "raw"},
+    "prefill": {"tensor_parallel": 2, "kv_memory_gib": 0.01},
+    "decode": {"tensor_parallel": 2, "kv_memory_gib": 0.01},
+    "router": {"max_local_prefill": 0},
+}
+
+
+async def test_certificates_are_renewed_under_running_requests(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The frames go on by the connection that they have; what follows is called, shipped and moved by new ones."""
+    model_dir, [asked, next_asked] = checkpoint("llama"), prompts(40, 30)
+    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, [asked, next_asked], _GREEDY)]
+    running_on = Ceiling(8)
+    running_on.arm(monkeypatch.setattr)
+    async with local_cluster(model_dir, redis_url, **_TREE) as cluster:
+        running = asyncio.create_task(cluster.generate(asked, _GREEDY, id="before"))
+        decode = cluster.seen(cluster.pools[Role.DECODE][0])
+        await cluster.until(lambda: decode.status.running == 1)
+        later = []
+        for turn in range(3):
+            cluster.renew()
+            later.append(asyncio.create_task(cluster.generate(next_asked, _GREEDY, id=f"after {turn}")))
+            await cluster.until(lambda count=turn + 2: decode.status.running == count)
+        running_on.lift()
+        assert (await running).ids == expected[0]
+        assert [(await answer).ids for answer in later] == [expected[1]] * 3
+        fresh = await cluster.add(Role.PREFILL)  # which has papers of today, as the others have by now
+        assert cluster.seen(fresh).is_usable
+        await cluster.idle()
+
+
+@pytest.mark.parametrize("tls", ["auto", "off"])
+async def test_only_without_tls_does_a_stranger_get_an_answer(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str, tls: str
+) -> None:
+    model_dir, [asked] = checkpoint("llama"), prompts(40)
+    expected = [token.token_id for token in reference(model_dir, [asked], _GREEDY)[0]]
+    frames = "/cluster.worker.v1.Worker/Frames"
+    async with local_cluster(model_dir, redis_url, security={"tls": tls}, **_TREE) as cluster:
+        assert (await cluster.generate(asked, _GREEDY)).ids == expected
+        seen = cluster.seen(cluster.pools[Role.DECODE][0])
+        stranger = in_clear(router("stranger"))
+        async with open_channel(seen.member.address, peer=rank(seen.id), identity=stranger) as channel:
+            message = truthful(frames, stranger.name, rank(seen.id))
+            status = await call(channel, frames, message)
+        assert status is (grpc.StatusCode.OK if tls == "off" else grpc.StatusCode.UNAVAILABLE)
+
+
+async def test_a_stranger_gets_nothing_from_any_rank_and_nothing_is_allocated(
+    checkpoint: Checkpoint, redis_url: str
+) -> None:
+    theirs = Authority.create("cluster")
+    async with local_cluster(checkpoint("llama"), redis_url, **_TREE) as cluster:
+        strangers: dict[str, tuple[Identity, set[grpc.StatusCode]]] = {
+            "without a certificate": (in_clear(_ROUTER), {grpc.StatusCode.UNAVAILABLE}),
+            "of another deployment": (proven(theirs, _ROUTER), {grpc.StatusCode.UNAVAILABLE}),
+            "expired": (proven(cluster.authority, _ROUTER, life_s=-1.0), {grpc.StatusCode.UNAVAILABLE}),
+            "a rank that calls what is a router's": (
+                proven(cluster.authority, rank("decode-99")),
+                {grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNIMPLEMENTED},  # each role has some of them
+            ),
+        }
+        for pool in cluster.pools.values():
+            for replica in pool:
+                peers = [(rank(replica.id, i), one.bind()["address"]) for i, one in enumerate(replica.ranks)]
+                before = replica.blocks
+                for who, (identity, statuses) in strangers.items():
+                    for peer, address in peers:
+                        async with open_channel(address, peer=peer, identity=identity) as channel:
+                            for name in _asked_by_a_router() if identity.name.is_rank else METHODS:
+                                got = await call(channel, name, truthful(name, _ROUTER, peer))
+                                assert got in statuses, (who, name)
+                assert replica.blocks == before
+        await cluster.idle()
+
+
+async def test_a_router_speaks_to_the_replica_that_it_means_and_to_no_other_at_its_address(
+    checkpoint: Checkpoint, redis_url: str
+) -> None:
+    """Whoever changes a member's address in the index, or takes it over, hears nothing."""
+    async with local_cluster(checkpoint("llama"), redis_url, **_TREE) as cluster:
+        there = cluster.seen(cluster.pools[Role.DECODE][0])
+        for name, is_meant in ((there.id, True), ("decode-99", False)):
+            worker = GrpcWorker(name, there.member.address, identity=cluster.router)
+            frames = worker.frames()
+            with contextlib.nullcontext() if is_meant else pytest.raises(ReplicaLost, match="decode-99: UNAVAILABLE"):
+                assert (await anext(frames)).status.replica == there.id
+            frames.cancel()
+            await worker.close()
+
+
+def _asked_by_a_router() -> list[str]:
+    return [name for name in METHODS if name.rpartition("/")[2] in ("Frames", "Prefill", "Generate", "Stop", "Migrate")]

@@ -1,0 +1,113 @@
+"""A deployed 2P2D as a stranger with network access finds it: every socket on which any of its processes listens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import ssl
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+from grpc import aio
+
+from cluster.identity.authority import Authority
+from cluster.process import processes
+from cluster.process.ports import free_port
+from tests.cluster.cli.command import ClusterCommand
+from tests.cluster.wire.every_rpc import METHODS, call, truthful
+from tests.identities import papers, rank, router
+
+_NAME = "walked"
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # and empty settings
+_ANSWER_S = 10.0
+_AT_ONCE = 8
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[ClusterCommand]:
+    command = ClusterCommand(tmp_path)
+    yield command
+    command.run("down")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_stranger_gets_nothing_from_any_socket_of_a_deployment(cluster: ClusterCommand, tmp_path: Path) -> None:
+    small = ["--set", "prefill.kv_memory_gib=0.1", "--set", "decode.kv_memory_gib=0.1"]
+    doors = ["--grpc-port", str(free_port()), "--http-port", str(free_port())]
+    deployed = cluster.run("deploy", "2P2D", "--name", _NAME, *small, *doors, within_s=600)
+    assert deployed.code == 0, deployed.err
+    before = json.loads(cluster.run("status", "--json").out)
+    assert before["tls"] == "auto"
+    ranks = [one["pid"] for pool in before["pools"].values() for two in pool["replicas"] for one in two["ranks"]]
+    listening = _listening(cluster)
+    assert len(ranks) == 4 and set(ranks) <= listening.keys()
+
+    neighbour = papers(Authority.create(_NAME), router(deployment=_NAME))
+    chain, key = tmp_path / "neighbour.pem", tmp_path / "neighbour.key"
+    chain.write_bytes(neighbour.certificate.chain)
+    key.write_bytes(neighbour.key)
+    for pid, addresses in listening.items():
+        found = {address: _knock(*address, None) for address in addresses}
+        found_as_neighbour = {address: _knock(*address, (str(chain), str(key))) for address in addresses}
+        assert "let in" not in {*found.values(), *found_as_neighbour.values()}, (processes.title(pid), found)
+        if pid in ranks:
+            assert "refused" in found.values(), "the port of a rank speaks TLS, and asks for a certificate"
+
+    answers = asyncio.run(_call_all({address for addresses in listening.values() for address in addresses}))
+    assert not answers
+    after = json.loads(cluster.run("status", "--json").out)
+    assert after["ready"] and after["pools"] == before["pools"], "nothing died, and no block is held"
+    assert cluster.run("generate", "Hello", "--max-tokens", "4").code == 0
+
+
+def _listening(cluster: ClusterCommand) -> dict[int, set[tuple[str, int]]]:
+    """By process: the addresses on which it takes connections."""
+    found: dict[int, set[tuple[str, int]]] = defaultdict(set)
+    for pid in processes.marked(f"CLUSTER_STATE_DIR={cluster.state_root}"):
+        for connection in psutil.Process(pid).net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN:
+                ip = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(connection.laddr.ip, connection.laddr.ip)
+                found[pid].add((ip, connection.laddr.port))
+    return found
+
+
+def _knock(host: str, port: int, shown: tuple[str, str] | None) -> str:
+    """What becomes of a TLS client that believes any server, and shows a certificate that is not of its authority, or
+    none: "no TLS", "refused", or "let in", when it gets an answer to an HTTP/2 preface."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    if shown:
+        context.load_cert_chain(*shown)
+    try:
+        with socket.create_connection((host, port), _ANSWER_S) as plain, context.wrap_socket(plain) as secure:
+            try:
+                secure.sendall(_PREFACE)
+                return "let in" if secure.recv(1) else "refused"
+            except OSError:
+                return "refused"
+    except OSError:  # SSLError is one
+        return "no TLS"
+
+
+async def _call_all(addresses: set[tuple[str, int]]) -> list[tuple[tuple[str, int], str]]:
+    """Each RPC at each address, in clear; those that were answered."""
+    peer, me = rank("decode-0", deployment=_NAME), router(deployment=_NAME)
+    room = asyncio.Semaphore(_AT_ONCE)
+
+    async def one(host: str, port: int) -> list[tuple[tuple[str, int], str]]:
+        async with room, aio.insecure_channel(f"[{host}]:{port}" if ":" in host else f"{host}:{port}") as channel:
+            statuses = await asyncio.gather(*(call(channel, name, truthful(name, me, peer)) for name in METHODS))
+        return [
+            ((host, port), name)
+            for name, status in zip(METHODS, statuses, strict=True)
+            if status in (grpc.StatusCode.OK, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.INVALID_ARGUMENT)
+        ]
+
+    return [answer for answers in await asyncio.gather(*(one(*address) for address in addresses)) for answer in answers]

@@ -1,0 +1,89 @@
+"""Large bodies over HTTP: they hold up nobody, and what makes them expensive is refused before it is made."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+
+import httpx
+import pytest
+
+from router.access.access import Access
+from router.doors.openai_api import create_app
+from router.text.completion_request import MAX_REQUEST_BYTES
+from tests.router.fake_token_service import FakeTokenService
+from tests.router.http_server import serve_http
+from tests.router.tiny_service import MakeCompletions
+
+_MANY = MAX_REQUEST_BYTES // 3 - 100
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "code"),
+    [
+        ("completions", b'{"prompt":[' + b",".join([b"12"] * _MANY) + b"]}", "prompt", "context_length_exceeded"),
+        ("completions", b'{"prompt":[' + b",".join([b'""'] * _MANY) + b"]}", "prompt", "context_length_exceeded"),
+        ("completions", b'{"prompt":[' + b",".join([b'"\\\\"'] * (_MANY // 2)) + b"]}", "prompt", None),
+        ("completions", b'{"prompt":"a","metadata":[' + b",".join([b"{}"] * _MANY) + b"]}", "metadata", None),
+        ("completions", b'{"prompt":"a","user":"' + b"x" * 3 * _MANY + b'"}', "user", None),
+        ("completions", b'{"prompt":"' + b"x" * 3 * _MANY + b'"}', "prompt", "context_length_exceeded"),
+        ("chat/completions", b'{"messages":[' + b",".join([b"{}"] * _MANY) + b"]}", "messages", None),
+        ("chat/completions", b'{"messages":[' + b",".join([b"{}"] * 20_000) + b"]}", "messages[0].role", None),
+        ("chat/completions", b'{"messages":[],"chat_template_kwargs":' + b"[" * 3 * _MANY + b"}", None, None),
+    ],
+    ids=["ids", "strings", "quotes", "metadata", "user", "text", "messages", "bad messages", "nesting"],
+)
+async def test_ten_megabytes_are_refused_by_the_field(
+    completions: MakeCompletions, path: str, body: bytes, param: str | None, code: str | None
+) -> None:
+    service = completions(FakeTokenService())
+    app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
+    async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}/v1/") as client:
+        answer = await client.post(path, content=body, timeout=60)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param), error
+    assert code in (None, error["code"])
+    service.close()
+
+
+async def test_while_a_large_body_is_parsed_another_stream_goes_on(completions: MakeCompletions) -> None:
+    """The threads that parse stand still until that stream has come to its end."""
+    service = completions(FakeTokenService())
+    app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
+    held, go_on = threading.Barrier(3), threading.Event()
+
+    def hold() -> None:
+        held.wait(30)
+        go_on.wait(30)
+
+    holding = [asyncio.ensure_future(service.threads.run(hold)) for _ in range(2)]
+    await asyncio.to_thread(held.wait, 30)
+    async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}/v1/") as client:
+        large = json.dumps({"prompt": "abc", "max_tokens": 1, "stop": ["x" * 1000] * 16, "metadata": "x" * 30_000})
+        asking = asyncio.create_task(client.post("completions", content=large))
+        small = {"prompt": "abc", "max_tokens": 50, "stream": True}
+        async with client.stream("POST", "completions", json=small) as stream:
+            lines = [line async for line in stream.aiter_lines() if line]
+        assert lines[-1] == "data: [DONE]" and len(lines) > 40
+        assert not asking.done()
+        go_on.set()
+        assert (await asking).json()["choices"][0]["text"] == "a"
+    await asyncio.gather(*holding)
+    service.close()
+
+
+async def test_when_too_many_large_bodies_wait_the_next_one_is_refused_for_now(completions: MakeCompletions) -> None:
+    service = completions(FakeTokenService())
+    app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
+    go_on = threading.Event()
+    holding = [asyncio.ensure_future(service.threads.run(go_on.wait, 30)) for _ in range(64)]
+    await asyncio.sleep(0)
+    async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}/v1/") as client:
+        large = {"prompt": "abc", "max_tokens": 1, "metadata": "x" * 30_000}
+        answer = await client.post("completions", json=large)
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+        go_on.set()
+        await asyncio.gather(*holding)
+        assert (await client.post("completions", json=large)).status_code == 200
+    service.close()

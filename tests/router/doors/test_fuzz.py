@@ -1,0 +1,101 @@
+"""Whatever comes in at a door: nothing dies of it, each refusal names the field, and who asks next notices nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import grpc
+import httpx
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+
+from cluster.rpc import inference_pb2 as pb
+from cluster.rpc.inference_pb2_grpc import InferenceStub
+from router.access.access import Access
+from router.doors.grpc_api import open_grpc_api
+from router.doors.openai_api import create_app
+from router.doors.openai_types import ChatBody, TextBody
+from tests.router.doors.both_doors import BothDoors
+from tests.router.doors.fuzzed_requests import grpc_requests, json_bodies
+from tests.router.fake_token_service import FakeTokenService
+from tests.router.http_server import serve_http
+from tests.router.tiny_service import MakeCompletions
+
+_FEW = settings(max_examples=100, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+_MANY = settings(_FEW, max_examples=3_400)
+_TEXT = json_bodies(sorted(TextBody.model_fields.keys() - {"prompt"}), input_field="prompt")
+_CHAT = json_bodies(sorted(ChatBody.model_fields.keys() - {"messages"}), input_field="messages")
+
+
+@asynccontextmanager
+async def _open(completions: MakeCompletions) -> AsyncIterator[tuple[httpx.AsyncClient, InferenceStub]]:
+    service = completions(FakeTokenService(max_context=32), max_context=32, max_choices=64)
+    door = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0)
+    app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
+    async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
+            yield http, InferenceStub(channel)
+    await door.close(grace_s=0)
+    service.close()
+
+
+@pytest.fixture(scope="module")
+def doors(completions: MakeCompletions) -> Iterator[BothDoors]:
+    with asyncio.Runner() as runner:
+        opened = _open(completions)
+        http, stub = runner.run(opened.__aenter__())
+        yield BothDoors(runner, http, stub)
+        runner.run(opened.__aexit__(None, None, None))
+
+
+# What once killed replicas.
+_KILLER = {"prompt": '"Hello there"', "repetition_penalty": "1e-40", "logprobs": "1", "max_tokens": "2"}
+_GRPC_KILLER = pb.GenerateRequest(
+    prompt="Hello there", sampling=pb.SamplingParams(repetition_penalty=1e-40, logprobs=1, max_tokens=2)
+)
+
+
+@_FEW
+@given(_TEXT)
+@example(_KILLER)
+def test_texts(doors: BothDoors, body: dict[str, str]) -> None:
+    doors.post("/v1/completions", body)
+
+
+@_FEW
+@given(_CHAT)
+def test_chats(doors: BothDoors, body: dict[str, str]) -> None:
+    doors.post("/v1/chat/completions", body)
+
+
+@_FEW
+@given(grpc_requests())
+@example(_GRPC_KILLER)
+def test_grpc(doors: BothDoors, request_: pb.GenerateRequest) -> None:
+    doors.generate(request_)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@_MANY
+@given(_TEXT)
+def test_thousands_of_texts(doors: BothDoors, body: dict[str, str]) -> None:
+    doors.post("/v1/completions", body)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@_MANY
+@given(_CHAT)
+def test_thousands_of_chats(doors: BothDoors, body: dict[str, str]) -> None:
+    doors.post("/v1/chat/completions", body)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@_MANY
+@given(grpc_requests())
+def test_thousands_over_grpc(doors: BothDoors, request_: pb.GenerateRequest) -> None:
+    doors.generate(request_)
