@@ -35,7 +35,8 @@ class KeyPublisher:
         """Have Redis say this, unless it does already."""
         text = book.to_json()
         seal = seal_of(text.encode(), self._seal_key)
-        if await self._redis.hget(_place(self._name), "seal") != seal.encode():
+        # Both: whoever else may write to Redis may have changed either.
+        if await self._redis.hmget(_place(self._name), "book", "seal") != [text.encode(), seal.encode()]:
             await self._redis.hset(_place(self._name), mapping={"book": text, "seal": seal})
 
     async def forget(self, key_id: str) -> None:
@@ -54,22 +55,28 @@ class KeyReader:
         self._name = name
         self._seal_key = seal_key
         self._version = -1
-        self._seal: bytes | None = None  # of what was looked at last
+        self._seal: bytes | None = None  # of what was believed last
+        self._passed_over: tuple[bytes, bytes] | None = None  # of which we have said so
 
     async def read(self) -> KeyBook | None:
-        """The book, where it is newer than what was read before."""
-        if await self._redis.hget(_place(self._name), "seal") == self._seal:
+        """The book, where it is newer than what was read before.
+
+        What is not believed is looked at again: a right one may come under the same seal.
+        """
+        if self._seal and await self._redis.hget(_place(self._name), "seal") == self._seal:
             return None
         found: list[Any] = await self._redis.hmget(_place(self._name), "book", "seal")
-        text, self._seal = found
-        if text is None or self._seal is None:  # it has come back empty: what is known still holds
+        text, seal = found
+        if text is None or seal is None:  # it has come back empty: what is known still holds
             return None
         try:
-            book = self._opened(text, self._seal)
+            book = self._opened(text, seal)
         except (ValueError, KeyError, TypeError) as error:
-            logger.error("the keys in Redis are passed over: %s", error)
+            if self._passed_over != (text, seal):
+                logger.error("the keys in Redis are passed over: %s", error)
+            self._passed_over = text, seal
             return None
-        self._version = book.version
+        self._version, self._seal = book.version, seal
         return book
 
     async def close(self) -> None:

@@ -142,3 +142,27 @@ async def test_an_older_book_does_not_bring_a_revoked_key_back(wiped: str, publi
         await ring.read()
         assert not lets_in(ring, known)
     client.close()
+
+
+async def test_a_book_that_was_changed_behind_its_seal_is_told_again(wiped: str, publisher: KeyPublisher) -> None:
+    known, forged = issue("a"), issue("b")
+    await publisher.publish(book_of(known))
+    client = redis.Redis.from_url(wiped)
+    client.hset("d:keys", "book", book_of(known, forged, version=9).to_json())
+    async with following(connect_redis(wiped)) as newcomer:
+        with pytest.raises(KeysUnknown):
+            newcomer.identify(forged.header)
+        await publisher.publish(book_of(known))
+        await becomes(lambda: _has_heard(newcomer))
+        assert lets_in(newcomer, known) and not lets_in(newcomer, forged)
+    client.close()
+
+
+def _has_heard(ring: Keyring) -> bool:
+    try:
+        ring.identify(None)
+    except KeysUnknown:
+        return False
+    except Unauthenticated:
+        pass
+    return True
