@@ -50,11 +50,12 @@ class KeyPublisher:
 class KeyReader:
     """A router's end: remembers what it has read."""
 
-    def __init__(self, redis: Redis, *, name: str, seal_key: bytes) -> None:
+    def __init__(self, redis: Redis, *, name: str, seal_key: bytes, least_version: int = 0) -> None:
+        """least_version: of what is believed; an older book may have keys that were revoked since."""
         self._redis = redis
         self._name = name
         self._seal_key = seal_key
-        self._version = -1
+        self._version = least_version
         self._seal: bytes | None = None  # of what was believed last
         self._passed_over: tuple[bytes, bytes] | None = None  # of which we have said so
 
@@ -88,7 +89,7 @@ class KeyReader:
             raise ValueError("their seal is not this deployment's")
         book = KeyBook.from_json(text)
         if book.version < self._version:
-            raise ValueError(f"version {book.version} is older than {self._version}, which was there before")
+            raise ValueError(f"version {book.version} is older than {self._version}, which there was before")
         return book
 
 
