@@ -1,6 +1,7 @@
 """Which API keys there are, from the controller, which owns them, to every router.
 
     <name>:keys                 hash of the book (JSON) and its seal
+    <name>:keys:counted         set of the ids of keys, also revoked ones, for which there may be counts:
     <name>:key:<id>:used        what a key has asked for in the last minute: of the routers' limits
     <name>:key:<id>:running     its requests under way
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+from collections.abc import Set
 from typing import Any
 
 from redis.asyncio import Redis
@@ -37,11 +39,18 @@ class KeyPublisher:
         seal = seal_of(text.encode(), self._seal_key)
         # Both: whoever else may write to Redis may have changed either.
         if await self._redis.hmget(_place(self._name), "book", "seal") != [text.encode(), seal.encode()]:
-            await self._redis.hset(_place(self._name), mapping={"book": text, "seal": seal})
+            async with self._redis.pipeline(transaction=True) as pipeline:
+                pipeline.hset(_place(self._name), mapping={"book": text, "seal": seal})
+                if book.keys:
+                    pipeline.sadd(_counted(self._name), *(key.id for key in book.keys))
+                await pipeline.execute()
 
-    async def forget(self, key_id: str) -> None:
-        """A key is revoked: nothing is counted for it any more."""
-        await self._redis.delete(*places_of(self._name, key_id))
+    async def forget_others(self, kept: Set[str]) -> None:
+        """Nothing is counted any more for keys whose ids are not `kept`, whoever has told of them."""
+        known = {key_id.decode() for key_id in await self._redis.smembers(_counted(self._name))}
+        for key_id in known - kept:
+            await self._redis.delete(*places_of(self._name, key_id))
+            await self._redis.srem(_counted(self._name), key_id)
 
     async def close(self) -> None:
         await self._redis.aclose()
@@ -105,3 +114,7 @@ def seal_of(text: bytes, key: bytes) -> str:
 
 def _place(name: str) -> str:
     return f"{name}:keys"
+
+
+def _counted(name: str) -> str:
+    return f"{name}:keys:counted"
