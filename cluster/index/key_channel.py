@@ -47,8 +47,8 @@ class KeyPublisher:
 
     async def forget_others(self, kept: Set[str]) -> None:
         """Nothing is counted any more for keys whose ids are not `kept`, whoever has told of them."""
-        known = {key_id.decode() for key_id in await self._redis.smembers(_counted(self._name))}
-        for key_id in known - kept:
+        known: set[Any] = await self._redis.smembers(_counted(self._name))
+        for key_id in {each.decode() for each in known} - kept:
             await self._redis.delete(*places_of(self._name, key_id))
             await self._redis.srem(_counted(self._name), key_id)
 
