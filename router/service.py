@@ -18,6 +18,7 @@ from cluster.model import config as model_config
 from cluster.model import source as model_source
 from cluster.process.supervisor import Supervisor
 from cluster.rpc import worker_pb2
+from cluster.words.api_key import KeyBook
 from cluster.words.credentials import Credentials
 from cluster.words.papers import Identity
 from cluster.words.request import Role
@@ -91,11 +92,12 @@ class RouterService:
         identity: Identity,
         host: str = "127.0.0.1",
         trail: Path | None = None,
+        keys: KeyBook | None = None,
     ) -> RouterService:
         """Load the model's text side, find the replicas, open the gRPC door. Raises SpecError, DeployError.
 
         identity: by a name that no other one of this deployment has. host: where the gRPC door listens. trail: the file
-        with one line for each request.
+        with one line for each request. keys: what the controller has said of API keys; None: Redis alone says it.
         """
         model_dir = await asyncio.to_thread(model_source.resolve, spec.model.source)
         config = model_config.load(model_dir)
@@ -142,6 +144,7 @@ class RouterService:
             is_cache_told=is_loopback(host),
             num_routers=spec.router.replicas,
             count=lambda outcome: metrics.requests.labels(outcome).inc(),
+            known=keys,
         )
         door = await open_grpc_api(
             completions,
