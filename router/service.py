@@ -1,4 +1,5 @@
-"""One router, whole: the model's text side, the replicas, the dispatch between them, and the gRPC door.
+"""One router, whole: who may ask, the model's text side, the replicas, the dispatch between them; the gRPC door, the
+admin listener, and the HTTP door for whoever serves it.
 
 Knows nothing of Ray: `router.app` runs it inside a Serve replica, tests run it as it is.
 """

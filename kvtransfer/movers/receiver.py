@@ -57,7 +57,8 @@ class Receiver:
 
     def open(self, opening: Opening) -> None:
         """Allow a handoff to fill the blocks named, unless it has been closed already. Raises TransferError for blocks
-        that are not in the pool, CapacityError where too many are open."""
+        that are not in the pool (what another process says is `checked` before), CapacityError where too many are open.
+        """
         incoming = Incoming(opening, pool=self.config.pool, codec=self._codec)
         with self._lock:
             if len(self._incoming) >= _MAX_OPEN:

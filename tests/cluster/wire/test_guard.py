@@ -106,6 +106,17 @@ async def test_nobody_speaks_for_another(caller: ProcessName, name: str, message
         assert not services.served
 
 
+async def test_a_stream_that_says_nothing_is_told_so() -> None:
+    async with _serving(proven(_OURS, _CALLEE)) as (address, services):
+        async with _channel(address, proven(_OURS, _OTHER)) as channel:
+            silent = channel.stream_stream("/cluster.transfer.v1.Rank/Connect")(iter(()), timeout=10)
+            with pytest.raises(aio.AioRpcError) as failed:
+                await anext(aiter(silent))
+        assert failed.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        assert failed.value.details() == "nothing came by which to tell whose call this is"
+        assert not services.served
+
+
 async def test_an_rpc_without_a_row_is_refused() -> None:
     async with _serving(proven(_OURS, _CALLEE)) as (address, _):
         async with _channel(address, proven(_OURS, _ROUTER)) as channel:
