@@ -90,7 +90,7 @@ def open_lasting_channel(address: str, *, peer: ProcessName, identity: Identity)
 def make_server(identity: Identity) -> aio.Server:
     """A server of this process, to which servicers are added, and then `listen`.
 
-    Where `identity` has papers, each call is allowed by cluster.identity.access, or refused.
+    Where `identity` has papers, each call is allowed by cluster.identity.rules, or refused.
     """
     guards = [Guard(identity.name)] if identity.papers else []
     return aio.server(options=_SERVER_OPTIONS, interceptors=guards)

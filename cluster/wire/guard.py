@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeAlias
 import grpc
 from grpc import aio
 
-from cluster.identity.access import RULES, RpcRule
+from cluster.identity.rules import RULES, RpcRule
 from cluster.words.process_name import ProcessName
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ _Context: TypeAlias = aio.ServicerContext[Any, Any]
 
 
 class Guard(aio.ServerInterceptor):  # type: ignore[misc]  # gRPC takes nothing else
-    """Of the server of `callee`. Refuses with PERMISSION_DENIED whatever has no row in cluster.identity.access."""
+    """Of the server of `callee`. Refuses with PERMISSION_DENIED whatever has no row in cluster.identity.rules."""
 
     def __init__(self, callee: ProcessName) -> None:
         self._callee = callee

@@ -11,8 +11,8 @@ import pytest
 from google.protobuf.message import Message
 from grpc import aio
 
-from cluster.identity.access import RULES
 from cluster.identity.authority import Authority
+from cluster.identity.rules import RULES
 from cluster.rpc import transfer_pb2 as transfer
 from cluster.rpc import worker_pb2 as worker
 from cluster.wire.channel import listen, make_server, open_channel
