@@ -156,10 +156,10 @@ class RouterService:
         drain_s = spec.timeouts.drain_s
         service = cls(completions, core, discovery, metrics, access, door, spec.router, tasks=tasks, drain_s=drain_s)
         metrics.watch(service._statuses)
-        service._open_admin(spec, router=identity.name.member)
+        service._open_admin(spec, router=identity.name.router)
         logger.info(
             "router open router=%s grpc=%s:%d admin=%s:%d",
-            identity.name.member,
+            identity.name.router,
             host,
             door.port,
             *service.admin_address,

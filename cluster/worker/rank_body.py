@@ -183,8 +183,7 @@ class RankBody(Generic[W]):
             probe=setup.probe,
         )
         receiver = self._ranks.receiver = Receiver(config, meeting=self._ranks.meeting, on_landed=heard)
-        name = f"{setup.replica}/{setup.rank}"
-        self._sender = Sender(config, name=name, loop=setup.host.loop, on_shipped=heard)
+        self._sender = Sender(config, loop=setup.host.loop, on_shipped=heard)
         self._tiers = open_tiers(setup, runner, heard)
         return receiver, GangRunner(runner, self._sender, self._tiers, probe=setup.probe)
 
