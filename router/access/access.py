@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from redis.asyncio import Redis
 
@@ -11,10 +12,11 @@ from cluster.index.presence import connect_redis
 from cluster.words.errors import ClusterError, outcome_of
 from router.access.client import Client
 from router.access.keyring import Keyring
-from router.access.limits import Count, Limits
+from router.access.limits import Limits
 from router.access.local_limiter import LocalLimiter
 from router.access.redis_limiter import RedisLimiter
 
+Count = Callable[[str], None]  # told of the outcome of a request that ends here, as metrics have it
 _LIMITS_S = 0.5  # of an answer of Redis, for which a request waits
 
 
@@ -22,7 +24,7 @@ class Access:
     """What both doors ask. Lives on the router's event loop."""
 
     def __init__(self, keyring: Keyring, limits: Limits, *redises: Redis, count: Count = lambda outcome: None) -> None:
-        """redises: closed with this. count: told of whom it turned away."""
+        """redises: closed with this. count: told of who was turned away without a key; they may be many."""
         self._count = count
         self.limits = limits
         self._keyring = keyring
@@ -46,7 +48,7 @@ class Access:
         for_keys, for_limits = connect_redis(index_url), connect_redis(index_url, within_s=_LIMITS_S)
         reader = KeyReader(for_keys, name=name, seal_key=seal_key)
         keyring = Keyring(reader, salt_key=salt_key, is_required=is_required, is_cache_told=is_cache_told)
-        limits = Limits(RedisLimiter(for_limits, name=name), LocalLimiter(num_routers=num_routers), count=count)
+        limits = Limits(RedisLimiter(for_limits, name=name), LocalLimiter(num_routers=num_routers))
         access = cls(keyring, limits, for_keys, for_limits, count=count)
         await keyring.read()
         access._tasks = [asyncio.create_task(keyring.follow_forever()), asyncio.create_task(limits.keep_forever())]
