@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import grpc
@@ -10,15 +11,16 @@ import pytest
 
 from cluster.identity.authority import Authority
 from cluster.wire.channel import open_channel
+from cluster.words.errors import ReplicaLost
 from cluster.words.papers import Identity
 from cluster.words.request import Role, Sampling
+from router.serving.grpc_worker import GrpcWorker
 from tests.ceiling import Ceiling
 from tests.cluster.wire.every_rpc import METHODS, call, truthful
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
 from tests.identities import in_clear, proven, rank, router
 from tests.local_cluster import local_cluster
-from tests.waiting import becomes
 
 _GREEDY = Sampling(max_tokens=24, temperature=0.0)
 _ROUTER = router()
@@ -102,17 +104,19 @@ async def test_a_stranger_gets_nothing_from_any_rank_and_nothing_is_allocated(
         await cluster.idle()
 
 
-async def test_a_replica_that_has_taken_over_an_address_is_not_asked(checkpoint: Checkpoint, redis_url: str) -> None:
-    """Whoever changes a member's address in the index only makes it useless."""
+async def test_a_router_speaks_to_the_replica_that_it_means_and_to_no_other_at_its_address(
+    checkpoint: Checkpoint, redis_url: str
+) -> None:
+    """Whoever changes a member's address in the index, or takes it over, hears nothing."""
     async with local_cluster(checkpoint("llama"), redis_url, **_TREE) as cluster:
         there = cluster.seen(cluster.pools[Role.DECODE][0])
-        here = proven(cluster.authority, _ROUTER)
-        frames = "/cluster.worker.v1.Worker/Frames"
-        async with open_channel(there.member.address, peer=rank("decode-7"), identity=here) as channel:
-            assert await call(channel, frames, truthful(frames, _ROUTER, rank("decode-7"))) is (
-                grpc.StatusCode.UNAVAILABLE
-            )
-        await becomes(lambda: there.is_usable)
+        for name, is_meant in ((there.id, True), ("decode-99", False)):
+            worker = GrpcWorker(name, there.member.address, identity=cluster.router)
+            frames = worker.frames()
+            with contextlib.nullcontext() if is_meant else pytest.raises(ReplicaLost, match="decode-99: UNAVAILABLE"):
+                assert (await anext(frames)).status.replica == there.id
+            frames.cancel()
+            await worker.close()
 
 
 def _asked_by_a_router() -> list[str]:
