@@ -105,7 +105,12 @@ class RouterService:
         tasks = Supervisor(died=lambda name: metrics.task_deaths.labels(name.partition(" ")[0]).inc())
         replicas = Replicas(lambda member: GrpcWorker(member.replica, member.address, identity=identity), tasks=tasks)
         discovery = Discovery(
-            connect_redis(index_url), replicas, name=spec.name, key=credentials.key("member"), tasks=tasks
+            connect_redis(index_url),
+            replicas,
+            name=spec.name,
+            key=credentials.key("member"),
+            tasks=tasks,
+            count_refused=metrics.members_refused.inc,
         )
         policy = make_policy(spec.router.policy, pulls=True)
         dispatch = Dispatch(

@@ -89,9 +89,6 @@ class KeyReader:
         self._version, self._seal = book.version, seal
         return book
 
-    async def close(self) -> None:
-        await self._redis.aclose()
-
     def _opened(self, text: bytes, seal: bytes) -> KeyBook:
         """Whoever else may write to Redis makes no keys, and brings none back. Raises ValueError and its kin."""
         if not hmac.compare_digest(seal, seal_of(text, self._seal_key).encode()):

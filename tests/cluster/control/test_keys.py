@@ -26,11 +26,11 @@ def told(deployment: Deployment, redis_url: str) -> KeyBook | None:
 
     async def read() -> KeyBook | None:
         seal_key = deployment.credentials.key(KEY_SEAL)
-        reader = KeyReader(connect_redis(redis_url), name=deployment.name, seal_key=seal_key)
+        client = connect_redis(redis_url)
         try:
-            return await reader.read()
+            return await KeyReader(client, name=deployment.name, seal_key=seal_key).read()
         finally:
-            await reader.close()
+            await client.aclose()
 
     return asyncio.run(read())
 
