@@ -1,4 +1,5 @@
-"""One router, whole: the model's text side, the replicas, the dispatch between them, and the gRPC door.
+"""One router, whole: who may ask, the model's text side, the replicas, the dispatch between them; the gRPC door, the
+admin listener, and the HTTP door for whoever serves it.
 
 Knows nothing of Ray: `router.app` runs it inside a Serve replica, tests run it as it is.
 """
@@ -163,10 +164,10 @@ class RouterService:
         drain_s = spec.timeouts.drain_s
         service = cls(completions, core, discovery, metrics, access, door, spec.router, tasks=tasks, drain_s=drain_s)
         metrics.watch(service._statuses)
-        service._open_admin(spec, router=identity.name.member)
+        service._open_admin(spec, router=identity.name.router)
         logger.info(
             "router open router=%s grpc=%s:%d admin=%s:%d",
-            identity.name.member,
+            identity.name.router,
             host,
             door.port,
             *service.admin_address,

@@ -238,7 +238,6 @@ async def test_a_transfer_goes_on_beside_links_that_are_refused_or_broken_off() 
         loop = asyncio.get_running_loop()
         sender = Sender(
             _config(),
-            name="prefill-0/0",
             loop=loop,
             on_shipped=lambda shipment: loop.call_soon_threadsafe(shipments.put_nowait, shipment),
         )
