@@ -22,8 +22,6 @@ from cluster.words.api_key import KeyBook
 
 logger = logging.getLogger(__name__)
 
-KEY_SEAL = "api keys"  # purpose of the key by which the book is sealed
-
 
 class KeyPublisher:
     """The controller's end."""
