@@ -144,6 +144,7 @@ class RouterService:
             is_required=spec.router.needs_keys(host),
             is_cache_told=is_loopback(host),
             num_routers=spec.router.replicas,
+            tasks=tasks,
             count=lambda outcome: metrics.requests.labels(outcome).inc(),
             known=keys,
         )
