@@ -189,6 +189,11 @@ class Completion:
             route = replace(route, cached_tokens=0, pulled_tokens=0, blocks_shipped=0, wire_bytes=0)
         yield Summary(usage=usage, route=route, ttft_s=self._clock.ttft_s, itl_s=self._clock.itl_s)
 
+    def bound_answers(self, max_tokens: int) -> None:
+        """No answer is longer. Before it runs."""
+        self._sampling = replace(self._sampling, max_tokens=min(max_tokens, self._sampling.max_tokens))
+        self.max_answer_tokens = self.n * self._sampling.max_tokens
+
     @property
     def most_tokens(self) -> int:
         """That it may use, prompt and answers."""
