@@ -6,21 +6,19 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from redis.exceptions import RedisError, ResponseError
 
 from cluster.words.api_key import ApiKey
-from cluster.words.errors import ClusterError, RateLimited, RequestError, outcome_of
+from cluster.words.errors import ClusterError, RateLimited, RequestError
 from router.access.client import Client
 from router.access.limiter import LEASE_S, Limiter, Reservation
 from router.text.completion import Completion
 
 logger = logging.getLogger(__name__)
-
-Count = Callable[[str], None]  # the outcome of a request that ends here, as metrics have it
 
 _TRY_AGAIN_S = 1.0  # after Redis was found to be away
 
@@ -29,18 +27,9 @@ class Limits:
     """Lives on the router's event loop. Where Redis is away, or too slow, this router's own part of each limit counts:
     what was counted on the other side is not carried over."""
 
-    def __init__(
-        self,
-        shared: Limiter | None,
-        local: Limiter,
-        *,
-        count: Count = lambda outcome: None,
-        try_again_s: float = _TRY_AGAIN_S,
-    ) -> None:
-        """shared: of all routers; None where there is none. count: told of what was refused. try_again_s: after
-        `shared` was found to be away."""
+    def __init__(self, shared: Limiter | None, local: Limiter, *, try_again_s: float = _TRY_AGAIN_S) -> None:
+        """shared: of all routers; None where there is none. try_again_s: after `shared` was found to be away."""
         self._try_again_s = try_again_s
-        self._count = count
         self._shared = shared
         self._local = local
         self._under_way: dict[str, tuple[Limiter, Reservation]] = {}
@@ -63,18 +52,11 @@ class Limits:
         if key is None or not key.is_limited:
             yield {}
             return
-        if key.tpm is not None:
-            _bound(completions, key.tpm)
-        taking = asyncio.create_task(self._take(key, sum(one.most_tokens for one in completions)))
         try:
-            limiter, taken = await asyncio.shield(taking)
-        except asyncio.CancelledError:  # the client has gone, and Redis may have counted it
-            self._start(self._give_back(taking))
-            raise
-        except RateLimited as error:
-            self._count(outcome_of(error).code)
-            if error.is_certain and self._asks_shared:
-                self._used_up[key.id] = time.monotonic() + error.retry_after_s, error
+            limiter, taken = await self._reserve(key, completions)
+        except ClusterError as error:
+            for one in completions[:1]:  # they are one request
+                one.refuse(error)
             raise
         self._under_way[taken.id] = limiter, taken
         try:
@@ -88,7 +70,6 @@ class Limits:
         if client.key and (found := self._used_up.get(client.key.id)):
             until, error = found
             if (left_s := until - time.monotonic()) > 0:
-                self._count(outcome_of(error).code)
                 raise RateLimited(str(error), retry_after_s=left_s, headers=error.headers)
             del self._used_up[client.key.id]
 
@@ -108,6 +89,20 @@ class Limits:
     async def settled(self) -> None:
         """Wait until what is over has been settled."""
         await asyncio.gather(*self._settling, return_exceptions=True)
+
+    async def _reserve(self, key: ApiKey, completions: Sequence[Completion]) -> tuple[Limiter, Reservation]:
+        if key.tpm is not None:
+            _bound(completions, key.tpm)
+        taking = asyncio.create_task(self._take(key, sum(one.most_tokens for one in completions)))
+        try:
+            return await asyncio.shield(taking)
+        except asyncio.CancelledError:  # the client has gone, and Redis may have counted it
+            self._start(self._give_back(taking))
+            raise
+        except RateLimited as error:
+            if error.is_certain and self._asks_shared:
+                self._used_up[key.id] = time.monotonic() + error.retry_after_s, error
+            raise
 
     async def _take(self, key: ApiKey, num_tokens: int) -> tuple[Limiter, Reservation]:
         id = secrets.token_hex(8)
