@@ -40,13 +40,17 @@ class Supervisor:
 
     async def keep_running(self, name: str, work: Work) -> None:
         """The same, in the caller's task."""
+        me = asyncio.current_task()
         while True:
             self._began_at[name] = time.monotonic()
+            error: Exception | None = None
             try:
                 await work()
-                logger.error("task %s ended, and is started again", name)
-            except Exception:  # an edge: nobody waits for it
-                logger.exception("task %s died, and is started again", name)
+            except Exception as died:  # an edge: nobody waits for it
+                error = died
+            if me and me.cancelling():  # libraries may swallow that, and end in whatever way
+                return
+            logger.error("task %s %s, and is started again", name, "died" if error else "ended", exc_info=error)
             if time.monotonic() - self._began_at[name] > _WELL_S:
                 self._deaths.pop(name, None)
             deaths = self._deaths[name] = self._deaths.get(name, 0) + 1

@@ -51,3 +51,25 @@ async def test_a_task_that_keeps_dying_is_reported_until_it_is_given_up() -> Non
     await asyncio.gather(task, return_exceptions=True)
     assert supervisor.failing == []
     await supervisor.close()
+
+
+@pytest.mark.parametrize("error", [None, ConnectionError("while it was cancelled")])
+async def test_what_is_cancelled_is_not_started_again_though_it_swallows_that(error: Exception | None) -> None:
+    supervisor, lives, has_begun = Supervisor(first_pause_s=0.0), 0, asyncio.Event()
+
+    async def work() -> None:
+        nonlocal lives
+        lives += 1
+        has_begun.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            if error:
+                raise error from None
+
+    task = supervisor.start("stubborn", work)
+    await has_begun.wait()
+    task.cancel()
+    await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), 10)
+    assert lives == 1
+    await supervisor.close()
