@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import grpc
 from grpc_status import rpc_status
@@ -18,7 +18,7 @@ from router.access.access import Access
 from router.doors.grpc_errors import status_of
 
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
-_Context = grpc.aio.ServicerContext[Any, Any]
+_Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 _FREE_S = 10.0  # for the message of who needs no key
 _MAX_FREE = 16  # such messages at a time, each of MAX_REQUEST_BYTES at most
