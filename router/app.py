@@ -12,6 +12,7 @@ import ray
 from fastapi import FastAPI
 from ray import serve
 
+from cluster.control.asking import ask_controller
 from cluster.control.certificates import open_identity
 from cluster.process.log import redirect_output
 from cluster.words.credentials import Credentials
@@ -73,6 +74,7 @@ class Router:
             identity=identity,
             host=host,
             trail=trail,
+            keys=await asyncio.to_thread(ask_controller, parsed.name, "keys"),
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:

@@ -1,4 +1,5 @@
-"""One router, whole: the model's text side, the replicas, the dispatch between them, and the gRPC door.
+"""One router, whole: who may ask, the model's text side, the replicas, the dispatch between them; the gRPC door, the
+admin listener, and the HTTP door for whoever serves it.
 
 Knows nothing of Ray: `router.app` runs it inside a Serve replica, tests run it as it is.
 """
@@ -18,6 +19,7 @@ from cluster.model import config as model_config
 from cluster.model import source as model_source
 from cluster.process.supervisor import Supervisor
 from cluster.rpc import worker_pb2
+from cluster.words.api_key import KeyBook
 from cluster.words.credentials import Credentials
 from cluster.words.papers import Identity
 from cluster.words.request import Role
@@ -91,11 +93,12 @@ class RouterService:
         identity: Identity,
         host: str = "127.0.0.1",
         trail: Path | None = None,
+        keys: KeyBook | None = None,
     ) -> RouterService:
         """Load the model's text side, find the replicas, open the gRPC door. Raises SpecError, DeployError.
 
         identity: by a name that no other one of this deployment has. host: where the gRPC door listens. trail: the file
-        with one line for each request.
+        with one line for each request. keys: what the controller has said of API keys; None: Redis alone says it.
         """
         model_dir = await asyncio.to_thread(model_source.resolve, spec.model.source)
         config = model_config.load(model_dir)
@@ -142,6 +145,7 @@ class RouterService:
             is_cache_told=is_loopback(host),
             num_routers=spec.router.replicas,
             count=lambda outcome: metrics.requests.labels(outcome).inc(),
+            known=keys,
         )
         door = await open_grpc_api(
             completions,
@@ -155,10 +159,10 @@ class RouterService:
         drain_s = spec.timeouts.drain_s
         service = cls(completions, core, discovery, metrics, access, door, spec.router, tasks=tasks, drain_s=drain_s)
         metrics.watch(service._statuses)
-        service._open_admin(spec, router=identity.name.member)
+        service._open_admin(spec, router=identity.name.router)
         logger.info(
             "router open router=%s grpc=%s:%d admin=%s:%d",
-            identity.name.member,
+            identity.name.router,
             host,
             door.port,
             *service.admin_address,

@@ -10,9 +10,10 @@ import typer
 
 from cluster.cli.connection import find_state, join_controller
 from cluster.cli.deploy import Name
+from cluster.words.errors import DeployError
 
 if TYPE_CHECKING:
-    from cluster.words.api_key import ApiKey, KeyBook
+    from cluster.words.api_key import ApiKey, KeyBook, KeyChange
 
 keys = typer.Typer(help="The API keys of clients: who may ask, as whom, and how much.", no_args_is_help=True)
 
@@ -47,9 +48,11 @@ def create(
         max_tokens=max_tokens,
         priorities=parse_priorities(priority) if priority else None,
     )
-    _ask(name, "add_key", made)
+    change: KeyChange = _ask(name, "add_key", made)
     typer.echo(f"{made.id} for {made.name}, of tenant {made.tenant}; it is shown only now:", err=True)
     print(secret)
+    if not change.is_told:
+        typer.echo("Redis is away: routers take this key when it is back", err=True)
 
 
 @keys.command("list")
@@ -77,8 +80,13 @@ def revoke(
     name: Name = None,
 ) -> None:
     """Let nobody in by this key any more: every router refuses it within a second. What runs goes on to its end."""
-    revoked: ApiKey = _ask(name, "revoke_key", key)
-    print(f"{revoked.id} of {revoked.name} is revoked")
+    change: KeyChange = _ask(name, "revoke_key", key)
+    if not change.is_told:
+        raise DeployError(
+            f"{change.key.id} of {change.key.name} is revoked, but Redis is away: routers that run let it in until "
+            "it is back; one that starts does not"
+        )
+    print(f"{change.key.id} of {change.key.name} is revoked")
 
 
 def _ask(name: str | None, method: str, *args: Any) -> Any:

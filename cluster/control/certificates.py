@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
-
-from cluster.control.desired import CONTROLLER, namespace
+from cluster.control.asking import ask_controller
 from cluster.identity.key_pair import KeyPair
 from cluster.identity.renewal import Renewal
-from cluster.words.errors import ClusterError, DeployError
 from cluster.words.papers import Certificate, Identity, Papers
 from cluster.words.process_name import ProcessName
-
-_ASK_S = 60.0  # longer than a controller needs to come back after its death
 
 
 def open_identity(name: ProcessName, *, tls: str) -> Identity:
@@ -29,13 +21,5 @@ def open_identity(name: ProcessName, *, tls: str) -> Identity:
 def _obtain(name: ProcessName) -> Papers:
     """The key is made here, and stays here."""
     keys = KeyPair()
-    try:
-        controller: Any = ray.get_actor(CONTROLLER, namespace=namespace(name.deployment))
-        certificate: Certificate = ray.get(controller.certify.remote(name, keys.request), timeout=_ASK_S)
-    except RayTaskError as error:
-        if isinstance(error.cause, ClusterError):
-            raise error.cause from None
-        raise DeployError(f"no certificate for {name}: {error.cause}") from error
-    except (RayError, GetTimeoutError, ValueError) as error:
-        raise DeployError(f"no certificate for {name}: {' '.join(str(error).split())}") from error
+    certificate: Certificate = ask_controller(name.deployment, "certify", name, keys.request)
     return keys.papers(certificate)

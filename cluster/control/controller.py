@@ -1,7 +1,7 @@
 """The controller: one detached Ray actor per deployment that keeps what lives equal to what is desired.
 
 It holds nothing that it cannot find again: the desired state is in Ray's control store, the replicas are detached
-actors and placement groups with names. So Ray may restart it anywhere at any time, and no request passes it.
+actors and placement groups with names. So Ray may restart it at any time, on its head, and no request passes it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from cluster.control.replica import replica_id, role_of
 from cluster.control.replica_life import ReplicaLife
 from cluster.control.report import ControllerReport
 from cluster.process.log import LogPart, find_logs, log_path, read_log, redirect_output
-from cluster.words.api_key import ApiKey, KeyBook
+from cluster.words.api_key import ApiKey, KeyBook, KeyChange
 from cluster.words.credentials import Credentials
 from cluster.words.errors import DeployError, ReplicaFailed, SpecError
 from cluster.words.papers import Certificate
@@ -145,16 +145,18 @@ class Controller:
         """The API keys of clients; no secret is in it."""
         return self._key_keeper.book
 
-    async def add_key(self, key: ApiKey) -> None:
+    async def add_key(self, key: ApiKey) -> KeyChange:
         """Clients that show its secret are let in. Raises SpecError when its name is taken."""
-        await self._key_keeper.add(key)
-        logger.info("API key made key=%s name=%s tenant=%s", key.id, key.name, key.tenant)
+        change = await self._key_keeper.add(key)
+        logger.info("API key made key=%s name=%s tenant=%s told=%s", key.id, key.name, key.tenant, change.is_told)
+        return change
 
-    async def revoke_key(self, name: str) -> ApiKey:
+    async def revoke_key(self, name: str) -> KeyChange:
         """Nobody is let in by this key any more. Raises SpecError when there is none of this name or id."""
-        key = await self._key_keeper.revoke(name)
-        logger.info("API key revoked key=%s name=%s tenant=%s", key.id, key.name, key.tenant)
-        return key
+        change = await self._key_keeper.revoke(name)
+        key = change.key
+        logger.info("API key revoked key=%s name=%s tenant=%s told=%s", key.id, key.name, key.tenant, change.is_told)
+        return change
 
     async def stop(self) -> None:
         """Remove every replica at once, and forget the deployment."""

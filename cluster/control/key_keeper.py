@@ -8,7 +8,6 @@ carries them: what it loses or forgets is told again. Nowhere is a secret, only 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 from pathlib import Path
@@ -18,7 +17,7 @@ from redis.exceptions import RedisError
 from cluster.control.desired import Desired, namespace
 from cluster.index.key_channel import KEY_SEAL, KeyPublisher
 from cluster.index.presence import connect_redis
-from cluster.words.api_key import ApiKey, KeyBook
+from cluster.words.api_key import ApiKey, KeyBook, KeyChange
 
 logger = logging.getLogger(__name__)
 
@@ -45,21 +44,18 @@ class KeyKeeper:
         )
         self._is_away = False
         self._is_closing = False
-        self._revoked: list[str] = []  # ids of which Redis may still have counts
         self._telling = asyncio.create_task(self._tell_forever())
 
-    async def add(self, key: ApiKey) -> None:
-        """Routers take it within a second. Raises SpecError when its name is taken."""
+    async def add(self, key: ApiKey) -> KeyChange:
+        """Routers take it within a second of being told. Raises SpecError when its name is taken."""
         self._save(self.book.with_key(key))
-        await self._tell()
+        return KeyChange(key=key, is_told=await self._tell())
 
-    async def revoke(self, name: str) -> ApiKey:
-        """Routers refuse it within a second. Raises SpecError when there is none of this name."""
+    async def revoke(self, name: str) -> KeyChange:
+        """Routers refuse it within a second of being told. Raises SpecError when there is none of this name."""
         book, key = self.book.without(name)
         self._save(book)
-        await self._tell()
-        self._revoked.append(key.id)
-        return key
+        return KeyChange(key=key, is_told=await self._tell())
 
     async def close(self) -> None:
         """The deployment is taken down; the file stays."""
@@ -72,22 +68,31 @@ class KeyKeeper:
         ray_internals.delete(_KEY, namespace=self._namespace)
 
     async def _tell_forever(self) -> None:
+        cleared: KeyBook | None = None
         while not self._is_closing:  # redis-py may swallow a cancellation
-            await self._tell()
-            revoked, self._revoked = self._revoked, []
+            told = self.book if await self._tell() else None
             await asyncio.sleep(_TELL_S)
-            with contextlib.suppress(RedisError):
-                for key_id in revoked:  # by now no router counts for it any more
-                    await self._publisher.forget(key_id)
+            if told and told != cleared and await self._clear(told):  # by now no router counts for other keys
+                cleared = told
 
-    async def _tell(self) -> None:
+    async def _clear(self, told: KeyBook) -> bool:
+        """Forget what was counted for keys that are no more; False: Redis is away."""
+        try:
+            await self._publisher.forget_others({key.id for book in (told, self.book) for key in book.keys})
+        except RedisError:
+            return False
+        return True
+
+    async def _tell(self) -> bool:
         try:
             await self._publisher.publish(self.book)
             self._is_away = False
+            return True
         except RedisError as error:
             if not self._is_away:
                 logger.warning("Redis is away; routers hear of the API keys when it is back: %s", error)
             self._is_away = True
+            return False
 
     def _load(self) -> KeyBook:
         """What was saved last; an empty book where nothing ever was."""

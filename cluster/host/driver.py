@@ -11,13 +11,12 @@ from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.control import controller
 from cluster.control.controller import Controller
 from cluster.control.desired import namespace
 from cluster.control.node_task import run_on
-from cluster.control.placement import Node, live_nodes, on_the_head
+from cluster.control.placement import Node, on_the_head
 from cluster.index import embedded as embedded_index
 from cluster.index.embedded import EmbeddedIndex
 from cluster.index.redis_server import RedisAddress
@@ -60,12 +59,12 @@ def connect(address: str, name: str, *, env: dict[str, str] | None = None) -> No
 def start_controller(name: str) -> Any:
     """Start the deployment's controller, which outlives this driver; returns its handle, for ask().
 
-    On the head: that is the host without which Ray cannot do anyway. Elsewhere, when it must start again and cannot.
+    On the head, and nowhere else while that is away, without which Ray cannot do anyway: there are the files of the
+    deployment's keys and of an operator's authority. Elsewhere it would save keys where nobody looks for them, and
+    revoked ones would be back with the next deployment.
     """
     make: Any = ray.remote(Controller)
-    heads = [NodeAffinitySchedulingStrategy(node.id, soft=True) for node in live_nodes() if node.is_head]
-    options = _detached(name, controller.ACTOR_NAME) | {"scheduling_strategy": heads[0] if heads else None}
-    return make.options(**options, max_task_retries=3).remote(name)
+    return make.options(**_detached(name, controller.ACTOR_NAME), **on_the_head(), max_task_retries=3).remote(name)
 
 
 def find_controller(name: str) -> Any | None:

@@ -13,7 +13,7 @@ from cluster.host import local_ray
 from cluster.host import state as states
 from cluster.process.ports import is_free
 from cluster.words.errors import DeployError, SpecError
-from cluster.words.network import check_carrier, is_loopback, is_private
+from cluster.words.network import check_link, is_loopback, is_private
 from cluster.words.request import Role
 from cluster.words.spec import RouterSpec, SecuritySpec, Spec
 
@@ -79,10 +79,10 @@ def check_network(spec: Spec, nodes: Sequence[Node], *, is_one_machine: bool = F
     is_one_machine: then the embedded index is on loopback. Links are on the node's address all the same.
     """
     pools = [spec.pool(role) for role in Role]
-    carriers = {"nccl" if pool.resources.gpus else spec.kv.host_link for pool in pools}
+    links = {"nccl" if pool.resources.gpus else spec.kv.host_link for pool in pools}
     for node in nodes:
-        for carrier in sorted(carriers):
-            check_carrier(carrier, node.ip, trust_network=spec.kv.trust_network)
+        for link in sorted(links):
+            check_link(link, node.ip, trust_network=spec.kv.trust_network)
         is_index_seen = spec.index == "embedded" and node.is_head and not is_one_machine
         if is_index_seen and not (spec.kv.trust_network or is_private(node.ip)):
             raise SpecError(

@@ -1,6 +1,7 @@
 """Which API keys there are, from the controller, which owns them, to every router.
 
     <name>:keys                 hash of the book (JSON) and its seal
+    <name>:keys:counted         set of the ids of keys, also revoked ones, for which there may be counts:
     <name>:key:<id>:used        what a key has asked for in the last minute: of the routers' limits
     <name>:key:<id>:running     its requests under way
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+from collections.abc import Set
 from typing import Any
 
 from redis.asyncio import Redis
@@ -35,12 +37,20 @@ class KeyPublisher:
         """Have Redis say this, unless it does already."""
         text = book.to_json()
         seal = seal_of(text.encode(), self._seal_key)
-        if await self._redis.hget(_place(self._name), "seal") != seal.encode():
-            await self._redis.hset(_place(self._name), mapping={"book": text, "seal": seal})
+        # Both: whoever else may write to Redis may have changed either.
+        if await self._redis.hmget(_place(self._name), "book", "seal") != [text.encode(), seal.encode()]:
+            async with self._redis.pipeline(transaction=True) as pipeline:
+                pipeline.hset(_place(self._name), mapping={"book": text, "seal": seal})
+                if book.keys:
+                    pipeline.sadd(_counted(self._name), *(key.id for key in book.keys))
+                await pipeline.execute()
 
-    async def forget(self, key_id: str) -> None:
-        """A key is revoked: nothing is counted for it any more."""
-        await self._redis.delete(*places_of(self._name, key_id))
+    async def forget_others(self, kept: Set[str]) -> None:
+        """Nothing is counted any more for keys whose ids are not `kept`, whoever has told of them."""
+        known: set[Any] = await self._redis.smembers(_counted(self._name))
+        for key_id in {each.decode() for each in known} - kept:
+            await self._redis.delete(*places_of(self._name, key_id))
+            await self._redis.srem(_counted(self._name), key_id)
 
     async def close(self) -> None:
         await self._redis.aclose()
@@ -49,27 +59,34 @@ class KeyPublisher:
 class KeyReader:
     """A router's end: remembers what it has read."""
 
-    def __init__(self, redis: Redis, *, name: str, seal_key: bytes) -> None:
+    def __init__(self, redis: Redis, *, name: str, seal_key: bytes, least_version: int = 0) -> None:
+        """least_version: of what is believed; an older book may have keys that were revoked since."""
         self._redis = redis
         self._name = name
         self._seal_key = seal_key
-        self._version = -1
-        self._seal: bytes | None = None  # of what was looked at last
+        self._version = least_version
+        self._seal: bytes | None = None  # of what was believed last
+        self._passed_over: tuple[bytes, bytes] | None = None  # of which we have said so
 
     async def read(self) -> KeyBook | None:
-        """The book, where it is newer than what was read before."""
-        if await self._redis.hget(_place(self._name), "seal") == self._seal:
+        """The book, where it is newer than what was read before.
+
+        What is not believed is looked at again: a right one may come under the same seal.
+        """
+        if self._seal and await self._redis.hget(_place(self._name), "seal") == self._seal:
             return None
         found: list[Any] = await self._redis.hmget(_place(self._name), "book", "seal")
-        text, self._seal = found
-        if text is None or self._seal is None:  # it has come back empty: what is known still holds
+        text, seal = found
+        if text is None or seal is None:  # it has come back empty: what is known still holds
             return None
         try:
-            book = self._opened(text, self._seal)
+            book = self._opened(text, seal)
         except (ValueError, KeyError, TypeError) as error:
-            logger.error("the keys in Redis are passed over: %s", error)
+            if self._passed_over != (text, seal):
+                logger.error("the keys in Redis are passed over: %s", error)
+            self._passed_over = text, seal
             return None
-        self._version = book.version
+        self._version, self._seal = book.version, seal
         return book
 
     async def close(self) -> None:
@@ -81,7 +98,7 @@ class KeyReader:
             raise ValueError("their seal is not this deployment's")
         book = KeyBook.from_json(text)
         if book.version < self._version:
-            raise ValueError(f"version {book.version} is older than {self._version}, which was there before")
+            raise ValueError(f"version {book.version} is older than {self._version}, which there was before")
         return book
 
 
@@ -97,3 +114,7 @@ def seal_of(text: bytes, key: bytes) -> str:
 
 def _place(name: str) -> str:
     return f"{name}:keys"
+
+
+def _counted(name: str) -> str:
+    return f"{name}:keys:counted"

@@ -77,7 +77,8 @@ class RedisServer:
 
     @property
     def _config(self) -> str:
-        """Nothing is persisted: what is lost is learnt again from the replicas.
+        """Nothing is persisted. Replicas tell again who they are and what they hold, the controller which keys there
+        are; what keys have used of their limits is forgotten.
 
         volatile-lru evicts the blocks that were not asked for lately; the event stream has no expiry and is never
         evicted, and the members' leases, although short, are renewed every second.

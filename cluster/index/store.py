@@ -9,6 +9,7 @@ a dead replica's entries are forgotten with its name, and its sets die by themse
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from redis.exceptions import ResponseError
 from cluster.index.prefix_index import PrefixIndex
 from cluster.words.hashing import HASH_BYTES
 from cluster.words.tier import Tier
+
+logger = logging.getLogger(__name__)
 
 _MAX_EVENTS = 20_000  # of the stream, roughly: 160 MB at most; who has missed more reads the sets instead
 _EVENT_BLOCKS = 512  # hashes in one event, 8 KiB at most
@@ -92,6 +95,7 @@ class IndexReader:
         self._events = f"{name}:events"
         self._last_id: bytes | None = None  # of the last event folded in; None: nothing yet
         self._position = 0  # how many events the stream had had when that one was added
+        self.num_refused = 0  # events that make no sense
 
     async def follow(self, replicas: Iterable[str], *, wait_ms: int) -> None:
         """Fold in what is new, waiting up to wait_ms for it. If events were missed, `load` the replicas first."""
@@ -106,7 +110,10 @@ class IndexReader:
         answer: Any = await self._redis.xread(streams, count=1000, block=wait_ms)
         for _, events in answer or []:
             for event_id, event in events:
-                await self._fold(event)
+                try:
+                    await self._fold(event)
+                except (KeyError, ValueError, ResponseError) as error:  # the same event would only fail again
+                    self._refuse(event_id, error)
                 self._last_id = event_id
                 self._position += 1
 
@@ -147,6 +154,12 @@ class IndexReader:
                 self._index.store(replica, _unpack(packed), tier)
         self._index.remove(replica, _unpack(event.get(_FIELDS[None].encode(), b"")))
 
+    def _refuse(self, event_id: bytes, error: Exception) -> None:
+        """Say it once: whoever writes one may write many."""
+        if not self.num_refused:
+            logger.warning("event %s of the prefix index makes no sense and is left out: %r", event_id.decode(), error)
+        self.num_refused += 1
+
 
 def _set_names(name: str, replica: str) -> dict[Tier, str]:
     return {tier: f"{name}:blocks:{replica}:{tier.name.lower()}" for tier in Tier}
@@ -165,4 +178,6 @@ def _is_before(one: bytes, other: bytes) -> bool:
 
 
 def _unpack(packed: bytes) -> list[bytes]:
+    if len(packed) % HASH_BYTES:
+        raise ValueError(f"{len(packed)} bytes are no whole hashes")
     return [packed[i : i + HASH_BYTES] for i in range(0, len(packed), HASH_BYTES)]

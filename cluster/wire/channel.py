@@ -68,9 +68,11 @@ def target_of(doors: str) -> str:
 
 
 def open_channel(address: str, *, peer: ProcessName, identity: Identity) -> aio.Channel:
-    """A channel to another process of the deployment, for calls that soon end. Connects on first use.
+    """A channel to another process of the deployment. Connects on first use, to `peer` and to nobody else who may be at
+    `address`: by mutual TLS where `identity` has papers.
 
-    By mutual TLS where `identity` has papers: then it connects to `peer`, and to nobody else who may be at `address`.
+    It shows the papers of now for as long as it lives. A connection outlives them, but no new one can be made with
+    papers that have ended: for calls that begin later, see `open_lasting_channel`.
     """
     if (papers := identity.papers) is None:
         return aio.insecure_channel(address, options=_PEER_OPTIONS)
@@ -88,7 +90,7 @@ def open_lasting_channel(address: str, *, peer: ProcessName, identity: Identity)
 def make_server(identity: Identity) -> aio.Server:
     """A server of this process, to which servicers are added, and then `listen`.
 
-    Where `identity` has papers, each call is allowed by cluster.identity.access, or refused.
+    Where `identity` has papers, each call is allowed by cluster.identity.rules, or refused.
     """
     guards = [Guard(identity.name)] if identity.papers else []
     return aio.server(options=_SERVER_OPTIONS, interceptors=guards)

@@ -17,10 +17,12 @@ _TLS = "grpcs://"
 
 @dataclass(frozen=True, kw_only=True)
 class DoorAccess:
-    """Nothing of it is printed."""
+    """The key is never printed."""
 
     api_key: str | None = field(default=None, repr=False)
-    certificate: str | None = None  # a PEM file that is believed beside what the system believes
+    certificate: str | None = (
+        None  # a PEM file of what is believed: over https:// beside the system's, over grpcs:// in its place
+    )
     is_tls: bool = False  # of the gRPC door; https:// says it of the other
 
     @property

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeAlias
 import grpc
 from grpc import aio
 
-from cluster.identity.access import RULES, RpcRule
+from cluster.identity.rules import RULES, RpcRule
 from cluster.words.process_name import ProcessName
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ _Context: TypeAlias = aio.ServicerContext[Any, Any]
 
 
 class Guard(aio.ServerInterceptor):  # type: ignore[misc]  # gRPC takes nothing else
-    """Of the server of `callee`. Refuses with PERMISSION_DENIED whatever has no row in cluster.identity.access."""
+    """Of the server of `callee`. Refuses with PERMISSION_DENIED whatever has no row in cluster.identity.rules."""
 
     def __init__(self, callee: ProcessName) -> None:
         self._callee = callee
@@ -72,8 +72,11 @@ class Guard(aio.ServerInterceptor):  # type: ignore[misc]  # gRPC takes nothing 
     async def _admit(self, method: str, rule: RpcRule, message: Any | None, context: _Context) -> None:
         caller = _named(_uri(context))
         refusal = rule.refusal(caller, self._callee)
-        if caller and refusal is None and (message is None or not rule.is_true(message, caller, self._callee)):
-            refusal = f"this call is for another than {caller} to make"
+        if caller and refusal is None:
+            if message is None:
+                refusal = "nothing came by which to tell whose call this is"
+            elif not rule.is_true(message, caller, self._callee):
+                refusal = f"this call is for another than {caller} to make"
         if refusal:
             await _refuse(method, refusal, context)
 

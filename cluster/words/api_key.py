@@ -39,6 +39,14 @@ class ApiKey:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KeyChange:
+    """A key that was made or revoked."""
+
+    key: ApiKey
+    is_told: bool  # routers hear of it within a second; False: when Redis is back
+
+
+@dataclass(frozen=True, kw_only=True)
 class KeyBook:
     """All keys of a deployment. The version grows with every change."""
 
@@ -46,7 +54,9 @@ class KeyBook:
     keys: tuple[ApiKey, ...] = ()
 
     def with_key(self, key: ApiKey) -> KeyBook:
-        """Raises SpecError when its name is taken."""
+        """The same book where it has this very key: who asks may ask twice. Raises SpecError when its name is taken."""
+        if key in self.keys:
+            return self
         if any(known.name == key.name for known in self.keys):
             raise SpecError(f"a key is called {key.name} already; `cluster keys revoke {key.name}` takes it back")
         return replace(self, version=self.version + 1, keys=(*self.keys, key))

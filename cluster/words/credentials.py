@@ -11,8 +11,8 @@ _SECRET_BYTES = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Credentials:
-    """Made when a deployment is, and handed to each of its processes by whoever starts it; never by its arguments,
-    its environment or a log."""
+    """Made when a deployment is, and handed to each of its processes by whoever starts it: what Ray starts gets them
+    as an actor's argument, which is in Ray's control store. Never in a command line, an environment or a log."""
 
     secret: bytes = field(repr=False)  # the same in every process
 

@@ -6,8 +6,9 @@ import ipaddress
 
 from cluster.words.errors import SpecError
 
-# Carriers of blocks that take orders, and bytes, from whoever reaches their ports.
-UNPROTECTED = ("nccl", "gloo")
+# The links that let in nobody but their other end. All others, an operator's own among them, count as taking orders and
+# bytes from whoever reaches their ports.
+_PROTECTED = ("tcp",)
 
 
 def is_loopback(host: str) -> bool:
@@ -30,12 +31,16 @@ def is_private(host: str) -> bool:
         return False
 
 
-def check_carrier(carrier: str, host: str, *, trust_network: bool) -> None:
-    """What carries blocks must protect itself, be on a private network, or be trusted. Raises SpecError, one line."""
-    if carrier in UNPROTECTED and not (trust_network or is_private(host)):
+def check_link(link: str, host: str, *, trust_network: bool) -> None:
+    """A link must protect itself, be on a private network, or be trusted. Raises SpecError, one line.
+
+    link: nccl, or a value of kv.host_link.
+    """
+    if link not in _PROTECTED and not (trust_network or is_private(host)):
         raise SpecError(
-            f"kv.trust_network: {carrier} has no protection of its own, and {host} is on no private network; use pools "
-            "without GPUs and kv.host_link: tcp, or set kv.trust_network: true where nobody else is on that network"
+            f"kv.trust_network: {link} has no protection that we know of, and {host} is on no private network; use "
+            "pools without GPUs and kv.host_link: tcp, or set kv.trust_network: true where nobody else is on that "
+            "network"
         )
 
 

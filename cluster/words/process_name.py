@@ -8,6 +8,7 @@ from dataclasses import dataclass
 _LABEL = r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?"
 _URI = re.compile(rf"xpyd://(?P<deployment>{_LABEL})/(?P<group>{_LABEL})/(?P<member>{_LABEL})")
 _REPLICA = re.compile(r"(?:prefill|decode)-[0-9]+")
+_RANK = re.compile(r"0|[1-9][0-9]*")  # one way to write each
 _ROUTER = "router"
 
 
@@ -50,5 +51,23 @@ class ProcessName:
         return self.group == _ROUTER
 
     @property
+    def router(self) -> str:
+        """A router's own name."""
+        assert self.is_router, self
+        return self.member
+
+    @property
     def is_rank(self) -> bool:
-        return _REPLICA.fullmatch(self.group) is not None and self.member.isdecimal()
+        return _REPLICA.fullmatch(self.group) is not None and _RANK.fullmatch(self.member) is not None
+
+    @property
+    def replica(self) -> str:
+        """A rank's."""
+        assert not self.is_router, self
+        return self.group
+
+    @property
+    def rank(self) -> int:
+        """A rank's number in its replica."""
+        assert not self.is_router, self
+        return int(self.member)

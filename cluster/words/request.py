@@ -57,7 +57,7 @@ class SequenceRequest:
     sampling: Sampling = field(default_factory=Sampling)
     choices: tuple[int, ...] = (0,)  # which of the client's n choices run here
     stream: int = 0  # key of choice 0 of `choices` in the token frames; choice j has stream + j
-    salt: str = ""  # tenant salt of the prefix hashes
+    salt: str = ""  # what keys its prefix hashes: 32 hex digits, or nothing
     adapter: str = ""
     tenant: str = ""  # whom the router's queue shares out to; workers are not told
     user: str = ""  # and among whom it shares out what a tenant has

@@ -28,7 +28,7 @@ async def watch_ranks(addresses: Sequence[str], identity: Identity) -> None:
         return
     async with asyncio.TaskGroup() as group:
         for rank, address in enumerate(addresses, start=1):
-            group.create_task(_watch(address, identity.rank(identity.name.group, rank), identity))
+            group.create_task(_watch(address, identity.rank(identity.name.replica, rank), identity))
 
 
 async def _watch(address: str, peer: ProcessName, identity: Identity) -> None:

@@ -18,6 +18,7 @@ from cluster.wire.channel import error_of, open_lasting_channel
 from cluster.wire.fields import to_message
 from cluster.wire.rank_host import RankHost
 from cluster.words.errors import ReplicaLost
+from cluster.words.meeting_key import GANG
 from cluster.words.papers import Identity
 from engine.parallel import TensorParallel
 from kvtransfer.movers.meeting import local_store, remote_store
@@ -37,7 +38,7 @@ class OtherRanks:
     def __init__(self, addresses: list[str], *, identity: Identity, timeout_s: float) -> None:
         """addresses: of all ranks, in rank order. identity: of this one."""
         self._timeout_s = timeout_s
-        replica, own = identity.name.group, int(identity.name.member)
+        replica, own = identity.name.replica, identity.name.rank
         self._channels = {
             rank: open_lasting_channel(address, peer=identity.rank(replica, rank), identity=identity)
             for rank, address in enumerate(addresses)
@@ -121,7 +122,7 @@ def open_gang(
     else:
         store = others.store(host.loop, timeout_s=start_s)
     parallel = TensorParallel.join(
-        store, prefix="gang", rank=rank, size=size, host=_own_host(addresses), device=device, meet_s=start_s
+        store, prefix=GANG, rank=rank, size=size, host=_own_host(addresses), device=device, meet_s=start_s
     )
     return others, parallel
 

@@ -15,7 +15,7 @@ from cluster.model import source as model_source
 from cluster.process.background import BackgroundThread
 from cluster.rpc import transfer_pb2_grpc, worker_pb2_grpc
 from cluster.wire.frames import FrameHub, WorkerServicer
-from cluster.words.network import check_carrier
+from cluster.words.network import check_link
 from cluster.words.spec import Spec
 from cluster.worker.gang_runner import GangRunner
 from cluster.worker.inbox import Inbox
@@ -169,22 +169,21 @@ class RankBody(Generic[W]):
         self, setup: RankSetup, runner: ModelRunner, heard: Callable[[Part], None]
     ) -> tuple[Receiver, GangRunner]:
         """Serve senders elsewhere from now on, and be ready to send and to load. `heard` is told what comes of it."""
-        carrier = backend_for(runner.device, host_link=setup.spec.kv.host_link)
-        check_carrier(carrier, setup.host.host, trust_network=setup.spec.kv.trust_network)
+        backend = backend_for(runner.device, host_link=setup.spec.kv.host_link)
+        check_link(backend, setup.host.host, trust_network=setup.spec.kv.trust_network)
         config = LinkConfig(
             rank=setup.rank,
             identity=setup.host.identity,
             pool=runner.pool,
             wire_dtype=setup.spec.kv.wire_dtype,
-            backend=carrier,
+            backend=backend,
             host=setup.host.host,
             timeout_s=setup.spec.timeouts.transfer_s,
             guard=LinkGuard(setup.credentials.key("link"), is_encrypted=setup.spec.kv.encrypt),
             probe=setup.probe,
         )
         receiver = self._ranks.receiver = Receiver(config, meeting=self._ranks.meeting, on_landed=heard)
-        name = f"{setup.replica}/{setup.rank}"
-        self._sender = Sender(config, name=name, loop=setup.host.loop, on_shipped=heard)
+        self._sender = Sender(config, loop=setup.host.loop, on_shipped=heard)
         self._tiers = open_tiers(setup, runner, heard)
         return receiver, GangRunner(runner, self._sender, self._tiers, probe=setup.probe)
 

@@ -1,12 +1,13 @@
 """What a worker makes sure of before a request reaches its engine.
 
-The doors have looked at what clients send; a worker's port is open to more than our routers. A step computes many
-requests at once: one id outside the vocabulary would end it for all of them.
+The doors have looked at what clients send; but a router may be taken over, and with `security.tls: off` whoever reaches
+the port may ask. A step computes many requests at once: one id outside the vocabulary would end it for all of them.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 from cluster.rpc import worker_pb2 as pb
@@ -20,7 +21,7 @@ from cluster.words.request import Sampling, SequenceRequest
 _MAX_ID = 512  # a handoff's id is longer by the replica's, and checked, too
 _MAX_CHOICES = 1024
 _MAX_STOP_TOKENS = 65_536  # the doors take fewer; a model has some of its own
-_MAX_SALT = 1 << 16
+_SALT = re.compile(r"(?:[0-9a-f]{32})?")  # see salt_of in router/access/client.py
 _STREAMS = 1 << 63
 
 
@@ -29,7 +30,7 @@ def check_request(request: SequenceRequest, *, vocab_size: int, max_tokens: int)
     tokens, choices = request.token_ids, request.choices
     check_name(request.id, "id", most=_MAX_ID)
     check_name(request.adapter, "adapter", may_be_empty=True)
-    _check(len(request.salt) <= _MAX_SALT, "salt", f"must have at most {_MAX_SALT} characters")
+    _check(_SALT.fullmatch(request.salt) is not None, "salt", "must be 32 hex digits, or empty")
     if len(tokens) > max_tokens:
         raise ContextLengthExceeded(
             f"{len(tokens)} tokens are more than the {max_tokens} of a sequence", param="prompt"

@@ -6,6 +6,7 @@ import queue
 import secrets
 from dataclasses import asdict
 from types import TracebackType
+from uuid import uuid4
 
 from cluster.process.ordered_process import OrderedProcess
 from cluster.wire.rank_host import RankHost
@@ -61,7 +62,6 @@ class NearSide:
                 timeout_s=TIMEOUT_S,
                 guard=self.guard,
             ),
-            name=f"near{len(self._senders)}",
             loop=self.host.loop,
             on_shipped=shipments.put,
             **({} if group_bytes is None else {"group_bytes": group_bytes}),
@@ -77,17 +77,15 @@ class MeasuredSender:
         self._near = near
         self._sender = sender
         self._shipments = shipments
-        self._count = 0
 
     def begin(self, num_tokens: int) -> Passage:
         """A handoff of positions [0, num_tokens), which lie in the first blocks of either pool."""
         layout = self._sender.config.pool.layout
         num_blocks = -(-num_tokens // layout.block_size)
-        self._count += 1
         handoff = Handoff(
-            id=f"{self._sender.name}/{self._count}",
+            id=uuid4().hex,
             epoch=1,
-            replica=FAR.group,
+            replica=FAR.replica,
             ranks=(self._near.address,),
             layout=layout.fingerprint,
             num_tokens=num_tokens,

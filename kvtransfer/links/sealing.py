@@ -34,11 +34,12 @@ class Cipher:
         self._aead = AESGCM(key)
         self._count = 0
 
-    def seal(self, payload: memoryview, sealed: memoryview) -> None:
-        """Fill `sealed`, of sealed_size(len(payload)) bytes."""
+    def seal(self, payload: memoryview, sealed: memoryview) -> Iterator[int]:
+        """Fill `sealed`, of sealed_size(len(payload)) bytes, piece by piece; after each, how much is filled."""
         for start, end in _pieces(len(payload)):
             into = sealed[sealed_size(start) : sealed_size(end)]
             self._aead.encrypt_into(self._next_nonce(), payload[start:end], None, into)
+            yield sealed_size(end)
 
     def open(self, sealed: memoryview, piece: memoryview) -> None:
         """Fill `piece`, the next one of a payload. Raises LinkClosed if this is not what the other end has sealed."""

@@ -38,9 +38,17 @@ class TcpLink:
     def send(self, payload: Tensor) -> Operation:
         self._connection.check()
         if self._sealer is None:
-            return self._send(payload.numpy().data)
-        sealed = self._sealer.seal(payload.numpy().data)
-        return _Sealed(self._send(sealed), sealed, self._sealer)
+            left = payload.numpy().data
+            if self._pusher.is_idle:
+                left = self._connection.move_now(left)
+            return self._pusher.push(left) if left else _Sent()
+        sealed = self._sealer.buffer(sealed_size(payload.numel()))
+        num_sent = 0
+        for num_sealed in self._sealer.cipher.seal(payload.numpy().data, sealed):  # what is sealed leaves at once
+            if self._pusher.is_idle:
+                num_sent = num_sealed - len(self._connection.move_now(sealed[num_sent:num_sealed]))
+        left = sealed[num_sent:]
+        return _Sealed(self._pusher.push(left) if left else _Sent(), sealed, self._sealer)
 
     def recv(self, payload: Tensor) -> Operation:
         self._connection.check()
@@ -49,11 +57,6 @@ class TcpLink:
     def close(self) -> None:
         self._connection.close()
         self._pusher.close()
-
-    def _send(self, left: memoryview) -> Operation:
-        if self._pusher.is_idle:
-            left = self._connection.move_now(left)
-        return self._pusher.push(left) if left else _Sent()
 
 
 class _Sent:
@@ -92,13 +95,8 @@ class _Sealer:
         self.cipher = cipher
         self._buffers: list[bytearray] = []
 
-    def seal(self, payload: memoryview) -> memoryview:
-        """The sealed payload, in a buffer that is in use until `free`."""
-        sealed = self.buffer(sealed_size(len(payload)))
-        self.cipher.seal(payload, sealed)
-        return sealed
-
     def buffer(self, num_bytes: int) -> memoryview:
+        """One that is in use until `free`."""
         buffer = self._buffers.pop() if self._buffers else bytearray()
         if len(buffer) < num_bytes:
             buffer = bytearray(num_bytes)

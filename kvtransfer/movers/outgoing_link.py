@@ -59,7 +59,6 @@ class OutgoingLink:
         address: str,
         *,
         peer: ProcessName,
-        name: str,
         epoch: int,
         loop: asyncio.AbstractEventLoop,
         reconnection: Reconnection,
@@ -68,7 +67,7 @@ class OutgoingLink:
         self._config = config
         self._address = address
         self._peer = peer
-        self._name = name
+        self._name = str(config.identity.name)  # which the other side compares with the certificate
         self._epoch = epoch
         self._loop = loop
         self._reconnection = reconnection

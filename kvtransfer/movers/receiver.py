@@ -13,6 +13,7 @@ from uuid import uuid4
 from cluster.rpc import transfer_pb2 as pb
 from cluster.words.checking import check, check_name
 from cluster.words.errors import CapacityError, ClusterError, LayoutMismatch
+from cluster.words.meeting_key import key_of_link
 from cluster.words.probe import Milestone
 from kvtransfer.movers.codec import WIRE_VERSION
 from kvtransfer.movers.incoming import Incoming
@@ -57,7 +58,8 @@ class Receiver:
 
     def open(self, opening: Opening) -> None:
         """Allow a handoff to fill the blocks named, unless it has been closed already. Raises TransferError for blocks
-        that are not in the pool, CapacityError where too many are open."""
+        that are not in the pool (what another process says is `checked` before), CapacityError where too many are open.
+        """
         incoming = Incoming(opening, pool=self.config.pool, codec=self._codec)
         with self._lock:
             if len(self._incoming) >= _MAX_OPEN:
@@ -103,7 +105,7 @@ class Receiver:
         except ClusterError as error:
             yield pb.ReceiverFrame(refused=pb.Refused(reason=str(error)))
             return
-        prefix = f"{first.hello.sender}>{self.config.rank}#{first.hello.epoch}/{uuid4().hex}"
+        prefix = key_of_link(first.hello.sender, receiver=self.config.rank, epoch=first.hello.epoch, unique=uuid4().hex)
         link = IncomingLink(
             self,
             self.config,

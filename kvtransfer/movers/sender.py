@@ -35,15 +35,13 @@ class Sender:
         self,
         config: LinkConfig,
         *,
-        name: str,
         loop: asyncio.AbstractEventLoop,
         on_shipped: Callable[[Shipment], None],
         group_bytes: int = _GROUP_BYTES,
     ) -> None:
-        """name: of this rank, for its peers' logs. group_bytes: layers go together until a message has so many."""
+        """group_bytes: layers go together until a message has so many."""
         self.config = config
         self.pool = config.pool
-        self.name = name
         self._loop = loop
         self._on_shipped = on_shipped
         self._group_rows = max(1, group_bytes // config.codec.num_bytes(_one_row(config.pool.layout)))
@@ -74,7 +72,7 @@ class Sender:
     async def close(self) -> None:
         """Close every link; what is under way fails."""
         for link in list(self._links.values()):
-            link.fail(LinkClosed(f"{self.name} is stopping"))
+            link.fail(LinkClosed(f"{self.config.identity.name} is stopping"))
             await link.disconnected()
 
     def _link_to(self, handoff: Handoff, rank: int) -> OutgoingLink:
@@ -87,7 +85,6 @@ class Sender:
                 self.config,
                 address,
                 peer=peer,
-                name=self.name,
                 epoch=next(self._epochs),
                 loop=self._loop,
                 reconnection=self._reconnections[address],

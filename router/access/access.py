@@ -8,6 +8,7 @@ from redis.asyncio import Redis
 
 from cluster.index.key_channel import KeyReader
 from cluster.index.presence import connect_redis
+from cluster.words.api_key import KeyBook
 from cluster.words.errors import ClusterError, outcome_of
 from router.access.client import Client
 from router.access.keyring import Keyring
@@ -41,13 +42,20 @@ class Access:
         is_cache_told: bool,
         num_routers: int,
         count: Count,
+        known: KeyBook | None = None,
     ) -> Access:
-        """Of the deployment `name`: with what its controller says now, and from now on."""
+        """Of the deployment `name`: with what its controller says now, and from now on.
+
+        known: by the controller's own word; an older book is not believed. None: nothing is known yet.
+        """
         for_keys, for_limits = connect_redis(index_url), connect_redis(index_url, within_s=_LIMITS_S)
-        reader = KeyReader(for_keys, name=name, seal_key=seal_key)
+        least_version = known.version if known else 0
+        reader = KeyReader(for_keys, name=name, seal_key=seal_key, least_version=least_version)
         keyring = Keyring(reader, salt_key=salt_key, is_required=is_required, is_cache_told=is_cache_told)
         limits = Limits(RedisLimiter(for_limits, name=name), LocalLimiter(num_routers=num_routers), count=count)
         access = cls(keyring, limits, for_keys, for_limits, count=count)
+        if known:
+            keyring.take(known)
         await keyring.read()
         access._tasks = [asyncio.create_task(keyring.follow_forever()), asyncio.create_task(limits.keep_forever())]
         return access

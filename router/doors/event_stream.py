@@ -24,7 +24,7 @@ def data(content: dict[str, Any]) -> bytes:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """Do `work` in a task of its own, and cancel it when the client disconnects or the client is cancelled.
+    """Do `work` in a task of its own, and cancel it when the client disconnects or the caller is cancelled.
 
     Returns after the work has ended, whichever way; None when it was cut short. Servers tell it in two ways: by an
     http.disconnect message, which only comes to who asks for it, or by cancelling the whole application.

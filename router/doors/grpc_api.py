@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import grpc
@@ -16,7 +16,7 @@ from grpc_status import rpc_status
 from cluster.rpc import inference_pb2 as pb
 from cluster.rpc import inference_pb2_grpc as pb_grpc
 from cluster.wire.channel import PINGS_ALLOWED, keepalive
-from cluster.words.errors import ClusterError, DeployError, RateLimited
+from cluster.words.errors import ClusterError, DeployError, RateLimited, ReplicaLost
 from router.access.access import Access
 from router.access.client import Client
 from router.doors.certificates import Certificates
@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 READINESS = "readiness"  # a name of the health service's own, for probes
 
+_LAST_WORDS_S = 1.0  # for what has ended to be heard
 _MAX_STREAMS = 4096
 _IDLE_MS = 10 * 60_000
 _AGE_MS = 60 * 60_000  # then a client is asked to connect anew, and what runs may end
@@ -121,18 +122,17 @@ class GrpcApi:
         Who only watches the health service is not waited for.
         """
         self.set_health(is_ready=False)
-        stopping = asyncio.create_task(self._server.stop(grace_s))
-        idle = asyncio.create_task(self._inference.idle.wait())
-        await asyncio.wait({stopping, idle}, return_when=asyncio.FIRST_COMPLETED)
-        idle.cancel()
-        await self._server.stop(None)
-        await stopping
+        self._inference.is_closing = True
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._inference.idle.wait(), grace_s)
+        await self._server.stop(_LAST_WORDS_S)  # once: two that overlap have crashed the process in grpc 1.85
 
 
 class InferenceServicer(pb_grpc.InferenceServicer):
     """Writes from within the handler, and does not yield: so a cancelled call ends the handler wherever it waits."""
 
     def __init__(self, completions: Completions, access: Access) -> None:
+        self.is_closing = False  # no request is taken any more
         self.idle = asyncio.Event()  # no request is under way
         self.idle.set()
         self._num_running = 0
@@ -140,7 +140,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         self._access = access
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        async with self._counted(), _statuses(context):
+        async with _statuses(context), self._counted():
             client = self._access.identify(authorization_of(context.invocation_metadata()))
             self._access.limits.check(client)
             asked = self._asked(request, context, client)
@@ -152,6 +152,8 @@ class InferenceServicer(pb_grpc.InferenceServicer):
 
     @asynccontextmanager
     async def _counted(self) -> AsyncIterator[None]:
+        if self.is_closing:
+            raise ReplicaLost("this router is closing: ask another, or again")
         self._num_running += 1
         self.idle.clear()
         try:
@@ -175,8 +177,11 @@ class InferenceServicer(pb_grpc.InferenceServicer):
     async def ListModels(
         self, request: pb.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.ListModelsResponse:
-        model = self._completions.model
-        return pb.ListModelsResponse(models=[pb.Model(id=model.id, max_context=model.max_context, dtype=model.dtype)])
+        async with _statuses(context), self._counted():
+            model = self._completions.model
+            return pb.ListModelsResponse(
+                models=[pb.Model(id=model.id, max_context=model.max_context, dtype=model.dtype)]
+            )
 
     @asynccontextmanager
     async def _reserved(

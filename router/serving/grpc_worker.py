@@ -26,7 +26,7 @@ class GrpcWorker:
     def __init__(self, replica: str, address: str, *, identity: Identity) -> None:
         """identity: of this router; the worker keeps a token stream for each."""
         self._replica = replica
-        self._router = identity.name.member
+        self._router = identity.name.router
         self._channel = open_lasting_channel(address, peer=identity.rank(replica, 0), identity=identity)
 
     def frames(self) -> GrpcCall[pb.Frame]:

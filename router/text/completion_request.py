@@ -104,7 +104,7 @@ class CompletionRequest:
     priority: int = 0  # smaller first, among a user's
     peer: str = ""  # who has connected, for the trail
     deadline_s: float | None = None  # remaining; None: the router's own limit
-    # What is not the client's to say: router.access.caller sets it.
+    # What is not the client's to say: router.access.client sets it.
     key_id: str = ""  # of its API key, for logs
     tenant: str = ""  # the queue is shared out fairly among tenants
     salt: str = ""  # what keys its prefix hashes

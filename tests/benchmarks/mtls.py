@@ -69,7 +69,7 @@ async def _measure(options: argparse.Namespace) -> None:
 
 
 async def _calls(channel: Any, count: int) -> list[float]:
-    stub, request = rpc.DecodeWorkerStub(channel), pb.StopRequest(router=ROUTER.member, streams=[1])
+    stub, request = rpc.DecodeWorkerStub(channel), pb.StopRequest(router=ROUTER.router, streams=[1])
     times = []
     for _ in range(count):
         begin = time.perf_counter()
@@ -80,7 +80,7 @@ async def _calls(channel: Any, count: int) -> list[float]:
 
 async def _frames(channel: Any, count: int) -> list[float]:
     """As fast as they come: each time is the mean of all."""
-    call = rpc.WorkerStub(channel).Frames(pb.FramesRequest(router=ROUTER.member))
+    call = rpc.WorkerStub(channel).Frames(pb.FramesRequest(router=ROUTER.router))
     await call.read()
     begin = time.perf_counter()
     for _ in range(count):
@@ -95,7 +95,7 @@ async def _connections(port: str, identity: Identity, count: int) -> list[float]
     for _ in range(count):
         begin = time.perf_counter()
         async with open_channel(port, peer=WORKER, identity=identity) as channel:
-            await rpc.DecodeWorkerStub(channel).Stop(pb.StopRequest(router=ROUTER.member))
+            await rpc.DecodeWorkerStub(channel).Stop(pb.StopRequest(router=ROUTER.router))
             times.append(time.perf_counter() - begin)
     return times
 

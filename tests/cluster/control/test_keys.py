@@ -13,7 +13,7 @@ import redis
 
 from cluster.index.key_channel import KEY_SEAL, KeyReader
 from cluster.index.presence import connect_redis
-from cluster.words.api_key import KeyBook, new_key, new_secret
+from cluster.words.api_key import KeyBook, KeyChange, new_key, new_secret
 from cluster.words.errors import SpecError
 from tests.cluster.control.conftest import Deployment
 from tests.waiting import until
@@ -44,7 +44,7 @@ def test_keys_outlive_their_keeper_the_redis_and_the_deployment(
     deployment = deploy(_NOBODY, index_url=redis_url)
     first, second = new_key("first", new_secret(), rpm=3), new_key("second", new_secret())
     deployment.call("add_key", first)
-    deployment.call("add_key", second)
+    assert deployment.call("add_key", second).is_told
     with pytest.raises(SpecError, match="a key is called first already"):
         deployment.call("add_key", new_key("first", new_secret()))
     book = KeyBook(version=2, keys=(first, second))
@@ -53,7 +53,7 @@ def test_keys_outlive_their_keeper_the_redis_and_the_deployment(
     redis.Redis.from_url(redis_url).flushall()
     until(lambda: told(deployment, redis_url) == book)
     ray.kill(deployment.controller, no_restart=False)
-    assert deployment.call("revoke_key", "second") == second
+    assert deployment.call("revoke_key", "second") == KeyChange(key=second, is_told=True)
     assert told(deployment, redis_url) == KeyBook(version=3, keys=(first,))
 
     file = tmp_path / "keys.json"

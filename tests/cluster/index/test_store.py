@@ -242,6 +242,28 @@ async def test_a_dead_replica_leaves_no_key_behind(redis: Redis) -> None:
     assert await redis.keys("c:blocks:*") == []
 
 
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"x": "y"},
+        {"replica": b"\xff", "device": _HASHES[1]},
+        {"replica": "a", "device": b"half a hash"},
+        {"replica": "b", "reset": "1"},
+    ],
+    ids=str,
+)
+async def test_an_event_that_makes_no_sense_stops_nobody(redis: Redis, event: dict[Any, Any]) -> None:
+    index, reader = _reader(redis)
+    await reader.follow(["a", "b"], wait_ms=1)
+    await redis.set("c:blocks:b:device", "not a set")
+    await redis.xadd("c:events", event)
+    await IndexWriter(redis, name="c", replica="a").publish(dict.fromkeys(_HASHES[:1], Tier.DEVICE))
+    for _ in range(2):
+        await reader.follow(["a", "b"], wait_ms=1)
+    assert index.match(_HASHES) == {"a": 1}
+    assert reader.num_refused == 1
+
+
 async def test_following_waits_for_news(redis: Redis) -> None:
     index, reader = _reader(redis)
     await reader.follow([], wait_ms=1)

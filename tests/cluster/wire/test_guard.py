@@ -11,8 +11,8 @@ import pytest
 from google.protobuf.message import Message
 from grpc import aio
 
-from cluster.identity.access import RULES
 from cluster.identity.authority import Authority
+from cluster.identity.rules import RULES
 from cluster.rpc import transfer_pb2 as transfer
 from cluster.rpc import worker_pb2 as worker
 from cluster.wire.channel import listen, make_server, open_channel
@@ -103,6 +103,17 @@ async def test_nobody_speaks_for_another(caller: ProcessName, name: str, message
     async with _serving(proven(_OURS, _CALLEE)) as (address, services):
         async with _channel(address, proven(_OURS, caller)) as channel:
             assert await call(channel, name, message) is grpc.StatusCode.PERMISSION_DENIED
+        assert not services.served
+
+
+async def test_a_stream_that_says_nothing_is_told_so() -> None:
+    async with _serving(proven(_OURS, _CALLEE)) as (address, services):
+        async with _channel(address, proven(_OURS, _OTHER)) as channel:
+            silent = channel.stream_stream("/cluster.transfer.v1.Rank/Connect")(iter(()), timeout=10)
+            with pytest.raises(aio.AioRpcError) as failed:
+                await anext(aiter(silent))
+        assert failed.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        assert failed.value.details() == "nothing came by which to tell whose call this is"
         assert not services.served
 
 

@@ -20,7 +20,7 @@ from tests.identities import DEPLOYMENT, papers, proven, rank, router
 from tests.waiting import becomes
 
 _CALLEE, _CALLER = rank("decode-0"), router()
-_FRAMES = pb.FramesRequest(router=_CALLER.member)
+_FRAMES = pb.FramesRequest(router=_CALLER.router)
 
 
 class CountingServicer(rpc.WorkerServicer, rpc.DecodeWorkerServicer):
@@ -75,7 +75,7 @@ async def test_a_stream_goes_on_while_both_ends_are_renewed() -> None:
             worker, decode = rpc.WorkerStub(channel), rpc.DecodeWorkerStub(channel)
             frames = worker.Frames(_FRAMES)
             assert await _frame(servicer, frames) == 0
-            stop = pb.StopRequest(router=_CALLER.member)
+            stop = pb.StopRequest(router=_CALLER.router)
             for turn in range(1, 4):
                 server.renew(papers(authority, _CALLEE))
                 client.renew(papers(authority, _CALLER))
@@ -140,7 +140,7 @@ async def test_calls_under_way_end_with_the_channel() -> None:
 
 async def _status(channel: Any) -> grpc.StatusCode:
     try:
-        await rpc.DecodeWorkerStub(channel).Stop(pb.StopRequest(router=_CALLER.member), timeout=10)
+        await rpc.DecodeWorkerStub(channel).Stop(pb.StopRequest(router=_CALLER.router), timeout=10)
     except aio.AioRpcError as error:
         return error.code()
     return grpc.StatusCode.OK

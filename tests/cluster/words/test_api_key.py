@@ -33,6 +33,7 @@ def test_a_book_is_read_as_it_was_written_and_a_newer_ones_fields_are_passed_ove
 def test_names_are_taken_once_and_given_back() -> None:
     key = new_key("a", "x")
     book = KeyBook().with_key(key)
+    assert book.with_key(key) == book == KeyBook(version=1, keys=(key,)), "a controller that died was asked again"
     with pytest.raises(SpecError, match="a key is called a already"):
         book.with_key(new_key("a", "y"))
     for name in ("a", key.id):

@@ -3,7 +3,7 @@
 import pytest
 
 from cluster.words.errors import SpecError
-from cluster.words.network import check_carrier, is_loopback, is_private
+from cluster.words.network import check_link, is_loopback, is_private
 
 _LOOPBACK = ["127.0.0.1", "127.8.8.8", "::1", "[::1]", "localhost"]
 _PRIVATE = ["10.1.2.3", "172.16.0.1", "192.168.3.4", "100.64.0.7", "169.254.1.1", "fd00::7", "fe80::1%eth0"]
@@ -15,11 +15,11 @@ def test_addresses_are_told_apart() -> None:
     assert all(map(is_private, _LOOPBACK + _PRIVATE)) and not any(map(is_private, _ELSEWHERE))
 
 
-@pytest.mark.parametrize("carrier", ["nccl", "gloo"])
+@pytest.mark.parametrize("link", ["nccl", "gloo", "our_links:Fast"])
 @pytest.mark.parametrize("host", ["8.8.8.8", "2600::1"])
-def test_blocks_without_protection_do_not_leave_private_networks(carrier: str, host: str) -> None:
-    with pytest.raises(SpecError, match=rf"^kv\.trust_network: {carrier} .* {host} "):
-        check_carrier(carrier, host, trust_network=False)
-    check_carrier(carrier, host, trust_network=True)
-    check_carrier(carrier, "10.0.0.1", trust_network=False)
-    check_carrier("tcp", host, trust_network=False)
+def test_blocks_without_protection_do_not_leave_private_networks(link: str, host: str) -> None:
+    with pytest.raises(SpecError, match=rf"^kv\.trust_network: {link} .* {host} "):
+        check_link(link, host, trust_network=False)
+    check_link(link, host, trust_network=True)
+    check_link(link, "10.0.0.1", trust_network=False)
+    check_link("tcp", host, trust_network=False)

@@ -17,7 +17,14 @@ def test_what_a_rank_and_a_router_are_called() -> None:
     one = rank("decode-12", 3, deployment="blue")
     assert (one.uri, one.host) == ("xpyd://blue/decode-12/3", "3.decode-12.blue.xpyd")
     assert one.is_rank and not one.is_router
+    assert (one.replica, one.rank) == ("decode-12", 3)
     assert router().is_router and not router().is_rank
+    assert router("router-1a").router == "router-1a"
+
+
+@pytest.mark.parametrize(("group", "member"), [("decode-12", "03"), ("decode-12", "three"), ("operator", "3")])
+def test_what_is_like_a_rank_is_none(group: str, member: str) -> None:
+    assert not ProcessName("blue", group, member).is_rank
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,14 @@ from cluster.rpc import worker_pb2 as pb
 from cluster.words.errors import ContextLengthExceeded, RequestError
 from cluster.words.request import Sampling, SequenceRequest
 from cluster.worker.request_check import check_request, holder_of
+from router.access.client import salt_of
 
 _GOOD = SequenceRequest(id="r", token_ids=(1, 9), num_prompt_tokens=2, choices=(0, 3), stream=4)
 
 
 def test_what_a_router_sends_passes() -> None:
     check_request(_GOOD, vocab_size=10, max_tokens=64)
+    check_request(replace(_GOOD, salt=salt_of(bytes(32), tenant="acme", cache_salt="s")), vocab_size=10, max_tokens=64)
     check_request(
         replace(_GOOD, sampling=Sampling(temperature=0.0, top_p=0.5, num_logprobs=0)), vocab_size=10, max_tokens=64
     )
@@ -37,7 +39,8 @@ def test_what_a_router_sends_passes() -> None:
         ("stream", (1 << 63) - 1),
         ("id", ""),
         ("id", "x" * 2000),
-        ("salt", "x" * 100_000),
+        ("salt", "acme"),
+        ("salt", "0" * 33),
         ("adapter", "x" * 2000),
     ],
 )

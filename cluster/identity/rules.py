@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from cluster.words.meeting_key import is_of_gang, is_of_link
 from cluster.words.process_name import ProcessName
 
 
@@ -41,7 +42,7 @@ def relation(caller: ProcessName | None, callee: ProcessName) -> CallerKind | No
         return CallerKind.ROUTER
     if not caller.is_rank:
         return None
-    return CallerKind.SAME_REPLICA if caller.group == callee.group else CallerKind.OTHER_REPLICA
+    return CallerKind.SAME_REPLICA if caller.replica == callee.replica else CallerKind.OTHER_REPLICA
 
 
 def _describe(caller: ProcessName | None, found: CallerKind | None) -> str:
@@ -52,7 +53,7 @@ def _describe(caller: ProcessName | None, found: CallerKind | None) -> str:
 
 def _as_router(message: Any, caller: ProcessName, callee: ProcessName) -> bool:
     """The frames, the request or the choice is this router's own."""
-    return bool(message.router == caller.member)
+    return bool(message.router == caller.router)
 
 
 def _as_sender(message: Any, caller: ProcessName, callee: ProcessName) -> bool:
@@ -60,23 +61,23 @@ def _as_sender(message: Any, caller: ProcessName, callee: ProcessName) -> bool:
 
 
 def _as_leader(message: Any, caller: ProcessName, callee: ProcessName) -> bool:
-    return caller.member == "0"
+    return caller.rank == 0
 
 
 def _as_asking_leader(message: Any, caller: ProcessName, callee: ProcessName) -> bool:
     """Rank 0 of the replica to which the prefix is to go."""
-    return caller.member == "0" and bool(message.handoff.replica == caller.group)
+    return caller.rank == 0 and bool(message.handoff.replica == caller.replica)
 
 
 def _as_rank(message: Any, caller: ProcessName, callee: ProcessName) -> bool:
-    return str(message.rank) == caller.member
+    return bool(message.rank == caller.rank)
 
 
 def _as_party(message: Any, caller: ProcessName, callee: ProcessName) -> bool:
-    """A word of the gang, from one of its ranks; or of a link that the caller has opened: Receiver names these."""
-    if caller.group == callee.group:
-        return bool(message.key.startswith("gang/"))
-    return bool(message.key.startswith(f"{caller}>{callee.member}#"))
+    """A word of the gang, from one of its ranks; or of a link that the caller has opened."""
+    if caller.replica == callee.replica:
+        return is_of_gang(message.key)
+    return is_of_link(message.key, sender=caller, receiver=callee.rank)
 
 
 _ROUTER = frozenset({CallerKind.ROUTER})

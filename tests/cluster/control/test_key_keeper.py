@@ -1,0 +1,71 @@
+"""What the controller's keeper says of Redis: whether routers were told, and that revoked keys leave nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+import redis
+
+from cluster.control import ray_internals
+from cluster.control.desired import Desired
+from cluster.control.key_keeper import KeyKeeper
+from cluster.index.key_channel import places_of
+from cluster.process.ports import free_port
+from cluster.words.api_key import KeyBook, new_key, new_secret
+from cluster.words.credentials import Credentials
+from cluster.words.spec_file import parse_spec
+from tests.waiting import becomes
+
+
+@pytest.fixture
+async def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[[str], KeyKeeper]]:
+    """keep(index_url) -> KeyKeeper of one deployment, also of its later lives."""
+    stored: dict[bytes, bytes] = {}
+    monkeypatch.setattr(ray_internals, "put", lambda key, value, *, namespace: stored.update({key: value}))
+    monkeypatch.setattr(ray_internals, "get", lambda key, *, namespace: stored.get(key))
+    monkeypatch.setattr(ray_internals, "delete", lambda key, *, namespace: stored.pop(key, None))
+    credentials, made = Credentials.new(), list[KeyKeeper]()
+
+    def keeper(index_url: str) -> KeyKeeper:
+        log_dir = str(tmp_path / "logs")
+        spec = parse_spec({"name": "kept"})
+        made.append(KeyKeeper(Desired(spec=spec, index_url=index_url, log_dir=log_dir, credentials=credentials)))
+        return made[-1]
+
+    yield keeper
+    for one in made:
+        await one.close()
+
+
+async def test_who_changes_keys_hears_whether_routers_were_told(
+    keep: Callable[[str], KeyKeeper], redis_url: str
+) -> None:
+    key = new_key("a", new_secret())
+    keeper = keep(redis_url)
+    assert (await keeper.add(key)).is_told and (await keeper.revoke("a")).is_told
+    away = keep(f"redis://127.0.0.1:{free_port()}")
+    assert not (await away.add(key)).is_told
+    change = await away.revoke("a")
+    assert (change.key, change.is_told) == (key, False)
+    assert away.book == KeyBook(version=4), "it is kept all the same"
+
+
+async def test_nothing_of_a_revoked_key_stays_also_when_its_keeper_has_died(
+    keep: Callable[[str], KeyKeeper], redis_url: str
+) -> None:
+    kept, revoked = new_key("a", new_secret(), rpm=1), new_key("b", new_secret(), rpm=1)
+    first = keep(redis_url)
+    await first.add(kept)
+    await first.add(revoked)
+    client = redis.Redis.from_url(redis_url)
+    for key in (kept, revoked):
+        client.hset(places_of("kept", key.id)[0], "r1", 1)
+    await first.revoke("b")
+    await first.close()  # before it has cleared up
+    ray_internals.put(b"keys", first.book.to_json().encode(), namespace=b"")  # it has died: nobody has taken it down
+    keep(redis_url)
+    await becomes(lambda: not client.exists(*places_of("kept", revoked.id)))
+    assert client.exists(*places_of("kept", kept.id)) == 1
+    client.close()
