@@ -100,7 +100,8 @@ class _Door:
 
     async def _read(self, kind: type[Body], request: Request) -> Body:
         try:
-            return await self._bodies.read(kind, request)
+            key = _client(request).key
+            return await self._bodies.read(kind, request, key_id=key.id if key else "")
         except ClusterError as error:
             self._completions.unreadable(request.state.request_id, error, peer=_peer(request))
             raise
