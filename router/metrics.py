@@ -90,6 +90,11 @@ class Metrics:
             ["task"],
             registry=registry,
         )
+        self.members_refused = Counter(
+            "member_records_refused_total",
+            "Names in Redis whose record no process of this deployment has signed: nobody connects to them.",
+            registry=registry,
+        )
         self.requests_waiting = Gauge(
             "requests_waiting", "Requests queued until a replica has room.", registry=registry
         )

@@ -13,14 +13,13 @@ from pathlib import Path
 
 from fastapi import FastAPI
 
-from cluster.index.key_channel import KEY_SEAL
 from cluster.index.presence import connect_redis
 from cluster.model import config as model_config
 from cluster.model import source as model_source
 from cluster.process.supervisor import Supervisor
 from cluster.rpc import worker_pb2
 from cluster.words.api_key import KeyBook
-from cluster.words.credentials import Credentials
+from cluster.words.credentials import Credentials, Purpose
 from cluster.words.papers import Identity
 from cluster.words.request import Role
 from cluster.words.spec import RouterSpec, Spec, is_loopback
@@ -46,7 +45,6 @@ from router.text.trail import RequestTrail
 
 logger = logging.getLogger(__name__)
 
-_SALT = "cache salts"  # purpose of a key
 _WATCH_S = 1.0
 
 
@@ -106,7 +104,12 @@ class RouterService:
         tasks = Supervisor(died=lambda name: metrics.task_deaths.labels(name.partition(" ")[0]).inc())
         replicas = Replicas(lambda member: GrpcWorker(member.replica, member.address, identity=identity), tasks=tasks)
         discovery = Discovery(
-            connect_redis(index_url), replicas, name=spec.name, key=credentials.key("member"), tasks=tasks
+            connect_redis(index_url),
+            replicas,
+            name=spec.name,
+            key=credentials.key(Purpose.MEMBERS),
+            tasks=tasks,
+            count_refused=metrics.members_refused.inc,
         )
         policy = make_policy(spec.router.policy, pulls=True)
         dispatch = Dispatch(
@@ -139,8 +142,8 @@ class RouterService:
         access = await Access.follow(
             index_url,
             name=spec.name,
-            seal_key=credentials.key(KEY_SEAL),
-            salt_key=credentials.key(_SALT),
+            seal_key=credentials.key(Purpose.API_KEYS),
+            salt_key=credentials.key(Purpose.SALTS),
             is_required=spec.router.needs_keys(host),
             is_cache_told=is_loopback(host),
             num_routers=spec.router.replicas,

@@ -21,7 +21,7 @@ import prefill_worker.actor
 from cluster.identity.authority import Authority
 from cluster.index.presence import connect_redis
 from cluster.model import config as model_config
-from cluster.words.credentials import Credentials
+from cluster.words.credentials import Credentials, Purpose
 from cluster.words.papers import Identity
 from cluster.words.process_name import ProcessName
 from cluster.words.request import Role, SampledToken, Sampling, SequenceRequest
@@ -221,7 +221,7 @@ async def local_cluster(
     router = _identity(spec, authority, ProcessName.of_router(spec.name, "router-0"))
     replicas = Replicas(lambda member: GrpcWorker(member.replica, member.address, identity=router))
     credentials = Credentials.new()
-    discovery = Discovery(connect_redis(redis_url), replicas, name=spec.name, key=credentials.key("member"))
+    discovery = Discovery(connect_redis(redis_url), replicas, name=spec.name, key=credentials.key(Purpose.MEMBERS))
     policy = policy or make_policy(spec.router.policy, pulls=True)
     dispatch = Dispatch(
         replicas,

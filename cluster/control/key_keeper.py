@@ -15,9 +15,10 @@ from pathlib import Path
 from redis.exceptions import RedisError
 
 from cluster.control.desired import Desired, namespace
-from cluster.index.key_channel import KEY_SEAL, KeyPublisher
+from cluster.index.key_channel import KeyPublisher
 from cluster.index.presence import connect_redis
 from cluster.words.api_key import ApiKey, KeyBook, KeyChange
+from cluster.words.credentials import Purpose
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class KeyKeeper:
         self._namespace = namespace(name).encode()
         self.book = self._load()
         self._publisher = KeyPublisher(
-            connect_redis(desired.index_url), name=name, seal_key=desired.credentials.key(KEY_SEAL)
+            connect_redis(desired.index_url), name=name, seal_key=desired.credentials.key(Purpose.API_KEYS)
         )
         self._is_away = False
         self._is_closing = False

@@ -22,8 +22,6 @@ from cluster.words.api_key import KeyBook
 
 logger = logging.getLogger(__name__)
 
-KEY_SEAL = "api keys"  # purpose of the key by which the book is sealed
-
 
 class KeyPublisher:
     """The controller's end."""
@@ -88,9 +86,6 @@ class KeyReader:
             return None
         self._version, self._seal = book.version, seal
         return book
-
-    async def close(self) -> None:
-        await self._redis.aclose()
 
     def _opened(self, text: bytes, seal: bytes) -> KeyBook:
         """Whoever else may write to Redis makes no keys, and brings none back. Raises ValueError and its kin."""

@@ -14,6 +14,7 @@ import hmac
 import json
 import logging
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 
@@ -65,9 +66,12 @@ class Member:
 class Membership:
     """The members of one deployment. Raises redis.RedisError when Redis is away."""
 
-    def __init__(self, redis: Redis, *, name: str, key: bytes) -> None:
-        """key: 32 bytes that the processes of this deployment have, and nobody else."""
-        self.num_refused = 0  # names under which there was a record that no process of ours has signed
+    def __init__(
+        self, redis: Redis, *, name: str, key: bytes, count_refused: Callable[[], object] = lambda: None
+    ) -> None:
+        """key: 32 bytes that the processes of this deployment have, and nobody else. count_refused: called once for
+        each name under which there is a record that no process of ours has signed."""
+        self._count_refused = count_refused
         self._redis = redis
         self._key = key
         self._set = f"{name}:members"
@@ -122,7 +126,7 @@ class Membership:
         """Say it once, although the record is read several times a second."""
         if replica in self._refused:
             return
-        self.num_refused += 1
+        self._count_refused()
         self._refused[replica] = None
         if len(self._refused) > _MAX_REMEMBERED:
             self._refused.popitem(last=False)

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, field
+from enum import StrEnum
 from hashlib import blake2b
 
 _SECRET_BYTES = 32
+
+
+class Purpose(StrEnum):
+    """What the keys of a deployment are for: each has one of its own. Up to 16 bytes."""
+
+    MEMBERS = "member"  # records of who serves are signed by it
+    LINKS = "link"  # the two ends of a link prove by it where they belong
+    API_KEYS = "api keys"  # seals the book of clients' keys
+    SALTS = "cache salts"  # keys the salts of prefix hashes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +37,6 @@ class Credentials:
     def to_plain(self) -> dict[str, str]:
         return {"secret": self.secret.hex()}
 
-    def key(self, purpose: str) -> bytes:
-        """32 bytes for one use alone: who finds out the key of one use knows that of no other, nor the secret.
-
-        purpose: up to 16 bytes.
-        """
-        return blake2b(key=self.secret, digest_size=32, person=purpose.encode()).digest()
+    def key(self, purpose: Purpose) -> bytes:
+        """32 bytes for one use alone: who finds out the key of one use knows that of no other, nor the secret."""
+        return blake2b(key=self.secret, digest_size=32, person=purpose.value.encode()).digest()

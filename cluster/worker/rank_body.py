@@ -15,6 +15,7 @@ from cluster.model import source as model_source
 from cluster.process.background import BackgroundThread
 from cluster.rpc import transfer_pb2_grpc, worker_pb2_grpc
 from cluster.wire.frames import FrameHub, WorkerServicer
+from cluster.words.credentials import Purpose
 from cluster.words.network import check_link
 from cluster.words.spec import Spec
 from cluster.worker.gang_runner import GangRunner
@@ -160,7 +161,7 @@ class RankBody(Generic[W]):
         self.service.start(
             index_url=setup.index_url,
             name=setup.spec.name,
-            key=setup.credentials.key("member"),
+            key=setup.credentials.key(Purpose.MEMBERS),
             member=_member(setup, runner, max_tokens=live.max_tokens),
             other_ranks=setup.addresses[1:],
         )
@@ -179,7 +180,7 @@ class RankBody(Generic[W]):
             backend=backend,
             host=setup.host.host,
             timeout_s=setup.spec.timeouts.transfer_s,
-            guard=LinkGuard(setup.credentials.key("link"), is_encrypted=setup.spec.kv.encrypt),
+            guard=LinkGuard(setup.credentials.key(Purpose.LINKS), is_encrypted=setup.spec.kv.encrypt),
             probe=setup.probe,
         )
         receiver = self._ranks.receiver = Receiver(config, meeting=self._ranks.meeting, on_landed=heard)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from redis.asyncio import Redis
 
@@ -12,10 +13,11 @@ from cluster.words.api_key import KeyBook
 from cluster.words.errors import ClusterError, outcome_of
 from router.access.client import Client
 from router.access.keyring import Keyring
-from router.access.limits import Count, Limits
+from router.access.limits import Limits
 from router.access.local_limiter import LocalLimiter
 from router.access.redis_limiter import RedisLimiter
 
+Count = Callable[[str], None]  # told of the outcome of a request that ends here, as metrics have it
 _LIMITS_S = 0.5  # of an answer of Redis, for which a request waits
 
 
@@ -23,7 +25,7 @@ class Access:
     """What both doors ask. Lives on the router's event loop."""
 
     def __init__(self, keyring: Keyring, limits: Limits, *redises: Redis, count: Count = lambda outcome: None) -> None:
-        """redises: closed with this. count: told of whom it turned away."""
+        """redises: closed with this. count: told of who was turned away without a key; they may be many."""
         self._count = count
         self.limits = limits
         self._keyring = keyring
@@ -52,7 +54,7 @@ class Access:
         least_version = known.version if known else 0
         reader = KeyReader(for_keys, name=name, seal_key=seal_key, least_version=least_version)
         keyring = Keyring(reader, salt_key=salt_key, is_required=is_required, is_cache_told=is_cache_told)
-        limits = Limits(RedisLimiter(for_limits, name=name), LocalLimiter(num_routers=num_routers), count=count)
+        limits = Limits(RedisLimiter(for_limits, name=name), LocalLimiter(num_routers=num_routers))
         access = cls(keyring, limits, for_keys, for_limits, count=count)
         if known:
             keyring.take(known)

@@ -6,21 +6,19 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 from redis.exceptions import RedisError
 
 from cluster.words.api_key import ApiKey
-from cluster.words.errors import RateLimited, RequestError, outcome_of
+from cluster.words.errors import ClusterError, RateLimited, RequestError
 from router.access.client import Client
 from router.access.limiter import LEASE_S, Limiter, Reservation
 from router.text.completion import Completion
 
 logger = logging.getLogger(__name__)
-
-Count = Callable[[str], None]  # the outcome of a request that ends here, as metrics have it
 
 _TRY_AGAIN_S = 1.0  # after Redis was found to be away
 
@@ -29,9 +27,8 @@ class Limits:
     """Lives on the router's event loop. Where Redis is away, or too slow, this router's own part of each limit counts:
     what was counted on the other side is not carried over."""
 
-    def __init__(self, shared: Limiter | None, local: Limiter, *, count: Count = lambda outcome: None) -> None:
-        """shared: of all routers; None where there is none. count: told of what was refused."""
-        self._count = count
+    def __init__(self, shared: Limiter | None, local: Limiter) -> None:
+        """shared: of all routers; None where there is none."""
         self._shared = shared
         self._local = local
         self._under_way: dict[str, tuple[Limiter, Reservation]] = {}
@@ -53,19 +50,11 @@ class Limits:
         if key is None or not key.is_limited:
             yield {}
             return
-        num_prompt = sum(len(one.prompt_ids) for one in completions)
-        if key.tpm is not None and num_prompt > key.tpm:
-            raise RequestError(
-                f"prompt: has {num_prompt} tokens; this API key may have {key.tpm} a minute", param="prompt"
-            )
-        num_tokens = sum(one.most_tokens for one in completions)
-        asked = num_tokens if key.tpm is None else min(num_tokens, key.tpm)
         try:
-            limiter, taken = await self._take(key, asked)
-        except RateLimited as error:
-            self._count(outcome_of(error).code)
-            if error.is_certain and self._asks_shared:
-                self._used_up[key.id] = time.monotonic() + error.retry_after_s, error
+            limiter, taken = await self._reserve(key, completions)
+        except ClusterError as error:
+            for one in completions[:1]:  # they are one request
+                one.refuse(error)
             raise
         self._under_way[taken.id] = limiter, taken
         try:
@@ -79,7 +68,6 @@ class Limits:
         if client.key and (found := self._used_up.get(client.key.id)):
             until, error = found
             if (left_s := until - time.monotonic()) > 0:
-                self._count(outcome_of(error).code)
                 raise RateLimited(str(error), retry_after_s=left_s, headers=error.headers)
             del self._used_up[client.key.id]
 
@@ -101,6 +89,19 @@ class Limits:
     async def settled(self) -> None:
         """Wait until what is over has been settled."""
         await asyncio.gather(*self._settling, return_exceptions=True)
+
+    async def _reserve(self, key: ApiKey, completions: Sequence[Completion]) -> tuple[Limiter, Reservation]:
+        num_prompt = sum(len(one.prompt_ids) for one in completions)
+        if key.tpm is not None and num_prompt > key.tpm:
+            text = f"prompt: has {num_prompt} tokens; this API key may have {key.tpm} a minute"
+            raise RequestError(text, param="prompt")
+        num_tokens = sum(one.most_tokens for one in completions)
+        try:
+            return await self._take(key, num_tokens if key.tpm is None else min(num_tokens, key.tpm))
+        except RateLimited as error:
+            if error.is_certain and self._asks_shared:
+                self._used_up[key.id] = time.monotonic() + error.retry_after_s, error
+            raise
 
     async def _take(self, key: ApiKey, num_tokens: int) -> tuple[Limiter, Reservation]:
         id = secrets.token_hex(8)

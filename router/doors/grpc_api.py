@@ -142,7 +142,6 @@ class InferenceServicer(pb_grpc.InferenceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         async with _statuses(context), self._counted():
             client = self._access.identify(authorization_of(context.invocation_metadata()))
-            self._access.limits.check(client)
             asked = self._asked(request, context, client)
             completion = await self._completions.open(asked)
             async with self._reserved(client, completion, context), completion.run() as events:
@@ -169,9 +168,10 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         peer, deadline_s = context.peer(), context.time_remaining()
         max_context = self._completions.model.max_context
         try:
+            self._access.limits.check(client)
             return client.bound(request_of(request, deadline_s=deadline_s, max_context=max_context, peer=peer))
         except ClusterError as error:
-            self._completions.unreadable(request.request_id[:128], error, peer=peer)
+            self._completions.unreadable(request.request_id[:128], error, key=client.key, peer=peer)
             raise
 
     async def ListModels(

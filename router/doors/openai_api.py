@@ -85,7 +85,6 @@ class _Door:
         return JSONResponse(_model(served))
 
     async def text(self, request: Request) -> Response:
-        self._limits.check(_client(request))
         body = await self._read(TextBody, request)
         opened = await self._open(body, request)
         tokenizer = self._completions.tokenizer
@@ -93,24 +92,24 @@ class _Door:
         return await self._answer(request, body, opened, forms)
 
     async def chat(self, request: Request) -> Response:
-        self._limits.check(_client(request))
         body = await self._read(ChatBody, request)
         opened = await self._open(body, request)
         return await self._answer(request, body, opened, [ChatForm(self._completions.tokenizer)])
 
     async def _read(self, kind: type[Body], request: Request) -> Body:
+        client = _client(request)
         try:
-            key = _client(request).key
-            return await self._bodies.read(kind, request, key_id=key.id if key else "")
+            self._limits.check(client)
+            return await self._bodies.read(kind, request, key_id=client.key.id if client.key else "")
         except ClusterError as error:
-            self._completions.unreadable(request.state.request_id, error, peer=_peer(request))
+            self._completions.unreadable(request.state.request_id, error, key=client.key, peer=_peer(request))
             raise
 
     def _bound(self, one: CompletionRequest, request: Request) -> CompletionRequest:
         try:
             return _client(request).bound(one)
         except ClusterError as error:
-            self._completions.unreadable(one.id, error, peer=one.peer)
+            self._completions.unreadable(one.id, error, key=_client(request).key, peer=one.peer)
             raise
 
     async def _open(self, body: TextBody | ChatBody, request: Request) -> list[Completion]:

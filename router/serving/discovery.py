@@ -24,13 +24,20 @@ class Discovery:
     """Owns `redis`. Where that is away the replicas known stay: each one's own frames tell whether it lives."""
 
     def __init__(
-        self, redis: Redis, replicas: Replicas, *, name: str, key: bytes, tasks: Supervisor | None = None
+        self,
+        redis: Redis,
+        replicas: Replicas,
+        *,
+        name: str,
+        key: bytes,
+        tasks: Supervisor | None = None,
+        count_refused: Callable[[], object] = lambda: None,
     ) -> None:
         """name: of the deployment. key: by which its members sign. tasks: among which its own are; None: by
-        themselves."""
+        themselves. count_refused: of members that are not believed."""
         self._redis = redis
         self._replicas = replicas
-        self._membership = Membership(redis, name=name, key=key)
+        self._membership = Membership(redis, name=name, key=key, count_refused=count_refused)
         self._reader = IndexReader(redis, replicas.index, name=name)
         self.has_read = False  # who is a member, once
         self._redis_was_there = True

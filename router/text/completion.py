@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
+from cluster.words.api_key import ApiKey
 from cluster.words.errors import (
     ClientTooSlow,
     ClusterError,
@@ -90,10 +91,10 @@ class Completions:
         self.threads.close()
         self.trail.close()
 
-    def unreadable(self, request_id: str, error: ClusterError, *, peer: str) -> None:
-        """A door could not even make a request of what came."""
+    def unreadable(self, request_id: str, error: ClusterError, *, key: ApiKey | None, peer: str) -> None:
+        """A door could not even make a request of what came, or did not look at it."""
         self.metrics.requests.labels(outcome_of(error).code).inc()
-        self.trail.unreadable(request_id, error, peer=peer)
+        self.trail.unreadable(request_id, error, key=key, peer=peer)
 
     async def _tokenize(self, prompt: str | Chat | tuple[int, ...]) -> tuple[int, ...]:
         if isinstance(prompt, tuple):
@@ -189,6 +190,11 @@ class Completion:
             # No prefill replica took part where a decode replica had it all, and who was chosen may depend on it.
             route = RequestRoute(attempts=route.attempts, migrations=route.migrations)
         yield Summary(usage=usage, route=route, ttft_s=self._clock.ttft_s, itl_s=self._clock.itl_s)
+
+    def refuse(self, error: ClusterError) -> None:
+        """It is not to be run, for its key may not ask for it at present."""
+        self._metrics.requests.labels(outcome_of(error).code).inc()
+        self._trail.refused(self.request, error)
 
     @property
     def most_tokens(self) -> int:

@@ -13,6 +13,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
+from cluster.words.api_key import ApiKey
 from cluster.words.errors import ClusterError, RequestError, outcome_of
 from router.text.completion_request import CompletionRequest
 from router.text.events import TokenUsage
@@ -56,9 +57,10 @@ class RequestTrail:
         """It was not let in."""
         self._write(**_who(request), **_why(error))
 
-    def unreadable(self, request_id: str, error: ClusterError, *, peer: str) -> None:
+    def unreadable(self, request_id: str, error: ClusterError, *, key: ApiKey | None, peer: str) -> None:
         """It was no request yet. What is wrong is a client's word, if it is a field that we do not know."""
-        self._write(request=request_id, peer=peer, outcome=outcome_of(error).code)
+        key_id, tenant = (key.id, key.tenant) if key else ("", "")
+        self._write(request=request_id, key=key_id, tenant=tenant, peer=peer, outcome=outcome_of(error).code)
 
     def close(self) -> None:
         for handler in self._logger.handlers:

@@ -9,11 +9,12 @@ import grpc
 import pytest
 from openai import AsyncOpenAI
 
-from cluster.index.key_channel import KEY_SEAL, KeyPublisher
+from cluster.index.key_channel import KeyPublisher
 from cluster.index.presence import connect_redis
 from cluster.process.ports import free_port
 from cluster.rpc import inference_pb2 as pb
 from cluster.rpc import inference_pb2_grpc as rpc
+from cluster.words.credentials import Purpose
 from router.service import RouterService
 from tests.e2e.conftest import Checkpoint
 from tests.identities import router
@@ -57,7 +58,7 @@ async def router_with(checkpoint: Checkpoint, redis_url: str, *issued: IssuedKey
         "router": {"grpc_port": free_port(), "keys": "required"},
     }
     async with local_cluster(checkpoint("llama"), redis_url, **tree) as cluster:
-        seal_key = cluster.credentials.key(KEY_SEAL)
+        seal_key = cluster.credentials.key(Purpose.API_KEYS)
         publisher = KeyPublisher(connect_redis(redis_url), name=cluster.spec.name, seal_key=seal_key)
         await publisher.publish(book_of(*issued))
         service = await RouterService.open(

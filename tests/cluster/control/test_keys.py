@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import redis
 
-from cluster.index.key_channel import KEY_SEAL, KeyReader
+from cluster.index.key_channel import KeyReader
 from cluster.index.presence import connect_redis
 from cluster.words.api_key import KeyBook, KeyChange, new_key, new_secret
+from cluster.words.credentials import Purpose
 from cluster.words.errors import SpecError
 from tests.cluster.control.conftest import Deployment
 from tests.waiting import until
@@ -25,12 +26,12 @@ def told(deployment: Deployment, redis_url: str) -> KeyBook | None:
     """What a router that starts now reads."""
 
     async def read() -> KeyBook | None:
-        seal_key = deployment.credentials.key(KEY_SEAL)
-        reader = KeyReader(connect_redis(redis_url), name=deployment.name, seal_key=seal_key)
+        seal_key = deployment.credentials.key(Purpose.API_KEYS)
+        client = connect_redis(redis_url)
         try:
-            return await reader.read()
+            return await KeyReader(client, name=deployment.name, seal_key=seal_key).read()
         finally:
-            await reader.close()
+            await client.aclose()
 
     return asyncio.run(read())
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.words.api_key import ApiKey, KeyBook, new_key, new_secret
-from router.access.access import Access
+from router.access.access import Access, Count
 from router.access.keyring import Keyring
-from router.access.limits import Count, Limits
+from router.access.limits import Limits
 from router.access.local_limiter import LocalLimiter
 
 SALT_KEY = bytes(range(32))
@@ -38,4 +38,4 @@ def access_with(*issued: IssuedKey, is_required: bool = True, count: Count = lam
     """What both doors ask, with these keys and no Redis."""
     keyring = Keyring(None, salt_key=SALT_KEY, is_required=is_required)
     keyring.take(book_of(*issued))
-    return Access(keyring, Limits(None, LocalLimiter(), count=count), count=count)
+    return Access(keyring, Limits(None, LocalLimiter()), count=count)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -47,9 +49,9 @@ class Doors:
 
 
 @asynccontextmanager
-async def both(completions: MakeCompletions, access: Access) -> AsyncIterator[Doors]:
+async def both(completions: MakeCompletions, access: Access, *, trail: Path | None = None) -> AsyncIterator[Doors]:
     fake = FakeTokenService()
-    service = completions(fake)
+    service = completions(fake, trail=trail)
     door = await open_grpc_api(service, access=access, host="127.0.0.1", port=0)
     try:
         async with (
@@ -61,6 +63,7 @@ async def both(completions: MakeCompletions, access: Access) -> AsyncIterator[Do
     finally:
         await door.close(grace_s=0)
         await access.close()
+        service.close()
 
 
 BODY = {"model": "tiny", "prompt": "abc", "max_tokens": 4}
@@ -214,15 +217,28 @@ async def test_a_client_that_leaves_gives_its_place_back(completions: MakeComple
 
 
 async def test_who_is_turned_away_is_counted(completions: MakeCompletions) -> None:
-    known, outcomes = issue("acme", rpm=1), list[str]()
-    async with both(completions, access_with(known, count=outcomes.append)) as doors, doors.openai(known) as client:
+    outcomes = list[str]()
+    async with both(completions, access_with(issue("acme"), count=outcomes.append)) as doors:
         await doors.http.get("/v1/models")
+        with pytest.raises(grpc.aio.AioRpcError):
+            await doors.generate(None, **ASKED).read()
+    assert outcomes == ["invalid_api_key"] * 2
+
+
+async def test_what_a_key_may_not_ask_for_is_in_the_trail(completions: MakeCompletions, tmp_path: Path) -> None:
+    known, trail = issue("acme", tenant="team", rpm=1, max_tokens=4), tmp_path / "trail.jsonl"
+    async with both(completions, access_with(known), trail=trail) as doors, doors.openai(known) as client:
+        with pytest.raises(openai.BadRequestError):
+            await client.completions.create(**BODY | {"max_tokens": 5})
         await client.completions.create(**BODY)
         with pytest.raises(openai.RateLimitError):
             await client.completions.create(**BODY)
         with pytest.raises(grpc.aio.AioRpcError):
-            await doors.generate(None, **ASKED).read()
-    assert outcomes == ["invalid_api_key", "rate_limit_exceeded", "invalid_api_key"]
+            await doors.generate(known, **ASKED).read()
+    lines = [json.loads(line) for line in trail.read_text().splitlines()]
+    assert [line["outcome"] for line in lines] == ["invalid_value", "completed", *["rate_limit_exceeded"] * 2]
+    assert {(line["key"], line["tenant"]) for line in lines} == {(known.key.id, "team")}
+    assert known.secret not in trail.read_text()
 
 
 async def test_many_prompts_of_one_request_are_one_request(completions: MakeCompletions) -> None:

@@ -79,7 +79,7 @@ def test_no_file_of_it_is_for_others_to_read(tmp_path: Path) -> None:
     try:
         trail = RequestTrail(tmp_path / "trail.jsonl", max_bytes=200)
         for number in range(20):
-            trail.unreadable(f"r{number}", RequestError("no"), peer="10.0.0.7:1")
+            trail.unreadable(f"r{number}", RequestError("no"), key=None, peer="10.0.0.7:1")
         trail.close()
     finally:
         os.umask(before)
