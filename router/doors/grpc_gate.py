@@ -21,6 +21,7 @@ Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 _FREE_S = 10.0  # for the message of who needs no key
+_NOW = 0.0  # of the loop's clock
 _MAX_FREE = 16  # such messages at a time, each of MAX_REQUEST_BYTES at most
 
 
@@ -70,12 +71,14 @@ class _Messages:
                     oldest = next(iter(self._scopes))
                     del self._scopes[oldest]
                     if not oldest.expired():
-                        oldest.reschedule(0.0)
+                        oldest.reschedule(_NOW)
                 try:
                     return await anext(aiter(requests))
                 finally:
                     self._scopes.pop(scope, None)
         except TimeoutError:
+            if scope.when() == _NOW:
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls wait for their request")
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the request did not arrive in time")
         except StopAsyncIteration:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "there is no request in this call")
