@@ -20,9 +20,10 @@ from cluster.process.supervisor import Supervisor
 from cluster.rpc import worker_pb2
 from cluster.words.api_key import KeyBook
 from cluster.words.credentials import Credentials, Purpose
+from cluster.words.network import is_loopback
 from cluster.words.papers import Identity
 from cluster.words.request import Role
-from cluster.words.spec import RouterSpec, Spec, is_loopback
+from cluster.words.spec import RouterSpec, Spec
 from router.access.access import Access
 from router.doors.admin_api import AdminListener, create_admin_app
 from router.doors.certificates import Certificates

@@ -54,7 +54,7 @@ def deploy(
     Raises ClusterError. Then, and when it is interrupted, nothing that it started is left.
     """
     watch = Stopwatch()
-    preflight.check_name(spec.name, reporter.say)
+    preflight.check_is_free(spec.name, reporter.say)
     preflight.check_index(spec.index, trust_network=spec.kv.trust_network)
     if address is None:
         here = preflight.this_node()

@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from cluster.control.placement import Node, as_a_router, router_nodes
 from cluster.words.errors import SpecError
-from cluster.words.spec import RouterSpec, is_loopback
+from cluster.words.network import is_loopback
+from cluster.words.spec import RouterSpec
 
 LOOPBACK = "127.0.0.1"
 EVERYWHERE = ("0.0.0.0", "::")

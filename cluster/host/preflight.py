@@ -20,7 +20,7 @@ from cluster.words.spec import RouterSpec, SecuritySpec, Spec
 _REDIS_S = 3.0
 
 
-def check_name(name: str, say: Callable[[str], None]) -> None:
+def check_is_free(name: str, say: Callable[[str], None]) -> None:
     """The name must be free. What a command that was killed has left of it is cleared away."""
     state = states.load(name)
     if state is None:

@@ -11,7 +11,6 @@ that has lost them is told again. Raises redis.RedisError when Redis is away.
 
 from __future__ import annotations
 
-import hmac
 import logging
 from collections.abc import Set
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from cluster.words.api_key import KeyBook
+from cluster.words.seal import is_sealed, seal
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +34,11 @@ class KeyPublisher:
     async def publish(self, book: KeyBook) -> None:
         """Have Redis say this, unless it does already."""
         text = book.to_json()
-        seal = seal_of(text.encode(), self._seal_key)
+        said = [text.encode(), seal(self._seal_key, text.encode())]
         # Both: whoever else may write to Redis may have changed either.
-        if await self._redis.hmget(_place(self._name), "book", "seal") != [text.encode(), seal.encode()]:
+        if await self._redis.hmget(_place(self._name), "book", "seal") != said:
             async with self._redis.pipeline(transaction=True) as pipeline:
-                pipeline.hset(_place(self._name), mapping={"book": text, "seal": seal})
+                pipeline.hset(_place(self._name), mapping=dict(zip(("book", "seal"), said, strict=True)))
                 if book.keys:
                     pipeline.sadd(_counted(self._name), *(key.id for key in book.keys))
                 await pipeline.execute()
@@ -74,22 +74,22 @@ class KeyReader:
         if self._seal and await self._redis.hget(_place(self._name), "seal") == self._seal:
             return None
         found: list[Any] = await self._redis.hmget(_place(self._name), "book", "seal")
-        text, seal = found
-        if text is None or seal is None:  # it has come back empty: what is known still holds
+        text, shown = found
+        if text is None or shown is None:  # it has come back empty: what is known still holds
             return None
         try:
-            book = self._opened(text, seal)
+            book = self._opened(text, shown)
         except (ValueError, KeyError, TypeError) as error:
-            if self._passed_over != (text, seal):
+            if self._passed_over != (text, shown):
                 logger.error("the keys in Redis are passed over: %s", error)
-            self._passed_over = text, seal
+            self._passed_over = text, shown
             return None
-        self._version, self._seal = book.version, seal
+        self._version, self._seal = book.version, shown
         return book
 
-    def _opened(self, text: bytes, seal: bytes) -> KeyBook:
+    def _opened(self, text: bytes, shown: bytes) -> KeyBook:
         """Whoever else may write to Redis makes no keys, and brings none back. Raises ValueError and its kin."""
-        if not hmac.compare_digest(seal, seal_of(text, self._seal_key).encode()):
+        if not is_sealed(shown, self._seal_key, text):
             raise ValueError("their seal is not this deployment's")
         book = KeyBook.from_json(text)
         if book.version < self._version:
@@ -100,11 +100,6 @@ class KeyReader:
 def places_of(name: str, key_id: str) -> tuple[str, str]:
     """Where the limits of a key are counted: in the last minute, and under way."""
     return f"{name}:key:{key_id}:used", f"{name}:key:{key_id}:running"
-
-
-def seal_of(text: bytes, key: bytes) -> str:
-    """What only a holder of `key` can make of this text, in hex."""
-    return hmac.new(key, text, "sha256").hexdigest()
 
 
 def _place(name: str) -> str:

@@ -1,7 +1,7 @@
 """Who serves: each replica holds a lease in Redis, and routers read who is there.
 
     <name>:members            set of replica ids
-    <name>:member:<replica>   the record, signed, as JSON; expires 3 s after its last renewal
+    <name>:member:<replica>   its seal, and the record as JSON; expires 3 s after its last renewal
 
 Redis tells a router whom to connect to. Whether that replica lives, the router knows from its own stream to it; so when
 Redis is away, nobody leaves and nobody flaps. Who can write to Redis makes no member: a record counts if a process of
@@ -10,24 +10,22 @@ this deployment has signed it.
 
 from __future__ import annotations
 
-import hmac
 import json
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from hashlib import blake2b
 
 from redis.asyncio import Redis
 
 from cluster.words.request import Role
+from cluster.words.seal import SEAL_BYTES, is_sealed, seal
 
 logger = logging.getLogger(__name__)
 
 LEASE_S = 3.0
 RENEW_S = 1.0
 
-_SIGNATURE_BYTES = 32
 _MAX_RECORD_BYTES = 16 << 10
 _MAX_REMEMBERED = 1024  # names with bad records, of which we have said so
 
@@ -80,7 +78,8 @@ class Membership:
 
     async def renew(self, member: Member) -> bool:
         """Enter or stay for another LEASE_S. False: Redis did not know us any more, nor, perhaps, anything else."""
-        record = self._sign(member.to_json().encode())
+        text = member.to_json().encode()
+        record = seal(self._key, text) + text
         async with self._redis.pipeline(transaction=False) as pipeline:
             pipeline.set(self._record + member.replica, record, px=int(LEASE_S * 1000), get=True)
             pipeline.sadd(self._set, member.replica)
@@ -107,9 +106,9 @@ class Membership:
 
     def _read(self, replica: str, record: str | bytes) -> Member | None:
         record = record.encode() if isinstance(record, str) else record
-        _, _, text = record.partition(b" ")
+        shown, text = record[:SEAL_BYTES], record[SEAL_BYTES:]
         try:
-            if len(record) > _MAX_RECORD_BYTES or not hmac.compare_digest(self._sign(text), record):
+            if len(record) > _MAX_RECORD_BYTES or not is_sealed(shown, self._key, text):
                 raise ValueError("it is not signed by this deployment")
             member = Member.from_json(text)
             if member.replica != replica:
@@ -118,9 +117,6 @@ class Membership:
             self._refuse(replica, str(error))
             return None
         return member
-
-    def _sign(self, text: bytes) -> bytes:
-        return blake2b(text, key=self._key, digest_size=_SIGNATURE_BYTES).hexdigest().encode() + b" " + text
 
     def _refuse(self, replica: str, reason: str) -> None:
         """Say it once, although the record is read several times a second."""

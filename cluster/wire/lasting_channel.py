@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from grpc import aio
@@ -49,14 +48,6 @@ class LastingChannel:
         """Calls under way are cancelled."""
         lines = [self._line, *self._old]
         await asyncio.gather(*(line.channel.close() for line in lines), *self._closing)
-
-    async def __aenter__(self) -> LastingChannel:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
-        await self.close()
 
     def _calls(self, kind: str, method: tuple[Any, ...], codec: dict[str, Any]) -> Callable[..., Any]:
         """Makes each call on the line that is there by then."""

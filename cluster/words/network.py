@@ -12,7 +12,7 @@ _PROTECTED = ("tcp",)
 
 
 def is_loopback(host: str) -> bool:
-    """A name other than localhost may be anywhere."""
+    """Whether only this machine reaches what listens there. A name other than localhost may be anywhere."""
     if host == "localhost":
         return True
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,6 +16,7 @@ from pydantic import (
     model_validator,
 )
 
+from cluster.words.network import is_loopback
 from cluster.words.plugin import IS_PLUGIN, PLUGIN, one_of
 from cluster.words.request import Role
 
@@ -31,7 +31,7 @@ DType = Literal["bfloat16", "float16", "float32"]
 Weights = Literal["as_stored", "int8", "quantized"]
 
 
-def _check_name(name: str, *, ours: tuple[str, ...]) -> str:
+def _check_known(name: str, *, ours: tuple[str, ...]) -> str:
     if name not in ours and not IS_PLUGIN.fullmatch(name):
         raise ValueError(f"must be {one_of(ours)}")
     return name
@@ -40,19 +40,11 @@ def _check_name(name: str, *, ours: tuple[str, ...]) -> str:
 _POLICIES = ("cost", "prefix", "least_loaded", "round_robin")
 _LINKS = ("tcp", "gloo")
 _EVICTIONS = ("reuse_value", "lru")
-PolicyName = Annotated[str, AfterValidator(partial(_check_name, ours=_POLICIES)), Field(examples=[*_POLICIES, PLUGIN])]
-LinkName = Annotated[str, AfterValidator(partial(_check_name, ours=_LINKS)), Field(examples=[*_LINKS, PLUGIN])]
+PolicyName = Annotated[str, AfterValidator(partial(_check_known, ours=_POLICIES)), Field(examples=[*_POLICIES, PLUGIN])]
+LinkName = Annotated[str, AfterValidator(partial(_check_known, ours=_LINKS)), Field(examples=[*_LINKS, PLUGIN])]
 EvictionName = Annotated[
-    str, AfterValidator(partial(_check_name, ours=_EVICTIONS)), Field(examples=[*_EVICTIONS, PLUGIN])
+    str, AfterValidator(partial(_check_known, ours=_EVICTIONS)), Field(examples=[*_EVICTIONS, PLUGIN])
 ]
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens there. A name other than localhost may be anything."""
-    try:
-        return ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 class _Section(BaseModel):

@@ -17,7 +17,6 @@ more.
 
 from __future__ import annotations
 
-import hmac
 import os
 import struct
 from contextlib import suppress
@@ -29,13 +28,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cluster.words.seal import SEAL_BYTES, is_sealed, seal
 from engine.kv.layout import KVLayout
 
 VERSION = 2
 
 _FIELDS = struct.Struct("<8sII16sI16s32s")
-_SEAL_BYTES = 32
-_HEADER_BYTES = _FIELDS.size + _SEAL_BYTES
+_HEADER_BYTES = _FIELDS.size + SEAL_BYTES
 _MAGIC = b"KVBLOCK\n"
 
 
@@ -52,30 +51,24 @@ class Stamp:
         return self.layout.block_bytes
 
     def header(self, prefix_hash: bytes, payload: Tensor) -> bytes:
-        fields = _FIELDS.pack(*self._ours, prefix_hash, self._seal(b"payload" + prefix_hash, payload.numpy().data))
-        return fields + self._seal(b"header", memoryview(fields))
+        fields = _FIELDS.pack(*self._ours, prefix_hash, seal(self.key, b"payload", prefix_hash, payload.numpy().data))
+        return fields + seal(self.key, b"header", fields)
 
     def read_header(self, data: bytes) -> Header | None:
         """None if this is no header of ours."""
-        fields, seal = data[: _FIELDS.size], data[_FIELDS.size :]
-        if len(data) != _HEADER_BYTES or not hmac.compare_digest(seal, self._seal(b"header", memoryview(fields))):
+        fields, shown = data[: _FIELDS.size], data[_FIELDS.size :]
+        if len(data) != _HEADER_BYTES or not is_sealed(shown, self.key, b"header", fields):
             return None
         *ours, prefix_hash, payload_seal = _FIELDS.unpack(fields)
         return Header(prefix_hash, payload_seal) if tuple(ours) == self._ours else None
 
     def has_sealed(self, header: Header, payload: memoryview) -> bool:
         """Whether this is the payload that the header was written for."""
-        return hmac.compare_digest(header.payload_seal, self._seal(b"payload" + header.prefix_hash, payload))
+        return is_sealed(header.payload_seal, self.key, b"payload", header.prefix_hash, payload)
 
     @property
     def _ours(self) -> tuple[bytes, int, int, bytes, int]:
         return _MAGIC, VERSION, self.rank, bytes.fromhex(self.layout.fingerprint), self.layout.tensor_parallel
-
-    def _seal(self, what: bytes, data: memoryview) -> bytes:
-        """Of data, and of what it is."""
-        seal = hmac.new(self.key, what, "sha256")
-        seal.update(data)
-        return seal.digest()
 
 
 @dataclass(frozen=True)

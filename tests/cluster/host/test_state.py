@@ -13,7 +13,7 @@ import pytest
 
 from cluster.host import state
 from cluster.host.local_ray import LocalRay
-from cluster.host.preflight import check_name, check_ports
+from cluster.host.preflight import check_is_free, check_ports
 from cluster.host.state import Command, State
 from cluster.process import processes
 from cluster.process.ports import free_port
@@ -75,13 +75,13 @@ def test_an_interrupted_deploy_is_recognised() -> None:
 def test_a_name_that_is_taken_is_refused() -> None:
     state.save(deployed("a"))
     with pytest.raises(DeployError, match="a is deployed already; `cluster scale` resizes it"):
-        check_name("a", print)
+        check_is_free("a", print)
     state.save(deployed("a", deploying=Command.current()))
     with pytest.raises(DeployError, match="a is being deployed"):
-        check_name("a", print)
+        check_is_free("a", print)
     state.save(deployed("a", deploying=dead_command()))
     with pytest.raises(DeployError, match=r"was interrupted on Ray at 10.0.0.1:6379; run `cluster down` first"):
-        check_name("a", print)
+        check_is_free("a", print)
 
 
 def test_what_a_killed_command_left_is_cleared(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_what_a_killed_command_left_is_cleared(tmp_path: Path) -> None:
     left = subprocess.Popen(["sleep", "60"], env={"XPYD_LOCAL_RAY": local.temp_dir}, start_new_session=True)
     state.save(deployed("a", local_ray=local, deploying=dead_command()))
     said: list[str] = []
-    check_name("a", said.append)
+    check_is_free("a", said.append)
     assert left.wait(5) < 0
     assert state.load("a") is None and said == ["clearing away what is left of an earlier a"]
 

@@ -60,7 +60,7 @@ async def test_deployments_do_not_see_each_other(redis: Redis) -> None:
     "record",
     [
         _MEMBER.to_json(),
-        f"{'0' * 64} {_MEMBER.to_json()}",
+        bytes(32) + _MEMBER.to_json().encode(),
         "",
         " ",
         "not JSON",

@@ -62,6 +62,12 @@ async def _serving(identity: Identity) -> AsyncIterator[tuple[str, CountingServi
     await server.stop(None)
 
 
+@asynccontextmanager
+async def _closing(channel: LastingChannel) -> AsyncIterator[LastingChannel]:
+    yield channel
+    await channel.close()
+
+
 async def _frame(servicer: CountingServicer, frames: Any) -> int:
     servicer.go.release()
     return int((await asyncio.wait_for(frames.read(), 10)).number)
@@ -71,7 +77,7 @@ async def test_a_stream_goes_on_while_both_ends_are_renewed() -> None:
     authority = Authority.create(DEPLOYMENT)
     server, client = proven(authority, _CALLEE), proven(authority, _CALLER)
     async with _serving(server) as (address, servicer):
-        async with open_lasting_channel(address, peer=_CALLEE, identity=client) as channel:
+        async with _closing(open_lasting_channel(address, peer=_CALLEE, identity=client)) as channel:
             worker, decode = rpc.WorkerStub(channel), rpc.DecodeWorkerStub(channel)
             frames = worker.Frames(_FRAMES)
             assert await _frame(servicer, frames) == 0
@@ -111,7 +117,7 @@ async def test_an_old_connection_ends_with_its_last_call() -> None:
             opened.append(open_channel(address, peer=_CALLEE, identity=client))
             return opened[-1]
 
-        async with LastingChannel(open_one, client) as channel:
+        async with _closing(LastingChannel(open_one, client)) as channel:
             frames = rpc.WorkerStub(channel).Frames(_FRAMES)
             assert await _frame(servicer, frames) == 0
             client.renew(papers(authority, _CALLER))
@@ -129,7 +135,7 @@ async def test_calls_under_way_end_with_the_channel() -> None:
     authority = Authority.create(DEPLOYMENT)
     client = proven(authority, _CALLER)
     async with _serving(proven(authority, _CALLEE)) as (address, servicer):
-        async with open_lasting_channel(address, peer=_CALLEE, identity=client) as channel:
+        async with _closing(open_lasting_channel(address, peer=_CALLEE, identity=client)) as channel:
             old = rpc.WorkerStub(channel).Frames(_FRAMES)
             assert await _frame(servicer, old) == 0
             client.renew(papers(authority, _CALLER))
