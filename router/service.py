@@ -148,6 +148,7 @@ class RouterService:
             is_required=spec.router.needs_keys(host),
             is_cache_told=is_loopback(host),
             num_routers=spec.router.replicas,
+            tasks=tasks,
             count=lambda outcome: metrics.requests.labels(outcome).inc(),
             known=keys,
         )
@@ -237,7 +238,7 @@ class RouterService:
     async def _watch(self) -> None:
         """Keep the gRPC health service in step with the replicas."""
         while True:
-            await self._door.set_health(is_live=self.is_live(), is_ready=self.is_ready())
+            self._door.set_health(is_live=self.is_live(), is_ready=self.is_ready())
             try:
                 await self._replicas.changed(timeout_s=_WATCH_S)
             except TimeoutError:

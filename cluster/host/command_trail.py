@@ -16,7 +16,9 @@ from cluster.host import state as states
 
 _CHANGES = {"deploy", "down", "scale", "drain", "chaos", "keys"}
 _SECRET_OPTION = "--api-key"
-_PASSWORD = re.compile(r"(?<=://)[^/@\s]*@")  # of a URL
+# Of a URL: what is before its last @, for a password may have one, and what is called a password behind it.
+_BEFORE_HOST = re.compile(r"(?<=://)\S*@")
+_NAMED = re.compile(r"(?i)(?<=[?&;])((?:\w*password|username)=)[^&;\s]*")
 
 
 def note_command(arguments: Sequence[str], *, exit_code: int, seconds: float, error: str = "") -> None:
@@ -72,4 +74,4 @@ def _without_secrets(arguments: Sequence[str]) -> list[str]:
 
 
 def _without_password(text: str) -> str:
-    return _PASSWORD.sub("***@", text)
+    return _NAMED.sub(r"\1***", _BEFORE_HOST.sub("***@", text))

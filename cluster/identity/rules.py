@@ -57,7 +57,8 @@ def _as_router(message: Any, caller: ProcessName, callee: ProcessName) -> bool:
 
 
 def _as_sender(message: Any, caller: ProcessName, callee: ProcessName) -> bool:
-    return bool(message.hello.sender == str(caller))
+    """Also of whose rank's heads it brings."""
+    return bool(message.hello.sender == str(caller) and str(message.hello.sender_rank) == caller.member)
 
 
 def _as_leader(message: Any, caller: ProcessName, callee: ProcessName) -> bool:

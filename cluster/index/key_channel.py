@@ -64,7 +64,7 @@ class KeyReader:
         self._seal_key = seal_key
         self._version = least_version
         self._seal: bytes | None = None  # of what was believed last
-        self._passed_over: tuple[bytes, bytes] | None = None  # of which we have said so
+        self._passed_over: object = None  # of which we have said so
 
     async def read(self) -> KeyBook | None:
         """The book, where it is newer than what was read before.
@@ -73,16 +73,16 @@ class KeyReader:
         """
         if self._seal and await self._redis.hget(_place(self._name), "seal") == self._seal:
             return None
-        found: list[Any] = await self._redis.hmget(_place(self._name), "book", "seal")
-        text, shown = found
-        if text is None or shown is None:  # it has come back empty: what is known still holds
-            return None
+        found: Any = await self._redis.hmget(_place(self._name), "book", "seal")
         try:
+            text, shown = found
+            if text is None or shown is None:  # it has come back empty: what is known still holds
+                return None
             book = self._opened(text, shown)
         except (ValueError, KeyError, TypeError) as error:
-            if self._passed_over != (text, shown):
+            if self._passed_over != found:
                 logger.error("the keys in Redis are passed over: %s", error)
-            self._passed_over = text, shown
+            self._passed_over = found
             return None
         self._version, self._seal = book.version, shown
         return book

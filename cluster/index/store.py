@@ -95,10 +95,14 @@ class IndexReader:
         self._events = f"{name}:events"
         self._last_id: bytes | None = None  # of the last event folded in; None: nothing yet
         self._position = 0  # how many events the stream had had when that one was added
+        self._members: set[str] = set()  # of whom events are taken
         self.num_refused = 0  # events that make no sense
 
     async def follow(self, replicas: Iterable[str], *, wait_ms: int) -> None:
-        """Fold in what is new, waiting up to wait_ms for it. If events were missed, `load` the replicas first."""
+        """Fold in what is new of these replicas and of those that were loaded, waiting up to wait_ms for it. If events
+        were missed, `load` the replicas first."""
+        replicas = list(replicas)
+        self._members.update(replicas)
         num_added, num_trimmed, newest_id = await self._stream()
         if self._last_id is None or num_trimmed > self._position:
             self._last_id, self._position = newest_id, num_added
@@ -131,6 +135,7 @@ class IndexReader:
         Other clients have their turn meanwhile. What changes meanwhile comes as an event afterwards.
         """
         for replica in replicas:
+            self._members.add(replica)
             held = {}
             for tier, name in reversed(_set_names(self._name, replica).items()):  # the upper ones have the last word
                 held[tier] = [prefix_hash async for prefix_hash in self._redis.sscan_iter(name, count=_SCAN_BLOCKS)]
@@ -141,11 +146,14 @@ class IndexReader:
 
     async def forget(self, replica: str) -> None:
         """A replica's lease has ended: drop it here and in Redis, however much it held."""
+        self._members.discard(replica)
         self._index.drop(replica)
         await self._redis.unlink(*_set_names(self._name, replica).values())
 
     async def _fold(self, event: dict[bytes, bytes]) -> None:
         replica = event[b"replica"].decode()
+        if replica not in self._members:  # whoever writes to Redis may invent any number of them
+            return
         if b"reset" in event:
             await self.load([replica])
             return

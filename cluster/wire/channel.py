@@ -28,6 +28,7 @@ from cluster.words.process_name import ProcessName
 Method = TypeVar("Method", bound=Callable[..., Awaitable[Any]])
 
 _MAX_MESSAGE_BYTES = 64 << 20  # a 1M-token prompt is 4 MB; no KV bytes travel here
+_MAX_RETRY_S = 3600.0
 # Of an error that crosses a call: its class, and what a caller acts upon.
 _ERROR_KEY, _PARAM_KEY, _RETRY_KEY = "cluster-error", "cluster-error-param", "cluster-error-retry-after-s"
 
@@ -151,6 +152,13 @@ def error_of(error: aio.AioRpcError, *, peer: str) -> ClusterError:
     if isinstance(kind, type) and issubclass(kind, ClusterError):
         with suppress(TypeError, ValueError):  # what a peer says of its error may make no sense
             if issubclass(kind, CapacityError) and _RETRY_KEY in facts:
-                return kind(text, retry_after_s=float(facts[_RETRY_KEY]))
+                return kind(text, retry_after_s=_seconds(facts[_RETRY_KEY]))
             return kind(text, param=facts.get(_PARAM_KEY)) if issubclass(kind, RequestError) else kind(text)
     return ReplicaLost(f"{peer}: {error.code().name}: {error.details()}")
+
+
+def _seconds(text: str) -> float:
+    """Until a caller may try again. Raises ValueError."""
+    if not 0 <= (seconds := float(text)) <= _MAX_RETRY_S:
+        raise ValueError(f"{text} is no time to wait")
+    return seconds

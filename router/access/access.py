@@ -9,6 +9,7 @@ from redis.asyncio import Redis
 
 from cluster.index.key_channel import KeyReader
 from cluster.index.presence import connect_redis
+from cluster.process.supervisor import Supervisor
 from cluster.words.api_key import KeyBook
 from cluster.words.errors import ClusterError, outcome_of
 from router.access.client import Client
@@ -45,10 +46,12 @@ class Access:
         num_routers: int,
         count: Count,
         known: KeyBook | None = None,
+        tasks: Supervisor | None = None,
     ) -> Access:
         """Of the deployment `name`: with what its controller says now, and from now on.
 
         known: by the controller's own word; an older book is not believed. None: nothing is known yet.
+        tasks: among which its own are; None: by themselves.
         """
         for_keys, for_limits = connect_redis(index_url), connect_redis(index_url, within_s=_LIMITS_S)
         least_version = known.version if known else 0
@@ -59,7 +62,11 @@ class Access:
         if known:
             keyring.take(known)
         await keyring.read()
-        access._tasks = [asyncio.create_task(keyring.follow_forever()), asyncio.create_task(limits.keep_forever())]
+        supervisor = tasks or Supervisor()
+        access._tasks = [
+            supervisor.start("keys", keyring.follow_forever),
+            supervisor.start("limits", limits.keep_forever),
+        ]
         return access
 
     @classmethod

@@ -59,7 +59,7 @@ class Limiter(Protocol):
         ...
 
     async def renew(self, taken: list[Reservation]) -> None:
-        """These are still under way: for another LEASE_S."""
+        """These are still under way: for another LEASE_S, also where their leases have ended."""
         ...
 
 

@@ -7,10 +7,10 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from cluster.words.api_key import ApiKey
 from cluster.words.errors import ClusterError, RateLimited, RequestError
@@ -27,14 +27,16 @@ class Limits:
     """Lives on the router's event loop. Where Redis is away, or too slow, this router's own part of each limit counts:
     what was counted on the other side is not carried over."""
 
-    def __init__(self, shared: Limiter | None, local: Limiter) -> None:
-        """shared: of all routers; None where there is none."""
+    def __init__(self, shared: Limiter | None, local: Limiter, *, try_again_s: float = _TRY_AGAIN_S) -> None:
+        """shared: of all routers; None where there is none. try_again_s: after `shared` was found to be away."""
+        self._try_again_s = try_again_s
         self._shared = shared
         self._local = local
         self._under_way: dict[str, tuple[Limiter, Reservation]] = {}
         self._settling: set[asyncio.Task[None]] = set()
         self._away_until = 0.0
         self._is_away = False
+        self._has_failed = False  # for one key: Redis is there
         self._is_closing = False
         self._used_up: dict[str, tuple[float, RateLimited]] = {}  # by key: until when nothing can pass, and why
 
@@ -43,8 +45,8 @@ class Limits:
         """Hold a place for one request, which asks for all these, for as long as the block lasts.
 
         All the tokens that it might use are taken before it, and what it has not used is given back after it. Gives
-        the headers that tell the client. Raises RateLimited, and RequestError where the prompt alone is more than the
-        key may have in a minute.
+        the headers that tell the client. Raises RateLimited, and RequestError where what is asked for is more than the
+        key may have in a minute; answers without a bound get what that leaves.
         """
         key = client.key
         if key is None or not key.is_limited:
@@ -75,12 +77,10 @@ class Limits:
         """Renew what is under way: the places of a router that dies come back when their leases end."""
         while not self._is_closing:  # redis-py may swallow a cancellation
             await asyncio.sleep(LEASE_S / 3)
-            kept = [taken for limiter, taken in self._under_way.values() if limiter is self._shared]
-            if self._shared is not None and kept:
-                try:
-                    await self._shared.renew(kept)
-                except RedisError as error:
-                    self._note_away(error)
+            try:
+                await self._renew()
+            except RedisError as error:
+                self._note(error)
 
     def close(self) -> None:
         """Keep no longer."""
@@ -91,13 +91,14 @@ class Limits:
         await asyncio.gather(*self._settling, return_exceptions=True)
 
     async def _reserve(self, key: ApiKey, completions: Sequence[Completion]) -> tuple[Limiter, Reservation]:
-        num_prompt = sum(len(one.prompt_ids) for one in completions)
-        if key.tpm is not None and num_prompt > key.tpm:
-            text = f"prompt: has {num_prompt} tokens; this API key may have {key.tpm} a minute"
-            raise RequestError(text, param="prompt")
-        num_tokens = sum(one.most_tokens for one in completions)
+        if key.tpm is not None:
+            _bound(completions, key.tpm)
+        taking = asyncio.create_task(self._take(key, sum(one.most_tokens for one in completions)))
         try:
-            return await self._take(key, num_tokens if key.tpm is None else min(num_tokens, key.tpm))
+            return await asyncio.shield(taking)
+        except asyncio.CancelledError:  # the client has gone, and Redis may have counted it
+            self._start(self._give_back(taking))
+            raise
         except RateLimited as error:
             if error.is_certain and self._asks_shared:
                 self._used_up[key.id] = time.monotonic() + error.retry_after_s, error
@@ -107,11 +108,13 @@ class Limits:
         id = secrets.token_hex(8)
         if self._shared is not None and self._asks_shared:
             try:
+                if self._is_away:  # leases have ended meanwhile, and what runs still counts
+                    await self._renew()
                 taken = await self._shared.take(key, id=id, num_tokens=num_tokens)
                 self._is_away = False
                 return self._shared, taken
             except RedisError as error:
-                self._note_away(error)
+                self._note(error)
         return self._local, await self._local.take(key, id=id, num_tokens=num_tokens)
 
     @property
@@ -122,7 +125,21 @@ class Limits:
         try:
             await limiter.settle(taken, used=used)
         except RedisError as error:
-            self._note_away(error)
+            self._note(error)
+
+    async def _renew(self) -> None:
+        kept = [taken for limiter, taken in self._under_way.values() if limiter is self._shared]
+        if self._shared is None or not kept:
+            return
+        await self._shared.renew(kept)
+        for taken in kept:
+            if taken.id not in self._under_way:  # over while it was being renewed, which may have come last
+                await self._shared.settle(taken, used=taken.num_tokens)
+
+    async def _give_back(self, taking: asyncio.Task[tuple[Limiter, Reservation]]) -> None:
+        with suppress(ClusterError):
+            limiter, taken = await taking
+            await self._settle(limiter, taken, 0)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         """Nobody waits for it: the client has its answer."""
@@ -130,8 +147,31 @@ class Limits:
         self._settling.add(task)
         task.add_done_callback(self._settling.discard)
 
-    def _note_away(self, error: RedisError) -> None:
+    def _note(self, error: RedisError) -> None:
+        if isinstance(error, ResponseError):  # it is there, and cannot count this: no reason to pass over other keys
+            if not self._has_failed:
+                logger.warning("Redis does not count for a key; this router's own part of its limits does: %s", error)
+            self._has_failed = True
+            return
         if not self._is_away:
             logger.warning("Redis is away; this router's own part of each limit counts: %s", error)
         self._is_away = True
-        self._away_until = time.monotonic() + _TRY_AGAIN_S
+        self._away_until = time.monotonic() + self._try_again_s
+
+
+def _bound(completions: Sequence[Completion], tpm: int) -> None:
+    """No more than `tpm` tokens for all of them. Raises RequestError."""
+    num_prompt = sum(len(one.prompt_ids) for one in completions)
+    if num_prompt > tpm:
+        raise RequestError(f"prompt: has {num_prompt} tokens; this API key may have {tpm} a minute", param="prompt")
+    if sum(one.most_tokens for one in completions) <= tpm:
+        return
+    unbounded = [one for one in completions if one.request.max_tokens is None]
+    named = sum(one.max_answer_tokens for one in completions if one.request.max_tokens is not None)
+    room = (tpm - num_prompt - named) // max(1, sum(one.n for one in unbounded))
+    if not unbounded or room < max(1, *(one.request.min_tokens for one in unbounded)):
+        raise RequestError(
+            f"max_tokens: prompts and answers may have {tpm} tokens a minute with this API key", param="max_tokens"
+        )
+    for one in unbounded:
+        one.bound_answers(room)

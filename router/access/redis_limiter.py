@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from cluster.index.key_channel import places_of
 from cluster.words.api_key import ApiKey
@@ -36,10 +37,11 @@ _TAKE = (
 local window, tokens = tonumber(ARGV[2]), tonumber(ARGV[8])
 local limits = {r = tonumber(ARGV[5]), t = tonumber(ARGV[6])}
 local wanted, sums, counts, seconds = {r = 1, t = tokens}, {r = 0, t = 0}, {r = {}, t = {}}, {r = {}, t = {}}
+-- What is no count, or of a second that is yet to come (a clock that went back), would count for ever.
 local fields = redis.call('HGETALL', KEYS[1])
 for i = 1, #fields, 2 do
     local kind, at, count = string.sub(fields[i], 1, 1), tonumber(string.sub(fields[i], 2)), tonumber(fields[i + 1])
-    if at <= second - window then
+    if not (sums[kind] and at and count) or at <= second - window or at > second + 1 then
         redis.call('HDEL', KEYS[1], fields[i])
     else
         sums[kind] = sums[kind] + count
@@ -65,6 +67,7 @@ end
 local concurrency = tonumber(ARGV[7])
 if refused == '' and concurrency >= 0 then
     redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now)
+    redis.call('ZREMRANGEBYSCORE', KEYS[2], now + tonumber(ARGV[3]) + 1000, '+inf')
     if redis.call('ZCARD', KEYS[2]) >= concurrency then
         refused, retry = 'c', 1000
     end
@@ -102,12 +105,12 @@ if redis.call('HEXISTS', KEYS[1], field) == 1 then
 end
 """
 
-# KEYS running. ARGV now, lease (ms), ids. One that was given back, or is over, does not come back.
+# KEYS running. ARGV now, lease (ms), ids. One whose lease has ended meanwhile comes back.
 _RENEW = (
     _TIME
     + """
 for i = 3, #ARGV do
-    redis.call('ZADD', KEYS[1], 'XX', now + tonumber(ARGV[2]), ARGV[i])
+    redis.call('ZADD', KEYS[1], now + tonumber(ARGV[2]), ARGV[i])
 end
 """
 )
@@ -152,6 +155,12 @@ class RedisLimiter:
         for one in taken:
             if one.key.concurrency is not None:
                 of_key[one.key.id].append(one.id)
+        failed: ResponseError | None = None
         for key_id, ids in of_key.items():
             _, running = places_of(self._name, key_id)
-            await self._renew(keys=[running], args=[self._now_ms(), round(LEASE_S * 1e3), *ids])
+            try:
+                await self._renew(keys=[running], args=[self._now_ms(), round(LEASE_S * 1e3), *ids])
+            except ResponseError as error:  # of this key's: the others' go on
+                failed = error
+        if failed:
+            raise failed

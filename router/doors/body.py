@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 from typing import TypeVar
 
 import msgspec
@@ -24,12 +25,15 @@ from router.text.text_threads import TextThreads
 Body = TypeVar("Body", TextBody, ChatBody)
 
 _SMALL = 16 * 1024  # bytes, at most 1 ms of parsing: less than it takes to reach a thread and come back
-_MAX_HELD = 256 * 2**20  # bytes of all bodies that a router has at a time
+# Bytes of the large bodies that a router has at a time: of all, and of one key. Small ones always find room.
+_MAX_HELD = 256 * 2**20
+_MAX_HELD_OF_KEY = _MAX_HELD // 4
 # Of a large body, by field: values between brackets, and bytes. Other fields need neither.
 _MAX_PROMPT_VALUES = 2**18  # all prompts together, or a context if that is longer
 _MAX_MESSAGE_VALUES = 2**17
 _MAX_VALUES = 2**12
 _MAX_FIELD_BYTES = 2**18
+_MAX_FIELDS = 256
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 
 
@@ -41,24 +45,24 @@ class BodyReader:
         self._threads = threads
         self._max_context = max_context
         self._within_s = within_s
-        self._held = 0
+        self._held: Counter[str] = Counter()  # bytes, by key
 
-    async def read(self, kind: type[Body], request: Request) -> Body:
-        """The content type is not looked at.
+    async def read(self, kind: type[Body], request: Request, *, key_id: str = "") -> Body:
+        """The content type is not looked at. key_id: whose part of the room a large body takes; empty: nobody's.
 
         Raises RequestError that names the first wrong field, RequestTooLarge as soon as that is known, CapacityError,
         and HTTPException 408 when the body does not arrive in time.
         """
         body = bytearray()
         try:
-            await self._receive(body, request)
+            await self._receive(body, request, key_id)
             if len(body) <= _SMALL:
                 return _parse(kind, bytes(body))
             return await self._threads.run(self._parse_large, kind, bytes(body))
         finally:
-            self._held -= len(body)
+            self._hold(key_id, -_counted(body))
 
-    async def _receive(self, body: bytearray, request: Request) -> None:
+    async def _receive(self, body: bytearray, request: Request, key_id: str) -> None:
         """No more than MAX_REQUEST_BYTES are ever held."""
         too_large = RequestTooLarge(f"the body is larger than {MAX_REQUEST_BYTES} bytes")
         announced = request.headers.get("content-length", "")
@@ -67,14 +71,24 @@ class BodyReader:
         try:
             async with asyncio.timeout(self._within_s):
                 async for part in request.stream():
+                    before = _counted(body)
                     body += part
-                    self._held += len(part)
+                    self._hold(key_id, _counted(body) - before)
                     if len(body) > MAX_REQUEST_BYTES:
                         raise too_large
-                    if self._held > _MAX_HELD:
-                        raise CapacityError("too many large requests are being read already", retry_after_s=1.0)
+                    if _counted(body):
+                        self._check_room(key_id)
         except TimeoutError:
             raise HTTPException(408, headers={"connection": "close"}) from None
+
+    def _hold(self, key_id: str, num_bytes: int) -> None:
+        self._held[key_id] += num_bytes
+        if not self._held[key_id]:
+            del self._held[key_id]
+
+    def _check_room(self, key_id: str) -> None:
+        if self._held.total() > _MAX_HELD or (key_id and self._held[key_id] > _MAX_HELD_OF_KEY):
+            raise CapacityError("too many large requests are being read already", retry_after_s=1.0)
 
     def _parse_large(self, kind: type[Body], body: bytes) -> Body:
         self._check_values(body)
@@ -82,11 +96,11 @@ class BodyReader:
 
     def _check_values(self, body: bytes) -> None:
         try:
-            fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+            fields = msgspec.json.decode(body, type=dict[_Name, msgspec.Raw], dec_hook=_Names().add)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise RequestError(f"the body is not valid JSON: {error}") from None
-        for name, raw in fields.items():
-            value = bytes(raw).strip()
+        for field, raw in fields.items():
+            name, value = field.text, bytes(raw).strip()
             if value.startswith(b'"') and name == "prompt":
                 continue  # one string; its length is looked at where the context is known
             limit = {"prompt": max(_MAX_PROMPT_VALUES, self._max_context), "messages": _MAX_MESSAGE_VALUES}.get(name)
@@ -95,6 +109,35 @@ class BodyReader:
             if _has_more_values(value, limit or _MAX_VALUES):
                 text = f"{name[:64]}: more than {limit or _MAX_VALUES} values are not taken"
                 raise (ContextLengthExceeded if name == "prompt" else RequestError)(text, param=name[:64])
+
+
+class _Name:
+    """Of a field; no dataclass, for msgspec would read an object into that."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+class _Names:
+    """Of the fields of one body: each once. A parser would count the last of two of a name, and make both."""
+
+    def __init__(self) -> None:
+        self._seen = set[str]()
+
+    def add(self, kind: type, text: str) -> _Name:
+        """For msgspec, of each as it comes. Raises RequestError."""
+        assert kind is _Name
+        if text in self._seen:
+            raise RequestError(f"{text[:64]}: is given twice", param=text[:64])
+        self._seen.add(text)
+        if len(self._seen) > _MAX_FIELDS:
+            raise RequestError(f"the body has more than {_MAX_FIELDS} fields")
+        return _Name(text)
+
+
+def _counted(body: bytearray) -> int:
+    """Bytes that count as held."""
+    return len(body) if len(body) > _SMALL else 0
 
 
 def _parse(kind: type[Body], body: bytes) -> Body:

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
@@ -22,6 +22,7 @@ from router.access.client import Client
 from router.doors.certificates import Certificates
 from router.doors.grpc_errors import status_of
 from router.doors.grpc_gate import KeyInterceptor, authorization_of
+from router.doors.grpc_health import DoorHealth
 from router.doors.grpc_messages import request_of, response_of
 from router.text.completion import Completion, Completions
 from router.text.completion_request import MAX_REQUEST_BYTES, CompletionRequest
@@ -30,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 READINESS = "readiness"  # a name of the health service's own, for probes
-_SERVING = health_pb2.HealthCheckResponse.SERVING
-_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 _LAST_WORDS_S = 1.0  # for what has ended to be heard
 _MAX_STREAMS = 4096
@@ -60,16 +59,18 @@ async def open_grpc_api(
     is_port_shared: bool = False,
     certificates: Certificates | None = None,
     max_streams: int = _MAX_STREAMS,
+    max_message_s: float = 60.0,
 ) -> GrpcApi:
     """Start to serve on host:port (0: any free one), in this event loop; with TLS where there are certificates.
 
     is_port_shared: several router processes of one node listen on the same port and the kernel deals out connections;
     otherwise a port in use is an error. max_streams: of one connection; a client that wants more opens another, for
-    what is more waits or is refused (UNAVAILABLE). Raises DeployError.
+    what is more waits or is refused (UNAVAILABLE). max_message_s: how long a client may take to send its request.
+    Raises DeployError.
     """
     grace_ms = round(completions.max_request_s * 1e3)
     server = grpc.aio.server(
-        interceptors=[KeyInterceptor(access, free=[health.SERVICE_NAME])],
+        interceptors=[KeyInterceptor(access, free=[health.SERVICE_NAME], within_s=max_message_s)],
         options=(
             *_OPTIONS,
             ("grpc.max_concurrent_streams", max_streams),
@@ -77,10 +78,10 @@ async def open_grpc_api(
             ("grpc.so_reuseport", int(is_port_shared)),
         ),
     )
-    health_servicer = health.aio.HealthServicer()
+    door_health = DoorHealth()
     inference = InferenceServicer(completions, access)
     pb_grpc.add_InferenceServicer_to_server(inference, server)
-    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    health_pb2_grpc.add_HealthServicer_to_server(door_health, server)
     reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     try:
         if certificates is None:
@@ -90,8 +91,8 @@ async def open_grpc_api(
     except RuntimeError as error:
         raise DeployError(f"gRPC port {host}:{port} cannot be opened; is it in use?") from error
     await server.start()
-    door = GrpcApi(server, inference, health_servicer, bound)
-    await door.set_health(is_ready=True)
+    door = GrpcApi(server, inference, door_health, bound)
+    door.set_health(is_ready=True)
     return door
 
 
@@ -102,26 +103,25 @@ class GrpcApi:
         self,
         server: grpc.aio.Server,
         inference: InferenceServicer,
-        health_servicer: health.aio.HealthServicer,
+        health: DoorHealth,
         port: int,
     ) -> None:
         self.port = port
         self._inference = inference
         self._server = server
-        self._health = health_servicer
+        self._health = health
 
-    async def set_health(self, *, is_live: bool = True, is_ready: bool) -> None:
+    def set_health(self, *, is_live: bool = True, is_ready: bool) -> None:
         """What the health service says: of the server ("") whether it is alive; of "readiness" and
         cluster.v1.Inference whether requests should come here. Watchers hear it at once."""
-        for service, is_so in (("", is_live), (READINESS, is_ready), (SERVICE, is_ready)):
-            await self._health.set(service, _SERVING if is_so else _NOT_SERVING)
+        self._health.set({"": is_live, READINESS: is_ready, SERVICE: is_ready})
 
     async def close(self, *, grace_s: float) -> None:
         """Say that no more requests should come, take no more, let those under way finish for grace_s, then end all.
 
         Who only watches the health service is not waited for.
         """
-        await self.set_health(is_ready=False)
+        self.set_health(is_ready=False)
         self._inference.is_closing = True
         with suppress(TimeoutError):
             await asyncio.wait_for(self._inference.idle.wait(), grace_s)

@@ -100,7 +100,7 @@ class _Door:
         client = _client(request)
         try:
             self._limits.check(client)
-            return await self._bodies.read(kind, request)
+            return await self._bodies.read(kind, request, key_id=client.key.id if client.key else "")
         except ClusterError as error:
             self._completions.unreadable(request.state.request_id, error, key=client.key, peer=_peer(request))
             raise

@@ -65,8 +65,8 @@ class Discovery:
                 await self._reader.load([replica])
                 self._replicas.add(member)
         for replica in [r.id for r in self._replicas if r.id not in members and not r.is_alive]:
-            await self._reader.forget(replica)
             self._replicas.remove(replica)
+            await self._reader.forget(replica)
         self.has_read = True
         await asyncio.sleep(_REFRESH_S)
 

@@ -187,8 +187,14 @@ class Completion:
         usage, route = self._usage, replace(self._route)
         if not self.request.is_cache_told:  # what was cached, in other words
             usage = replace(usage, cached_tokens=0)
-            route = replace(route, cached_tokens=0, pulled_tokens=0, blocks_shipped=0, wire_bytes=0)
+            # No prefill replica took part where a decode replica had it all, and who was chosen may depend on it.
+            route = RequestRoute(attempts=route.attempts, migrations=route.migrations)
         yield Summary(usage=usage, route=route, ttft_s=self._clock.ttft_s, itl_s=self._clock.itl_s)
+
+    def bound_answers(self, max_tokens: int) -> None:
+        """No answer is longer. Before it runs."""
+        self._sampling = replace(self._sampling, max_tokens=min(max_tokens, self._sampling.max_tokens))
+        self.max_answer_tokens = self.n * self._sampling.max_tokens
 
     def refuse(self, error: ClusterError) -> None:
         """It is not to be run, for its key may not ask for it at present."""

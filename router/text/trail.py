@@ -24,14 +24,16 @@ _MAX_BYTES, _NUM_BACKUPS = 64 * 2**20, 4
 class RequestTrail:
     """Writes to a file of its own, which only its owner can read; or nowhere."""
 
-    def __init__(self, path: Path | None = None) -> None:
+    def __init__(self, path: Path | None = None, *, max_bytes: int = _MAX_BYTES) -> None:
+        """max_bytes: of one file; then it becomes path.1, that path.2, and so on to the fourth."""
         self._logger = logging.Logger("trail")
         if path is None:
             self._logger.disabled = True
             return
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
-        handler = RotatingFileHandler(path, maxBytes=_MAX_BYTES, backupCount=_NUM_BACKUPS, encoding="utf-8")
+        _make_private(path)
+        handler = RotatingFileHandler(path, maxBytes=max_bytes, backupCount=_NUM_BACKUPS, encoding="utf-8")
+        handler.rotator = _rotate
         handler.setFormatter(logging.Formatter("%(message)s"))
         self._logger.addHandler(handler)
 
@@ -67,6 +69,16 @@ class RequestTrail:
     def _write(self, **fields: Any) -> None:
         if not self._logger.disabled:
             self._logger.info("%s", json.dumps({"time": round(time.time(), 3), **fields}, ensure_ascii=True))
+
+
+def _make_private(path: str | Path) -> None:
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
+
+
+def _rotate(source: str, to: str) -> None:
+    """And make the next one, which the handler would make for everybody to read."""
+    os.rename(source, to)
+    _make_private(source)
 
 
 def _who(request: CompletionRequest) -> dict[str, str]:

@@ -33,6 +33,22 @@ def test_a_command_that_changes_something_is_noted_whatever_came_of_it(root: Pat
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("rediss://u:p@s3cret@h:1/0", "rediss://***@h:1/0"),
+        ("redis://u:s3cret/s3cret@h", "redis://***@h"),
+        ("redis://h/0?password=s3cret&db=1", "redis://h/0?password=***&db=1"),
+        ("redis://h?ssl_password=s3cret", "redis://h?ssl_password=***"),
+        ("redis://h:1/0", "redis://h:1/0"),
+    ],
+)
+def test_no_part_of_a_password_is_noted(root: Path, url: str, shown: str) -> None:
+    assert run(["deploy", "no-such-file.yaml", "--set", f"index={url}"]) == 2
+    text = (root / "commands.jsonl").read_text()
+    assert "s3cret" not in text and json.loads(text)["command"][-1] == f"index={shown}"
+
+
 def test_what_only_looks_is_not_noted_nor_what_somebody_asks_a_model(root: Path) -> None:
     run(["logs", "decode-0"])
     run(["generate", "deploy"])

@@ -264,10 +264,29 @@ async def test_an_event_that_makes_no_sense_stops_nobody(redis: Redis, event: di
     assert reader.num_refused == 1
 
 
+async def test_replicas_that_are_no_members_hold_nothing(redis: Redis) -> None:
+    index, reader = _reader(redis)
+    await reader.follow(["a"], wait_ms=1)
+    for replica in ("a", "b", "ghost"):
+        writer = IndexWriter(redis, name="c", replica=replica)
+        await writer.publish({_HASHES[0]: Tier.DEVICE})
+        await writer.reset({_HASHES[0]: Tier.DEVICE})
+    await reader.follow(["a"], wait_ms=1)
+    assert index.match(_HASHES) == {"a": 1}
+    await reader.load(["b"])  # found just now: what it had written before is in its sets
+    await IndexWriter(redis, name="c", replica="b").publish({_HASHES[1]: Tier.DEVICE})
+    await reader.follow(["a"], wait_ms=1)
+    assert index.match(_HASHES) == {"a": 1, "b": 2}
+    await reader.forget("b")
+    await IndexWriter(redis, name="c", replica="b").publish({_HASHES[1]: Tier.DEVICE})
+    await reader.follow(["a"], wait_ms=1)
+    assert index.match(_HASHES) == {"a": 1}
+
+
 async def test_following_waits_for_news(redis: Redis) -> None:
     index, reader = _reader(redis)
-    await reader.follow([], wait_ms=1)
-    waiting = asyncio.create_task(reader.follow([], wait_ms=5000))
+    await reader.follow(["a"], wait_ms=1)
+    waiting = asyncio.create_task(reader.follow(["a"], wait_ms=5000))
     await IndexWriter(redis, name="c", replica="a").publish(dict.fromkeys(_HASHES[:1], Tier.DEVICE))
     await asyncio.wait_for(waiting, 3)
     assert index.match(_HASHES) == {"a": 1}

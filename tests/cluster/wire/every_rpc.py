@@ -93,6 +93,7 @@ def truthful(name: str, caller: ProcessName, callee: ProcessName) -> Message:
     """A message that claims what `caller` is."""
     handoff = worker.Handoff(replica=caller.group)
     is_own = caller.group == callee.group
+    number = int(caller.member) if caller.member.isdecimal() else 0
     key = "gang/0" if is_own else f"{caller}>{callee.member}#1/f00/place"
     messages: dict[str, Message] = {
         "Frames": worker.FramesRequest(router=caller.member),
@@ -100,8 +101,8 @@ def truthful(name: str, caller: ProcessName, callee: ProcessName) -> Message:
         "Stop": worker.StopRequest(router=caller.member),
         "Migrate": worker.MigrateRequest(router=caller.member),
         "Pull": worker.PullRequest(handoff=handoff),
-        "Connect": transfer.SenderFrame(hello=transfer.Hello(sender=str(caller))),
-        "Report": transfer.ReportRequest(rank=int(caller.member) if caller.member.isdecimal() else 0),
+        "Connect": transfer.SenderFrame(hello=transfer.Hello(sender=str(caller), sender_rank=number)),
+        "Report": transfer.ReportRequest(rank=number),
         "Tell": transfer.TellRequest(key=key),
         "Ask": transfer.AskRequest(key=key),
     }

@@ -71,6 +71,8 @@ async def test_who_cannot_answer_is_lost() -> None:
     "facts",
     [
         {"cluster-error": "CapacityError", "cluster-error-retry-after-s": "soon"},
+        {"cluster-error": "CapacityError", "cluster-error-retry-after-s": "nan"},
+        {"cluster-error": "CapacityError", "cluster-error-retry-after-s": "inf"},
         {"cluster-error": "ReplicaDidNotStart"},
         {"cluster-error": "annotations"},
     ],

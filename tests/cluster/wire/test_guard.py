@@ -92,6 +92,11 @@ _LIES: list[tuple[ProcessName, str, Message]] = [
         "/cluster.transfer.v1.Rank/Connect",
         transfer.SenderFrame(hello=transfer.Hello(sender="prefill-0/0")),
     ),
+    (
+        _OTHER,
+        "/cluster.transfer.v1.Rank/Connect",
+        transfer.SenderFrame(hello=transfer.Hello(sender="prefill-0/1", sender_rank=0)),
+    ),
     (_SIBLING, "/cluster.transfer.v1.Rank/Report", transfer.ReportRequest(rank=1)),
     (_OTHER, "/cluster.transfer.v1.Rank/Tell", transfer.TellRequest(key="gang/0")),
     (_OTHER, "/cluster.transfer.v1.Rank/Ask", transfer.AskRequest(key="prefill-0/0>1#1/f00/place")),

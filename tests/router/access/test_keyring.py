@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import redis
@@ -130,6 +130,20 @@ async def test_keys_that_somebody_else_has_written_do_not_count(wiped: str, publ
         await ring.read()
         assert lets_in(ring, known)
     await forger.close()
+
+
+@pytest.mark.parametrize("answer", [5, [b"book"], [5, 5], [b"book", 5]], ids=str)
+async def test_an_answer_that_makes_no_sense_is_passed_over(answer: object) -> None:
+    class FakeRedis:
+        async def hmget(self, *asked: str) -> object:
+            return answer
+
+    known = issue("a")
+    reader = KeyReader(cast(Redis, FakeRedis()), name="d", seal_key=SEAL_KEY)
+    ring = Keyring(reader, salt_key=SALT_KEY, is_required=True)
+    ring.take(book_of(known))
+    await ring.read()
+    assert lets_in(ring, known)
 
 
 async def test_an_older_book_does_not_bring_a_revoked_key_back(wiped: str, publisher: KeyPublisher) -> None:

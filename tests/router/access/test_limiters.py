@@ -227,13 +227,29 @@ async def test_the_places_of_a_router_that_dies_come_back(clients: list[Redis], 
     await refused(lives, limited)
 
 
-async def test_a_place_that_was_given_back_is_not_renewed(clients: list[Redis]) -> None:
-    limiter = RedisLimiter(clients[0], name="d")
+async def test_what_still_runs_counts_again_after_its_lease_has_ended(clients: list[Redis], clock: Clock) -> None:
+    limiter = RedisLimiter(clients[0], name="d", now_ms=clock.now_ms)
     limited = key(concurrency=1)
     first = await taken(limiter, limited)
-    await limiter.settle(first, used=0)
+    clock.seconds += LEASE_S + 1
+    second = await taken(limiter, limited)
     await limiter.renew([first])
+    await limiter.settle(second, used=0)
+    await refused(limiter, limited)
+    await limiter.settle(first, used=0)
     await taken(limiter, limited)
+
+
+async def test_counts_of_a_time_to_come_are_forgotten(clients: list[Redis], clock: Clock) -> None:
+    """Redis's clock has gone back; or somebody has written what is no count at all."""
+    limiter = RedisLimiter(clients[0], name="d", now_ms=clock.now_ms)
+    limited = key(rpm=1, tpm=10, concurrency=1)
+    clock.seconds += 86_400
+    await taken(limiter, limited, tokens=10)
+    clock.seconds -= 86_400
+    await clients[0].hset(f"d:key:{limited.id}:used", "nonsense", "x")
+    await taken(limiter, limited, tokens=10)
+    assert (await refused(limiter, limited)).retry_after_s <= WINDOW
 
 
 async def test_one_round_trip_a_request(clients: list[Redis]) -> None:

@@ -11,8 +11,10 @@ import redis
 
 from cluster.index.presence import connect_redis
 from cluster.process.ports import free_port
+from cluster.words.api_key import ApiKey
 from cluster.words.errors import RateLimited, RequestError
 from router.access.client import Client
+from router.access.limiter import Limiter, Reservation
 from router.access.limits import Limits
 from router.access.local_limiter import LocalLimiter
 from router.access.redis_limiter import RedisLimiter
@@ -64,6 +66,14 @@ async def test_a_request_without_bounds_may_have_the_whole_budget(completions: M
     one = await opened(completions)  # as much as the context has room for
     async with limits.reserved(client(tpm=50), [one]) as headers:
         assert headers["x-ratelimit-remaining-tokens"] == "0"
+        assert one.most_tokens == 50
+
+
+async def test_an_answer_beyond_the_budget_is_refused_for_good(completions: MakeCompletions, limits: Limits) -> None:
+    one = await opened(completions, max_tokens=20, n=3)
+    with pytest.raises(RequestError, match="may have 60 tokens a minute"):
+        async with limits.reserved(client(tpm=60), [one]):
+            pass
 
 
 async def test_a_prompt_beyond_the_budget_is_refused_for_good(completions: MakeCompletions, limits: Limits) -> None:
@@ -92,6 +102,92 @@ async def test_a_cancelled_request_gives_its_place_back(completions: MakeComplet
     await limits.settled()
     async with limits.reserved(asking, [one]):
         pass
+
+
+class FakeOutage:
+    """A limiter that can be away, and can be held up after it has counted."""
+
+    def __init__(self, inner: Limiter) -> None:
+        self.is_away = False
+        self.goes_on = asyncio.Event()
+        self.goes_on.set()
+        self.has_counted = asyncio.Event()
+        self._inner = inner
+
+    async def take(self, key: ApiKey, *, id: str, num_tokens: int) -> Reservation:
+        self._check()
+        found = await self._inner.take(key, id=id, num_tokens=num_tokens)
+        self.has_counted.set()
+        await self.goes_on.wait()
+        return found
+
+    async def settle(self, taken: Reservation, *, used: int) -> None:
+        self._check()
+        await self._inner.settle(taken, used=used)
+
+    async def renew(self, taken: list[Reservation]) -> None:
+        self._check()
+        await self._inner.renew(taken)
+
+    def _check(self) -> None:
+        if self.is_away:
+            raise redis.ConnectionError("away")
+
+
+async def test_what_runs_while_redis_is_away_still_counts_when_it_is_back(
+    completions: MakeCompletions, redis_url: str
+) -> None:
+    there, now_ms = connect_redis(redis_url), 10**9
+    shared = FakeOutage(RedisLimiter(there, name="d", now_ms=lambda: now_ms))
+    limits = Limits(shared, LocalLimiter(), try_again_s=0.0)
+    asking, one = client(concurrency=1), await opened(completions, max_tokens=1)
+    async with limits.reserved(asking, [one]):
+        shared.is_away = True
+        async with limits.reserved(asking, [one]):
+            pass
+        shared.is_away = False
+        now_ms += 11_000
+        with pytest.raises(RateLimited):
+            async with limits.reserved(asking, [one]):
+                pass
+    await limits.settled()
+    await there.aclose()
+
+
+async def test_who_goes_while_it_is_counted_gives_all_back(completions: MakeCompletions) -> None:
+    shared = FakeOutage(LocalLimiter())
+    limits = Limits(shared, LocalLimiter())
+    asking, one = client(concurrency=1, tpm=100), await opened(completions, max_tokens=80)
+    shared.goes_on.clear()
+
+    async def ask() -> None:
+        async with limits.reserved(asking, [one]):
+            pass
+
+    task = asyncio.create_task(ask())
+    await shared.has_counted.wait()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    shared.goes_on.set()
+    await limits.settled()
+    await ask()
+    await limits.settled()
+
+
+async def test_counts_that_make_no_sense_are_no_reason_to_pass_over_other_keys(
+    completions: MakeCompletions, redis_url: str
+) -> None:
+    there = connect_redis(redis_url)
+    limits = Limits(RedisLimiter(there, name="d"), LocalLimiter())
+    harmed, well, one = client(rpm=5), client(rpm=5), await opened(completions, max_tokens=1)
+    assert harmed.key and well.key
+    await there.set(f"d:key:{harmed.key.id}:used", "no hash")
+    for asking in (harmed, well):
+        async with limits.reserved(asking, [one]):
+            pass
+    assert await there.exists(f"d:key:{well.key.id}:used")
+    await limits.settled()
+    await there.aclose()
 
 
 async def test_without_redis_each_router_keeps_to_its_part(completions: MakeCompletions) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from contextlib import AsyncExitStack
 
 import httpx
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from router.access.access import Access
 from router.doors.openai_api import create_app
 from router.text.completion_request import MAX_REQUEST_BYTES
+from tests.router.access.keys import IssuedKey, access_with, issue
 from tests.router.fake_token_service import FakeTokenService
 from tests.router.http_server import serve_http
 from tests.router.tiny_service import MakeCompletions
@@ -28,11 +30,27 @@ _MANY = MAX_REQUEST_BYTES // 3 - 100
         ("completions", b'{"prompt":"a","metadata":[' + b",".join([b"{}"] * _MANY) + b"]}", "metadata", None),
         ("completions", b'{"prompt":"a","user":"' + b"x" * 3 * _MANY + b'"}', "user", None),
         ("completions", b'{"prompt":"' + b"x" * 3 * _MANY + b'"}', "prompt", "context_length_exceeded"),
+        ("completions", b'{"prompt":[' + b",".join([b"[]"] * _MANY) + b'],"prompt":"abc"}', "prompt", None),
+        ("completions", b'{"prompt":[' + b",".join([b"1"] * _MANY) + b'],"pr\\u006fmpt":"abc"}', "prompt", None),
+        ("completions", b'{"stop":["a"],"prompt":"' + b"x" * 20_000 + b'","stop":"b"}', "stop", None),
         ("chat/completions", b'{"messages":[' + b",".join([b"{}"] * _MANY) + b"]}", "messages", None),
         ("chat/completions", b'{"messages":[' + b",".join([b"{}"] * 20_000) + b"]}", "messages[0].role", None),
         ("chat/completions", b'{"messages":[],"chat_template_kwargs":' + b"[" * 3 * _MANY + b"}", None, None),
     ],
-    ids=["ids", "strings", "quotes", "metadata", "user", "text", "messages", "bad messages", "nesting"],
+    ids=[
+        "ids",
+        "strings",
+        "quotes",
+        "metadata",
+        "user",
+        "text",
+        "twice",
+        "twice in other letters",
+        "a small one twice",
+        "messages",
+        "bad messages",
+        "nesting",
+    ],
 )
 async def test_ten_megabytes_are_refused_by_the_field(
     completions: MakeCompletions, path: str, body: bytes, param: str | None, code: str | None
@@ -86,4 +104,33 @@ async def test_when_too_many_large_bodies_wait_the_next_one_is_refused_for_now(c
         go_on.set()
         await asyncio.gather(*holding)
         assert (await client.post("completions", json=large)).status_code == 200
+    service.close()
+
+
+async def test_one_keys_slow_uploads_leave_room_for_others(completions: MakeCompletions) -> None:
+    """A quarter of the room is a key's; small bodies find room also where its own is full."""
+    slow, other = issue("slow"), issue("other")
+    service = completions(FakeTokenService())
+    app = create_app(service, access=access_with(slow, other), is_healthy=lambda: True)
+    body = {"prompt": "abc", "max_tokens": 1}
+    async with AsyncExitStack() as stack:
+        host, port = await stack.enter_async_context(serve_http(app))
+        url = f"http://{host}:{port}/v1/"
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60))
+
+        async def ask(issued: IssuedKey, **more: str) -> int:
+            headers = {"authorization": issued.header}
+            return (await client.post("completions", json=body | more, headers=headers)).status_code
+
+        for num_bytes in (*[9_000_000] * 7, 4_000_000):  # 0.1 MB less than its part
+            _, writer = await asyncio.open_connection(host, port)
+            stack.callback(writer.close)
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: {slow.header}\r\n"
+            writer.write(head.encode() + b"content-length: 10000000\r\n\r\n" + b" " * num_bytes)
+        async with asyncio.timeout(30):
+            while await ask(slow, metadata="x" * 200_000) != 429:
+                pass  # they have not all arrived
+        assert await ask(slow) == 200
+        assert await ask(other) == 200
+        assert await ask(other, metadata="x" * 30_000) == 200
     service.close()

@@ -306,7 +306,7 @@ async def test_health(completions: MakeCompletions) -> None:
             assert (await stub.Check(health_pb2.HealthCheckRequest(service=service))).status == serving
         watch = stub.Watch(health_pb2.HealthCheckRequest(service="cluster.v1.Inference"))
         assert (await watch.read()).status == serving
-        await door.set_health(is_ready=False)
+        door.set_health(is_ready=False)
         assert (await watch.read()).status == not_serving
         watch.cancel()
         answers = {

@@ -70,7 +70,7 @@ async def test_the_text_of_all_tokens_and_one_account(completions: MakeCompletio
 
 
 async def test_who_is_not_to_hear_what_was_cached_hears_nothing_of_it(completions: MakeCompletions) -> None:
-    """Nor what follows from it: what was shipped, and what was fetched."""
+    """Nor what follows from it: what was shipped, what was fetched, and from where."""
     service = completions(FakeTokenService())
     for is_told in (True, False):
         *_, summary = await run(service, request(max_tokens=2, is_cache_told=is_told))
@@ -78,7 +78,8 @@ async def test_who_is_not_to_hear_what_was_cached_hears_nothing_of_it(completion
         route = summary.route
         told = (summary.usage.cached_tokens, route.cached_tokens, route.blocks_shipped, route.wire_bytes)
         assert told == ((3, 3, 2, 1000) if is_told else (0, 0, 0, 0))
-        assert route.decode_replica == "decode-0" and summary.usage.completion_tokens == 2
+        assert (route.prefill_replica, route.decode_replica) == (("prefill-0", "decode-0") if is_told else ("", ""))
+        assert route.attempts == 1 and summary.usage.completion_tokens == 2
 
 
 async def test_what_reaches_the_workers_is_resolved(completions: MakeCompletions, byte_level: Tokenizer) -> None:

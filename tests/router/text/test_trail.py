@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import stat
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from cluster.words.errors import RequestError
 from router.access.access import Access
 from router.doors.openai_api import create_app
 from router.text.completion_request import CompletionRequest
+from router.text.trail import RequestTrail
 from tests.router.fake_token_service import FakeTokenService
 from tests.router.http_server import serve_http
 from tests.router.tiny_service import MakeCompletions
@@ -70,3 +72,18 @@ async def test_whose_key_it_was_and_that_it_was_given_up(completions: MakeComple
     assert (cancelled["key"], cancelled["tenant"], cancelled["peer"]) == ("k-1", "acme", "10.0.0.7:1")
     assert (cancelled["outcome"], refused["key"], refused["param"]) == ("cancelled", "k-1", "prompt")
     service.close()
+
+
+def test_no_file_of_it_is_for_others_to_read(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        trail = RequestTrail(tmp_path / "trail.jsonl", max_bytes=200)
+        for number in range(20):
+            trail.unreadable(f"r{number}", RequestError("no"), key=None, peer="10.0.0.7:1")
+        trail.close()
+    finally:
+        os.umask(before)
+    files = sorted(tmp_path.iterdir())
+    assert [file.name for file in files] == ["trail.jsonl", *(f"trail.jsonl.{number}" for number in range(1, 5))]
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
+    assert _lines(files[0])[-1]["request"] == "r19"
