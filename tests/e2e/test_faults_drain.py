@@ -94,7 +94,7 @@ async def test_a_move_that_fails_leaves_the_sequence_where_it_was(
         running = asyncio.create_task(cluster.generate(asked, sampling))
         await _tokens_from(cluster, source, at_least=19)  # the first came from the prefill replica
         nowhere = pb.Handoff(
-            id="h", epoch=1, ranks=["127.0.0.1:1"], num_tokens=len(asked), max_tokens=10_000, ttl_s=5.0
+            id="h", epoch=1, replica="x", ranks=["127.0.0.1:1"], num_tokens=len(asked), max_tokens=10_000, ttl_s=5.0
         )
         request = pb.MigrateRequest(router="router-0", stream=1, handoff=nowhere)  # the router's first
         async with open_channel(seen.member.address, peer=rank(source.id), identity=cluster.router) as channel:

@@ -24,8 +24,13 @@ from tests.local_cluster import local_cluster
 _ROOT = Path(__file__).parents[2]
 _PACKAGES = ("cluster", "router", "engine", "kvtransfer", "prefill_worker", "decode_worker")
 _WALL_CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "time.localtime"}
-# Shown to clients or written into a prompt; compared with nothing.
-_SHOWN = {("router/doors/openai_answer.py", "time.time"), ("router/text/template_sandbox.py", "datetime.now")}
+# Shown to clients, written into a prompt or into a trail; compared with nothing.
+_SHOWN = {
+    ("router/doors/openai_answer.py", "time.time"),
+    ("router/text/template_sandbox.py", "datetime.now"),
+    ("router/text/trail.py", "time.time"),
+    ("cluster/host/command_trail.py", "time.time"),
+}
 
 _GREEDY = Sampling(max_tokens=40, temperature=0.0)
 _TREE: dict[str, Any] = {

@@ -17,7 +17,7 @@ def test_it_says_when_the_processes_speak_in_clear(tls: str) -> None:
     report: DeploymentReport = {
         "name": "a",
         "ready": True,
-        "endpoints": {"grpc": "127.0.0.1:50051", "http": "http://127.0.0.1:8000"},
+        "endpoints": {"grpc": "127.0.0.1:50051", "http": "http://127.0.0.1:8000", "admin": []},
         "tls": tls,
         "pools": {},
     }
