@@ -8,30 +8,25 @@ every node anyway. Of an operator's, only the paths are kept.
 from __future__ import annotations
 
 from cluster.control.desired import namespace
+from cluster.control.ray_store import StoreEntry
 from cluster.identity.authority import Authority
 from cluster.words.errors import DeployError
 from cluster.words.spec import SecuritySpec, Spec
 
-_KEY = b"authority"
-
 
 def prepare(spec: Spec) -> None:
     """Make the deployment's own authority, or look at the operator's. Raises SpecError."""
-    from cluster.control import ray_internals
-
     if spec.security.tls == "auto":
-        ray_internals.put(_KEY, Authority.create(spec.name).to_json().encode(), namespace=_store(spec.name))
+        _entry(spec.name).put(Authority.create(spec.name).to_json())
     elif spec.security.tls == "files":
         open_files(spec.security)
 
 
 def find(spec: Spec) -> Authority:
     """The one that issues now: files are read anew. Raises SpecError, and DeployError where there is none."""
-    from cluster.control import ray_internals
-
     if spec.security.tls == "files":
         return open_files(spec.security)
-    if stored := ray_internals.get(_KEY, namespace=_store(spec.name)):
+    if stored := _entry(spec.name).get():
         return Authority.from_json(stored)
     raise DeployError(f"{spec.name} has no authority for certificates (security.tls: {spec.security.tls})")
 
@@ -43,10 +38,8 @@ def open_files(security: SecuritySpec) -> Authority:
 
 
 def forget(name: str) -> None:
-    from cluster.control import ray_internals
-
-    ray_internals.delete(_KEY, namespace=_store(name))
+    _entry(name).delete()
 
 
-def _store(name: str) -> bytes:
-    return namespace(name).encode()
+def _entry(name: str) -> StoreEntry:
+    return StoreEntry("authority", namespace=namespace(name))

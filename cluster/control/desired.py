@@ -6,13 +6,13 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from cluster.control.ray_store import StoreEntry
 from cluster.words.credentials import Credentials
 from cluster.words.request import Role
 from cluster.words.spec import Spec
 from cluster.words.spec_file import parse_spec
 
 CONTROLLER = "controller"  # the name of its actor
-_KEY = b"desired"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,23 +78,17 @@ def namespace(name: str) -> str:
 
 def save(desired: Desired) -> None:
     """Keep it in Ray's own control store."""
-    from cluster.control import ray_internals
-
-    ray_internals.put(_KEY, desired.to_json().encode(), namespace=_store(desired.spec.name))
+    _entry(desired.spec.name).put(desired.to_json())
 
 
 def load(name: str) -> Desired | None:
-    from cluster.control import ray_internals
-
-    stored = ray_internals.get(_KEY, namespace=_store(name))
+    stored = _entry(name).get()
     return Desired.from_json(stored) if stored else None
 
 
 def forget(name: str) -> None:
-    from cluster.control import ray_internals
-
-    ray_internals.delete(_KEY, namespace=_store(name))
+    _entry(name).delete()
 
 
-def _store(name: str) -> bytes:
-    return namespace(name).encode()
+def _entry(name: str) -> StoreEntry:
+    return StoreEntry("desired", namespace=namespace(name))

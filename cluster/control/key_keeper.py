@@ -15,6 +15,7 @@ from pathlib import Path
 from redis.exceptions import RedisError
 
 from cluster.control.desired import Desired, namespace
+from cluster.control.ray_store import StoreEntry
 from cluster.index.key_channel import KeyPublisher
 from cluster.index.presence import connect_redis
 from cluster.words.api_key import ApiKey, KeyBook, KeyChange
@@ -22,7 +23,6 @@ from cluster.words.credentials import Purpose
 
 logger = logging.getLogger(__name__)
 
-_KEY = b"keys"
 _FILE = "keys.json"
 _TELL_S = 1.0
 
@@ -38,7 +38,7 @@ class KeyKeeper:
     def __init__(self, desired: Desired) -> None:
         name = desired.spec.name
         self._file = key_file(desired.log_dir)
-        self._namespace = namespace(name).encode()
+        self._entry = StoreEntry("keys", namespace=namespace(name))
         self.book = self._load()
         self._publisher = KeyPublisher(
             connect_redis(desired.index_url), name=name, seal_key=desired.credentials.key(Purpose.API_KEYS)
@@ -60,13 +60,11 @@ class KeyKeeper:
 
     async def close(self) -> None:
         """The deployment is taken down; the file stays."""
-        from cluster.control import ray_internals
-
         self._is_closing = True
         self._telling.cancel()
         await asyncio.gather(self._telling, return_exceptions=True)
         await self._publisher.close()
-        ray_internals.delete(_KEY, namespace=self._namespace)
+        self._entry.delete()
 
     async def _tell_forever(self) -> None:
         cleared: KeyBook | None = None
@@ -97,17 +95,13 @@ class KeyKeeper:
 
     def _load(self) -> KeyBook:
         """What was saved last; an empty book where nothing ever was."""
-        from cluster.control import ray_internals
-
-        stored = ray_internals.get(_KEY, namespace=self._namespace)
+        stored = self._entry.get()
         if stored is None and self._file.exists():
             stored = self._file.read_bytes()
         return KeyBook.from_json(stored) if stored else KeyBook()
 
     def _save(self, book: KeyBook) -> None:
-        from cluster.control import ray_internals
-
-        ray_internals.put(_KEY, book.to_json().encode(), namespace=self._namespace)
+        self._entry.put(book.to_json())
         new = self._file.with_suffix(f".{os.getpid()}")
         new.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         new.touch(mode=0o600)

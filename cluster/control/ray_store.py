@@ -1,0 +1,27 @@
+"""What a deployment keeps in Ray's own control store: as durable as Ray's knowledge of its actors."""
+
+from __future__ import annotations
+
+
+class StoreEntry:
+    """One thing of one deployment. Ray must be connected when it is asked, not before."""
+
+    def __init__(self, key: str, *, namespace: str) -> None:
+        """namespace: the deployment's (desired.namespace)."""
+        self._key = key.encode()
+        self._namespace = namespace.encode()
+
+    def put(self, text: str) -> None:
+        from cluster.control import ray_internals
+
+        ray_internals.put(self._key, text.encode(), namespace=self._namespace)
+
+    def get(self) -> bytes | None:
+        from cluster.control import ray_internals
+
+        return ray_internals.get(self._key, namespace=self._namespace)
+
+    def delete(self) -> None:
+        from cluster.control import ray_internals
+
+        ray_internals.delete(self._key, namespace=self._namespace)
