@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fastapi import FastAPI
 
-from cluster.index.presence import connect_redis
+from cluster.index.redis_client import connect_redis
 from cluster.model import config as model_config
 from cluster.model import source as model_source
 from cluster.process.supervisor import Supervisor

@@ -19,7 +19,7 @@ import redis
 import decode_worker.actor
 import prefill_worker.actor
 from cluster.identity.authority import Authority
-from cluster.index.presence import connect_redis
+from cluster.index.redis_client import connect_redis
 from cluster.model import config as model_config
 from cluster.words.credentials import Credentials, Purpose
 from cluster.words.papers import Identity

@@ -8,7 +8,6 @@ carries them: what it loses or forgets is told again. Nowhere is a secret, only 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 from pathlib import Path
 
@@ -17,11 +16,9 @@ from redis.exceptions import RedisError
 from cluster.control.desired import Desired, namespace
 from cluster.control.ray_store import StoreEntry
 from cluster.index.key_channel import KeyPublisher
-from cluster.index.presence import connect_redis
+from cluster.index.redis_client import RedisReach, connect_redis
 from cluster.words.api_key import ApiKey, KeyBook, KeyChange
 from cluster.words.credentials import Purpose
-
-logger = logging.getLogger(__name__)
 
 _FILE = "keys.json"
 _TELL_S = 1.0
@@ -43,7 +40,7 @@ class KeyKeeper:
         self._publisher = KeyPublisher(
             connect_redis(desired.index_url), name=name, seal_key=desired.credentials.key(Purpose.API_KEYS)
         )
-        self._is_away = False
+        self._reach = RedisReach("routers hear of the API keys when it is back")
         self._is_closing = False
         self._telling = asyncio.create_task(self._tell_forever())
 
@@ -85,12 +82,10 @@ class KeyKeeper:
     async def _tell(self) -> bool:
         try:
             await self._publisher.publish(self.book)
-            self._is_away = False
+            self._reach.found()
             return True
         except RedisError as error:
-            if not self._is_away:
-                logger.warning("Redis is away; routers hear of the API keys when it is back: %s", error)
-            self._is_away = True
+            self._reach.missed(error)
             return False
 
     def _load(self) -> KeyBook:

@@ -3,35 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Mapping
 
 from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from cluster.index.membership import RENEW_S, Member, Membership
+from cluster.index.redis_client import RedisReach
 from cluster.index.store import IndexWriter
 from cluster.words.tier import Tier
 
-logger = logging.getLogger(__name__)
-
 _FLUSH_S = 0.02  # events of this long travel together
-_REDIS_TIMEOUT_S = 2.0
-
-
-def connect_redis(url: str, *, within_s: float = _REDIS_TIMEOUT_S) -> Redis:
-    """A client with deadlines: within_s of an answer. It connects on first use.
-
-    It tries nothing twice: whoever uses it must know that Redis was away, for it may have come back empty.
-    """
-    return Redis.from_url(
-        url,
-        socket_timeout=within_s,
-        socket_connect_timeout=within_s,
-        retry=Retry(NoBackoff(), 0),
-    )
 
 
 class Presence:
@@ -58,7 +40,7 @@ class Presence:
         self._changes: dict[bytes, Tier | None] = {}
         self._changed = asyncio.Event()
         self._is_whole = False  # Redis has everything up to what waits here
-        self._is_away = False
+        self._reach = RedisReach("serving goes on without it")
 
     def publish(self, changes: Mapping[bytes, Tier | None]) -> None:
         """Where blocks are now held; None: no longer. The last word on each counts."""
@@ -107,11 +89,7 @@ class Presence:
     async def _try(self, action: Callable[[], Awaitable[None]]) -> None:
         try:
             await action()
-            if self._is_away:
-                logger.info("Redis is back")
-            self._is_away = False
+            self._reach.found()
         except RedisError as error:
-            if not self._is_away:
-                logger.warning("Redis is away; serving goes on without it: %s", error)
-            self._is_away = True
+            self._reach.missed(error)
             self._is_whole = False

@@ -10,7 +10,8 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from cluster.index.membership import Member
-from cluster.index.presence import Presence, connect_redis
+from cluster.index.presence import Presence
+from cluster.index.redis_client import connect_redis
 from cluster.process.supervisor import Supervisor
 from cluster.rpc import worker_pb2 as pb
 from cluster.wire.frames import FrameHub

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from redis.asyncio import Redis
 
 from cluster.index.key_channel import KeyReader
-from cluster.index.presence import connect_redis
+from cluster.index.redis_client import connect_redis
 from cluster.process.supervisor import Supervisor
 from cluster.words.api_key import KeyBook
 from cluster.words.errors import ClusterError, outcome_of

@@ -8,6 +8,7 @@ import logging
 from redis.exceptions import RedisError
 
 from cluster.index.key_channel import KeyReader
+from cluster.index.redis_client import RedisReach
 from cluster.words.api_key import KeyBook, digest_of
 from cluster.words.errors import KeysUnknown, Unauthenticated
 from router.access.client import Client
@@ -31,7 +32,7 @@ class Keyring:
         self._is_required = is_required
         self._anybody = Client(key=None, salt_key=salt_key, is_cache_told=is_cache_told)
         self._clients: dict[str, Client] | None = None  # by the digest of the secret; None: not heard yet
-        self._is_away = False
+        self._reach = RedisReach("the API keys known go on counting")
         self._is_closing = False
 
     def identify(self, authorization: str | None) -> Client:
@@ -64,11 +65,9 @@ class Keyring:
             if (book := await self._reader.read()) is not None:
                 self.take(book)
                 logger.info("API keys: %d, version %d", len(book.keys), book.version)
-            self._is_away = False
+            self._reach.found()
         except RedisError as error:
-            if not self._is_away:
-                logger.warning("Redis is away; the API keys known go on counting: %s", error)
-            self._is_away = True
+            self._reach.missed(error)
 
     async def follow_forever(self) -> None:
         while self._reader is not None and not self._is_closing:  # redis-py may swallow a cancellation

@@ -12,6 +12,7 @@ from typing import Any
 
 from redis.exceptions import RedisError, ResponseError
 
+from cluster.index.redis_client import RedisReach
 from cluster.words.api_key import ApiKey
 from cluster.words.errors import ClusterError, RateLimited, RequestError
 from router.access.client import Client
@@ -35,7 +36,7 @@ class Limits:
         self._under_way: dict[str, tuple[Limiter, Reservation]] = {}
         self._settling: set[asyncio.Task[None]] = set()
         self._away_until = 0.0
-        self._is_away = False
+        self._reach = RedisReach("this router's own part of each limit counts")
         self._has_failed = False  # for one key: Redis is there
         self._is_closing = False
         self._used_up: dict[str, tuple[float, RateLimited]] = {}  # by key: until when nothing can pass, and why
@@ -108,10 +109,10 @@ class Limits:
         id = secrets.token_hex(8)
         if self._shared is not None and self._asks_shared:
             try:
-                if self._is_away:  # leases have ended meanwhile, and what runs still counts
+                if self._reach.is_away:  # leases have ended meanwhile, and what runs still counts
                     await self._renew()
                 taken = await self._shared.take(key, id=id, num_tokens=num_tokens)
-                self._is_away = False
+                self._reach.found()
                 return self._shared, taken
             except RedisError as error:
                 self._note(error)
@@ -153,9 +154,7 @@ class Limits:
                 logger.warning("Redis does not count for a key; this router's own part of its limits does: %s", error)
             self._has_failed = True
             return
-        if not self._is_away:
-            logger.warning("Redis is away; this router's own part of each limit counts: %s", error)
-        self._is_away = True
+        self._reach.missed(error)
         self._away_until = time.monotonic() + self._try_again_s
 
 

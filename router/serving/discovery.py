@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from cluster.index.membership import Membership
+from cluster.index.redis_client import RedisReach
 from cluster.index.store import IndexReader
 from cluster.process.supervisor import Supervisor
 from router.serving.replicas import Replicas
-
-logger = logging.getLogger(__name__)
 
 _REFRESH_S = 0.25  # how often membership is read
 _FOLLOW_MS = 500
@@ -40,7 +38,7 @@ class Discovery:
         self._membership = Membership(redis, name=name, key=key, count_refused=count_refused)
         self._reader = IndexReader(redis, replicas.index, name=name)
         self.has_read = False  # who is a member, once
-        self._redis_was_there = True
+        self._reach = RedisReach("routing goes on with what is known")
         self._is_closing = False
         self._supervisor = tasks or Supervisor()
         self._tasks: list[asyncio.Task[None]] = []
@@ -77,9 +75,7 @@ class Discovery:
         while not self._is_closing:  # redis-py may swallow a cancellation
             try:
                 await action()
-                self._redis_was_there = True
+                self._reach.found()
             except RedisError as error:
-                if self._redis_was_there:
-                    logger.warning("Redis is away; routing goes on with what is known: %s", error)
-                self._redis_was_there = False
+                self._reach.missed(error)
                 await asyncio.sleep(_REFRESH_S)

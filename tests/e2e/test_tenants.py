@@ -10,7 +10,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from cluster.index.key_channel import KeyPublisher
-from cluster.index.presence import connect_redis
+from cluster.index.redis_client import connect_redis
 from cluster.process.ports import free_port
 from cluster.rpc import inference_pb2 as pb
 from cluster.rpc import inference_pb2_grpc as rpc

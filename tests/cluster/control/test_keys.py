@@ -12,7 +12,7 @@ import pytest
 import redis
 
 from cluster.index.key_channel import KeyReader
-from cluster.index.presence import connect_redis
+from cluster.index.redis_client import connect_redis
 from cluster.words.api_key import KeyBook, KeyChange, new_key, new_secret
 from cluster.words.credentials import Purpose
 from cluster.words.errors import SpecError

@@ -9,7 +9,7 @@ from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 
 from cluster.index.key_channel import KeyPublisher, KeyReader, places_of
-from cluster.index.presence import connect_redis
+from cluster.index.redis_client import connect_redis
 from cluster.index.redis_server import RedisAddress, RedisServer
 from cluster.process.ports import free_port
 from cluster.words.api_key import KeyBook, new_key, new_secret

@@ -12,7 +12,7 @@ import redis
 from redis.asyncio import Redis
 
 from cluster.index.key_channel import KeyPublisher, KeyReader
-from cluster.index.presence import connect_redis
+from cluster.index.redis_client import connect_redis
 from cluster.process.ports import free_port
 from cluster.words.errors import KeysUnknown, Unauthenticated
 from router.access.access import Access

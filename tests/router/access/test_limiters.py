@@ -11,7 +11,7 @@ import pytest
 import redis
 from redis.asyncio import Redis
 
-from cluster.index.presence import connect_redis
+from cluster.index.redis_client import connect_redis
 from cluster.words.api_key import ApiKey, new_key
 from cluster.words.errors import RateLimited
 from router.access.limiter import LEASE_S, WINDOW, Limiter, Reservation

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import redis
 
-from cluster.index.presence import connect_redis
+from cluster.index.redis_client import connect_redis
 from cluster.process.ports import free_port
 from cluster.words.api_key import ApiKey
 from cluster.words.errors import RateLimited, RequestError

@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from grpc import aio
 
 from cluster.index.membership import Member, Membership
-from cluster.index.presence import connect_redis
+from cluster.index.redis_client import connect_redis
 from cluster.process.ports import free_port
 from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
