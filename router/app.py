@@ -1,4 +1,4 @@
-"""The router as a Ray Serve deployment: Serve places and watches it, and brings it HTTP; the gRPC door is its own."""
+"""The router as a Ray Serve deployment: Serve places, watches and replaces it; its doors are its own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 from uuid import uuid4
 
 import ray
-from fastapi import FastAPI
 from ray import serve
 
 from cluster.control.asking import ask_controller
@@ -21,9 +20,8 @@ from cluster.words.process_name import ProcessName
 from cluster.words.spec_file import parse_spec
 from router.service import RouterService
 
-_MAX_REQUESTS = 100_000  # Serve's own limit must never be the one that bites: dispatch knows better when to refuse
-
 _LEAVE_S = 15.0  # a router's way out, beside the requests
+_LOOK_S = 0.1  # Serve waits so long for requests of its own, of which there are none
 
 
 def build(
@@ -42,13 +40,12 @@ def build(
     deployment = serve.deployment(
         name="router",
         num_replicas=router.replicas,
-        max_ongoing_requests=_MAX_REQUESTS,
         ray_actor_options={"num_cpus": 0, **actor_options},
         health_check_period_s=2,
         health_check_timeout_s=10,
-        # Serve waits for its own requests first, then for close(), which waits for those of the gRPC door.
-        graceful_shutdown_timeout_s=2 * parsed.timeouts.drain_s + _LEAVE_S,
-    )(serve.ingress()(Router))
+        graceful_shutdown_wait_loop_s=_LOOK_S,
+        graceful_shutdown_timeout_s=parsed.timeouts.drain_s + _LEAVE_S,  # for close()
+    )(Router)
     return deployment.bind(spec, index_url, log_dir, credentials)
 
 
@@ -76,9 +73,6 @@ class Router:
             trail=trail,
             keys=await asyncio.to_thread(ask_controller, parsed.name, "keys"),
         )
-
-    def __serve_build_asgi_app__(self) -> FastAPI:
-        return self._service.http_app(proxy_sets_request_id=True)
 
     async def check_health(self) -> None:
         """Serve asks every few seconds, and starts another replica where this raises."""

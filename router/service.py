@@ -1,5 +1,5 @@
-"""One router, whole: who may ask, the model's text side, the replicas, the dispatch between them; the gRPC door, the
-admin listener, and the HTTP door for whoever serves it.
+"""One router, whole: who may ask, the model's text side, the replicas, the dispatch between them; both doors, and the
+admin listener.
 
 Knows nothing of Ray: `router.app` runs it inside a Serve replica, tests run it as it is.
 """
@@ -10,8 +10,6 @@ import asyncio
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-
-from fastapi import FastAPI
 
 from cluster.index.redis_client import connect_redis
 from cluster.model import config as model_config
@@ -25,10 +23,12 @@ from cluster.words.papers import Identity
 from cluster.words.request import Role
 from cluster.words.spec import RouterSpec, Spec
 from router.access.access import Access
-from router.doors.admin_api import AdminListener, create_admin_app
+from router.doors.admin_api import create_admin_app, open_admin_listener
 from router.doors.certificates import Certificates
+from router.doors.connections import HTTP_DOOR
 from router.doors.grpc_api import GrpcApi, open_grpc_api
 from router.doors.health_api import HealthProbes
+from router.doors.http_listener import HttpListener
 from router.doors.openai_api import create_app
 from router.metrics import Metrics
 from router.routing.chooser import Chooser
@@ -59,8 +59,6 @@ class RouterService:
         discovery: Discovery,
         metrics: Metrics,
         access: Access,
-        door: GrpcApi,
-        spec: RouterSpec,
         *,
         tasks: Supervisor,
         drain_s: float,
@@ -71,16 +69,12 @@ class RouterService:
         self._discovery = discovery
         self._metrics = metrics
         self._access = access
-        self._door = door
-        self._admin: AdminListener | None = None
+        self._grpc: GrpcApi | None = None
+        self._http: HttpListener | None = None
+        self._admin: HttpListener | None = None
         self._drain_s = drain_s
         self._is_closing = False
         self._tasks = tasks
-        tasks.start("health", self._watch)
-        if spec.rebalance:
-            tasks.start("rebalance", core.rebalance_forever)
-        if spec.backup_tokens:
-            tasks.start("backup", lambda: core.back_up_forever(every=spec.backup_tokens))
 
     @classmethod
     async def open(
@@ -94,10 +88,10 @@ class RouterService:
         trail: Path | None = None,
         keys: KeyBook | None = None,
     ) -> RouterService:
-        """Load the model's text side, find the replicas, open the gRPC door. Raises SpecError, DeployError.
+        """Load the model's text side, find the replicas, open both doors. Raises SpecError, DeployError.
 
-        identity: by a name that no other one of this deployment has. host: where the gRPC door listens. trail: the file
-        with one line for each request. keys: what the controller has said of API keys; None: Redis alone says it.
+        identity: by a name that no other one of this deployment has. host: where the doors listen. trail: the file with
+        one line for each request. keys: what the controller has said of API keys; None: Redis alone says it.
         """
         model_dir = await asyncio.to_thread(model_source.resolve, spec.model.source)
         config = model_config.load(model_dir)
@@ -152,31 +146,30 @@ class RouterService:
             count=lambda outcome: metrics.requests.labels(outcome).inc(),
             known=keys,
         )
-        door = await open_grpc_api(
-            completions,
-            access=access,
-            host=host,
-            port=spec.router.grpc_port,
-            is_port_shared=spec.router.replicas > 1,
-            certificates=Certificates.of(spec.router.tls_cert, spec.router.tls_key),
-        )
+        service = cls(completions, core, discovery, metrics, access, tasks=tasks, drain_s=spec.timeouts.drain_s)
+        await service._open_doors(spec, host=host)
+        await service._open_admin(spec, router=identity.name.router)
         discovery.start()
-        drain_s = spec.timeouts.drain_s
-        service = cls(completions, core, discovery, metrics, access, door, spec.router, tasks=tasks, drain_s=drain_s)
         metrics.watch(service._statuses)
-        service._open_admin(spec, router=identity.name.router)
+        service._start(core, spec.router)
         logger.info(
-            "router open router=%s grpc=%s:%d admin=%s:%d",
+            "router open router=%s grpc=%s:%d http=%s:%d admin=%s:%d",
             identity.name.router,
-            host,
-            door.port,
+            *(host, service.grpc_port),
+            *service.http_address,
             *service.admin_address,
         )
         return service
 
     @property
     def grpc_port(self) -> int:
-        return self._door.port
+        assert self._grpc
+        return self._grpc.port
+
+    @property
+    def http_address(self) -> tuple[str, int]:
+        assert self._http
+        return self._http.address
 
     @property
     def admin_address(self) -> tuple[str, int]:
@@ -200,29 +193,47 @@ class RouterService:
         """Whether requests should come here."""
         return not self._is_closing and self.health()[Role.DECODE] > 0
 
-    def http_app(self, *, proxy_sets_request_id: bool = False) -> FastAPI:
-        """The HTTP door, for whoever serves it."""
-        return create_app(
-            self._completions,
-            access=self._access,
-            is_healthy=lambda: self.health()[Role.DECODE] > 0,
-            proxy_sets_request_id=proxy_sets_request_id,
-            probes=self.probes,
-        )
-
     async def close(self) -> None:
         """Say that no more requests should come, let those under way finish for as long as the spec says, and go."""
         self._is_closing = True
-        await self._door.close(grace_s=self._drain_s)
+        doors = [door for door in (self._grpc, self._http) if door]
+        await asyncio.gather(*(door.close(grace_s=self._drain_s) for door in doors))
         if self._admin:
-            await self._admin.close()
+            await self._admin.close(grace_s=0)
         await self._access.close()
         await self._discovery.close()
         await self._tasks.close()
         await self._replicas.close()
         self._completions.close()
 
-    def _open_admin(self, spec: Spec, *, router: str) -> None:
+    async def _open_doors(self, spec: Spec, *, host: str) -> None:
+        """Routers of one machine share both ports."""
+        router, is_port_shared = spec.router, spec.router.replicas > 1
+        self._grpc = await open_grpc_api(
+            self._completions,
+            access=self._access,
+            host=host,
+            port=router.grpc_port,
+            is_port_shared=is_port_shared,
+            certificates=Certificates.of(router.tls_cert, router.tls_key),
+        )
+        app = create_app(
+            self._completions,
+            access=self._access,
+            is_healthy=lambda: self.health()[Role.DECODE] > 0,
+            probes=self.probes,
+        )
+        self._http = await HttpListener.open(
+            app,
+            host=host,
+            port=router.http_port,
+            is_port_shared=is_port_shared,
+            certificates=Certificates.of(router.tls_cert, router.tls_key),
+            limits=HTTP_DOOR,
+            max_unread_s=spec.timeouts.unread_s,
+        )
+
+    async def _open_admin(self, spec: Spec, *, router: str) -> None:
         app = create_admin_app(
             deployment=spec.name,
             router=router,
@@ -230,7 +241,15 @@ class RouterService:
             metrics=self._metrics.render,
             explain_route=self._dispatch.decisions.explain,
         )
-        self._admin = AdminListener.open(app, host=spec.router.admin_host, ports=spec.router.admin_ports)
+        self._admin = await open_admin_listener(app, host=spec.router.admin_host, ports=spec.router.admin_ports)
+
+    def _start(self, core: RouterCore, spec: RouterSpec) -> None:
+        """What runs for as long as the router does."""
+        self._tasks.start("health", self._watch)
+        if spec.rebalance:
+            self._tasks.start("rebalance", core.rebalance_forever)
+        if spec.backup_tokens:
+            self._tasks.start("backup", lambda: core.back_up_forever(every=spec.backup_tokens))
 
     def _statuses(self) -> Iterator[tuple[Role, worker_pb2.Status]]:
         return ((replica.member.role, replica.status) for replica in self._replicas if replica.is_alive)
@@ -238,7 +257,8 @@ class RouterService:
     async def _watch(self) -> None:
         """Keep the gRPC health service in step with the replicas."""
         while True:
-            self._door.set_health(is_live=self.is_live(), is_ready=self.is_ready())
+            assert self._grpc
+            self._grpc.set_health(is_live=self.is_live(), is_ready=self.is_ready())
             try:
                 await self._replicas.changed(timeout_s=_WATCH_S)
             except TimeoutError:

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import logging
-import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import uvicorn
 from fastapi import FastAPI
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 from cluster.words.errors import DeployError
 from cluster.words.request import Role
+from router.doors.connections import ADMIN
+from router.doors.http_listener import HttpListener
 from router.metrics import CONTENT_TYPE
-
-logger = logging.getLogger(__name__)
-
-_MAX_CONNECTIONS = 64
-_IDLE_S = 30
 
 
 def create_admin_app(
@@ -54,48 +47,11 @@ def create_admin_app(
     return app
 
 
-class AdminListener:
-    """Serves an application from this process, in its event loop, until `close`."""
-
-    def __init__(self, server: uvicorn.Server, listener: socket.socket) -> None:
-        self.address: tuple[str, int] = listener.getsockname()[:2]
-        self._server = server
-        self._listener = listener
-        self._serving = asyncio.ensure_future(server.serve(sockets=[listener]))
-
-    @classmethod
-    def open(cls, app: ASGIApp, *, host: str, ports: Sequence[int]) -> AdminListener:
-        """On the first of these ports that is free: routers of one machine take them in turn. Raises DeployError."""
-        listener = _listen(host, ports)
-        config = uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            limit_concurrency=_MAX_CONNECTIONS,
-            timeout_keep_alive=_IDLE_S,
-            timeout_graceful_shutdown=1,
-        )
-        return cls(_Server(config), listener)
-
-    async def close(self) -> None:
-        self._server.should_exit = True
-        await self._serving
-        self._listener.close()
-
-
-class _Server(uvicorn.Server):
-    """Leaves this process's signals alone: they are its owner's."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def _listen(host: str, ports: Sequence[int]) -> socket.socket:
+async def open_admin_listener(app: ASGIApp, *, host: str, ports: Sequence[int]) -> HttpListener:
+    """On the first of these ports that is free: routers of one machine take them in turn. Raises DeployError."""
     for port in ports:
-        with contextlib.suppress(OSError):
-            return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        with contextlib.suppress(DeployError):
+            return await HttpListener.open(app, host=host, port=port, limits=ADMIN)
     raise DeployError(
         f"router.admin_port: no port from {ports[0]} to {ports[-1]} on {host} is free; choose another one"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import ssl
 from pathlib import Path
+from typing import NamedTuple
 
 import grpc
 
@@ -16,7 +17,7 @@ _Stamp = tuple[int, int, int, int]
 
 
 class Certificates:
-    """Looked at when a client connects: what is new counts from then on. Used by gRPC's own threads."""
+    """Of one door. Looked at when a client connects: what is new counts from then on. gRPC does on its own threads."""
 
     def __init__(self, certificate: str, key: str) -> None:
         """PEM files: the chain from the door's own certificate on, and its private key. Raises DeployError."""
@@ -31,9 +32,26 @@ class Certificates:
         return cls(certificate, key) if certificate and key else None
 
     def for_grpc(self) -> grpc.ServerCredentials:
-        return grpc.dynamic_ssl_server_credentials(_configuration(*self._first), self._newer)
+        def newer() -> grpc.ServerCertificateConfiguration | None:
+            pair = self._newer()
+            return pair and pair.for_grpc()
 
-    def _newer(self) -> grpc.ServerCertificateConfiguration | None:
+        return grpc.dynamic_ssl_server_credentials(self._first.for_grpc(), newer)
+
+    def for_http(self) -> ssl.SSLContext:
+        now = self._first.context
+
+        def look(connection: ssl.SSLObject, *_: object) -> None:
+            nonlocal now
+            if pair := self._newer():
+                now = pair.context
+            connection.context = now
+
+        first = now
+        first.sni_callback = look  # it is called for clients that name no server, too
+        return first
+
+    def _newer(self) -> _Pair | None:
         """None: as before. Files that do not fit each other are passed over: half of a pair may be written yet."""
         try:
             stamp = self._stamp()
@@ -45,13 +63,15 @@ class Certificates:
             return None
         self._seen = stamp
         logger.info("the door has a new certificate from %s", self._certificate)
-        return _configuration(*pair)
+        return pair
 
-    def _read(self) -> tuple[bytes, bytes]:
+    def _read(self) -> _Pair:
         """Both files, which fit each other."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.set_alpn_protocols(["http/1.1"])
         try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self._certificate, self._key)
-            return self._certificate.read_bytes(), self._key.read_bytes()
+            context.load_cert_chain(self._certificate, self._key)
+            return _Pair(self._certificate.read_bytes(), self._key.read_bytes(), context)
         except (OSError, ssl.SSLError) as error:
             raise DeployError(f"router.tls_cert {self._certificate}, router.tls_key {self._key}: {error}") from None
 
@@ -63,5 +83,10 @@ class Certificates:
         return found[0].st_mtime_ns, found[0].st_ino, found[1].st_mtime_ns, found[1].st_ino
 
 
-def _configuration(certificate: bytes, key: bytes) -> grpc.ServerCertificateConfiguration:
-    return grpc.ssl_server_certificate_configuration([(key, certificate)])
+class _Pair(NamedTuple):
+    certificate: bytes
+    key: bytes
+    context: ssl.SSLContext  # of both
+
+    def for_grpc(self) -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration([(self.key, self.certificate)])

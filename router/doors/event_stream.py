@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -17,10 +17,12 @@ T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 
+to_json = msgspec.json.Encoder().encode
+
 
 def data(content: dict[str, Any]) -> bytes:
     """One event."""
-    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: %b\n\n" % to_json(content)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:

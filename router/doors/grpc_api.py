@@ -20,6 +20,7 @@ from cluster.words.errors import ClusterError, DeployError, RateLimited, Replica
 from router.access.access import Access
 from router.access.client import Client
 from router.doors.certificates import Certificates
+from router.doors.connections import GRPC_DOOR, ConnectionLimits
 from router.doors.grpc_errors import status_of
 from router.doors.grpc_gate import KeyInterceptor, authorization_of
 from router.doors.grpc_health import DoorHealth
@@ -33,16 +34,8 @@ SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 READINESS = "readiness"  # a name of the health service's own, for probes
 
 _LAST_WORDS_S = 1.0  # for what has ended to be heard
-_MAX_STREAMS = 4096
-_IDLE_MS = 10 * 60_000
-_AGE_MS = 60 * 60_000  # then a client is asked to connect anew, and what runs may end
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
-    ("grpc.max_metadata_size", 16 << 10),
-    ("grpc.absolute_max_metadata_size", 16 << 10),
-    ("grpc.max_connection_idle_ms", _IDLE_MS),
-    ("grpc.max_connection_age_ms", _AGE_MS),
-    ("grpc.server_handshake_timeout_ms", 10_000),  # to say what HTTP/2 and TLS begin with
     # A client that has vanished without a word is noticed within 15 s. Clients may ping, too, also while they wait for
     # a first token.
     *keepalive(ping_every_ms=10_000, answer_within_ms=5_000),
@@ -58,23 +51,25 @@ async def open_grpc_api(
     port: int,
     is_port_shared: bool = False,
     certificates: Certificates | None = None,
-    max_streams: int = _MAX_STREAMS,
-    max_message_s: float = 60.0,
+    limits: ConnectionLimits = GRPC_DOOR,
 ) -> GrpcApi:
     """Start to serve on host:port (0: any free one), in this event loop; with TLS where there are certificates.
 
     is_port_shared: several router processes of one node listen on the same port and the kernel deals out connections;
-    otherwise a port in use is an error. max_streams: of one connection; a client that wants more opens another, for
-    what is more waits or is refused (UNAVAILABLE). max_message_s: how long a client may take to send its request.
-    Raises DeployError.
+    otherwise a port in use is an error. A client that wants more streams than a connection may have opens another, for
+    what is more waits or is refused (UNAVAILABLE). Raises DeployError.
     """
-    grace_ms = round(completions.max_request_s * 1e3)
     server = grpc.aio.server(
-        interceptors=[KeyInterceptor(access, free=[health.SERVICE_NAME], within_s=max_message_s)],
+        interceptors=[KeyInterceptor(access, free=[health.SERVICE_NAME], within_s=limits.message_s)],
         options=(
             *_OPTIONS,
-            ("grpc.max_concurrent_streams", max_streams),
-            ("grpc.max_connection_age_grace_ms", grace_ms),
+            ("grpc.max_metadata_size", limits.header_bytes),
+            ("grpc.absolute_max_metadata_size", limits.header_bytes),
+            ("grpc.server_handshake_timeout_ms", _ms(limits.open_s)),
+            ("grpc.max_connection_idle_ms", _ms(limits.idle_s)),
+            ("grpc.max_connection_age_ms", _ms(limits.age_s)),  # then a client is asked to connect anew
+            ("grpc.max_connection_age_grace_ms", _ms(completions.max_request_s)),  # in which what runs may end
+            ("grpc.max_concurrent_streams", limits.streams),
             ("grpc.so_reuseport", int(is_port_shared)),
         ),
     )
@@ -94,6 +89,10 @@ async def open_grpc_api(
     door = GrpcApi(server, inference, door_health, bound)
     door.set_health(is_ready=True)
     return door
+
+
+def _ms(seconds: float) -> int:
+    return round(1e3 * seconds)
 
 
 class GrpcApi:

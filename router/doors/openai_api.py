@@ -17,6 +17,7 @@ from router.access.access import Access
 from router.access.client import Client
 from router.access.limits import Limits
 from router.doors.body import Body, BodyReader
+from router.doors.connections import HTTP_DOOR
 from router.doors.event_stream import EventStream, while_connected
 from router.doors.health_api import HealthProbes, add_health
 from router.doors.openai_answer import OpenAIAnswer
@@ -35,18 +36,16 @@ def create_app(
     *,
     access: Access,
     is_healthy: Callable[[], bool],
-    proxy_sets_request_id: bool = False,
-    max_body_s: float = 60.0,
+    max_body_s: float = HTTP_DOOR.message_s,
     probes: HealthProbes | None = None,
 ) -> FastAPI:
     """The ASGI application. is_healthy: whether requests can be served.
 
-    proxy_sets_request_id: what stands in front puts X-Request-Id on answers, as Ray Serve's proxy does; we do not.
     max_body_s: how long a client may take to send its request. probes: what /health/… answers.
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(_Gate, access=access)
-    app.add_middleware(_RequestIds, is_answered=not proxy_sets_request_id)  # the one added last comes first
+    app.add_middleware(_RequestIds)  # the one added last comes first
     handle_errors(app)
     door = _Door(completions, access.limits, max_body_s)
     app.add_api_route("/v1/models", door.models, methods=["GET"])
@@ -178,9 +177,8 @@ def _client(request: Request) -> Client:
 class _RequestIds:
     """ASGI middleware: a client's X-Request-Id, or one of ours, on the request and on its answer."""
 
-    def __init__(self, app: ASGIApp, is_answered: bool) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._is_answered = is_answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -191,7 +189,7 @@ class _RequestIds:
         scope.setdefault("state", {})["request_id"] = request_id
 
         async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start" and self._is_answered:
+            if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 

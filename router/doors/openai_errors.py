@@ -40,8 +40,7 @@ def handle_errors(app: FastAPI) -> None:
 
     async def route(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        message = f"{request.method} {request.url.path}: {error.detail}"
-        body = _body(message, type="invalid_request_error", code=str(error.detail).lower().replace(" ", "_"))
+        body = http_error(error.detail, f"{request.method} {request.url.path}: {error.detail}")
         return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
     async def gone(request: Request, error: Exception) -> Response:
@@ -75,6 +74,11 @@ def error_body(error: BaseException) -> dict[str, Any]:
         return _body("internal error; the router's log says more", type=outcome.type, code=outcome.code)
     param = error.param if isinstance(error, RequestError) else None
     return _body(str(error), type=outcome.type, code=outcome.code, param=param)
+
+
+def http_error(phrase: str, message: str) -> dict[str, Any]:
+    """The error object of what HTTP itself calls wrong. phrase: that of the status."""
+    return _body(message, type="invalid_request_error", code=phrase.lower().replace(" ", "_"))
 
 
 def explain(error: ValidationError) -> RequestError:

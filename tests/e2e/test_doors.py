@@ -17,7 +17,6 @@ from cluster.rpc import inference_pb2_grpc as rpc
 from router.service import RouterService
 from tests.identities import router
 from tests.local_cluster import local_cluster
-from tests.router.http_server import serve_http
 from tests.waiting import becomes
 
 _QUESTION = "What is the capital of France?"
@@ -28,7 +27,7 @@ _MESSAGES = [{"role": "user", "content": _QUESTION}]
 async def test_chat_streams_seeds_stops_and_errors_at_both_doors(smollm2_dir: Path, redis_url: str) -> None:
     # Seeds are tried: neither what else is in a bf16 batch nor an fp8 wire on one of two ways may change a token.
     model, kv = {"served_name": "smollm2", "dtype": "float32"}, {"wire_dtype": "raw"}
-    tree = {"model": model, "kv": kv, "router": {"grpc_port": free_port()}}
+    tree = {"model": model, "kv": kv, "router": {"grpc_port": free_port(), "http_port": free_port()}}
     async with local_cluster(smollm2_dir, redis_url, **tree) as cluster:
         service = await RouterService.open(
             cluster.spec,
@@ -37,10 +36,11 @@ async def test_chat_streams_seeds_stops_and_errors_at_both_doors(smollm2_dir: Pa
             identity=cluster.identity(router("router-1")),
         )
         try:
-            async with serve_http(service.http_app()) as (host, port), asyncio.timeout(150):
+            async with asyncio.timeout(150):
                 await becomes(lambda: all(service.health().values()))
-                await _check_health(f"http://{host}:{port}")
-                async with AsyncOpenAI(base_url=f"http://{host}:{port}/v1", api_key="none", max_retries=0) as client:
+                url = "http://{}:{}".format(*service.http_address)
+                await _check_health(url)
+                async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
                     await _check_openai(client)
                 await _check_grpc(service.grpc_port)
                 await _check_admin("http://{}:{}".format(*service.admin_address))

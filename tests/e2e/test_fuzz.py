@@ -21,7 +21,6 @@ from router.service import RouterService
 from tests.local_cluster import LocalCluster, local_cluster
 from tests.router.doors.both_doors import BothDoors
 from tests.router.doors.fuzzed_requests import grpc_requests, json_bodies
-from tests.router.http_server import serve_http
 from tests.waiting import becomes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -36,7 +35,7 @@ async def _open(model: Path, redis_url: str) -> AsyncIterator[tuple[LocalCluster
         "model": {"dtype": "float32", "max_context": 64},
         "kv": {"wire_dtype": "raw"},
         "decode": {"max_running": 8},
-        "router": {"grpc_port": free_port()},
+        "router": {"grpc_port": free_port(), "http_port": free_port()},
     }
     async with local_cluster(model, redis_url, **tree) as cluster:
         service = await RouterService.open(
@@ -47,8 +46,7 @@ async def _open(model: Path, redis_url: str) -> AsyncIterator[tuple[LocalCluster
         )
         await becomes(lambda: all(service.health().values()))
         async with (
-            serve_http(service.http_app()) as (host, port),
-            httpx.AsyncClient(base_url=f"http://{host}:{port}") as http,
+            httpx.AsyncClient(base_url="http://{}:{}".format(*service.http_address)) as http,
             grpc.aio.insecure_channel(f"127.0.0.1:{service.grpc_port}") as channel,
         ):
             yield cluster, http, InferenceStub(channel)

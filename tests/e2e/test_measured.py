@@ -16,7 +16,6 @@ from router.simulator.profile import load_profile
 from tests.e2e.conftest import Checkpoint
 from tests.identities import router
 from tests.local_cluster import local_cluster
-from tests.router.http_server import serve_http
 from tests.waiting import becomes
 
 
@@ -28,7 +27,7 @@ def model(checkpoint: Checkpoint) -> Path:
 @pytest.fixture
 async def doors(model: Path, redis_url: str) -> AsyncIterator[tuple[str, str, str]]:
     """The gRPC and the OpenAI door of 1P1D, and where operators ask."""
-    tree = {"model": {"dtype": "float32"}, "router": {"grpc_port": free_port()}}
+    tree = {"model": {"dtype": "float32"}, "router": {"grpc_port": free_port(), "http_port": free_port()}}
     async with local_cluster(model, redis_url, **tree) as cluster:
         service = await RouterService.open(
             cluster.spec,
@@ -37,9 +36,9 @@ async def doors(model: Path, redis_url: str) -> AsyncIterator[tuple[str, str, st
             identity=cluster.identity(router("router-1")),
         )
         try:
-            async with serve_http(service.http_app()) as (host, port):
-                await becomes(lambda: all(service.health().values()))
-                yield f"127.0.0.1:{service.grpc_port}", f"http://{host}:{port}", "{}:{}".format(*service.admin_address)
+            await becomes(lambda: all(service.health().values()))
+            http, admin = ("{}:{}".format(*address) for address in (service.http_address, service.admin_address))
+            yield f"127.0.0.1:{service.grpc_port}", f"http://{http}", admin
         finally:
             await service.close()
 

@@ -20,7 +20,6 @@ from tests.e2e.conftest import Checkpoint
 from tests.identities import router
 from tests.local_cluster import local_cluster
 from tests.router.access.keys import IssuedKey, book_of, issue
-from tests.router.http_server import serve_http
 from tests.waiting import becomes
 
 _PROMPT = [5 + i % 20 for i in range(100)]  # six full blocks
@@ -55,7 +54,7 @@ class Asked:
 async def router_with(checkpoint: Checkpoint, redis_url: str, *issued: IssuedKey) -> AsyncIterator[Asked]:
     tree = {
         "model": {"served_name": "tiny", "dtype": "float32"},
-        "router": {"grpc_port": free_port(), "keys": "required"},
+        "router": {"grpc_port": free_port(), "http_port": free_port(), "keys": "required"},
     }
     async with local_cluster(checkpoint("llama"), redis_url, **tree) as cluster:
         seal_key = cluster.credentials.key(Purpose.API_KEYS)
@@ -68,12 +67,9 @@ async def router_with(checkpoint: Checkpoint, redis_url: str, *issued: IssuedKey
             identity=cluster.identity(router("router-1")),
         )
         try:
-            async with (
-                serve_http(service.http_app()) as (host, port),
-                grpc.aio.insecure_channel(f"127.0.0.1:{service.grpc_port}") as channel,
-            ):
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{service.grpc_port}") as channel:
                 await becomes(lambda: all(service.health().values()))
-                yield Asked(service, f"http://{host}:{port}", rpc.InferenceStub(channel))
+                yield Asked(service, "http://{}:{}".format(*service.http_address), rpc.InferenceStub(channel))
         finally:
             await service.close()
             await publisher.close()

@@ -7,19 +7,15 @@ import contextlib
 from typing import Any
 
 import ray
-from fastapi import FastAPI
 from ray import serve
 
 from cluster.control.controller import ACTOR_NAME
 from cluster.control.desired import namespace
 from cluster.words.spec_file import parse_spec
-from router.doors.admin_api import AdminListener, create_admin_app
-
-app = FastAPI()
+from router.doors.admin_api import create_admin_app, open_admin_listener
 
 
 @serve.deployment(ray_actor_options={"num_cpus": 0})
-@serve.ingress(app)
 class FakeRouter:
     async def __init__(self, spec: dict[str, Any]) -> None:
         parsed = parse_spec(spec)
@@ -32,7 +28,8 @@ class FakeRouter:
             metrics=lambda: b"",
             explain_route=lambda request_id: {},
         )
-        self._listener = AdminListener.open(admin, host=parsed.router.admin_host, ports=parsed.router.admin_ports)
+        router = parsed.router
+        self._listener = await open_admin_listener(admin, host=router.admin_host, ports=router.admin_ports)
         self._looking = asyncio.create_task(self._look())
 
     async def _look(self) -> None:

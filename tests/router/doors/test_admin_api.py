@@ -11,7 +11,7 @@ import pytest
 from cluster.host.router_admin import ask_at, ask_here, seen_by
 from cluster.process.ports import free_ports
 from cluster.words.errors import DeployError
-from router.doors.admin_api import AdminListener, create_admin_app
+from router.doors.admin_api import create_admin_app, open_admin_listener
 from tests.router.http_server import serve_http
 
 
@@ -26,7 +26,7 @@ def app(*, deployment: str = "d", router: str = "router-1", decode: int = 1) -> 
 
 
 async def test_it_says_what_clients_are_not_told() -> None:
-    listener = AdminListener.open(app(), host="127.0.0.1", ports=[0])
+    listener = await open_admin_listener(app(), host="127.0.0.1", ports=[0])
     async with httpx.AsyncClient(base_url="http://{}:{}".format(*listener.address)) as http:
         health = (await http.get("/health")).json()
         assert health == {"deployment": "d", "router": "router-1", "replicas": {"prefill": 2, "decode": 1}}
@@ -34,17 +34,17 @@ async def test_it_says_what_clients_are_not_told() -> None:
         assert metrics.headers["content-type"].startswith("text/plain") and metrics.text == "requests_total 1\n"
         assert (await http.get("/debug/routes/r1")).status_code == 404
         assert (await http.get("/v1/models")).status_code == 404
-    await listener.close()
+    await listener.close(grace_s=5)
 
 
 async def test_routers_of_one_machine_take_ports_in_turn() -> None:
     first = free_ports(2)
-    listeners = [AdminListener.open(app(), host="127.0.0.1", ports=[first, first + 1]) for _ in range(2)]
+    listeners = [await open_admin_listener(app(), host="127.0.0.1", ports=[first, first + 1]) for _ in range(2)]
     assert [listener.address[1] for listener in listeners] == [first, first + 1]
     with pytest.raises(DeployError, match=f"router.admin_port: no port from {first} to {first + 1}"):
-        AdminListener.open(app(), host="127.0.0.1", ports=[first, first + 1])
+        await open_admin_listener(app(), host="127.0.0.1", ports=[first, first + 1])
     for listener in listeners:
-        await listener.close()
+        await listener.close(grace_s=5)
 
 
 async def test_whoever_else_listens_there_is_passed_over() -> None:

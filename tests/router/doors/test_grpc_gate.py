@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -12,6 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from router.doors.connections import GRPC_DOOR
 from router.doors.grpc_api import GrpcApi, open_grpc_api
 from tests.router.access.keys import IssuedKey, access_with, issue
 from tests.router.fake_token_service import FakeTokenService
@@ -58,7 +60,7 @@ async def test_who_has_no_key_is_refused_on_the_headers_alone(completions: MakeC
 )
 async def test_a_request_that_never_comes_is_not_waited_for(completions: MakeCompletions, method: str) -> None:
     known = issue("acme")
-    async with door_of(completions, known, max_message_s=0.05) as (_, channel):
+    async with door_of(completions, known, limits=replace(GRPC_DOOR, message_s=0.05)) as (_, channel):
         assert await asyncio.wait_for(begun(channel, method, known).code(), 10) is grpc.StatusCode.DEADLINE_EXCEEDED
         empty = begun(channel, method, known)
         await empty.done_writing()

@@ -162,16 +162,6 @@ async def test_the_first_bytes_come_with_the_first_token(app: FastAPI, fake: Fak
     await server.task
 
 
-async def test_behind_a_proxy_that_answers_with_the_request_id(
-    completions: MakeCompletions, fake: FakeTokenService
-) -> None:
-    service = completions(fake)
-    app = create_app(service, access=Access.anybody(), is_healthy=lambda: True, proxy_sets_request_id=True)
-    server = AsgiServer(app, {"prompt": "abc", "max_tokens": 1})
-    await asyncio.wait_for(server.task, 5)
-    assert server.sent[0]["status"] == 200 and b"x-request-id" not in dict(server.sent[0]["headers"])
-
-
 # ---- too much
 
 

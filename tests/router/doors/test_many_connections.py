@@ -7,6 +7,7 @@ import resource
 import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 
 import grpc
 import openai
@@ -15,6 +16,7 @@ import pytest
 from cluster.rpc import inference_pb2 as pb
 from cluster.rpc.inference_pb2_grpc import InferenceStub
 from router.access.access import Access
+from router.doors.connections import GRPC_DOOR
 from router.doors.grpc_api import open_grpc_api
 from router.doors.openai_api import create_app
 from tests.router.fake_token_service import FakeTokenService
@@ -82,7 +84,8 @@ async def test_a_header_that_is_too_large_is_refused_at_the_grpc_door(completion
 async def test_one_connection_has_so_many_streams_at_a_time(completions: MakeCompletions) -> None:
     """More wait at the client until one of these has ended, or are refused: gRPC does either."""
     fake = FakeTokenService(hang_after=0)
-    door = await open_grpc_api(completions(fake), access=Access.anybody(), host="127.0.0.1", port=0, max_streams=3)
+    limits = replace(GRPC_DOOR, streams=3)
+    door = await open_grpc_api(completions(fake), access=Access.anybody(), host="127.0.0.1", port=0, limits=limits)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
         stub = InferenceStub(channel)
         asked = pb.GenerateRequest(prompt="abc", sampling=pb.SamplingParams(max_tokens=1))

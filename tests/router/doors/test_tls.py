@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import httpx
 import pytest
+from starlette.responses import PlainTextResponse
 
 from cluster.bench.doors import open_door
 from cluster.rpc import inference_pb2 as pb
@@ -19,13 +22,16 @@ from cluster.words.errors import DeployError, SpecError
 from cluster.words.spec_file import parse_spec
 from router.access.access import Access
 from router.doors.certificates import Certificates
+from router.doors.connections import HTTP_DOOR
 from router.doors.grpc_api import GrpcApi, open_grpc_api
 from router.doors.openai_api import create_app
+from tests.event_loops import on_both_loops
 from tests.router.access.keys import access_with, issue
 from tests.router.doors.certificate_files import CertificateFiles, write_certificate
 from tests.router.fake_token_service import FakeTokenService
 from tests.router.http_server import serve_http
 from tests.router.tiny_service import MakeCompletions
+from tests.waiting import WITHIN_S
 
 
 @pytest.fixture
@@ -82,6 +88,39 @@ async def test_a_certificate_is_replaced_while_the_door_is_open(
         assert await list_models(door.port, files) == ["tiny"]
 
 
+@on_both_loops
+async def test_the_http_door_takes_a_replaced_certificate_too(files: CertificateFiles, tmp_path: Path) -> None:
+    async with serve_http(PlainTextResponse("here"), certificates=Certificates(files.certificate, files.key)) as door:
+        url = "https://{}:{}/".format(*door)
+
+        async def ask() -> str:
+            """Over a connection of its own, which trusts what the file says now."""
+            async with httpx.AsyncClient(verify=ssl.create_default_context(cafile=files.certificate)) as client:
+                return (await client.get(url)).text
+
+        trusts_first = ssl.create_default_context(cafile=files.certificate)
+        async with httpx.AsyncClient(verify=trusts_first) as old, httpx.AsyncClient(verify=trusts_first) as late:
+            assert (await old.get(url)).text == "here"
+            write_certificate(tmp_path, name="second")
+            assert await ask() == "here"
+            assert (await old.get(url)).text == "here", "who was connected stays so"
+            with pytest.raises(httpx.ConnectError, match="certificate"):
+                await late.get(url)
+        Path(files.key).write_text("half a key")
+        assert await ask() == "here"
+
+
+@on_both_loops
+async def test_a_handshake_that_is_not_finished_is_not_waited_for(files: CertificateFiles) -> None:
+    certificates, limits = Certificates(files.certificate, files.key), replace(HTTP_DOOR, open_s=0.1)
+    async with serve_http(PlainTextResponse("here"), certificates=certificates, limits=limits) as door:
+        for words in (b"", b"\x16\x03\x01\x02\x00\x01"):
+            reader, writer = await asyncio.open_connection(*door)
+            writer.write(words)
+            assert await asyncio.wait_for(reader.read(), WITHIN_S) == b""
+            writer.close()
+
+
 async def test_our_own_load_enters_both_doors_with_a_key(completions: MakeCompletions, files: CertificateFiles) -> None:
     known = issue("acme")
     keys = access_with(known)
@@ -89,7 +128,7 @@ async def test_our_own_load_enters_both_doors_with_a_key(completions: MakeComple
     app = create_app(completions(FakeTokenService()), access=keys, is_healthy=lambda: True)
     async with (
         tls_door(completions, files, keys) as door,
-        serve_http(app, ssl_certfile=files.certificate, ssl_keyfile=files.key) as (host, port),
+        serve_http(app, certificates=Certificates(files.certificate, files.key)) as (host, port),
     ):
         for endpoint in (f"grpcs://127.0.0.1:{door.port}", f"https://{host}:{port}"):
             async with open_door(endpoint, access) as asking:

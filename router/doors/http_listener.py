@@ -1,0 +1,105 @@
+"""An ASGI application on a port of this process, in its event loop: the HTTP door, and what operators ask."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from contextlib import suppress
+
+from starlette.types import ASGIApp
+from uvicorn.config import Config
+
+from cluster.words.errors import DeployError
+from router.doors.certificates import Certificates
+from router.doors.connections import ConnectionLimits
+from router.doors.http_connection import Connections, HttpConnection
+
+_LAST_WORDS_S = 1.0  # for what has ended to be heard
+_BACKLOG = 4096
+# A client that has vanished without a word is noticed within 30 s.
+_PROBE_AFTER_S, _PROBE_EVERY_S, _PROBES = 15, 5, 3
+_UNSENT_BYTES = 64 << 10  # that the kernel holds of an answer, beside what is on its way
+
+
+class HttpListener:
+    """Serves until `close`."""
+
+    def __init__(self, server: asyncio.Server, connections: Connections, address: tuple[str, int]) -> None:
+        self.address = address
+        self._server = server
+        self._connections = connections
+
+    @classmethod
+    async def open(
+        cls,
+        app: ASGIApp,
+        *,
+        host: str,
+        port: int,
+        limits: ConnectionLimits,
+        is_port_shared: bool = False,
+        certificates: Certificates | None = None,
+        max_unread_s: float = 60.0,
+    ) -> HttpListener:
+        """Start to serve on host:port (0: any free one), in this event loop; with TLS where there are certificates.
+
+        is_port_shared: several processes of one node listen on the same port, and the kernel deals out connections.
+        max_unread_s: how long a client may leave an answer unread; twice that, for a request has the same limit, and
+        says more. Raises DeployError.
+        """
+        try:
+            listener = _listen(host, port, is_port_shared=is_port_shared, vanished_s=2 * max_unread_s)
+        except OSError as error:
+            raise DeployError(f"HTTP port {host}:{port} cannot be opened; is it in use?") from error
+        connections = Connections(limits, max_unread_s=2 * max_unread_s)
+        config = Config(
+            app,
+            log_config=None,
+            log_level=logging.ERROR,  # what is no HTTP is no news
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            proxy_headers=False,
+            timeout_keep_alive=limits.idle_s,  # type: ignore[arg-type]  # a time for call_later
+        )
+        config.load()
+        server = await asyncio.get_running_loop().create_server(
+            lambda: HttpConnection(connections, config),
+            sock=listener,
+            backlog=_BACKLOG,
+            ssl=certificates.for_http() if certificates else None,
+            ssl_handshake_timeout=limits.open_s if certificates else None,
+        )
+        return cls(server, connections, listener.getsockname()[:2])
+
+    async def close(self, *, grace_s: float) -> None:
+        """Take no more, let what is under way finish for grace_s, then end all."""
+        self._server.close()
+        self._connections.finish()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._connections.all_gone.wait(), grace_s)
+        self._connections.abort()
+        if tasks := set(self._connections.state.tasks):  # they hear that their client has gone
+            _, late = await asyncio.wait(tasks, timeout=_LAST_WORDS_S)
+            for task in late:
+                task.cancel()
+
+
+def _listen(host: str, port: int, *, is_port_shared: bool, vanished_s: float) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    both = host == "::" and socket.has_dualstack_ipv6()
+    listener = socket.create_server((host, port), family=family, reuse_port=is_port_shared, dualstack_ipv6=both)
+    listener.setblocking(False)
+    options = {
+        "TCP_KEEPIDLE": _PROBE_AFTER_S,
+        "TCP_KEEPINTVL": _PROBE_EVERY_S,
+        "TCP_KEEPCNT": _PROBES,
+        "TCP_USER_TIMEOUT": round(1e3 * vanished_s),  # also of a client that lets nothing through
+        "TCP_NOTSENT_LOWAT": _UNSENT_BYTES,
+    }
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in options.items():  # connections inherit them
+        if hasattr(socket, name):  # some are Linux's alone
+            listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return listener
