@@ -16,9 +16,10 @@ import pytest
 from cluster.rpc import inference_pb2 as pb
 from cluster.rpc.inference_pb2_grpc import InferenceStub
 from router.access.access import Access
-from router.doors.connections import GRPC_DOOR
+from router.doors.connections import GRPC_DOOR, HTTP_DOOR
 from router.doors.grpc_api import open_grpc_api
 from router.doors.openai_api import create_app
+from tests.event_loops import on_both_loops
 from tests.router.fake_token_service import FakeTokenService
 from tests.router.http_server import serve_http
 from tests.router.tiny_service import MakeCompletions
@@ -30,7 +31,7 @@ _HALF_A_PREFACE = b"PRI * HTTP/2.0\r\n"
 
 
 @asynccontextmanager
-async def silent_connections(address: tuple[str, int], *, half: bytes) -> AsyncIterator[None]:
+async def silent_connections(address: tuple[str, int], *, half: bytes) -> AsyncIterator[list[socket.socket]]:
     """Both ends are in this process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = 2 * (_IDLE + _HALF_OPEN) + 500
@@ -38,25 +39,63 @@ async def silent_connections(address: tuple[str, int], *, half: bytes) -> AsyncI
         pytest.skip(f"needs {needed} open files, and may have {hard}")
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, needed), hard))
     async with AsyncExitStack() as stack:
-        loop = asyncio.get_running_loop()
+        loop, ends = asyncio.get_running_loop(), []
         for number in range(_IDLE + _HALF_OPEN):
             end = stack.enter_context(socket.socket())
+            ends.append(end)
             end.setblocking(False)
             await loop.sock_connect(end, address)
             if number >= _IDLE:
                 await loop.sock_sendall(end, half)
-        yield
+        yield ends
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.slow
+@on_both_loops
 async def test_a_request_is_served_beside_them_over_http(completions: MakeCompletions) -> None:
     app = create_app(completions(FakeTokenService()), access=Access.anybody(), is_healthy=lambda: True)
     async with serve_http(app) as address, silent_connections(address, half=_HALF_A_REQUEST):
-        host, port = address
-        async with openai.AsyncOpenAI(base_url=f"http://{host}:{port}/v1", api_key="none", max_retries=0) as client:
-            answer = await client.completions.create(model="tiny", prompt="abc", max_tokens=4)
-    assert answer.choices[0].text == "abca"
+        assert await _ask(address) == "abca"
+
+
+@on_both_loops
+async def test_those_who_say_nothing_are_gone_after_a_while_over_http(completions: MakeCompletions) -> None:
+    fake = FakeTokenService(hang_after=0)
+    app = create_app(completions(fake), access=Access.anybody(), is_healthy=lambda: True)
+    limits = replace(HTTP_DOOR, open_s=1.0)
+    async with serve_http(app, limits=limits) as address:
+        asking = asyncio.ensure_future(_ask(address))
+        await fake.is_hanging.wait()
+        async with silent_connections(address, half=_HALF_A_REQUEST) as ends:
+            await becomes(lambda: all(map(_has_ended, ends)))
+        fake.go_on.set()
+        assert await asking == "abca", "who waits for an answer does not go with them"
+
+
+@on_both_loops
+async def test_no_number_of_them_keeps_a_client_out_over_http(completions: MakeCompletions) -> None:
+    app = create_app(completions(FakeTokenService()), access=Access.anybody(), is_healthy=lambda: True)
+    limits = replace(HTTP_DOOR, connections=500)
+    async with serve_http(app, limits=limits) as address, silent_connections(address, half=_HALF_A_REQUEST) as ends:
+        assert await _ask(address) == "abca"
+        await becomes(lambda: sum(map(_has_ended, ends)) > _IDLE + _HALF_OPEN - 500)
+
+
+async def _ask(address: tuple[str, int]) -> str:
+    url = "http://{}:{}/v1".format(*address)
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        answer = await client.completions.create(model="tiny", prompt="abc", max_tokens=4)
+    return answer.choices[0].text
+
+
+def _has_ended(end: socket.socket) -> bool:
+    """The other side has closed it."""
+    try:
+        return end.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
 
 
 async def test_a_request_is_served_beside_them_over_grpc(completions: MakeCompletions) -> None:
