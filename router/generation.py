@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,12 +23,7 @@ class RequestRoute:
     migrations: int = 0  # attempts that went on where another one had brought tokens
 
 
-@dataclass(frozen=True)
-class ChoiceToken:
-    """One token of one of a request's choices. The last of a choice has a finish_reason."""
-
-    choice: int
-    token: SampledToken
+Arrived = Mapping[int, Sequence[SampledToken]]  # by choice
 
 
 class Generation(Protocol):
@@ -39,8 +34,9 @@ class Generation(Protocol):
     async def __aenter__(self) -> Generation: ...
     async def __aexit__(self, *exc: object) -> None: ...
 
-    def __aiter__(self) -> AsyncIterator[ChoiceToken]:
-        """The tokens of all choices as they come, until every choice has finished. Raises ClusterError."""
+    def __aiter__(self) -> AsyncIterator[Arrived]:
+        """By choice, the tokens that have come since the last ones were taken: mostly one. Until every choice has
+        finished; the last token of each has a finish_reason. Raises ClusterError."""
         ...
 
     async def stop(self, choice: int) -> None:

@@ -6,11 +6,15 @@ and is exported as it was last heard. Names carry base units and, where they cou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from cluster.rpc import worker_pb2
 from cluster.words.request import Role
@@ -104,7 +108,7 @@ class Metrics:
         self.time_to_first_token = Histogram(
             "time_to_first_token_seconds", "From a request's arrival.", buckets=_WAIT, registry=registry
         )
-        self.inter_token_latency = Histogram(
+        self.inter_token_latency = TokenHistogram(
             "inter_token_latency_seconds", "Between two tokens of one choice.", buckets=_STEP, registry=registry
         )
         self.request_time = Histogram(
@@ -118,6 +122,26 @@ class Metrics:
     def render(self) -> bytes:
         """Prometheus's text format, of type CONTENT_TYPE."""
         return generate_latest(self.registry)
+
+
+class TokenHistogram(Collector):
+    """As prometheus_client's, for what each token adds to: on one thread, without locks."""
+
+    def __init__(self, name: str, meaning: str, *, buckets: Sequence[float], registry: CollectorRegistry) -> None:
+        self._name, self._meaning = name, meaning
+        self._bounds = (*buckets, math.inf)
+        self._counts = [0] * len(self._bounds)
+        self._sum_s = 0.0
+        registry.register(self)
+
+    def observe(self, seconds: float, count: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, seconds)] += count
+        self._sum_s += seconds * count
+
+    def collect(self) -> Iterator[Metric]:
+        bounds = map(floatToGoString, self._bounds)
+        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
+        yield HistogramMetricFamily(self._name, self._meaning, buckets=buckets, sum_value=self._sum_s)
 
 
 class _ReplicaCollector(Collector):

@@ -156,8 +156,9 @@ class LocalCluster:
         )
         tokens: dict[int, list[SampledToken]] = {choice: [] for choice in range(n)}
         async with self.core.start(request) as generation:
-            async for item in generation:
-                tokens[item.choice].append(item.token)
+            async for arrived in generation:
+                for choice, some in arrived.items():
+                    tokens[choice] += some
         return Answer(tokens, generation.route)
 
     async def idle(self, *, timeout_s: float = 30.0) -> None:

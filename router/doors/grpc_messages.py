@@ -88,9 +88,9 @@ def _prompt_of(message: pb.GenerateRequest) -> str | Chat | tuple[int, ...]:
 
 
 def _delta(delta: Delta, tokenizer: Tokenizer) -> pb.Delta:
-    token = delta.token
-    message = pb.Delta(choice=delta.choice, text=delta.text, token_ids=[token.token_id])
-    if token.logprob is not None:
+    message = pb.Delta(choice=delta.choice, text=delta.text, token_ids=[token.token_id for token in delta.tokens])
+    for token in delta.tokens if delta.has_logprobs else ():
+        assert token.logprob is not None
         message.logprobs.add(
             token_id=token.token_id,
             token=tokenizer.token_text(token.token_id),

@@ -67,7 +67,7 @@ class OpenAIAnswer:
                         yield data(opening)
                 if isinstance(event, Finished):
                     yield data(self._chunk(form, {"index": index, **form.piece(""), "logprobs": None, **_end(event)}))
-                elif event.text or event.token.logprob is not None or self.return_token_ids:
+                elif event.text or event.has_logprobs or self.return_token_ids:
                     yield data(self._chunk(form, {"index": index, **self._piece(form, event)}))
         if self.include_usage:
             yield data({**self._head(self.forms[0].chunk), "choices": [], "usage": _usage(usage)})
@@ -98,19 +98,19 @@ class OpenAIAnswer:
 
     def _piece(self, form: Form, delta: Delta) -> JSON:
         piece = form.piece(delta.text)
-        piece["logprobs"] = None if delta.token.logprob is None else form.logprobs([delta])
+        piece["logprobs"] = form.logprobs([delta]) if delta.has_logprobs else None
         piece["finish_reason"] = None
         if self.return_token_ids:
-            piece["token_ids"] = [delta.token.token_id]
+            piece["token_ids"] = [token.token_id for token in delta.tokens]
         return piece
 
     def _written(self, choice: _Choice) -> JSON:
         assert choice.finished is not None
         written = choice.form.message("".join(choice.texts))
-        has_logprobs = bool(choice.deltas) and choice.deltas[0].token.logprob is not None
+        has_logprobs = bool(choice.deltas) and choice.deltas[0].has_logprobs
         written["logprobs"] = choice.form.logprobs(choice.deltas) if has_logprobs else None
         if self.return_token_ids:
-            written["token_ids"] = [delta.token.token_id for delta in choice.deltas]
+            written["token_ids"] = [token.token_id for delta in choice.deltas for token in delta.tokens]
         return written | _end(choice.finished)
 
     def _add_prompt_ids(self, answer: JSON, choices: Sequence[JSON]) -> None:
@@ -130,7 +130,7 @@ class _Choice:
 
     def add(self, delta: Delta, *, keep: bool) -> None:
         self.texts.append(delta.text)
-        if keep or delta.token.logprob is not None:
+        if keep or delta.has_logprobs:
             self.deltas.append(delta)
 
 

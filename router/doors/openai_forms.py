@@ -61,17 +61,17 @@ class TextForm:
         return {"text": self._echo + text}
 
     def logprobs(self, deltas: Sequence[Delta]) -> JSON:
-        text_of = self._tokenizer.token_text
+        text_of, tokens = self._tokenizer.token_text, _tokens(deltas)
         return {
-            "tokens": [text_of(delta.token.token_id) for delta in deltas],
-            "token_logprobs": [_finite(_logprob(delta).logprob) for delta in deltas],
+            "tokens": [text_of(token_id) for token_id, _ in tokens],
+            "token_logprobs": [_finite(logprob.logprob) for _, logprob in tokens],
             "top_logprobs": [
                 # The chosen token is there even when it is not among the likeliest, as OpenAI has it.
-                {text_of(delta.token.token_id): _finite(_logprob(delta).logprob)}
-                | {text_of(token_id): _finite(value) for token_id, value in _logprob(delta).top}
-                for delta in deltas
+                {text_of(token_id): _finite(logprob.logprob)}
+                | {text_of(other): _finite(value) for other, value in logprob.top}
+                for token_id, logprob in tokens
             ],
-            "text_offset": [len(self._echo) + delta.text_offset for delta in deltas],
+            "text_offset": [len(self._echo) + offset for delta in deltas for offset in delta.text_offsets],
         }
 
 
@@ -97,9 +97,9 @@ class ChatForm:
 
     def logprobs(self, deltas: Sequence[Delta]) -> JSON:
         content = [
-            self._entry(delta.token.token_id, _logprob(delta).logprob)
-            | {"top_logprobs": [self._entry(token_id, value) for token_id, value in _logprob(delta).top]}
-            for delta in deltas
+            self._entry(token_id, logprob.logprob)
+            | {"top_logprobs": [self._entry(other, value) for other, value in logprob.top]}
+            for token_id, logprob in _tokens(deltas)
         ]
         return {"content": content, "refusal": None}
 
@@ -108,9 +108,9 @@ class ChatForm:
         return {"token": text, "logprob": _finite(logprob), "bytes": list(raw)}
 
 
-def _logprob(delta: Delta) -> TokenLogprob:
-    assert delta.token.logprob is not None, "logprobs were asked for"
-    return delta.token.logprob
+def _tokens(deltas: Sequence[Delta]) -> list[tuple[int, TokenLogprob]]:
+    """Logprobs were asked for."""
+    return [(token.token_id, token.logprob) for delta in deltas for token in delta.tokens if token.logprob is not None]
 
 
 def _finite(logprob: float) -> float:

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 
 from cluster.words.errors import ClusterError
 from cluster.words.request import SequenceRequest
-from router.generation import ChoiceToken, Generation
+from router.generation import Arrived, Generation
 from router.serving.attempt import Attempt
 from router.serving.decode_streams import DecodeStreams
 from router.serving.dispatch import Dispatch
@@ -50,11 +50,9 @@ class Relay:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
-    async def __aiter__(self) -> AsyncIterator[ChoiceToken]:
-        while (item := await self._state.outbox.get()) is not None:
-            if isinstance(item, ClusterError):
-                raise item
-            yield item
+    async def __aiter__(self) -> AsyncIterator[Arrived]:
+        while tokens := await self._state.outbox.take():
+            yield tokens
 
     async def stop(self, choice: int) -> None:
         if attempt := self._attempts.get(choice):
@@ -68,15 +66,15 @@ class Relay:
             pair = await self._dispatch.admit(state.request)
             await self._serve(state.request.choices, pair)
         except* ClusterError as errors:
-            state.outbox.put_nowait(_first(errors))
+            state.outbox.end(_first(errors))
         except* Exception as errors:  # the edge of this task: no answer must look like an empty one
             logger.exception("request=%s failed", state.request.id)
-            state.outbox.put_nowait(ClusterError(f"internal error: {errors.exceptions[0]!r}"))
+            state.outbox.end(ClusterError(f"internal error: {errors.exceptions[0]!r}"))
         finally:
             # Also where the client, who has the last token already, does not wait for this task to end by itself.
             if not state.unfinished:
                 self._dispatch.finished([len(tokens) for tokens in state.tokens.values()])
-            state.outbox.put_nowait(None)
+            state.outbox.end()
 
     async def _serve(
         self, choices: tuple[int, ...], pair: Pair | None = None, *, avoid: frozenset[str] = frozenset()

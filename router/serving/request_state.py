@@ -7,9 +7,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cluster.words.errors import ClusterError, DeadlineExceeded
+from cluster.words.errors import DeadlineExceeded
 from cluster.words.request import SampledToken, SequenceRequest
-from router.generation import ChoiceToken, RequestRoute
+from router.generation import RequestRoute
+from router.serving.outbox import Outbox
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ class RequestState:
         self.route = RequestRoute()
         self.tokens: dict[int, list[int]] = {choice: [] for choice in request.choices}
         self.unfinished = set(request.choices)
-        self.outbox: asyncio.Queue[ChoiceToken | ClusterError | None] = asyncio.Queue()  # for the client; None: the end
+        self.outbox = Outbox()  # for the client
         self._now = asyncio.get_running_loop().time
         self._started_at = self._now()
         self._max_unread = _MAX_UNREAD // (1 + (request.sampling.num_logprobs or 0))  # tokens
@@ -34,14 +35,14 @@ class RequestState:
     def append(self, choice: int, token: SampledToken) -> None:
         """The next token of an unfinished choice, which goes to the client."""
         self.tokens[choice].append(token.token_id)
-        self.outbox.put_nowait(ChoiceToken(choice, token))
+        self.outbox.put(choice, token)
         if self._lost_at and (lost_at := self._lost_at.pop(choice, None)) is not None:
             self._log_pause(choice, self._now() - lost_at)
 
     @property
     def is_unread(self) -> bool:
         """So much waits for the client that no more may."""
-        return self.outbox.qsize() > self._max_unread
+        return self.outbox.num_waiting > self._max_unread
 
     def lost(self, choices: Sequence[int]) -> None:
         """The attempt that brought tokens of these choices has failed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from collections.abc import Iterable
 
 from cluster.words.request import FinishReason, SampledToken
 from router.text.completion_request import CompletionRequest
@@ -24,11 +25,21 @@ class ChoiceText:
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=request.skip_special_tokens)
         self._stops = StopMatcher(request.stop, include_stop=request.include_stop)
 
-    def add(self, token: SampledToken) -> Delta:
-        """One delta per token. Sets `finished` when this token ends the choice, by itself or by a stop string."""
+    def add(self, tokens: Iterable[SampledToken]) -> Delta:
+        """Those up to the one that ends the choice, by itself or by a stop string, which sets `finished`."""
         assert self.finished is None
+        delta = Delta(self.choice, "", [], [])
+        for token in tokens:
+            delta.tokens.append(token)
+            delta.text_offsets.append(self._num_chars)
+            delta.text += self._add(token)
+            if self.finished is not None:
+                break
+        return delta
+
+    def _add(self, token: SampledToken) -> str:
+        """The text that may go out now."""
         self.num_tokens += 1
-        offset = self._num_chars
         text = self._text_of(token)
         self._num_chars += len(text)
         sent, stop = self._cut(text)
@@ -37,7 +48,7 @@ class ChoiceText:
         elif token.finish_reason is not None:
             sent += self._stops.finish()
             self.finished = Finished(self.choice, token.finish_reason)
-        return Delta(self.choice, sent, token, offset)
+        return sent
 
     def _text_of(self, token: SampledToken) -> str:
         is_hidden = token.finish_reason is FinishReason.STOP and not self._include_stop

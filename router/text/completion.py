@@ -25,7 +25,7 @@ from cluster.words.errors import (
     outcome_of,
 )
 from cluster.words.request import Sampling, SequenceRequest
-from router.generation import ChoiceToken, Generation, RequestRoute, TokenService
+from router.generation import Arrived, Generation, RequestRoute, TokenService
 from router.metrics import Metrics
 from router.text.chat_template import ChatTemplate
 from router.text.choice_text import ChoiceText
@@ -167,22 +167,23 @@ class Completion:
         self._account(None)
 
     async def _events(self, generation: Generation) -> AsyncIterator[Event]:
-        tokens = aiter(generation)
+        arrivals = aiter(generation)
         while not self._is_finished:
-            token = await self._next(tokens)
-            choice = self._choices[token.choice]
-            if choice.finished is not None:
-                continue  # it was on its way when we said stop
-            self._clock.tick(token.choice)
-            yield choice.add(token.token)
-            if choice.finished is None:
-                continue
-            if token.token.finish_reason is None:  # a stop string was found; the workers do not know yet
-                await generation.stop(token.choice)
-            yield choice.finished
+            for number, tokens in (await self._next(arrivals)).items():
+                choice = self._choices[number]
+                if choice.finished is not None:
+                    continue  # they were on their way when we said stop
+                delta = choice.add(tokens)
+                self._clock.tick(number, len(delta.tokens))
+                yield delta
+                if choice.finished is None:
+                    continue
+                if delta.tokens[-1].finish_reason is None:  # a stop string was found; the workers do not know yet
+                    await generation.stop(number)
+                yield choice.finished
         with suppress(ClusterError, TimeoutError):  # what has come to its end cannot fail any more
             async with asyncio.timeout(_ACCOUNT_S):
-                async for _ in tokens:
+                async for _ in arrivals:
                     pass
         usage, route = self._usage, replace(self._route)
         if not self.request.is_cache_told:  # what was cached, in other words
@@ -238,9 +239,9 @@ class Completion:
             deadline_s=self._limit_s - self._clock.elapsed_s,
         )
 
-    async def _next(self, tokens: AsyncIterator[ChoiceToken]) -> ChoiceToken:
+    async def _next(self, arrivals: AsyncIterator[Arrived]) -> Arrived:
         try:
-            return await anext(tokens)
+            return await anext(arrivals)
         except StopAsyncIteration:
             raise ReplicaLost(f"request {self.request.id}: its tokens ended before it was finished") from None
 

@@ -8,14 +8,19 @@ from cluster.words.request import FinishReason, SampledToken
 from router.generation import RequestRoute
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Delta:
-    """One token of one choice, and the text that may go out now: often none, or also that of the tokens before it."""
+    """Tokens of one choice that have come together, mostly one, and the text that may go out now: often none, or also
+    that of tokens before them."""
 
     choice: int
     text: str
-    token: SampledToken
-    text_offset: int  # characters of the choice before this token
+    tokens: list[SampledToken]  # at least one; all have a logprob, or none has
+    text_offsets: list[int]  # characters of the choice before each
+
+    @property
+    def has_logprobs(self) -> bool:
+        return self.tokens[0].logprob is not None
 
 
 @dataclass(frozen=True)

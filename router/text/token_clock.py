@@ -27,8 +27,8 @@ class TokenClock:
         """Mean time between two tokens of a choice; 0 where none has two."""
         return self._gaps_s / self._num_gaps if self._num_gaps else 0.0
 
-    def tick(self, choice: int) -> None:
-        """A token of this choice has come."""
+    def tick(self, choice: int, num_tokens: int = 1) -> None:
+        """Tokens of this choice have come, all at this moment."""
         now_s = self.elapsed_s
         last_s = self._last_s[choice]
         self._last_s[choice] = now_s
@@ -37,5 +37,8 @@ class TokenClock:
             self._metrics.time_to_first_token.observe(now_s)
         if last_s is not None:
             self._gaps_s += now_s - last_s
-            self._num_gaps += 1
             self._metrics.inter_token_latency.observe(now_s - last_s)
+            self._num_gaps += 1
+        if num_tokens > 1:
+            self._num_gaps += num_tokens - 1
+            self._metrics.inter_token_latency.observe(0.0, num_tokens - 1)

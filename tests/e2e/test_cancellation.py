@@ -36,9 +36,9 @@ async def _ask(cluster: LocalCluster, number: int, prompt: list[int], *, num_tok
         choices=(0, 1) if number % 5 == 0 else (0,),
     )
     async with cluster.core.start(request) as generation:
-        async for _ in generation:
-            num_tokens -= 1
-            if not num_tokens:
+        async for arrived in generation:
+            num_tokens -= sum(map(len, arrived.values()))
+            if num_tokens <= 0:
                 return
 
 

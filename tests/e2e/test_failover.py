@@ -158,9 +158,11 @@ async def test_choices_that_have_ended_stay_ended(checkpoint: Checkpoint, refere
         await cluster.add(Role.DECODE, _DECODE_EVENTS["it streams"])
         await cluster.add(Role.DECODE)
         async with asyncio.timeout(WITHIN_S), cluster.core.start(request) as generation:
-            async for item in generation:
-                tokens[item.choice].append(item.token.token_id)
-                if item.choice == 2 and len(tokens[2]) == 3:
+            async for arrived in generation:
+                before = len(tokens[2])
+                for choice, some in arrived.items():
+                    tokens[choice] += [token.token_id for token in some]
+                if before < 3 <= len(tokens[2]):
                     await generation.stop(2)
         assert [tokens[choice] for choice in (0, 1, 3)] == [expected[choice] for choice in (0, 1, 3)]
         assert tokens[2] == expected[2][: len(tokens[2])] and len(tokens[2]) < 10

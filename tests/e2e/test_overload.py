@@ -38,8 +38,8 @@ async def _ask(cluster: LocalCluster, number: int, *, done: list[int] | None = N
     )
     count = 0
     async with cluster.core.start(request) as generation:
-        async for _ in generation:
-            count += 1
+        async for arrived in generation:
+            count += sum(map(len, arrived.values()))
     if done is not None:
         done.append(number)
     return count

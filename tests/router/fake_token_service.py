@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from cluster.words.request import SampledToken, SequenceRequest, TokenLogprob, finish_reason
-from router.generation import ChoiceToken, RequestRoute
+from router.generation import Arrived, RequestRoute
 
 Script = Callable[[SequenceRequest, int], Sequence[int]]
 
@@ -64,7 +64,7 @@ class FakeGeneration:
         if len(self._fake.ended) == len(self._fake.started):
             self._fake.has_ended.set()
 
-    async def __aiter__(self) -> AsyncIterator[ChoiceToken]:
+    async def __aiter__(self) -> AsyncIterator[Arrived]:
         fake, request = self._fake, self._request
         num_sent = position = 0
         while self._open:
@@ -82,7 +82,7 @@ class FakeGeneration:
                 fake.num_tokens += 1
                 if token.finish_reason is not None or choice in self._stopped:
                     self._open.discard(choice)
-                yield ChoiceToken(choice, token)
+                yield {choice: [token]}
             position += 1
         self.route.blocks_shipped, self.route.wire_bytes = 2, 1000  # told a little after the last token
         assert num_sent <= len(request.choices) * request.sampling.max_tokens

@@ -49,8 +49,10 @@ class Client:
     async def run(self, core: RouterCore) -> None:
         try:
             async with core.start(self.request) as self.generation:
-                async for item in self.generation:
-                    self._take(item.choice, item.token.token_id, is_last=item.token.finish_reason is not None)
+                async for arrived in self.generation:
+                    for choice, tokens in arrived.items():
+                        for token in tokens:
+                            self._take(choice, token.token_id, is_last=token.finish_reason is not None)
         except ClusterError as error:
             self.error = error
 

@@ -8,7 +8,6 @@ import pytest
 
 from cluster.words.errors import ReplicaLost, TransferError
 from cluster.words.request import FinishReason, SampledToken, SequenceRequest
-from router.generation import ChoiceToken
 from router.serving.choices import Choices
 from router.serving.request_state import RequestState
 
@@ -23,10 +22,10 @@ def _choices(number: int = 1, *, has_prefill: bool = True) -> tuple[Choices, Req
     return Choices(state, request.choices, has_prefill=has_prefill), state
 
 
-def _emitted(state: RequestState) -> list[tuple[int, int]]:
-    """What has gone to the client, in order."""
-    items = [state.outbox.get_nowait() for _ in range(state.outbox.qsize())]
-    return [(item.choice, item.token.token_id) for item in items if isinstance(item, ChoiceToken)]
+async def _emitted(state: RequestState) -> dict[int, list[int]]:
+    """What has gone to the client since."""
+    taken = await state.outbox.take() if state.outbox.num_waiting else {}
+    return {choice: [token.token_id for token in tokens] for choice, tokens in taken.items()}
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(["first", "started", "decoded"])))
@@ -35,16 +34,16 @@ async def test_in_whatever_order_the_two_replicas_are_heard(order: tuple[str, ..
     for event in order:
         if event == "first":
             choices.first([_token(10), _token(20)], epoch=3)
+            first = await _emitted(state)
         elif event == "started":
             choices.started(epoch=3)
         else:
             choices.decoded(0, [_token(11), _token(12, is_last=True)])
             choices.decoded(1, [_token(21, is_last=True)])
     await choices.wait()
-    emitted = _emitted(state)
-    assert emitted[:2] == [(0, 10), (1, 20)], "a first token waits for nobody but its own replica"
-    assert [id for choice, id in emitted if choice == 0] == [10, 11, 12]
-    assert [id for choice, id in emitted if choice == 1] == [20, 21]
+    assert (first[0][0], first[1][0]) == (10, 20), "a first token waits for nobody but its own replica"
+    rest = await _emitted(state)
+    assert first[0] + rest.get(0, []) == [10, 11, 12] and first[1] + rest.get(1, []) == [20, 21]
 
 
 async def test_what_follows_the_first_tokens_of_another_life_is_never_told() -> None:
@@ -54,14 +53,14 @@ async def test_what_follows_the_first_tokens_of_another_life_is_never_told() -> 
     choices.first([_token(10)], epoch=1)
     with pytest.raises(TransferError, match=r"epoch 0, .* of 1"):
         await choices.wait()
-    assert _emitted(state) == [(0, 10)]
+    assert await _emitted(state) == {0: [10]}
 
 
 async def test_without_a_prefill_replica_nothing_is_kept_back() -> None:
     choices, state = _choices(has_prefill=False)
     choices.decoded(0, [_token(10, is_last=True)])
     await choices.wait()
-    assert _emitted(state) == [(0, 10)]
+    assert await _emitted(state) == {0: [10]}
 
 
 async def test_a_choice_that_needs_no_more_gets_no_more() -> None:
@@ -71,7 +70,7 @@ async def test_a_choice_that_needs_no_more_gets_no_more() -> None:
     choices.decoded(0, [_token(11)])
     choices.decoded(1, [_token(20, is_last=True)])
     await choices.wait()
-    assert _emitted(state) == [(0, 10), (1, 20)]
+    assert await _emitted(state) == {0: [10], 1: [20]}
     await choices.wait_for(0, 5)  # it has finished: there is nothing to wait for
 
 

@@ -195,8 +195,8 @@ def test_whatever_the_tokens_the_text_is_cut_as_a_whole(
 async def test_logprobs_and_offsets(completions: MakeCompletions) -> None:
     events = await run(completions(FakeTokenService()), request("ab𝄞c", max_tokens=7, logprobs=2))
     deltas = [event for event in events if isinstance(event, Delta)]
-    assert [delta.text_offset for delta in deltas] == [0, 1, 2, 2, 2, 2, 3]
-    assert all(delta.token.logprob is not None and len(delta.token.logprob.top) == 2 for delta in deltas)
+    assert [delta.text_offsets[0] for delta in deltas] == [0, 1, 2, 2, 2, 2, 3]
+    assert all(token.logprob is not None and len(token.logprob.top) == 2 for delta in deltas for token in delta.tokens)
 
 
 async def test_chat_is_rendered_by_the_template(completions: MakeCompletions, byte_level: Tokenizer) -> None:
