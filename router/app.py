@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,8 @@ class Router:
         name = f"router-{uuid4().hex[:8]}"
         log = f"router-{time.strftime('%Y%m%d-%H%M%S')}-{name.removeprefix('router-')}.log"  # by name is by start
         redirect_output(Path(log_dir) / log, who=name)
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each client is one, and each replica
         parsed = parse_spec(spec)
         host = parsed.router.host or ray.util.get_node_ip_address()
         trail = Path(log_dir).with_name("trail") / Path(log).with_suffix(".jsonl")  # logs are cleared, this is not

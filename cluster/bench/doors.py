@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,14 +41,15 @@ class Door(Protocol):
 
 @asynccontextmanager
 async def open_door(endpoint: str, access: DoorAccess) -> AsyncIterator[Door]:
-    """`endpoint` is HOST:PORT of a gRPC door, or http(s)://HOST:PORT of an OpenAI door. Raises SpecError."""
+    """`endpoint` is HOST:PORT of a gRPC door, or http(s)://HOST:PORT of an OpenAI door; or several, with commas between
+    them. Raises SpecError."""
     if endpoint.startswith(("http://", "https://")):
         no_limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)  # the load decides how many
         verify = access.ssl_context() if endpoint.startswith("https://") else True
         async with httpx.AsyncClient(
-            base_url=endpoint, headers=access.headers, verify=verify, limits=no_limits, trust_env=False
+            headers=access.headers, verify=verify, limits=no_limits, trust_env=False
         ) as client:
-            yield OpenAIClient(client)
+            yield OpenAIClient(client, endpoint.split(","))
     else:
         async with access.channel(endpoint) as channel:
             yield GrpcClient(channel, metadata=access.metadata)
@@ -84,8 +86,10 @@ class GrpcClient:
 class OpenAIClient:
     """Implements Door over the OpenAI API, /v1/completions."""
 
-    def __init__(self, client: httpx.AsyncClient) -> None:
+    def __init__(self, client: httpx.AsyncClient, endpoints: Sequence[str]) -> None:
+        """endpoints: each request goes to any of those that are open."""
         self._client = client
+        self._endpoints = endpoints
 
     async def ask(
         self, token_ids: Sequence[int], *, max_tokens: int, timeout_s: float
@@ -100,7 +104,7 @@ class OpenAIClient:
             "stream_options": {"include_usage": True},
         }
         try:
-            async with self._client.stream("POST", "/v1/completions", json=body, timeout=timeout_s) as answer:
+            async with aclosing(await self._post(body, timeout_s=timeout_s)) as answer:
                 if answer.is_error:
                     raise RequestFailed(f"{answer.status_code}: {(await answer.aread()).decode(errors='replace')}")
                 async for line in answer.aiter_lines():
@@ -108,6 +112,17 @@ class OpenAIClient:
                         yield item
         except httpx.HTTPError as error:
             raise RequestFailed(str(error) or type(error).__name__) from None
+
+    async def _post(self, body: dict[str, Any], *, timeout_s: float) -> httpx.Response:
+        *others, last = random.sample(self._endpoints, len(self._endpoints))
+        for endpoint in others:
+            with suppress(httpx.ConnectError):
+                return await self._send(endpoint, body, timeout_s=timeout_s)
+        return await self._send(last, body, timeout_s=timeout_s)
+
+    async def _send(self, endpoint: str, body: dict[str, Any], *, timeout_s: float) -> httpx.Response:
+        request = self._client.build_request("POST", f"{endpoint}/v1/completions", json=body, timeout=timeout_s)
+        return await self._client.send(request, stream=True)
 
 
 def _items(chunk: dict[str, Any]) -> Iterator[int | ReportedUsage]:

@@ -70,11 +70,13 @@ def deploy(
             parts=Parts(),
             reporter=report,
         )
-    from cluster.host.status import open_doors  # it imports Ray
+    from cluster.host.doors import openai_urls
+    from cluster.host.status import with_open_doors  # it imports Ray
 
+    doors = with_open_doors(state)
     seconds = time.monotonic() - begin
     print(f"{spec.name} is ready after {seconds:.0f} s: {spec.topology}, {spec.model.source}")
-    print(f"gRPC {open_doors(state)} · OpenAI {state.http}/v1 · logs {states.log_dir(spec.name)}")
+    print(f"gRPC {doors.grpc} · OpenAI {openai_urls(doors.http)} · logs {states.log_dir(spec.name)}")
     if spec.security.tls == "off":
         print(TLS_IS_OFF)
     if state.needs_keys:

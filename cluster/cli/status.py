@@ -44,6 +44,7 @@ def status(
 def as_text(report: DeploymentReport) -> str:
     """As people read it."""
     from cluster.cli.console import columns
+    from cluster.host.doors import openai_urls
 
     rows = [["REPLICA", "STATE", "NODE", "DEVICES", "BLOCKS", "FREE", "CACHED", "RUNNING", "WAITING", ""]]
     notes = []
@@ -63,5 +64,5 @@ def as_text(report: DeploymentReport) -> str:
     ready = "ready" if report["ready"] else "not ready"
     wanted = " ".join(f"{role} {pool['ready']}/{pool['desired']}" for role, pool in report["pools"].items())
     ends = report["endpoints"]
-    doors = f"gRPC {ends['grpc']} · OpenAI {ends['http']}/v1 · admin {', '.join(ends['admin']) or 'none'}"
+    doors = f"gRPC {ends['grpc']} · OpenAI {openai_urls(ends['http'])} · admin {', '.join(ends['admin']) or 'none'}"
     return "\n".join([f"{report['name']} is {ready}: {wanted} · {doors}", columns(rows), *notes])

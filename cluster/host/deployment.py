@@ -19,7 +19,7 @@ from cluster.control.desired import Parts
 from cluster.control.placement import Node
 from cluster.host import local_ray, operator_key, preflight
 from cluster.host import state as states
-from cluster.host.doors import Doors, admin_addresses, keys_of, plan_doors
+from cluster.host.doors import LOOPBACK, Doors, admin_addresses, keys_of, plan_doors
 from cluster.host.reporter import Reporter
 from cluster.host.state import Command, State
 from cluster.process.background import BackgroundThread
@@ -37,7 +37,6 @@ if TYPE_CHECKING:  # Ray must not be imported before local_ray.join()
 _SEE_ALL_S = 60.0  # from every replica being ready until the router has heard of all
 _STOP_S = 60.0
 _SERVE_S = 60.0
-_SERVE_ENVIRONMENT = {"RAY_SERVE_USE_GRPC_BY_DEFAULT": "1"}  # streams of tokens through the HTTP proxy: 0.5 s without
 
 
 def deploy(
@@ -60,7 +59,8 @@ def deploy(
         here = preflight.this_node()
         doors = plan_doors(spec.router, [here], is_one_machine=True)
         preflight.check_authority(spec.security)
-        preflight.check_ports(spec.router, doors.http_host)
+        preflight.check_ports(spec.router, doors.host or LOOPBACK)
+        preflight.check_certificate(spec.router)
         preflight.check_nodes(spec, [here], wait_for_nodes=wait_for_nodes)
         router = _router(spec, doors)
         preflight.check_model(spec, reporter.say)
@@ -150,7 +150,7 @@ def _join_ray(spec: Spec, address: str, *, wait_for_nodes: bool) -> _Place:
     from cluster.control.placement import live_nodes
     from cluster.host import driver, router_app
 
-    driver.connect(address, spec.name, env=_SERVE_ENVIRONMENT)
+    driver.connect(address, spec.name)
     if driver.find_controller(spec.name) is not None:
         raise DeployError(f"{spec.name} is deployed on this Ray already, from another machine or user")
     owns_serve, nodes = not router_app.is_serve_running(), live_nodes()
@@ -158,7 +158,8 @@ def _join_ray(spec: Spec, address: str, *, wait_for_nodes: bool) -> _Place:
     preflight.check_network(spec, nodes, is_one_machine=is_one_machine)
     doors = plan_doors(spec.router, nodes, is_one_machine=is_one_machine)
     if is_one_machine:
-        preflight.check_ports(spec.router, doors.http_host, http_is_ours=owns_serve)
+        preflight.check_ports(spec.router, doors.host or LOOPBACK)
+        preflight.check_certificate(spec.router)
     preflight.check_nodes(spec, nodes, wait_for_nodes=wait_for_nodes)
     gcs: str = ray.get_runtime_context().gcs_address
     return _Place(gcs, doors, _router(spec, doors), nodes=() if is_one_machine else nodes, owns_serve=owns_serve)
@@ -168,12 +169,10 @@ def _router(spec: Spec, doors: Doors) -> RouterSpec:
     """With what is left to us decided: where it listens, at which ports operators ask, whether clients need keys."""
     has_keys = operator_key.are_there_keys(spec.name)
     decided = {
-        "host": doors.grpc_host,
+        "host": doors.host,
         "keys": keys_of(spec.router, doors, has_keys=has_keys),
         "admin_port": spec.router.admin_port or free_ports(2 * spec.router.replicas),
     }
-    if doors.tls_cert and doors.tls_key:
-        preflight.check_certificate(doors.tls_cert, doors.tls_key)
     return spec.router.model_copy(update=decided)
 
 
@@ -191,7 +190,7 @@ def _start(place: _Place, spec: Spec, *, parts: Parts, deadline: float, reporter
 
     log_dir, doors = str(states.log_dir(spec.name)), place.doors
     driver.run_on_each(place.nodes, clear_logs, log_dir)
-    serving = BackgroundThread(lambda: router_app.start_serve(doors), name="serve")
+    serving = BackgroundThread(router_app.start_serve, name="serve")
     serving.start()
     controller = driver.start_controller(spec.name)  # its process comes up while we wait for the index
     head = next((node for node in place.nodes if node.is_head), None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,17 +17,12 @@ EVERYWHERE = ("0.0.0.0", "::")
 
 @dataclass(frozen=True, kw_only=True)
 class Doors:
-    """On one machine both doors have one address. On several, each router's gRPC door is on the node on which it runs,
-    and the HTTP door, which is Ray Serve's, on the head."""
+    """On one machine both have one address, which its routers share. On several, each router's are on its own node."""
 
     grpc: str  # "host:port" of every node that may have a router, with commas between them
-    http: str  # "http://host:port"
-    grpc_host: str | None  # where routers listen; None: each at the address of its own node
-    http_host: str  # where Ray Serve listens
+    http: str  # "http://host:port", likewise
+    host: str | None  # where routers listen; None: each at the address of its own node
     opens_to: str = ""  # the first address off loopback at which a door listens; empty: there is none
-    tls_cert: str | None = None  # of both doors
-    tls_key: str | None = None
-    on_head_only: bool = False  # Ray Serve has no door elsewhere
     actor_options: dict[str, Any] = field(default_factory=dict)  # Ray's, which keep routers on their nodes
 
 
@@ -36,31 +31,35 @@ def plan_doors(router: RouterSpec, nodes: Sequence[Node], *, is_one_machine: boo
     if is_one_machine:
         host = router.host or LOOPBACK
         seen = nodes[0].ip if host in EVERYWHERE else host
-        return Doors(
-            grpc=f"{seen}:{router.grpc_port}",
-            http=f"{_scheme(router)}://{seen}:{router.http_port}",
-            grpc_host=host,
-            http_host=host,
-            opens_to="" if is_loopback(host) else host,
-            tls_cert=router.tls_cert,
-            tls_key=router.tls_key,
-        )
+        return _doors(router, [seen], host=host, opens_to="" if is_loopback(host) else host)
     if router.host is not None and router.host not in EVERYWHERE:
         raise SpecError(
             f"router.host: {router.host} is on one machine, and this Ray has several; leave it out, or set 0.0.0.0"
         )
-    head = next(node for node in nodes if node.is_head)
-    listens = [router.host] if router.host else [head.ip, *(node.ip for node in router_nodes(nodes))]
+    ips = [node.ip for node in router_nodes(nodes)]
+    opens_to = router.host or next((ip for ip in ips if not is_loopback(ip)), "")
+    return _doors(router, ips, host=router.host, opens_to=opens_to, actor_options=as_a_router(nodes))
+
+
+def open_ones(doors: str, ips: Collection[str]) -> str:
+    """Those of `doors`, as in Doors, that are at these addresses; all that there may be when none is known."""
+    known = doors.split(",")
+    if len(known) == 1:
+        return doors
+    return ",".join(door for door in known if door.rpartition(":")[0].rpartition("/")[2] in ips) or doors
+
+
+def openai_urls(http: str) -> str:
+    """What clients of the OpenAI API are told, of the HTTP doors."""
+    return ",".join(f"{door}/v1" for door in http.split(","))
+
+
+def _doors(router: RouterSpec, ips: Sequence[str], **more: Any) -> Doors:
+    scheme = "https" if router.tls_cert else "http"
     return Doors(
-        grpc=",".join(f"{node.ip}:{router.grpc_port}" for node in router_nodes(nodes)),
-        http=f"{_scheme(router)}://{head.ip}:{router.http_port}",
-        opens_to=next((host for host in listens if not is_loopback(host)), ""),
-        tls_cert=router.tls_cert,
-        tls_key=router.tls_key,
-        grpc_host=router.host,
-        http_host=router.host or head.ip,
-        on_head_only=router.host is None,
-        actor_options=as_a_router(nodes),
+        grpc=",".join(f"{ip}:{router.grpc_port}" for ip in ips),
+        http=",".join(f"{scheme}://{ip}:{router.http_port}" for ip in ips),
+        **more,
     )
 
 
@@ -82,7 +81,3 @@ def admin_addresses(router: RouterSpec) -> tuple[str, ...]:
     """Where operators ask, on the node of each router."""
     host = {"0.0.0.0": LOOPBACK, "::": "[::1]"}.get(router.admin_host, router.admin_host)
     return tuple(f"{host}:{port}" for port in router.admin_ports)
-
-
-def _scheme(router: RouterSpec) -> str:
-    return "https" if router.tls_cert else "http"

@@ -30,11 +30,8 @@ _PROBE_S = 3.0
 _ASK_S = 60.0  # longer than a controller needs to come back after its death
 
 
-def connect(address: str, name: str, *, env: dict[str, str] | None = None) -> None:
-    """Join the Ray cluster at `address` ("host", "host:port" or "auto"); once. Raises DeployError when nobody answers.
-
-    `env` is set for every process that this driver starts there: for a Ray that was not started by us.
-    """
+def connect(address: str, name: str) -> None:
+    """Join the Ray cluster at `address` ("host", "host:port" or "auto"); once. Raises DeployError if nobody answers."""
     if ray.is_initialized():
         return
     if address.startswith("ray://"):
@@ -50,7 +47,6 @@ def connect(address: str, name: str, *, env: dict[str, str] | None = None) -> No
             namespace=namespace(name),
             log_to_driver=False,
             logging_level=logging.ERROR,
-            runtime_env={"env_vars": env} if env else None,
         )
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise DeployError(f"Ray at {address}: {' '.join(str(error).split())}") from error

@@ -88,7 +88,6 @@ def start(local: LocalRay, *, log: Path) -> None:
         "RAY_START_HOOK": "cluster.host.local_ray.leave_out_client_server",
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # otherwise it takes 30 s to end
         "RAY_worker_niceness": "0",  # the workers are what this machine is for
-        "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",  # streams of tokens through the HTTP proxy: 0.5 s later without
     }
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:

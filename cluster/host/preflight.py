@@ -101,14 +101,14 @@ def _unprotected(url: str) -> str:
     return " and no ".join(lacks)
 
 
-def check_ports(router: RouterSpec, host: str, *, http_is_ours: bool = True) -> None:
-    """Both doors must be free on `host`, an address of this machine; HTTP only where Ray Serve does not hold it."""
+def check_ports(router: RouterSpec, host: str) -> None:
+    """Both doors must be free on `host`, an address of this machine."""
     doors = [("gRPC", "--grpc-port", router.grpc_port), ("HTTP", "--http-port", router.http_port)]
     if router.grpc_port == router.http_port:
         raise SpecError(
             f"router.http_port: {router.http_port} is router.grpc_port, too; choose another with --http-port"
         )
-    for door, option, port in doors if http_is_ours else doors[:1]:
+    for door, option, port in doors:
         if not is_free(host, port):
             raise DeployError(f"{door} port {port} on {host} is in use; choose another with {option}")
     if router.admin_port and {router.grpc_port, router.http_port}.intersection(router.admin_ports):
@@ -117,14 +117,16 @@ def check_ports(router: RouterSpec, host: str, *, http_is_ours: bool = True) -> 
         raise DeployError(f"port {router.admin_port} on {router.admin_host} is in use; set another router.admin_port")
 
 
-def check_certificate(certificate: str, key: str) -> None:
-    """The doors' own must be here, for Ray Serve's is, and fit each other."""
+def check_certificate(router: RouterSpec) -> None:
+    """The doors' own, if they have one: both files must be here, where the routers will be, and fit each other."""
     import ssl
 
+    if not (router.tls_cert and router.tls_key):
+        return
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(router.tls_cert, router.tls_key)
     except (OSError, ssl.SSLError) as error:
-        raise SpecError(f"router.tls_cert {certificate}, router.tls_key {key}: {error}") from None
+        raise SpecError(f"router.tls_cert {router.tls_cert}, router.tls_key {router.tls_key}: {error}") from None
 
 
 def check_authority(security: SecuritySpec) -> None:

@@ -13,12 +13,10 @@ from ray.serve.exceptions import RayServeException
 
 from cluster.control import ray_internals
 from cluster.control.placement import Node, live_nodes
-from cluster.host.doors import Doors
 from cluster.words.errors import DeployError
 
 _START_S = 120.0
 _POLL_S = 0.1
-_IDLE_S = 60  # of an HTTP connection between two requests
 
 
 def is_serve_running() -> bool:
@@ -35,19 +33,11 @@ def is_only_application(name: str) -> bool:
     return set(serve.status().applications) <= {name}
 
 
-def start_serve(doors: Doors) -> None:
-    """Start Ray Serve and its HTTP proxy, if they do not run yet. Raises DeployError."""
+def start_serve() -> None:
+    """Start Ray Serve, if it does not run yet, without a proxy: routers have doors of their own. Raises DeployError."""
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     try:
-        serve.start(
-            proxy_location="HeadOnly" if doors.on_head_only else "EveryNode",
-            http_options={
-                "host": doors.http_host,
-                "port": int(doors.http.rpartition(":")[2]),
-                "keep_alive_timeout_s": _IDLE_S,
-                **({"ssl_certfile": doors.tls_cert, "ssl_keyfile": doors.tls_key} if doors.tls_cert else {}),
-            },
-        )
+        serve.start(proxy_location="Disabled")
     except (RayServeException, RayError, RuntimeError, ValueError) as error:
         raise DeployError(f"Ray Serve: {' '.join(str(error).split())}") from error
 
@@ -57,7 +47,7 @@ def start_router(name: str, application: serve.Application) -> None:
     reason."""
     try:
         serve.run_many(
-            [serve.RunTarget(application, name=name, route_prefix="/")],
+            [serve.RunTarget(application, name=name, route_prefix=None)],
             wait_for_ingress_deployment_creation=False,
             wait_for_applications_running=False,
         )

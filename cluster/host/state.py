@@ -44,7 +44,7 @@ class State:
     local_ray: LocalRay | None  # the Ray that was started for it
     owns_serve: bool = False  # Ray Serve was started for it
     grpc: str  # "host:port", or several of them: "host:port,host:port"
-    http: str  # "http://host:port"
+    http: str  # "http://host:port", likewise
     admin: tuple[str, ...] = ()  # "host:port" of every port at which a router may answer operators, on its own node
     needs_keys: bool = False  # clients show an API key
     certificate: str | None = None  # a file: the doors' own

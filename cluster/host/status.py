@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, TypedDict
 
 from cluster.control.report import ControllerReport, Pools
 from cluster.host import driver
+from cluster.host.doors import open_ones
 from cluster.host.router_admin import ask_routers, seen_by
 from cluster.host.state import State
 from cluster.words.request import Role
@@ -15,7 +17,7 @@ _ASK_S = 15.0
 
 class Endpoints(TypedDict):
     grpc: str  # "host:port", or several of them: "host:port,host:port"
-    http: str  # "http://host:port"
+    http: str  # "http://host:port", likewise
     admin: list[str]  # "host:port" of each router, on its own node
 
 
@@ -39,17 +41,17 @@ def read_status(state: State, controller: Any) -> DeploymentReport:
         pools[role]["ready"] >= pools[role]["desired"] and seen[role] >= pools[role]["desired"] for role in Role
     )
     admin = [answer.address for answer in routers]
-    endpoints: Endpoints = {"grpc": open_doors(state), "http": state.http, "admin": admin}
+    doors = with_open_doors(state)
+    endpoints: Endpoints = {"grpc": doors.grpc, "http": doors.http, "admin": admin}
     tls: str = report["spec"]["security"]["tls"]
     return {"name": state.name, "ready": ready, "endpoints": endpoints, "tls": tls, "pools": pools}
 
 
-def open_doors(state: State) -> str:
-    """The gRPC doors behind which a router runs now; all that there may be when none is known."""
-    doors = state.grpc.split(",")
-    if len(doors) == 1:
-        return state.grpc
+def with_open_doors(state: State) -> State:
+    """With those doors alone behind which a router runs now; with all that there may be when none is known."""
+    if "," not in state.grpc:
+        return state
     from cluster.host.router_app import router_ips
 
     ips = router_ips(state.name)
-    return ",".join(door for door in doors if door.rpartition(":")[0] in ips) or state.grpc
+    return replace(state, grpc=open_ones(state.grpc, ips), http=open_ones(state.http, ips))

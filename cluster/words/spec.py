@@ -191,11 +191,9 @@ class RouterSpec(_Section):
     share cached prefixes; a key that is shown still counts. null: none on loopback. Off loopback, a word is asked for
     until there are keys, which are required then."""
     tls_cert: str | None = None
-    """A PEM file on the hosts of the routers, and on the head: the certificate of both doors, with its chain. null: no
-    TLS."""
+    """A PEM file on the hosts of the routers: the certificate of both doors, with its chain. null: no TLS."""
     tls_key: str | None = None
-    """The private key of `tls_cert`, a PEM file beside it. The gRPC door takes new files as they come; the HTTP door,
-    Ray Serve's, reads them when it starts."""
+    """The private key of `tls_cert`, a PEM file beside it. Both doors take new files as they come."""
     admin_host: str = "127.0.0.1"
     """Where each router answers operators, in clear and without a key: `/metrics`, `/health` with its details,
     `/debug`."""

@@ -20,7 +20,7 @@ fi
 
 cat >~/.xpyd/env <<'ENV'
 case :$PATH: in *:$HOME/.xpyd/venv/bin:*) ;; *) PATH=$HOME/.xpyd/venv/bin:$PATH ;; esac
-export PATH RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$HOME/.xpyd/ray-token RAY_SERVE_USE_GRPC_BY_DEFAULT=1
+export PATH RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$HOME/.xpyd/ray-token
 ENV
 for profile in ~/.bashrc ~/.profile ~/.bash_profile; do
     # At the top: what comes below is often for interactive shells only. A ~/.bash_profile would hide a ~/.profile.

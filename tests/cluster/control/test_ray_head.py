@@ -53,7 +53,6 @@ def head(tmp_path: Path) -> Iterator[Head]:
         name: value,
         "RAY_REDIS_ADDRESS": f"127.0.0.1:{store_port}",
         "RAY_external_storage_namespace": value,
-        "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
         "PYTHONPATH": str(Path(__file__).parents[3]),
         "PYTHONWARNINGS": "ignore",
     }

@@ -11,7 +11,7 @@ from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from cluster.control.placement import Node
-from cluster.host.doors import Doors, admin_addresses, keys_of, plan_doors
+from cluster.host.doors import Doors, admin_addresses, keys_of, open_ones, openai_urls, plan_doors
 from cluster.process.ports import free_port
 from cluster.wire.channel import CLIENT_OPTIONS, target_of
 from cluster.words.errors import SpecError
@@ -31,29 +31,33 @@ def plan(*nodes: Node, host: str | None = None) -> Doors:
 def test_on_one_machine_they_are_on_loopback_unless_the_spec_says_otherwise() -> None:
     doors = plan(node("10.0.0.1", total=HEAD))
     assert (doors.grpc, doors.http) == ("127.0.0.1:50051", "http://127.0.0.1:8000")
-    assert (doors.grpc_host, doors.http_host, doors.actor_options) == ("127.0.0.1", "127.0.0.1", {})
+    assert (doors.host, doors.actor_options) == ("127.0.0.1", {})
     opened = plan(node("10.0.0.1", total=HEAD), host="0.0.0.0")
-    assert (opened.grpc, opened.http, opened.http_host) == ("10.0.0.1:50051", "http://10.0.0.1:8000", "0.0.0.0")
+    assert (opened.grpc, opened.http, opened.host) == ("10.0.0.1:50051", "http://10.0.0.1:8000", "0.0.0.0")
 
 
 def test_on_several_they_are_on_the_head_at_its_address_among_the_others() -> None:
     doors = plan(node("10.0.0.2", pool="decode"), node("10.0.0.1", total=HEAD))
     assert (doors.grpc, doors.http) == ("10.0.0.1:50051", "http://10.0.0.1:8000")
-    assert (doors.grpc_host, doors.http_host, doors.on_head_only) == (None, "10.0.0.1", True)
+    assert doors.host is None
     assert doors.actor_options == {"resources": {"node:__internal_head__": 0.001}}
 
 
 def test_a_label_says_where_routers_run() -> None:
     nodes = [node("10.0.0.1", total=HEAD), *(node(f"10.0.0.{i}", pool="router") for i in (3, 4))]
     doors = plan(*nodes)
-    assert (doors.grpc, doors.http) == ("10.0.0.3:50051,10.0.0.4:50051", "http://10.0.0.1:8000")
+    assert doors.grpc == "10.0.0.3:50051,10.0.0.4:50051"
+    assert doors.http == "http://10.0.0.3:8000,http://10.0.0.4:8000"
+    assert openai_urls(doors.http) == "http://10.0.0.3:8000/v1,http://10.0.0.4:8000/v1"
+    for whole, one in ((doors.grpc, "10.0.0.4:50051"), (doors.http, "http://10.0.0.4:8000")):
+        assert open_ones(whole, {"10.0.0.4"}) == one and open_ones(whole, set()) == whole
     assert doors.actor_options == {"label_selector": {"pool": "router"}}
 
 
 def test_all_networks_only_when_that_is_asked_for() -> None:
     nodes = [node("10.0.0.1", total=HEAD), node("10.0.0.2", pool="decode")]
     doors = plan(*nodes, host="0.0.0.0")
-    assert (doors.grpc, doors.grpc_host, doors.http_host) == ("10.0.0.1:50051", "0.0.0.0", "0.0.0.0")
+    assert (doors.grpc, doors.host) == ("10.0.0.1:50051", "0.0.0.0")
     with pytest.raises(
         SpecError, match=r"router.host: 127.0.0.1 is on one machine, and .*; leave it out, or set 0.0.0.0"
     ):

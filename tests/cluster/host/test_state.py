@@ -101,6 +101,5 @@ def test_ports_in_use_are_found_before_anything_starts() -> None:
             DeployError, match=f"HTTP port {http} on 127.0.0.1 is in use; choose another with --http-port"
         ):
             check_ports(RouterSpec(grpc_port=free_port(), http_port=http), "127.0.0.1")
-        check_ports(RouterSpec(grpc_port=free_port(), http_port=http), "127.0.0.1", http_is_ours=False)
     with pytest.raises(SpecError, match=r"router.http_port: 7000 is router.grpc_port, too"):
         check_ports(RouterSpec(grpc_port=7000, http_port=7000), "127.0.0.1")
