@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import socket
 from contextlib import suppress
+from dataclasses import replace
 
 from starlette.types import ASGIApp
 from uvicorn.config import Config
@@ -52,7 +54,7 @@ class HttpListener:
             listener = _listen(host, port, is_port_shared=is_port_shared, vanished_s=2 * max_unread_s)
         except OSError as error:
             raise DeployError(f"HTTP port {host}:{port} cannot be opened; is it in use?") from error
-        connections = Connections(limits, max_unread_s=2 * max_unread_s)
+        connections = Connections(_with_files(limits), max_unread_s=2 * max_unread_s)
         config = Config(
             app,
             log_config=None,
@@ -84,6 +86,12 @@ class HttpListener:
             _, late = await asyncio.wait(tasks, timeout=_LAST_WORDS_S)
             for task in late:
                 task.cancel()
+
+
+def _with_files(limits: ConnectionLimits) -> ConnectionLimits:
+    """Connections may have half of the files that this process may open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return limits if soft == resource.RLIM_INFINITY else replace(limits, connections=min(limits.connections, soft // 2))
 
 
 def _listen(host: str, port: int, *, is_port_shared: bool, vanished_s: float) -> socket.socket:

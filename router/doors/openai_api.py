@@ -18,7 +18,7 @@ from router.access.client import Client
 from router.access.limits import Limits
 from router.doors.body import Body, BodyReader
 from router.doors.connections import HTTP_DOOR
-from router.doors.event_stream import EventStream, while_connected
+from router.doors.event_stream import EventStream, to_json, while_connected
 from router.doors.health_api import HealthProbes, add_health
 from router.doors.openai_answer import OpenAIAnswer
 from router.doors.openai_errors import CLIENT_GONE, error_response, handle_errors
@@ -134,7 +134,9 @@ class _Door:
         if body.stream:
             return EventStream(self._limited(answer, _client(request), headers), more_headers=headers)
         whole = await while_connected(request.receive, self._whole(answer, _client(request), headers))
-        return Response(status_code=CLIENT_GONE) if whole is None else JSONResponse(whole, headers=headers)
+        if whole is None:
+            return Response(status_code=CLIENT_GONE)
+        return Response(to_json(whole), media_type="application/json", headers=headers)
 
     async def _whole(self, answer: OpenAIAnswer, client: Client, headers: dict[str, str]) -> JSON:
         async with self._limits.reserved(client, answer.completions) as told:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from cluster.words.request import SampledToken, SequenceRequest, TokenLogprob, finish_reason
@@ -23,6 +24,7 @@ class FakeTokenService:
 
     script: Script = echo
     max_context: int = 256
+    together: int = 1  # so many tokens of all choices come at once
     refuse: Exception | None = None  # on entering
     hang_after: int | None = None  # tokens of all choices, then silence until `go_on`
     fail_after: tuple[int, Exception] | None = None  # tokens of all choices, then this error
@@ -65,6 +67,17 @@ class FakeGeneration:
             self._fake.has_ended.set()
 
     async def __aiter__(self) -> AsyncIterator[Arrived]:
+        arrived: dict[int, list[SampledToken]] = {}
+        async with aclosing(self._tokens()) as tokens:
+            async for choice, token in tokens:
+                arrived.setdefault(choice, []).append(token)
+                if sum(map(len, arrived.values())) == self._fake.together:
+                    yield arrived
+                    arrived = {}
+        if arrived:
+            yield arrived
+
+    async def _tokens(self) -> AsyncGenerator[tuple[int, SampledToken], None]:
         fake, request = self._fake, self._request
         num_sent = position = 0
         while self._open:
@@ -82,7 +95,7 @@ class FakeGeneration:
                 fake.num_tokens += 1
                 if token.finish_reason is not None or choice in self._stopped:
                     self._open.discard(choice)
-                yield {choice: [token]}
+                yield choice, token
             position += 1
         self.route.blocks_shipped, self.route.wire_bytes = 2, 1000  # told a little after the last token
         assert num_sent <= len(request.choices) * request.sampling.max_tokens

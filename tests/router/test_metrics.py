@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.rpc.worker_pb2 import Status, StepTiming, Totals
 from cluster.words.request import Role
-from router.metrics import Metrics
+from router.metrics import Metrics, TokenHistogram
 
 
 def scrape(metrics: Metrics) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -21,6 +22,20 @@ def test_a_request_is_counted() -> None:
     found = scrape(metrics)
     assert found["requests_total", frozenset({("outcome", "completed")})] == 1
     assert found["time_to_first_token_seconds_sum", frozenset()] == 0.2
+
+
+def test_what_each_token_adds_to_is_told_as_any_histogram_is() -> None:
+    bounds, gaps = (0.25, 0.5, 2.5), [0.0, 0.25, 0.375, 0.5, 3.0, 3.0, 3.0]
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    mine = TokenHistogram("gap_seconds", "A gap.", buckets=bounds, registry=ours)
+    plain = Histogram("gap_seconds", "A gap.", buckets=bounds, registry=theirs)
+    for gap in gaps:
+        plain.observe(gap)
+    for gap in gaps[:-3]:
+        mine.observe(gap)
+    mine.observe(3.0, 3)
+    told = [line for line in generate_latest(theirs).decode().splitlines() if "_created" not in line]
+    assert generate_latest(ours).decode().splitlines() == told
 
 
 def test_replicas_are_exported_as_they_last_said() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
@@ -30,14 +30,20 @@ _HALF_A_REQUEST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-le"
 _HALF_A_PREFACE = b"PRI * HTTP/2.0\r\n"
 
 
-@asynccontextmanager
-async def silent_connections(address: tuple[str, int], *, half: bytes) -> AsyncIterator[list[socket.socket]]:
-    """Both ends are in this process."""
+@pytest.fixture(autouse=True)
+def many_files() -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = 2 * (_IDLE + _HALF_OPEN) + 500
+    needed = 4 * (_IDLE + _HALF_OPEN)
     if hard != resource.RLIM_INFINITY and hard < needed:
         pytest.skip(f"needs {needed} open files, and may have {hard}")
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, needed), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@asynccontextmanager
+async def silent_connections(address: tuple[str, int], *, half: bytes) -> AsyncIterator[list[socket.socket]]:
+    """Both ends are in this process."""
     async with AsyncExitStack() as stack:
         loop, ends = asyncio.get_running_loop(), []
         for number in range(_IDLE + _HALF_OPEN):
@@ -48,7 +54,6 @@ async def silent_connections(address: tuple[str, int], *, half: bytes) -> AsyncI
             if number >= _IDLE:
                 await loop.sock_sendall(end, half)
         yield ends
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @on_both_loops

@@ -10,6 +10,9 @@ from typing import Any
 import openai
 import pytest
 
+from cluster.bench.doors import open_door
+from cluster.process.ports import free_port
+from cluster.wire.door_access import DoorAccess
 from cluster.words.request import SequenceRequest, choice_seed
 from router.text.tokenizer import Tokenizer
 from tests.router.openai_door import USER, OpenAIDoor
@@ -20,6 +23,14 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 def say(tokenizer: Tokenizer, text: str) -> Any:
     ids = tokenizer.encode(text)
     return lambda *_: ids
+
+
+async def test_our_own_load_asks_whichever_door_is_open(door: OpenAIDoor) -> None:
+    open_one = str(door.http.base_url).rstrip("/")
+    for _ in range(6):
+        async with open_door(f"http://127.0.0.1:{free_port()},{open_one}", DoorAccess()) as load:
+            items = [item async for item in load.ask([100, 101], max_tokens=2, timeout_s=30)]
+        assert sum(item for item in items if isinstance(item, int)) == 2
 
 
 async def test_models(door: OpenAIDoor) -> None:

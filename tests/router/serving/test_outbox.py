@@ -1,0 +1,54 @@
+"""What waits for a client is taken together, and its end comes last."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from cluster.words.errors import ReplicaLost
+from cluster.words.request import SampledToken
+from router.serving.outbox import Outbox
+
+
+async def _ids(outbox: Outbox) -> dict[int, list[int]]:
+    return {choice: [token.token_id for token in tokens] for choice, tokens in (await outbox.take()).items()}
+
+
+def _put(outbox: Outbox, choice: int, *ids: int) -> None:
+    for id in ids:
+        outbox.put(choice, SampledToken(token_id=id))
+
+
+async def test_one_that_waits_has_the_first_token_at_once_and_then_all_that_have_come() -> None:
+    outbox = Outbox()
+    taking = asyncio.ensure_future(_ids(outbox))
+    await asyncio.sleep(0)
+    assert not taking.done()
+    _put(outbox, 0, 1)
+    assert await taking == {0: [1]}
+    _put(outbox, 0, 2, 3)
+    _put(outbox, 1, 9)
+    _put(outbox, 0, 4)
+    assert outbox.num_waiting == 4
+    assert await _ids(outbox) == {0: [2, 3, 4], 1: [9]} and outbox.num_waiting == 0
+
+
+async def test_nothing_more_is_the_end() -> None:
+    outbox = Outbox()
+    _put(outbox, 0, 1)
+    outbox.end()
+    outbox.end(ReplicaLost("too late"))
+    assert [await _ids(outbox) for _ in range(3)] == [{0: [1]}, {}, {}]
+
+
+async def test_an_error_comes_after_the_tokens_that_came_before_it() -> None:
+    outbox = Outbox()
+    taking = asyncio.ensure_future(_ids(outbox))
+    await asyncio.sleep(0)
+    _put(outbox, 0, 1)
+    outbox.end(ReplicaLost("lost"))
+    outbox.end()
+    assert await taking == {0: [1]}
+    with pytest.raises(ReplicaLost, match="lost"):
+        await outbox.take()
