@@ -14,7 +14,7 @@ from functools import cache, lru_cache
 from http import HTTPStatus
 
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from router.doors.connections import ConnectionLimits
@@ -38,22 +38,24 @@ class Connections:
 
     def add(self, connection: HttpConnection) -> None:
         self.all_gone.clear()
-        self._waiting[connection] = None
+        self.waits(connection)
         if self._is_closing:  # it was on its way
             connection.transport.abort()
         elif len(self.state.connections) > self.limits.connections:
             longest = next(iter(self._waiting))
-            self.is_busy(longest)
+            self.serves(longest)
             longest.transport.abort()
 
-    def is_busy(self, connection: HttpConnection) -> None:
-        self._waiting.pop(connection, None)
-
     def waits(self, connection: HttpConnection) -> None:
+        """For a request."""
         self._waiting[connection] = None
 
+    def serves(self, connection: HttpConnection) -> None:
+        """One, or is gone."""
+        self._waiting.pop(connection, None)
+
     def remove(self, connection: HttpConnection) -> None:
-        self.is_busy(connection)
+        self.serves(connection)
         if not self.state.connections:
             self.all_gone.set()
 
@@ -76,9 +78,9 @@ class HttpConnection(HttpToolsProtocol):
         self._connections = connections
         self._limits = connections.limits
         self._ends_at = self.loop.time() + self._limits.age_s
-        self._is_in_header = True  # what comes belongs to one
-        self._num_fed = 0  # bytes, of a header and what came with it
-        self._num_counted = 0  # bytes, of the header itself
+        self._served: RequestResponseCycle | None = None  # uvicorn's `cycle` is the last one that has come
+        self._num_fed = 0  # bytes, since there was a whole header or a part of a body
+        self._num_header_bytes = 0
         self._is_too_large = False
         self._header_due: asyncio.TimerHandle | None = None
         self._reading_due: asyncio.TimerHandle | None = None
@@ -92,6 +94,9 @@ class HttpConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        if self._served:
+            self._served.disconnected = True
+            self._served.message_event.set()
         self._unset_keepalive_if_required()
         for due in (self._header_due, self._reading_due):
             if due:
@@ -101,10 +106,9 @@ class HttpConnection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if not self._is_busy:
             self._await_header()
-        if self._is_in_header:
-            self._num_fed += len(data)
+        self._num_fed += len(data)
         super().data_received(data)
-        if self._is_in_header and self._num_fed > self._limits.header_bytes and not self.transport.is_closing():
+        if self._num_fed > self._limits.header_bytes and not self.transport.is_closing():  # of a trailer, too
             self._is_too_large = True
             self.send_400_response("")
 
@@ -133,23 +137,33 @@ class HttpConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self._is_busy and len(self.pipeline) >= self._limits.pipelined:
             raise ValueError("too many requests, one behind the other")
-        self._is_in_header, self._num_fed, self._num_counted = False, 0, 0
+        self._num_fed = self._num_header_bytes = 0
         if self._header_due:
             self._header_due.cancel()
             self._header_due = None
-        self._connections.is_busy(self)
+        self._connections.serves(self)
         self.server_state.default_headers = _date(int(time.time()))
         super().on_headers_complete()
+        if self.pipeline:
+            self.flow.resume_reading()  # there are not many, and else a client that goes away would not be noticed
+        else:
+            self._served = self.cycle
         if self.loop.time() >= self._ends_at:
             self.cycle.keep_alive = False
 
+    def on_body(self, body: bytes) -> None:
+        self._num_fed = 0
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
+        self._num_fed = 0
         super().on_message_complete()
-        self._is_in_header = True
 
     # ---- what becomes of a request
 
     def on_response_complete(self) -> None:
+        if self.pipeline:
+            self._served, _ = self.pipeline[-1]
         super().on_response_complete()
         if not self._is_busy:
             self._connections.waits(self)
@@ -178,8 +192,9 @@ class HttpConnection(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _count(self, num_bytes: int) -> None:
-        self._num_counted += num_bytes
-        self._is_too_large = self._num_counted > self._limits.header_bytes or len(self.headers) >= self._limits.headers
+        self._num_header_bytes += num_bytes
+        limits = self._limits
+        self._is_too_large = self._num_header_bytes > limits.header_bytes or len(self.headers) >= limits.headers
         if self._is_too_large:
             raise ValueError("the header is too large")
 

@@ -69,6 +69,19 @@ async def test_a_client_that_disconnects_ends_everything(
     assert len(fake.ended) == len(fake.started) > 0
 
 
+@pytest.mark.parametrize("hang_after", [0, 3])
+async def test_one_that_has_sent_another_request_behind_it_as_well(
+    address: tuple[str, int], fake: FakeTokenService, hang_after: int
+) -> None:
+    fake.hang_after = hang_after
+    _, writer = await asyncio.open_connection(*address)
+    writer.write(2 * http_post(BODIES[0]))
+    await within(5, fake.is_hanging)
+    writer.close()
+    await within(1, fake.has_ended)
+    assert len(fake.ended) == len(fake.started) == 1
+
+
 async def test_a_client_that_resets_while_tokens_flow(address: tuple[str, int], fake: FakeTokenService) -> None:
     reader, writer = await asyncio.open_connection(*address)
     writer.write(http_post({"prompt": "abc", "stream": True, "max_tokens": 250}))

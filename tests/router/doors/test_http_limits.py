@@ -125,6 +125,18 @@ async def test_a_header_that_is_too_large_is_refused(header: bytes) -> None:
 
 
 @on_both_loops
+async def test_a_trailer_without_end_is_not_kept() -> None:
+    async with open_door() as door:
+        client = await door.connect(b"POST /wait HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n0\r\nx: ")
+        await becomes(lambda: door.app.asked)
+        for _ in range(20):
+            client.send(b"y" * 1000)
+            await asyncio.sleep(0)
+        assert await client.rest() == b""
+        door.app.go_on.set()
+
+
+@on_both_loops
 async def test_one_that_is_just_small_enough_is_taken_with_a_large_body_behind_it() -> None:
     async with open_door() as door:
         header = (
