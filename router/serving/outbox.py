@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 
 from cluster.words.errors import ClusterError
 from cluster.words.request import SampledToken
 
+_TOGETHER = 64  # some 1 ms of work for a door
+
 
 class Outbox:
-    """Whoever takes gets all that have come meanwhile: a client that is behind, or a busy router, handles them
-    together. Belongs to the event loop; one takes."""
+    """What has come while nobody took is taken together: by a client that is behind, or a busy router. Belongs to the
+    event loop; one takes."""
 
     def __init__(self) -> None:
         self.num_waiting = 0  # tokens
-        self._tokens: dict[int, list[SampledToken]] = {}  # by choice
+        self._bundles: deque[dict[int, list[SampledToken]]] = deque()  # by choice; all but the last are full
+        self._num_in_last = 0
         self._is_over = False
         self._error: ClusterError | None = None
         self._came = asyncio.Event()
 
     def put(self, choice: int, token: SampledToken) -> None:
-        self._tokens.setdefault(choice, []).append(token)
+        if not self._bundles or self._num_in_last == _TOGETHER:
+            self._bundles.append({})
+            self._num_in_last = 0
+        self._bundles[-1].setdefault(choice, []).append(token)
+        self._num_in_last += 1
         self.num_waiting += 1
         self._came.set()
 
@@ -31,11 +39,17 @@ class Outbox:
             self._came.set()
 
     async def take(self) -> dict[int, list[SampledToken]]:
-        """At least one, or none at the end. Raises the error with which it ended, after the last token."""
-        while not self._tokens and not self._is_over:
+        """By choice, at least one token; none is the end. Raises the error with which it ended, after the last token.
+        Where much waits, other requests have their turn before it is given."""
+        if len(self._bundles) > 1:
+            await asyncio.sleep(0)
+        while not self._bundles and not self._is_over:
             self._came.clear()
             await self._came.wait()
-        if not self._tokens and self._error:
-            raise self._error
-        taken, self._tokens, self.num_waiting = self._tokens, {}, 0
-        return taken
+        if not self._bundles:
+            if self._error:
+                raise self._error
+            return {}
+        bundle = self._bundles.popleft()
+        self.num_waiting -= sum(map(len, bundle.values()))
+        return bundle

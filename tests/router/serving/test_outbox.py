@@ -52,3 +52,22 @@ async def test_an_error_comes_after_the_tokens_that_came_before_it() -> None:
     assert await taking == {0: [1]}
     with pytest.raises(ReplicaLost, match="lost"):
         await outbox.take()
+
+
+async def test_where_much_waits_it_comes_in_parts_and_others_have_their_turn_between() -> None:
+    outbox, turns = Outbox(), 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    _put(outbox, 0, *range(1000))
+    outbox.end()
+    working = asyncio.ensure_future(others())
+    sizes = []
+    while taken := await _ids(outbox):
+        sizes.append(len(taken[0]))
+    working.cancel()
+    assert sum(sizes) == 1000 and max(sizes) < 100 and turns >= len(sizes) - 1
