@@ -19,8 +19,7 @@ from router.doors.http_connection import Connections, HttpConnection
 
 _LAST_WORDS_S = 1.0  # for what has ended to be heard
 _BACKLOG = 4096
-# A client that has vanished without a word is noticed within 30 s.
-_PROBE_AFTER_S, _PROBE_EVERY_S, _PROBES = 15, 5, 3
+_PROBE_S = 10  # a client from whom nothing has been heard for so long is asked whether it is there, and again
 _UNSENT_BYTES = 64 << 10  # that the kernel holds of an answer, beside what is on its way
 
 
@@ -100,10 +99,9 @@ def _listen(host: str, port: int, *, is_port_shared: bool, vanished_s: float) ->
     listener = socket.create_server((host, port), family=family, reuse_port=is_port_shared, dualstack_ipv6=both)
     listener.setblocking(False)
     options = {
-        "TCP_KEEPIDLE": _PROBE_AFTER_S,
-        "TCP_KEEPINTVL": _PROBE_EVERY_S,
-        "TCP_KEEPCNT": _PROBES,
-        "TCP_USER_TIMEOUT": round(1e3 * vanished_s),  # also of a client that lets nothing through
+        "TCP_KEEPIDLE": _PROBE_S,
+        "TCP_KEEPINTVL": _PROBE_S,
+        "TCP_USER_TIMEOUT": round(1e3 * vanished_s),  # until it is taken for gone, also where it lets nothing through
         "TCP_NOTSENT_LOWAT": _UNSENT_BYTES,
     }
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
