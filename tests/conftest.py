@@ -42,7 +42,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class FilesThatShare(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "those that share a Ray" if nodeid.startswith(_SHARE_A_RAY) else str(super()._split_scope(nodeid))
+            return "those that share a Ray" if nodeid.startswith(_SHARE_A_RAY) else nodeid.partition("::")[0]
 
     return FilesThatShare(config, log) if config.getoption("dist") == "loadfile" else None
 
