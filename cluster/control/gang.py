@@ -82,13 +82,14 @@ class Gang:
 
     def _reserve(self, labels: dict[str, str]) -> PlacementGroup:
         size = self._pool.tensor_parallel
-        return placement_group(
+        group: PlacementGroup = placement_group(
             [bundle(self._pool)] * size,
             strategy="STRICT_PACK",
             name=_group_name(self._replica, self._desired.spec.name),
             lifetime="detached",
             bundle_label_selector=[labels] * size,
         )
+        return group
 
     def spawn(self) -> None:
         """Start the processes of all ranks; returns before they run."""

@@ -251,7 +251,7 @@ async def test_a_hot_prefix_is_copied_before_it_queues(
     checkpoint: Checkpoint, reference: Reference, redis_url: str
 ) -> None:
     model_dir, prefix = checkpoint("llama", max_position_embeddings=512), prompts(320)[0]
-    asked = [prefix + prompts(40 + i)[0][::-1] for i in range(8)]
+    asked = [prefix + prompts(100 + i)[0][::-1] for i in range(8)]
     rates = SteadyRates()
     async with local_cluster(model_dir, redis_url, policy=rates, **_tree(2, 1)) as cluster:
         rates.replicas = cluster.replicas
