@@ -31,13 +31,12 @@ from cluster.control.replica_life import ReplicaLife
 from cluster.control.report import ControllerReport
 from cluster.process.log import LogPart, find_logs, log_path, read_log, redirect_output
 from cluster.words.api_key import ApiKey, KeyBook, KeyChange
-from cluster.words.credentials import Credentials
 from cluster.words.errors import DeployError, ReplicaFailed, SpecError
+from cluster.words.launch import Launch
 from cluster.words.papers import Certificate
 from cluster.words.process_name import ProcessName
 from cluster.words.request import Role
 from cluster.words.spec import Spec
-from cluster.words.spec_file import parse_spec
 
 logger = logging.getLogger(__name__)
 
@@ -58,32 +57,23 @@ class Controller:
         self._name = name
         self._desired = desired_store.load(name)
         if self._desired:
-            redirect_output(_own_log(self._desired.log_dir), who=ACTOR_NAME)
-        self._keys = KeyKeeper(self._desired) if self._desired else None
+            redirect_output(_own_log(self._desired.launch.log_dir), who=ACTOR_NAME)
+        self._keys = KeyKeeper(self._desired.launch) if self._desired else None
         self._changed = asyncio.Event()
         self._pools = {role: ReplicaPool(role, changed=self._changed.set) for role in Role}
         self._has_adopted = asyncio.Event()
         self._loop = asyncio.create_task(self._reconcile_forever())
 
-    async def apply(
-        self, spec: dict[str, Any], *, index_url: str, log_dir: str, credentials: dict[str, str], parts: Parts
-    ) -> None:
-        """Make `spec` the desired state. What it says of pools holds for replicas that start from now on."""
-        new = parse_spec(spec)
+    async def apply(self, launch: Launch, *, parts: Parts) -> None:
+        """Make its spec the desired state. What it says of pools holds for replicas that start from now on."""
         if self._desired is None:
-            redirect_output(_own_log(log_dir), who=ACTOR_NAME)
-            authority_store.prepare(new)
-            self._desired = Desired(
-                spec=new,
-                index_url=index_url,
-                log_dir=log_dir,
-                credentials=Credentials.from_plain(credentials),
-                parts=parts,
-            )
-            self._keys = KeyKeeper(self._desired)
+            redirect_output(_own_log(launch.log_dir), who=ACTOR_NAME)
+            authority_store.prepare(launch.spec)
+            self._desired = Desired(launch=launch, parts=parts)
+            self._keys = KeyKeeper(launch)
         else:
-            _check_same_model(self._desired.spec, new)
-            self._desired = replace(self._desired, spec=new)
+            _check_same_model(self._desired.spec, launch.spec)
+            self._desired = replace(self._desired, launch=replace(self._desired.launch, spec=launch.spec))
         self._desire_changed()
 
     async def status(self) -> ControllerReport:
@@ -124,7 +114,7 @@ class Controller:
         those that are gone.
         """
         if replica == ACTOR_NAME:
-            return {0: read_log(_own_log(self._known.log_dir), lines=lines, start=(starts or {}).get(0))}
+            return {0: read_log(_own_log(self._known.launch.log_dir), lines=lines, start=(starts or {}).get(0))}
         if replica == _ROUTER:
             return await self._router_logs(lines, starts or {})
         home = self._pool_of(replica).home(replica)
@@ -233,7 +223,7 @@ class Controller:
         if life is not None:
             with contextlib.suppress(ReplicaFailed, TimeoutError):
                 return await life.read_log(rank, lines=lines, start=start)
-        path = log_path(self._known.log_dir, replica, rank)
+        path = log_path(self._known.launch.log_dir, replica, rank)
         try:
             part: LogPart = await _call_on(node_id, read_log, path, lines=lines, start=start)
         except (RayError, TimeoutError) as error:
@@ -242,7 +232,7 @@ class Controller:
 
     async def _router_logs(self, lines: int, starts: dict[int, int]) -> dict[int, LogPart]:
         """Of all nodes that may have routers, in the order in which these started: their names begin with the time."""
-        log_dir, nodes = self._known.log_dir, [node.id for node in router_nodes(live_nodes())]
+        log_dir, nodes = self._known.launch.log_dir, [node.id for node in router_nodes(live_nodes())]
         found = await asyncio.gather(*(_call_on(node, find_logs, log_dir, _ROUTER) for node in nodes))
         places = sorted((path.name, path, node) for node, paths in zip(nodes, found, strict=True) for path in paths)
         reads = (

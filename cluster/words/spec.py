@@ -298,7 +298,7 @@ class Spec(_Section):
     decode: DecodePoolSpec = DecodePoolSpec()
     engine: EngineSpec = EngineSpec()
     router: RouterSpec = RouterSpec()
-    index: str = "embedded"
+    index: Annotated[str, Field(repr=False)] = "embedded"
     """Where the prefix index is kept: `embedded`, a Valkey that is started beside Ray's head, or a
     `redis://HOST:PORT[/DB]`, `rediss://` or `unix://` URL."""
     security: SecuritySpec = SecuritySpec()

@@ -180,7 +180,7 @@ class OutgoingLink:
                 layout=layout.fingerprint,
                 sender=self._name,
                 epoch=self._epoch,
-                backend=self._config.carrier,
+                backend=self._config.mode,
                 wire_dtype=self._config.wire_dtype,
                 sender_rank=self._config.rank,
                 sender_ranks=layout.tensor_parallel,

@@ -128,7 +128,7 @@ class Receiver:
         LayoutMismatch, which says what differs and not what it is here, RequestError and CapacityError."""
         check_name(hello.sender, "hello.sender")
         config, layout = self.config, self.config.pool.layout
-        ours = (WIRE_VERSION, layout.fingerprint, config.wire_dtype, config.carrier)
+        ours = (WIRE_VERSION, layout.fingerprint, config.wire_dtype, config.mode)
         theirs = (hello.wire_version, hello.layout, hello.wire_dtype, hello.backend)
         names = ("wire version", "KV layout", "wire dtype", "link backend")
         for name, our, their in zip(names, ours, theirs, strict=True):
