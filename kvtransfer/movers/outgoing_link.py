@@ -22,10 +22,11 @@ from cluster.words.errors import HandoffExpired, LayoutMismatch, LinkClosed, Req
 from cluster.words.handoff import HandoffKey
 from cluster.words.probe import Milestone
 from cluster.words.process_name import ProcessName
+from cluster.words.wire_version import WIRE_VERSION
 from engine.kv.checksum import checksum
 from kvtransfer.links.backends import open_link
 from kvtransfer.links.link import MEET_TIMEOUT_S, Link
-from kvtransfer.movers.codec import WIRE_VERSION, slots_of
+from kvtransfer.movers.codec import slots_of
 from kvtransfer.movers.lane import Mark, own_lane
 from kvtransfer.movers.link_config import LinkConfig
 from kvtransfer.movers.meeting import remote_store

@@ -15,7 +15,7 @@ from cluster.words.checking import check, check_name
 from cluster.words.errors import CapacityError, ClusterError, LayoutMismatch
 from cluster.words.meeting_key import key_of_link
 from cluster.words.probe import Milestone
-from kvtransfer.movers.codec import WIRE_VERSION
+from cluster.words.wire_version import WIRE_VERSION
 from kvtransfer.movers.incoming import Incoming
 from kvtransfer.movers.incoming_link import IncomingLink
 from kvtransfer.movers.link_config import LinkConfig
