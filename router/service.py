@@ -109,7 +109,7 @@ class RouterService:
             name=spec.name,
             key=credentials.key(Purpose.MEMBERS),
             tasks=tasks,
-            count_refused=metrics.members_refused.inc,
+            count_refused=lambda why: metrics.members_refused.labels(why).inc(),
         )
         policy = make_policy(spec.router.policy, pulls=True)
         dispatch = Dispatch(

@@ -11,6 +11,7 @@ from hashlib import sha256
 from typing import Any
 
 from cluster.words.errors import SpecError
+from cluster.words.records import known_fields
 
 _PREFIX = "sk-"
 _SECRET_BYTES = 32
@@ -135,7 +136,7 @@ def parse_priorities(text: str) -> tuple[int, int]:
 
 def _keys(trees: Iterable[dict[str, Any]]) -> Iterator[ApiKey]:
     for tree in trees:
-        fields = {name: value for name, value in tree.items() if name in ApiKey.__dataclass_fields__}
+        fields = known_fields(ApiKey, tree)
         if fields.get("priorities") is not None:
             low, high = fields["priorities"]
             fields["priorities"] = (int(low), int(high))

@@ -13,10 +13,14 @@ from typing import Any
 import grpc
 import pytest
 
+from cluster.index.membership import Membership
+from cluster.index.redis_client import connect_redis
 from cluster.process.ports import free_port
 from cluster.rpc import inference_pb2 as pb
 from cluster.rpc import inference_pb2_grpc as rpc
+from cluster.words.credentials import Purpose
 from cluster.words.request import Role, Sampling
+from cluster.words.wire_version import WIRE_VERSION
 from router.generation import RequestRoute
 from router.routing.policy import CandidateReplica, Option, RoutingRequest
 from tests.ceiling import Ceiling
@@ -25,7 +29,7 @@ from tests.engine.steps import prompts
 from tests.identities import rank, router
 from tests.local_cluster import LocalCluster, local_cluster
 from tests.oldest import OldestProcess, check_out
-from tests.waiting import WITHIN_S
+from tests.waiting import WITHIN_S, becomes
 
 _GREEDY = Sampling(max_tokens=24, temperature=0.0)
 _STOOD = 8  # tokens at which answers stand still until the test lets them go on
@@ -153,6 +157,25 @@ async def test_todays_workers_serve_a_router_of_the_oldest_version(
         served = {replica.id for pool in cluster.pools.values() for replica in pool}
         assert {name for _, trace in answers for name in (trace.prefill_replica, trace.decode_replica)} == served
         assert (await cluster.generate(asked[0], _GREEDY)).ids == expected[0], "today's router has them still"
+        await cluster.idle()
+
+
+async def test_a_replica_that_speaks_another_wire_is_named_and_the_others_serve(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is the deployment's own, and has the address of one that would answer: it is the version alone."""
+    model_dir, [asked] = checkpoint("llama"), prompts(40)
+    expected = [token.token_id for token in reference(model_dir, [asked], _GREEDY)[0]]
+    async with local_cluster(model_dir, redis_url, **_TREE) as cluster:
+        [decode] = cluster.pools[Role.DECODE]
+        newer = replace(cluster.seen(decode).member, replica="decode-9", wire_version=WIRE_VERSION + 1)
+        async with connect_redis(redis_url) as redis:
+            membership = Membership(redis, name=cluster.spec.name, key=cluster.credentials.key(Purpose.MEMBERS))
+            await membership.renew(newer)
+            await becomes(lambda: any("'decode-9' is ignored (other version)" in line for line in caplog.messages))
+            answer = await cluster.generate(asked, _GREEDY)
+            assert answer.ids == expected and answer.route.decode_replica == decode.id
+            assert cluster.replicas.get("decode-9") is None
         await cluster.idle()
 
 
