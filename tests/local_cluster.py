@@ -18,6 +18,7 @@ import redis
 
 import decode_worker.actor
 import prefill_worker.actor
+from cluster.control import authority_store
 from cluster.identity.authority import Authority
 from cluster.index.redis_client import connect_redis
 from cluster.model import config as model_config
@@ -222,7 +223,8 @@ async def local_cluster(
     spec = parse_spec(tree)
     redis.Redis.from_url(redis_url).flushall()
     fingerprint = model_config.fingerprint(model_dir)
-    authority = Authority.create(spec.name)
+    is_lent = spec.security.tls == "files"
+    authority = authority_store.open_files(spec.security) if is_lent else Authority.create(spec.name)
     router = _identity(spec, authority, ProcessName.of_router(spec.name, "router-0"))
     replicas = Replicas(lambda member: GrpcWorker(member.replica, member.address, identity=router))
     credentials = Credentials.new(index_url=redis_url)

@@ -15,6 +15,7 @@ from cluster.control.replica import Failure
 from cluster.identity.key_pair import KeyPair
 from cluster.words.errors import DeployError, SpecError
 from tests.cluster.control.conftest import Deployment, ids
+from tests.cluster.identity.authorities import issue_authority
 from tests.identities import rank
 from tests.waiting import until
 
@@ -241,13 +242,18 @@ def test_a_restarted_controller_issues_certificates_as_before(deploy: Deploy) ->
         deployment.call("certify", rank("decode-0", deployment="neighbour"), keys.request)
 
 
-@pytest.mark.parametrize("tls", ["auto", "off"])
-def test_each_rank_has_papers_of_its_own_if_any(deploy: Deploy, tls: str) -> None:
-    deployment = deploy({**SMALL, "security": {"tls": tls}})
+@pytest.mark.parametrize("tls", ["auto", "files", "off"])
+def test_each_rank_has_papers_of_its_own_if_any(deploy: Deploy, tls: str, tmp_path: Path) -> None:
+    security = {"tls": tls}
+    if tls == "files":
+        root = issue_authority("root")
+        security["ca"], _ = root.write(tmp_path, "root")
+        security["certificate"], security["key"] = issue_authority("issuing", root).write(tmp_path, "issuing")
+    deployment = deploy({**SMALL, "security": security})
     deployment.until_ready()
     logs = {replica: deployment.call("logs", replica)[0].text for replica in ("prefill-0", "decode-0")}
     for replica, text in logs.items():
-        assert (f"by xpyd://{deployment.name}/{replica}/0" in text) is (tls == "auto")
+        assert (f"by xpyd://{deployment.name}/{replica}/0" in text) is (tls != "off")
         assert "PRIVATE KEY" not in text
 
 
