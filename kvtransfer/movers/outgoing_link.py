@@ -16,7 +16,8 @@ from torch import Tensor
 
 from cluster.rpc import transfer_pb2 as pb
 from cluster.rpc import transfer_pb2_grpc as rpc
-from cluster.wire.channel import error_of, open_channel
+from cluster.wire.call_errors import error_of
+from cluster.wire.channel import open_channel
 from cluster.words.checking import check_name
 from cluster.words.errors import HandoffExpired, LayoutMismatch, LinkClosed, RequestError, TransferError
 from cluster.words.handoff import HandoffKey
