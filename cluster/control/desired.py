@@ -9,6 +9,7 @@ from typing import Any
 from cluster.control.ray_store import StoreEntry
 from cluster.words.credentials import Credentials
 from cluster.words.launch import Launch
+from cluster.words.records import known_fields
 from cluster.words.request import Role
 from cluster.words.spec import Spec
 from cluster.words.spec_file import parse_spec
@@ -53,8 +54,9 @@ class Desired:
         return json.dumps(
             {
                 "spec": self.spec.model_dump(mode="json"),
+                "index_url": credentials.index_url,
                 "log_dir": self.launch.log_dir,
-                "credentials": {"secret": credentials.secret.hex(), "index_url": credentials.index_url},
+                "credentials": {"secret": credentials.secret.hex()},
                 "parts": asdict(self.parts),
                 "next_number": self.next_number,
             }
@@ -63,14 +65,14 @@ class Desired:
     @classmethod
     def from_json(cls, text: str | bytes) -> Desired:
         tree: dict[str, Any] = json.loads(text)
-        secret, index_url = bytes.fromhex(tree["credentials"]["secret"]), tree["credentials"]["index_url"]
+        secret = bytes.fromhex(tree["credentials"]["secret"])
         return cls(
             launch=Launch(
                 spec=parse_spec(tree["spec"], origin="the stored spec"),
                 log_dir=tree["log_dir"],
-                credentials=Credentials(secret=secret, index_url=index_url),
+                credentials=Credentials(secret=secret, index_url=tree["index_url"]),
             ),
-            parts=Parts(**tree["parts"]),
+            parts=Parts(**known_fields(Parts, tree["parts"])),
             next_number={Role(role): number for role, number in tree["next_number"].items()},
         )
 

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
+from cluster.host.router_admin import ask_at, seen_by
 from cluster.index.membership import Membership
 from cluster.index.redis_client import connect_redis
 from cluster.process.ports import free_port
@@ -148,8 +149,9 @@ async def test_todays_workers_serve_a_router_of_the_oldest_version(
     async with local_cluster(model_dir, redis_url, **tree) as cluster:
         old = OldestProcess(oldest, cluster.launch, cluster.identity(router("router-old")), log=tmp_path / "router.log")
         try:
-            door = (await asyncio.to_thread(old.start))["grpc"]
-            async with grpc.aio.insecure_channel(door) as channel:
+            doors = await asyncio.to_thread(old.start)
+            await becomes(lambda: seen_by(ask_at(doors["admin"], "/health")) == {"prefill": 1, "decode": 1})
+            async with grpc.aio.insecure_channel(doors["grpc"]) as channel:
                 answers = [await _asked_at(channel, prompt) for prompt in asked]
         finally:
             await asyncio.to_thread(old.stop)
@@ -158,6 +160,12 @@ async def test_todays_workers_serve_a_router_of_the_oldest_version(
         assert {name for _, trace in answers for name in (trace.prefill_replica, trace.decode_replica)} == served
         assert (await cluster.generate(asked[0], _GREEDY)).ids == expected[0], "today's router has them still"
         await cluster.idle()
+
+
+def test_where_the_history_does_not_go_so_far_back_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.oldest.OLDEST", "0" * 40)
+    with pytest.raises(pytest.skip.Exception, match="commit 0000000 is not in the history here"):
+        check_out(tmp_path)
 
 
 async def test_a_replica_that_speaks_another_wire_is_named_and_the_others_serve(
@@ -180,7 +188,6 @@ async def test_a_replica_that_speaks_another_wire_is_named_and_the_others_serve(
 
 
 async def _asked_at(channel: grpc.aio.Channel, prompt: list[int]) -> tuple[list[int], pb.Trace]:
-    """It waits at the door until the router sees the replicas."""
     request = pb.GenerateRequest(
         token_ids=pb.TokenIds(ids=prompt), sampling=pb.SamplingParams(temperature=0, max_tokens=_GREEDY.max_tokens)
     )

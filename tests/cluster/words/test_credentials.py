@@ -29,6 +29,14 @@ def test_a_launch_survives_the_way_to_a_process() -> None:
     assert there.credentials.key(Purpose.LINKS) == launch.credentials.key(Purpose.LINKS)
 
 
+def test_what_an_older_version_does_not_send_has_its_default_here() -> None:
+    """In an upgrade, an older controller starts newer processes."""
+    launch = Launch(spec=parse_spec({"name": "a"}), log_dir="logs", credentials=Credentials.new(index_url=_URL))
+    arrive, (spec, *rest) = launch.__reduce__()
+    del spec["security"], spec["kv"]["encrypt"]
+    assert arrive(spec, *rest) == launch
+
+
 def test_each_use_has_a_key_of_its_own() -> None:
     credentials, other = Credentials.new(index_url=""), Credentials.new(index_url="")
     keys = [each.key(purpose) for each in (credentials, other) for purpose in Purpose]
