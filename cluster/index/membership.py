@@ -46,6 +46,16 @@ class OtherVersion(ValueError):
     """Of the wire: we do not understand each other."""
 
 
+class _Unsigned(ValueError):
+    pass
+
+
+_REASONS: dict[type[ValueError], RefusalReason] = {
+    OtherVersion: RefusalReason.OTHER_VERSION,
+    _Unsigned: RefusalReason.UNSIGNED,
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Member:
     """What a router must know to use a replica."""
@@ -73,7 +83,9 @@ class Member:
         if not isinstance(fields, dict):
             raise ValueError("not an object")
         if (version := fields.get("wire_version", _UNSAID_VERSION)) != WIRE_VERSION:
-            raise OtherVersion(f"it speaks version {version!r:.20} on the wire, and this router {WIRE_VERSION}")
+            raise OtherVersion(
+                f"it speaks version {version!r:.20} on the wire, and this router {WIRE_VERSION}; update the older"
+            )
         known = known_fields(cls, fields)
         try:
             return cls(**{**known, "role": Role(known.get("role", ""))})
@@ -132,16 +144,15 @@ class Membership:
     def _read(self, replica: str, record: str | bytes) -> Member | None:
         record = record.encode() if isinstance(record, str) else record
         shown, text = record[:SEAL_BYTES], record[SEAL_BYTES:]
-        if len(record) > _MAX_RECORD_BYTES or not is_sealed(shown, self._key, text):
-            return self._refuse(replica, RefusalReason.UNSIGNED, "it is not signed by this deployment")
         try:
+            if len(record) > _MAX_RECORD_BYTES or not is_sealed(shown, self._key, text):
+                raise _Unsigned("it is not signed by this deployment")
             member = Member.from_json(text)
-        except OtherVersion as error:
-            return self._refuse(replica, RefusalReason.OTHER_VERSION, f"{error}; update the older one of the two")
+            if member.replica != replica:
+                raise _Unsigned(f"it is that of {member.replica}")
         except ValueError as error:
-            return self._refuse(replica, RefusalReason.NONSENSE, str(error))
-        if member.replica != replica:
-            return self._refuse(replica, RefusalReason.UNSIGNED, f"it is that of {member.replica}")
+            self._refuse(replica, _REASONS.get(type(error), RefusalReason.NONSENSE), str(error))
+            return None
         return member
 
     def _refuse(self, replica: str, why: RefusalReason, reason: str) -> None:

@@ -20,6 +20,7 @@ from cluster.wire import messages
 from cluster.wire.status import make_plausible
 from cluster.words.api_key import KeyBook, new_key, new_secret
 from cluster.words.errors import RequestError
+from cluster.words.person import People, Person, PersonRole
 from cluster.words.request import Role
 from kvtransfer.movers.wire_messages import frame_from_proto, part_from_report
 from kvtransfer.protocol.plan import HeadCopy
@@ -101,6 +102,9 @@ def test_more_fields_of_a_record_at_every_level_are_passed_over() -> None:
     key = new_key("a", new_secret(), rpm=7, priorities=(1, 2))
     book = KeyBook().with_key(key)
     assert KeyBook.from_json(_with_more(json.loads(book.to_json()))) == book
+    people = People((Person(name="ann", role=PersonRole.VIEWER, fingerprint="ab", ends_at=1.5),))
+    assert People.from_json(people.to_json()) == people
+    assert People.from_json(_with_more(json.loads(people.to_json()))) == people
 
 
 def _filled(kind: Descriptor) -> st.SearchStrategy[Message]:
