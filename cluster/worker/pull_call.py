@@ -9,7 +9,8 @@ from grpc import aio
 
 from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
-from cluster.wire.channel import error_of, open_channel
+from cluster.wire.call_errors import error_of
+from cluster.wire.channel import open_channel
 from cluster.wire.messages import handoff_to_proto
 from cluster.words.errors import ClusterError
 from cluster.words.papers import Identity
