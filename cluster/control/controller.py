@@ -151,11 +151,13 @@ class Controller:
         logger.info("API key made key=%s name=%s tenant=%s told=%s", key.id, key.name, key.tenant, change.is_told)
         return change
 
-    async def revoke_key(self, name: str) -> KeyChange:
-        """Nobody is let in by this key any more. Raises SpecError when there is none of this name or id."""
-        change = await self._key_keeper.revoke(name)
-        key = change.key
-        logger.info("API key revoked key=%s name=%s tenant=%s told=%s", key.id, key.name, key.tenant, change.is_told)
+    async def revoke_key(self, key: ApiKey) -> KeyChange:
+        """Nobody is let in by this key any more."""
+        change = await self._key_keeper.revoke(key)
+        logger.info(
+            "API key revoked key=%s name=%s tenant=%s told=%s problem=%s",
+            key.id, key.name, key.tenant, change.is_told, change.problem,
+        )  # fmt: skip
         return change
 
     async def stop(self) -> None:

@@ -44,6 +44,7 @@ class KeyChange:
 
     key: ApiKey
     is_told: bool  # routers hear of it within a second; False: when Redis is back
+    problem: str = ""  # of saving it, and what follows; empty: it is saved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +62,17 @@ class KeyBook:
             raise SpecError(f"a key is called {key.name} already; `cluster keys revoke {key.name}` takes it back")
         return replace(self, version=self.version + 1, keys=(*self.keys, key))
 
-    def without(self, name: str) -> tuple[KeyBook, ApiKey]:
-        """The book without the key of this name, or id, and that key. Raises SpecError where there is none."""
+    def find(self, name: str) -> ApiKey:
+        """The key of this name, or id. Raises SpecError where there is none."""
         for key in self.keys:
             if name in (key.name, key.id):
-                kept = tuple(other for other in self.keys if other is not key)
-                return replace(self, version=self.version + 1, keys=kept), key
+                return key
         raise SpecError(f"no key is called {name}; there are: {', '.join(key.name for key in self.keys) or 'none'}")
+
+    def without(self, key: ApiKey) -> KeyBook:
+        """The same book where it has no such key: who asks may ask twice."""
+        kept = tuple(other for other in self.keys if other.id != key.id)
+        return self if len(kept) == len(self.keys) else replace(self, version=self.version + 1, keys=kept)
 
     def to_json(self) -> str:
         return json.dumps({"version": self.version, "keys": [asdict(key) for key in self.keys]})
