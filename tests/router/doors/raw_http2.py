@@ -27,10 +27,13 @@ class RawHttp2:
     @classmethod
     async def open(cls, host: str, port: int) -> RawHttp2:
         connection = cls(*await asyncio.open_connection(host, port))
-        connection._writer.write(_PREFACE)
-        connection._frame(_SETTINGS, 0, _CONNECTION, b"")
-        await connection.pump()  # its settings come first
+        await connection.greet()
         return connection
+
+    async def greet(self) -> None:
+        self._writer.write(_PREFACE)
+        self._frame(_SETTINGS, 0, _CONNECTION, b"")
+        await self.pump()  # the other side's settings come first
 
     def begin(self, path: str, *, authorization: str, data: bytes) -> int:
         """A call, whose message is to begin so; its stream."""

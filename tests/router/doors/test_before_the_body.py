@@ -174,6 +174,7 @@ async def test_of_messages_that_wait_to_be_read_next_to_nothing_is_taken_in(
         for _ in range(20):
             assert await generate(channel, other) is grpc.StatusCode.OK
         pumping.cancel()
+        await asyncio.gather(pumping, return_exceptions=True)
         client.close()
         taken = sorted(client.sent[stream] for stream in streams)
         assert taken[-12:] == [len(data)] * 12 and taken[-13] < 1 << 16
