@@ -77,9 +77,10 @@ class TextThreads:
 
     def _gone(self, key_id: str, future: asyncio.Future[Any]) -> None:
         """Where nobody waits for it any more, what it would work on is not kept."""
-        if future.cancelled() and self._waiting.get(key_id, {}).pop(future, None):
+        if future.cancelled() and future in (waiting := self._waiting.get(key_id, {})):
             _less(self._pending, key_id)
-            if not self._waiting[key_id]:
+            del waiting[future]
+            if not waiting:
                 del self._waiting[key_id]
 
     def _ended(self, key_id: str, future: asyncio.Future[Any], running: asyncio.Future[Any]) -> None:
