@@ -195,6 +195,15 @@ def test_each_pool_lands_where_its_labels_say(deploy: Deploy) -> None:
         deployment.call("scale", {"decode": 30})
 
 
+def test_replicas_of_a_pool_share_no_node_while_there_are_others(deploy: Deploy) -> None:
+    """So that a host that fails takes few of them along."""
+    deployment = deploy({"prefill": {"replicas": 3}, "decode": {"replicas": 0}})
+    replicas = deployment.until_ready()["prefill"]["replicas"]
+    groups = [group for group in ray.util.placement_group_table().values() if group["state"] == "CREATED"]
+    homes = [g["bundles_to_node_id"][0] for g in groups if g["name"].startswith(f"xpyd-{deployment.name}/")]
+    assert len(set(homes)) == len(homes) == len(replicas) == 3
+
+
 def test_scaling_beyond_what_fits_is_refused(deploy: Deploy) -> None:
     deployment = deploy({"prefill": {"replicas": 1}, "decode": {"replicas": 1, "resources": {"cpus": 1}}})
     deployment.until_ready()
