@@ -92,7 +92,7 @@ def revoke(
 
 
 def _ask(name: str | None, method: str, *args: Any) -> Any:
-    controller = join_controller(find_state(name))
+    controller = join_controller(find_state(name, by_certificate=True))
     from cluster.host.driver import ask
 
     return ask(controller, method, *args)

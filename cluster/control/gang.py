@@ -29,6 +29,7 @@ from cluster.control.placement import Node, bundle, live_nodes, preferred_node, 
 from cluster.control.rank_actor import CONCURRENCY_GROUPS, RankActor
 from cluster.control.replica import parse_rank_name, rank_name, role_of
 from cluster.words.errors import RankUnreachable, ReplicaFailed
+from cluster.words.process_name import ProcessName
 
 _ANSWER_S = 10.0  # a call that only looks takes milliseconds; a machine that swaps takes longer
 _PLACE_POLL_S = 1.0
@@ -108,12 +109,8 @@ class Gang:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, rank),
             ).remote(
                 self._desired.parts.rank(self._role),
-                spec.model_dump(mode="json"),
-                replica=self._replica,
-                rank=rank,
-                index_url=self._desired.index_url,
-                log_dir=self._desired.log_dir,
-                credentials=self._desired.credentials.to_plain(),
+                self._desired.launch,
+                ProcessName.of_rank(spec.name, self._replica, rank),
             )
             self._ranks.append(actor)
 

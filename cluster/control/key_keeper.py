@@ -18,13 +18,14 @@ from pathlib import Path
 
 from redis.exceptions import RedisError
 
-from cluster.control.desired import Desired, namespace
+from cluster.control.desired import namespace
 from cluster.control.ray_store import StoreEntry
 from cluster.index.key_channel import KeyPublisher
 from cluster.index.redis_client import RedisReach, connect_redis
 from cluster.words.api_key import ApiKey, KeyBook, KeyChange
 from cluster.words.credentials import Purpose
 from cluster.words.errors import DeployError
+from cluster.words.launch import Launch
 
 logger = logging.getLogger(__name__)
 
@@ -40,14 +41,14 @@ def key_file(log_dir: str) -> Path:
 class KeyKeeper:
     """Owned by the controller, on its event loop."""
 
-    def __init__(self, desired: Desired) -> None:
-        name = desired.spec.name
-        self._file = key_file(desired.log_dir)
+    def __init__(self, launch: Launch) -> None:
+        name, credentials = launch.spec.name, launch.credentials
+        self._file = key_file(launch.log_dir)
         self._entry = StoreEntry("keys", namespace=namespace(name))
         self.book = self._load()
         self._problem = ""  # of saving it
         self._publisher = KeyPublisher(
-            connect_redis(desired.index_url), name=name, seal_key=desired.credentials.key(Purpose.API_KEYS)
+            connect_redis(credentials.index_url), name=name, seal_key=credentials.key(Purpose.API_KEYS)
         )
         self._reach = RedisReach("routers hear of the API keys when it is back")
         self._is_closing = False

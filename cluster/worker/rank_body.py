@@ -161,10 +161,11 @@ class RankBody(Generic[W]):
         self.role.servicer.live = live
         self._prefixes.granting = Granting(parts.engine.grants, runner.layout, self.service.post)
         self._ranks.on_report = inbox.reported
+        credentials = setup.launch.credentials
         self.service.start(
-            index_url=setup.index_url,
+            index_url=credentials.index_url,
             name=setup.spec.name,
-            key=setup.credentials.key(Purpose.MEMBERS),
+            key=credentials.key(Purpose.MEMBERS),
             member=_member(setup, runner, max_tokens=live.max_tokens),
             other_ranks=setup.addresses[1:],
         )
@@ -183,7 +184,7 @@ class RankBody(Generic[W]):
             backend=backend,
             host=setup.host.host,
             timeout_s=setup.spec.timeouts.transfer_s,
-            guard=LinkGuard(setup.credentials.key(Purpose.LINKS), is_encrypted=setup.spec.kv.encrypt),
+            guard=LinkGuard(setup.launch.credentials.key(Purpose.LINKS), is_encrypted=setup.spec.kv.encrypt),
             probe=setup.probe,
         )
         receiver = self._ranks.receiver = Receiver(config, meeting=self._ranks.meeting, on_landed=heard)

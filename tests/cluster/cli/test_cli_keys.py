@@ -23,7 +23,7 @@ def is_told(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
         return KeyChange(key=keys[0], is_told=told) if keys else KeyBook(version=1, keys=(_KEY,))
 
     monkeypatch.setenv("CLUSTER_STATE_DIR", str(tmp_path))
-    monkeypatch.setattr(keys, "find_state", lambda name: None)
+    monkeypatch.setattr(keys, "find_state", lambda name, **_: None)
     monkeypatch.setattr(keys, "join_controller", lambda state: None)
     monkeypatch.setattr(driver, "ask", ask)
     return told

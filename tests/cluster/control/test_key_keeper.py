@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,13 @@ import pytest
 import redis
 
 from cluster.control import ray_internals
-from cluster.control.desired import Desired
 from cluster.control.key_keeper import KeyKeeper
 from cluster.index.key_channel import places_of
 from cluster.process.ports import free_port
 from cluster.words.api_key import KeyBook, KeyChange, new_key, new_secret
 from cluster.words.credentials import Credentials
 from cluster.words.errors import DeployError
+from cluster.words.launch import Launch
 from cluster.words.spec_file import parse_spec
 from tests.waiting import becomes
 
@@ -30,12 +31,12 @@ async def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     monkeypatch.setattr(ray_internals, "put", lambda key, value, *, namespace: stored.update({key: value}))
     monkeypatch.setattr(ray_internals, "get", lambda key, *, namespace: stored.get(key))
     monkeypatch.setattr(ray_internals, "delete", lambda key, *, namespace: stored.pop(key, None))
-    credentials, made = Credentials.new(), list[KeyKeeper]()
+    credentials, made = Credentials.new(index_url=""), list[KeyKeeper]()
 
     def keeper(index_url: str) -> KeyKeeper:
-        log_dir = str(tmp_path / "logs")
-        spec = parse_spec({"name": "kept"})
-        made.append(KeyKeeper(Desired(spec=spec, index_url=index_url, log_dir=log_dir, credentials=credentials)))
+        there = replace(credentials, index_url=index_url)
+        launch = Launch(spec=parse_spec({"name": "kept"}), log_dir=str(tmp_path / "logs"), credentials=there)
+        made.append(KeyKeeper(launch))
         return made[-1]
 
     yield keeper

@@ -20,11 +20,12 @@ from cluster.rpc import worker_pb2, worker_pb2_grpc
 from cluster.wire.messages import handoff_to_proto
 from cluster.words.errors import HandoffExpired, RequestError, TransferError
 from cluster.words.handoff import Handoff
+from cluster.words.wire_version import WIRE_VERSION
 from cluster.worker.inbox import Inbox
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from kvtransfer.links.link import LinkGuard
-from kvtransfer.movers.codec import WIRE_VERSION, slots_of
+from kvtransfer.movers.codec import slots_of
 from kvtransfer.movers.link_config import LinkConfig
 from kvtransfer.movers.meeting import Meeting
 from kvtransfer.movers.pull_servicer import Granting, PullServicer
