@@ -14,7 +14,10 @@ import pytest
 
 from cluster.rpc import inference_pb2 as pb
 from cluster.rpc.inference_pb2_grpc import InferenceStub
+from cluster.words.api_key import ApiKey
 from router.access.access import Access
+from router.access.limiter import Reservation
+from router.access.local_limiter import LocalLimiter
 from router.doors.grpc_api import open_grpc_api
 from router.doors.openai_api import create_app
 from router.text.completion import Completions
@@ -51,6 +54,19 @@ async def grpc_door(
         service.close()
 
 
+class FakeEntrance(LocalLimiter):
+    """Says when somebody has a place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_taken = asyncio.Event()
+
+    async def enter(self, key: ApiKey, *, id: str) -> Reservation:
+        found = await super().enter(key, id=id)
+        self.is_taken.set()
+        return found
+
+
 async def ask(client: httpx.AsyncClient, known: IssuedKey, **more: object) -> httpx.Response:
     return await client.post("completions", json=_BODY | more, headers={"authorization": known.header}, timeout=30)
 
@@ -66,8 +82,8 @@ async def generate(channel: grpc.aio.Channel, known: IssuedKey, text: str = "abc
 
 @pytest.mark.parametrize("is_finished", [False, True], ids=["vanishes", "makes no sense"])
 async def test_over_http_a_place_is_held_from_before_the_body(completions: MakeCompletions, is_finished: bool) -> None:
-    known = issue("acme", concurrency=1)
-    access = access_with(known)
+    known, entrance = issue("acme", concurrency=1), FakeEntrance()
+    access = access_with(known, limiter=entrance)
     async with http_door(completions(FakeTokenService()), access) as client:
         assert client.base_url.port
         reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
@@ -75,9 +91,8 @@ async def test_over_http_a_place_is_held_from_before_the_body(completions: MakeC
             f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: {known.header}\r\ncontent-length: 50\r\n\r\n"
         )
         writer.write(head.encode() + b"x")
-        async with asyncio.timeout(30):
-            while (answer := await ask(client, known)).status_code == 200:
-                pass  # its head has not arrived
+        await asyncio.wait_for(entrance.is_taken.wait(), 30)
+        answer = await ask(client, known)
         assert answer.status_code == 429 and "1 requests at a time" in answer.text
         if is_finished:
             writer.write(b"x" * 49)
@@ -90,14 +105,12 @@ async def test_over_http_a_place_is_held_from_before_the_body(completions: MakeC
 
 
 async def test_over_grpc_a_place_is_held_from_before_the_message(completions: MakeCompletions) -> None:
-    known = issue("acme", concurrency=1)
-    access = access_with(known)
+    known, entrance = issue("acme", concurrency=1), FakeEntrance()
+    access = access_with(known, limiter=entrance)
     async with grpc_door(completions(FakeTokenService()), access) as (channel, _):
         begun = channel.stream_stream(_GENERATE)(metadata=(("authorization", known.header),))
-        async with asyncio.timeout(30):
-            while (code := await generate(channel, known)) is grpc.StatusCode.OK:
-                await access.limits.settled()
-        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await asyncio.wait_for(entrance.is_taken.wait(), 30)
+        assert await generate(channel, known) is grpc.StatusCode.RESOURCE_EXHAUSTED
         begun.cancel()
         async with asyncio.timeout(30):
             while await generate(channel, known) is not grpc.StatusCode.OK:
