@@ -62,6 +62,7 @@ class RankBody(Generic[W]):
         self._others: OtherRanks | None = None
         self._sender: Sender | None = None
         self._tiers: RankTiers | None = None
+        self._inbox: Inbox | None = None
 
     def register(self, server: aio.Server) -> None:
         """Add the servicers, before anything is loaded."""
@@ -101,6 +102,8 @@ class RankBody(Generic[W]):
             await self._sender.close()
         if self._tiers:
             await asyncio.to_thread(self._tiers.close)
+        if self._inbox:
+            await self._inbox.close()
         if self._others:
             await self._others.disconnect()
 
@@ -141,7 +144,7 @@ class RankBody(Generic[W]):
 
     def _lead(self, setup: RankSetup, runner: ModelRunner, others: OtherRanks) -> None:
         """Rank 0: begin to take requests."""
-        inbox = Inbox(setup, others)
+        inbox = self._inbox = Inbox(setup, others)
         receiver, gang = self._connect(setup, runner, functools.partial(inbox.heard, 0))
         parts = _leader_parts(setup, gang, receiver, inbox)
         worker = self.role.make_worker(parts)

@@ -111,6 +111,7 @@ class Receiver:
             self.config,
             self._meeting,
             prefix=prefix,
+            sender=first.hello.sender.rpartition("/")[0],
             copy=copy,
             num_sources=num_sources,
             ended=self._threads.release,
