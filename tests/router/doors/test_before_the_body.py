@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import replace
 from itertools import islice
 
 import grpc
@@ -18,6 +19,7 @@ from cluster.words.api_key import ApiKey
 from router.access.access import Access
 from router.access.limiter import Reservation
 from router.access.local_limiter import LocalLimiter
+from router.doors.connections import GRPC_DOOR
 from router.doors.grpc_api import open_grpc_api
 from router.doors.openai_api import create_app
 from router.text.completion import Completions
@@ -45,7 +47,9 @@ async def grpc_door(
     service: Completions, access: Access, *, max_message_s: float = 60.0
 ) -> AsyncIterator[tuple[grpc.aio.Channel, int]]:
     """And its port."""
-    door = await open_grpc_api(service, access=access, host="127.0.0.1", port=0, max_message_s=max_message_s)
+    door = await open_grpc_api(
+        service, access=access, host="127.0.0.1", port=0, limits=replace(GRPC_DOOR, message_s=max_message_s)
+    )
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
             yield channel, door.port
@@ -201,8 +205,7 @@ async def test_calls_of_one_key_that_wait_for_nothing_do_not_pile_up(completions
         access=access_with(known),
         host="127.0.0.1",
         port=0,
-        max_streams=16,
-        max_message_s=600.0,
+        limits=replace(GRPC_DOOR, streams=16, message_s=600.0),
     )
     async with AsyncExitStack() as stack:
         begun = []

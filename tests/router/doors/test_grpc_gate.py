@@ -74,7 +74,7 @@ async def test_a_request_that_never_comes_is_not_waited_for(completions: MakeCom
 
 async def test_nor_is_one_of_a_call_that_may_have_many(completions: MakeCompletions) -> None:
     known = issue("acme")
-    async with door_of(completions, known, max_message_s=0.05) as (_, channel):
+    async with door_of(completions, known, limits=replace(GRPC_DOOR, message_s=0.05)) as (_, channel):
         calls = [begun(channel, _REFLECTION, known)]
         calls.append(begun(channel, _REFLECTION, known))
         await calls[1].write(reflection_pb2.ServerReflectionRequest(list_services="").SerializeToString())
