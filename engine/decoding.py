@@ -40,8 +40,10 @@ class Decoding:
         running, num_kept = self.running, 0
         while num_kept < len(running):
             sequence = running[num_kept]
-            needed = sequence.num_blocks_for(len(sequence.tokens))
-            if needed <= len(sequence.blocks) or self._blocks.extend(sequence.blocks, needed):
+            num_tokens, blocks = len(sequence.tokens), sequence.blocks
+            if num_tokens <= len(blocks) * sequence.block_size or self._blocks.extend(
+                blocks, sequence.num_blocks_for(num_tokens)
+            ):
                 num_kept += 1
                 continue
             victim = running.pop()

@@ -13,7 +13,8 @@ from torch import Tensor
 from cluster.model import config as model_config
 from cluster.model.shape import ModelConfig
 from cluster.words.errors import RequestError, SpecError
-from engine.batch.batch import Batch, Row
+from engine.batch.batch import Batch
+from engine.batch.rows import Row
 from engine.config import GIB, EngineConfig, num_blocks_for
 from engine.cpu.library import open_kernels
 from engine.decode_graphs import Capture, CudaCapture, DecodeGraphs

@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batch.batch import Batch, Ints
+from engine.batch.batch import Batch
+from engine.batch.rows import Ints
 from engine.kernels.prefill_attention import QueryTiles, cut_tiles
 
 # T tokens of the step, R rows, B blocks of the longest table

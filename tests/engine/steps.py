@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from engine.batch.batch import Batch, Row
+from engine.batch.batch import Batch
+from engine.batch.rows import Row
 from engine.runner import ModelRunner
 
 VOCAB_SIZE = 131  # of the random models

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import decode_graphs
-from engine.batch.batch import Batch, Row
+from engine.batch.batch import Batch
 from engine.batch.device_batch import DeviceBatch, upload
+from engine.batch.rows import Row
 from engine.config import EngineConfig
 from engine.decode_graphs import Step, graph_sizes
 from engine.kv.pool import KVPool

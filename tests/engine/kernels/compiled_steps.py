@@ -27,7 +27,8 @@ from cluster.model import config as model_config
 from cluster.words.request import Sampling
 from engine import decode_graphs, runner, sampler
 from engine.batch import device_batch
-from engine.batch.batch import Batch, Row
+from engine.batch.batch import Batch
+from engine.batch.rows import Row
 from engine.attention import triton_latent_heads as latent_heads
 from engine.model.transformer import expected_tensors
 from engine.config import EngineConfig
