@@ -27,14 +27,12 @@ class LastRows:
         tables = [sequence.blocks for sequence in sequences]
         kept = self._places(sequences, tables, starts)
         self._sequences, self._tables = sequences, tables
-        lens = np.array(query_lens)
-        ends = starts + lens
-        is_new = kept < 0
-        held = np.where(is_new, 0, num_blocks(starts, self._block_size))
+        is_new, lens = kept < 0, np.array(query_lens)
+        ends, num_added = self._kept.ends_of(kept, starts[is_new], lens)
         counts = num_blocks(ends, self._block_size)
-        grows = np.flatnonzero(counts > held).tolist()
-        added = [tables[row][held[row] : counts[row]] for row in grows]
-        assert sum(map(len, added)) == (counts - held).sum(), "a row has no block for its tokens"
+        growing = np.flatnonzero(num_added)
+        added = [tables[row][counts[row] - num_added[row] : counts[row]] for row in growing.tolist()]
+        assert sum(map(len, added)) == num_added.sum(), "a row has no block for its tokens"
         return RowChanges(
             number=self._kept.number + 1,
             kept=kept,

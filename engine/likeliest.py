@@ -36,9 +36,11 @@ def _by_kernel(kernels: Kernels, logits_RV: Tensor, penalties: Mapping[int, Pena
     num_rows, vocabulary = logits_RV.shape
     row_R = np.zeros(num_rows, dtype=CHOICE_ROW)
     row_R["logits"] = logits_RV.data_ptr() + logits_RV.stride(0) * logits_RV.itemsize * np.arange(num_rows)
-    for row, penalty in penalties.items():
-        row_R["token_ids"][row], row_R["taken"][row] = penalty.addresses
-        row_R["tokens"][row], row_R["repetition"][row] = len(penalty), penalty.repetition
+    if penalties:
+        rows, found = list(penalties), penalties.values()
+        row_R["token_ids"][rows], row_R["taken"][rows] = zip(*(penalty.addresses for penalty in found), strict=True)
+        row_R["tokens"][rows] = [len(penalty) for penalty in found]
+        row_R["repetition"][rows] = [penalty.repetition for penalty in found]
     choices = Choices(row=row_R.ctypes.data, rows=num_rows, vocabulary=vocabulary, threads=torch.get_num_threads())
     kernels.choose(byref(choices))
     return torch.from_numpy(row_R["greatest"].copy())

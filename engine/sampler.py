@@ -28,6 +28,8 @@ from engine.sampling import Chosen, SamplingRow
 
 # P positions, R rows, N those of them that draw at random, V vocabulary
 
+_NumberedRow = tuple[int, SamplingRow]
+
 _FEW = 1024  # a nucleus usually lies within so many tokens, which are found much sooner than all are sorted
 _DRAW_BITS = 48  # a draw times a sum of probabilities stays below the sum, also after rounding to fp64
 
@@ -40,23 +42,23 @@ def sample(logits_PV: Tensor, rows: Seq[SamplingRow], positions: Seq[int] | None
     in order. Log-probabilities are those of the logits as given, before anything here changes them.
     """
     logits_RV = logits_PV if positions is None else logits_PV[_place(positions, torch.int64, logits_PV.device)]
-    telling = [i for i, row in enumerate(rows) if row.sampling.num_logprobs is not None]
-    told_NV = logits_RV[_place(telling, torch.int64, logits_RV.device)] if telling else None
-    _forbid(logits_RV, rows)
-    penalties = {i: row.penalties() for i, row in enumerate(rows) if row.sampling.has_penalties}
-    chosen_R = likeliest(logits_RV, penalties)
+    asking = [(i, row) for i, row in enumerate(rows) if not row.is_plain]
+    telling = [(i, row) for i, row in asking if row.sampling.num_logprobs is not None]
+    drawing = [(i, row) for i, row in asking if not row.sampling.is_greedy]
+    told_NV = logits_RV[_numbers(telling, logits_RV.device)] if telling else None
+    _forbid(logits_RV, asking)
+    chosen_R = likeliest(logits_RV, {i: row.penalties() for i, row in asking if row.sampling.has_penalties})
     best_R = logits_RV.gather(-1, chosen_R.unsqueeze(-1)).squeeze(-1)
-    drawing = [i for i, row in enumerate(rows) if not row.sampling.is_greedy]
     if drawing:
-        drawing_N = _place(drawing, torch.int64, chosen_R.device)
-        chosen_R[drawing_N] = _draw(logits_RV[drawing_N], [rows[i] for i in drawing])
-    logprobs: list[TokenLogprob | None] = [None] * len(rows)
+        drawing_N = _numbers(drawing, chosen_R.device)
+        chosen_R[drawing_N] = _draw(logits_RV[drawing_N], [row for _, row in drawing])
+    logprobs: dict[int, TokenLogprob] = {}
     if told_NV is not None:
-        chosen_N = chosen_R[_place(telling, torch.int64, chosen_R.device)]
-        for i, logprob in zip(telling, _logprobs(told_NV, chosen_N, [rows[i] for i in telling]), strict=True):
-            logprobs[i] = logprob
+        chosen_N = chosen_R[_numbers(telling, chosen_R.device)]
+        found = _logprobs(told_NV, chosen_N, [row for _, row in telling])
+        logprobs = {i: logprob for (i, _), logprob in zip(telling, found, strict=True)}
     ids = ((chosen_R + 1) * best_R.isfinite() - 1).tolist()  # -1 where it is not; one wait for the device
-    return [(token_id, logprob) if token_id >= 0 else None for token_id, logprob in zip(ids, logprobs, strict=True)]
+    return [(token_id, logprobs.get(i)) if token_id >= 0 else None for i, token_id in enumerate(ids)]
 
 
 def uniform(seed: int, position: int) -> float:
@@ -65,24 +67,24 @@ def uniform(seed: int, position: int) -> float:
     return (int.from_bytes(digest, "little") >> (64 - _DRAW_BITS)) / (1 << _DRAW_BITS)
 
 
-def _forbid(logits_RV: Tensor, rows: Seq[SamplingRow]) -> None:
+def _forbid(logits_RV: Tensor, rows: Seq[_NumberedRow]) -> None:
     """Stop tokens that come too early, and what is not allowed. In place."""
     vocabulary, device = logits_RV.shape[-1], logits_RV.device
     early = [
         (i, token)
-        for i, row in enumerate(rows)
+        for i, row in rows
         if row.sampling.min_tokens > row.num_generated
         for token in row.sampling.stop_token_ids
         if 0 <= token < vocabulary  # a model may name others
     ]
     if early:
         logits_RV[tuple(_place(early, torch.int64, device).T)] = -math.inf
-    if masked := [i for i, row in enumerate(rows) if row.mask is not None]:
-        words = np.stack([row.mask.allowed(row.tokens, row.num_prompt_tokens) for row in rows if row.mask is not None])
-        bits_NVW = _place(words, torch.int32, device).unsqueeze(-1) >> torch.arange(32, device=device) & 1
-        masked_N = _place(masked, torch.int64, device)
-        forbidden_NV = bits_NVW.flatten(1)[:, :vocabulary] == 0
-        logits_RV[masked_N] = logits_RV[masked_N].masked_fill(forbidden_NV, -math.inf)
+    if masked := [(i, row) for i, row in rows if row.mask is not None]:
+        words = [row.mask.allowed(row.tokens, row.num_prompt_tokens) for _, row in masked if row.mask is not None]
+        words_NW1 = _place(np.stack(words), torch.int32, device).unsqueeze(-1)
+        is_allowed_NV = (words_NW1 >> torch.arange(32, device=device) & 1).flatten(1)[:, :vocabulary].bool()
+        masked_N = _numbers(masked, device)
+        logits_RV[masked_N] = logits_RV[masked_N].masked_fill(~is_allowed_NV, -math.inf)
 
 
 def _draw(logits_NV: Tensor, rows: Seq[SamplingRow]) -> Tensor:
@@ -154,6 +156,10 @@ def _logprobs(logits_NV: Tensor, chosen_N: Tensor, rows: Seq[SamplingRow]) -> li
         TokenLogprob(logprob=chosen[n], top=tuple(zip(ids[n][:count], values[n][:count], strict=True)))
         for n, count in enumerate(counts)
     ]
+
+
+def _numbers(rows: Seq[_NumberedRow], device: torch.device) -> Tensor:
+    return _place([i for i, _ in rows], torch.int64, device)
 
 
 def _place(

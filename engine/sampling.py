@@ -20,7 +20,8 @@ class Sampler(Protocol[Logits]):
     """See engine.sampler."""
 
     def __call__(self, logits: Logits, rows: Seq[SamplingRow], positions: Seq[int] | None, /) -> Seq[Chosen | None]:
-        """One token for each row, of the logits at these positions; None: there is one for each, in order.
+        """One token for each row, of the logits at these positions; None: there is one for each, in order. The logits
+        may be overwritten.
 
         None instead of a token: the row has no logits to choose by."""
         ...
@@ -44,7 +45,16 @@ class SamplingRow:
     tokens: Seq[int]  # all so far; the one to be chosen has position len(tokens)
     num_prompt_tokens: int
     mask: TokenMask | None = None  # None: all tokens are allowed
-    _penalties: Penalties | None = field(default=None, init=False, repr=False, compare=False)
+    _is_plain: bool = field(init=False, repr=False)
+    _penalties: Penalties | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._is_plain = self.sampling.is_plain
+
+    @property
+    def is_plain(self) -> bool:
+        """The greatest logit is all that is asked for."""
+        return self._is_plain and self.mask is None
 
     @property
     def num_generated(self) -> int:

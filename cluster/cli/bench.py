@@ -31,6 +31,9 @@ def engine(
     weights: options.ModelWeights = options.DEFAULT_WEIGHTS,
     pool_dtype: options.PoolDType = "auto",
     gpu: Annotated[bool, typer.Option("--gpu", help="On the first GPU, with CUDA graphs and without.")] = False,
+    host: Annotated[
+        bool, typer.Option("--host", help="Instead: a decode step's time beside the forward pass.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Tokens per second of the engine on this machine's processors, beside the memory bandwidth that bounds it.
@@ -40,7 +43,13 @@ def engine(
     from cluster.model.source import resolve
     from engine.config import device_for
     from engine.tools.bench import bench_engine
+    from engine.tools.bench_host import bench_host
 
+    if host:
+        batches, contexts = _parse("batch", batch), _parse("context", context)
+        result = bench_host(resolve(model), batches=batches, contexts=contexts, threads=threads)
+        print(json.dumps(result) if as_json else "\n".join(_host_lines(result)))
+        return
     result = bench_engine(
         resolve(model),
         dtype=dtype,
@@ -125,6 +134,18 @@ def _lines(result: dict[str, Any]) -> list[str]:
             for row in result["decode"]
         ),
         *(f"prefill  {row['tokens']:6} tokens: {row['tokens_per_s']:9.1f} tokens/s" for row in result["prefill"]),
+    ]
+
+
+def _host_lines(result: dict[str, Any]) -> list[str]:
+    return [
+        f"beside the forward pass, {result['threads']} threads, a vocabulary of {result['vocabulary']}",
+        *(
+            f"batch {row['batch']:4}, context {row['context']:6}: {row['host_ms']:7.3f} ms a step, "
+            f"{row['greedy_ms']:7.3f} with the search for the likeliest, {row['penalty_ms']:7.3f} more with a "
+            f"repetition penalty, {row['rank_bytes']} bytes to each other rank"
+            for row in result["host"]
+        ),
     ]
 
 

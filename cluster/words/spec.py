@@ -151,6 +151,15 @@ class DecodePoolSpec(PoolSpec):
     """Of each layer: places for copies of the experts that are chosen most. Needs `expert_parallel: true`."""
 
     @model_validator(mode="after")
+    def _prompts_have_room_in_a_step(self) -> DecodePoolSpec:
+        if self.max_running >= self.max_batch_tokens:
+            raise ValueError(
+                f"max_batch_tokens: {self.max_batch_tokens} leave prompts nothing beside max_running: "
+                f"{self.max_running}, which take one each; make it larger"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _redundant_experts_are_whole(self) -> DecodePoolSpec:
         if self.redundant_experts and not self.expert_parallel:
             raise ValueError("redundant_experts: only with expert_parallel: true, where ranks hold experts whole")

@@ -71,7 +71,7 @@ def _check_rows(changes: RowChanges, limits: StepLimits, last_rows: KeptRows) ->
     _check_range(changes.adapters, _MOST_ADAPTERS, "adapters")
     _check_range(changes.token_ids, limits.vocab_size, "token_ids")
     _check_range(changes.blocks, limits.num_blocks, "blocks")
-    _, ends, num_added = last_rows.spans(changes)
+    ends, num_added = last_rows.ends_of(kept, changes.starts, query_lens)
     _check_range(ends, limits.max_context + 1, "ends")
     check(int(num_added.sum()) == len(changes.blocks), "blocks", f"must be {num_added.sum()}")
 

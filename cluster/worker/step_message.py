@@ -1,4 +1,5 @@
-"""How a step's orders and rows travel from rank 0 to the other ranks of its replica."""
+"""How a step's orders and rows travel from rank 0 to the other ranks of its replica. They start together,
+from one code: the message has no version."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def decode_step(data: bytes) -> tuple[RowChanges | None, Orders]:
         end = _HEADER.size + length
         orders = _decoder.decode(data[_HEADER.size : end])
         end += -end % _ALIGNED
-        changes = RowChanges.decode(np.frombuffer(data, dtype=np.int64, offset=end)) if len(data) > end else None
+        changes = RowChanges.decode(np.frombuffer(data, dtype=np.int64, offset=end).copy()) if len(data) > end else None
     except (struct.error, ValueError, OverflowError, msgspec.MsgspecError) as error:
         raise ReplicaFailed(f"what rank 0 says is no step: {error}") from error
     return changes, orders

@@ -54,19 +54,19 @@ class KeptRows:
         """(R,) of the rows of the last step."""
         return self._ends_R
 
-    def spans(self, changes: RowChanges) -> tuple[Ints, Ints, Ints]:
-        """The positions [start, end) of each row, and the blocks that its table gets: (R,) each."""
-        is_new = changes.kept < 0
-        starts = np.empty(len(is_new), dtype=np.int64)
-        starts[~is_new], starts[is_new] = self._ends_R[changes.kept[~is_new]], changes.starts
-        ends = starts + changes.query_lens
-        held = np.where(is_new, 0, num_blocks(starts, self._block_size))
-        return starts, ends, num_blocks(ends, self._block_size) - held
+    def ends_of(self, kept: Ints, starts: Ints, query_lens: Ints) -> tuple[Ints, Ints]:
+        """Where each row of the next step ends, and how many blocks its table gets: (R,) each. See RowChanges."""
+        is_new = kept < 0
+        starts_R = np.empty(len(kept), dtype=np.int64)
+        starts_R[~is_new], starts_R[is_new] = self._ends_R[kept[~is_new]], starts
+        ends_R = starts_R + query_lens
+        held_R = np.where(is_new, 0, num_blocks(starts_R, self._block_size))
+        return ends_R, num_blocks(ends_R, self._block_size) - held_R
 
     def apply(self, changes: RowChanges) -> Batch:
         """The batch of the next step."""
-        _, ends, num_added = self.spans(changes)
         query_lens, num_logits, size = changes.query_lens, changes.num_logits, self._block_size
+        ends, num_added = self.ends_of(changes.kept, changes.starts, query_lens)
         counts = num_blocks(ends, size)
         width = int(counts.max())
         self._keep(changes, width=width)

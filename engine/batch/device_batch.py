@@ -42,7 +42,8 @@ class PromptRows:
 
 @dataclass(frozen=True)
 class DeviceBatch:
-    """See Batch. All tensors are int32, on the device; what is computed from them never comes back to the host."""
+    """See Batch; of rows without adapters, for ModelRunner refuses the others. All tensors are int32, on the device;
+    what is computed from them never comes back to the host."""
 
     token_ids_T: Tensor
     positions_T: Tensor

@@ -22,27 +22,29 @@ struct Choices {
     int32_t threads;
 };
 
-constexpr int64_t PIECE = 64;       // tokens whose penalties are computed side by side
 constexpr int64_t STRETCH = 1024;   // logits in which the greatest is looked for, once it is known
 constexpr int ACROSS = 4;           // running maxima, so that none waits for itself
 
 // A choice lies between the product and the difference: they are rounded apart, as torch does it.
 inline void penalise(const ChoiceRow& row, int64_t vocabulary) {
+    if (row.tokens) {
+        Ints seen = {};
+        for (int64_t i = 0; i + 64 <= vocabulary; i += 64) { seen |= load<Ints>(row.logits + i) | load<Ints>(row.logits + i+16) | load<Ints>(row.logits + i+32) | load<Ints>(row.logits + i+48);}
+        asm volatile("" : : "m"(seen));
+    }
     const Floats repetition = all(float(row.repetition));
-    float x[PIECE] = {}, taken[PIECE] = {};
-    int64_t ids[PIECE];
-    for (int64_t first = 0; first < row.tokens; first += PIECE) {
-        const int64_t count = std::min(PIECE, row.tokens - first);
-        for (int64_t i = 0; i < count; i++) {
-            ids[i] = std::clamp<int64_t>(row.token_ids[first + i], 0, vocabulary - 1);
-            x[i] = row.logits[ids[i]];
-            taken[i] = row.taken[first + i];
-        }
-        for (int64_t i = 0; i < PIECE; i += LANES) {
-            const Floats v = load<Floats>(x + i);
-            store(x + i, (v > 0 ? v / repetition : v * repetition) - load<Floats>(taken + i));
-        }
-        for (int64_t i = 0; i < count; i++) row.logits[ids[i]] = x[i];
+    const Ints last = int32_t(vocabulary) - 1 - Ints{};
+    for (int64_t first = 0; first < row.tokens; first += LANES) {
+        const int64_t count = std::min<int64_t>(LANES, row.tokens - first);
+        Ints ids = load<Ints>(row.token_ids + first);
+        ids = ids < 0 ? Ints{} : ids > last ? last : ids;
+        Floats x;
+        for (int i = 0; i < LANES; i++) x[i] = row.logits[ids[i]];
+        x = (x > 0 ? x / repetition : x * repetition) - load<Floats>(row.taken + first);
+        if (count == LANES)
+            for (int i = 0; i < LANES; i++) row.logits[ids[i]] = x[i];
+        else
+            for (int i = 0; i < count; i++) row.logits[ids[i]] = x[i];
     }
 }
 
