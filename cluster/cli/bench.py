@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -43,20 +44,20 @@ def engine(
     from cluster.model.source import resolve
     from engine.config import device_for
     from engine.tools.bench import bench_engine
-    from engine.tools.bench_host import bench_host
 
+    batches, contexts = _parse("batch", batch), _parse("context", context)
+    directory = resolve(model)
     if host:
-        batches, contexts = _parse("batch", batch), _parse("context", context)
-        result = bench_host(resolve(model), batches=batches, contexts=contexts, threads=threads)
+        result = _host(directory, batches=batches, contexts=contexts, threads=threads)
         print(json.dumps(result) if as_json else "\n".join(_host_lines(result)))
         return
     result = bench_engine(
-        resolve(model),
+        directory,
         dtype=dtype,
         weights=weights,
         pool_dtype=pool_dtype,
-        batches=_parse("batch", batch),
-        contexts=_parse("context", context),
+        batches=batches,
+        contexts=contexts,
         prefills=_parse("prefill", prefill),
         threads=threads,
         device=device_for(gpus=gpu),
@@ -112,6 +113,14 @@ def kv(
         threads=threads,
     )
     print(json.dumps(result) if as_json else "\n".join(_kv_lines(result)))
+
+
+def _host(model_dir: Path, *, batches: list[int], contexts: list[int], threads: int | None) -> dict[str, Any]:
+    from cluster.model import config as model_config
+    from engine.tools.bench_host import bench_host
+
+    vocabulary = model_config.load(model_dir).vocab_size
+    return bench_host(batches=batches, contexts=contexts, vocabulary=vocabulary, threads=threads)
 
 
 def _parse(option: str, counts: str) -> list[int]:

@@ -24,6 +24,8 @@ class Batch:
     block_tables: Ints  # (R, B) padded with 0; columns of an array that may be wider
     adapters: Ints  # (R,)
     logits_rows: Ints  # indices into T of the positions whose logits are wanted, row by row
+    number: int  # of the step
+    new_cells: tuple[Ints, Ints] | None  # of block_tables, since the step before; None: its rows lay elsewhere
 
     @property
     def num_tokens(self) -> int:
@@ -64,16 +66,17 @@ class KeptRows:
         return ends_R, num_blocks(ends_R, self._block_size) - held_R
 
     def apply(self, changes: RowChanges) -> Batch:
-        """The batch of the next step."""
+        """The batch of the next step. While its rows stay where they are, so does the array of their block tables."""
         query_lens, num_logits, size = changes.query_lens, changes.num_logits, self._block_size
         ends, num_added = self.ends_of(changes.kept, changes.starts, query_lens)
         counts = num_blocks(ends, size)
         width = int(counts.max())
-        self._keep(changes, width=width)
+        stays = self._keep(changes, width=width)
         self.number, self._ends_R, tables = changes.number, ends, self._tables_RB
         rows = np.arange(len(ends))
         columns = np.arange(len(changes.blocks)) + np.repeat(counts - np.cumsum(num_added), num_added)
-        tables[np.repeat(rows, num_added), columns] = changes.blocks
+        new_cells = np.repeat(rows, num_added), columns
+        tables[new_cells] = changes.blocks
         last = np.cumsum(query_lens)  # in the batch; the token before it is the row's last
         positions = np.arange(len(changes.token_ids)) + np.repeat(ends - last, query_lens)
         assert (num_logits <= query_lens).all(), "logits of a position that is not computed"
@@ -87,14 +90,17 @@ class KeptRows:
             block_tables=tables[:, :width],
             adapters=self._adapters_R,
             logits_rows=np.repeat(skipped, num_logits) + np.arange(num_logits.sum()),
+            number=changes.number,
+            new_cells=new_cells if stays else None,
         )
 
-    def _keep(self, changes: RowChanges, *, width: int) -> None:
-        """Put the rows that go on where they belong now, and make room for the new ones and for so many blocks."""
+    def _keep(self, changes: RowChanges, *, width: int) -> bool:
+        """Put the rows that go on where they belong now, and make room for the new ones and for so many blocks. True if
+        all are where they were."""
         kept, tables = changes.kept, self._tables_RB
         is_same = len(kept) == len(tables) and bool((kept == np.arange(len(kept))).all())
         if is_same and width <= tables.shape[1]:
-            return
+            return True
         goes_on = np.flatnonzero(kept >= 0)
         room = 1 << (width - 1).bit_length()
         shared = min(room, tables.shape[1])
@@ -103,3 +109,4 @@ class KeptRows:
         adapters = np.zeros(len(kept), dtype=np.int64)
         adapters[goes_on], adapters[kept < 0] = self._adapters_R[kept[goes_on]], changes.adapters
         self._adapters_R = adapters
+        return False

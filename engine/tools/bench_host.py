@@ -15,14 +15,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Seq
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cluster.model import config as model_config
 from cluster.words.request import Sampling, SequenceRequest
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
@@ -39,12 +37,10 @@ _NUM_TRIES = 8
 _FEW_TOKENS = 256
 
 
-def bench_host(model_dir: Path, *, batches: Seq[int], contexts: Seq[int], threads: int | None) -> dict[str, Any]:
-    """Measure; returns plain JSON values. Of the model, only its config is read. threads: of the sampler, None for all
-    processors."""
+def bench_host(*, batches: Seq[int], contexts: Seq[int], vocabulary: int, threads: int | None = None) -> dict[str, Any]:
+    """Measure; returns plain JSON values. threads: of the sampler, None for all processors."""
     if threads is not None:
         torch.set_num_threads(threads)
-    vocabulary = model_config.load(model_dir).vocab_size
     return {
         "host": [_row(batch, context, vocabulary) for context, batch in product(contexts, batches)],
         "vocabulary": vocabulary,
