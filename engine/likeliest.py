@@ -16,6 +16,8 @@ from engine.penalties import Penalties
 
 # R rows, V vocabulary, U tokens that have a penalty, of all rows together
 
+_FEW = 1 << 16  # logits that one thread has been through before another one is awake
+
 
 def likeliest(logits_RV: Tensor, penalties: Mapping[int, Penalties]) -> Tensor:
     """Apply penalties in place: what is above 0 is divided by the repetition penalty, what is not is multiplied, and
@@ -41,8 +43,8 @@ def _by_kernel(kernels: Kernels, logits_RV: Tensor, penalties: Mapping[int, Pena
         row_R["token_ids"][rows], row_R["taken"][rows] = zip(*(penalty.addresses for penalty in found), strict=True)
         row_R["tokens"][rows] = [len(penalty) for penalty in found]
         row_R["repetition"][rows] = [penalty.repetition for penalty in found]
-    choices = Choices(row=row_R.ctypes.data, rows=num_rows, vocabulary=vocabulary, threads=torch.get_num_threads())
-    kernels.choose(byref(choices))
+    threads = torch.get_num_threads() if logits_RV.numel() > _FEW else 1
+    kernels.choose(byref(Choices(row=row_R.ctypes.data, rows=num_rows, vocabulary=vocabulary, threads=threads)))
     return torch.from_numpy(row_R["greatest"].copy())
 
 

@@ -132,7 +132,7 @@ class PoolSpec(_Section):
     kv_disk_path: str | None = None
     """A directory of a local disk; null: `blocks` in the cache directory. Blocks there outlive replicas."""
     max_running: Count = 64
-    """Sequences in one step."""
+    """Sequences in one step; of a decode replica fewer than its `max_batch_tokens`, for prompts need room, too."""
     max_batch_tokens: Annotated[Tokens, Field(ge=16)] = 512
     """In one step; longer prompts are computed in chunks."""
     max_waiting: Count = 1024

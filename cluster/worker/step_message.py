@@ -1,5 +1,5 @@
-"""How a step's orders and rows travel from rank 0 to the other ranks of its replica. They start together,
-from one code: the message has no version."""
+"""How a step's orders and rows travel from rank 0 to the other ranks of its replica. Ranks start together, from one
+code: the message has no version."""
 
 from __future__ import annotations
 
