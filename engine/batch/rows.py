@@ -58,7 +58,7 @@ class RowChanges:
             num_logits=num_logits,
             starts=starts,
             adapters=adapters,
-            token_ids=np.fromiter(chain.from_iterable(row.token_ids for row in rows), np.int64, query_lens.sum()),
+            token_ids=np.fromiter(chain.from_iterable(row.token_ids for row in rows), np.int64, int(query_lens.sum())),
             blocks=np.concatenate([np.array(row.blocks[: -(-row.end // block_size)], dtype=np.int64) for row in rows]),
         )
 

@@ -53,7 +53,7 @@ def open_kernels(*, dtype: torch.dtype, device: torch.device) -> Kernels | None:
 
 
 def open_copies(device: torch.device) -> Kernels | None:
-    """The kernels that move bytes on this device, whatever the model's dtype; None where torch is to move them."""
+    """The kernels that move bytes and choose tokens, whatever the model's dtype; None where torch is to do it."""
     return load_kernels() if device.type == "cpu" else None
 
 

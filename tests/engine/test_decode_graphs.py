@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.words.request import SequenceRequest
 from engine import decode_graphs
 from engine.batch.batch import Batch
 from engine.batch.device_batch import DeviceBatch, upload
@@ -21,11 +20,9 @@ from engine.batch.rows import Row
 from engine.config import EngineConfig
 from engine.decode_graphs import Step, graph_sizes
 from engine.kv.pool import KVPool
-from engine.last_rows import LastRows
 from engine.runner import ModelRunner
-from engine.sequence import Sequence
 from tests.engine.kernels.launched import launch_kernels
-from tests.engine.steps import VOCAB_SIZE
+from tests.engine.steps import VOCAB_SIZE, DecodeSteps
 from tests.engine.tiny_models import DEEPSEEK_V2, DEEPSEEK_V3, MakeModel
 
 BLOCK_SIZE = 8
@@ -169,33 +166,18 @@ def test_a_small_batch_sees_nothing_of_a_big_one(pair: tuple[ModelRunner, ModelR
         assert poisoned[others].isnan().all()
 
 
-class Growing:
-    """Sequences that decode, over blocks in no order: each step's batch is told by its changes."""
-
-    def __init__(self, contexts: list[int], seed: int) -> None:
-        self._last_rows = LastRows(BLOCK_SIZE)
-        blocks = np.random.default_rng(seed).permutation(NUM_BLOCKS).tolist()
-        self.sequences = []
-        for i, context in enumerate(contexts):
-            request = SequenceRequest(id="r", token_ids=(i + 1,) * context, num_prompt_tokens=context)
-            sequence = Sequence(request, 0, model="m", block_size=BLOCK_SIZE, max_context=MAX_CONTEXT)
-            sequence.start_with([blocks.pop() for _ in range(4)], 0)
-            sequence.num_computed = context - 1
-            self.sequences.append(sequence)
-
-    def batch(self) -> Batch:
-        changes = self._last_rows.changes(list(self.sequences), [1] * len(self.sequences))
-        for sequence in self.sequences:
-            sequence.tokens.append(len(sequence.tokens))
-            sequence.num_computed += 1
-        return self._last_rows.apply(changes)
+def growing(contexts: list[int], seed: int) -> DecodeSteps:
+    """Over blocks in no order; four for each."""
+    blocks = np.random.default_rng(seed).permutation(NUM_BLOCKS).tolist()
+    tables = [blocks[4 * i : 4 * i + 4] for i in range(len(contexts))]
+    return DecodeSteps(contexts, tables, block_size=BLOCK_SIZE)
 
 
 def test_block_tables_that_stay_on_the_device_and_grow_there(make_pair: MakePair) -> None:
     pair = make_pair(FakeCapture(), "llama")
     for runner in pair:
         fill(runner.pool, 8)
-    ours, others = Growing([5, 8, 13, 16], seed=1), Growing([9, 3, 7], seed=2)
+    ours, others = growing([5, 8, 13, 16], seed=1), growing([9, 3, 7], seed=2)
     for step in range(16):
         check_equal(pair, ours.batch())
         if step in (3, 4, 9):
@@ -216,7 +198,7 @@ def test_only_new_cells_of_block_tables_go_along(make_pair: MakePair, monkeypatc
         return upload(arrays, device)
 
     monkeypatch.setattr(decode_graphs, "upload", spy)
-    pair, ours = make_pair(FakeCapture(), "llama"), Growing([5, 21, 13, 24], seed=1)
+    pair, ours = make_pair(FakeCapture(), "llama"), growing([5, 21, 13, 24], seed=1)
     for _ in range(4):
         pair[0].forward(ours.batch())
     numbers = 4 * 4
