@@ -5,6 +5,7 @@ import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis  # noqa: F401  its plugin would import it at the very end, when much is being torn down
 import pytest
@@ -28,6 +29,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """So that whoever writes one runs our suite on it (docs/EXTENDING.md)."""
     for kind in ("policy", "link", "eviction"):
         parser.addoption(f"--{kind}", action="append", default=[], metavar="MODULE:NAME", help=f"test this {kind}, too")
+
+
+# Their tests ask for a Ray of the suite's own, whose start is half a minute on two cores (tests/cluster/conftest.py).
+_SHARE_A_RAY = ("tests/cluster/cli/test_cli.py", "tests/cluster/control/", "tests/cluster/index/test_redis_server.py")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """As `--dist loadfile`, but the files that share a Ray go to one process."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class FilesThatShare(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "those that share a Ray" if nodeid.startswith(_SHARE_A_RAY) else nodeid.partition("::")[0]
+
+    return FilesThatShare(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -18,12 +18,12 @@ WITHIN_S = 60.0
 _LOOK_S = 0.01
 
 
-def until(condition: Callable[[], T], *, within_s: float = WITHIN_S) -> T:
+def until(condition: Callable[[], T], *, within_s: float = WITHIN_S, look_s: float = _LOOK_S) -> T:
     """Block until `condition()` is true, and return it. Raises AssertionError, with what it was last."""
     end_at, pause = time.monotonic() + within_s, threading.Event()
     while not (value := condition()):
         assert time.monotonic() < end_at, f"not within {within_s:g} s; {value!r} is what it was last"
-        pause.wait(_LOOK_S)
+        pause.wait(look_s)
     return value
 
 

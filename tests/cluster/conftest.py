@@ -1,4 +1,4 @@
-"""A Ray of a module's own, on loopback. It ends with the module: its idle processes take a tenth of a core."""
+"""A Ray on loopback, one for all the files that ask for it (tests/conftest.py): its start is half a minute's work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), os.e
 NODE = {"num_cpus": 4, "object_store_memory": 80_000_000, "node_ip_address": "127.0.0.1"}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def ray_head() -> Iterator[Any]:
     """A ray.cluster_utils.Cluster of one node on this machine, joined as a driver. A test may add nodes of its own."""
     import ray
@@ -35,7 +35,7 @@ def ray_head() -> Iterator[Any]:
     cluster.shutdown()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def ray_nodes(ray_head: Any) -> Any:
     """Three nodes, told apart by the label `pool`: none, prefill and decode."""
     for pool in ("prefill", "decode"):
@@ -43,7 +43,7 @@ def ray_nodes(ray_head: Any) -> Any:
     return ray_head
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def three_nodes(ray_nodes: Any) -> str:
     """Their address."""
     address: str = ray_nodes.address

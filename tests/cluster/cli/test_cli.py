@@ -155,6 +155,7 @@ def test_an_interrupted_deploy_leaves_nothing(cluster: ClusterCommand) -> None:
     assert cluster.run("status").code == 3
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_ray_that_is_not_ours_is_left_as_it_was(three_nodes: str, tmp_path: Path) -> None:
     names = ("RAY_AUTH_MODE", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")

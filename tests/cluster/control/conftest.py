@@ -51,7 +51,7 @@ class Deployment:
     def pool(self, role: str) -> dict[str, Any]:
         return self.call("status")["pools"][role]
 
-    def until(self, condition: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    def until(self, condition: Callable[[dict[str, Any]], Any], *, within_s: float = WITHIN_S) -> dict[str, Any]:
         """The pools as soon as `condition(pools)` holds."""
         pools: dict[str, Any] = {}
 
@@ -60,7 +60,7 @@ class Deployment:
             return condition(pools)
 
         try:
-            until(holds)
+            until(holds, within_s=within_s, look_s=0.1)  # each look is a call, and what it waits for wants the cores
         except AssertionError:
             raise AssertionError(f"it never came to that; the pools: {pools}") from None
         return pools

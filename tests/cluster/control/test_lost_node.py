@@ -21,12 +21,12 @@ _SPEC = {
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_its_replicas_start_again_on_another(ray_nodes: Any, deploy: Callable[..., Deployment]) -> None:
-    lost = ray_nodes.add_node(**NODE, **_SPARE)
-    deployment = deploy(_SPEC)
-    before = deployment.until_ready()
-    other = ray_nodes.add_node(**NODE, **_SPARE)
+    spare = [ray_nodes.add_node(**NODE, **_SPARE)]
     try:
-        ray_nodes.remove_node(lost, allow_graceful=False)
+        deployment = deploy(_SPEC)
+        before = deployment.until_ready()
+        spare.append(ray_nodes.add_node(**NODE, **_SPARE))
+        ray_nodes.remove_node(spare.pop(0), allow_graceful=False)
         pools = deployment.until(
             lambda pools: (
                 {replica["id"] for replica in pools["decode"]["replicas"] if replica["state"] == "ready"}
@@ -36,4 +36,5 @@ def test_its_replicas_start_again_on_another(ray_nodes: Any, deploy: Callable[..
         )
         assert [r["id"] for r in pools["prefill"]["replicas"]] == [r["id"] for r in before["prefill"]["replicas"]]
     finally:
-        ray_nodes.remove_node(other, allow_graceful=False)
+        for node in spare:
+            ray_nodes.remove_node(node, allow_graceful=False)
