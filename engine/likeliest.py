@@ -42,6 +42,7 @@ def _by_kernel(kernels: Kernels, logits_RV: Tensor, penalties: Mapping[int, Pena
         rows, found = list(penalties), penalties.values()
         row_R["token_ids"][rows], row_R["taken"][rows] = zip(*(penalty.addresses for penalty in found), strict=True)
         row_R["tokens"][rows] = [len(penalty) for penalty in found]
+        row_R["sorted"][rows] = [penalty.num_sorted for penalty in found]
         row_R["repetition"][rows] = [penalty.repetition for penalty in found]
     threads = torch.get_num_threads() if logits_RV.numel() > _FEW else 1
     kernels.choose(byref(Choices(row=row_R.ctypes.data, rows=num_rows, vocabulary=vocabulary, threads=threads)))

@@ -28,6 +28,7 @@ class Penalties:
         self._num_noted = num_prompt_tokens
         prompt = sorted(set(tokens[:num_prompt_tokens])) if sampling.repetition_penalty != 1.0 else []
         self._place_of = {token: place for place, token in enumerate(prompt)}
+        self.num_sorted = len(prompt)  # of token_ids: these ascend
         self._counts = [0] * len(prompt)  # how often each was generated
         self._ids = np.array(prompt, dtype=np.int32)
         self._taken = np.zeros(len(prompt), dtype=np.float32)

@@ -11,7 +11,7 @@ struct ChoiceRow {
     float* logits;
     const int32_t* token_ids;  // with a penalty, each once
     const float* taken;        // of each, after the repetition penalty
-    int64_t tokens;
+    int64_t tokens, sorted;    // of which the first so many ascend
     double repetition;
     int64_t greatest;  // the answer
 };
@@ -26,21 +26,14 @@ constexpr int64_t PIECE = 64;       // tokens whose penalties are computed side 
 constexpr int64_t STRETCH = 1024;   // logits in which the greatest is looked for, once it is known
 constexpr int ACROSS = 4;           // running maxima, so that none waits for itself
 
-// In the order of addresses, which memory gives soonest; what reads the row after this finds it in the cache.
-inline void fetch(const float* x, int64_t count) {
-    Ints seen = {};
-    for (int64_t i = 0; i + LANES <= count; i += LANES) seen |= load<Ints>(x + i);
-    asm volatile("" : : "m"(seen));
-}
-
-// A choice lies between the product and the difference: they are rounded apart, as torch does it.
-inline void penalise(const ChoiceRow& row, int64_t vocabulary) {
+// Of tokens [begin, end). A choice lies between the product and the difference: they are rounded apart, as torch does it.
+inline void penalise(const ChoiceRow& row, int64_t begin, int64_t end, int64_t vocabulary) {
     const Floats repetition = all(float(row.repetition));
     const int32_t last = int32_t(vocabulary) - 1;
     float x[PIECE] = {}, taken[PIECE] = {};
     int32_t ids[PIECE];
-    for (int64_t first = 0; first < row.tokens; first += PIECE) {
-        const int64_t count = std::min(PIECE, row.tokens - first);
+    for (int64_t first = begin; first < end; first += PIECE) {
+        const int64_t count = std::min(PIECE, end - first);
         for (int64_t i = 0; i < count; i++) ids[i] = std::clamp(row.token_ids[first + i], 0, last);
         for (int64_t i = 0; i < count; i++) x[i] = row.logits[ids[i]];
         for (int64_t i = 0; i < count; i++) taken[i] = row.taken[first + i];
@@ -80,15 +73,26 @@ inline float greatest_of(const float* x, int64_t count) {
     return is_number ? most : std::numeric_limits<float>::quiet_NaN();
 }
 
-// The first of the greatest, or of those that are not numbers.
-inline int64_t first_greatest(const float* x, int64_t count) {
+// The first of the greatest, or of those that are not numbers. Stretch by stretch, while the next one is on its way.
+inline int64_t choose(const ChoiceRow& row, int64_t vocabulary) {
+    const float* x = row.logits;
+    penalise(row, row.sorted, row.tokens, vocabulary);
     float best = -std::numeric_limits<float>::infinity();
-    int64_t at = 0;
-    for (int64_t first = 0; first < count; first += STRETCH) {
-        const float most = greatest_of(x + first, std::min(STRETCH, count - first));
-        if (most != most)
-            for (at = first;; at++)
-                if (x[at] != x[at]) return at;
+    int64_t at = 0, token = 0;
+    for (int64_t first = 0, end; first < vocabulary; first = end) {
+        end = std::min(first + STRETCH, vocabulary);
+        if (row.sorted) {
+            for (int64_t i = end; i < std::min(end + STRETCH, vocabulary); i += LANES) __builtin_prefetch(x + i);
+            const int64_t before = token;
+            while (token < row.sorted && (row.token_ids[token] < end || end == vocabulary)) token++;
+            penalise(row, before, token, vocabulary);
+        }
+        const float most = greatest_of(x + first, end - first);
+        if (most != most) {
+            penalise(row, token, row.sorted, vocabulary);
+            for (at = first; x[at] == x[at]; at++) continue;
+            return at;
+        }
         if (most > best) best = most, at = first;
     }
     while (x[at] != best) at++;
@@ -97,11 +101,7 @@ inline int64_t first_greatest(const float* x, int64_t count) {
 
 inline void choose_rows(const Choices& all) {
 #pragma omp parallel for num_threads(all.threads)
-    for (int64_t i = 0; i < all.rows; i++) {
-        if (all.row[i].tokens) fetch(all.row[i].logits, all.vocabulary);
-        penalise(all.row[i], all.vocabulary);
-        all.row[i].greatest = first_greatest(all.row[i].logits, all.vocabulary);
-    }
+    for (int64_t i = 0; i < all.rows; i++) all.row[i].greatest = choose(all.row[i], all.vocabulary);
 }
 
 }  // namespace

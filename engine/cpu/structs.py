@@ -151,6 +151,7 @@ CHOICE_ROW = np.dtype(
         ("token_ids", np.int64),
         ("taken", np.int64),
         ("tokens", np.int64),
+        ("sorted", np.int64),
         ("repetition", np.float64),
         ("greatest", np.int64),
     ]
