@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.batch.device_batch import upload
 from engine.cpu.library import Kernels, open_copies
-from engine.cpu.structs import CHOICE_ROW, Choices
+from engine.cpu.structs import CHOICE_ROW, TokenChoices
 from engine.penalties import Penalties
 
 # R rows, V vocabulary, U tokens that have a penalty, of all rows together
@@ -45,7 +45,7 @@ def _by_kernel(kernels: Kernels, logits_RV: Tensor, penalties: Mapping[int, Pena
         row_R["sorted"][rows] = [penalty.num_sorted for penalty in found]
         row_R["repetition"][rows] = [penalty.repetition for penalty in found]
     threads = torch.get_num_threads() if logits_RV.numel() > _FEW else 1
-    kernels.choose(byref(Choices(row=row_R.ctypes.data, rows=num_rows, vocabulary=vocabulary, threads=threads)))
+    kernels.choose(byref(TokenChoices(row=row_R.ctypes.data, rows=num_rows, vocabulary=vocabulary, threads=threads)))
     return torch.from_numpy(row_R["greatest"].copy())
 
 

@@ -78,7 +78,7 @@ def _forbid(logits_RV: Tensor, rows: Seq[_NumberedRow]) -> None:
         if 0 <= token < vocabulary  # a model may name others
     ]
     if early:
-        logits_RV[tuple(_place(early, torch.int64, device).T)] = -math.inf
+        logits_RV[tuple(_place(early, torch.int64, device).T)] = torch.full((), -math.inf, device=device)
     if masked := [(i, row) for i, row in rows if row.mask is not None]:
         words = [row.mask.allowed(row.tokens, row.num_prompt_tokens) for _, row in masked if row.mask is not None]
         words_NW1 = _place(np.stack(words), torch.int32, device).unsqueeze(-1)

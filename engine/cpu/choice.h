@@ -16,7 +16,7 @@ struct ChoiceRow {
     int64_t greatest;  // the answer
 };
 
-struct Choices {
+struct TokenChoices {
     ChoiceRow* row;
     int64_t rows, vocabulary;
     int32_t threads;
@@ -99,7 +99,7 @@ inline int64_t choose(const ChoiceRow& row, int64_t vocabulary) {
     return at;
 }
 
-inline void choose_rows(const Choices& all) {
+inline void choose_rows(const TokenChoices& all) {
 #pragma omp parallel for num_threads(all.threads)
     for (int64_t i = 0; i < all.rows; i++) all.row[i].greatest = choose(all.row[i], all.vocabulary);
 }

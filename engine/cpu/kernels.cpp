@@ -66,7 +66,7 @@ extern "C" void run(const Kind* const* calls, int64_t count, const Step* step) {
     }
 }
 
-extern "C" void choose(const Choices* choices) { choose_rows(*choices); }
+extern "C" void choose(const TokenChoices* choices) { choose_rows(*choices); }
 
 // On the calling thread alone: it is a link's, and the others compute.
 extern "C" void pack_wire(const Wire* wire) { pack(*wire); }

@@ -139,7 +139,7 @@ class Payload(ctypes.Structure):
     _fields_ = (("bytes", c_void_p), ("num_words", c_int64), ("sum", c_uint64))
 
 
-class Choices(ctypes.Structure):
+class TokenChoices(ctypes.Structure):
     """choice.h; `row` is the address of an array of CHOICE_ROW"""
 
     _fields_ = (("row", c_void_p), ("rows", c_int64), ("vocabulary", c_int64), ("threads", c_int32))

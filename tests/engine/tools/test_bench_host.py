@@ -20,17 +20,17 @@ def test_it_prints_what_it_measured(
     threads = torch.get_num_threads()
     try:
         assert (
-            run(["bench", "engine", "--host", "--batch", "2,5", "--context", "20,400", "--threads", "1", "--json"]) == 0
+            run(["bench", "engine", "--host", "--batch", "2,5", "--context", "20,404", "--threads", "1", "--json"]) == 0
         )
     finally:
         torch.set_num_threads(threads)
     result = json.loads(capsys.readouterr().out)
     shapes = [(row["batch"], row["context"]) for row in result["host"]]
-    assert shapes == [(2, 20), (5, 20), (2, 400), (5, 400)] and result["threads"] == 1
+    assert shapes == [(2, 20), (5, 20), (2, 404), (5, 404)] and result["threads"] == 1
     for row in result["host"]:
         assert 0 < row["host_ms"] and 0 < row["greedy_ms"]
     told = {shape: row["rank_bytes"] for shape, row in zip(shapes, result["host"], strict=True)}
-    assert told[2, 20] == told[2, 400] < told[5, 400] == told[5, 20], "it grows with the rows, not with their contexts"
+    assert told[2, 20] == told[2, 404] < told[5, 404] == told[5, 20], "it grows with the rows, not with their contexts"
 
 
 def test_it_says_it_in_words(
