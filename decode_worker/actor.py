@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from cluster.rpc.worker_pb2_grpc import add_DecodeWorkerServicer_to_server
+from cluster.words.launch import Launch
 from cluster.words.request import Role
 from cluster.words.spec import Spec
 from cluster.worker.rank_process import RankProcess
@@ -15,7 +16,7 @@ from decode_worker.worker import DecodeWorker
 from engine.config import EngineConfig
 
 
-def make_rank(spec: dict[str, Any], **arguments: Any) -> RankProcess[DecodeWorker]:
+def make_rank(launch: Launch, **arguments: Any) -> RankProcess[DecodeWorker]:
     """What the controller starts: one rank of a decode replica."""
     parts = RoleParts(
         role=Role.DECODE,
@@ -24,7 +25,7 @@ def make_rank(spec: dict[str, Any], **arguments: Any) -> RankProcess[DecodeWorke
         make_worker=_make_worker,
         configure=_configure,
     )
-    return RankProcess(spec, role=parts, **arguments)
+    return RankProcess(launch, role=parts, **arguments)
 
 
 def _make_worker(parts: LeaderParts) -> DecodeWorker:

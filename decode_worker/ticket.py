@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
+import secrets
 
 from cluster.words.handoff import Handoff
 from engine.prompts import Prompt
 
 
 def ticket_for(prompt: Prompt, *, replica: str, addresses: tuple[str, ...], layout: str, ttl_s: float) -> Handoff:
-    """For the positions that the prompt lacks. Its id is never used again.
+    """For the positions that the prompt lacks. Its id is never used again, and nobody guesses it who is not told.
 
     Of a sequence that runs elsewhere there is KV for all tokens but the last, and soon for more: as many as there are
     blocks for.
@@ -18,7 +18,7 @@ def ticket_for(prompt: Prompt, *, replica: str, addresses: tuple[str, ...], layo
     is_growing = prompt.is_running_elsewhere
     num_tokens = len(sequence.tokens) - is_growing
     return Handoff(
-        id=f"{replica}/{prompt.id}/{time.monotonic_ns():x}",
+        id=f"{replica}/{prompt.id}/{secrets.token_hex(16)}",
         epoch=1,
         replica=replica,
         ranks=addresses,

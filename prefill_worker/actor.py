@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from cluster.rpc.worker_pb2_grpc import add_PrefillWorkerServicer_to_server
+from cluster.words.launch import Launch
 from cluster.words.request import Role
 from cluster.worker.rank_process import RankProcess
 from cluster.worker.role_parts import LeaderParts, RoleParts
@@ -13,7 +14,7 @@ from prefill_worker.server import PrefillServicer
 from prefill_worker.worker import PrefillWorker
 
 
-def make_rank(spec: dict[str, Any], **arguments: Any) -> RankProcess[PrefillWorker]:
+def make_rank(launch: Launch, **arguments: Any) -> RankProcess[PrefillWorker]:
     """What the controller starts: one rank of a prefill replica."""
     parts = RoleParts(
         role=Role.PREFILL,
@@ -21,7 +22,7 @@ def make_rank(spec: dict[str, Any], **arguments: Any) -> RankProcess[PrefillWork
         add_servicer=add_PrefillWorkerServicer_to_server,
         make_worker=_make_worker,
     )
-    return RankProcess(spec, role=parts, **arguments)
+    return RankProcess(launch, role=parts, **arguments)
 
 
 def _make_worker(parts: LeaderParts) -> PrefillWorker:

@@ -9,8 +9,8 @@ from grpc import aio
 
 from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
+from cluster.wire.call_errors import abort_with
 from cluster.wire.call_events import CallEvents
-from cluster.wire.channel import abort_with
 from cluster.wire.messages import tokens_to_proto
 from cluster.words.errors import ClusterError, ReplicaLost
 from cluster.words.handoff import Handoff

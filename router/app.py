@@ -15,10 +15,9 @@ from ray import serve
 from cluster.control.asking import ask_controller
 from cluster.control.certificates import open_identity
 from cluster.process.log import redirect_output
-from cluster.words.credentials import Credentials
 from cluster.words.errors import ReplicaFailed
+from cluster.words.launch import Launch
 from cluster.words.process_name import ProcessName
-from cluster.words.spec_file import parse_spec
 from router.service import RouterService
 
 _MAX_REQUESTS = 100_000  # Serve's own limit must never be the one that bites: dispatch knows better when to refuse
@@ -26,19 +25,12 @@ _MAX_REQUESTS = 100_000  # Serve's own limit must never be the one that bites: d
 _LEAVE_S = 15.0  # a router's way out, beside the requests
 
 
-def build(
-    spec: dict[str, Any],
-    index_url: str,
-    log_dir: str,
-    credentials: dict[str, str],
-    actor_options: dict[str, Any],
-) -> serve.Application:
+def build(launch: Launch, actor_options: dict[str, Any]) -> serve.Application:
     """The application that the control plane deploys. Each replica has a log of its own in log_dir, on its node.
 
     actor_options: Ray's, which say on which nodes replicas may run.
     """
-    parsed = parse_spec(spec)
-    router = parsed.router
+    router = launch.spec.router
     deployment = serve.deployment(
         name="router",
         num_replicas=router.replicas,
@@ -47,34 +39,31 @@ def build(
         health_check_period_s=2,
         health_check_timeout_s=10,
         # Serve waits for its own requests first, then for close(), which waits for those of the gRPC door.
-        graceful_shutdown_timeout_s=2 * parsed.timeouts.drain_s + _LEAVE_S,
+        graceful_shutdown_timeout_s=2 * launch.spec.timeouts.drain_s + _LEAVE_S,
     )(serve.ingress()(Router))
-    return deployment.bind(spec, index_url, log_dir, credentials)
+    return deployment.bind(launch)
 
 
 class Router:
     """One router replica."""
 
     # Serve awaits it.
-    async def __init__(  # type: ignore[misc]
-        self, spec: dict[str, Any], index_url: str, log_dir: str, credentials: dict[str, str]
-    ) -> None:
+    async def __init__(self, launch: Launch) -> None:  # type: ignore[misc]
+        spec, log_dir = launch.spec, launch.log_dir
         name = f"router-{uuid4().hex[:8]}"
         log = f"router-{time.strftime('%Y%m%d-%H%M%S')}-{name.removeprefix('router-')}.log"  # by name is by start
         redirect_output(Path(log_dir) / log, who=name)
-        parsed = parse_spec(spec)
-        host = parsed.router.host or ray.util.get_node_ip_address()
+        host = spec.router.host or ray.util.get_node_ip_address()
         trail = Path(log_dir).with_name("trail") / Path(log).with_suffix(".jsonl")  # logs are cleared, this is not
-        who = ProcessName.of_router(parsed.name, name)
-        identity = await asyncio.to_thread(open_identity, who, tls=parsed.security.tls)
+        who = ProcessName.of_router(spec.name, name)
+        identity = await asyncio.to_thread(open_identity, who, tls=spec.security.tls)
         self._service = await RouterService.open(
-            parsed,
-            index_url=index_url,
-            credentials=Credentials.from_plain(credentials),
+            spec,
+            credentials=launch.credentials,
             identity=identity,
             host=host,
             trail=trail,
-            keys=await asyncio.to_thread(ask_controller, parsed.name, "keys"),
+            keys=await asyncio.to_thread(ask_controller, spec.name, "keys"),
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:

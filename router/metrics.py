@@ -92,7 +92,9 @@ class Metrics:
         )
         self.members_refused = Counter(
             "member_records_refused_total",
-            "Names in Redis whose record no process of this deployment has signed: nobody connects to them.",
+            "Members to whom nobody connects: their record is not signed by this deployment or makes no sense, or they "
+            "speak another version on the wire. The router's log names them.",
+            ["reason"],
             registry=registry,
         )
         self.requests_waiting = Gauge(

@@ -87,7 +87,6 @@ class RouterService:
         cls,
         spec: Spec,
         *,
-        index_url: str,
         credentials: Credentials,
         identity: Identity,
         host: str = "127.0.0.1",
@@ -105,12 +104,12 @@ class RouterService:
         tasks = Supervisor(died=lambda name: metrics.task_deaths.labels(name.partition(" ")[0]).inc())
         replicas = Replicas(lambda member: GrpcWorker(member.replica, member.address, identity=identity), tasks=tasks)
         discovery = Discovery(
-            connect_redis(index_url),
+            connect_redis(credentials.index_url),
             replicas,
             name=spec.name,
             key=credentials.key(Purpose.MEMBERS),
             tasks=tasks,
-            count_refused=metrics.members_refused.inc,
+            count_refused=lambda why: metrics.members_refused.labels(why).inc(),
         )
         policy = make_policy(spec.router.policy, pulls=True)
         dispatch = Dispatch(
@@ -141,7 +140,7 @@ class RouterService:
             trail=RequestTrail(trail),
         )
         access = await Access.follow(
-            index_url,
+            credentials.index_url,
             name=spec.name,
             seal_key=credentials.key(Purpose.API_KEYS),
             salt_key=credentials.key(Purpose.SALTS),

@@ -18,10 +18,12 @@ import redis
 
 import decode_worker.actor
 import prefill_worker.actor
+from cluster.control import authority_store
 from cluster.identity.authority import Authority
 from cluster.index.redis_client import connect_redis
 from cluster.model import config as model_config
 from cluster.words.credentials import Credentials, Purpose
+from cluster.words.launch import Launch
 from cluster.words.papers import Identity
 from cluster.words.process_name import ProcessName
 from cluster.words.request import Role, SampledToken, Sampling, SequenceRequest
@@ -85,9 +87,7 @@ class Answer:
 
 @dataclass
 class LocalCluster:
-    spec: Spec
-    index_url: str
-    credentials: Credentials
+    launch: Launch
     authority: Authority
     router: Identity
     model: str
@@ -100,6 +100,14 @@ class LocalCluster:
 
     def __post_init__(self) -> None:
         self._identities.append(self.router)
+
+    @property
+    def spec(self) -> Spec:
+        return self.launch.spec
+
+    @property
+    def credentials(self) -> Credentials:
+        return self.launch.credentials
 
     async def add(
         self,
@@ -116,15 +124,13 @@ class LocalCluster:
         replica = LocalReplica(f"{role}-{self._next_id}", [])
         self._next_id += 1
         for rank in range(self.spec.pool(role).tensor_parallel):
-            arguments: dict[str, Any] = {"replica": replica.id, "rank": rank, "index_url": self.index_url}
-            arguments |= {"credentials": self.credentials.to_plain()}
-            arguments |= {"identity": self.identity(ProcessName.of_rank(self.spec.name, replica.id, rank))}
-            if on:
-                arguments |= {"host": on.address, "network": on.network}
+            identity = self.identity(ProcessName.of_rank(self.spec.name, replica.id, rank))
+            place = {"host": on.address, "network": on.network} if on else {}
             if self.processes:
-                made = RankInProcess(role, self.spec.model_dump(), faults=faults, ceiling=ceiling, log=log, **arguments)
+                how: dict[str, Any] = {"faults": faults, "ceiling": ceiling, "log": log, **place}
+                made = RankInProcess(role, self.launch, identity=identity, **how)
             else:
-                made = _MAKERS[role](self.spec.model_dump(), log_dir="unused", **arguments)
+                made = _MAKERS[role](self.launch, identity=identity, **place)
             replica.ranks.append(made)
         self.pools[role].append(replica)
         bindings = await asyncio.gather(*(asyncio.to_thread(rank.bind) for rank in replica.ranks))
@@ -217,10 +223,12 @@ async def local_cluster(
     spec = parse_spec(tree)
     redis.Redis.from_url(redis_url).flushall()
     fingerprint = model_config.fingerprint(model_dir)
-    authority = Authority.create(spec.name)
+    is_lent = spec.security.tls == "files"
+    authority = authority_store.open_files(spec.security) if is_lent else Authority.create(spec.name)
     router = _identity(spec, authority, ProcessName.of_router(spec.name, "router-0"))
     replicas = Replicas(lambda member: GrpcWorker(member.replica, member.address, identity=router))
-    credentials = Credentials.new()
+    credentials = Credentials.new(index_url=redis_url)
+    launch = Launch(spec=spec, log_dir="unused", credentials=credentials)
     discovery = Discovery(connect_redis(redis_url), replicas, name=spec.name, key=credentials.key(Purpose.MEMBERS))
     policy = policy or make_policy(spec.router.policy, pulls=True)
     dispatch = Dispatch(
@@ -232,9 +240,7 @@ async def local_cluster(
         max_waiting=spec.router.max_waiting,
         metrics=Metrics(),
     )
-    cluster = LocalCluster(
-        spec, redis_url, credentials, authority, router, fingerprint, replicas, RouterCore(dispatch), processes
-    )
+    cluster = LocalCluster(launch, authority, router, fingerprint, replicas, RouterCore(dispatch), processes)
     discovery.start()
     try:
         starting = [cluster.add(role) for role in Role for _ in range(spec.pool(role).replicas)]

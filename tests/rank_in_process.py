@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from cluster.words.launch import Launch
 from cluster.words.probe import Milestone
 from cluster.words.request import Role
 from tests import hosts
@@ -56,7 +57,7 @@ class RankInProcess:
     def __init__(
         self,
         role: Role,
-        spec: dict[str, Any],
+        launch: Launch,
         *,
         faults: tuple[Fault, ...] = (),
         ceiling: Ceiling | None = None,
@@ -69,7 +70,7 @@ class RankInProcess:
         self._lock = threading.Lock()
         self.process = forks.Process(
             target=_serve,
-            args=(theirs, role, spec, arguments, faults, ceiling, log, network),
+            args=(theirs, role, launch, arguments, faults, ceiling, log, network),
             daemon=True,
         )
         self.process.start()
@@ -135,7 +136,7 @@ class RankInProcess:
 def _serve(
     connection: Connection,
     role: Role,
-    spec: dict[str, Any],
+    launch: Launch,
     arguments: dict[str, Any],
     faults: tuple[Fault, ...],
     ceiling: Ceiling | None,
@@ -151,9 +152,7 @@ def _serve(
         hosts.enter(network)
     if ceiling:
         ceiling.arm()
-    rank = importlib.import_module(_MODULES[role]).make_rank(
-        spec, log_dir="unused", probe=FaultyProbe(faults), **arguments
-    )
+    rank = importlib.import_module(_MODULES[role]).make_rank(launch, probe=FaultyProbe(faults), **arguments)
     while True:
         try:
             method, args = connection.recv()

@@ -16,9 +16,24 @@ from typing import Annotated
 
 import typer
 
-from cluster.cli import bench, chaos, deploy, explain, generate, keys, operate, plan, profile, quality, simulate, status
+from cluster.cli import (
+    bench,
+    chaos,
+    deploy,
+    explain,
+    generate,
+    keys,
+    operate,
+    operators,
+    plan,
+    profile,
+    quality,
+    simulate,
+    status,
+)
 from cluster.cli.connection import ADDRESS
-from cluster.words.errors import ClusterError
+from cluster.host.person_file import CERTIFICATE
+from cluster.words.errors import ClusterError, SpecError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -45,6 +60,7 @@ for command in (
     app.command()(command)
 app.add_typer(bench.bench, name="bench")
 app.add_typer(keys.keys, name="keys")
+app.add_typer(operators.operators, name="operators")
 app.add_typer(quality.evaluate, name="eval")
 
 
@@ -59,14 +75,29 @@ def main_options(
             "deployed from here.",
         ),
     ] = None,
+    certificate: Annotated[
+        str | None,
+        typer.Option(
+            "--as",
+            metavar="FILE",
+            envvar=CERTIFICATE,
+            help="A file of `cluster operators create`: status, logs, scale, drain and keys by it, without Ray.",
+        ),
+    ] = None,
 ) -> None:
     """Serve one model by prefill and decode replicas: deploy, watch, rescale, ask."""
+    if address and certificate:
+        raise SpecError(
+            f"--as and --address (or {CERTIFICATE} and {ADDRESS}): a certificate does without Ray; give one"
+        )
     if address and "@" in address:
         command = sys.argv[sys.argv.index(str(context.invoked_subcommand), 1) :]
         terminal = ["-t"] if sys.stdin.isatty() and sys.stdout.isatty() else []
         os.execvp("ssh", ["ssh", *terminal, address, shlex.join(["cluster", *command])])
     if address:
         os.environ[ADDRESS] = address
+    if certificate:
+        os.environ[CERTIFICATE] = certificate
 
 
 _UsageError = typer.BadParameter.__base__  # typer carries its own copy of click, or uses click: this is right for both

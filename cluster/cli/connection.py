@@ -10,17 +10,28 @@ from typing import Any
 
 from cluster.host import local_ray
 from cluster.host import state as states
+from cluster.host.person_file import CERTIFICATE, PersonFile
 from cluster.host.state import State
-from cluster.words.errors import DeployError
+from cluster.words.errors import DeployError, SpecError
 
 ADDRESS = "CLUSTER_ADDRESS"  # in the environment: of the Ray to be asked, in place of what is remembered here
 
 
-def find_state(name: str | None) -> State:
-    """The deployment called `name`, or the only one: of this machine's user or, with an address, of that Ray.
+def find_state(name: str | None, *, by_certificate: bool = False) -> State:
+    """The deployment called `name`, or the only one: of this machine's user or, with an address, of that Ray; with a
+    certificate, the one that it is for.
 
-    Raises NotDeployed, SpecError when there are several, and DeployError when no Ray answers there.
+    by_certificate: whether this command can do without Ray. Raises NotDeployed, SpecError when there are several, and
+    DeployError when no Ray answers there.
     """
+    if certificate := os.environ.get(CERTIFICATE):
+        deployment = PersonFile.load(certificate).identity.name.deployment
+        if not by_certificate or name not in (None, deployment):
+            raise SpecError(
+                f"{CERTIFICATE} is set: by that certificate there are status, logs, scale, drain and keys of "
+                f"{deployment}; unset it for all else"
+            )
+        return State(name=deployment, ray_address="", local_ray=None, grpc="", http="", deploying=None)
     address = os.environ.get(ADDRESS)
     if not address:
         return states.find(name)
@@ -30,10 +41,15 @@ def find_state(name: str | None) -> State:
 
 
 def join_controller(state: State) -> Any:
-    """Become a driver of the deployment's Ray; returns the controller's handle, for cluster.host.driver.ask.
+    """Become a driver of the deployment's Ray; returns the controller's handle, for cluster.host.driver.ask. Or, with a
+    certificate, what takes its place.
 
     Raises DeployError when either does not answer.
     """
+    if certificate := os.environ.get(CERTIFICATE):
+        from cluster.host.certified_controller import CertifiedController
+
+        return CertifiedController(PersonFile.load(certificate))
     if state.local_ray is not None:
         local_ray.join(state.local_ray)
     from cluster.host import driver

@@ -80,17 +80,19 @@ def revoke(
     name: Name = None,
 ) -> None:
     """Let nobody in by this key any more: every router refuses it within a second. What runs goes on to its end."""
-    change: KeyChange = _ask(name, "revoke_key", key)
-    if not change.is_told:
-        raise DeployError(
-            f"{change.key.id} of {change.key.name} is revoked, but Redis is away: routers that run let it in until "
-            "it is back; one that starts does not"
-        )
-    print(f"{change.key.id} of {change.key.name} is revoked")
+    book: KeyBook = _ask(name, "keys")
+    revoked = book.find(key)
+    change: KeyChange = _ask(name, "revoke_key", revoked)
+    away = (
+        "" if change.is_told else "Redis is away: routers that run let it in until it is back; one that starts does not"
+    )
+    if problems := [problem for problem in (away, change.problem) if problem]:
+        raise DeployError(f"{revoked.id} of {revoked.name} is revoked, but {'; and '.join(problems)}")
+    print(f"{revoked.id} of {revoked.name} is revoked")
 
 
 def _ask(name: str | None, method: str, *args: Any) -> Any:
-    controller = join_controller(find_state(name))
+    controller = join_controller(find_state(name, by_certificate=True))
     from cluster.host.driver import ask
 
     return ask(controller, method, *args)

@@ -61,7 +61,7 @@ def logs(
     name: Name = None,
 ) -> None:
     """Show the last lines that a replica has written, or the router or the controller."""
-    controller = join_controller(find_state(name))
+    controller = join_controller(find_state(name, by_certificate=True))
     from cluster.host.driver import ask
 
     parts = ask(controller, "logs", replica, lines=lines)
@@ -90,7 +90,7 @@ def _change(
 ) -> _Change:
     """Ask the controller for a change, and return when those pools are settled and the router has heard of it."""
     begin = time.monotonic()
-    state = find_state(name)
+    state = find_state(name, by_certificate=True)
     controller = join_controller(state)
     from cluster.cli.console import reporter
     from cluster.host.driver import ask

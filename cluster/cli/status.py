@@ -23,7 +23,7 @@ def status(
 ) -> None:
     """Show every replica. Exit code: 0 ready, 1 not ready, 3 nothing deployed."""
     try:
-        state = find_state(name)
+        state = find_state(name, by_certificate=True)
         if state.local_ray is not None and not state.local_ray.is_running:
             raise NotDeployed(f"{state.name} is not running any more; `cluster down` forgets it")
     except NotDeployed as nothing:
@@ -63,5 +63,6 @@ def as_text(report: DeploymentReport) -> str:
     ready = "ready" if report["ready"] else "not ready"
     wanted = " ".join(f"{role} {pool['ready']}/{pool['desired']}" for role, pool in report["pools"].items())
     ends = report["endpoints"]
-    doors = f"gRPC {ends['grpc']} · OpenAI {ends['http']}/v1 · admin {', '.join(ends['admin']) or 'none'}"
-    return "\n".join([f"{report['name']} is {ready}: {wanted} · {doors}", columns(rows), *notes])
+    doors = f" · gRPC {ends['grpc']} · OpenAI {ends['http']}/v1 · admin {', '.join(ends['admin']) or 'none'}"
+    shown = doors if ends["grpc"] else ", as the controller sees it"
+    return "\n".join([f"{report['name']} is {ready}: {wanted}{shown}", columns(rows), *notes])

@@ -10,7 +10,11 @@ from __future__ import annotations
 from cluster.control.desired import namespace
 from cluster.control.ray_store import StoreEntry
 from cluster.identity.authority import Authority
+from cluster.identity.key_pair import KeyPair
+from cluster.identity.renewal import Renewal
 from cluster.words.errors import DeployError
+from cluster.words.papers import Identity, Papers
+from cluster.words.process_name import ProcessName
 from cluster.words.spec import SecuritySpec, Spec
 
 
@@ -29,6 +33,18 @@ def find(spec: Spec) -> Authority:
     if stored := _entry(spec.name).get():
         return Authority.from_json(stored)
     raise DeployError(f"{spec.name} has no authority for certificates (security.tls: {spec.security.tls})")
+
+
+def issue_identity(spec: Spec, name: ProcessName) -> Identity:
+    """Of this very process, which issues to itself, renewed for as long as it lives. Raises SpecError, DeployError."""
+
+    def obtain() -> Papers:
+        keys = KeyPair()
+        return keys.papers(find(spec).issue(name, keys.request))
+
+    identity = Identity(name, obtain())
+    Renewal(identity, obtain).start()
+    return identity
 
 
 def open_files(security: SecuritySpec) -> Authority:

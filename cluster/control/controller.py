@@ -10,34 +10,34 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import ray
 from ray.exceptions import RayError
 
 from cluster.control import authority_store
 from cluster.control import desired as desired_store
+from cluster.control.authority_store import issue_identity
 from cluster.control.desired import CONTROLLER, Desired, Parts
 from cluster.control.gang import find_replicas, remove_leftovers
 from cluster.control.key_keeper import KeyKeeper
-from cluster.control.node_task import run_on
-from cluster.control.placement import ResourceDemand, check_fit, live_nodes, router_nodes
+from cluster.control.node_logs import read_all, read_there
+from cluster.control.operations import Operations
+from cluster.control.person_book import PersonBook
+from cluster.control.placement import ResourceDemand, check_fit, live_nodes
 from cluster.control.pool import ReplicaPool
 from cluster.control.replica import replica_id, role_of
 from cluster.control.replica_life import ReplicaLife
 from cluster.control.report import ControllerReport
-from cluster.process.log import LogPart, find_logs, log_path, read_log, redirect_output
+from cluster.process.log import LogPart, log_path, read_log, redirect_output
 from cluster.words.api_key import ApiKey, KeyBook, KeyChange
-from cluster.words.credentials import Credentials
-from cluster.words.errors import DeployError, ReplicaFailed, SpecError
-from cluster.words.papers import Certificate
+from cluster.words.errors import ClusterError, DeployError, ReplicaFailed, SpecError
+from cluster.words.launch import Launch
+from cluster.words.papers import Certificate, Identity
+from cluster.words.person import People, PersonRole
 from cluster.words.process_name import ProcessName
 from cluster.words.request import Role
-from cluster.words.spec import Spec
-from cluster.words.spec_file import parse_spec
+from cluster.words.spec import MAX_REPLICAS, Spec
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,6 @@ ACTOR_NAME = CONTROLLER
 _ROUTER = "router"
 _RECONCILE_S = 1.0
 _ADOPT_S = 10.0  # `cluster status` waits for it
-_READ_LOG_S = 30.0  # a process may have to start on the node first
 
 
 class Controller:
@@ -58,32 +57,27 @@ class Controller:
         self._name = name
         self._desired = desired_store.load(name)
         if self._desired:
-            redirect_output(_own_log(self._desired.log_dir), who=ACTOR_NAME)
-        self._keys = KeyKeeper(self._desired) if self._desired else None
+            redirect_output(_own_log(self._desired.launch.log_dir), who=ACTOR_NAME)
+        self._keys = KeyKeeper(self._desired.launch) if self._desired else None
         self._changed = asyncio.Event()
         self._pools = {role: ReplicaPool(role, changed=self._changed.set) for role in Role}
         self._has_adopted = asyncio.Event()
+        self._people = PersonBook(name)
+        self._operations: Operations | None = None
+        self._identity: Identity | None = None  # to these people
         self._loop = asyncio.create_task(self._reconcile_forever())
 
-    async def apply(
-        self, spec: dict[str, Any], *, index_url: str, log_dir: str, credentials: dict[str, str], parts: Parts
-    ) -> None:
-        """Make `spec` the desired state. What it says of pools holds for replicas that start from now on."""
-        new = parse_spec(spec)
+    async def apply(self, launch: Launch, *, parts: Parts) -> None:
+        """Make its spec the desired state. What it says of pools holds for replicas that start from now on."""
         if self._desired is None:
-            redirect_output(_own_log(log_dir), who=ACTOR_NAME)
-            authority_store.prepare(new)
-            self._desired = Desired(
-                spec=new,
-                index_url=index_url,
-                log_dir=log_dir,
-                credentials=Credentials.from_plain(credentials),
-                parts=parts,
-            )
-            self._keys = KeyKeeper(self._desired)
+            redirect_output(_own_log(launch.log_dir), who=ACTOR_NAME)
+            authority_store.prepare(launch.spec)
+            await self._open_operations(launch)
+            self._desired = Desired(launch=launch, parts=parts)
+            self._keys = KeyKeeper(launch)
         else:
-            _check_same_model(self._desired.spec, new)
-            self._desired = replace(self._desired, spec=new)
+            _check_same_model(self._desired.spec, launch.spec)
+            self._desired = replace(self._desired, launch=replace(self._desired.launch, spec=launch.spec))
         self._desire_changed()
 
     async def status(self) -> ControllerReport:
@@ -100,6 +94,8 @@ class Controller:
         """
         desired = self._known
         wanted = {Role(role): number for role, number in replicas.items()}
+        if any(not 0 <= number <= MAX_REPLICAS for number in wanted.values()):
+            raise SpecError(f"a pool has from 0 to {MAX_REPLICAS} replicas")  # a spec with more could not be read again
         before = {role: desired.spec.pool(role).replicas for role in wanted}
         if not wait_for_nodes:
             self._check_room({role: number - before[role] for role, number in wanted.items()})
@@ -124,9 +120,9 @@ class Controller:
         those that are gone.
         """
         if replica == ACTOR_NAME:
-            return {0: read_log(_own_log(self._known.log_dir), lines=lines, start=(starts or {}).get(0))}
+            return {0: read_log(_own_log(self._known.launch.log_dir), lines=lines, start=(starts or {}).get(0))}
         if replica == _ROUTER:
-            return await self._router_logs(lines, starts or {})
+            return await read_all(self._known.launch.log_dir, _ROUTER, lines=lines, starts=starts or {})
         home = self._pool_of(replica).home(replica)
         if home is None:
             raise DeployError(f"{replica} has not been placed on a node yet: there is no log")
@@ -151,16 +147,33 @@ class Controller:
         logger.info("API key made key=%s name=%s tenant=%s told=%s", key.id, key.name, key.tenant, change.is_told)
         return change
 
-    async def revoke_key(self, name: str) -> KeyChange:
-        """Nobody is let in by this key any more. Raises SpecError when there is none of this name or id."""
-        change = await self._key_keeper.revoke(name)
-        key = change.key
-        logger.info("API key revoked key=%s name=%s tenant=%s told=%s", key.id, key.name, key.tenant, change.is_told)
+    async def revoke_key(self, key: ApiKey) -> KeyChange:
+        """Nobody is let in by this key any more."""
+        change = await self._key_keeper.revoke(key)
+        logger.info(
+            "API key revoked key=%s name=%s tenant=%s told=%s problem=%s",
+            key.id, key.name, key.tenant, change.is_told, change.problem,
+        )  # fmt: skip
         return change
+
+    async def people(self) -> People:
+        """Who may operate by a certificate."""
+        return self._people.people
+
+    async def add_person(self, name: str, role: PersonRole, request: bytes, *, days: float) -> tuple[str, Certificate]:
+        """Where this person may operate, and the certificate of the key of `request`. Raises SpecError."""
+        return self._people.issue(self._known.spec, name, role, request, days=days)
+
+    async def remove_person(self, name: str) -> None:
+        """Nobody operates by this person's certificate any more. Raises SpecError."""
+        self._people.remove(name)
 
     async def stop(self) -> None:
         """Remove every replica at once, and forget the deployment."""
         self._loop.cancel()
+        if self._operations:
+            await self._operations.close()
+        self._people.forget()
         await asyncio.gather(*(pool.stop() for pool in self._pools.values()))
         for replica in find_replicas(self._name):
             remove_leftovers(replica, self._name)
@@ -175,6 +188,10 @@ class Controller:
             self._changed.clear()
             try:
                 self._reconcile()
+                if self._desired and not self._operations:
+                    await self._open_operations(self._desired.launch)
+            except ClusterError as error:
+                logger.warning("people with certificates are not served; trying again: %s", error)
             except RayError:
                 logger.exception("Ray did not do as asked; trying again")
             with contextlib.suppress(TimeoutError):
@@ -206,6 +223,14 @@ class Controller:
         for role, pool in self._pools.items():
             pool.reconcile(desired, functools.partial(self._new_id, role))
 
+    async def _open_operations(self, launch: Launch) -> None:
+        """Serve people with certificates, if the spec says so. Raises SpecError, DeployError."""
+        if address := launch.spec.security.operators:
+            trail = Path(launch.log_dir).with_name("trail") / "commands.jsonl"
+            name = ProcessName.of_controller(self._name)
+            self._identity = self._identity or issue_identity(launch.spec, name)
+            self._operations = await Operations.open(self, self._people, address, self._identity, trail=trail)
+
     def _new_id(self, role: Role) -> str:
         """An id that no replica has had. Stored before it is used, so that this holds across restarts."""
         number = self._known.take_number(role)
@@ -233,22 +258,11 @@ class Controller:
         if life is not None:
             with contextlib.suppress(ReplicaFailed, TimeoutError):
                 return await life.read_log(rank, lines=lines, start=start)
-        path = log_path(self._known.log_dir, replica, rank)
+        path = log_path(self._known.launch.log_dir, replica, rank)
         try:
-            part: LogPart = await _call_on(node_id, read_log, path, lines=lines, start=start)
+            return await read_there(node_id, path, lines=lines, start=start)
         except (RayError, TimeoutError) as error:
             raise DeployError(f"{replica}: its node no longer gives out {path}: {type(error).__name__}") from error
-        return part
-
-    async def _router_logs(self, lines: int, starts: dict[int, int]) -> dict[int, LogPart]:
-        """Of all nodes that may have routers, in the order in which these started: their names begin with the time."""
-        log_dir, nodes = self._known.log_dir, [node.id for node in router_nodes(live_nodes())]
-        found = await asyncio.gather(*(_call_on(node, find_logs, log_dir, _ROUTER) for node in nodes))
-        places = sorted((path.name, path, node) for node, paths in zip(nodes, found, strict=True) for path in paths)
-        reads = (
-            _call_on(node, read_log, path, lines=lines, start=starts.get(i)) for i, (_, path, node) in enumerate(places)
-        )
-        return dict(enumerate(await asyncio.gather(*reads)))
 
     def _desire_changed(self) -> None:
         desired_store.save(self._known)
@@ -272,13 +286,6 @@ def _check_same_model(old: Spec, new: Spec) -> None:
     for section in ("name", "model", "kv", "index", "security"):
         if getattr(old, section) != getattr(new, section):
             raise SpecError(f"{section}: cannot change while deployed; take {old.name} down first")
-
-
-async def _call_on(node_id: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Its answer on that node; at once on this one. Raises RayError or TimeoutError."""
-    if node_id == ray.get_runtime_context().get_node_id():
-        return function(*args, **kwargs)
-    return await asyncio.wait_for(run_on(node_id, function, *args, **kwargs), _READ_LOG_S)
 
 
 def _own_log(log_dir: str) -> Path:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from cluster.control.ray_store import StoreEntry
 from cluster.words.credentials import Credentials
+from cluster.words.launch import Launch
+from cluster.words.records import known_fields
 from cluster.words.request import Role
 from cluster.words.spec import Spec
 from cluster.words.spec_file import parse_spec
@@ -28,18 +30,19 @@ class Parts:
 
 @dataclass(kw_only=True)
 class Desired:
-    """The spec as it is now (scaled since the operator wrote it), and what every replica is started with."""
+    """What every replica is started with, with the spec as it is now: scaled since the operator wrote it."""
 
-    spec: Spec
-    index_url: str
-    log_dir: str  # on every node
-    credentials: Credentials
+    launch: Launch
     parts: Parts = Parts()
     next_number: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(Role, 0))  # of replica ids, never reused
 
+    @property
+    def spec(self) -> Spec:
+        return self.launch.spec
+
     def scale(self, role: Role, replicas: int) -> None:
         pool = self.spec.pool(role).model_copy(update={"replicas": replicas})
-        self.spec = self.spec.model_copy(update={role.value: pool})
+        self.launch = replace(self.launch, spec=self.spec.model_copy(update={role.value: pool}))
 
     def take_number(self, role: Role) -> int:
         number = self.next_number[role]
@@ -47,12 +50,13 @@ class Desired:
         return number
 
     def to_json(self) -> str:
+        credentials = self.launch.credentials
         return json.dumps(
             {
                 "spec": self.spec.model_dump(mode="json"),
-                "index_url": self.index_url,
-                "log_dir": self.log_dir,
-                "credentials": self.credentials.to_plain(),
+                "index_url": credentials.index_url,
+                "log_dir": self.launch.log_dir,
+                "credentials": {"secret": credentials.secret.hex()},
                 "parts": asdict(self.parts),
                 "next_number": self.next_number,
             }
@@ -61,12 +65,14 @@ class Desired:
     @classmethod
     def from_json(cls, text: str | bytes) -> Desired:
         tree: dict[str, Any] = json.loads(text)
+        secret = bytes.fromhex(tree["credentials"]["secret"])
         return cls(
-            spec=parse_spec(tree["spec"], origin="the stored spec"),
-            index_url=tree["index_url"],
-            log_dir=tree["log_dir"],
-            credentials=Credentials.from_plain(tree["credentials"]),
-            parts=Parts(**tree["parts"]),
+            launch=Launch(
+                spec=parse_spec(tree["spec"], origin="the stored spec"),
+                log_dir=tree["log_dir"],
+                credentials=Credentials(secret=secret, index_url=tree["index_url"]),
+            ),
+            parts=Parts(**known_fields(Parts, tree["parts"])),
             next_number={Role(role): number for role, number in tree["next_number"].items()},
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,16 +25,18 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.control.desired import Desired, namespace
-from cluster.control.placement import bundle, live_nodes, why_pending
+from cluster.control.placement import Node, bundle, live_nodes, preferred_node, why_pending
 from cluster.control.rank_actor import CONCURRENCY_GROUPS, RankActor
 from cluster.control.replica import parse_rank_name, rank_name, role_of
 from cluster.words.errors import RankUnreachable, ReplicaFailed
+from cluster.words.process_name import ProcessName
 
 _ANSWER_S = 10.0  # a call that only looks takes milliseconds; a machine that swaps takes longer
 _PLACE_POLL_S = 1.0
 _UNAVAILABLE_S = 1.0
 _GRACE_S = 0.3  # when one rank fails, others follow; the first to be heard is not always the first to fall
 _STOP_S = 2.0
+_NODE_ID = "ray.io/node-id"  # a label that Ray gives to every node
 
 _CAUSE_OF_DEATH = re.compile(r"(?:is dead because|died because|Worker exit detail:)\s*(?P<cause>.*?)(?:\. |\n|$)")
 
@@ -61,17 +64,33 @@ class Gang:
 
     async def place(self, waiting: Callable[[str], None]) -> None:
         """Wait, for as long as it takes, until one node has room for all ranks; `waiting` hears what is missing."""
+        if node := self._preferred_node():
+            self._group = self._reserve({**self._pool.labels, _NODE_ID: node.id})
+            if not await asyncio.to_thread(self._group.wait, _PLACE_POLL_S):  # others were quicker, or it is gone
+                remove_placement_group(self._group)
+                self._group = None
+        self._group = self._group or self._reserve(dict(self._pool.labels))
+        while not await asyncio.to_thread(self._group.wait, _PLACE_POLL_S):
+            waiting(why_pending(self._pool, live_nodes()))
+        self._note_home(self._group)
+
+    def _preferred_node(self) -> Node | None:
+        prefix = _group_name(f"{self._role}-", self._desired.spec.name)
+        groups = [table for table in placement_group_table().values() if table["name"].startswith(prefix)]
+        taken = Counter(group["bundles_to_node_id"].get(0) for group in groups if group["state"] == "CREATED")
+        number = int(self._replica.rpartition("-")[2])
+        return preferred_node(self._pool, live_nodes(), taken=taken, number=number)
+
+    def _reserve(self, labels: dict[str, str]) -> PlacementGroup:
         size = self._pool.tensor_parallel
-        self._group = placement_group(
+        group: PlacementGroup = placement_group(
             [bundle(self._pool)] * size,
             strategy="STRICT_PACK",
             name=_group_name(self._replica, self._desired.spec.name),
             lifetime="detached",
-            bundle_label_selector=[dict(self._pool.labels)] * size,
+            bundle_label_selector=[labels] * size,
         )
-        while not await asyncio.to_thread(self._group.wait, _PLACE_POLL_S):
-            waiting(why_pending(self._pool, live_nodes()))
-        self._note_home(self._group)
+        return group
 
     def spawn(self) -> None:
         """Start the processes of all ranks; returns before they run."""
@@ -90,12 +109,8 @@ class Gang:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, rank),
             ).remote(
                 self._desired.parts.rank(self._role),
-                spec.model_dump(mode="json"),
-                replica=self._replica,
-                rank=rank,
-                index_url=self._desired.index_url,
-                log_dir=self._desired.log_dir,
-                credentials=self._desired.credentials.to_plain(),
+                self._desired.launch,
+                ProcessName.of_rank(spec.name, self._replica, rank),
             )
             self._ranks.append(actor)
 

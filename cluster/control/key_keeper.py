@@ -3,22 +3,31 @@
 They are kept in Ray's own store, and in a file that outlives it: on the head, beside the deployment's logs, readable by
 its owner only. So a deployment that is taken down and comes back knows the keys that its clients have. Redis only
 carries them: what it loses or forgets is told again. Nowhere is a secret, only digests.
+
+A key counts once it is saved: nobody is given one that would be forgotten. A revoked one is refused first and saved
+then: no full disk lets anybody in.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from redis.exceptions import RedisError
 
-from cluster.control.desired import Desired, namespace
+from cluster.control.desired import namespace
 from cluster.control.ray_store import StoreEntry
 from cluster.index.key_channel import KeyPublisher
 from cluster.index.redis_client import RedisReach, connect_redis
 from cluster.words.api_key import ApiKey, KeyBook, KeyChange
 from cluster.words.credentials import Purpose
+from cluster.words.errors import DeployError
+from cluster.words.launch import Launch
+
+logger = logging.getLogger(__name__)
 
 _FILE = "keys.json"
 _TELL_S = 1.0
@@ -32,34 +41,46 @@ def key_file(log_dir: str) -> Path:
 class KeyKeeper:
     """Owned by the controller, on its event loop."""
 
-    def __init__(self, desired: Desired) -> None:
-        name = desired.spec.name
-        self._file = key_file(desired.log_dir)
+    def __init__(self, launch: Launch) -> None:
+        name, credentials = launch.spec.name, launch.credentials
+        self._file = key_file(launch.log_dir)
         self._entry = StoreEntry("keys", namespace=namespace(name))
         self.book = self._load()
+        self._problem = ""  # of saving it
         self._publisher = KeyPublisher(
-            connect_redis(desired.index_url), name=name, seal_key=desired.credentials.key(Purpose.API_KEYS)
+            connect_redis(credentials.index_url), name=name, seal_key=credentials.key(Purpose.API_KEYS)
         )
         self._reach = RedisReach("routers hear of the API keys when it is back")
         self._is_closing = False
         self._telling = asyncio.create_task(self._tell_forever())
 
     async def add(self, key: ApiKey) -> KeyChange:
-        """Routers take it within a second of being told. Raises SpecError when its name is taken."""
-        self._save(self.book.with_key(key))
+        """Routers take it within a second of being told. Raises SpecError when its name is taken, and DeployError when
+        it cannot be saved: then nothing has changed."""
+        book = self.book.with_key(key)
+        try:
+            self._write(book)
+            self._entry.put(book.to_json())
+        except DeployError as error:
+            with suppress(DeployError):
+                self._write(self.book)
+            raise DeployError(f"the key is not made: {error}") from error
+        self.book = book
         return KeyChange(key=key, is_told=await self._tell())
 
-    async def revoke(self, name: str) -> KeyChange:
-        """Routers refuse it within a second of being told. Raises SpecError when there is none of this name."""
-        book, key = self.book.without(name)
-        self._save(book)
-        return KeyChange(key=key, is_told=await self._tell())
+    async def revoke(self, key: ApiKey) -> KeyChange:
+        """Routers refuse it within a second of being told, also where that cannot be saved. Does nothing where it is
+        revoked already: Ray asks a controller that comes back once more what it was asked when it died."""
+        self.book = self.book.without(key)
+        is_told = await self._tell()
+        return KeyChange(key=key, is_told=is_told, problem=self._save())
 
     async def close(self) -> None:
         """The deployment is taken down; the file stays."""
         self._is_closing = True
         self._telling.cancel()
         await asyncio.gather(self._telling, return_exceptions=True)
+        self._save_if_needed()
         await self._publisher.close()
         self._entry.delete()
 
@@ -67,6 +88,7 @@ class KeyKeeper:
         cleared: KeyBook | None = None
         while not self._is_closing:  # redis-py may swallow a cancellation
             told = self.book if await self._tell() else None
+            self._save_if_needed()
             await asyncio.sleep(_TELL_S)
             if told and told != cleared and await self._clear(told):  # by now no router counts for other keys
                 cleared = told
@@ -95,11 +117,33 @@ class KeyKeeper:
             stored = self._file.read_bytes()
         return KeyBook.from_json(stored) if stored else KeyBook()
 
-    def _save(self, book: KeyBook) -> None:
-        self._entry.put(book.to_json())
+    def _save(self) -> str:
+        """What is not saved yet, and what follows from that; empty: all is."""
+        problems = []
+        try:
+            self._entry.put(self.book.to_json())
+        except DeployError as error:
+            problems.append(f"{error}; until it does, a controller that restarts would not know of it")
+        try:
+            self._write(self.book)
+        except DeployError as error:
+            problems.append(f"{error}; until that is mended, the next deployment of this name would not know of it")
+        self._problem = "; and ".join(problems)
+        return self._problem
+
+    def _save_if_needed(self) -> None:
+        if self._problem and not self._save():
+            logger.info("the API keys are saved, version %d", self.book.version)
+
+    def _write(self, book: KeyBook) -> None:
+        """All of it or nothing. Raises DeployError."""
         new = self._file.with_suffix(f".{os.getpid()}")
-        new.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        new.touch(mode=0o600)
-        new.write_text(book.to_json())
-        new.replace(self._file)
-        self.book = book
+        try:
+            new.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            new.touch(mode=0o600)
+            new.write_text(book.to_json())
+            new.replace(self._file)
+        except OSError as error:
+            with suppress(OSError):
+                new.unlink(missing_ok=True)
+            raise DeployError(f"{self._file}: {error.strerror}") from error

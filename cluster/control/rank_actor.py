@@ -9,10 +9,11 @@ from __future__ import annotations
 import importlib
 import logging
 import time
-from typing import Any, cast
+from typing import cast
 
 from cluster.control.certificates import open_identity
 from cluster.process.log import LogPart, log_path, read_log, redirect_output
+from cluster.words.launch import Launch
 from cluster.words.process_name import ProcessName
 from cluster.words.rank import Binding, Progress, Rank, RankStatus
 
@@ -26,30 +27,13 @@ CONCURRENCY_GROUPS = {"watch": 16, "control": 8}
 class RankActor:
     """One rank of one replica, for the controller. See cluster.words.rank.Rank for what each method means."""
 
-    def __init__(
-        self,
-        import_path: str,
-        spec: dict[str, Any],
-        *,
-        replica: str,
-        rank: int,
-        index_url: str,
-        log_dir: str,
-        credentials: dict[str, str],
-    ) -> None:
+    def __init__(self, import_path: str, launch: Launch, name: ProcessName) -> None:
         self._import_path = import_path
-        self._arguments = {
-            "replica": replica,
-            "rank": rank,
-            "index_url": index_url,
-            "log_dir": log_dir,
-            "credentials": credentials,
-        }
-        self._spec = spec
-        self._log = log_path(log_dir, replica, rank)
-        self._name = ProcessName.of_rank(spec["name"], replica, rank)
+        self._launch = launch
+        self._name = name
+        self._log = log_path(launch.log_dir, name.replica, name.rank)
         self._rank: Rank | None = None
-        redirect_output(self._log, who=f"{replica}/{rank}")
+        redirect_output(self._log, who=str(name))
 
     def bind(self) -> Binding:
         if self._rank is None:
@@ -57,8 +41,8 @@ class RankActor:
             began_at = time.monotonic()
             make = getattr(importlib.import_module(module), name)
             logger.info("%s imported in %.1f s", module, time.monotonic() - began_at)
-            identity = open_identity(self._name, tls=self._spec["security"]["tls"])
-            self._rank = cast(Rank, make(self._spec, identity=identity, **self._arguments))
+            identity = open_identity(self._name, tls=self._launch.spec.security.tls)
+            self._rank = cast(Rank, make(self._launch, identity=identity))
         return self._rank.bind()
 
     def load(self, addresses: list[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from cluster.words.errors import DeployError
+
 
 class StoreEntry:
     """One thing of one deployment. Ray must be connected when it is asked, not before."""
@@ -12,9 +14,15 @@ class StoreEntry:
         self._namespace = namespace.encode()
 
     def put(self, text: str) -> None:
+        """Raises DeployError."""
+        from ray.exceptions import RayError
+
         from cluster.control import ray_internals
 
-        ray_internals.put(self._key, text.encode(), namespace=self._namespace)
+        try:
+            ray_internals.put(self._key, text.encode(), namespace=self._namespace)
+        except RayError as error:
+            raise DeployError(f"Ray's own store does not answer: {' '.join(str(error).split())}") from error
 
     def get(self) -> bytes | None:
         from cluster.control import ray_internals

@@ -4,17 +4,17 @@ them: $CLUSTER_STATE_DIR/commands.jsonl."""
 from __future__ import annotations
 
 import getpass
-import json
 import os
 import re
 import socket
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 
 from cluster.host import state as states
+from cluster.host.person_file import CERTIFICATE
+from cluster.process.json_lines import append_line
 
-_CHANGES = {"deploy", "down", "scale", "drain", "chaos", "keys"}
+_CHANGES = {"deploy", "down", "scale", "drain", "chaos", "keys", "operators"}
 _SECRET_OPTION = "--api-key"
 # Of a URL: what is before its last @, for a password may have one, and what is called a password behind it.
 _BEFORE_HOST = re.compile(r"(?<=://)\S*@")
@@ -30,20 +30,14 @@ def note_command(arguments: Sequence[str], *, exit_code: int, seconds: float, er
         "time": round(time.time(), 3),
         "user": _user(),
         "host": socket.gethostname(),
+        "certificate": os.environ.get(CERTIFICATE, ""),  # the file by which somebody operates, in place of Ray
         "from": os.environ.get("SSH_CONNECTION", "").partition(" ")[0],
         "command": _without_secrets(arguments),
         "exit_code": exit_code,
         "error": _without_password(error),
         "seconds": round(seconds, 1),
     }
-    with suppress(OSError):
-        path = states.trail_path()
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        try:
-            os.write(file, (json.dumps(line) + "\n").encode())
-        finally:
-            os.close(file)
+    append_line(states.trail_path(), line)
 
 
 def _command(arguments: Sequence[str]) -> str:

@@ -28,6 +28,7 @@ from cluster.process.ports import free_ports
 from cluster.process.stopwatch import Stopwatch
 from cluster.words.credentials import Credentials
 from cluster.words.errors import DeployError
+from cluster.words.launch import Launch
 from cluster.words.request import Role
 from cluster.words.spec import RouterSpec, Spec
 
@@ -104,17 +105,11 @@ def take_down(state: State, *, force: bool = False) -> None:
     states.forget(state.name)
 
 
-def router_application(
-    spec: dict[str, Any],
-    index_url: str,
-    log_dir: str,
-    credentials: dict[str, str],
-    actor_options: dict[str, Any],
-) -> serve.Application:
-    """The router as Ray Serve takes it; the spec and the credentials as plain values."""
+def router_application(launch: Launch, actor_options: dict[str, Any]) -> serve.Application:
+    """The router as Ray Serve takes it."""
     from router.app import build
 
-    return build(spec, index_url, log_dir, credentials, actor_options)
+    return build(launch, actor_options)
 
 
 @dataclass(frozen=True)
@@ -197,24 +192,19 @@ def _start(place: _Place, spec: Spec, *, parts: Parts, deadline: float, reporter
     head = next((node for node in place.nodes if node.is_head), None)
     index_url = driver.start_index(spec.name, log_dir, head) if spec.index == "embedded" else spec.index
     watch.lap("index")
-    plain_spec = spec.model_copy(update={"router": place.router}).model_dump(mode="json")
-    credentials = Credentials.new().to_plain()
-    driver.ask(
-        controller,
-        "apply",
-        plain_spec,
-        index_url=index_url,
+    launch = Launch(
+        spec=spec.model_copy(update={"router": place.router}),
         log_dir=log_dir,
-        credentials=credentials,
-        parts=parts,
+        credentials=Credentials.new(index_url=index_url),
     )
+    driver.ask(controller, "apply", launch, parts=parts)
     watch.lap("controller")
     serving.join(_SERVE_S)
     if serving.failure:
         raise serving.failure
     watch.lap("Serve")
     reporter.say("starting the router")
-    application = router_application(plain_spec, index_url, log_dir, credentials, doors.actor_options)
+    application = router_application(launch, doors.actor_options)
     router_app.start_router(spec.name, application)
     watch.lap("router")
     pool_watch.await_ready(controller, Role, deadline=deadline, reporter=reporter)

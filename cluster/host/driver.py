@@ -17,6 +17,7 @@ from cluster.control.controller import Controller
 from cluster.control.desired import namespace
 from cluster.control.node_task import run_on
 from cluster.control.placement import Node, on_the_head
+from cluster.host.certified_controller import CertifiedController
 from cluster.index import embedded as embedded_index
 from cluster.index.embedded import EmbeddedIndex
 from cluster.index.redis_server import RedisAddress
@@ -111,6 +112,8 @@ def stop_index(name: str) -> None:
 
 def ask(actor: Any, method: str, *args: Any, within_s: float = _ASK_S, **kwargs: Any) -> Any:
     """Call a method of an actor and wait. Raises the actor's own ClusterError, or DeployError for anything else."""
+    if isinstance(actor, CertifiedController):
+        return actor.ask(method, *args, within_s=within_s, **kwargs)
     try:
         return ray.get(getattr(actor, method).remote(*args, **kwargs), timeout=within_s)
     except RayTaskError as error:

@@ -23,7 +23,7 @@ def make(controller: Any, name: str) -> None:
     if known and secret and known[0].digest == digest_of(secret):
         return
     if known:
-        driver.ask(controller, "revoke_key", OPERATOR)
+        driver.ask(controller, "revoke_key", known[0])
     secret = new_secret()
     driver.ask(controller, "add_key", new_key(OPERATOR, secret))
     file = states.operator_key_file(name)

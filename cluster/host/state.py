@@ -15,6 +15,7 @@ from pathlib import Path
 from cluster.host.local_ray import LocalRay
 from cluster.process import processes
 from cluster.words.errors import NotDeployed, SpecError
+from cluster.words.records import known_fields
 
 _FILE = "state.json"
 
@@ -84,17 +85,17 @@ def save(state: State) -> None:
 
 
 def load(name: str) -> State | None:
-    """What is remembered of `name`; None when it is not deployed from here."""
+    """What is remembered of `name`, also by a newer version; None when it is not deployed from here."""
     try:
         tree = json.loads((state_dir(name) / _FILE).read_text())
     except FileNotFoundError:
         return None
     local_ray, deploying, admin = tree.pop("local_ray"), tree.pop("deploying"), tree.pop("admin", ())
     return State(
-        local_ray=LocalRay(**local_ray) if local_ray else None,
-        deploying=Command(**deploying) if deploying else None,
+        local_ray=LocalRay(**known_fields(LocalRay, local_ray)) if local_ray else None,
+        deploying=Command(**known_fields(Command, deploying)) if deploying else None,
         admin=tuple(admin),
-        **tree,
+        **known_fields(State, tree),
     )
 
 

@@ -15,19 +15,45 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 
 from redis.asyncio import Redis
 
+from cluster.words.records import known_fields
 from cluster.words.request import Role
 from cluster.words.seal import SEAL_BYTES, is_sealed, seal
+from cluster.words.wire_version import WIRE_VERSION
 
 logger = logging.getLogger(__name__)
 
 LEASE_S = 3.0
 RENEW_S = 1.0
 
+_UNSAID_VERSION = 3  # of members that do not say theirs
 _MAX_RECORD_BYTES = 16 << 10
 _MAX_REMEMBERED = 1024  # names with bad records, of which we have said so
+
+
+class RefusalReason(StrEnum):
+    """Why nobody connects to a member."""
+
+    UNSIGNED = "unsigned"
+    OTHER_VERSION = "other version"
+    NONSENSE = "nonsense"
+
+
+class OtherVersion(ValueError):
+    """Of the wire: we do not understand each other."""
+
+
+class _Unsigned(ValueError):
+    pass
+
+
+_REASONS: dict[type[ValueError], RefusalReason] = {
+    OtherVersion: RefusalReason.OTHER_VERSION,
+    _Unsigned: RefusalReason.UNSIGNED,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,17 +70,23 @@ class Member:
     max_tokens: int  # of one sequence: what its context and its pool allow
     max_running: int = 64  # sequences in one step
     max_batch_tokens: int = 2048  # in one step; longer prompts are computed in chunks
+    wire_version: int = WIRE_VERSION
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Member:
-        """What a newer version says beyond this is left out. Raises ValueError, and says what is missing."""
+        """What a newer version says beyond this is left out. Raises ValueError, and says what is missing, and
+        OtherVersion where the rest could mean anything."""
         fields = json.loads(text)
         if not isinstance(fields, dict):
             raise ValueError("not an object")
-        known = {name: value for name, value in fields.items() if name in cls.__dataclass_fields__}
+        if (version := fields.get("wire_version", _UNSAID_VERSION)) != WIRE_VERSION:
+            raise OtherVersion(
+                f"it speaks version {version!r:.20} on the wire, and this router {WIRE_VERSION}; update the older"
+            )
+        known = known_fields(cls, fields)
         try:
             return cls(**{**known, "role": Role(known.get("role", ""))})
         except TypeError as error:
@@ -65,10 +97,15 @@ class Membership:
     """The members of one deployment. Raises redis.RedisError when Redis is away."""
 
     def __init__(
-        self, redis: Redis, *, name: str, key: bytes, count_refused: Callable[[], object] = lambda: None
+        self,
+        redis: Redis,
+        *,
+        name: str,
+        key: bytes,
+        count_refused: Callable[[RefusalReason], object] = lambda why: None,
     ) -> None:
         """key: 32 bytes that the processes of this deployment have, and nobody else. count_refused: called once for
-        each name under which there is a record that no process of ours has signed."""
+        each name under which there is a record that we pass over."""
         self._count_refused = count_refused
         self._redis = redis
         self._key = key
@@ -109,24 +146,24 @@ class Membership:
         shown, text = record[:SEAL_BYTES], record[SEAL_BYTES:]
         try:
             if len(record) > _MAX_RECORD_BYTES or not is_sealed(shown, self._key, text):
-                raise ValueError("it is not signed by this deployment")
+                raise _Unsigned("it is not signed by this deployment")
             member = Member.from_json(text)
             if member.replica != replica:
-                raise ValueError(f"it is that of {member.replica}")
+                raise _Unsigned(f"it is that of {member.replica}")
         except ValueError as error:
-            self._refuse(replica, str(error))
+            self._refuse(replica, _REASONS.get(type(error), RefusalReason.NONSENSE), str(error))
             return None
         return member
 
-    def _refuse(self, replica: str, reason: str) -> None:
+    def _refuse(self, replica: str, why: RefusalReason, reason: str) -> None:
         """Say it once, although the record is read several times a second."""
         if replica in self._refused:
             return
-        self._count_refused()
+        self._count_refused(why)
         self._refused[replica] = None
         if len(self._refused) > _MAX_REMEMBERED:
             self._refused.popitem(last=False)
-        logger.warning("member record of %.100r is ignored: %s", replica, reason)
+        logger.warning("member record of %.100r is ignored (%s): %s", replica, why, reason)
 
 
 def _text(value: str | bytes) -> str:

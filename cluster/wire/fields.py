@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from functools import cache
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import TypeVar
 
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
-
-class Record(Protocol):
-    """Any dataclass."""
-
-    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
-
+from cluster.words.records import Record
 
 M = TypeVar("M", bound=Message)
 R = TypeVar("R", bound=Record)

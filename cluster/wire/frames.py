@@ -10,7 +10,7 @@ from grpc import aio
 
 from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
-from cluster.wire.channel import abort_with
+from cluster.wire.call_errors import abort_with
 from cluster.words.checking import check_name
 from cluster.words.errors import CapacityError, ClusterError
 

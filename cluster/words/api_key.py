@@ -11,10 +11,12 @@ from hashlib import sha256
 from typing import Any
 
 from cluster.words.errors import SpecError
+from cluster.words.records import known_fields
 
 _PREFIX = "sk-"
 _SECRET_BYTES = 32
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_ID, _DIGEST = re.compile(r"key-[0-9a-f]{8}"), re.compile(r"[0-9a-f]{64}")
 _HIGHEST = 2**31 - 1
 
 
@@ -44,6 +46,7 @@ class KeyChange:
 
     key: ApiKey
     is_told: bool  # routers hear of it within a second; False: when Redis is back
+    problem: str = ""  # of saving it, and what follows; empty: it is saved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +64,17 @@ class KeyBook:
             raise SpecError(f"a key is called {key.name} already; `cluster keys revoke {key.name}` takes it back")
         return replace(self, version=self.version + 1, keys=(*self.keys, key))
 
-    def without(self, name: str) -> tuple[KeyBook, ApiKey]:
-        """The book without the key of this name, or id, and that key. Raises SpecError where there is none."""
+    def find(self, name: str) -> ApiKey:
+        """The key of this name, or id. Raises SpecError where there is none."""
         for key in self.keys:
             if name in (key.name, key.id):
-                kept = tuple(other for other in self.keys if other is not key)
-                return replace(self, version=self.version + 1, keys=kept), key
+                return key
         raise SpecError(f"no key is called {name}; there are: {', '.join(key.name for key in self.keys) or 'none'}")
+
+    def without(self, key: ApiKey) -> KeyBook:
+        """The same book where it has no such key: who asks may ask twice."""
+        kept = tuple(other for other in self.keys if other.id != key.id)
+        return self if len(kept) == len(self.keys) else replace(self, version=self.version + 1, keys=kept)
 
     def to_json(self) -> str:
         return json.dumps({"version": self.version, "keys": [asdict(key) for key in self.keys]})
@@ -101,14 +108,7 @@ def new_key(
     priorities: tuple[int, int] | None = None,
 ) -> ApiKey:
     """The tenant is the key's own name where none is given. Raises SpecError."""
-    for what, word in (("NAME", name), ("--tenant", tenant or name)):
-        if not _NAME.fullmatch(word):
-            raise SpecError(f"{what} {word!r}: write 1 to 64 letters, digits, dots, dashes and underscores")
-    limits = {"--rpm": rpm, "--tpm": tpm, "--concurrency": concurrency, "--max-tokens": max_tokens}
-    for what, limit in limits.items():
-        if limit is not None and not 1 <= limit <= _HIGHEST:
-            raise SpecError(f"{what} {limit}: must be from 1 to {_HIGHEST}")
-    return ApiKey(
+    key = ApiKey(
         id=f"key-{secrets.token_hex(4)}",
         name=name,
         digest=digest_of(secret),
@@ -119,6 +119,33 @@ def new_key(
         max_tokens=max_tokens,
         priorities=priorities,
     )
+    _check(key)
+    return key
+
+
+def read_key(text: str) -> ApiKey:
+    """One that somebody else has made, as JSON. Raises SpecError for what new_key would not have made."""
+    try:
+        [key] = _keys([json.loads(text)])
+        is_one = bool(_ID.fullmatch(key.id) and _DIGEST.fullmatch(key.digest))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise SpecError(f"this is no API key: {error}") from None
+    if not is_one:
+        raise SpecError("this is no API key: it has another kind of id or digest")
+    _check(key)
+    return key
+
+
+def _check(key: ApiKey) -> None:
+    for what, word in (("NAME", key.name), ("--tenant", key.tenant)):
+        if not isinstance(word, str) or not _NAME.fullmatch(word):
+            raise SpecError(f"{what} {word!r}: write 1 to 64 letters, digits, dots, dashes and underscores")
+    limits = {"--rpm": key.rpm, "--tpm": key.tpm, "--concurrency": key.concurrency, "--max-tokens": key.max_tokens}
+    for what, limit in limits.items():
+        if limit is not None and (not isinstance(limit, int) or not 1 <= limit <= _HIGHEST):
+            raise SpecError(f"{what} {limit}: must be from 1 to {_HIGHEST}")
+    if key.priorities:
+        _check_priorities(*key.priorities, said=":".join(map(str, key.priorities)))
 
 
 def parse_priorities(text: str) -> tuple[int, int]:
@@ -128,14 +155,18 @@ def parse_priorities(text: str) -> tuple[int, int]:
         bounds = int(low), int(high or low)
     except ValueError:
         bounds = 1, 0
-    if not -(2**31) <= bounds[0] <= bounds[1] <= _HIGHEST:
-        raise SpecError(f"--priority {text}: write a number, or the lowest and the highest one as LOW:HIGH")
+    _check_priorities(*bounds, said=text)
     return bounds
+
+
+def _check_priorities(low: int, high: int, *, said: str) -> None:
+    if not -(2**31) <= low <= high <= _HIGHEST:
+        raise SpecError(f"--priority {said}: write a number, or the lowest and the highest one as LOW:HIGH")
 
 
 def _keys(trees: Iterable[dict[str, Any]]) -> Iterator[ApiKey]:
     for tree in trees:
-        fields = {name: value for name, value in tree.items() if name in ApiKey.__dataclass_fields__}
+        fields = known_fields(ApiKey, tree)
         if fields.get("priorities") is not None:
             low, high = fields["priorities"]
             fields["priorities"] = (int(low), int(high))

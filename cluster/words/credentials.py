@@ -21,21 +21,15 @@ class Purpose(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Credentials:
-    """Made when a deployment is, and handed to each of its processes by whoever starts it: what Ray starts gets them
-    as an actor's argument, which is in Ray's control store. Never in a command line, an environment or a log."""
+    """Made when a deployment is, and handed to each of its processes by whoever starts it (cluster.words.launch). Never
+    in a command line, an environment or a log, and its repr shows nothing."""
 
     secret: bytes = field(repr=False)  # the same in every process
+    index_url: str = field(repr=False)  # of its Redis; a password may be in it
 
     @classmethod
-    def new(cls) -> Credentials:
-        return cls(secret=secrets.token_bytes(_SECRET_BYTES))
-
-    @classmethod
-    def from_plain(cls, tree: dict[str, str]) -> Credentials:
-        return cls(secret=bytes.fromhex(tree["secret"]))
-
-    def to_plain(self) -> dict[str, str]:
-        return {"secret": self.secret.hex()}
+    def new(cls, *, index_url: str) -> Credentials:
+        return cls(secret=secrets.token_bytes(_SECRET_BYTES), index_url=index_url)
 
     def key(self, purpose: Purpose) -> bytes:
         """32 bytes for one use alone: who finds out the key of one use knows that of no other, nor the secret."""

@@ -13,9 +13,11 @@ life of a replica with two ranks, as its ranks see it:
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol, TypedDict
+from typing import TYPE_CHECKING, Literal, Protocol, TypedDict
 
-from cluster.words.papers import Identity
+if TYPE_CHECKING:  # commands know what a rank says of itself, and must not wait for pydantic
+    from cluster.words.launch import Launch
+    from cluster.words.papers import Identity
 
 
 class Binding(TypedDict):
@@ -50,20 +52,9 @@ class Progress(TypedDict):
 class Rank(Protocol):
     """One process of a replica. Methods are called from several threads: `status` and `progress` while `load` runs."""
 
-    def __init__(
-        self,
-        spec: dict[str, Any],
-        *,
-        replica: str,
-        rank: int,
-        index_url: str,
-        log_dir: str,
-        credentials: dict[str, str],
-        identity: Identity,
-    ) -> None:
-        """Quick: nothing is loaded yet. As plain values: a whole cluster.words.spec.Spec, and
-        cluster.words.credentials.Credentials. identity: of this rank; whoever gives it renews it.
-        """
+    def __init__(self, launch: Launch, *, identity: Identity) -> None:
+        """Quick: nothing is loaded yet. identity: of this rank, whose replica and number it names; whoever gives it
+        renews it."""
         ...
 
     def bind(self) -> Binding:

@@ -20,6 +20,7 @@ from cluster.words.network import is_loopback
 from cluster.words.plugin import IS_PLUGIN, PLUGIN, one_of
 from cluster.words.request import Role
 
+MAX_REPLICAS = 4096  # of a pool
 _NAME = r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$"
 
 Seconds = Annotated[float, Field(gt=0, le=86_400, json_schema_extra={"unit": "s"})]
@@ -116,7 +117,7 @@ class Resources(_Section):
 class PoolSpec(_Section):
     """The replicas of one role."""
 
-    replicas: Annotated[int, Field(ge=0, le=4096)] = 1
+    replicas: Annotated[int, Field(ge=0, le=MAX_REPLICAS)] = 1
     """`cluster scale` changes it while requests run."""
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
     """Ranks of one replica, which share its heads and features. The pools may differ."""
@@ -261,11 +262,28 @@ class SecuritySpec(_Section):
     `ca`. All three are read on Ray's head, anew for each certificate, so that they may be replaced at any time."""
     key: str | None = None
     """With `files`: the private key of `certificate`, in PEM without a password, readable by its owner alone."""
+    operators: str | None = None
+    """HOST:PORT of Ray's head, at which people operate by certificates of `cluster operators create`, without Ray and
+    its token; null: nobody can."""
+
+    @field_validator("operators")
+    @classmethod
+    def _operators_is_a_place(cls, value: str | None) -> str | None:
+        host, _, port = (value or "localhost:1").rpartition(":")
+        if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65_536:
+            raise ValueError("must be HOST:PORT")
+        return value
 
     @field_validator("tls", mode="before")
     @classmethod
     def _off_is_a_word(cls, value: Any) -> Any:
         return "off" if value is False else value  # YAML reads a bare off as false
+
+    @model_validator(mode="after")
+    def _operators_need_certificates(self) -> SecuritySpec:
+        if self.operators and self.tls == "off":
+            raise ValueError("operators: not with tls: off, for they are known by certificates alone")
+        return self
 
     @model_validator(mode="after")
     def _files_are_for_files(self) -> SecuritySpec:
@@ -307,7 +325,7 @@ class Spec(_Section):
     decode: DecodePoolSpec = DecodePoolSpec()
     engine: EngineSpec = EngineSpec()
     router: RouterSpec = RouterSpec()
-    index: str = "embedded"
+    index: Annotated[str, Field(repr=False)] = "embedded"
     """Where the prefix index is kept: `embedded`, a Valkey that is started beside Ray's head, or a
     `redis://HOST:PORT[/DB]`, `rediss://` or `unix://` URL."""
     security: SecuritySpec = SecuritySpec()

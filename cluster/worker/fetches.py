@@ -6,6 +6,7 @@ The same for both roles. Whoever waits for a prefix waits in the engine's queue;
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 
 from cluster.rpc import worker_pb2 as pb
@@ -68,7 +69,7 @@ class Fetches:
             self._pulls.begin(
                 owner,
                 holder,
-                id=owner.id,
+                id=f"{owner.id}/{secrets.token_hex(16)}",
                 hashes=hashes,
                 blocks=sequence.blocks,
                 first_block=first_block,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from cluster.words.checking import check
 from cluster.words.errors import ReplicaLost
 from cluster.worker.other_ranks import OtherRanks
-from cluster.worker.pull_call import ask_holder
+from cluster.worker.pull_call import HolderChannels
 from cluster.worker.rank_setup import RankSetup
 from cluster.worker.replica_service import RoleWorker
 from engine.kv.block_manager import BlockManager
@@ -25,13 +25,14 @@ logger = logging.getLogger(__name__)
 
 
 class Inbox:
-    """Everything but the constructor and `open` may be called from any thread."""
+    """Everything but the constructor, `open` and `close` may be called from any thread."""
 
     def __init__(self, setup: RankSetup, others: OtherRanks) -> None:
         self._setup = setup
         self._others = others
         self._worker: RoleWorker | None = None
         self._post: Callable[[Callable[[], None]], None] | None = None
+        self._holders: HolderChannels | None = None
 
     def open(self, worker: RoleWorker, post: Callable[[Callable[[], None]], None]) -> None:
         """From now on things reach `worker`; before that nothing may come. `post` runs a command on the step thread."""
@@ -73,6 +74,7 @@ class Inbox:
     def make_pulls(self, layout: KVLayout, receiver: Receiver, blocks: BlockManager) -> Pulls[Prompt]:
         """The pulls of this replica, whose misfortunes come here."""
         setup, others = self._setup, self._others
+        holders = self._holders = HolderChannels(setup.host.identity)
         return Pulls(
             receiver,
             blocks,
@@ -81,10 +83,13 @@ class Inbox:
             layout=layout,
             timeout_s=setup.spec.timeouts.transfer_s,
             close_elsewhere=self.close_handoff,
-            call=lambda pull: setup.host.spawn(
-                ask_holder(pull, others, functools.partial(self.missed, pull), identity=setup.host.identity)
-            ),
+            call=lambda pull: setup.host.spawn(holders.ask(pull, others, functools.partial(self.missed, pull))),
         )
+
+    async def close(self) -> None:
+        """Ask no holder any more. On the event loop."""
+        if self._holders:
+            await self._holders.close()
 
     def _tell(self, command: Callable[[RoleWorker], None]) -> None:
         worker, post = self._worker, self._post

@@ -14,7 +14,8 @@ from torch.distributed.distributed_c10d import Store
 
 from cluster.rpc import transfer_pb2 as pb
 from cluster.rpc import transfer_pb2_grpc as rpc
-from cluster.wire.channel import error_of, open_lasting_channel
+from cluster.wire.call_errors import error_of
+from cluster.wire.channel import open_lasting_channel
 from cluster.wire.fields import to_message
 from cluster.wire.rank_host import RankHost
 from cluster.words.errors import ReplicaLost

@@ -62,6 +62,7 @@ class RankBody(Generic[W]):
         self._others: OtherRanks | None = None
         self._sender: Sender | None = None
         self._tiers: RankTiers | None = None
+        self._inbox: Inbox | None = None
 
     def register(self, server: aio.Server) -> None:
         """Add the servicers, before anything is loaded."""
@@ -101,6 +102,8 @@ class RankBody(Generic[W]):
             await self._sender.close()
         if self._tiers:
             await asyncio.to_thread(self._tiers.close)
+        if self._inbox:
+            await self._inbox.close()
         if self._others:
             await self._others.disconnect()
 
@@ -141,7 +144,7 @@ class RankBody(Generic[W]):
 
     def _lead(self, setup: RankSetup, runner: ModelRunner, others: OtherRanks) -> None:
         """Rank 0: begin to take requests."""
-        inbox = Inbox(setup, others)
+        inbox = self._inbox = Inbox(setup, others)
         receiver, gang = self._connect(setup, runner, functools.partial(inbox.heard, 0))
         parts = _leader_parts(setup, gang, receiver, inbox)
         worker = self.role.make_worker(parts)
@@ -158,10 +161,11 @@ class RankBody(Generic[W]):
         self.role.servicer.live = live
         self._prefixes.granting = Granting(parts.engine.grants, runner.layout, self.service.post)
         self._ranks.on_report = inbox.reported
+        credentials = setup.launch.credentials
         self.service.start(
-            index_url=setup.index_url,
+            index_url=credentials.index_url,
             name=setup.spec.name,
-            key=setup.credentials.key(Purpose.MEMBERS),
+            key=credentials.key(Purpose.MEMBERS),
             member=_member(setup, runner, max_tokens=live.max_tokens),
             other_ranks=setup.addresses[1:],
         )
@@ -180,7 +184,7 @@ class RankBody(Generic[W]):
             backend=backend,
             host=setup.host.host,
             timeout_s=setup.spec.timeouts.transfer_s,
-            guard=LinkGuard(setup.credentials.key(Purpose.LINKS), is_encrypted=setup.spec.kv.encrypt),
+            guard=LinkGuard(setup.launch.credentials.key(Purpose.LINKS), is_encrypted=setup.spec.kv.encrypt),
             probe=setup.probe,
         )
         receiver = self._ranks.receiver = Receiver(config, meeting=self._ranks.meeting, on_landed=heard)

@@ -6,17 +6,16 @@ import logging
 import os
 import socket
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import ray
 
 from cluster.process.stopwatch import Stopwatch
 from cluster.wire.rank_host import RankHost
-from cluster.words.credentials import Credentials
+from cluster.words.launch import Launch
 from cluster.words.papers import Identity
 from cluster.words.probe import Probe, unobserved
 from cluster.words.rank import Binding, Progress, RankStatus
-from cluster.words.spec_file import parse_spec
 from cluster.worker.rank_body import RankBody
 from cluster.worker.rank_setup import RankSetup
 from cluster.worker.replica_service import RoleWorker
@@ -34,32 +33,16 @@ class RankProcess(Generic[W]):
 
     def __init__(
         self,
-        spec: dict[str, Any],
+        launch: Launch,
         *,
         role: RoleParts[W],
-        replica: str,
-        rank: int,
-        index_url: str,
-        log_dir: str,
-        credentials: dict[str, str],
         identity: Identity,
         host: str | None = None,
         probe: Probe = unobserved,
     ) -> None:
         """host: the address to listen on; otherwise the one by which Ray knows this node."""
-        parsed = parse_spec(spec)
-        self._body = RankBody(role, parsed)
-        self._setup = partial(
-            RankSetup,
-            spec=parsed,
-            role=role.role,
-            replica=replica,
-            rank=rank,
-            index_url=index_url,
-            credentials=Credentials.from_plain(credentials),
-            on_progress=self._note_progress,
-            probe=probe,
-        )
+        self._body = RankBody(role, launch.spec)
+        self._setup = partial(RankSetup, launch=launch, role=role.role, on_progress=self._note_progress, probe=probe)
         self._address = host
         self._identity = identity
         self._host: RankHost | None = None

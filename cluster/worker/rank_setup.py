@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cluster.wire.rank_host import RankHost
-from cluster.words.credentials import Credentials
+from cluster.words.launch import Launch
 from cluster.words.probe import Probe, unobserved
 from cluster.words.request import Role
 from cluster.words.spec import PoolSpec, Spec
@@ -16,16 +16,24 @@ from cluster.words.spec import PoolSpec, Spec
 class RankSetup:
     """Its place in the deployment, and in its own process."""
 
-    spec: Spec
+    launch: Launch
     role: Role
-    replica: str
-    rank: int
     addresses: list[str]  # of all ranks of this replica, in rank order
-    index_url: str
-    credentials: Credentials
     host: RankHost
     on_progress: Callable[[str, float], None]  # stage, fraction of the whole load
     probe: Probe = unobserved
+
+    @property
+    def spec(self) -> Spec:
+        return self.launch.spec
+
+    @property
+    def replica(self) -> str:
+        return self.host.identity.name.replica
+
+    @property
+    def rank(self) -> int:
+        return self.host.identity.name.rank
 
     @property
     def pool(self) -> PoolSpec:

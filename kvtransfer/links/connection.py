@@ -110,6 +110,8 @@ def _connect(end: LinkEnd) -> tuple[socket.socket, bytes]:
     connection = socket.create_connection((host, int(port)), _seconds_until(deadline))
     try:
         nonces = {"receiver_nonce": _read(connection, NONCE_BYTES, deadline), "sender_nonce": new_nonce()}
+        if len(nonces["receiver_nonce"]) < NONCE_BYTES:
+            raise ConnectionResetError(f"{host}:{port} has ended the connection before its nonce was whole")
         handshake = _handshake(end)
         connection.sendall(nonces["sender_nonce"] + handshake.proof(is_sender=True, **nonces))
         if handshake.is_proved(_read(connection, PROOF_BYTES, deadline), is_sender=False, **nonces):

@@ -27,11 +27,6 @@ from engine.kv.layout import DTYPES, KVLayout
 from engine.kv.pool import KVPool
 from kvtransfer.protocol.segment import Segment
 
-WIRE_VERSION = 3
-# 1: payload as drawn above; checksum as in engine.kv.checksum.
-# 2: a commit says how many positions were sent, and its next tokens may be those of a moved sequence.
-# 3: the ends of a tcp link prove who they are by the deployment's secret; its payloads may be encrypted.
-
 
 class Codec:
     """A wire format between two pools of one layout: the pools' own bytes, bit for bit, or about half of them, scales

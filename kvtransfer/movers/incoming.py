@@ -36,15 +36,16 @@ class Incoming:
         self._written: dict[int, Mark] = {}  # by sending rank, whose link has a lane of its own: what was started last
         self._lock = threading.Lock()
 
-    def write(self, frame: SegmentFrame, payload: Tensor, *, source: int) -> None:
-        """Check the payload that sending rank `source` has announced, and put it into the pool.
+    def write(self, frame: SegmentFrame, payload: Tensor, *, sender: str, source: int) -> None:
+        """Check the payload that rank `source` of the replica `sender` has announced, and put it into the pool.
 
-        Raises HandoffExpired if the handoff is closed or fenced, ChecksumMismatch if the bytes are damaged or a segment
-        is missing before this one.
+        Raises TransferError for a replica that does not fill this handoff, HandoffExpired if it is closed or fenced,
+        ChecksumMismatch if the bytes are damaged or a segment is missing before this one.
         """
         if checksum(payload) != frame.checksum:
             raise ChecksumMismatch(f"handoff {self.handoff} segment {frame.number}: bytes damaged on the way")
         with self._lock:
+            self._ledger.admit(frame.epoch, sender=sender)
             if self._ledger.accept(frame, source=source):
                 start = frame.segment.first_token - self._first_token
                 slots_T = self._slots_T[start : start + frame.segment.num_tokens]
@@ -52,10 +53,11 @@ class Incoming:
                 self._codec.unpack(payload, self._pool, frame.segment, slots_T)
                 self._written[source] = Mark(self._pool.device)
 
-    def commit(self, frame: CommitFrame, *, source: int, num_sources: int) -> Landing | None:
+    def commit(self, frame: CommitFrame, *, sender: str, source: int, num_sources: int) -> Landing | None:
         """One sending rank is done. The Landing when all `num_sources` of this rank are. Raises as `write` does."""
         self._pool.synchronize()
         with self._lock:
+            self._ledger.admit(frame.epoch, sender=sender)
             return self._ledger.commit(frame, source=source, num_sources=num_sources)
 
     def close(self) -> None:

@@ -65,17 +65,19 @@ class IncomingLink:
         meeting: Meeting,
         *,
         prefix: str,
+        sender: str,
         copy: HeadCopy,
         num_sources: int,
         ended: Callable[[], None],
     ) -> None:
-        """copy: what it brings; num_sources: how many links bring something to this rank. ended: called on the link's
-        thread, last."""
+        """sender: the replica. copy: what it brings; num_sources: how many links bring something to this rank. ended:
+        called on the link's thread, last."""
         self.has_begun = False  # to have a thread
         self._handoffs = handoffs
         self._config = config
         self._meeting = meeting
         self._prefix = prefix
+        self._sender = sender
         self._copy = copy
         self._num_sources = num_sources
         self._ended = ended
@@ -191,7 +193,7 @@ class IncomingLink:
                 self._commit(incoming, frame)
             else:
                 assert payload is not None
-                incoming.write(frame, payload, source=self._copy.sender)
+                incoming.write(frame, payload, sender=self._sender, source=self._copy.sender)
         except TransferError as error:
             if self._refused != (frame.handoff, frame.epoch):
                 self._refused = (frame.handoff, frame.epoch)
@@ -199,7 +201,7 @@ class IncomingLink:
                 self._answer(pb.ReceiverFrame(refused=refused))
 
     def _commit(self, incoming: Incoming, frame: CommitFrame) -> None:
-        landing = incoming.commit(frame, source=self._copy.sender, num_sources=self._num_sources)
+        landing = incoming.commit(frame, sender=self._sender, source=self._copy.sender, num_sources=self._num_sources)
         self._answer(pb.ReceiverFrame(landed=pb.Landed(handoff=frame.handoff, epoch=frame.epoch)))
         if landing:
             self._handoffs.landed(landing)

@@ -34,7 +34,7 @@ class LinkConfig:
         return codec_for(self.pool.layout, self.wire_dtype)
 
     @property
-    def carrier(self) -> str:
+    def mode(self) -> str:
         """What both sides must have chosen."""
         return f"{self.backend}, encrypted" if self.guard.is_encrypted else self.backend
 

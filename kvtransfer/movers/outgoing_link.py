@@ -16,16 +16,18 @@ from torch import Tensor
 
 from cluster.rpc import transfer_pb2 as pb
 from cluster.rpc import transfer_pb2_grpc as rpc
-from cluster.wire.channel import error_of, open_channel
+from cluster.wire.call_errors import error_of
+from cluster.wire.channel import open_channel
 from cluster.words.checking import check_name
 from cluster.words.errors import HandoffExpired, LayoutMismatch, LinkClosed, RequestError, TransferError
 from cluster.words.handoff import HandoffKey
 from cluster.words.probe import Milestone
 from cluster.words.process_name import ProcessName
+from cluster.words.wire_version import WIRE_VERSION
 from engine.kv.checksum import checksum
 from kvtransfer.links.backends import open_link
 from kvtransfer.links.link import MEET_TIMEOUT_S, Link
-from kvtransfer.movers.codec import WIRE_VERSION, slots_of
+from kvtransfer.movers.codec import slots_of
 from kvtransfer.movers.lane import Mark, own_lane
 from kvtransfer.movers.link_config import LinkConfig
 from kvtransfer.movers.meeting import remote_store
@@ -180,7 +182,7 @@ class OutgoingLink:
                 layout=layout.fingerprint,
                 sender=self._name,
                 epoch=self._epoch,
-                backend=self._config.carrier,
+                backend=self._config.mode,
                 wire_dtype=self._config.wire_dtype,
                 sender_rank=self._config.rank,
                 sender_ranks=layout.tensor_parallel,

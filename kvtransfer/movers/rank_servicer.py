@@ -10,7 +10,7 @@ from grpc import aio
 
 from cluster.rpc import transfer_pb2 as pb
 from cluster.rpc import transfer_pb2_grpc as rpc
-from cluster.wire.channel import abort_with, refuses
+from cluster.wire.call_errors import abort_with, refuses
 from cluster.wire.fields import from_message
 from cluster.words.checking import check, check_name
 from cluster.words.errors import ClusterError, TransferError

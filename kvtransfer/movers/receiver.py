@@ -15,7 +15,7 @@ from cluster.words.checking import check, check_name
 from cluster.words.errors import CapacityError, ClusterError, LayoutMismatch
 from cluster.words.meeting_key import key_of_link
 from cluster.words.probe import Milestone
-from kvtransfer.movers.codec import WIRE_VERSION
+from cluster.words.wire_version import WIRE_VERSION
 from kvtransfer.movers.incoming import Incoming
 from kvtransfer.movers.incoming_link import IncomingLink
 from kvtransfer.movers.link_config import LinkConfig
@@ -111,6 +111,7 @@ class Receiver:
             self.config,
             self._meeting,
             prefix=prefix,
+            sender=first.hello.sender.rpartition("/")[0],
             copy=copy,
             num_sources=num_sources,
             ended=self._threads.release,
@@ -128,7 +129,7 @@ class Receiver:
         LayoutMismatch, which says what differs and not what it is here, RequestError and CapacityError."""
         check_name(hello.sender, "hello.sender")
         config, layout = self.config, self.config.pool.layout
-        ours = (WIRE_VERSION, layout.fingerprint, config.wire_dtype, config.carrier)
+        ours = (WIRE_VERSION, layout.fingerprint, config.wire_dtype, config.mode)
         theirs = (hello.wire_version, hello.layout, hello.wire_dtype, hello.backend)
         names = ("wire version", "KV layout", "wire dtype", "link backend")
         for name, our, their in zip(names, ours, theirs, strict=True):

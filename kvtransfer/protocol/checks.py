@@ -36,6 +36,7 @@ def check_handoff(handoff: Handoff, layout: KVLayout) -> None:
 def check_opening(opening: Opening, layout: KVLayout, *, num_blocks: int) -> None:
     """Blocks of this rank's pool, of `num_blocks`, that a sender may fill."""
     check_name(opening.handoff, "handoff")
+    check_name(opening.sender, "sender", may_be_empty=True)
     _check_span(opening.first_token, opening.num_tokens, opening.max_tokens, layout, "opening")
     num_needed = -(-(opening.max_tokens - opening.first_token) // layout.block_size)
     check(num_needed <= len(opening.block_ids) <= num_blocks, "block_ids", f"must be {num_needed} to {num_blocks}")

@@ -18,9 +18,10 @@ class Opening:
     num_tokens: int  # at least so many; a commit of fewer is refused
     max_tokens: int  # there is room for so many
     block_ids: tuple[int, ...]  # of positions first_token / block_size onwards
+    sender: str = ""  # the replica that it comes from; empty: of each epoch, the one that speaks first
 
     @classmethod
-    def of(cls, handoff: Handoff, block_ids: Iterable[int]) -> Opening:
+    def of(cls, handoff: Handoff, block_ids: Iterable[int], *, sender: str = "") -> Opening:
         """What the ticket promises."""
         return cls(
             handoff=handoff.id,
@@ -28,6 +29,7 @@ class Opening:
             num_tokens=handoff.num_tokens,
             max_tokens=handoff.max_tokens,
             block_ids=tuple(block_ids),
+            sender=sender,
         )
 
 

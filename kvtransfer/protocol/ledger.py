@@ -57,6 +57,16 @@ class Ledger:
         self._accounts: dict[int, _Account] = {}
         self._landed_tokens = 0
         self._next_tokens: tuple[int, ...] = ()
+        self._sender = (-1, "")  # the newest epoch of which there is a frame, and the replica that it came from
+
+    def admit(self, epoch: int, *, sender: str) -> None:
+        """Before `accept` and `commit`: whether these frames are of the replica that the opening names, or else of the
+        one that was the first of its epoch. Raises TransferError, and nothing has changed."""
+        known, admitted = self._sender
+        if (self._opened.sender or sender) != sender or (epoch == known and sender != admitted):
+            raise TransferError(f"handoff {self.handoff}: epoch {epoch} comes from another replica than {sender}")
+        if epoch > known:
+            self._sender = epoch, sender
 
     def accept(self, frame: SegmentFrame, *, source: int) -> bool:
         """Book a segment of sending rank `source`. True: write it; False: it is here already.

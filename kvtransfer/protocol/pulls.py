@@ -115,7 +115,8 @@ class Pulls(Generic[T]):
     ) -> None:
         """Ask `holder` for the blocks of `hashes` from `first_block` on, which go to the same places of `blocks`.
 
-        `id` may come again, but not at the same time `now`, in seconds on the caller's clock.
+        `id` may come again, but not at the same time `now`, in seconds on the caller's clock. Who does not hear of the
+        handoff must not be able to guess it.
         """
         size = self._layout.block_size
         num_bytes = (len(hashes) - first_block) * size * self._layout.bytes_per_token() * self._layout.tensor_parallel
@@ -131,7 +132,7 @@ class Pulls(Generic[T]):
             max_tokens=len(hashes) * size,
             ttl_s=timeout_s,
         )
-        opening = Opening.of(handoff, blocks[first_block : len(hashes)])
+        opening = Opening.of(handoff, blocks[first_block : len(hashes)], sender=holder.replica)
         pull = self._under_way[owner] = Pull(owner, holder, handoff, tuple(hashes), timeout_s, begun_at=now)
         pull.arrival = self._arrivals.open(opening, owner=pull, expires_at=now + timeout_s)
         pull.call = self._call(pull)

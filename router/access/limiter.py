@@ -38,11 +38,11 @@ class Standing:
 
 @dataclass(frozen=True, kw_only=True)
 class Reservation:
-    """What one request has taken of its key's limits; until it is settled, all the tokens that it might use."""
+    """What one request has taken of its key's limits: a place, and later all the tokens that it might use."""
 
     key: ApiKey
     id: str
-    second: int  # of the limiter's clock, in which it was made
+    second: int  # of the limiter's clock, in which its tokens were taken
     num_tokens: int
     standing: Standing
 
@@ -50,8 +50,13 @@ class Reservation:
 class Limiter(Protocol):
     """Counts for keys. Raises redis.RedisError where it counts in a Redis that is away."""
 
-    async def take(self, key: ApiKey, *, id: str, num_tokens: int) -> Reservation:
-        """Take a request and its tokens, or nothing. Raises RateLimited, which says when to come again."""
+    async def enter(self, key: ApiKey, *, id: str) -> Reservation:
+        """Take a request and its place, or nothing; of what it asks for nothing is known yet. Raises RateLimited, which
+        says when to come again, also where the key has no token left."""
+        ...
+
+    async def charge(self, taken: Reservation, *, num_tokens: int) -> Reservation:
+        """Take the tokens of a request that has a place and no tokens yet, or none of them. Raises RateLimited."""
         ...
 
     async def settle(self, taken: Reservation, *, used: int) -> None:

@@ -1,4 +1,4 @@
-"""A key's limits around a request: taken before it, settled after it, and kept meanwhile."""
+"""A key's limits around a request: taken before anything of it is read, settled after it, and kept meanwhile."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -14,10 +14,10 @@ from redis.exceptions import RedisError, ResponseError
 
 from cluster.index.redis_client import RedisReach
 from cluster.words.api_key import ApiKey
-from cluster.words.errors import ClusterError, RateLimited, RequestError
+from cluster.words.errors import ClusterError, RateLimited
 from router.access.client import Client
 from router.access.limiter import LEASE_S, Limiter, Reservation
-from router.text.completion import Completion
+from router.access.visit import Held, Visit
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class Limits:
         self._try_again_s = try_again_s
         self._shared = shared
         self._local = local
-        self._under_way: dict[str, tuple[Limiter, Reservation]] = {}
+        self._under_way: dict[str, Held] = {}  # their places
         self._settling: set[asyncio.Task[None]] = set()
         self._away_until = 0.0
         self._reach = RedisReach("this router's own part of each limit counts")
@@ -42,37 +42,23 @@ class Limits:
         self._used_up: dict[str, tuple[float, RateLimited]] = {}  # by key: until when nothing can pass, and why
 
     @asynccontextmanager
-    async def reserved(self, client: Client, completions: Sequence[Completion]) -> AsyncIterator[Mapping[str, str]]:
-        """Hold a place for one request, which asks for all these, for as long as the block lasts.
+    async def entered(self, client: Client) -> AsyncIterator[Visit]:
+        """Hold a place for one request of this client for as long as the block lasts, from before its body is read.
 
-        All the tokens that it might use are taken before it, and what it has not used is given back after it. Gives
-        the headers that tell the client. Raises RateLimited, and RequestError where what is asked for is more than the
-        key may have in a minute; answers without a bound get what that leaves.
+        It counts as a request, whatever becomes of it. Raises RateLimited, also where the key has no token left.
         """
         key = client.key
         if key is None or not key.is_limited:
-            yield {}
+            yield Visit(None, self._charge)
             return
+        self._check(key)
+        visit = Visit(place := await self._reserve(key), self._charge)
+        self._under_way[place[1].id] = place
         try:
-            limiter, taken = await self._reserve(key, completions)
-        except ClusterError as error:
-            for one in completions[:1]:  # they are one request
-                one.refuse(error)
-            raise
-        self._under_way[taken.id] = limiter, taken
-        try:
-            yield taken.standing.headers(key)
+            yield visit
         finally:
-            del self._under_way[taken.id]
-            self._start(self._settle(limiter, taken, sum(one.used_tokens for one in completions)))
-
-    def check(self, client: Client) -> None:
-        """Raises RateLimited where it is known already that nothing passes: nothing is read or counted then."""
-        if client.key and (found := self._used_up.get(client.key.id)):
-            until, error = found
-            if (left_s := until - time.monotonic()) > 0:
-                raise RateLimited(str(error), retry_after_s=left_s, headers=error.headers)
-            del self._used_up[client.key.id]
+            del self._under_way[place[1].id]
+            self._start(self._leave(visit, place, visit.used_tokens))
 
     async def keep_forever(self) -> None:
         """Renew what is under way: the places of a router that dies come back when their leases end."""
@@ -91,32 +77,55 @@ class Limits:
         """Wait until what is over has been settled."""
         await asyncio.gather(*self._settling, return_exceptions=True)
 
-    async def _reserve(self, key: ApiKey, completions: Sequence[Completion]) -> tuple[Limiter, Reservation]:
-        if key.tpm is not None:
-            _bound(completions, key.tpm)
-        taking = asyncio.create_task(self._take(key, sum(one.most_tokens for one in completions)))
+    def _check(self, key: ApiKey) -> None:
+        """Raises RateLimited where it is known already that nothing passes: nobody is asked then."""
+        if found := self._used_up.get(key.id):
+            until, error = found
+            if (left_s := until - time.monotonic()) > 0:
+                raise RateLimited(str(error), retry_after_s=left_s, headers=error.headers)
+            del self._used_up[key.id]
+
+    async def _reserve(self, key: ApiKey) -> Held:
+        entering = asyncio.create_task(self._enter(key))
         try:
-            return await asyncio.shield(taking)
+            return await asyncio.shield(entering)
         except asyncio.CancelledError:  # the client has gone, and Redis may have counted it
-            self._start(self._give_back(taking))
+            self._start(self._give_back(entering))
             raise
         except RateLimited as error:
             if error.is_certain and self._asks_shared:
                 self._used_up[key.id] = time.monotonic() + error.retry_after_s, error
             raise
 
-    async def _take(self, key: ApiKey, num_tokens: int) -> tuple[Limiter, Reservation]:
+    async def _enter(self, key: ApiKey) -> Held:
         id = secrets.token_hex(8)
         if self._shared is not None and self._asks_shared:
             try:
                 if self._reach.is_away:  # leases have ended meanwhile, and what runs still counts
                     await self._renew()
-                taken = await self._shared.take(key, id=id, num_tokens=num_tokens)
+                taken = await self._shared.enter(key, id=id)
                 self._reach.found()
                 return self._shared, taken
             except RedisError as error:
                 self._note(error)
-        return self._local, await self._local.take(key, id=id, num_tokens=num_tokens)
+        return self._local, await self._local.enter(key, id=id)
+
+    async def _charge(self, place: Held, num_tokens: int) -> Held:
+        limiter, taken = place
+        try:
+            return limiter, await limiter.charge(taken, num_tokens=num_tokens)
+        except RedisError as error:
+            self._note(error)
+        return self._local, await self._local.charge(taken, num_tokens=num_tokens)
+
+    async def _leave(self, visit: Visit, place: Held, used: int) -> None:
+        held = place
+        if visit.charging:
+            with suppress(ClusterError):  # it was told so
+                held = await visit.charging
+        if held[0] is not place[0]:
+            await self._settle(*place, 0)
+        await self._settle(*held, used if held is not place else 0)
 
     @property
     def _asks_shared(self) -> bool:
@@ -137,10 +146,9 @@ class Limits:
             if taken.id not in self._under_way:  # over while it was being renewed, which may have come last
                 await self._shared.settle(taken, used=taken.num_tokens)
 
-    async def _give_back(self, taking: asyncio.Task[tuple[Limiter, Reservation]]) -> None:
+    async def _give_back(self, entering: asyncio.Task[Held]) -> None:
         with suppress(ClusterError):
-            limiter, taken = await taking
-            await self._settle(limiter, taken, 0)
+            await self._settle(*await entering, 0)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         """Nobody waits for it: the client has its answer."""
@@ -156,21 +164,3 @@ class Limits:
             return
         self._reach.missed(error)
         self._away_until = time.monotonic() + self._try_again_s
-
-
-def _bound(completions: Sequence[Completion], tpm: int) -> None:
-    """No more than `tpm` tokens for all of them. Raises RequestError."""
-    num_prompt = sum(len(one.prompt_ids) for one in completions)
-    if num_prompt > tpm:
-        raise RequestError(f"prompt: has {num_prompt} tokens; this API key may have {tpm} a minute", param="prompt")
-    if sum(one.most_tokens for one in completions) <= tpm:
-        return
-    unbounded = [one for one in completions if one.request.max_tokens is None]
-    named = sum(one.max_answer_tokens for one in completions if one.request.max_tokens is not None)
-    room = (tpm - num_prompt - named) // max(1, sum(one.n for one in unbounded))
-    if not unbounded or room < max(1, *(one.request.min_tokens for one in unbounded)):
-        raise RequestError(
-            f"max_tokens: prompts and answers may have {tpm} tokens a minute with this API key", param="max_tokens"
-        )
-    for one in unbounded:
-        one.bound_answers(room)

@@ -53,21 +53,21 @@ class LocalLimiter:
         self._now = now
         self._used: defaultdict[str, _Used] = defaultdict(_Used)
 
-    async def take(self, key: ApiKey, *, id: str, num_tokens: int) -> Reservation:
-        used, now = self._used[key.id], self._now()
-        part = replace(key, rpm=self._part(key.rpm), tpm=self._part(key.tpm), concurrency=self._part(key.concurrency))
-        num_tokens = num_tokens if part.tpm is None else min(num_tokens, part.tpm)
-        asked = (("requests", part.rpm, used.requests, 1), ("tokens", part.tpm, used.tokens, num_tokens))
-        for what, limit, window, wanted in asked:
-            if limit is not None and (excess := window.used(now) + wanted - limit) > 0:
-                retry_s = window.room_in_s(now, excess=excess)
-                raise refusal(part, what, retry_after_s=retry_s, standing=_standing(used, now))
+    async def enter(self, key: ApiKey, *, id: str) -> Reservation:
+        used, now, part = self._used[key.id], self._now(), self._part_of(key)
+        _check(part, used, now, num_requests=1, num_tokens=1)
         if part.concurrency is not None and len(used.running) >= part.concurrency:
             raise refusal(part, "concurrency", retry_after_s=1.0, standing=_standing(used, now))
         used.requests.add(int(now), 1)
-        used.tokens.add(int(now), num_tokens)
         used.running.add(id)
-        return Reservation(key=key, id=id, second=int(now), num_tokens=num_tokens, standing=_standing(used, now))
+        return Reservation(key=key, id=id, second=int(now), num_tokens=0, standing=_standing(used, now))
+
+    async def charge(self, taken: Reservation, *, num_tokens: int) -> Reservation:
+        used, now, part = self._used[taken.key.id], self._now(), self._part_of(taken.key)
+        num_tokens = num_tokens if part.tpm is None else min(num_tokens, part.tpm)
+        _check(part, used, now, num_requests=0, num_tokens=max(1, num_tokens))
+        used.tokens.add(int(now), num_tokens)
+        return replace(taken, second=int(now), num_tokens=num_tokens, standing=_standing(used, now))
 
     async def settle(self, taken: Reservation, *, used: int) -> None:
         counted = self._used[taken.key.id]
@@ -78,8 +78,22 @@ class LocalLimiter:
     async def renew(self, taken: list[Reservation]) -> None:
         """Nothing: what runs here ends with this process."""
 
-    def _part(self, limit: int | None) -> int | None:
-        return None if limit is None else max(1, limit // self._num_routers)
+    def _part_of(self, key: ApiKey) -> ApiKey:
+        """With the limits that this router counts."""
+
+        def part(limit: int | None) -> int | None:
+            return None if limit is None else max(1, limit // self._num_routers)
+
+        return replace(key, rpm=part(key.rpm), tpm=part(key.tpm), concurrency=part(key.concurrency))
+
+
+def _check(part: ApiKey, used: _Used, now: float, *, num_requests: int, num_tokens: int) -> None:
+    """Raises RateLimited where so many more are too many."""
+    asked = (("requests", part.rpm, used.requests, num_requests), ("tokens", part.tpm, used.tokens, num_tokens))
+    for what, limit, window, wanted in asked:
+        if limit is not None and wanted and (excess := window.used(now) + wanted - limit) > 0:
+            retry_s = window.room_in_s(now, excess=excess)
+            raise refusal(part, what, retry_after_s=retry_s, standing=_standing(used, now))
 
 
 def _standing(used: _Used, now: float) -> Standing:

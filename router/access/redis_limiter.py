@@ -1,4 +1,5 @@
-"""Limits counted in Redis: exact across all routers, for one round trip before a request and one after it.
+"""Limits counted in Redis: exact across all routers, for one round trip before a request, one more before it where
+there is a limit of tokens, and one after it.
 
 Of each key there is a hash of what was asked for, by the second, and a sorted set of the requests under way, by the end
 of their leases. Neither expires (see cluster/index/key_channel.py): they end with the key.
@@ -29,14 +30,15 @@ end
 local second = math.floor(now / 1000)
 """
 
-# KEYS used, running. ARGV now (ms; below 0: Redis's), window (s), lease (ms), id, rpm, tpm, concurrency, tokens.
+# KEYS used, running. ARGV now (ms; below 0: Redis's), window (s), lease (ms), id, rpm, tpm, concurrency (each below 0:
+# not asked about), requests, tokens. Where tokens are asked about there must be one left, also for who wants none.
 # Answers: what refuses it ('' where nothing does), retry (ms), the second, and requests, tokens with their resets (ms).
 _TAKE = (
     _TIME
     + """
-local window, tokens = tonumber(ARGV[2]), tonumber(ARGV[8])
-local limits = {r = tonumber(ARGV[5]), t = tonumber(ARGV[6])}
-local wanted, sums, counts, seconds = {r = 1, t = tokens}, {r = 0, t = 0}, {r = {}, t = {}}, {r = {}, t = {}}
+local window, limits = tonumber(ARGV[2]), {r = tonumber(ARGV[5]), t = tonumber(ARGV[6])}
+local wanted, least = {r = tonumber(ARGV[8]), t = tonumber(ARGV[9])}, {r = 0, t = 1}
+local sums, counts, seconds = {r = 0, t = 0}, {r = {}, t = {}}, {r = {}, t = {}}
 -- What is no count, or of a second that is yet to come (a clock that went back), would count for ever.
 local fields = redis.call('HGETALL', KEYS[1])
 for i = 1, #fields, 2 do
@@ -51,7 +53,7 @@ for i = 1, #fields, 2 do
 end
 local refused, retry = '', 0
 for _, kind in ipairs({'r', 't'}) do
-    local excess = sums[kind] + wanted[kind] - limits[kind]
+    local excess = sums[kind] + math.max(wanted[kind], least[kind]) - limits[kind]
     if refused == '' and limits[kind] >= 0 and excess > 0 then
         refused, retry = kind, window * 1000
         table.sort(seconds[kind])
@@ -128,18 +130,26 @@ class RedisLimiter:
         self._settle: Any = redis.register_script(_SETTLE)
         self._renew: Any = redis.register_script(_RENEW)
 
-    async def take(self, key: ApiKey, *, id: str, num_tokens: int) -> Reservation:
+    async def enter(self, key: ApiKey, *, id: str) -> Reservation:
         limits = [_NONE if limit is None else limit for limit in (key.rpm, key.tpm, key.concurrency)]
-        lease_ms = round(LEASE_S * 1e3)
+        return await self._counted(key, id, limits, num_requests=1, num_tokens=0)
+
+    async def charge(self, taken: Reservation, *, num_tokens: int) -> Reservation:
+        limits = [_NONE, _NONE if taken.key.tpm is None else taken.key.tpm, _NONE]
+        return await self._counted(taken.key, taken.id, limits, num_requests=0, num_tokens=num_tokens)
+
+    async def _counted(
+        self, key: ApiKey, id: str, limits: list[int], *, num_requests: int, num_tokens: int
+    ) -> Reservation:
         answer = await self._take(
             keys=places_of(self._name, key.id),
-            args=[self._now_ms(), WINDOW, lease_ms, id, *limits, num_tokens],
+            args=[self._now_ms(), WINDOW, round(LEASE_S * 1e3), id, *limits, num_requests, num_tokens],
         )
-        refused, retry_ms, second, num_requests, requests_ms, num_in_window, tokens_ms = answer
+        refused, retry_ms, second, num_in_window, requests_ms, tokens_in_window, tokens_ms = answer
         standing = Standing(
-            num_requests=num_requests,
+            num_requests=num_in_window,
             requests_reset_s=requests_ms / 1e3,
-            num_tokens=num_in_window,
+            num_tokens=tokens_in_window,
             tokens_reset_s=tokens_ms / 1e3,
         )
         if refused:

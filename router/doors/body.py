@@ -58,7 +58,7 @@ class BodyReader:
             await self._receive(body, request, key_id)
             if len(body) <= _SMALL:
                 return _parse(kind, bytes(body))
-            return await self._threads.run(self._parse_large, kind, bytes(body))
+            return await self._threads.run(key_id, self._parse_large, kind, bytes(body))
         finally:
             self._hold(key_id, -_counted(body))
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
-from typing import Any
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from typing import Any, TypeAlias
 
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
@@ -19,13 +19,16 @@ from cluster.wire.channel import PINGS_ALLOWED, keepalive
 from cluster.words.errors import ClusterError, DeployError, RateLimited, ReplicaLost
 from router.access.access import Access
 from router.access.client import Client
+from router.access.visit import Visit
 from router.doors.certificates import Certificates
 from router.doors.grpc_errors import status_of
 from router.doors.grpc_gate import KeyInterceptor, authorization_of
 from router.doors.grpc_health import DoorHealth
 from router.doors.grpc_messages import request_of, response_of
-from router.text.completion import Completion, Completions
+from router.text.completion import Completions
 from router.text.completion_request import MAX_REQUEST_BYTES, CompletionRequest
+
+_Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +37,7 @@ READINESS = "readiness"  # a name of the health service's own, for probes
 
 _LAST_WORDS_S = 1.0  # for what has ended to be heard
 _MAX_STREAMS = 4096
+_UNREAD_BYTES = 16 << 10  # of each stream
 _IDLE_MS = 10 * 60_000
 _AGE_MS = 60 * 60_000  # then a client is asked to connect anew, and what runs may end
 _OPTIONS = (
@@ -43,6 +47,9 @@ _OPTIONS = (
     ("grpc.max_connection_idle_ms", _IDLE_MS),
     ("grpc.max_connection_age_ms", _AGE_MS),
     ("grpc.server_handshake_timeout_ms", 10_000),  # to say what HTTP/2 and TLS begin with
+    # What may come of a message before anybody reads it. Else gRPC takes in what the network brings, as fast as it can.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", _UNREAD_BYTES),
     # A client that has vanished without a word is noticed within 15 s. Clients may ping, too, also while they wait for
     # a first token.
     *keepalive(ping_every_ms=10_000, answer_within_ms=5_000),
@@ -69,8 +76,16 @@ async def open_grpc_api(
     Raises DeployError.
     """
     grace_ms = round(completions.max_request_s * 1e3)
+    inference = InferenceServicer(completions, access)
+    gate = KeyInterceptor(
+        access,
+        free=[health.SERVICE_NAME],
+        within_s=max_message_s,
+        max_waiting=2 * max_streams,
+        entered={f"/{SERVICE}/Generate": inference.entered},
+    )
     server = grpc.aio.server(
-        interceptors=[KeyInterceptor(access, free=[health.SERVICE_NAME], within_s=max_message_s)],
+        interceptors=[gate],
         options=(
             *_OPTIONS,
             ("grpc.max_concurrent_streams", max_streams),
@@ -79,7 +94,6 @@ async def open_grpc_api(
         ),
     )
     door_health = DoorHealth()
-    inference = InferenceServicer(completions, access)
     pb_grpc.add_InferenceServicer_to_server(inference, server)
     health_pb2_grpc.add_HealthServicer_to_server(door_health, server)
     reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
@@ -138,13 +152,29 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         self._num_running = 0
         self._completions = completions
         self._access = access
+        self._visits: dict[_Context, Visit] = {}  # of the calls under way
 
-    async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    @asynccontextmanager
+    async def entered(self, context: _Context) -> AsyncIterator[None]:
+        """Of a Generate call, from before its message is read until its end: its key's place is held."""
+        async with AsyncExitStack() as stack:
+            async with _statuses(context):
+                client = self._client(context)
+                with self._noted("", context, client):
+                    self._visits[context] = await stack.enter_async_context(self._access.limits.entered(client))
+            try:
+                yield
+            finally:
+                del self._visits[context]
+
+    async def Generate(self, request: pb.GenerateRequest, context: _Context) -> None:
         async with _statuses(context), self._counted():
-            client = self._access.identify(authorization_of(context.invocation_metadata()))
-            asked = self._asked(request, context, client)
+            visit = self._visits[context]
+            asked = self._asked(request, context, visit)
             completion = await self._completions.open(asked)
-            async with self._reserved(client, completion, context), completion.run() as events:
+            if told := await visit.charge([completion]):  # of its limits, before the first token
+                await context.send_initial_metadata(tuple(told.items()))
+            async with completion.run() as events:
                 async for event in events:
                     message = response_of(event, request_id=asked.id, tokenizer=self._completions.tokenizer)
                     await context.write(message)
@@ -162,40 +192,37 @@ class InferenceServicer(pb_grpc.InferenceServicer):
             if not self._num_running:
                 self.idle.set()
 
-    def _asked(
-        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any], client: Client
-    ) -> CompletionRequest:
+    def _client(self, context: _Context) -> Client:
+        return self._access.identify(authorization_of(context.invocation_metadata()))
+
+    def _asked(self, request: pb.GenerateRequest, context: _Context, visit: Visit) -> CompletionRequest:
         peer, deadline_s = context.peer(), context.time_remaining()
-        max_context = self._completions.model.max_context
+        max_context, client = self._completions.model.max_context, self._client(context)
+        with self._noted(request.request_id[:128], context, client):
+            made = request_of(request, deadline_s=deadline_s, max_context=max_context, peer=peer)
+            asked = client.bound(made)
+            visit.check(self._completions.least_tokens(asked))
+        return asked
+
+    @contextmanager
+    def _noted(self, request_id: str, context: _Context, client: Client) -> Iterator[None]:
+        """What is refused inside is in the trail."""
         try:
-            self._access.limits.check(client)
-            return client.bound(request_of(request, deadline_s=deadline_s, max_context=max_context, peer=peer))
+            yield
         except ClusterError as error:
-            self._completions.unreadable(request.request_id[:128], error, key=client.key, peer=peer)
+            self._completions.unreadable(request_id, error, key=client.key, peer=context.peer())
             raise
 
-    async def ListModels(
-        self, request: pb.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> pb.ListModelsResponse:
+    async def ListModels(self, request: pb.ListModelsRequest, context: _Context) -> pb.ListModelsResponse:
         async with _statuses(context), self._counted():
             model = self._completions.model
             return pb.ListModelsResponse(
                 models=[pb.Model(id=model.id, max_context=model.max_context, dtype=model.dtype)]
             )
 
-    @asynccontextmanager
-    async def _reserved(
-        self, client: Client, completion: Completion, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[None]:
-        """The client is told of its limits before the first token."""
-        async with self._access.limits.reserved(client, [completion]) as told:
-            if told:
-                await context.send_initial_metadata(tuple(told.items()))
-            yield
-
 
 @asynccontextmanager
-async def _statuses(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
+async def _statuses(context: _Context) -> AsyncIterator[None]:
     """The edge: whatever fails inside becomes the call's status."""
     try:
         yield

@@ -7,8 +7,11 @@ those calls are served here as streams, of which a handler reads when it likes: 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
+from weakref import WeakValueDictionary
 
 import grpc
 from grpc_status import rpc_status
@@ -19,34 +22,58 @@ from router.doors.grpc_errors import status_of
 
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+Entered: TypeAlias = Callable[[_Context], AbstractAsyncContextManager[None]]
 
-_FREE_S = 10.0  # for the message of who needs no key
 _NOW = 0.0  # of the loop's clock
-_MAX_FREE = 16  # such messages at a time, each of MAX_REQUEST_BYTES at most
+_FREE_S = 10.0  # for the message of who needs no key
+_SPARED = 1 / 12  # of its time, for which a message with a key may be on its way, whoever waits
+# Messages on their way at a time, each of MAX_REQUEST_BYTES at most; a quick one is there for a moment only.
+_MAX_FREE = 16
+_MAX_OF_ALL = 32
+_MAX_OF_KEY = 12
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC takes nothing else
     """Refuses a call before anything of its messages is read. Whom it is from, the handler asks itself."""
 
-    def __init__(self, access: Access, *, free: Iterable[str], within_s: float) -> None:
-        """free: full names of the services for which nobody needs a key. within_s: how long the one message of a call
-        may take; of a free one, 10 s at most, and where 16 of these are on their way, the newest ends the oldest."""
+    def __init__(
+        self,
+        access: Access,
+        *,
+        free: Iterable[str],
+        within_s: float,
+        max_waiting: int,
+        entered: Mapping[str, Entered] | None = None,
+    ) -> None:
+        """free: full names of the services for which nobody needs a key. within_s: how long a message may take, of a
+        free call 10 s at most. max_waiting: calls of one key whose messages wait to be read. entered: by
+        method, what is held from before that message to the end."""
         self._access = access
+        self._max_waiting = max_waiting
         self._free = tuple(f"/{service}/" for service in free)
-        self._messages = _Messages(within_s)
-        self._free_messages = _Messages(min(within_s, _FREE_S), at_a_time=_MAX_FREE)
+        self._within_s = within_s
+        self._entered = entered or {}
+        self._of_free = _Room(_MAX_FREE, max_waiting, spared_s=0.0)
+        self._of_all = _Room(_MAX_OF_ALL, max_waiting, spared_s=_SPARED * within_s)
+        self._of_keys: WeakValueDictionary[str, _Room] = WeakValueDictionary()
 
     async def intercept_service(self, continuation: Continuation, call: grpc.HandlerCallDetails) -> Any:
         handler = await continuation(call)
         if handler is None:
             return None
         if call.method.startswith(self._free):
-            return _streamed(handler, self._free_messages)
+            return _streamed(handler, _Messages(min(self._within_s, _FREE_S), [self._of_free]))
         try:
-            self._access.identify(authorization_of(call.invocation_metadata))
+            client = self._access.identify(authorization_of(call.invocation_metadata))
         except ClusterError as error:
             return _refusing(error)
-        return _streamed(handler, self._messages)
+        rooms = [self._room_of(client.key.id), self._of_all] if client.key else [self._of_all]
+        return _streamed(handler, _Messages(self._within_s, rooms), self._entered.get(call.method, _nothing))
+
+    def _room_of(self, key_id: str) -> _Room:
+        room = self._of_keys.get(key_id) or _Room(_MAX_OF_KEY, self._max_waiting, spared_s=_SPARED * self._within_s)
+        self._of_keys[key_id] = room
+        return room
 
 
 def authorization_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | None:
@@ -54,50 +81,116 @@ def authorization_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str 
     return next((str(value) for key, value in metadata or () if key == "authorization"), None)
 
 
-class _Messages:
-    """Those that are on their way, each to the call that it begins."""
+@dataclass(eq=False)
+class _Reading:
+    """A message that is on its way, or waits to be."""
 
-    def __init__(self, within_s: float, at_a_time: int | None = None) -> None:
-        self._within_s = within_s
-        self._at_a_time = at_a_time
-        self._scopes: dict[asyncio.Timeout, None] = {}  # the oldest first
+    scope: asyncio.Timeout
+    began_at: float
+    is_ended: bool = False  # for the sake of others
 
-    async def first(self, requests: Any, context: _Context) -> Any:
-        """Ends the call, where it does not come."""
+    def end(self, at: float) -> None:
+        self.is_ended = True
+        until = self.scope.when()
+        if not self.scope.expired() and (until is None or at < until):
+            self.scope.reschedule(at)
+
+
+class _Room:
+    """For so many messages at a time. More wait, and where `max_waiting` do, the next one ends. For each that waits the
+    oldest of those on their way ends, unless it comes before it has had `spared_s`: who is slow keeps nobody out."""
+
+    def __init__(self, at_a_time: int, max_waiting: int, *, spared_s: float) -> None:
+        self._free = asyncio.Semaphore(at_a_time)
+        self._max_waiting = max_waiting
+        self._spared_s = spared_s
+        self._num_waiting = 0
+        self._spared: dict[_Reading, None] = {}  # that nobody waits for; the oldest first
+        self._ending: set[_Reading] = set()
+
+    @asynccontextmanager
+    async def taken(self, reading: _Reading) -> AsyncIterator[None]:
+        self._num_waiting += 1
+        if self._num_waiting > self._max_waiting:
+            reading.end(_NOW)
+        self._end_some()
         try:
-            async with asyncio.timeout(self._within_s) as scope:
-                self._scopes[scope] = None
-                if self._at_a_time is not None and len(self._scopes) > self._at_a_time:
-                    oldest = next(iter(self._scopes))
-                    del self._scopes[oldest]
-                    if not oldest.expired():
-                        oldest.reschedule(_NOW)
-                try:
-                    return await anext(aiter(requests))
-                finally:
-                    self._scopes.pop(scope, None)
+            await self._free.acquire()
+        finally:
+            self._num_waiting -= 1
+        reading.began_at = asyncio.get_running_loop().time()
+        self._spared[reading] = None
+        self._end_some()
+        try:
+            yield
+        finally:
+            self._spared.pop(reading, None)
+            self._ending.discard(reading)
+            self._free.release()
+
+    def _end_some(self) -> None:
+        """As many as wait in vain."""
+        while self._free.locked() and self._spared and len(self._ending) < self._num_waiting:
+            oldest = next(iter(self._spared))
+            del self._spared[oldest]
+            self._ending.add(oldest)
+            oldest.end(oldest.began_at + self._spared_s)
+
+
+class _Messages:
+    """Of one call, mostly one."""
+
+    def __init__(self, within_s: float, rooms: Sequence[_Room]) -> None:
+        """rooms: of each of which it takes a place while it is on its way."""
+        self._within_s = within_s
+        self._rooms = rooms
+
+    async def one(self, requests: Any, context: _Context) -> Any:
+        """Ends the call, where there is none."""
+        if (message := await self._next(requests, context)) is None:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "there is no request in this call")
+        return message
+
+    async def each(self, requests: Any, context: _Context) -> AsyncIterator[Any]:
+        while (message := await self._next(requests, context)) is not None:
+            yield message
+
+    async def _next(self, requests: Any, context: _Context) -> Any:
+        """None: there are no more. Ends the call, where it does not come in time."""
+        try:
+            async with asyncio.timeout(self._within_s) as scope, AsyncExitStack() as stack:
+                reading = _Reading(scope, 0.0)
+                for room in self._rooms:
+                    await stack.enter_async_context(room.taken(reading))
+                return await anext(aiter(requests), None)
         except TimeoutError:
-            if scope.when() == _NOW:
+            if reading.is_ended:
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls wait for their request")
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the request did not arrive in time")
-        except StopAsyncIteration:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "there is no request in this call")
 
 
-def _streamed(handler: Any, messages: _Messages) -> Any:
-    """The same handler, for whose one message is waited here."""
-    if handler.request_streaming:
-        return handler
+@asynccontextmanager
+async def _nothing(context: _Context) -> AsyncIterator[None]:
+    yield
+
+
+def _streamed(handler: Any, messages: _Messages, entered: Entered = _nothing) -> Any:
+    """The same handler, for whose messages is waited here."""
+
+    async def answer_all(requests: Any, context: _Context) -> AsyncIterator[Any]:
+        async for response in handler.stream_stream(messages.each(requests, context), context):
+            yield response
 
     async def answer(requests: Any, context: _Context) -> None:
-        message = await messages.first(requests, context)
-        if handler.response_streaming:
-            await handler.unary_stream(message, context)
-        else:
-            await context.write(await handler.unary_unary(message, context))
+        async with entered(context):
+            request = await messages.one(requests, context)
+            if handler.response_streaming:
+                await handler.unary_stream(request, context)
+            else:
+                await context.write(await handler.unary_unary(request, context))
 
     return grpc.stream_stream_rpc_method_handler(
-        answer,
+        answer_all if handler.request_streaming else answer,
         request_deserializer=handler.request_deserializer,
         response_serializer=handler.response_serializer,
     )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from functools import partial
 
 from fastapi import FastAPI, Request
 from starlette.datastructures import Headers, MutableHeaders
@@ -16,6 +17,7 @@ from cluster.words.errors import ClusterError, UnknownModel
 from router.access.access import Access
 from router.access.client import Client
 from router.access.limits import Limits
+from router.access.visit import Visit
 from router.doors.body import Body, BodyReader
 from router.doors.event_stream import EventStream, while_connected
 from router.doors.health_api import HealthProbes, add_health
@@ -23,8 +25,8 @@ from router.doors.openai_answer import OpenAIAnswer
 from router.doors.openai_errors import CLIENT_GONE, error_response, handle_errors
 from router.doors.openai_forms import JSON, ChatForm, Form, TextForm
 from router.doors.openai_types import ChatBody, TextBody
-from router.text.completion import Completion, Completions
-from router.text.completion_request import REQUEST_ID, CompletionRequest, ModelCard, check_total
+from router.text.completion import Completion, Completions, num_chars
+from router.text.completion_request import REQUEST_ID, ModelCard, check_total
 from router.text.tokenizer import Tokenizer
 
 _HEALTH = "/health"  # for this, and what is below it, nobody needs a key
@@ -85,43 +87,67 @@ class _Door:
         return JSONResponse(_model(served))
 
     async def text(self, request: Request) -> Response:
-        body = await self._read(TextBody, request)
-        opened = await self._open(body, request)
-        tokenizer = self._completions.tokenizer
-        forms = [TextForm(tokenizer, echo=_prompt_text(one, tokenizer) if body.echo else "") for one in opened]
-        return await self._answer(request, body, opened, forms)
+        return _DuringVisit(self._entered(request), partial(self._text, request))
 
     async def chat(self, request: Request) -> Response:
+        return _DuringVisit(self._entered(request), partial(self._chat, request))
+
+    async def _text(self, request: Request, visit: Visit) -> Response:
+        body = await self._read(TextBody, request)
+        opened = await self._open(body, request, visit)
+        tokenizer = self._completions.tokenizer
+        forms = [TextForm(tokenizer, echo=_prompt_text(one, tokenizer) if body.echo else "") for one in opened]
+        return await self._answer(request, body, opened, forms, headers=await visit.charge(opened))
+
+    async def _chat(self, request: Request, visit: Visit) -> Response:
         body = await self._read(ChatBody, request)
-        opened = await self._open(body, request)
-        return await self._answer(request, body, opened, [ChatForm(self._completions.tokenizer)])
+        opened = await self._open(body, request, visit)
+        forms = [ChatForm(self._completions.tokenizer)]
+        return await self._answer(request, body, opened, forms, headers=await visit.charge(opened))
+
+    @asynccontextmanager
+    async def _entered(self, request: Request) -> AsyncIterator[Visit]:
+        async with AsyncExitStack() as stack:
+            with self._noted(request):
+                visit = await stack.enter_async_context(self._limits.entered(_client(request)))
+            yield visit
 
     async def _read(self, kind: type[Body], request: Request) -> Body:
-        client = _client(request)
+        key = _client(request).key
+        with self._noted(request):
+            return await self._bodies.read(kind, request, key_id=key.id if key else "")
+
+    @contextmanager
+    def _noted(self, request: Request) -> Iterator[None]:
+        """What is refused inside is in the trail."""
         try:
-            self._limits.check(client)
-            return await self._bodies.read(kind, request, key_id=client.key.id if client.key else "")
+            yield
         except ClusterError as error:
-            self._completions.unreadable(request.state.request_id, error, key=client.key, peer=_peer(request))
+            key = _client(request).key
+            self._completions.unreadable(request.state.request_id, error, key=key, peer=_peer(request))
             raise
 
-    def _bound(self, one: CompletionRequest, request: Request) -> CompletionRequest:
-        try:
-            return _client(request).bound(one)
-        except ClusterError as error:
-            self._completions.unreadable(one.id, error, key=_client(request).key, peer=one.peer)
-            raise
-
-    async def _open(self, body: TextBody | ChatBody, request: Request) -> list[Completion]:
-        opened, model = [], self._completions.model
-        for one in body.requests(request.state.request_id, peer=_peer(request)):
-            opened.append(await self._completions.open(self._bound(one, request)))
+    async def _open(self, body: TextBody | ChatBody, request: Request, visit: Visit) -> list[Completion]:
+        opened, model = list[Completion](), self._completions.model
+        with self._noted(request):
+            asked = body.requests(request.state.request_id, peer=_peer(request))
+            asked = [_client(request).bound(one) for one in asked]
+            visit.check(sum(self._completions.least_tokens(one) for one in asked))
+        num_all = sum(num_chars(one.prompt) for one in asked)
+        for one in asked:
+            opened.append(await self._completions.open(one, num_beside=num_all - num_chars(one.prompt)))
             check_total(sum(completion.max_answer_tokens for completion in opened), model)
             await asyncio.sleep(0)  # between a thousand prompts, others have their turn
         return opened
 
     async def _answer(
-        self, request: Request, body: TextBody | ChatBody, opened: list[Completion], forms: Sequence[Form]
+        self,
+        request: Request,
+        body: TextBody | ChatBody,
+        opened: list[Completion],
+        forms: Sequence[Form],
+        *,
+        headers: Mapping[str, str],
     ) -> Response:
         answer = OpenAIAnswer(
             id=forms[0].id_prefix + request.state.request_id,
@@ -131,25 +157,26 @@ class _Door:
             include_usage=bool(body.stream_options and body.stream_options.include_usage),
             return_token_ids=bool(body.return_token_ids),
         )
-        headers: dict[str, str] = {}
         if body.stream:
-            return EventStream(self._limited(answer, _client(request), headers), more_headers=headers)
-        whole = await while_connected(request.receive, self._whole(answer, _client(request), headers))
-        return Response(status_code=CLIENT_GONE) if whole is None else JSONResponse(whole, headers=headers)
+            return EventStream(answer.chunks(), more_headers=headers)
+        whole = await while_connected(request.receive, answer.whole())
+        return Response(status_code=CLIENT_GONE) if whole is None else JSONResponse(whole, headers=dict(headers))
 
-    async def _whole(self, answer: OpenAIAnswer, client: Client, headers: dict[str, str]) -> JSON:
-        async with self._limits.reserved(client, answer.completions) as told:
-            headers.update(told)
-            return await answer.whole()
 
-    async def _limited(
-        self, answer: OpenAIAnswer, client: Client, headers: dict[str, str]
-    ) -> AsyncGenerator[bytes, None]:
-        async with self._limits.reserved(client, answer.completions) as told:
-            headers.update(told)
-            async with aclosing(answer.chunks()) as chunks:
-                async for chunk in chunks:
-                    yield chunk
+class _DuringVisit(Response):
+    """An answer that is made, and sent, while a key's place is held: from before the body is read, to whatever end."""
+
+    def __init__(
+        self, entered: AbstractAsyncContextManager[Visit], make: Callable[[Visit], Awaitable[Response]]
+    ) -> None:
+        super().__init__()
+        self._entered = entered
+        self._make = make
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._entered as visit:
+            answer = await self._make(visit)
+            await answer(scope, receive, send)
 
 
 class _Gate:

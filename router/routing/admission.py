@@ -2,7 +2,8 @@
 
 Tenants get equal shares of the work that is admitted, and inside a tenant its users do (`fair_shares`); no priority
 moves one of them before another. Among the requests of one user, the smaller priority goes first, then the earlier
-arrival. Where nobody names a tenant or a user, all are one.
+arrival. Where nobody names a tenant or a user, all are one. Whoever has waited for long goes before all of these
+(`ageing`).
 
 A request is refused when it arrives, or not at all as long as the prediction holds: when the queue is full, when its
 tenant or its user has their part of it, or when its turn would come too late.

@@ -6,6 +6,10 @@ level's virtual time, so that nobody saves anything up. That time moves on with 
 who wait, as it would in a fluid system (Parekh and Gallager 1993), also where all work goes to newcomers: so names that
 are invented one after the other cannot keep anyone waiting for good.
 
+Who has had much is due late, and later the more others there are. Therefore whoever waits ages, too, on each level, and
+then goes before who is due: `ageing` has the bound, which is by what waits when a request comes, not by what comes
+after it.
+
 Every operation is logarithmic in how many wait; none visits them all.
 """
 
@@ -17,7 +21,8 @@ from enum import Enum
 from math import frexp
 from typing import Protocol
 
-from router.routing.open_heap import OpenHeap
+from router.routing.ageing import Ageing
+from router.routing.open_heap import Key, OpenHeap
 
 _MAX_IDLE = 10_000  # flows of one level that are remembered although nobody of them waits, for what they had
 _FORGOTTEN_AT_ONCE = 8  # of these, in one operation
@@ -42,6 +47,7 @@ class QueuedRequest:
     user: str = ""  # of the tenant
     arrival: int = -1  # set by the queue
     place: Place = Place.GONE  # set by the queue
+    since: Key = (0.0, 0)  # when it began to wait; set by the queue
 
     @property
     def is_waiting(self) -> bool:
@@ -82,12 +88,13 @@ class Part(Protocol):
 
 
 class Line:
-    """One user's requests: the smaller priority first, then the earlier arrival."""
+    """One user's requests: the smaller priority first, then the earlier arrival; or who has aged."""
 
     def __init__(self) -> None:
         self.num_waiting = 0
         self.cost = 0.0
         self._ready: OpenHeap[QueuedRequest] = OpenHeap()
+        self._ageing: Ageing[QueuedRequest] = Ageing()
         self._by_priority = _Sums()
 
     @property
@@ -95,12 +102,19 @@ class Line:
         return len(self._ready) > 0
 
     def first(self) -> QueuedRequest:
-        return self._ready.first()
+        return self._ageing.first() or self._ready.first()
 
     def move(self, queued: QueuedRequest, to: Place, *names: str, is_served: bool = False) -> None:
+        if is_served:
+            is_by_age = self._ageing.first() is queued and self._ready.first() is not queued
+            self._ageing.count(queued.cost, is_by_age=is_by_age)
         self._ready.discard(queued)
+        self._ageing.discard(queued)
+        if not queued.is_waiting:
+            queued.since = self._ageing.now()
         if to is Place.READY:
             self._ready.add((queued.priority, queued.arrival), queued)
+            self._ageing.add(queued, queued.since)
         if more := (to is not Place.GONE) - queued.is_waiting:
             self.num_waiting += more
             self.cost = self.cost + more * queued.cost if self.num_waiting else 0.0
@@ -120,6 +134,7 @@ class Shares:
         self._make_part = make_part
         self._flows: dict[str, _Flow] = {}
         self._ready: OpenHeap[_Flow] = OpenHeap()  # those of which one may be next
+        self._ageing: Ageing[_Flow] = Ageing()  # the same ones
         self._idle: OpenHeap[_Flow] = OpenHeap()  # those of which nobody waits, and that had more than their share
         self._by_cost = _Sums()  # of flows, by the power of two of what waits of them
         self._time = 0.0  # virtual
@@ -135,7 +150,7 @@ class Shares:
         return len(self._ready) > 0
 
     def first(self) -> QueuedRequest:
-        return self._ready.first().part.first()
+        return (self._ageing.first() or self._ready.first()).part.first()
 
     def num_waiting_of(self, name: str, *names: str) -> int:
         flow = self._flows.get(name)
@@ -146,16 +161,22 @@ class Shares:
     def move(self, queued: QueuedRequest, to: Place, *names: str, is_served: bool = False) -> None:
         flow = self._flows.get(names[0]) or self._new_flow(names[0])
         part, num_ready = flow.part, len(self._ready)
+        is_by_age = is_served and self._ageing.first() is flow and self._ready.first() is not flow
         (self._ready if part.is_ready else self._idle).discard(flow)
+        self._ageing.discard(flow)
         before = part.num_waiting, part.cost
         part.move(queued, to, *names[1:], is_served=is_served)
         self._count(before, (part.num_waiting, part.cost))
         if is_served:
-            self._time = max(flow.due, self._time + self._step)
+            self._ageing.count(queued.cost, is_by_age=is_by_age)
+            # When somebody who has aged is due says nothing of the others.
+            self._time = max(self._time if is_by_age else flow.due, self._time + self._step)
             self._step = queued.cost / max(1, num_ready)
             flow.due += queued.cost
         elif not before[0]:
             flow.due = max(flow.due, self._time)
+        if is_served or not before[0]:
+            flow.since = self._ageing.now()
         self._put(flow)
         self._forget_some()
 
@@ -194,6 +215,7 @@ class Shares:
         """Where a flow belongs by what it has."""
         if flow.part.is_ready:
             self._ready.add(flow.key, flow)
+            self._ageing.add(flow, flow.since)
         elif flow.part.num_waiting:
             return  # all aside
         elif flow.due > self._time:
@@ -218,9 +240,10 @@ class _Flow:
     number: int  # decides between two that are due at the same time
     due: float  # virtual time
     part: Part
+    since: Key = (0.0, 0)  # when it began to wait, or had its last turn
 
     @property
-    def key(self) -> tuple[float, int]:
+    def key(self) -> Key:
         return self.due, self.number
 
 

@@ -22,6 +22,9 @@ class OpenHeap(Generic[T]):
     def first(self) -> T:
         return self._entries[0][1]
 
+    def first_key(self) -> Key:
+        return self._entries[0][0]
+
     def add(self, key: Key, item: T) -> None:
         self._entries.append((key, item))
         self._rise(len(self._entries) - 1)

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from cluster.index.membership import Membership
+from cluster.index.membership import Membership, RefusalReason
 from cluster.index.redis_client import RedisReach
 from cluster.index.store import IndexReader
 from cluster.process.supervisor import Supervisor
@@ -29,10 +29,10 @@ class Discovery:
         name: str,
         key: bytes,
         tasks: Supervisor | None = None,
-        count_refused: Callable[[], object] = lambda: None,
+        count_refused: Callable[[RefusalReason], object] = lambda why: None,
     ) -> None:
         """name: of the deployment. key: by which its members sign. tasks: among which its own are; None: by
-        themselves. count_refused: of members that are not believed."""
+        themselves. count_refused: of members that are not believed, or not understood."""
         self._redis = redis
         self._replicas = replicas
         self._membership = Membership(redis, name=name, key=key, count_refused=count_refused)

@@ -10,7 +10,8 @@ from grpc import aio
 
 from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
-from cluster.wire.channel import error_of, open_lasting_channel
+from cluster.wire.call_errors import error_of
+from cluster.wire.channel import open_lasting_channel
 from cluster.wire.messages import handoff_to_proto, holder_to_proto, sequence_to_proto
 from cluster.words.errors import ClusterError, DeadlineExceeded
 from cluster.words.handoff import Handoff, Holder

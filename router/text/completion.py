@@ -71,12 +71,22 @@ class Completions:
         self.threads = TextThreads()
         self.trail = trail or RequestTrail()
 
-    async def open(self, request: CompletionRequest) -> Completion:
-        """Check a request and tokenise it; it holds nothing yet. Raises RequestError and its kin."""
+    def least_tokens(self, request: CompletionRequest) -> int:
+        """Tokens that it needs at least, told from its size alone: a text has as many as if each were the longest."""
+        prompt = request.prompt
+        if isinstance(prompt, tuple):
+            return len(prompt) + request.n
+        return max(1, -(-num_chars(prompt) // self.tokenizer.longest_token)) + request.n
+
+    async def open(self, request: CompletionRequest, *, num_beside: int = 0) -> Completion:
+        """Check a request and tokenise it; it holds nothing yet. Raises RequestError and its kin.
+
+        num_beside: characters of other prompts that come along with this one.
+        """
         try:
             check(request, self.model)
             clock = TokenClock(self.metrics, num_choices=request.n)
-            prompt_ids = await self._tokenize(request.prompt)
+            prompt_ids = await self._tokenize(request, num_beside)
             sampling = sampling_of(
                 request, self.model, num_prompt_tokens=len(prompt_ids), eos_token_ids=self.tokenizer.eos_token_ids
             )
@@ -96,18 +106,19 @@ class Completions:
         self.metrics.requests.labels(outcome_of(error).code).inc()
         self.trail.unreadable(request_id, error, key=key, peer=peer)
 
-    async def _tokenize(self, prompt: str | Chat | tuple[int, ...]) -> tuple[int, ...]:
+    async def _tokenize(self, request: CompletionRequest, num_beside: int) -> tuple[int, ...]:
+        prompt = request.prompt
         if isinstance(prompt, tuple):
             return prompt
-        num_chars = prompt.num_chars if isinstance(prompt, Chat) else len(prompt)
         # What could not fit even if every token were the longest one is not worth tokenising.
-        if num_chars > self.model.max_context * self.tokenizer.longest_token:
+        if self.least_tokens(request) - request.n > self.model.max_context:
             raise ContextLengthExceeded(
-                f"this model's context holds {self.model.max_context} tokens; {num_chars} characters are more",
+                f"this model's context holds {self.model.max_context} tokens; {num_chars(prompt)} characters are more",
                 param="messages" if isinstance(prompt, Chat) else "prompt",
             )
-        if num_chars + (_MESSAGE * len(prompt.messages) if isinstance(prompt, Chat) else 0) > _LONG_TEXT:
-            return await self.threads.run(self._encode, prompt)
+        num_all = num_chars(prompt) + num_beside
+        if num_all + (_MESSAGE * len(prompt.messages) if isinstance(prompt, Chat) else 0) > _LONG_TEXT:
+            return await self.threads.run(request.key_id, self._encode, prompt)
         return self._encode(prompt)
 
     def _encode(self, prompt: str | Chat) -> tuple[int, ...]:
@@ -115,6 +126,13 @@ class Completions:
             text = self._chat_template.render(prompt.messages, variables=prompt.variables)
             return tuple(self.tokenizer.encode(text, add_special_tokens=False))  # the template wrote them itself
         return tuple(self.tokenizer.encode(prompt))
+
+
+def num_chars(prompt: str | Chat | tuple[int, ...]) -> int:
+    """Of all that has to be tokenised."""
+    if isinstance(prompt, tuple):
+        return 0
+    return prompt.num_chars if isinstance(prompt, Chat) else len(prompt)
 
 
 class Completion:

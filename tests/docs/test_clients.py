@@ -39,7 +39,6 @@ async def test_the_examples_do_what_the_pages_say(
     async with local_cluster(smollm2_dir, redis_url, **tree) as cluster:
         service = await RouterService.open(
             cluster.spec,
-            index_url=redis_url,
             credentials=cluster.credentials,
             identity=cluster.identity(router("router-1")),
         )

@@ -32,7 +32,6 @@ async def test_chat_streams_seeds_stops_and_errors_at_both_doors(smollm2_dir: Pa
     async with local_cluster(smollm2_dir, redis_url, **tree) as cluster:
         service = await RouterService.open(
             cluster.spec,
-            index_url=redis_url,
             credentials=cluster.credentials,
             identity=cluster.identity(router("router-1")),
         )

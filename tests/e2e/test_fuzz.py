@@ -41,7 +41,6 @@ async def _open(model: Path, redis_url: str) -> AsyncIterator[tuple[LocalCluster
     async with local_cluster(model, redis_url, **tree) as cluster:
         service = await RouterService.open(
             cluster.spec,
-            index_url=redis_url,
             credentials=cluster.credentials,
             identity=cluster.identity(ProcessName.of_router(cluster.spec.name, "router-1")),
         )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
+from cluster.control.authority_store import open_files
 from cluster.identity.authority import Authority
 from cluster.wire.channel import open_channel
 from cluster.words.errors import ReplicaLost
@@ -16,6 +18,7 @@ from cluster.words.papers import Identity
 from cluster.words.request import Role, Sampling
 from router.serving.grpc_worker import GrpcWorker
 from tests.ceiling import Ceiling
+from tests.cluster.identity.authorities import issue_authority
 from tests.cluster.wire.every_rpc import METHODS, call, truthful
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
@@ -117,6 +120,39 @@ async def test_a_router_speaks_to_the_replica_that_it_means_and_to_no_other_at_i
                 assert (await anext(frames)).status.replica == there.id
             frames.cancel()
             await worker.close()
+
+
+async def test_an_operators_own_authority_issues_and_is_replaced_under_running_requests(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`security.tls: files`: an intermediate of the operator's, and later the next one of the same root. Who has a
+    certificate of the first works with whoever has one of the second."""
+    model_dir, [asked, next_asked] = checkpoint("llama"), prompts(40, 30)
+    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, [asked, next_asked], _GREEDY)]
+    root, security = issue_authority("root"), {"tls": "files"}
+    security["ca"], _ = root.write(tmp_path, "root")
+    security["certificate"], security["key"] = issue_authority("first", root).write(tmp_path, "issuing")
+    running_on = Ceiling(8)
+    running_on.arm(monkeypatch.setattr)
+    async with local_cluster(model_dir, redis_url, security=security, **_TREE) as cluster:
+        running = asyncio.create_task(cluster.generate(asked, _GREEDY, id="before"))
+        decode = cluster.seen(cluster.pools[Role.DECODE][0])
+        await cluster.until(lambda: decode.status.running == 1)
+        issue_authority("second", root).write(tmp_path, "issuing")
+        cluster.authority = open_files(cluster.spec.security)
+        fresh = await cluster.add(Role.PREFILL)
+        assert cluster.seen(fresh).is_usable, "the others still show certificates of the first"
+        cluster.renew()
+        later = asyncio.create_task(cluster.generate(next_asked, _GREEDY, id="after"))
+        await cluster.until(lambda: decode.status.running == 2)
+        running_on.lift()
+        assert ((await running).ids, (await later).ids) == tuple(expected)
+        theirs = proven(Authority.create(cluster.spec.name), _ROUTER)
+        frames = "/cluster.worker.v1.Worker/Frames"
+        for identity, status in ((cluster.router, grpc.StatusCode.OK), (theirs, grpc.StatusCode.UNAVAILABLE)):
+            async with open_channel(decode.member.address, peer=rank(decode.id), identity=identity) as channel:
+                assert await call(channel, frames, truthful(frames, identity.name, rank(decode.id))) is status
+        await cluster.idle()
 
 
 def _asked_by_a_router() -> list[str]:

@@ -32,7 +32,6 @@ async def doors(model: Path, redis_url: str) -> AsyncIterator[tuple[str, str, st
     async with local_cluster(model, redis_url, **tree) as cluster:
         service = await RouterService.open(
             cluster.spec,
-            index_url=redis_url,
             credentials=cluster.credentials,
             identity=cluster.identity(router("router-1")),
         )

@@ -18,6 +18,7 @@ from cluster.words.request import Role, SampledToken, Sampling
 from cluster.words.timing import StepTiming
 from router.routing.cost_policy import CostPolicy
 from router.routing.policy import CandidateReplica, Option, RoutingRequest
+from router.serving.replicas import Replicas
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
 from tests.local_cluster import Answer, LocalCluster, local_cluster
@@ -200,22 +201,22 @@ async def test_a_pull_that_nobody_waits_for_leaves_nothing(checkpoint: Checkpoin
 
 
 class SteadyRates:
-    """The cost policy, on rates that do not depend on what else this machine does."""
+    """The cost policy, on rates that do not depend on what else this machine does: 1,000 tokens a second."""
 
     def __init__(self) -> None:
+        self.replicas: Replicas | None = None  # who knows how many tokens wait where
         self._policy = CostPolicy(pulls=True)
 
     def options(
         self, demand: RoutingRequest, prefills: Sequence[CandidateReplica], decodes: Sequence[CandidateReplica]
     ) -> Sequence[Option]:
-        return self._policy.options(demand, [_steady(view) for view in prefills], [_steady(view) for view in decodes])
+        return self._policy.options(demand, [self._steady(v) for v in prefills], [self._steady(v) for v in decodes])
 
-
-def _steady(view: CandidateReplica) -> CandidateReplica:
-    timing = StepTiming(base_s=0.0, token_s=1e-3)
-    learnt_s = view.timing.token_s  # nothing, where a fit has given everything to a step's base
-    queue_s = view.queue_s / learnt_s * timing.token_s if learnt_s else view.queue_s
-    return replace(view, timing=timing, queue_s=queue_s, link_bytes_per_s=1e8)
+    def _steady(self, view: CandidateReplica) -> CandidateReplica:
+        replica = self.replicas.get(view.replica) if self.replicas else None
+        timing = StepTiming(base_s=0.0, token_s=1e-3)
+        queue_s = replica.load().queued_tokens * timing.token_s if replica else 0.0
+        return replace(view, timing=timing, queue_s=queue_s, link_bytes_per_s=1e8)
 
 
 async def _known(cluster: LocalCluster, tokens: list[int], num_tokens: int) -> None:
@@ -229,7 +230,9 @@ async def test_each_turn_of_a_chat_computes_only_what_is_new(
 ) -> None:
     """Policy and index as they are: nobody says who is to pull from whom. Before the last turn Redis is emptied."""
     model_dir, turn, num_known = checkpoint("llama", max_position_embeddings=512), prompts(52)[0], 0
-    async with local_cluster(model_dir, redis_url, policy=SteadyRates(), **_tree(2, 2)) as cluster:
+    rates = SteadyRates()
+    async with local_cluster(model_dir, redis_url, policy=rates, **_tree(2, 2)) as cluster:
+        rates.replicas = cluster.replicas
         for number in range(4):
             await _known(cluster, turn, num_known)
             if number == 3:
@@ -248,8 +251,10 @@ async def test_a_hot_prefix_is_copied_before_it_queues(
     checkpoint: Checkpoint, reference: Reference, redis_url: str
 ) -> None:
     model_dir, prefix = checkpoint("llama", max_position_embeddings=512), prompts(320)[0]
-    asked = [prefix + prompts(40 + i)[0][::-1] for i in range(8)]
-    async with local_cluster(model_dir, redis_url, policy=SteadyRates(), **_tree(2, 1)) as cluster:
+    asked = [prefix + prompts(100 + i)[0][::-1] for i in range(8)]
+    rates = SteadyRates()
+    async with local_cluster(model_dir, redis_url, policy=rates, **_tree(2, 1)) as cluster:
+        rates.replicas = cluster.replicas
         first = await cluster.generate(prefix, _GREEDY)
         await _known(cluster, prefix, 320)
         answers = await asyncio.gather(*(cluster.generate(p, _GREEDY, id=str(i)) for i, p in enumerate(asked)))

@@ -63,7 +63,6 @@ async def router_with(checkpoint: Checkpoint, redis_url: str, *issued: IssuedKey
         await publisher.publish(book_of(*issued))
         service = await RouterService.open(
             cluster.spec,
-            index_url=redis_url,
             credentials=cluster.credentials,
             identity=cluster.identity(router("router-1")),
         )

@@ -49,7 +49,7 @@ def make_runner() -> MakeRunner:
     return make
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def start_gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartGang]:
     """start_gang(size, function, ...) runs function(place, prefix, rank, size, ...) in `size` processes."""
     ranks = [ProcessPoolExecutor(1, mp_context=forks) for _ in range(MAX_RANKS)]

@@ -82,7 +82,6 @@ def test_absent_ranks_are_not_waited_for_for_ever(tmp_path: Path) -> None:
 
 
 def test_a_dead_rank_is_noticed(start_gang: StartGang) -> None:
-    """The last test here: it costs the third process its life."""
     first, second, dead = start_gang(3, gang.wait_for_a_rank_that_dies)
     assert isinstance(dead.exception(TIMEOUT_S), BrokenProcessPool)
     for survivor in (first, second):

@@ -9,19 +9,14 @@ from typing import Any
 from cluster.cli.app import run
 from cluster.control import desired
 from cluster.host import deployment, preflight
+from cluster.words.launch import Launch
 from tests.cluster.control import fake_rank
 
 
-def fake_router(
-    spec: dict[str, Any],
-    index_url: str,
-    log_dir: str,
-    credentials: dict[str, str],
-    actor_options: dict[str, Any],
-) -> Any:
+def fake_router(launch: Launch, actor_options: dict[str, Any]) -> Any:
     from tests.cluster.cli.fake_router import build  # it imports Ray: not before local_ray.join()
 
-    return build(spec, index_url, log_dir, credentials, actor_options)
+    return build(launch, actor_options)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ from ray import serve
 
 from cluster.control.controller import ACTOR_NAME
 from cluster.control.desired import namespace
-from cluster.words.spec_file import parse_spec
+from cluster.words.launch import Launch
+from cluster.words.spec import Spec
 from router.doors.admin_api import AdminListener, create_admin_app
 
 app = FastAPI()
@@ -21,18 +22,17 @@ app = FastAPI()
 @serve.deployment(ray_actor_options={"num_cpus": 0})
 @serve.ingress(app)
 class FakeRouter:
-    async def __init__(self, spec: dict[str, Any]) -> None:
-        parsed = parse_spec(spec)
-        self._controller = ray.get_actor(ACTOR_NAME, namespace=namespace(parsed.name))
+    async def __init__(self, spec: Spec) -> None:
+        self._controller = ray.get_actor(ACTOR_NAME, namespace=namespace(spec.name))
         self._seen: dict[str, int] = {}
         admin = create_admin_app(
-            deployment=parsed.name,
+            deployment=spec.name,
             router="router-0",
             health=lambda: self._seen,
             metrics=lambda: b"",
             explain_route=lambda request_id: {},
         )
-        self._listener = AdminListener.open(admin, host=parsed.router.admin_host, ports=parsed.router.admin_ports)
+        self._listener = AdminListener.open(admin, host=spec.router.admin_host, ports=spec.router.admin_ports)
         self._looking = asyncio.create_task(self._look())
 
     async def _look(self) -> None:
@@ -43,11 +43,5 @@ class FakeRouter:
                 await asyncio.wait_for(asyncio.Event().wait(), 0.1)
 
 
-def build(
-    spec: dict[str, Any],
-    index_url: str,
-    log_dir: str,
-    credentials: dict[str, str],
-    actor_options: dict[str, Any],
-) -> serve.Application:
-    return FakeRouter.bind(spec)
+def build(launch: Launch, actor_options: dict[str, Any]) -> serve.Application:
+    return FakeRouter.bind(launch.spec)

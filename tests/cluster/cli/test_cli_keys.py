@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from cluster.cli import keys
 from cluster.cli.app import run
 from cluster.host import driver
-from cluster.words.api_key import ApiKey, KeyChange, new_key, new_secret
+from cluster.words.api_key import ApiKey, KeyBook, KeyChange, new_key, new_secret
 
 _KEY = new_key("acme", new_secret())
 
@@ -20,11 +19,11 @@ def is_told(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     """Whether the controller has been able to tell the routers."""
     told: bool = request.param
 
-    def ask(controller: object, method: str, key: Any) -> KeyChange:
-        return KeyChange(key=key if isinstance(key, ApiKey) else _KEY, is_told=told)
+    def ask(controller: object, method: str, *keys: ApiKey) -> KeyBook | KeyChange:
+        return KeyChange(key=keys[0], is_told=told) if keys else KeyBook(version=1, keys=(_KEY,))
 
     monkeypatch.setenv("CLUSTER_STATE_DIR", str(tmp_path))
-    monkeypatch.setattr(keys, "find_state", lambda name: None)
+    monkeypatch.setattr(keys, "find_state", lambda name, **_: None)
     monkeypatch.setattr(keys, "join_controller", lambda state: None)
     monkeypatch.setattr(driver, "ask", ask)
     return told
@@ -35,6 +34,28 @@ def test_a_revoked_key_that_routers_still_take_is_an_error(is_told: bool, capsys
     assert (code == 0) == is_told
     assert printed.out == (f"{_KEY.id} of acme is revoked\n" if is_told else "")
     assert ("Redis is away: routers that run let it in until" in printed.err) != is_told
+
+
+@pytest.mark.parametrize("is_told", [True], indirect=True)
+def test_a_revoked_key_that_could_not_be_saved_is_an_error(
+    is_told: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ask(controller: object, method: str, *keys: ApiKey) -> KeyBook | KeyChange:
+        if not keys:
+            return KeyBook(version=1, keys=(_KEY,))
+        return KeyChange(key=keys[0], is_told=is_told, problem="keys.json: No space left on device; until then")
+
+    monkeypatch.setattr(driver, "ask", ask)
+    assert run(["keys", "revoke", _KEY.id]) == 2
+    printed = capsys.readouterr()
+    assert f"{_KEY.id} of acme is revoked, but keys.json: No space left on device" in printed.err and not printed.out
+
+
+def test_a_key_that_there_is_not_is_named_with_those_that_there_are(
+    is_told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["keys", "revoke", "other"]) == 2
+    assert "no key is called other; there are: acme" in capsys.readouterr().err
 
 
 def test_a_new_key_that_routers_do_not_know_yet_says_so(is_told: bool, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from cluster.words.credentials import Credentials
+from cluster.words.launch import Launch
+from cluster.words.spec_file import parse_spec
 from tests.cluster.control import fake_rank
 from tests.waiting import WITHIN_S, until
 
@@ -23,8 +25,7 @@ class Deployment:
         from cluster.control.desired import Parts
         from cluster.host.driver import start_controller
 
-        self._index_url = index_url
-        self.credentials = Credentials.new()
+        self.credentials = Credentials.new(index_url=index_url)
         self.name = f"t{uuid.uuid4().hex[:8]}"
         self.log_dir = log_dir
         self.controller = start_controller(self.name)
@@ -33,15 +34,9 @@ class Deployment:
         self.apply(spec)
 
     def apply(self, spec: dict[str, Any]) -> None:
-        named = {"name": self.name, **spec}
-        self.call(
-            "apply",
-            named,
-            index_url=self._index_url,
-            log_dir=str(self.log_dir),
-            credentials=self.credentials.to_plain(),
-            parts=self._parts,
-        )
+        named = parse_spec({"name": self.name, **spec})
+        launch = Launch(spec=named, log_dir=str(self.log_dir), credentials=self.credentials)
+        self.call("apply", launch, parts=self._parts)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         from cluster.host.driver import ask

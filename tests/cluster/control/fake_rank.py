@@ -7,8 +7,8 @@ import os
 import signal
 import threading
 from pathlib import Path
-from typing import Any
 
+from cluster.words.launch import Launch
 from cluster.words.papers import Identity
 from cluster.words.rank import Binding, Progress, RankStatus
 
@@ -22,23 +22,11 @@ class FakeRank:
     directory), or "slow drain" (until the file `<replica>.finished` appears there).
     """
 
-    def __init__(
-        self,
-        spec: dict[str, Any],
-        *,
-        replica: str,
-        rank: int,
-        index_url: str,
-        log_dir: str,
-        credentials: dict[str, str],
-        identity: Identity,
-        fault: str = "",
-    ) -> None:
+    def __init__(self, launch: Launch, *, identity: Identity, fault: str = "") -> None:
         print(f"known by {identity.name.uri if identity.papers else 'nothing'}", flush=True)
-        self._spec = spec
-        self._replica = replica
-        self._rank = rank
-        self._dir = Path(log_dir)
+        self._replica = identity.name.replica
+        self._rank = identity.name.rank
+        self._dir = Path(launch.log_dir)
         self._fault = fault
         self._state = "loading"
         self._stopped = threading.Event()

@@ -11,10 +11,14 @@ from typing import Any
 import pytest
 import ray
 
+from cluster.control.authority_store import issue_identity
 from cluster.control.replica import Failure
 from cluster.identity.key_pair import KeyPair
 from cluster.words.errors import DeployError, SpecError
+from cluster.words.process_name import ProcessName
+from cluster.words.spec_file import parse_spec
 from tests.cluster.control.conftest import Deployment, ids
+from tests.cluster.identity.authorities import issue_authority
 from tests.identities import rank
 from tests.waiting import until
 
@@ -195,11 +199,22 @@ def test_each_pool_lands_where_its_labels_say(deploy: Deploy) -> None:
         deployment.call("scale", {"decode": 30})
 
 
+def test_replicas_of_a_pool_share_no_node_while_there_are_others(deploy: Deploy) -> None:
+    """So that a host that fails takes few of them along."""
+    deployment = deploy({"prefill": {"replicas": 3}, "decode": {"replicas": 0}})
+    replicas = deployment.until_ready()["prefill"]["replicas"]
+    groups = [group for group in ray.util.placement_group_table().values() if group["state"] == "CREATED"]
+    homes = [g["bundles_to_node_id"][0] for g in groups if g["name"].startswith(f"xpyd-{deployment.name}/")]
+    assert len(set(homes)) == len(homes) == len(replicas) == 3
+
+
 def test_scaling_beyond_what_fits_is_refused(deploy: Deploy) -> None:
     deployment = deploy({"prefill": {"replicas": 1}, "decode": {"replicas": 1, "resources": {"cpus": 1}}})
     deployment.until_ready()
     with pytest.raises(DeployError, match=r"decode: room for \d+ of 40 replicas; each replica needs 1 CPU"):
         deployment.call("scale", {"decode": 41})
+    with pytest.raises(SpecError, match="from 0 to 4096"):
+        deployment.call("scale", {"decode": 4097}, wait_for_nodes=True)
     assert deployment.pool("decode")["desired"] == 1
 
 
@@ -241,14 +256,28 @@ def test_a_restarted_controller_issues_certificates_as_before(deploy: Deploy) ->
         deployment.call("certify", rank("decode-0", deployment="neighbour"), keys.request)
 
 
-@pytest.mark.parametrize("tls", ["auto", "off"])
-def test_each_rank_has_papers_of_its_own_if_any(deploy: Deploy, tls: str) -> None:
-    deployment = deploy({**SMALL, "security": {"tls": tls}})
+@pytest.mark.parametrize("tls", ["auto", "files", "off"])
+def test_each_rank_has_papers_of_its_own_if_any(deploy: Deploy, tls: str, tmp_path: Path) -> None:
+    security = {"tls": tls}
+    if tls == "files":
+        root = issue_authority("root")
+        security["ca"], _ = root.write(tmp_path, "root")
+        security["certificate"], security["key"] = issue_authority("issuing", root).write(tmp_path, "issuing")
+    deployment = deploy({**SMALL, "security": security})
     deployment.until_ready()
     logs = {replica: deployment.call("logs", replica)[0].text for replica in ("prefill-0", "decode-0")}
     for replica, text in logs.items():
-        assert (f"by xpyd://{deployment.name}/{replica}/0" in text) is (tls == "auto")
+        assert (f"by xpyd://{deployment.name}/{replica}/0" in text) is (tls != "off")
         assert "PRIVATE KEY" not in text
+
+
+def test_whoever_is_in_ray_needs_no_certificate_of_anybodys(deploy: Deploy) -> None:
+    """Why roles begin where Ray ends (docs/SECURITY.md §2, "People"): not hoped for, and not to be relied upon."""
+    deployment = deploy(SMALL)
+    spec = parse_spec(deployment.call("status")["spec"])
+    own = issue_identity(spec, ProcessName.of_person(deployment.name, "operator", "nobody-knows"))
+    asked = deployment.call("certify", rank("decode-0", deployment=deployment.name), KeyPair().request)
+    assert own.papers and own.papers.certificate.authorities == asked.authorities
 
 
 def test_stop_leaves_nothing(deploy: Deploy) -> None:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
 
 from cluster.control import ray_internals
-from cluster.control.desired import Desired
 from cluster.control.key_keeper import KeyKeeper
 from cluster.index.key_channel import places_of
 from cluster.process.ports import free_port
-from cluster.words.api_key import KeyBook, new_key, new_secret
+from cluster.words.api_key import KeyBook, KeyChange, new_key, new_secret
 from cluster.words.credentials import Credentials
+from cluster.words.errors import DeployError
+from cluster.words.launch import Launch
 from cluster.words.spec_file import parse_spec
 from tests.waiting import becomes
 
@@ -26,12 +31,12 @@ async def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     monkeypatch.setattr(ray_internals, "put", lambda key, value, *, namespace: stored.update({key: value}))
     monkeypatch.setattr(ray_internals, "get", lambda key, *, namespace: stored.get(key))
     monkeypatch.setattr(ray_internals, "delete", lambda key, *, namespace: stored.pop(key, None))
-    credentials, made = Credentials.new(), list[KeyKeeper]()
+    credentials, made = Credentials.new(index_url=""), list[KeyKeeper]()
 
     def keeper(index_url: str) -> KeyKeeper:
-        log_dir = str(tmp_path / "logs")
-        spec = parse_spec({"name": "kept"})
-        made.append(KeyKeeper(Desired(spec=spec, index_url=index_url, log_dir=log_dir, credentials=credentials)))
+        there = replace(credentials, index_url=index_url)
+        launch = Launch(spec=parse_spec({"name": "kept"}), log_dir=str(tmp_path / "logs"), credentials=there)
+        made.append(KeyKeeper(launch))
         return made[-1]
 
     yield keeper
@@ -44,10 +49,10 @@ async def test_who_changes_keys_hears_whether_routers_were_told(
 ) -> None:
     key = new_key("a", new_secret())
     keeper = keep(redis_url)
-    assert (await keeper.add(key)).is_told and (await keeper.revoke("a")).is_told
+    assert (await keeper.add(key)).is_told and (await keeper.revoke(key)).is_told
     away = keep(f"redis://127.0.0.1:{free_port()}")
     assert not (await away.add(key)).is_told
-    change = await away.revoke("a")
+    change = await away.revoke(key)
     assert (change.key, change.is_told) == (key, False)
     assert away.book == KeyBook(version=4), "it is kept all the same"
 
@@ -62,10 +67,58 @@ async def test_nothing_of_a_revoked_key_stays_also_when_its_keeper_has_died(
     client = redis.Redis.from_url(redis_url)
     for key in (kept, revoked):
         client.hset(places_of("kept", key.id)[0], "r1", 1)
-    await first.revoke("b")
+    await first.revoke(revoked)
     await first.close()  # before it has cleared up
     ray_internals.put(b"keys", first.book.to_json().encode(), namespace=b"")  # it has died: nobody has taken it down
     keep(redis_url)
     await becomes(lambda: not client.exists(*places_of("kept", revoked.id)))
     assert client.exists(*places_of("kept", kept.id)) == 1
     client.close()
+
+
+async def test_who_is_asked_twice_to_revoke_says_the_same(keep: Callable[[str], KeyKeeper], redis_url: str) -> None:
+    """Ray asks a controller again whose answer was lost when it died, and that had done what it was asked."""
+    key, other = new_key("a", new_secret()), new_key("b", new_secret())
+    keeper = keep(redis_url)
+    await keeper.add(key)
+    await keeper.add(other)
+    first = await keeper.revoke(key)
+    again = keep(redis_url)
+    assert await again.revoke(key) == first == KeyChange(key=key, is_told=True)
+    assert again.book == KeyBook(version=3, keys=(other,))
+
+
+def _full(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+async def test_a_revoked_key_is_refused_although_the_disk_is_full(
+    keep: Callable[[str], KeyKeeper], redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after the controller has died; and it is saved as soon as there is room."""
+    key = new_key("a", new_secret())
+    keeper = keep(redis_url)
+    await keeper.add(key)
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(Path, "write_text", _full)
+        change = await keeper.revoke(key)
+        assert change.is_told and "keys.json: No space left on device" in change.problem
+        assert keeper.book == keep(redis_url).book == KeyBook(version=2)
+        with redis.Redis.from_url(redis_url) as client:
+            assert KeyBook.from_json(client.hget("kept:keys", "book")) == KeyBook(version=2)  # type: ignore[arg-type]
+        assert KeyBook.from_json((tmp_path / "keys.json").read_bytes()).keys == (key,)
+    await becomes(lambda: KeyBook.from_json((tmp_path / "keys.json").read_bytes()) == KeyBook(version=2))
+
+
+async def test_where_it_cannot_be_saved_no_key_is_made(
+    keep: Callable[[str], KeyKeeper], redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = new_key("a", new_secret()), new_key("b", new_secret())
+    keeper = keep(redis_url)
+    await keeper.add(first)
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(Path, "write_text", _full)
+        with pytest.raises(DeployError, match=r"the key is not made: .*keys\.json: No space left on device"):
+            await keeper.add(second)
+    assert keeper.book == keep(redis_url).book == KeyBook(version=1, keys=(first,))
+    assert [path.name for path in tmp_path.iterdir()] == ["keys.json"]

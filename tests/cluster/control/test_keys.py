@@ -54,7 +54,7 @@ def test_keys_outlive_their_keeper_the_redis_and_the_deployment(
     redis.Redis.from_url(redis_url).flushall()
     until(lambda: told(deployment, redis_url) == book)
     ray.kill(deployment.controller, no_restart=False)
-    assert deployment.call("revoke_key", "second") == KeyChange(key=second, is_told=True)
+    assert deployment.call("revoke_key", second) == KeyChange(key=second, is_told=True)
     assert told(deployment, redis_url) == KeyBook(version=3, keys=(first,))
 
     file = tmp_path / "keys.json"

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.control.placement import Node, ResourceDemand, bundle, check_fit, matches, why_pending
+from cluster.control.placement import (
+    Node,
+    ResourceDemand,
+    bundle,
+    check_fit,
+    matches,
+    preferred_node,
+    why_pending,
+)
 from cluster.words.errors import DeployError
 from cluster.words.request import Role
 from cluster.words.spec import PoolSpec
@@ -93,3 +101,18 @@ def test_why_a_replica_waits() -> None:
     assert why_pending(pool(), [full]) == "no room at present; each replica needs 1 CPU"
     assert why_pending(pool(), [full, free]) == ""
     assert "no node has the labels" in why_pending(pool(labels={"x": "y"}), [free])
+
+
+def test_replicas_of_a_pool_go_to_different_nodes_while_there_is_room() -> None:
+    nodes = [node("b", CPU=2), node("a", CPU=2), node("c", CPU=8), node("d", CPU=8, labels={"pool": "decode"})]
+
+    def chosen(taken: dict[str, int], number: int, **labels: str) -> str | None:
+        preferred = preferred_node(pool(labels=labels), nodes, taken=taken, number=number)
+        return preferred and preferred.name
+
+    assert {chosen({}, number) for number in range(4)} == {"a", "b", "c", "d"}
+    assert [chosen({"a": 1, "b": 1, "d": 1}, number) for number in range(4)] == ["c"] * 4
+    assert chosen({"d": 3}, 0, pool="decode") == "d"
+    assert chosen({}, 0, pool="elsewhere") is None
+    nodes[2] = node("c", free={"CPU": 0.5}, CPU=8)
+    assert chosen({"a": 5, "b": 6, "d": 7}, 0) == "a"

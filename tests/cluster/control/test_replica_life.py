@@ -13,6 +13,7 @@ from cluster.control.desired import Desired
 from cluster.control.replica_life import ReplicaLife
 from cluster.words.credentials import Credentials
 from cluster.words.errors import ReplicaFailed
+from cluster.words.launch import Launch
 from cluster.words.spec_file import parse_spec
 
 
@@ -55,7 +56,9 @@ async def test_a_start_that_takes_too_long_is_explained(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(replica_life, "Gang", make)
     desired = Desired(
-        spec=parse_spec({"timeouts": {"start_s": 1.0}}), index_url="", log_dir="", credentials=Credentials.new()
+        launch=Launch(
+            spec=parse_spec({"timeouts": {"start_s": 1.0}}), log_dir="", credentials=Credentials.new(index_url="")
+        )
     )
     with pytest.raises(ReplicaFailed) as failure:
         await ReplicaLife("prefill-0", desired).live()

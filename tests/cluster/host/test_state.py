@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -52,6 +53,17 @@ def test_what_is_saved_is_found_again() -> None:
     assert state.load("a") == saved == state.find(None) == state.find("a")
     state.forget("a")
     assert state.load("a") is None
+
+
+def test_what_a_newer_version_has_remembered_beyond_this_is_passed_over() -> None:
+    saved = deployed("a", local_ray=LocalRay("/tmp/x", 20_123), deploying=Command.current())
+    state.save(saved)
+    file = state.state_dir("a") / "state.json"
+    tree = json.loads(file.read_text())
+    for level in (tree, tree["local_ray"], tree["deploying"]):
+        level["of a newer version"] = {"a": [1]}
+    file.write_text(json.dumps(tree))
+    assert state.load("a") == saved
 
 
 def test_one_of_several_must_be_named() -> None:

@@ -3,13 +3,16 @@
 import json
 import logging
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 
 import pytest
 from redis.asyncio import Redis
 
-from cluster.index.membership import Member, Membership
+from cluster.index.membership import Member, Membership, OtherVersion, RefusalReason
 from cluster.words.request import Role
+from cluster.words.seal import seal
+from cluster.words.wire_version import WIRE_VERSION
 
 _KEY = bytes(32)
 _MEMBER = Member(
@@ -71,8 +74,8 @@ async def test_deployments_do_not_see_each_other(redis: Redis) -> None:
 async def test_a_record_that_this_deployment_has_not_signed_is_ignored_and_said_once(
     redis: Redis, caplog: pytest.LogCaptureFixture, record: str | bytes
 ) -> None:
-    refused: list[None] = []
-    membership = Membership(redis, name="c", key=_KEY, count_refused=lambda: refused.append(None))
+    refused: list[RefusalReason] = []
+    membership = Membership(redis, name="c", key=_KEY, count_refused=refused.append)
     good = replace(_MEMBER, replica="prefill-0", role=Role.PREFILL)
     await membership.renew(good)
     await redis.sadd("c:members", "decode-0")
@@ -80,7 +83,7 @@ async def test_a_record_that_this_deployment_has_not_signed_is_ignored_and_said_
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert await membership.members() == [good]
-    assert len(refused) == 1
+    assert refused == [RefusalReason.UNSIGNED]
     assert len([line for line in caplog.messages if "decode-0" in line]) == 1
 
 
@@ -98,6 +101,32 @@ def test_what_a_newer_version_says_is_left_out_and_what_an_older_one_does_not_ha
     assert Member.from_json(json.dumps({**fields, "speed": 9})) == _MEMBER
     del fields["max_running"]
     assert Member.from_json(json.dumps(fields)) == _MEMBER
+
+
+@pytest.mark.parametrize("version", [WIRE_VERSION + 1, WIRE_VERSION - 1])
+async def test_a_member_of_another_wire_is_left_out_counted_and_named_once(
+    redis: Redis, caplog: pytest.LogCaptureFixture, version: int
+) -> None:
+    """Its record is ours, but what it says may mean anything: no field but the version is read."""
+    refused: list[RefusalReason] = []
+    membership = Membership(redis, name="c", key=_KEY, count_refused=refused.append)
+    await membership.renew(_MEMBER)
+    text = json.dumps({"wire_version": version, "replica": ["decode", 9]}).encode()
+    await redis.sadd("c:members", "decode-9")
+    await redis.set("c:member:decode-9", seal(_KEY, text) + text)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert await membership.members() == [_MEMBER]
+    assert refused == [RefusalReason.OTHER_VERSION]
+    [said] = caplog.messages
+    assert "decode-9" in said and f"version {version} on the wire, and this router {WIRE_VERSION}" in said
+
+
+def test_members_that_do_not_say_their_version_speak_the_last_one_that_went_without_saying() -> None:
+    fields = asdict(_MEMBER)
+    assert fields.pop("wire_version") == WIRE_VERSION
+    with nullcontext() if WIRE_VERSION == 3 else pytest.raises(OtherVersion):
+        assert Member.from_json(json.dumps(fields)) == _MEMBER
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "7", '{"role": "decode"}', '{"role": "king"}', "{"])

@@ -1,4 +1,4 @@
-"""Every RPC between the processes of a deployment, taken from proto/: a server that serves all of them, and calls."""
+"""Every RPC between the processes of a deployment and of its people, taken from proto/: a server of all, and calls."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc import aio
 
+from cluster.rpc import operate_pb2 as operate
 from cluster.rpc import transfer_pb2 as transfer
 from cluster.rpc import worker_pb2 as worker
 from cluster.words.process_name import ProcessName
 
 METHODS: dict[str, MethodDescriptor] = {
     f"/{service.full_name}/{method.name}": method
-    for file in (worker.DESCRIPTOR, transfer.DESCRIPTOR)
+    for file in (worker.DESCRIPTOR, transfer.DESCRIPTOR, operate.DESCRIPTOR)
     for service in file.services_by_name.values()
     for method in service.methods
 }

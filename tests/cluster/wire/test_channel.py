@@ -12,7 +12,8 @@ from grpc import aio
 
 from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
-from cluster.wire.channel import abort_with, error_of, listen, make_server, open_channel
+from cluster.wire.call_errors import abort_with, error_of
+from cluster.wire.channel import listen, make_server, open_channel
 from cluster.words import errors
 from cluster.words.errors import ClusterError
 from tests.identities import in_clear, rank, router

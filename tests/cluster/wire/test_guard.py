@@ -17,6 +17,7 @@ from cluster.rpc import transfer_pb2 as transfer
 from cluster.rpc import worker_pb2 as worker
 from cluster.wire.channel import listen, make_server, open_channel
 from cluster.words.papers import Identity
+from cluster.words.person import PersonRole
 from cluster.words.process_name import ProcessName
 from tests.cluster.identity.authorities import issue_authority
 from tests.cluster.wire.every_rpc import METHODS, FakeServices, call, truthful
@@ -26,8 +27,9 @@ _OURS, _THEIRS = Authority.create(DEPLOYMENT), Authority.create(DEPLOYMENT)
 _CALLEE = rank("decode-0", 1)
 _ROUTER, _LEADER, _SIBLING = router(), rank("decode-0", 0), rank("decode-0", 2)
 _OTHER_LEADER, _OTHER = rank("prefill-0", 0), rank("prefill-0", 1)
-_OPERATOR = ProcessName(DEPLOYMENT, "operator", "someone")
-_EVERYBODY = [_ROUTER, _LEADER, _SIBLING, _OTHER_LEADER, _OTHER, _OPERATOR]
+_VIEWER, _OPERATOR = (ProcessName.of_person(DEPLOYMENT, role, "someone") for role in PersonRole)
+_CONTROLLER = ProcessName.of_controller(DEPLOYMENT)
+_EVERYBODY = [_ROUTER, _LEADER, _SIBLING, _OTHER_LEADER, _OTHER, _VIEWER, _OPERATOR, _CONTROLLER]
 
 # Written down once more: whoever changes the table changes this, too.
 _MAY = {
@@ -43,6 +45,13 @@ _MAY = {
     "Report": [_LEADER, _SIBLING],
     "Tell": [_LEADER, _SIBLING, _OTHER_LEADER, _OTHER],
     "Ask": [_LEADER, _SIBLING, _OTHER_LEADER, _OTHER],
+    "Status": [_VIEWER, _OPERATOR],
+    "Logs": [_VIEWER, _OPERATOR],
+    "Scale": [_OPERATOR],
+    "Drain": [_OPERATOR],
+    "ListKeys": [_OPERATOR],
+    "CreateKey": [_OPERATOR],
+    "RevokeKey": [_OPERATOR],
 }
 
 

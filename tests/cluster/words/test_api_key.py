@@ -37,9 +37,11 @@ def test_names_are_taken_once_and_given_back() -> None:
     with pytest.raises(SpecError, match="a key is called a already"):
         book.with_key(new_key("a", "y"))
     for name in ("a", key.id):
-        assert book.without(name) == (KeyBook(version=2), key)
+        assert book.find(name) == key
     with pytest.raises(SpecError, match="no key is called b; there are: a"):
-        book.without("b")
+        book.find("b")
+    without = book.without(key)
+    assert without.without(key) == without == KeyBook(version=2), "and so it is when one is revoked"
 
 
 def test_a_key_is_its_own_tenant_unless_one_is_named() -> None:

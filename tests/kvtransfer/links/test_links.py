@@ -311,6 +311,22 @@ def test_a_sender_sends_nothing_to_who_cannot_prove_that_he_is_the_receiver(tmp_
                 sending.result(20)
 
 
+def test_a_sender_signs_nothing_for_a_nonce_that_is_not_whole(tmp_path: Path) -> None:
+    """Else what it signs could be read as something else: of another link, or for another nonce."""
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        store = str(tmp_path / "store")
+        PrefixStore("link/1", FileStore(store)).set("place", f"127.0.0.1 {server.getsockname()[1]}")
+        sending = pool.submit(_open, "tcp", FileStore(store), is_sender=True)
+        connection, _ = server.accept()
+        with connection:
+            connection.settimeout(10)
+            connection.sendall(bytes(31))
+            connection.shutdown(socket.SHUT_WR)
+            assert connection.recv(1000) == b""
+            with pytest.raises(LinkClosed, match="before its nonce was whole"):
+                sending.result(20)
+
+
 def test_what_travels_encrypted_is_not_what_was_sent(tmp_path: Path) -> None:
     """Nor does it repeat itself; changed on the way, it does not open, and the link is over."""
     key, payload = bytes(32), b"the same words, again and again " * 20_000

@@ -56,7 +56,7 @@ def test_a_write_comes_behind_what_was_there_and_closing_waits_for_it(monkeypatc
     monkeypatch.setattr(incoming, "Mark", FakeMark)
     opened = Opening(handoff="h", num_tokens=4, max_tokens=4, block_ids=(2,))
     receiving = Incoming(opened, pool=pool, codec=codec)
-    receiving.write(frame, payload, source=0)
+    receiving.write(frame, payload, sender="prefill-0", source=0)
     receiving.close()
     assert asked == [("mark", 0), ("hold up", 0), ("mark", 1), ("wait", 1)]
 

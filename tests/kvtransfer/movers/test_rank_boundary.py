@@ -20,11 +20,12 @@ from cluster.rpc import worker_pb2, worker_pb2_grpc
 from cluster.wire.messages import handoff_to_proto
 from cluster.words.errors import HandoffExpired, RequestError, TransferError
 from cluster.words.handoff import Handoff
+from cluster.words.wire_version import WIRE_VERSION
 from cluster.worker.inbox import Inbox
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from kvtransfer.links.link import LinkGuard
-from kvtransfer.movers.codec import WIRE_VERSION, slots_of
+from kvtransfer.movers.codec import slots_of
 from kvtransfer.movers.link_config import LinkConfig
 from kvtransfer.movers.meeting import Meeting
 from kvtransfer.movers.pull_servicer import Granting, PullServicer
@@ -256,6 +257,41 @@ async def test_a_transfer_goes_on_beside_links_that_are_refused_or_broken_off() 
             assert (await asyncio.wait_for(shipments.get(), 10)).error is None
         await sender.close()
         assert (rank.receiver.config.pool.codes[1][[3, 1]] == 1.5).all()
+
+
+async def test_only_the_replica_that_a_handoff_names_fills_it() -> None:
+    """Also where another one has learnt its id, and knows what it is for."""
+    async with _rank() as rank:
+        shipments: asyncio.Queue[Shipment] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        sender = Sender(
+            _config(),
+            loop=loop,
+            on_shipped=lambda shipment: loop.call_soon_threadsafe(shipments.put_nowait, shipment),
+        )
+        for codes in sender.pool.codes:
+            codes.fill_(1.5)
+
+        async def ship(id: str) -> TransferError | None:
+            passage = sender.begin(_handoff(rank.address, id=id), [0, 1, 2])
+            assert passage
+            for layer in range(2):
+                passage.layer_ready(layer, 0, _NUM_TOKENS)
+            passage.commit(_NUM_TOKENS, [7])
+            return (await asyncio.wait_for(shipments.get(), 10)).error
+
+        own = str(named("decode-0")).partition("/")[0]
+        for id, by in (("theirs", "prefill-3"), ("ours", own)):
+            blocks = [3, 1, 8] if by == own else [2, 4, 5]
+            opening = _fields(_OPEN) | {"handoff": id, "sender": by, "block_ids": blocks}
+            await rank.stub.Open(pb.OpenRequest(**opening), timeout=10)
+        error = await ship("theirs")
+        assert error and "comes from another replica than decode-0" in str(error)
+        assert await ship("ours") is None
+        assert (await asyncio.wait_for(rank.landings.get(), 10)).handoff == "ours"
+        await sender.close()
+        pool = rank.receiver.config.pool
+        assert all((codes[[3, 1]] == 1.5).all() and not codes[[2, 4, 5]].any() for codes in pool.codes)
 
 
 def _fields(request: pb.OpenRequest) -> dict[str, Any]:

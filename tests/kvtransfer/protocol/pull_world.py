@@ -106,7 +106,7 @@ class Puller:
         want = Want(prefix, taken[0])
         self.wants.append(want)
         self._holder = holder
-        said = Holder(replica="p", address="p", num_tokens=num_blocks * 2)
+        said = Holder(replica=holder.name, address="p", num_tokens=num_blocks * 2)
         hashes = hashes_of(prefix)[:num_blocks]
         self.pulls.begin(
             want, said, id=f"r{next(self.world.ids)}", hashes=hashes, blocks=want.blocks, first_block=0, now=0.0

@@ -54,6 +54,7 @@ class ReceivingRank:
         mine = [copy for copy in copies if copy.receiver == self.rank]
         copy = next(copy for copy in mine if copy.sender == link.sender.rank)
         ledger = self.register.find(frame.handoff)
+        ledger.admit(frame.epoch, sender=link.sender.replica.name)
         if isinstance(frame, SegmentFrame):
             if ledger.accept(frame, source=copy.sender):
                 self._write(frame, copy)

@@ -195,6 +195,7 @@ class Prefill:
 
     def __init__(self, world: World, tp: int) -> None:
         self.world, self.tp = world, tp
+        self.name = f"prefill-{next(world.ids)}"
         self.blocks = BlockManager(NUM_BLOCKS)
         self.departures: Departures[Job] = Departures(self.blocks)
         no_tiers: Tiers[object] = Tiers(self.blocks, None, layout(tp), eviction="lru", timeout_s=1.0)

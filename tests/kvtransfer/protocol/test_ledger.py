@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from cluster.words.errors import HandoffExpired
+from cluster.words.errors import HandoffExpired, TransferError
 from kvtransfer.protocol.frames import CommitFrame, Opening, SegmentFrame
 from kvtransfer.protocol.ledger import Ledger, LedgerState
 from kvtransfer.protocol.segment import Segment, combine_checksums
@@ -47,3 +49,25 @@ def test_what_an_older_sender_commits_after_the_handoff_has_landed_is_not_told()
         ledger.commit(_commit(epoch=1), source=0, num_sources=1)
     newer = ledger.commit(_commit(epoch=3), source=0, num_sources=1)
     assert newer and newer.next_tokens == (3,), "the client hears of its tokens from the newest sender"
+
+
+def test_an_epoch_is_one_replicas() -> None:
+    """Else two of them together could fill it, or one could spoil what another one sends."""
+    ledger = Ledger(_OPENING, num_layers=2)
+    ledger.admit(1, sender="prefill-0")
+    with pytest.raises(TransferError, match="another replica than prefill-1"):
+        ledger.admit(1, sender="prefill-1")
+    ledger.admit(2, sender="prefill-1")
+    with pytest.raises(TransferError, match="another replica than prefill-0"):
+        ledger.admit(2, sender="prefill-0")
+    ledger.admit(1, sender="prefill-0")  # which is fenced, and is told so
+    ledger.admit(2, sender="prefill-1")
+
+
+def test_a_handoff_that_names_its_sender_takes_nothing_from_others() -> None:
+    ledger = Ledger(replace(_OPENING, sender="decode-1"), num_layers=2)
+    for epoch in (1, 9):
+        with pytest.raises(TransferError, match="another replica than prefill-0"):
+            ledger.admit(epoch, sender="prefill-0")
+    ledger.admit(1, sender="decode-1")
+    assert ledger.accept(_segment(0, epoch=1), source=0), "no epoch of another replica's has fenced it"

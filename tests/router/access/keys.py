@@ -8,6 +8,7 @@ from typing import Any
 from cluster.words.api_key import ApiKey, KeyBook, new_key, new_secret
 from router.access.access import Access, Count
 from router.access.keyring import Keyring
+from router.access.limiter import Limiter
 from router.access.limits import Limits
 from router.access.local_limiter import LocalLimiter
 
@@ -34,8 +35,13 @@ def book_of(*issued: IssuedKey, version: int = 1) -> KeyBook:
     return KeyBook(version=version, keys=tuple(one.key for one in issued))
 
 
-def access_with(*issued: IssuedKey, is_required: bool = True, count: Count = lambda outcome: None) -> Access:
+def access_with(
+    *issued: IssuedKey,
+    is_required: bool = True,
+    count: Count = lambda outcome: None,
+    limiter: Limiter | None = None,
+) -> Access:
     """What both doors ask, with these keys and no Redis."""
     keyring = Keyring(None, salt_key=SALT_KEY, is_required=is_required)
     keyring.take(book_of(*issued))
-    return Access(keyring, Limits(None, LocalLimiter()), count=count)
+    return Access(keyring, Limits(None, limiter or LocalLimiter()), count=count)

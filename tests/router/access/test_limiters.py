@@ -59,8 +59,15 @@ def key(**limits: Any) -> ApiKey:
 
 async def take(limiter: Limiter, of: ApiKey, *, tokens: int = 0, id: str = "") -> Reservation | RateLimited:
     try:
-        return await limiter.take(of, id=id or f"{random.getrandbits(64):x}", num_tokens=tokens)
+        entered = await limiter.enter(of, id=id or f"{random.getrandbits(64):x}")
     except RateLimited as error:
+        return error
+    if of.tpm is None:
+        return entered
+    try:
+        return await limiter.charge(entered, num_tokens=tokens)
+    except RateLimited as error:
+        await limiter.settle(entered, used=0)
         return error
 
 
@@ -252,14 +259,27 @@ async def test_counts_of_a_time_to_come_are_forgotten(clients: list[Redis], cloc
     assert (await refused(limiter, limited)).retry_after_s <= WINDOW
 
 
-async def test_one_round_trip_a_request(clients: list[Redis]) -> None:
+@pytest.mark.parametrize(("tpm", "num_trips"), [(None, 1), (10, 2)], ids=["without tokens", "with tokens"])
+async def test_one_round_trip_a_request_and_one_for_its_tokens(
+    clients: list[Redis], tpm: int | None, num_trips: int
+) -> None:
     limiter = RedisLimiter(clients[0], name="d")
-    limited = key(rpm=10, tpm=10, concurrency=10)
+    limited = key(rpm=10, tpm=tpm, concurrency=10)
     await taken(limiter, limited)  # the script is known from now on
     before = (await clients[1].info("commandstats")).get("cmdstat_evalsha", {"calls": 0})["calls"]
     await taken(limiter, limited)
     after = (await clients[1].info("commandstats"))["cmdstat_evalsha"]["calls"]
-    assert after - before == 1
+    assert after - before == num_trips
+
+
+async def test_who_has_no_token_left_is_not_let_in(limiter: Limiter) -> None:
+    """Before anybody knows how many it asks for."""
+    limited = key(tpm=10)
+    first = await taken(limiter, limited, tokens=10)
+    with pytest.raises(RateLimited, match="10 tokens a minute"):
+        await limiter.enter(limited, id="next")
+    await limiter.settle(first, used=9)
+    await limiter.enter(limited, id="next")
 
 
 async def test_a_router_alone_has_its_part() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +36,15 @@ def limits() -> Limits:
     return Limits(None, LocalLimiter())
 
 
+@asynccontextmanager
+async def reserved(
+    limits: Limits, asking: Client, completions: Sequence[Completion]
+) -> AsyncIterator[Mapping[str, str]]:
+    """A request as the doors have it, once it is tokenised."""
+    async with limits.entered(asking) as visit:
+        yield await visit.charge(completions)
+
+
 async def opened(completions: MakeCompletions, prompt: str = "abc", **fields: Any) -> Completion:
     request = CompletionRequest(id="r1", prompt=prompt, ignore_eos=True, **fields)
     return await completions(FakeTokenService()).open(request)
@@ -50,21 +61,21 @@ async def test_what_was_not_used_is_given_back(completions: MakeCompletions, lim
     for _ in range(5):  # each might use 60 and uses 13
         one = await opened(completions, max_tokens=20, n=3, stop=("zz",))
         num_prompt = len(one.prompt_ids)
-        async with limits.reserved(asking, [one]) as headers:
+        async with reserved(limits, asking, [one]) as headers:
             assert int(headers["x-ratelimit-remaining-tokens"]) >= 0
             assert one.most_tokens == num_prompt + 60
         await limits.settled()  # it was never given to a replica: nothing is charged
     one = await opened(completions, max_tokens=10)
-    async with limits.reserved(asking, [one]):
+    async with reserved(limits, asking, [one]):
         await run(one)
     await limits.settled()
-    async with limits.reserved(asking, [one]) as headers:
+    async with reserved(limits, asking, [one]) as headers:
         assert int(headers["x-ratelimit-remaining-tokens"]) == 120 - 2 * (len(one.prompt_ids) + 10)
 
 
 async def test_a_request_without_bounds_may_have_the_whole_budget(completions: MakeCompletions, limits: Limits) -> None:
     one = await opened(completions)  # as much as the context has room for
-    async with limits.reserved(client(tpm=50), [one]) as headers:
+    async with reserved(limits, client(tpm=50), [one]) as headers:
         assert headers["x-ratelimit-remaining-tokens"] == "0"
         assert one.most_tokens == 50
 
@@ -72,14 +83,14 @@ async def test_a_request_without_bounds_may_have_the_whole_budget(completions: M
 async def test_an_answer_beyond_the_budget_is_refused_for_good(completions: MakeCompletions, limits: Limits) -> None:
     one = await opened(completions, max_tokens=20, n=3)
     with pytest.raises(RequestError, match="may have 60 tokens a minute"):
-        async with limits.reserved(client(tpm=60), [one]):
+        async with reserved(limits, client(tpm=60), [one]):
             pass
 
 
 async def test_a_prompt_beyond_the_budget_is_refused_for_good(completions: MakeCompletions, limits: Limits) -> None:
     one = await opened(completions, "a b c d e f g h", max_tokens=1)
     with pytest.raises(RequestError, match=r"prompt: has \d+ tokens; this API key may have 2 a minute"):
-        async with limits.reserved(client(tpm=2), [one]):
+        async with reserved(limits, client(tpm=2), [one]):
             pass
 
 
@@ -88,19 +99,19 @@ async def test_a_cancelled_request_gives_its_place_back(completions: MakeComplet
     has_begun = asyncio.Event()
 
     async def hold() -> None:
-        async with limits.reserved(asking, [one]):
+        async with reserved(limits, asking, [one]):
             has_begun.set()
             await asyncio.Event().wait()
 
     task = asyncio.create_task(hold())
     await has_begun.wait()
     with pytest.raises(RateLimited):
-        async with limits.reserved(asking, [one]):
+        async with reserved(limits, asking, [one]):
             pass
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await limits.settled()
-    async with limits.reserved(asking, [one]):
+    async with reserved(limits, asking, [one]):
         pass
 
 
@@ -114,9 +125,15 @@ class FakeOutage:
         self.has_counted = asyncio.Event()
         self._inner = inner
 
-    async def take(self, key: ApiKey, *, id: str, num_tokens: int) -> Reservation:
+    async def enter(self, key: ApiKey, *, id: str) -> Reservation:
         self._check()
-        found = await self._inner.take(key, id=id, num_tokens=num_tokens)
+        return await self._held_up(await self._inner.enter(key, id=id))
+
+    async def charge(self, taken: Reservation, *, num_tokens: int) -> Reservation:
+        self._check()
+        return await self._held_up(await self._inner.charge(taken, num_tokens=num_tokens))
+
+    async def _held_up(self, found: Reservation) -> Reservation:
         self.has_counted.set()
         await self.goes_on.wait()
         return found
@@ -141,14 +158,14 @@ async def test_what_runs_while_redis_is_away_still_counts_when_it_is_back(
     shared = FakeOutage(RedisLimiter(there, name="d", now_ms=lambda: now_ms))
     limits = Limits(shared, LocalLimiter(), try_again_s=0.0)
     asking, one = client(concurrency=1), await opened(completions, max_tokens=1)
-    async with limits.reserved(asking, [one]):
+    async with reserved(limits, asking, [one]):
         shared.is_away = True
-        async with limits.reserved(asking, [one]):
+        async with reserved(limits, asking, [one]):
             pass
         shared.is_away = False
         now_ms += 11_000
         with pytest.raises(RateLimited):
-            async with limits.reserved(asking, [one]):
+            async with reserved(limits, asking, [one]):
                 pass
     await limits.settled()
     await there.aclose()
@@ -161,7 +178,7 @@ async def test_who_goes_while_it_is_counted_gives_all_back(completions: MakeComp
     shared.goes_on.clear()
 
     async def ask() -> None:
-        async with limits.reserved(asking, [one]):
+        async with reserved(limits, asking, [one]):
             pass
 
     task = asyncio.create_task(ask())
@@ -183,7 +200,7 @@ async def test_counts_that_make_no_sense_are_no_reason_to_pass_over_other_keys(
     assert harmed.key and well.key
     await there.set(f"d:key:{harmed.key.id}:used", "no hash")
     for asking in (harmed, well):
-        async with limits.reserved(asking, [one]):
+        async with reserved(limits, asking, [one]):
             pass
     assert await there.exists(f"d:key:{well.key.id}:used")
     await limits.settled()
@@ -195,10 +212,10 @@ async def test_without_redis_each_router_keeps_to_its_part(completions: MakeComp
     limits = Limits(RedisLimiter(away, name="d"), LocalLimiter(num_routers=2))
     asking, one = client(rpm=4), await opened(completions, max_tokens=1)
     for _ in range(2):
-        async with limits.reserved(asking, [one]):
+        async with reserved(limits, asking, [one]):
             pass
     with pytest.raises(RateLimited):
-        async with limits.reserved(asking, [one]):
+        async with reserved(limits, asking, [one]):
             pass
     await limits.settled()
     await away.aclose()
@@ -209,7 +226,7 @@ async def test_a_key_without_limits_asks_nobody(completions: MakeCompletions, re
     limits = Limits(RedisLimiter(there, name="d"), LocalLimiter())
     one, key = await opened(completions, max_tokens=1), client().key
     assert key
-    async with limits.reserved(Client(key=replace(key, max_tokens=5), salt_key=SALT_KEY), [one]) as headers:
+    async with reserved(limits, Client(key=replace(key, max_tokens=5), salt_key=SALT_KEY), [one]) as headers:
         assert headers == {}
     with redis.Redis.from_url(redis_url) as looking:
         assert not looking.exists(f"d:key:{key.id}:used")
@@ -222,16 +239,19 @@ async def test_who_has_used_up_its_requests_is_told_without_asking_anybody(
     there = connect_redis(redis_url)
     limits = Limits(RedisLimiter(there, name="d"), LocalLimiter())
     asking, one = client(rpm=1), await opened(completions, max_tokens=1)
-    limits.check(asking)
-    async with limits.reserved(asking, [one]):
+    async with reserved(limits, asking, [one]):
         pass
-    limits.check(asking)  # it is the next request that finds out
-    with pytest.raises(RateLimited):
-        async with limits.reserved(asking, [one]):
+    with pytest.raises(RateLimited):  # it is the next request that finds out
+        async with reserved(limits, asking, [one]):
             pass
+    with redis.Redis.from_url(redis_url) as forgetting:
+        forgetting.flushall()
     with pytest.raises(RateLimited) as caught:
-        limits.check(asking)
+        async with limits.entered(asking):
+            pass
     assert 0 < caught.value.retry_after_s <= 61
     assert caught.value.headers["x-ratelimit-remaining-requests"] == "0"
-    limits.check(client(rpm=1))
+    async with limits.entered(client(rpm=1)):
+        pass
+    await limits.settled()
     await there.aclose()

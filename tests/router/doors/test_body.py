@@ -69,13 +69,13 @@ async def test_while_a_large_body_is_parsed_another_stream_goes_on(completions: 
     """The threads that parse stand still until that stream has come to its end."""
     service = completions(FakeTokenService())
     app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
-    held, go_on = threading.Barrier(3), threading.Event()
+    held, go_on = threading.Barrier(4), threading.Event()
 
     def hold() -> None:
         held.wait(30)
         go_on.wait(30)
 
-    holding = [asyncio.ensure_future(service.threads.run(hold)) for _ in range(2)]
+    holding = [asyncio.ensure_future(service.threads.run("", hold)) for _ in range(3)]
     await asyncio.to_thread(held.wait, 30)
     async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}/v1/") as client:
         large = json.dumps({"prompt": "abc", "max_tokens": 1, "stop": ["x" * 1000] * 16, "metadata": "x" * 30_000})
@@ -95,7 +95,7 @@ async def test_when_too_many_large_bodies_wait_the_next_one_is_refused_for_now(c
     service = completions(FakeTokenService())
     app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
     go_on = threading.Event()
-    holding = [asyncio.ensure_future(service.threads.run(go_on.wait, 30)) for _ in range(64)]
+    holding = [asyncio.ensure_future(service.threads.run("", go_on.wait, 30)) for _ in range(64)]
     await asyncio.sleep(0)
     async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}/v1/") as client:
         large = {"prompt": "abc", "max_tokens": 1, "metadata": "x" * 30_000}

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 
 from router.doors.grpc_api import GrpcApi, open_grpc_api
 from tests.router.access.keys import IssuedKey, access_with, issue
@@ -21,6 +22,7 @@ _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _CHECK = "/grpc.health.v1.Health/Check"
 _WATCH = "/grpc.health.v1.Health/Watch"
+_REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 
 
 @asynccontextmanager
@@ -66,6 +68,17 @@ async def test_a_request_that_never_comes_is_not_waited_for(completions: MakeCom
             grpc.StatusCode.INVALID_ARGUMENT,
             grpc.StatusCode.DEADLINE_EXCEEDED,
         )
+
+
+async def test_nor_is_one_of_a_call_that_may_have_many(completions: MakeCompletions) -> None:
+    known = issue("acme")
+    async with door_of(completions, known, max_message_s=0.05) as (_, channel):
+        calls = [begun(channel, _REFLECTION, known)]
+        calls.append(begun(channel, _REFLECTION, known))
+        await calls[1].write(reflection_pb2.ServerReflectionRequest(list_services="").SerializeToString())
+        assert b"cluster.v1.Inference" in await calls[1].read()
+        for call in calls:
+            assert await asyncio.wait_for(call.code(), 10) is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 async def test_unfinished_health_checks_end_each_other_and_no_real_one(completions: MakeCompletions) -> None:

@@ -226,7 +226,7 @@ async def test_who_is_turned_away_is_counted(completions: MakeCompletions) -> No
 
 
 async def test_what_a_key_may_not_ask_for_is_in_the_trail(completions: MakeCompletions, tmp_path: Path) -> None:
-    known, trail = issue("acme", tenant="team", rpm=1, max_tokens=4), tmp_path / "trail.jsonl"
+    known, trail = issue("acme", tenant="team", rpm=2, max_tokens=4), tmp_path / "trail.jsonl"
     async with both(completions, access_with(known), trail=trail) as doors, doors.openai(known) as client:
         with pytest.raises(openai.BadRequestError):
             await client.completions.create(**BODY | {"max_tokens": 5})

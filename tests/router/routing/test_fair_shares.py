@@ -173,6 +173,71 @@ def _victim_of(queue: AdmissionQueue) -> QueuedRequest:
     return queued
 
 
+_LEVELS = {
+    "tenant": lambda number: {"tenant": f"tenant-{number}"},
+    "user": lambda number: {"tenant": "key", "user": f"name-{number}"},
+    "priority": lambda number: {"tenant": "key", "user": "victim", "priority": -number},
+}
+_VICTIMS = {"tenant": {"tenant": "victim"}, "user": {"tenant": "key", "user": "victim"}}
+
+
+@pytest.mark.parametrize("level", _LEVELS)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["invent", "again", "cancel"]), st.integers(100, 200), st.integers(0, 3)),
+        min_size=1,
+        max_size=20,
+    ),
+    st.integers(0, 3),
+    st.integers(4, 30),
+)
+def test_nobody_waits_longer_for_those_who_come_after_it(
+    level: str, strategy: list[tuple[str, int, int]], num_older: int, most: int
+) -> None:
+    """Also not who has just had very much, or gives its request a high number: the bound of router/routing/ageing.py,
+    against an adversary that always has some waiting, and as many names as it likes."""
+    queue, rival, victim = _queue(), _LEVELS[level], _VICTIMS.get(level, {"tenant": "key", "user": "victim"})
+    if level in _VICTIMS:
+        _add(queue, **victim, cost=1e6)
+    theirs = [_add(queue, **rival(number), cost=200.0) for number in range(num_older)]
+    waits = _add(queue, **victim, cost=1e6, priority=5)
+    if level in _VICTIMS:
+        assert queue.pop(now=0.0).cost == 1e6
+    others, bound, names = 0.0, 16_384 + 18 * (num_older + 1) * 200, num_older
+    for step in range(10_000):
+        kind, size, num_served = strategy[step % len(strategy)]
+        if kind == "cancel" and len(theirs) > 1:
+            queue.remove(theirs.pop(), now=0.0)
+        while len(theirs) < 1 + (step + size) % most:
+            names += kind != "again"
+            theirs.append(_add(queue, **rival(names), cost=float(size)))
+        for _ in range(max(num_served, step % 2)):
+            queued = queue.pop(now=0.0)
+            if queued is waits:
+                return
+            theirs.remove(queued)
+            others += queued.cost
+            assert others <= bound
+            if not theirs:
+                break
+    raise AssertionError("it was never its turn")
+
+
+def test_who_ages_takes_a_small_part_of_the_work() -> None:
+    """One with large requests, that has had more than its share, is due late; it ages, and the others keep theirs."""
+    queue, served = _queue(), Counter[str]()
+    for tenant, cost in (("large", 8_000.0), *((f"small-{number}", 100.0) for number in range(40))):
+        for _ in range(3):
+            _add(queue, tenant, cost=cost)
+    while served.total() < 1_000_000:
+        queued = queue.pop(now=0.0)
+        served[queued.tenant] += int(queued.cost)
+        _add(queue, queued.tenant, cost=queued.cost)
+    assert 1_000_000 / 41 - 8_000 <= served["large"] <= 1_000_000 / 17 + 2 * 8_000  # two at once to begin with
+    small = [count for tenant, count in served.items() if tenant != "large"]
+    assert max(small) - min(small) <= 200
+
+
 def test_who_has_gone_is_forgotten() -> None:
     queue = _queue()
     _add(queue, "stays")

@@ -408,7 +408,7 @@ async def test_many_small_messages_are_rendered_elsewhere_than_on_the_event_loop
     """The threads stand still meanwhile."""
     service = completions(FakeTokenService(), max_context=2048)
     go_on = threading.Event()
-    holding = [asyncio.ensure_future(service.threads.run(go_on.wait, 30)) for _ in range(2)]
+    holding = [asyncio.ensure_future(service.threads.run("", go_on.wait, 30)) for _ in range(3)]
     few, many = (Chat(messages=({"role": "user", "content": ""},) * number) for number in (3, 100))
     await service.open(request(few, max_tokens=1))
     opening = asyncio.ensure_future(service.open(request(many, max_tokens=1)))

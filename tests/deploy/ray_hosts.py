@@ -1,0 +1,126 @@
+"""Hosts on this machine for `ray up` (hosts.sh says what they are), and an operator who has their key."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from tests import hosts as network
+
+ROOT = Path(__file__).parents[2]
+_SCRIPT = Path(__file__).with_name("hosts.sh")
+_USER = 1500
+_SSH = ["-q", "-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-o", "ConnectTimeout=5"]
+
+
+def why_not() -> str:
+    """What this machine lacks for it; empty when they can be made."""
+    lacking = [
+        tool for tool in ("sshd", "rsync", "ip", "unshare") if shutil.which(tool, path="/usr/sbin:/usr/bin") is None
+    ]
+    if lacking:
+        return f"needs {', '.join(lacking)}"
+    return "" if network.can_be_made() else "needs root, and namespaces that it may make"
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The first is the head. What they need of Python is this process's own environment, read-only, as if installed."""
+
+    directory: Path
+    addresses: Mapping[str, str]  # by name
+    pools: Mapping[str, str]  # label, by name; none for the head
+
+    def start(self, *names: str) -> None:
+        places = {str(ROOT), sys.prefix, str(Path(sys.executable).resolve().parents[1])}
+        places |= {path for path in sys.path if path.endswith("site-packages")}
+        outermost = sorted(p for p in places if not any(p != q and p.startswith(f"{q}/") for q in places))
+        hosts = [f"{name}:{self.addresses[name]}" for name in names or self.addresses]
+        self._run("up", *hosts, env=os.environ | {"BIND": ":".join(outermost)})
+
+    def prepare(self, cache: Path) -> None:
+        """Python's part of the set-up, the models and kernels of `cache`, and the labels."""
+        wanted = hashlib.sha256(b"".join((ROOT / file).read_bytes() for file in ("pyproject.toml", "constraints.txt")))
+        for name in self.addresses:
+            home = self.directory / "hosts" / name / "home" / "ubuntu"
+            (home / ".xpyd").mkdir()
+            (home / ".xpyd" / "venv").symlink_to(sys.prefix)
+            (home / ".xpyd" / "installed").write_text(f"{wanted.hexdigest()}  -\n")
+            imported = shutil.ignore_patterns("gguf")  # from a GGUF, whose path is part of it
+            shutil.copytree(cache, home / ".cache" / "xpyd", ignore=imported)
+            for path in (home, *home.rglob("*")):
+                os.chown(path, _USER, _USER, follow_symlinks=False)
+            if name in self.pools:
+                labels = self.directory / "hosts" / name / "etc" / "xpyd" / "labels.yaml"
+                labels.parent.mkdir()
+                labels.write_text(f"pool: {self.pools[name]}\n")
+
+    def cut_power(self, name: str) -> None:
+        self._run("kill", name)
+
+    def end(self) -> None:
+        self._run("down")
+
+    def ssh(self, name: str, command: str, *, within_s: float = 120) -> str:
+        """What it prints to stdout; CalledProcessError when it fails. A shell that is neither login nor interactive."""
+        target = ["-i", str(self.directory / "key"), f"ubuntu@{self.addresses[name]}", command]
+        done = subprocess.run(["ssh", *_SSH, *target], capture_output=True, text=True, timeout=within_s)
+        if done.returncode:
+            raise subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)
+        return done.stdout
+
+    def processes(self, name: str) -> list[str]:
+        """What runs there for the user, but for this look."""
+        lines = self.ssh(name, "ps -u ubuntu -o args=").splitlines()
+        return [line for line in lines if not line.startswith(("sshd:", "ps -u ubuntu"))]
+
+    def received_bytes(self, name: str) -> int:
+        return int(Path(f"/sys/class/net/x-{name}/statistics/tx_bytes").read_text())
+
+    def cluster_file(self) -> Path:
+        """deploy/ray/on-prem.yaml with these hosts and their key: what an operator would write into it."""
+        config = yaml.safe_load((ROOT / "deploy" / "ray" / "on-prem.yaml").read_text())
+        head, *workers = self.addresses.values()
+        config["provider"] |= {"head_ip": head, "worker_ips": workers}
+        config |= {"min_workers": len(workers), "max_workers": len(workers)}
+        config["auth"]["ssh_private_key"] = str(self.directory / "key")
+        # Ray gives each of its agents 15 s to start: on hosts that share two cores, one host after the other.
+        *before, start = config["worker_start_ray_commands"]
+        one_by_one = start.replace("env -u", f"flock -o {ROOT / 'pyproject.toml'} env -u")
+        config["worker_start_ray_commands"] = [*before, one_by_one]
+        path = self.directory / "cluster.yaml"
+        path.write_text(yaml.safe_dump(config))
+        return path
+
+    def ray(self, verb: str, *arguments: str, within_s: float = 300) -> str:
+        """`ray up`, `exec` or `down` with the cluster file, as an operator who has his own home and /tmp."""
+        home = self.directory / "operator"
+        home.mkdir(exist_ok=True)
+        environment = os.environ | {"HOME": str(home), "RAY_TMPDIR": str(home), "PYTHONWARNINGS": "ignore"}
+        command = [sys.executable, "-m", "ray.scripts.scripts", verb, *arguments]
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=within_s,
+            stdin=subprocess.DEVNULL,
+        )
+        assert done.returncode == 0, f"ray {verb}: {done.stdout[-3000:]} {done.stderr[-3000:]}"
+        return done.stdout
+
+    def _run(self, *arguments: str, env: Mapping[str, str] | None = None) -> None:
+        verb, *rest = arguments
+        done = subprocess.run(
+            [_SCRIPT, verb, self.directory, *rest], env=env, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr

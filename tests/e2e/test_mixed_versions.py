@@ -1,0 +1,195 @@
+"""An upgrade goes replica by replica: processes of the oldest version that must work serve beside those of today."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from cluster.host.router_admin import ask_at, seen_by
+from cluster.index.membership import Membership
+from cluster.index.redis_client import connect_redis
+from cluster.process.ports import free_port
+from cluster.rpc import inference_pb2 as pb
+from cluster.rpc import inference_pb2_grpc as rpc
+from cluster.words.credentials import Purpose
+from cluster.words.request import Role, Sampling
+from cluster.words.wire_version import WIRE_VERSION
+from router.generation import RequestRoute
+from router.routing.policy import CandidateReplica, Option, RoutingRequest
+from tests.ceiling import Ceiling
+from tests.e2e.conftest import Checkpoint, Reference
+from tests.engine.steps import prompts
+from tests.identities import rank, router
+from tests.local_cluster import LocalCluster, local_cluster
+from tests.oldest import OldestProcess, check_out
+from tests.waiting import WITHIN_S, becomes
+
+_GREEDY = Sampling(max_tokens=24, temperature=0.0)
+_STOOD = 8  # tokens at which answers stand still until the test lets them go on
+_TREE: dict[str, Any] = {
+    "model": {"dtype": "float32"},
+    "kv": {"wire_dtype": "raw"},
+    "prefill": {"kv_memory_gib": 0.01, "max_batch_tokens": 32},
+    "decode": {"kv_memory_gib": 0.01},
+    "router": {"max_local_prefill": 0},
+}
+_OLDEST = ("prefill-100", "decode-100")
+
+
+class FakePolicy:
+    """Sends each request, and each choice that must leave its replica, where the test says."""
+
+    def __init__(self) -> None:
+        self.way = Option(prefill=None, decode="")
+        self.move_to = ""
+
+    def options(
+        self, demand: RoutingRequest, prefills: Sequence[CandidateReplica], decodes: Sequence[CandidateReplica]
+    ) -> Sequence[Option]:
+        return [self.way if prefills else Option(prefill=None, decode=self.move_to)]
+
+
+@pytest.fixture(scope="module")
+def oldest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return check_out(tmp_path_factory.mktemp("oldest"))
+
+
+@asynccontextmanager
+async def _beside(cluster: LocalCluster, tree: Path, tmp_path: Path) -> AsyncIterator[dict[str, OldestProcess]]:
+    """A prefill and a decode replica of the oldest version, which the cluster's router sees."""
+    old = {
+        name: OldestProcess(
+            tree, cluster.launch, cluster.identity(rank(name)), log=tmp_path / f"{name}.log", ceiling=_STOOD
+        )
+        for name in _OLDEST
+    }
+    try:
+        await asyncio.gather(*(asyncio.to_thread(process.start) for process in old.values()))
+        await cluster.until(lambda: all((seen := cluster.replicas.get(name)) and seen.is_usable for name in old))
+        yield old
+    finally:
+        for process in old.values():
+            await asyncio.to_thread(process.stop)
+
+
+@pytest.mark.timeout(180)  # two processes start beside this one, and import torch
+@pytest.mark.parametrize("encrypt", [False, True])
+async def test_workers_of_the_oldest_version_serve_beside_todays(
+    checkpoint: Checkpoint,
+    reference: Reference,
+    redis_url: str,
+    oldest: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    encrypt: bool,
+) -> None:
+    """For today's router: each prefill replica ships to each decode replica and fetches from the other, and a running
+    choice moves from today's to the oldest and back. No token is another."""
+    model_dir, asked = checkpoint("llama"), prompts(40, 33, 70, 21, 37, 51)
+    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, asked, _GREEDY)]
+    policy, under = FakePolicy(), Ceiling(_STOOD)
+    under.arm(monkeypatch.setattr)
+    tree = _TREE | {"kv": {"wire_dtype": "raw", "encrypt": encrypt}}
+    async with (
+        local_cluster(model_dir, redis_url, policy=policy, **tree) as cluster,
+        _beside(cluster, oldest, tmp_path) as old,
+    ):
+
+        async def ask(number: int, **way: Any) -> RequestRoute:
+            """The beginning of an answer, and the way that it went."""
+            policy.way = Option(**way)
+            answer = await cluster.generate(asked[number], replace(_GREEDY, max_tokens=_STOOD), id=f"{number} {way}")
+            assert answer.ids == expected[number][:_STOOD], way
+            route = answer.route
+            assert (route.prefill_replica, route.decode_replica, route.attempts) == (way["prefill"], way["decode"], 1)
+            return route
+
+        [today_prefill], [today] = cluster.pools[Role.PREFILL], cluster.pools[Role.DECODE]
+        prefills, decodes = (today_prefill.id, _OLDEST[0]), (today.id, _OLDEST[1])
+        for number, (prefill, decode) in enumerate(product(prefills, decodes)):
+            assert (await ask(number, prefill=prefill, decode=decode)).blocks_shipped, "computed elsewhere"
+        for number, (holder, prefill) in enumerate((prefills, prefills[::-1])):
+            held = {"pull_from": holder, "pull_tokens": 16}
+            number = {0: 0, 1: 2}[number]  # computed by that holder above
+            assert (await ask(number, prefill=prefill, decode=_OLDEST[1], **held)).pulled_tokens >= 16
+
+        policy.way, policy.move_to = Option(prefill=_OLDEST[0], decode=today.id), _OLDEST[1]
+        moving = asyncio.create_task(cluster.generate(asked[5], _GREEDY, id="moving"))
+        await cluster.until(lambda: cluster.seen(today).status.running)
+        there = cluster.replicas.get(_OLDEST[1])
+        assert there
+        await cluster.drain(today)
+        await cluster.until(lambda: there.status.running)
+        fresh = await cluster.add(Role.DECODE)
+        policy.move_to = fresh.id
+        old[_OLDEST[1]].tell("drain")
+        await cluster.until(lambda: cluster.seen(fresh).status.running and not there.status.running)
+        under.lift()
+        answer = await moving
+        assert answer.ids == expected[5] and answer.route.decode_replica == fresh.id and answer.route.attempts == 1
+        await cluster.idle()
+        assert not any(process.has_ended for process in old.values())
+
+
+@pytest.mark.timeout(180)
+async def test_todays_workers_serve_a_router_of_the_oldest_version(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str, oldest: Path, tmp_path: Path
+) -> None:
+    model_dir, asked = checkpoint("llama"), prompts(40, 33)
+    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, asked, _GREEDY)]
+    tree = _TREE | {"router": {"max_local_prefill": 0, "grpc_port": free_port()}}
+    async with local_cluster(model_dir, redis_url, **tree) as cluster:
+        old = OldestProcess(oldest, cluster.launch, cluster.identity(router("router-old")), log=tmp_path / "router.log")
+        try:
+            doors = await asyncio.to_thread(old.start)
+            await becomes(lambda: seen_by(ask_at(doors["admin"], "/health")) == {"prefill": 1, "decode": 1})
+            async with grpc.aio.insecure_channel(doors["grpc"]) as channel:
+                answers = [await _asked_at(channel, prompt) for prompt in asked]
+        finally:
+            await asyncio.to_thread(old.stop)
+        assert [ids for ids, _ in answers] == expected
+        served = {replica.id for pool in cluster.pools.values() for replica in pool}
+        assert {name for _, trace in answers for name in (trace.prefill_replica, trace.decode_replica)} == served
+        assert (await cluster.generate(asked[0], _GREEDY)).ids == expected[0], "today's router has them still"
+        await cluster.idle()
+
+
+def test_where_the_history_does_not_go_so_far_back_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.oldest.OLDEST", "0" * 40)
+    with pytest.raises(pytest.skip.Exception, match="commit 0000000 is not in the history here"):
+        check_out(tmp_path)
+
+
+async def test_a_replica_that_speaks_another_wire_is_named_and_the_others_serve(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is the deployment's own, and has the address of one that would answer: it is the version alone."""
+    model_dir, [asked] = checkpoint("llama"), prompts(40)
+    expected = [token.token_id for token in reference(model_dir, [asked], _GREEDY)[0]]
+    async with local_cluster(model_dir, redis_url, **_TREE) as cluster:
+        [decode] = cluster.pools[Role.DECODE]
+        newer = replace(cluster.seen(decode).member, replica="decode-9", wire_version=WIRE_VERSION + 1)
+        async with connect_redis(redis_url) as redis:
+            membership = Membership(redis, name=cluster.spec.name, key=cluster.credentials.key(Purpose.MEMBERS))
+            await membership.renew(newer)
+            await becomes(lambda: any("'decode-9' is ignored (other version)" in line for line in caplog.messages))
+            answer = await cluster.generate(asked, _GREEDY)
+            assert answer.ids == expected and answer.route.decode_replica == decode.id
+            assert cluster.replicas.get("decode-9") is None
+        await cluster.idle()
+
+
+async def _asked_at(channel: grpc.aio.Channel, prompt: list[int]) -> tuple[list[int], pb.Trace]:
+    request = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=prompt), sampling=pb.SamplingParams(temperature=0, max_tokens=_GREEDY.max_tokens)
+    )
+    events = [event async for event in rpc.InferenceStub(channel).Generate(request, timeout=WITHIN_S)]
+    return [token for event in events for token in event.delta.token_ids], events[-1].summary.trace

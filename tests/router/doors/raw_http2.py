@@ -1,0 +1,98 @@
+"""One connection of a gRPC client that is not gRPC's: it begins messages and leaves them unfinished."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections import Counter
+
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_DATA, _HEADERS, _SETTINGS, _PING, _WINDOW_UPDATE = 0, 1, 4, 6, 8
+_ACK, _END_HEADERS = 1, 4
+_INITIAL_WINDOW_SIZE = 4  # of the settings
+_MAX_FRAME = 16_384
+_CONNECTION = 0
+
+
+class RawHttp2:
+    """Sends what it is given as far as the other side's windows allow, and says how far that was. RFC 9113."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.sent: Counter[int] = Counter()  # bytes of data, by stream
+        self._reader, self._writer = reader, writer
+        self._windows = {_CONNECTION: 65_535}
+        self._initial = 65_535
+        self._left: dict[int, memoryview] = {}
+
+    @classmethod
+    async def open(cls, host: str, port: int) -> RawHttp2:
+        connection = cls(*await asyncio.open_connection(host, port))
+        await connection.greet()
+        return connection
+
+    async def greet(self) -> None:
+        self._writer.write(_PREFACE)
+        self._frame(_SETTINGS, 0, _CONNECTION, b"")
+        await self.pump()  # the other side's settings come first
+
+    def begin(self, path: str, *, authorization: str, data: bytes) -> int:
+        """A call, whose message is to begin so; its stream."""
+        stream = 2 * len(self._windows) - 1
+        headers = {
+            ":method": "POST",
+            ":scheme": "http",
+            ":path": path,
+            ":authority": "x",
+            "te": "trailers",
+            "content-type": "application/grpc",
+            "authorization": authorization,
+        }
+        self._frame(_HEADERS, _END_HEADERS, stream, b"".join(_literal(*header) for header in headers.items()))
+        self._windows[stream], self._left[stream] = self._initial, memoryview(data)
+        self._push()
+        return stream
+
+    async def pump(self) -> None:
+        """Hear one thing, and send what may be sent then."""
+        head = await self._reader.readexactly(9)
+        kind, flags, stream = head[3], head[4], int.from_bytes(head[5:9], "big")
+        payload = await self._reader.readexactly(int.from_bytes(head[:3], "big"))
+        if kind == _WINDOW_UPDATE:
+            self._windows[stream] = self._windows.get(stream, 0) + int.from_bytes(payload, "big")
+        elif kind == _SETTINGS and not flags & _ACK:
+            for number, value in struct.iter_unpack(">HI", payload):
+                if number == _INITIAL_WINDOW_SIZE:
+                    for each in self._windows.keys() - {_CONNECTION}:
+                        self._windows[each] += value - self._initial
+                    self._initial = value
+            self._frame(_SETTINGS, _ACK, _CONNECTION, b"")
+        elif kind == _PING and not flags & _ACK:
+            self._frame(_PING, _ACK, _CONNECTION, payload)
+        self._push()
+        await self._writer.drain()
+
+    async def pump_forever(self) -> None:
+        while True:
+            await self.pump()
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _push(self) -> None:
+        for stream, left in self._left.items():
+            while size := max(0, min(len(left), self._windows[stream], self._windows[_CONNECTION], _MAX_FRAME)):
+                self._frame(_DATA, 0, stream, bytes(left[:size]))
+                left = self._left[stream] = left[size:]
+                self._windows[stream] -= size
+                self._windows[_CONNECTION] -= size
+                self.sent[stream] += size
+
+    def _frame(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
+        self._writer.write(struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream))
+        self._writer.write(payload)
+
+
+def _literal(name: str, value: str) -> bytes:
+    """A header in HPACK's plainest form."""
+    assert len(name) < 127 and len(value) < 127
+    return b"\x00" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
