@@ -5,6 +5,8 @@ graph launches the same kernels over the same addresses again. So what changes f
 
     Batch ──one copy──> device ──two copies──> static inputs ──replay──> static logits      (and the pool)
 
+Block tables stay there from step to step: while the same rows follow each other, only the cells that are new go along.
+
 Shapes are part of a graph, so there is one for each of a few batch sizes, and a batch is filled up to the next. A row
 that fills up has a context of 0, which is attended to as zeros, and a slot of -1, where nothing is stored: no block is
 set aside for it.
@@ -15,7 +17,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -87,6 +89,7 @@ class DecodeGraphs:
         self._numbers_4M = torch.from_numpy(_ABSENT).to(device).repeat(1, most)
         self._tokens_M = torch.arange(most, dtype=torch.int32, device=device)
         self._tables_MB = torch.zeros(most, -(-max_context // block_size), dtype=torch.int32, device=device)
+        self._last: tuple[int, Any] = (0, None)  # step whose block tables are there, and whose they are
         self._logits_MV = torch.zeros(most, vocab_size, dtype=torch.float32, device=device)
         # The largest first: the others find room in the memory that it needed.
         self._replays = {size: capture(partial(self._step, size)) for size in reversed(self._sizes)}
@@ -104,11 +107,23 @@ class DecodeGraphs:
         size = self._sizes[bisect_left(self._sizes, num_rows)]
         numbers_4N = np.repeat(_ABSENT, size, axis=1)
         numbers_4N[:, :num_rows] = batch.token_ids, batch.positions, batch.slots, batch.context_lens
-        numbers, tables_RB = upload([numbers_4N, batch.block_tables], self._device)
+        if batch.new_cells is not None and self._is_next(batch):
+            new_blocks = batch.block_tables[batch.new_cells]
+            numbers, *cells, blocks = upload([numbers_4N, *batch.new_cells, new_blocks], self._device)
+            if len(new_blocks):
+                self._tables_MB[tuple(cells)] = blocks
+        else:
+            numbers, tables_RB = upload([numbers_4N, batch.block_tables], self._device)
+            self._tables_MB[:num_rows, :width].copy_(tables_RB)
+        self._last = batch.number, batch.block_tables.base
         self._numbers_4M[:, :size].copy_(numbers)
-        self._tables_MB[:num_rows, :width].copy_(tables_RB)
         self._replays[size]()
         return self._logits_MV[:num_rows]
+
+    def _is_next(self, batch: Batch) -> bool:
+        """The block tables of the step before are there, and in the same rows."""
+        number, tables = self._last
+        return batch.number == number + 1 and batch.block_tables.base is tables
 
     def _step(self, size: int) -> None:
         """What is recorded."""

@@ -16,7 +16,7 @@ class Decoding:
     """
 
     def __init__(self, blocks: BlockManager) -> None:
-        self.running: list[Sequence] = []  # oldest first
+        self.running: dict[Sequence, None] = {}  # oldest first
         self.preempted: deque[Sequence] = deque()  # those that go on first come first
         self.num_preemptions = 0
         self._blocks = blocks
@@ -25,27 +25,28 @@ class Decoding:
         """It has its next token. It decodes from now on; without blocks, it first computes its KV again."""
         if not sequence.blocks:
             self.preempted.append(sequence)
-        elif sequence not in self.running:
-            self.running.append(sequence)
+        else:
+            self.running.setdefault(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Take it out, wherever it is; its blocks stay with the caller."""
-        if sequence in self.running:
-            self.running.remove(sequence)
+        self.running.pop(sequence, None)
         if sequence in self.preempted:
             self.preempted.remove(sequence)
 
     def make_room(self) -> list[Sequence]:
         """Those that run, each with a block for its next token; the youngest are preempted where that needs it."""
-        running, num_kept = self.running, 0
-        while num_kept < len(running):
-            sequence = running[num_kept]
-            needed = sequence.num_blocks_for(len(sequence.tokens))
-            if needed <= len(sequence.blocks) or self._blocks.extend(sequence.blocks, needed):
+        kept, num_kept = list(self.running), 0
+        while num_kept < len(kept):
+            sequence = kept[num_kept]
+            num_tokens, blocks = len(sequence.tokens), sequence.blocks
+            has_room = num_tokens <= len(blocks) * sequence.block_size  # mostly
+            if has_room or self._blocks.extend(blocks, sequence.num_blocks_for(num_tokens)):
                 num_kept += 1
                 continue
-            victim = running.pop()
+            victim = kept.pop()
+            del self.running[victim]
             victim.release(self._blocks)
             self.preempted.appendleft(victim)
             self.num_preemptions += 1
-        return list(running)
+        return kept

@@ -12,10 +12,11 @@ from cluster.words.request import SampledToken
 from engine.admission import Admission, AdmitInTime, AdmitWithRoomToGrow
 from engine.decoding import Decoding
 from engine.kv.block_manager import BlockManager
+from engine.last_rows import LastRows
 from engine.orders import Orders
 from engine.pace import Pace
 from engine.prompts import Prompt, PromptQueue, allocate
-from engine.sampling import Chosen, Sampler, SamplingRow
+from engine.sampling import Chosen, Sampler
 from engine.sequence import Sequence
 from engine.step import KVConnector, NoConnector, Prefilled, Runner, ScheduledStep, StepResult
 from engine.tiers.orders import TierOrders
@@ -67,7 +68,7 @@ class Engine(Generic[Logits]):
         )
         self._runner = runner
         self._config = config
-        self._block_size = block_size
+        self._last_rows = LastRows(block_size)
         self._connector = connector or NoConnector()
         self._tier_orders = tier_orders
         self._sampler = sampler
@@ -98,8 +99,10 @@ class Engine(Generic[Logits]):
 
     def complete(self, step: ScheduledStep, logits: Logits | None) -> StepResult:
         """The KV of the step's rows is in the pool: take the next token of each sequence that has nothing missing."""
-        for sequence, num_tokens in step.sequences:
-            sequence.computed(num_tokens, self.blocks)
+        for sequence in step.decoding:
+            sequence.computed(1, self.blocks)
+        for prompt, num_tokens in step.prompts:
+            prompt.sequence.computed(num_tokens, self.blocks)
         result = StepResult(
             did_work=step.has_rows or bool(step.orders or step.fetched),
             num_computed=sum(num_tokens for _, num_tokens in step.prompts),
@@ -134,14 +137,14 @@ class Engine(Generic[Logits]):
                 break
             self.prompts.restart(preempted.popleft())
         prompts = self.prompts.chunks(self._config.max_batch_tokens - len(decoding), self._admission.in_time())
-        return ScheduledStep(decoding=decoding, prompts=prompts, block_size=self._block_size, fetched=fetched)
+        return ScheduledStep(decoding=decoding, prompts=prompts, last_rows=self._last_rows, fetched=fetched)
 
     def _sample(self, step: ScheduledStep, whole: Seq[Prompt], logits: Logits | None) -> Seq[Chosen | None]:
         """The next token of every sequence that decodes; then, for each prompt that is whole, one for every choice."""
-        rows = [SamplingRow.of(sequence) for sequence in step.decoding]
+        rows = [sequence.sampling_row for sequence in step.decoding]
         positions = list(range(len(rows)))
         for position, prompt in enumerate(whole, len(rows)):
-            rows += [SamplingRow.of(prompt.sequence, choice) for choice in prompt.choices]
+            rows += [prompt.sequence.sampling_row_of(choice) for choice in prompt.choices]
             positions += [position] * len(prompt.choices)
         if not rows:
             return []

@@ -13,9 +13,10 @@ from torch import Tensor
 from cluster.model import config as model_config
 from cluster.model.shape import ModelConfig
 from cluster.words.errors import RequestError, SpecError
-from engine.batch.batch import Batch, Row
+from engine.batch.batch import Batch
+from engine.batch.rows import Row
 from engine.config import GIB, EngineConfig, num_blocks_for
-from engine.cpu.library import open_kernels
+from engine.cpu.library import open_copies, open_kernels
 from engine.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from engine.kv.pool import KVPool
 from engine.layers.shards import ShardReader
@@ -56,6 +57,7 @@ class ModelRunner:
         if config.expert_parallel:
             self.config.check_expert_parallel(self.parallel.size, redundant=config.redundant_experts)
         kernels = open_kernels(dtype=self.dtype, device=self.device)
+        open_copies(self.device)  # what moves blocks and chooses tokens is compiled now, not in the first step
         if config.deterministic:
             self.config.check_deterministic()
             if kernels is None or config.weights == "quantized":

@@ -3,7 +3,7 @@
 The choice is a function of the row's logits, tokens, seed and position only: never of the batch, the device or the
 replica, so that a sequence that moves goes on as if it had stayed.
 
-    logits -> min_tokens, penalties, mask -> temperature -> top-k -> top-p -> min-p -> draw      (transformers' order)
+    logits -> min_tokens, mask, penalties -> temperature -> top-k -> top-p -> min-p -> draw      (transformers' order)
 
 A filter keeps every token whose logit reaches a threshold, so that equal tokens stay or go together. The draw is the
 inverse of the cumulative distribution, in the order of token ids, at a number in [0, 1) that is hashed from (seed,
@@ -14,17 +14,21 @@ from __future__ import annotations
 
 import math
 import struct
-from collections import Counter
 from collections.abc import Sequence as Seq
 from hashlib import blake2b
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cluster.words.request import TokenLogprob
+from engine.likeliest import likeliest
 from engine.sampling import Chosen, SamplingRow
 
 # P positions, R rows, N those of them that draw at random, V vocabulary
+
+_NumberedRow = tuple[int, SamplingRow]
 
 _FEW = 1024  # a nucleus usually lies within so many tokens, which are found much sooner than all are sorted
 _DRAW_BITS = 48  # a draw times a sum of probabilities stays below the sum, also after rounding to fp64
@@ -34,19 +38,27 @@ _DRAW_BITS = 48  # a draw times a sum of probabilities stays below the sum, also
 def sample(logits_PV: Tensor, rows: Seq[SamplingRow], positions: Seq[int] | None = None) -> list[Chosen | None]:
     """Choose a token for each row; None for one whose logits are not finite, whatever stands beside it.
 
-    logits_PV: fp32, left as it is; positions: which of them is each row's, None where there is one for each, in order.
-    Log-probabilities are those of the logits as given, before anything here changes them.
+    logits_PV: fp32, which may be overwritten; positions: which of them is each row's, None where there is one for each,
+    in order. Log-probabilities are those of the logits as given, before anything here changes them.
     """
     logits_RV = logits_PV if positions is None else logits_PV[_place(positions, torch.int64, logits_PV.device)]
-    adjusted_RV = _adjust(logits_RV, rows)
-    best_R, chosen_R = adjusted_RV.max(dim=-1)  # the best is not finite where there is a NaN, an infinity, or no choice
-    drawing = [i for i, row in enumerate(rows) if not row.sampling.is_greedy]
+    asking = [(i, row) for i, row in enumerate(rows) if not row.is_plain]
+    telling = [(i, row) for i, row in asking if row.sampling.num_logprobs is not None]
+    drawing = [(i, row) for i, row in asking if not row.sampling.is_greedy]
+    told_NV = logits_RV[_numbers(telling, logits_RV.device)] if telling else None
+    _forbid(logits_RV, asking)
+    chosen_R = likeliest(logits_RV, {i: row.penalties() for i, row in asking if row.sampling.has_penalties})
+    best_R = logits_RV.gather(-1, chosen_R.unsqueeze(-1)).squeeze(-1)
     if drawing:
-        drawing_N = _place(drawing, torch.int64, chosen_R.device)
-        chosen_R[drawing_N] = _draw(adjusted_RV[drawing_N], [rows[i] for i in drawing])
-    logprobs = _logprobs(logits_RV, chosen_R, rows)
+        drawing_N = _numbers(drawing, chosen_R.device)
+        chosen_R[drawing_N] = _draw(logits_RV[drawing_N], [row for _, row in drawing])
+    logprobs: dict[int, TokenLogprob] = {}
+    if told_NV is not None:
+        chosen_N = chosen_R[_numbers(telling, chosen_R.device)]
+        found = _logprobs(told_NV, chosen_N, [row for _, row in telling])
+        logprobs = {i: logprob for (i, _), logprob in zip(telling, found, strict=True)}
     ids = ((chosen_R + 1) * best_R.isfinite() - 1).tolist()  # -1 where it is not; one wait for the device
-    return [(token_id, logprob) if token_id >= 0 else None for token_id, logprob in zip(ids, logprobs, strict=True)]
+    return [(token_id, logprobs.get(i)) if token_id >= 0 else None for i, token_id in enumerate(ids)]
 
 
 def uniform(seed: int, position: int) -> float:
@@ -55,38 +67,24 @@ def uniform(seed: int, position: int) -> float:
     return (int.from_bytes(digest, "little") >> (64 - _DRAW_BITS)) / (1 << _DRAW_BITS)
 
 
-def _adjust(logits_RV: Tensor, rows: Seq[SamplingRow]) -> Tensor:
-    """Forbid stop tokens that come too early and what is not allowed, and apply the penalties.
-
-    A new tensor if anything changes.
-    """
-    adjusted_RV = logits_RV
-    for i, row in enumerate(rows):
-        s = row.sampling
-        is_early = len(row.tokens) - row.num_prompt_tokens < s.min_tokens and s.stop_token_ids
-        has_output_penalty = bool(s.presence_penalty or s.frequency_penalty)
-        if not (is_early or s.repetition_penalty != 1.0 or has_output_penalty or row.allowed is not None):
-            continue
-        if adjusted_RV is logits_RV:
-            adjusted_RV = logits_RV.clone()
-        logits_V = adjusted_RV[i]
-        if s.repetition_penalty != 1.0:
-            seen = _place(sorted(set(row.tokens)), torch.int64, logits_V.device)
-            values = logits_V[seen]
-            logits_V[seen] = torch.where(values > 0, values / s.repetition_penalty, values * s.repetition_penalty)
-        if has_output_penalty and row.output:
-            counts_of = Counter(row.output)
-            seen = _place(list(counts_of), torch.int64, logits_V.device)
-            counts = _place(list(counts_of.values()), torch.int64, logits_V.device)
-            logits_V[seen] -= s.presence_penalty + s.frequency_penalty * counts
-        if is_early:
-            known = [token for token in s.stop_token_ids if 0 <= token < len(logits_V)]  # a model may name others
-            logits_V.index_fill_(0, _place(known, torch.int64, logits_V.device), -math.inf)
-        if row.allowed is not None:
-            allowed = _place(row.allowed, torch.int64, logits_V.device)
-            kept = logits_V[allowed]
-            logits_V.fill_(-math.inf)[allowed] = kept
-    return adjusted_RV
+def _forbid(logits_RV: Tensor, rows: Seq[_NumberedRow]) -> None:
+    """Stop tokens that come too early, and what is not allowed. In place."""
+    vocabulary, device = logits_RV.shape[-1], logits_RV.device
+    early = [
+        (i, token)
+        for i, row in rows
+        if row.sampling.min_tokens > row.num_generated
+        for token in row.sampling.stop_token_ids
+        if 0 <= token < vocabulary  # a model may name others
+    ]
+    if early:
+        logits_RV[tuple(_place(early, torch.int64, device).T)] = torch.full((), -math.inf, device=device)
+    if masked := [(i, row) for i, row in rows if row.mask is not None]:
+        words = [row.mask.allowed(row.tokens, row.num_prompt_tokens) for _, row in masked if row.mask is not None]
+        words_NW1 = _place(np.stack(words), torch.int32, device).unsqueeze(-1)
+        is_allowed_NV = (words_NW1 >> torch.arange(32, device=device) & 1).flatten(1)[:, :vocabulary].bool()
+        masked_N = _numbers(masked, device)
+        logits_RV[masked_N] = logits_RV[masked_N].masked_fill(~is_allowed_NV, -math.inf)
 
 
 def _draw(logits_NV: Tensor, rows: Seq[SamplingRow]) -> Tensor:
@@ -147,26 +145,26 @@ def _keep_top_p(scaled_NV: Tensor, top_p: Seq[float]) -> Tensor:
     return scaled_NV
 
 
-def _logprobs(logits_RV: Tensor, chosen_R: Tensor, rows: Seq[SamplingRow]) -> list[TokenLogprob | None]:
-    wanted = [i for i, row in enumerate(rows) if row.sampling.num_logprobs is not None]
-    found: list[TokenLogprob | None] = [None] * len(rows)
-    if not wanted:
-        return found
-    wanted_N = _place(wanted, torch.int64, logits_RV.device)
-    logits_NV = logits_RV[wanted_N]
+def _logprobs(logits_NV: Tensor, chosen_N: Tensor, rows: Seq[SamplingRow]) -> list[TokenLogprob]:
+    """Of rows that all want them."""
     norms_N1 = _logsumexp(logits_NV)
-    chosen = (logits_NV.gather(-1, chosen_R[wanted_N].unsqueeze(-1)) - norms_N1).squeeze(-1).tolist()
-    most = max(rows[i].sampling.num_logprobs or 0 for i in wanted)
-    top_NK = logits_NV.topk(min(most, logits_NV.shape[-1]), dim=-1)
+    chosen = (logits_NV.gather(-1, chosen_N.unsqueeze(-1)) - norms_N1).squeeze(-1).tolist()
+    counts = [row.sampling.num_logprobs or 0 for row in rows]
+    top_NK = logits_NV.topk(min(max(counts), logits_NV.shape[-1]), dim=-1)
     ids, values = top_NK.indices.tolist(), (top_NK.values - norms_N1).tolist()
-    for n, i in enumerate(wanted):
-        count = rows[i].sampling.num_logprobs or 0
-        top = tuple(zip(ids[n][:count], values[n][:count], strict=True))
-        found[i] = TokenLogprob(logprob=chosen[n], top=top)
-    return found
+    return [
+        TokenLogprob(logprob=chosen[n], top=tuple(zip(ids[n][:count], values[n][:count], strict=True)))
+        for n, count in enumerate(counts)
+    ]
 
 
-def _place(values: Seq[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _numbers(rows: Seq[_NumberedRow], device: torch.device) -> Tensor:
+    return _place([i for i, _ in rows], torch.int64, device)
+
+
+def _place(
+    values: Seq[float] | Seq[tuple[int, int]] | NDArray[np.int32], dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """On the device; nothing waits for the copy but what comes behind it there."""
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from cluster.words.request import Sampling, TokenLogprob, choice_seed
-from engine.sequence import Sequence
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster.words.request import Sampling, TokenLogprob
+from engine.penalties import Penalties
 
 Chosen = tuple[int, TokenLogprob | None]
 Logits = TypeVar("Logits", contravariant=True)
@@ -17,35 +20,49 @@ class Sampler(Protocol[Logits]):
     """See engine.sampler."""
 
     def __call__(self, logits: Logits, rows: Seq[SamplingRow], positions: Seq[int] | None, /) -> Seq[Chosen | None]:
-        """One token for each row, of the logits at these positions; None: there is one for each, in order.
+        """One token for each row, of the logits at these positions; None: there is one for each, in order. The logits
+        may be overwritten.
 
         None instead of a token: the row has no logits to choose by."""
         ...
 
 
+class TokenMask(Protocol):
+    """What a sequence may say next."""
+
+    def allowed(self, tokens: Seq[int], start: int, /) -> NDArray[np.int32]:
+        """Which tokens may follow tokens[start:], which the sequence has generated so far: a bit for each of the
+        vocabulary, 32 in a word, the lowest first. At least one is set."""
+        ...
+
+
 @dataclass(slots=True, kw_only=True)
 class SamplingRow:
-    """How to choose the next token of one sequence."""
+    """How to choose the next token of one sequence. It is kept as long as the sequence lives."""
 
     sampling: Sampling
     seed: int  # of this choice; see cluster.words.request.choice_seed
     tokens: Seq[int]  # all so far; the one to be chosen has position len(tokens)
     num_prompt_tokens: int
-    allowed: Seq[int] | None = None  # tokens; None: all
+    mask: TokenMask | None = None  # None: all tokens are allowed
+    _is_plain: bool = field(init=False, repr=False)
+    _penalties: Penalties | None = field(default=None, init=False, repr=False)
 
-    @classmethod
-    def of(cls, sequence: Sequence, choice: int | None = None) -> SamplingRow:
-        """The row of a sequence; or of another choice of its request, which has the same tokens so far."""
-        request, mask = sequence.request, sequence.mask
-        sampling, num_prompt_tokens = request.sampling, request.num_prompt_tokens
-        return cls(
-            sampling=sampling,
-            seed=sequence.seed if choice is None else choice_seed(sampling.seed, choice),
-            tokens=sequence.tokens,
-            num_prompt_tokens=num_prompt_tokens,
-            allowed=mask.allowed(sequence.tokens[num_prompt_tokens:]) if mask else None,
-        )
+    def __post_init__(self) -> None:
+        self._is_plain = self.sampling.is_plain
 
     @property
-    def output(self) -> Seq[int]:
-        return self.tokens[self.num_prompt_tokens :]
+    def is_plain(self) -> bool:
+        """The greatest logit is all that is asked for."""
+        return self._is_plain and self.mask is None
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
+
+    def penalties(self) -> Penalties:
+        """Those of the tokens so far."""
+        if self._penalties is None:
+            self._penalties = Penalties(self.sampling, self.tokens, self.num_prompt_tokens)
+        self._penalties.note()
+        return self._penalties

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from collections.abc import Sequence as Seq
-from typing import Protocol
+from dataclasses import replace
 
 from cluster.words.hashing import block_hashes, root_hash
 from cluster.words.request import SampledToken, SequenceRequest, TokenLogprob, choice_seed, finish_reason
-from engine.batch.batch import Row
 from engine.kv.block_manager import BlockManager
-
-
-class TokenMask(Protocol):
-    """What a sequence may say next."""
-
-    def allowed(self, output: Seq[int], /) -> Seq[int]:
-        """The tokens, at least one, that may follow what the sequence has generated so far."""
-        ...
+from engine.sampling import SamplingRow
 
 
 class Sequence:
@@ -40,10 +31,14 @@ class Sequence:
         """hashes: those of the leading full blocks, as far as somebody has worked them out before."""
         self.request = request
         self.choice = choice
-        self.seed = choice_seed(request.sampling.seed, choice)
         self.adapter = 0  # see Row
-        self.mask: TokenMask | None = None
         self.tokens = list(request.token_ids)
+        self.sampling_row = SamplingRow(
+            sampling=request.sampling,
+            seed=choice_seed(request.sampling.seed, choice),
+            tokens=self.tokens,
+            num_prompt_tokens=request.num_prompt_tokens,
+        )
         self.num_computed = 0
         self.blocks: list[int] = []
         self.max_context = max_context
@@ -87,23 +82,16 @@ class Sequence:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def sampling_row_of(self, choice: int) -> SamplingRow:
+        """How the next token is to be chosen; or that of another choice of the request, with the same tokens so far."""
+        row = self.sampling_row
+        return row if choice == self.choice else replace(row, seed=choice_seed(row.sampling.seed, choice))
+
     def start_with(self, blocks: list[int], num_cached: int) -> None:
         """Take a block table whose first `num_cached` blocks hold this sequence's prefix already."""
         self.blocks = blocks
         self._num_sealed = num_cached
         self.num_computed = num_cached * self.block_size
-
-    def row(self, num_tokens: int) -> Row:
-        """The next `num_tokens` positions of this sequence as part of a batch."""
-        tokens, start = self.tokens, self.num_computed
-        end = start + num_tokens
-        return Row(
-            token_ids=tokens[start:end],
-            start=start,
-            blocks=self.blocks,
-            num_logits=int(end == len(tokens)),
-            adapter=self.adapter,
-        )
 
     def computed(self, num_tokens: int, blocks: BlockManager) -> None:
         """The KV of the next `num_tokens` positions is in the pool: let others find the blocks that became full."""
@@ -155,7 +143,7 @@ class Sequence:
         twin = Sequence(
             self.request, choice, model=self.model, block_size=self.block_size, max_context=self.max_context
         )
-        twin.adapter, twin.mask = self.adapter, self.mask
+        twin.adapter, twin.sampling_row.mask = self.adapter, self.sampling_row.mask
         return twin
 
     def leave_out(self, blocks: Collection[int]) -> None:

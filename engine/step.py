@@ -8,7 +8,9 @@ from functools import cached_property
 from typing import Protocol, TypeVar
 
 from cluster.words.request import SampledToken
-from engine.batch.batch import Batch, Row
+from engine.batch.batch import Batch
+from engine.batch.rows import RowChanges
+from engine.last_rows import LastRows
 from engine.orders import Orders
 from engine.prompts import Prompt
 from engine.sequence import Sequence
@@ -22,7 +24,7 @@ class ScheduledStep:
 
     decoding: list[Sequence]  # each computes its last token
     prompts: list[tuple[Prompt, int]]  # and how many tokens of each
-    block_size: int
+    last_rows: LastRows
     fetched: list[Prompt] = field(default_factory=list)  # those that only fetch, and have got what there is
     orders: Orders = field(default_factory=Orders)
 
@@ -30,21 +32,20 @@ class ScheduledStep:
     def has_rows(self) -> bool:
         return bool(self.decoding or self.prompts)
 
-    @cached_property
-    def sequences(self) -> list[tuple[Sequence, int]]:
-        """Of every row, and how many tokens of each."""
-        ones = [(sequence, 1) for sequence in self.decoding]
-        return ones + [(prompt.sequence, num_tokens) for prompt, num_tokens in self.prompts]
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decoding) + sum(num_tokens for _, num_tokens in self.prompts)
 
     @cached_property
-    def rows(self) -> list[Row]:
-        """As they are before the step."""
-        return [sequence.row(num_tokens) for sequence, num_tokens in self.sequences]
+    def changes(self) -> RowChanges:
+        """What is different from the rows of the step before; made when a runner asks for it, or for the batch."""
+        sequences = self.decoding + [prompt.sequence for prompt, _ in self.prompts]
+        query_lens = [1] * len(self.decoding) + [num_tokens for _, num_tokens in self.prompts]
+        return self.last_rows.changes(sequences, query_lens)
 
     @cached_property
     def batch(self) -> Batch:
-        """Made when a runner asks for it."""
-        return Batch.of(self.rows, block_size=self.block_size)
+        return self.last_rows.apply(self.changes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -31,6 +32,9 @@ def engine(
     weights: options.ModelWeights = options.DEFAULT_WEIGHTS,
     pool_dtype: options.PoolDType = "auto",
     gpu: Annotated[bool, typer.Option("--gpu", help="On the first GPU, with CUDA graphs and without.")] = False,
+    host: Annotated[
+        bool, typer.Option("--host", help="Instead: a decode step's time beside the forward pass.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Tokens per second of the engine on this machine's processors, beside the memory bandwidth that bounds it.
@@ -41,13 +45,19 @@ def engine(
     from engine.config import device_for
     from engine.tools.bench import bench_engine
 
+    batches, contexts = _parse("batch", batch), _parse("context", context)
+    directory = resolve(model)
+    if host:
+        result = _host(directory, batches=batches, contexts=contexts, threads=threads)
+        print(json.dumps(result) if as_json else "\n".join(_host_lines(result)))
+        return
     result = bench_engine(
-        resolve(model),
+        directory,
         dtype=dtype,
         weights=weights,
         pool_dtype=pool_dtype,
-        batches=_parse("batch", batch),
-        contexts=_parse("context", context),
+        batches=batches,
+        contexts=contexts,
         prefills=_parse("prefill", prefill),
         threads=threads,
         device=device_for(gpus=gpu),
@@ -105,6 +115,14 @@ def kv(
     print(json.dumps(result) if as_json else "\n".join(_kv_lines(result)))
 
 
+def _host(model_dir: Path, *, batches: list[int], contexts: list[int], threads: int | None) -> dict[str, Any]:
+    from cluster.model import config as model_config
+    from engine.tools.bench_host import bench_host
+
+    vocabulary = model_config.load(model_dir).vocab_size
+    return bench_host(batches=batches, contexts=contexts, vocabulary=vocabulary, threads=threads)
+
+
 def _parse(option: str, counts: str) -> list[int]:
     try:
         numbers = [int(count) for count in counts.split(",") if count]
@@ -125,6 +143,18 @@ def _lines(result: dict[str, Any]) -> list[str]:
             for row in result["decode"]
         ),
         *(f"prefill  {row['tokens']:6} tokens: {row['tokens_per_s']:9.1f} tokens/s" for row in result["prefill"]),
+    ]
+
+
+def _host_lines(result: dict[str, Any]) -> list[str]:
+    return [
+        f"beside the forward pass, {result['threads']} threads, a vocabulary of {result['vocabulary']}",
+        *(
+            f"batch {row['batch']:4}, context {row['context']:6}: {row['host_ms']:7.3f} ms a step, "
+            f"{row['greedy_ms']:7.3f} with the search for the likeliest, {row['penalty_ms']:7.3f} more with a "
+            f"repetition penalty, {row['rank_bytes']} bytes to each other rank"
+            for row in result["host"]
+        ),
     ]
 
 

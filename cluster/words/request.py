@@ -46,6 +46,15 @@ class Sampling:
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def is_plain(self) -> bool:
+        """The greatest logit is all that is asked for."""
+        return self.is_greedy and not self.has_penalties and not self.min_tokens and self.num_logprobs is None
+
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceRequest:

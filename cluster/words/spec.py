@@ -133,7 +133,7 @@ class PoolSpec(_Section):
     kv_disk_path: str | None = None
     """A directory of a local disk; null: `blocks` in the cache directory. Blocks there outlive replicas."""
     max_running: Count = 64
-    """Sequences in one step."""
+    """Sequences in one step; of a decode replica fewer than its `max_batch_tokens`, for prompts need room, too."""
     max_batch_tokens: Annotated[Tokens, Field(ge=16)] = 512
     """In one step; longer prompts are computed in chunks."""
     max_waiting: Count = 1024
@@ -150,6 +150,15 @@ class DecodePoolSpec(PoolSpec):
     """Each rank holds some experts whole, instead of a share of every one."""
     redundant_experts: Annotated[int, Field(ge=0)] = 0
     """Of each layer: places for copies of the experts that are chosen most. Needs `expert_parallel: true`."""
+
+    @model_validator(mode="after")
+    def _prompts_have_room_in_a_step(self) -> DecodePoolSpec:
+        if self.max_running >= self.max_batch_tokens:
+            raise ValueError(
+                f"max_batch_tokens: {self.max_batch_tokens} leave prompts nothing beside max_running: "
+                f"{self.max_running}, which take one each; make it larger"
+            )
+        return self
 
     @model_validator(mode="after")
     def _redundant_experts_are_whole(self) -> DecodePoolSpec:

@@ -8,7 +8,7 @@ from cluster.words.handoff import HandoffKey
 from cluster.words.probe import Milestone, Probe, unobserved
 from cluster.worker.step_check import StepLimits, check_step
 from cluster.worker.step_message import decode_step, encode_step
-from engine.batch.batch import Batch
+from engine.batch.batch import Batch, KeptRows
 from engine.orders import BeginOrder, Orders
 from engine.runner import ModelRunner
 from engine.step import ScheduledStep
@@ -47,23 +47,24 @@ class GangRunner:
 
     def execute(self, step: ScheduledStep | None, orders: Orders) -> Tensor | None:
         """Implements engine.step.Runner, on rank 0: do a step together with the other ranks."""
-        batch = step.batch if step else None
         if self.has_others:
-            self.runner.parallel.broadcast_bytes(encode_step(batch, orders))
+            self.runner.parallel.broadcast_bytes(encode_step(step.changes if step else None, orders))
+        batch = step.batch if step else None
         self._carry_out(orders)
         return self._compute(batch, self._shipped(batch, orders)) if batch else None
 
     def follow(self) -> None:
         """On the other ranks: do what rank 0 says until it says stop. Raises ReplicaFailed where that cannot be."""
-        limits = self.limits
+        limits, last_rows = self.limits, KeptRows(self.runner.layout.block_size)
         while True:
-            batch, orders = decode_step(self.runner.parallel.broadcast_bytes())
-            check_step(batch, orders, limits)
+            changes, orders = decode_step(self.runner.parallel.broadcast_bytes())
+            check_step(changes, orders, limits, last_rows)
             if orders.stop:
                 return
             self._carry_out(orders)
-            if batch is None:
+            if changes is None:
                 continue
+            batch = last_rows.apply(changes)
             shipped = self._shipped(batch, orders)
             self._compute(batch, shipped)
             for passage, _, end in shipped:

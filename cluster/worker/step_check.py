@@ -9,15 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from cluster.words.checking import check
 from cluster.words.errors import ReplicaFailed, RequestError
 from cluster.words.handoff import HandoffKey
 from cluster.words.tier import Tier
-from engine.batch.batch import Batch, Ints
+from engine.batch.batch import KeptRows
+from engine.batch.rows import Ints, RowChanges
 from engine.kv.layout import KVLayout
 from engine.orders import BeginOrder, Orders
 from engine.tiers.orders import TierOrders
 from kvtransfer.protocol.checks import check_blocks, check_handoff
+
+_MOST_ADAPTERS = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,33 +36,44 @@ class StepLimits:
     num_places: Mapping[Tier, int]  # of its lower tiers
 
 
-def check_step(batch: Batch | None, orders: Orders, limits: StepLimits) -> None:
-    """Raises ReplicaFailed: the ranks of this replica do not speak of the same, and no step can be left out."""
+def check_step(changes: RowChanges | None, orders: Orders, limits: StepLimits, last_rows: KeptRows) -> None:
+    """Raises ReplicaFailed: the ranks of this replica do not speak of the same, and no step can be left out.
+
+    last_rows: those of the step before, on this rank."""
     try:
         _check_orders(orders, limits)
         for tiers in orders.tiers:
             _check_tiers(tiers, limits)
-        if batch:
-            _check_batch(batch, limits)
-        num_rows = len(batch.query_lens) if batch else 0
+        if changes:
+            _check_rows(changes, limits, last_rows)
+        num_rows = len(changes.kept) if changes else 0
         check(not any(orders.rows) or len(orders.rows) == num_rows, "rows", f"must be {num_rows}")
     except RequestError as error:
         raise ReplicaFailed(f"rank 0 orders what cannot be: {error}") from error
 
 
-def _check_batch(batch: Batch, limits: StepLimits) -> None:
-    tables_RB, size = batch.block_tables, limits.layout.block_size
-    num_tokens = batch.num_tokens
-    check(len(batch.query_lens) >= 1 and batch.query_lens.min() >= 1, "query_lens", "must be 1 or more")
-    check(int(batch.query_lens.sum()) == num_tokens, "query_lens", f"must add up to {num_tokens}")
-    check(bool((batch.query_lens <= batch.context_lens).all()), "context_lens", "must be query_lens or more")
-    most = min(tables_RB.shape[1] * size, limits.max_context)
-    _check_range(batch.context_lens, most + 1, "context_lens")
-    _check_range(batch.positions, most, "positions")
-    _check_range(batch.token_ids, limits.vocab_size, "token_ids")
-    _check_range(batch.slots, limits.num_blocks * size, "slots")
-    _check_range(tables_RB, limits.num_blocks, "block_tables")
-    _check_range(batch.logits_rows, num_tokens, "logits_rows")
+def _check_rows(changes: RowChanges, limits: StepLimits, last_rows: KeptRows) -> None:
+    """Before anything is made from them. What a batch says of positions and slots follows from what is checked here."""
+    kept, query_lens, num_tokens = changes.kept, changes.query_lens, len(changes.token_ids)
+    check(1 <= len(kept) <= limits.num_blocks, "rows", f"must be 1 to {limits.num_blocks}")
+    if not changes.is_whole:
+        check(changes.number == last_rows.number + 1, "number", f"must follow {last_rows.number}")
+    _check_range(kept + 1, len(last_rows) + 1, "kept")
+    going_on = kept[kept >= 0]
+    check(len(np.unique(going_on)) == len(going_on), "kept", "must name each row once")
+    num_new = len(kept) - len(going_on)
+    check(len(changes.starts) == num_new, "starts", f"must be {num_new}")
+    _check_range(query_lens - 1, num_tokens, "query_lens")
+    check(int(query_lens.sum()) == num_tokens, "query_lens", f"must add up to {num_tokens}")
+    _check_range(changes.num_logits, num_tokens + 1, "num_logits")
+    check(bool((changes.num_logits <= query_lens).all()), "num_logits", "must be query_lens or less")
+    _check_range(changes.starts, limits.max_context, "starts")
+    _check_range(changes.adapters, _MOST_ADAPTERS, "adapters")
+    _check_range(changes.token_ids, limits.vocab_size, "token_ids")
+    _check_range(changes.blocks, limits.num_blocks, "blocks")
+    ends, num_added = last_rows.ends_of(kept, changes.starts, query_lens)
+    _check_range(ends, limits.max_context + 1, "ends")
+    check(int(num_added.sum()) == len(changes.blocks), "blocks", f"must be {num_added.sum()}")
 
 
 def _check_range(numbers: Ints, end: int, what: str) -> None:

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.batch.batch import Batch, Ints
+from engine.batch.batch import Batch
+from engine.batch.rows import Ints
 from engine.kv.pool import KVPool
 
 # T tokens of the step, R rows (sequences), Q queries of one row, H query heads, K kv heads, G = H / K, D head_dim,

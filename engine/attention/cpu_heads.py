@@ -41,20 +41,19 @@ class StepRows:
     """A batch as the kernels read it; owns what `step` points to."""
 
     def __init__(self, batch: Batch, cos_T1F: Tensor, sin_T1F: Tensor) -> None:
-        self._arrays = [
-            np.ascontiguousarray(a) for a in (batch.slots, batch.block_tables, batch.query_lens, batch.context_lens)
-        ]
+        self._tables = batch.block_tables  # columns of a wider array, perhaps
+        self._arrays = [np.ascontiguousarray(a) for a in (batch.slots, batch.query_lens, batch.context_lens)]
         self._angles = cos_T1F.contiguous(), sin_T1F.contiguous()
-        slots, tables, query_lens, context_lens = (array.ctypes.data for array in self._arrays)
+        slots, query_lens, context_lens = (array.ctypes.data for array in self._arrays)
         cos, sin = (angle.data_ptr() for angle in self._angles)
         self.step = Step(
             tokens=batch.num_tokens,
             sequences=len(batch.query_lens),
-            table_width=batch.block_tables.shape[1],
+            table_width=self._tables.strides[0] // self._tables.itemsize,
             slots=slots,
             cos=cos,
             sin=sin,
-            tables=tables,
+            tables=self._tables.ctypes.data,
             query_lens=query_lens,
             context_lens=context_lens,
         )

@@ -4,43 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
-from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
+from engine.batch.rows import Ints, Row, RowChanges, num_blocks
 
-# T tokens of this step, R sequences (rows), B blocks of the longest table
-
-
-@dataclass(slots=True, kw_only=True)
-class Row:
-    """One sequence's share of a step: compute positions [start, end), which attend to everything before them."""
-
-    token_ids: Seq[int]  # of positions [start, end)
-    start: int
-    blocks: Seq[int]  # the sequence's block table
-    num_logits: int  # of so many last positions; 0 inside a prompt that is computed in chunks
-    adapter: int = 0  # which of the model's adapters it goes through; 0: none
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.token_ids)
+# T tokens of this step, R sequences (rows), B blocks of the longest context
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The rows of one step, flattened. All arrays are int64, on the host."""
+    """The rows of one step, flattened. All arrays are int64, on the host, and good until the next step."""
 
     token_ids: Ints  # (T,)
     positions: Ints  # (T,)
     slots: Ints  # (T,) where each token's KV goes: block id * block_size + offset
     query_lens: Ints  # (R,) tokens of each row; they sum to T
     context_lens: Ints  # (R,) tokens each row attends to in the end: its `end`
-    block_tables: Ints  # (R, B) padded with 0
+    block_tables: Ints  # (R, B) padded with 0; columns of an array that may be wider
     adapters: Ints  # (R,)
     logits_rows: Ints  # indices into T of the positions whose logits are wanted, row by row
+    number: int  # of the step
+    new_cells: tuple[Ints, Ints] | None  # of block_tables, since the step before; None: its rows lay elsewhere
 
     @property
     def num_tokens(self) -> int:
@@ -49,53 +34,79 @@ class Batch:
     @classmethod
     def of(cls, rows: Seq[Row], *, block_size: int) -> Batch:
         """Flatten `rows`, in order."""
-        # One row of numbers for each of the batch: numpy takes them all at once, and each array apart would cost more.
-        numbers = [(len(row.token_ids), row.start, row.num_logits, row.adapter) for row in rows]
-        query_lens, starts, num_logits, adapters = np.array(numbers, dtype=np.int64).T.copy()
-        context_lens = starts + query_lens
-        counts = (-(-context_lens // block_size)).tolist()
-        tables = np.zeros((len(rows), max(counts)), dtype=np.int64)
-        for i, row in enumerate(rows):
-            tables[i, : counts[i]] = row.blocks[: counts[i]]
-        ends = np.cumsum(query_lens)  # in the batch
-        row_of_token = np.repeat(np.arange(len(rows)), query_lens)
-        num_tokens = int(ends[-1])
-        positions = np.arange(num_tokens) + np.repeat(context_lens - ends, query_lens)
-        slots = tables[row_of_token, positions // block_size] * block_size + positions % block_size
+        return KeptRows(block_size).apply(RowChanges.of(rows, block_size=block_size))
+
+
+class KeptRows:
+    """The rows of the last step, on every rank of a replica: what the next one's changes are changes of. Their block
+    tables are kept, and change in place."""
+
+    def __init__(self, block_size: int) -> None:
+        self.number = 0  # of the last step
+        self._block_size = block_size
+        self._ends_R = np.zeros(0, dtype=np.int64)
+        self._adapters_R = np.zeros(0, dtype=np.int64)
+        self._tables_RB = np.zeros((0, 1), dtype=np.int64)  # padded with 0
+
+    def __len__(self) -> int:
+        return len(self._ends_R)
+
+    @property
+    def ends(self) -> Ints:
+        """(R,) of the rows of the last step."""
+        return self._ends_R
+
+    def ends_of(self, kept: Ints, starts: Ints, query_lens: Ints) -> tuple[Ints, Ints]:
+        """Where each row of the next step ends, and how many blocks its table gets: (R,) each. See RowChanges."""
+        is_new = kept < 0
+        starts_R = np.empty(len(kept), dtype=np.int64)
+        starts_R[~is_new], starts_R[is_new] = self._ends_R[kept[~is_new]], starts
+        ends_R = starts_R + query_lens
+        held_R = np.where(is_new, 0, num_blocks(starts_R, self._block_size))
+        return ends_R, num_blocks(ends_R, self._block_size) - held_R
+
+    def apply(self, changes: RowChanges) -> Batch:
+        """The batch of the next step. While its rows stay where they are, so does the array of their block tables."""
+        query_lens, num_logits, size = changes.query_lens, changes.num_logits, self._block_size
+        ends, num_added = self.ends_of(changes.kept, changes.starts, query_lens)
+        counts = num_blocks(ends, size)
+        width = int(counts.max())
+        stays = self._keep(changes, width=width)
+        self.number, self._ends_R, tables = changes.number, ends, self._tables_RB
+        rows = np.arange(len(ends))
+        columns = np.arange(len(changes.blocks)) + np.repeat(counts - np.cumsum(num_added), num_added)
+        new_cells = np.repeat(rows, num_added), columns
+        tables[new_cells] = changes.blocks
+        last = np.cumsum(query_lens)  # in the batch; the token before it is the row's last
+        positions = np.arange(len(changes.token_ids)) + np.repeat(ends - last, query_lens)
         assert (num_logits <= query_lens).all(), "logits of a position that is not computed"
-        skipped = ends - np.cumsum(num_logits)  # up to each row's end, positions without logits
-        return cls(
-            token_ids=np.fromiter(chain.from_iterable(row.token_ids for row in rows), np.int64, num_tokens),
+        skipped = last - np.cumsum(num_logits)  # up to each row's end, positions without logits
+        return Batch(
+            token_ids=changes.token_ids,
             positions=positions,
-            slots=slots,
+            slots=tables[np.repeat(rows, query_lens), positions // size] * size + positions % size,
             query_lens=query_lens,
-            context_lens=context_lens,
-            block_tables=tables,
-            adapters=adapters,
+            context_lens=ends,
+            block_tables=tables[:, :width],
+            adapters=self._adapters_R,
             logits_rows=np.repeat(skipped, num_logits) + np.arange(num_logits.sum()),
+            number=changes.number,
+            new_cells=new_cells if stays else None,
         )
 
-    def encode(self) -> NDArray[np.int64]:
-        """All of it as one int64 array for the ranks that follow: T, R, B, how many logits rows, then the arrays."""
-        header = np.array([len(self.token_ids), *self.block_tables.shape, len(self.logits_rows)])
-        flat = (self.token_ids, self.positions, self.slots, self.query_lens, self.context_lens, self.adapters)
-        return np.concatenate([header, *flat, self.block_tables.ravel(), self.logits_rows])
-
-    @classmethod
-    def decode(cls, data: NDArray[np.int64]) -> Batch:
-        """The inverse of `encode`. Raises ValueError for what no batch makes; its numbers may still be any."""
-        tokens, rows, blocks, logits = (int(n) for n in data[:4])
-        sizes = (tokens, tokens, tokens, rows, rows, rows, rows * blocks, logits)
-        if min(tokens, rows, blocks, logits) < 0 or sum(sizes) != len(data) - 4:
-            raise ValueError(f"{len(data)} numbers are no batch of {tokens} tokens, {rows} rows and {blocks} blocks")
-        parts = np.split(data[4:], np.cumsum(sizes)[:-1])
-        return cls(
-            token_ids=parts[0],
-            positions=parts[1],
-            slots=parts[2],
-            query_lens=parts[3],
-            context_lens=parts[4],
-            adapters=parts[5],
-            block_tables=parts[6].reshape(rows, blocks),
-            logits_rows=parts[7],
-        )
+    def _keep(self, changes: RowChanges, *, width: int) -> bool:
+        """Put the rows that go on where they belong now, and make room for the new ones and for so many blocks. True if
+        all are where they were."""
+        kept, tables = changes.kept, self._tables_RB
+        is_same = len(kept) == len(tables) and bool((kept == np.arange(len(kept))).all())
+        if is_same and width <= tables.shape[1]:
+            return True
+        goes_on = np.flatnonzero(kept >= 0)
+        room = 1 << (width - 1).bit_length()
+        shared = min(room, tables.shape[1])
+        self._tables_RB = np.zeros((len(kept), room), dtype=np.int64)
+        self._tables_RB[goes_on, :shared] = tables[kept[goes_on], :shared]
+        adapters = np.zeros(len(kept), dtype=np.int64)
+        adapters[goes_on], adapters[kept < 0] = self._adapters_R[kept[goes_on]], changes.adapters
+        self._adapters_R = adapters
+        return False

@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batch.batch import Batch, Ints
+from engine.batch.batch import Batch
+from engine.batch.rows import Ints
 from engine.kernels.prefill_attention import QueryTiles, cut_tiles
 
 # T tokens of the step, R rows, B blocks of the longest table
@@ -41,7 +42,8 @@ class PromptRows:
 
 @dataclass(frozen=True)
 class DeviceBatch:
-    """See Batch. All tensors are int32, on the device; what is computed from them never comes back to the host."""
+    """See Batch; of rows without adapters, for ModelRunner refuses the others. All tensors are int32, on the device;
+    what is computed from them never comes back to the host."""
 
     token_ids_T: Tensor
     positions_T: Tensor

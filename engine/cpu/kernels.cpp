@@ -3,6 +3,7 @@
 #include <omp.h>
 
 #include "attention.h"
+#include "choice.h"
 #include "matrix.h"
 #include "rotary.h"
 #include "wire.h"
@@ -64,6 +65,8 @@ extern "C" void run(const Kind* const* calls, int64_t count, const Step* step) {
         }
     }
 }
+
+extern "C" void choose(const TokenChoices* choices) { choose_rows(*choices); }
 
 // On the calling thread alone: it is a link's, and the others compute.
 extern "C" void pack_wire(const Wire* wire) { pack(*wire); }

@@ -23,7 +23,7 @@ import torch
 from filelock import FileLock
 
 from cluster.model.source import cache_root
-from engine.cpu.structs import Call, Payload, Step, Wire
+from engine.cpu.structs import Call, Payload, Step, TokenChoices, Wire
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,7 @@ class Kernels:
         self.run = library.run
         self.run.argtypes = (c_void_p, c_int64, ctypes.POINTER(Step))
         self.run.restype = None
+        self.choose = _function(library, "choose", TokenChoices)
         self.pack_wire = _function(library, "pack_wire", Wire)
         self.unpack_wire = _function(library, "unpack_wire", Wire)
         self.add_up_payload = _function(library, "add_up_payload", Payload)
@@ -52,7 +53,7 @@ def open_kernels(*, dtype: torch.dtype, device: torch.device) -> Kernels | None:
 
 
 def open_copies(device: torch.device) -> Kernels | None:
-    """The kernels that move bytes on this device, whatever the model's dtype; None where torch is to move them."""
+    """The kernels that move bytes and choose tokens, whatever the model's dtype; None where torch is to do it."""
     return load_kernels() if device.type == "cpu" else None
 
 

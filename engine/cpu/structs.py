@@ -6,6 +6,7 @@ import ctypes
 from ctypes import c_float, c_int32, c_int64, c_uint64, c_void_p
 from enum import IntEnum
 
+import numpy as np
 import torch
 
 
@@ -136,3 +137,22 @@ class Payload(ctypes.Structure):
     """wire.h"""
 
     _fields_ = (("bytes", c_void_p), ("num_words", c_int64), ("sum", c_uint64))
+
+
+class TokenChoices(ctypes.Structure):
+    """choice.h; `row` is the address of an array of CHOICE_ROW"""
+
+    _fields_ = (("row", c_void_p), ("rows", c_int64), ("vocabulary", c_int64), ("threads", c_int32))
+
+
+CHOICE_ROW = np.dtype(
+    [
+        ("logits", np.int64),
+        ("token_ids", np.int64),
+        ("taken", np.int64),
+        ("tokens", np.int64),
+        ("sorted", np.int64),
+        ("repetition", np.float64),
+        ("greatest", np.int64),
+    ]
+)

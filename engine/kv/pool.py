@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batch.batch import Ints
+from engine.batch.rows import Ints
 from engine.kernels.eight_bits import as_bytes, dequantize_rows
 from engine.kernels.kv_write import write_kv, write_rows
 from engine.kv.layout import KVLayout

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from cluster.model import config as model_config
 from cluster.words.errors import SpecError
-from engine.batch.batch import Batch, Row
+from engine.batch.batch import Batch
+from engine.batch.rows import Row
 from engine.config import EngineConfig
 from engine.kv.pool import KVPool
 from engine.layers.layers import Before, Matrix

@@ -24,7 +24,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from cluster.words.errors import SpecError
-from engine.batch.batch import Batch, Row
+from engine.batch.batch import Batch
+from engine.batch.rows import Row
 from engine.config import EngineConfig
 from engine.kernels.wire import pack_kv, unpack_kv
 from engine.kv.layout import DTYPES, EIGHT_BITS

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from engine.batch.batch import Batch, Row
+from engine.batch.batch import Batch
+from engine.batch.rows import Row
 from engine.config import EngineConfig
 from engine.runner import ModelRunner
 from kvtransfer.bench.near_side import NearSide

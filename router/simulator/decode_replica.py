@@ -131,7 +131,7 @@ class DecodeReplica:
         num_steps = self._num_plain_steps() if is_plain else 1
         timing = self._decode_timing if is_plain else self._timing
         seconds = timing.step_s(
-            num_tokens=sum(count for _, count in step.sequences),
+            num_tokens=step.num_tokens,
             num_pairs=sum(pairs(count, after=prompt.sequence.num_computed) for prompt, count in step.prompts),
             num_context=sum(len(sequence.tokens) for sequence in step.decoding),
         )

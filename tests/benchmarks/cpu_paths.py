@@ -17,7 +17,8 @@ import torch
 
 from cluster.model.source import resolve
 from engine import runner as runner_module
-from engine.batch.batch import Batch, Row
+from engine.batch.batch import Batch
+from engine.batch.rows import Row
 from engine.config import EngineConfig
 from engine.runner import ModelRunner
 

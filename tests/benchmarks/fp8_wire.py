@@ -15,7 +15,8 @@ import torch
 import typer
 
 from cluster.model.source import resolve
-from engine.batch.batch import Batch, Row
+from engine.batch.batch import Batch
+from engine.batch.rows import Row
 from engine.config import EngineConfig
 from engine.runner import ModelRunner
 from kvtransfer.movers.codec import codec_for

@@ -14,7 +14,8 @@ import time
 import torch
 
 from cluster.model.source import resolve
-from engine.batch.batch import Batch, Row
+from engine.batch.batch import Batch
+from engine.batch.rows import Row
 from engine.config import EngineConfig
 from engine.runner import ModelRunner
 

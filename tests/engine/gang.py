@@ -13,7 +13,8 @@ import torch
 from torch.distributed import FileStore
 
 from cluster.words.request import Sampling
-from engine.batch.batch import Batch, Row
+from engine.batch.batch import Batch
+from engine.batch.rows import Row
 from engine.config import EngineConfig
 from engine.model import spread_experts
 from engine.model.expert_bank import Bank

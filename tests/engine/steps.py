@@ -5,8 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from engine.batch.batch import Batch, Row
+from cluster.words.request import SequenceRequest
+from engine.batch.batch import Batch
+from engine.batch.rows import Row
+from engine.last_rows import LastRows
 from engine.runner import ModelRunner
+from engine.sequence import Sequence
 
 VOCAB_SIZE = 131  # of the random models
 
@@ -23,3 +27,26 @@ def step(runner: ModelRunner, sequences: list[list[int]], spans: list[tuple[int,
         for i, start, end in spans
     ]
     return runner.forward(Batch.of(rows, block_size=runner.layout.block_size))
+
+
+class DecodeSteps:
+    """Sequences that decode: each step's batch is told by what is different from the one before."""
+
+    def __init__(self, contexts: list[int], tables: list[list[int]], *, block_size: int) -> None:
+        """The first step's contexts, and all blocks that each sequence will ever need."""
+        self._last_rows = LastRows(block_size)
+        self.sequences = []
+        for i, (context, table) in enumerate(zip(contexts, tables, strict=True)):
+            request = SequenceRequest(id="r", token_ids=(i + 1,) * context, num_prompt_tokens=context)
+            sequence = Sequence(request, 0, model="m", block_size=block_size, max_context=len(table) * block_size)
+            sequence.start_with(table, 0)
+            sequence.num_computed = context - 1
+            self.sequences.append(sequence)
+
+    def batch(self) -> Batch:
+        """Of the next step."""
+        changes = self._last_rows.changes(list(self.sequences), [1] * len(self.sequences))
+        for sequence in self.sequences:
+            sequence.tokens.append(len(sequence.tokens))
+            sequence.num_computed += 1
+        return self._last_rows.apply(changes)

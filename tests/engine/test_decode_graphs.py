@@ -14,14 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import decode_graphs
-from engine.batch.batch import Batch, Row
+from engine.batch.batch import Batch
 from engine.batch.device_batch import DeviceBatch, upload
+from engine.batch.rows import Row
 from engine.config import EngineConfig
 from engine.decode_graphs import Step, graph_sizes
 from engine.kv.pool import KVPool
 from engine.runner import ModelRunner
 from tests.engine.kernels.launched import launch_kernels
-from tests.engine.steps import VOCAB_SIZE
+from tests.engine.steps import VOCAB_SIZE, DecodeSteps
 from tests.engine.tiny_models import DEEPSEEK_V2, DEEPSEEK_V3, MakeModel
 
 BLOCK_SIZE = 8
@@ -163,6 +164,45 @@ def test_a_small_batch_sees_nothing_of_a_big_one(pair: tuple[ModelRunner, ModelR
     torch.testing.assert_close(replaying.forward(small), expected)
     for poisoned in replaying.pool.scales or replaying.pool.codes:
         assert poisoned[others].isnan().all()
+
+
+def growing(contexts: list[int], seed: int) -> DecodeSteps:
+    """Over blocks in no order; four for each."""
+    blocks = np.random.default_rng(seed).permutation(NUM_BLOCKS).tolist()
+    tables = [blocks[4 * i : 4 * i + 4] for i in range(len(contexts))]
+    return DecodeSteps(contexts, tables, block_size=BLOCK_SIZE)
+
+
+def test_block_tables_that_stay_on_the_device_and_grow_there(make_pair: MakePair) -> None:
+    pair = make_pair(FakeCapture(), "llama")
+    for runner in pair:
+        fill(runner.pool, 8)
+    ours, others = growing([5, 8, 13, 16], seed=1), growing([9, 3, 7], seed=2)
+    for step in range(16):
+        check_equal(pair, ours.batch())
+        if step in (3, 4, 9):
+            check_equal(pair, others.batch())  # in the same static inputs
+        if step == 6:
+            unseen = ours.batch()
+            for runner in pair:
+                runner.forward(unseen, on_layer=lambda layer: None)  # it is not replayed
+        if step == 11:
+            del ours.sequences[1]
+
+
+def test_only_new_cells_of_block_tables_go_along(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    uploaded: list[int] = []
+
+    def spy(arrays: Any, device: torch.device) -> list[torch.Tensor]:
+        uploaded.append(sum(array.size for array in arrays))
+        return upload(arrays, device)
+
+    monkeypatch.setattr(decode_graphs, "upload", spy)
+    pair, ours = make_pair(FakeCapture(), "llama"), growing([5, 21, 13, 24], seed=1)
+    for _ in range(4):
+        pair[0].forward(ours.batch())
+    numbers = 4 * 4
+    assert uploaded == [numbers + 4 * 3, numbers + 3, numbers, numbers], "tables; the row, column and block of one cell"
 
 
 def test_what_is_recorded_reads_no_host_memory(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from cluster.words.request import Sampling, SequenceRequest, choice_seed
+from engine.batch.batch import Batch, KeptRows
+from engine.batch.rows import RowChanges
 from engine.decoding import Decoding
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
@@ -35,6 +38,7 @@ class FakePool:
 
     def __init__(self) -> None:
         self.tokens: dict[int, int] = {}  # by slot
+        self._follower = KeptRows(_BLOCK)
 
     def execute(self, step: ScheduledStep | None, orders: Orders, /) -> list[tuple[int, ...]] | None:
         for source, target in orders.copies:
@@ -42,12 +46,24 @@ class FakePool:
                 self.tokens[target * _BLOCK + i] = self.tokens.get(source * _BLOCK + i, -1)
         if step is None:
             return None
-        logits = []
-        for row in step.rows:
-            self.write(row.blocks, row.start, row.token_ids)
-            if row.num_logits:
-                logits.append(tuple(self.tokens[_slot(row.blocks, position)] for position in range(row.end)))
-        return logits
+        batch = step.batch
+        self._check_follower(step.changes, batch)
+        for slot, token in zip(batch.slots.tolist(), batch.token_ids.tolist(), strict=True):
+            self.tokens[slot] = token
+        row_of = np.repeat(np.arange(len(batch.query_lens)), batch.query_lens)
+        return [
+            tuple(self.tokens[_slot(batch.block_tables[row_of[i]].tolist(), position)] for position in range(end))
+            for i, end in zip(
+                batch.logits_rows.tolist(), (batch.positions[batch.logits_rows] + 1).tolist(), strict=True
+            )
+        ]
+
+    def _check_follower(self, changes: RowChanges, batch: Batch) -> None:
+        """A rank that hears of the changes only, and may have heard of nothing before, makes the same batch."""
+        assert changes.is_whole or changes.number == self._follower.number + 1
+        theirs = self._follower.apply(RowChanges.decode(changes.encode()))
+        for name, numbers in vars(batch).items():
+            np.testing.assert_array_equal(getattr(theirs, name), numbers)
 
     def write(self, blocks: Sequence[int], start: int, token_ids: Sequence[int]) -> None:
         for position, token in enumerate(token_ids, start):
@@ -95,7 +111,7 @@ def test_the_loop_gives_every_sequence_its_tokens_and_all_blocks_back() -> None:
     for sequence in sequences:
         start = sequence.request.num_prompt_tokens
         for end in range(start, start + 8):
-            assert sequence.tokens[end] == _next(sequence.tokens[:end], sequence.seed)
+            assert sequence.tokens[end] == _next(sequence.tokens[:end], sequence.sampling_row.seed)
     assert (blocks.num_available, engine.num_running, engine.num_waiting) == (_NUM_BLOCKS, 0, 0)
 
 
@@ -241,7 +257,7 @@ class EngineMachine(RuleBasedStateMachine):
         num_known = len(tokens)
         if prompt.is_running_elsewhere:
             for _ in range(more):
-                tokens.append(_next(tokens, sequence.seed))
+                tokens.append(_next(tokens, sequence.sampling_row.seed))
             num_tokens, next_tokens = len(tokens) - 1, tokens[num_known:]
         else:
             num_tokens = num_known
@@ -302,7 +318,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.running += [sequence for sequence in prefilled.sequences if not self._is_over(sequence)]
 
     def _check(self, sequence: TokenSequence) -> None:
-        assert sequence.tokens[-1] == _next(sequence.tokens[:-1], sequence.seed), "not from its own tokens"
+        assert sequence.tokens[-1] == _next(sequence.tokens[:-1], sequence.sampling_row.seed), "not from its own tokens"
 
     def _is_over(self, sequence: TokenSequence) -> bool:
         return not (sequence in self.engine.decoding.running or sequence in self.engine.decoding.preempted) and not any(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from engine import pace
-from engine.batch.batch import Batch, Row
+from engine.batch.batch import Batch
+from engine.batch.rows import Row
 from engine.pace import Pace
 
 

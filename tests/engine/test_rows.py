@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from cluster.words.errors import RequestError
 from cluster.words.request import Sampling, SequenceRequest
-from engine.batch.batch import Batch, Row
+from engine.batch.batch import Batch
+from engine.batch.rows import Row
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
 from engine.prompts import Prompt
@@ -45,8 +48,10 @@ class OneOf:
     def __init__(self, *allowed: Seq[int]) -> None:
         self._allowed = allowed
 
-    def allowed(self, output: Seq[int], /) -> Seq[int]:
-        return self._allowed[len(output) % len(self._allowed)]
+    def allowed(self, tokens: Seq[int], start: int, /) -> NDArray[np.int32]:
+        bits = np.zeros(-(-VOCAB_SIZE // 32) * 32, dtype=np.uint8)
+        bits[list(self._allowed[(len(tokens) - start) % len(self._allowed)])] = 1
+        return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.0, max_tokens=9), Sampling(seed=5, max_tokens=9)])
@@ -59,7 +64,7 @@ def test_a_mask_restricts_what_a_sequence_says_and_nobody_else(
     def said(mask: OneOf | None) -> list[list[int]]:
         engine = Engine(runner, sample, BlockManager(96), config, block_size=8)
         sequences = [_sequence(prompt, sampling) for prompt in prompts(10, 12)]
-        sequences[0].mask = mask
+        sequences[0].sampling_row.mask = mask
         for sequence in sequences:
             engine.add(Prompt(sequence))
         while engine.step().did_work:

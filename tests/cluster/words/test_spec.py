@@ -81,6 +81,18 @@ def test_what_security_lacks(security: dict[str, str], said: str) -> None:
     assert str(refused.value).startswith(said)
 
 
+@pytest.mark.parametrize(("running", "tokens"), [(512, 512), (600, 512), (16, 16)])
+def test_sequences_that_decode_leave_prompts_room_in_a_step(running: int, tokens: int) -> None:
+    with pytest.raises(SpecError) as refused:
+        parse_spec({"decode": {"max_running": running, "max_batch_tokens": tokens}})
+    message = str(refused.value)
+    assert message.startswith(f"spec: decode: max_batch_tokens: {tokens} leave prompts nothing") and "\n" not in message
+    assert (
+        parse_spec({"decode": {"max_running": running, "max_batch_tokens": running + 1}}).decode.max_running == running
+    )
+    assert parse_spec({"prefill": {"max_running": running, "max_batch_tokens": tokens}}), "there nothing decodes"
+
+
 @pytest.mark.parametrize(
     ("source", "name"),
     [

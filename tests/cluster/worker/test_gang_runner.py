@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from cluster.words.errors import ReplicaFailed
@@ -16,7 +17,9 @@ from cluster.words.tier import Tier
 from cluster.worker.gang_runner import GangRunner
 from cluster.worker.step_message import encode_step
 from engine.batch.batch import Batch
+from engine.batch.rows import Row, RowChanges
 from engine.kv.layout import KVLayout
+from engine.last_rows import LastRows
 from engine.orders import BeginOrder, CommitOrder, Orders, ShipOrder
 from engine.prompts import Prompt
 from engine.sequence import Sequence
@@ -35,6 +38,7 @@ class FakeGangRank:
 
     def __init__(self, broadcasts: deque[bytes]) -> None:
         self.did: list[object] = []
+        self.batches: list[Batch] = []
         self.parallel = self.pool = self
         self.layout = _LAYOUT
         self.num_blocks = 12
@@ -55,6 +59,7 @@ class FakeGangRank:
 
     def forward(self, batch: Batch, on_layer: Callable[[int], None] = lambda layer: None) -> str:
         self.did.append(batch.token_ids.tolist())
+        self.batches.append(batch)
         for layer in range(_NUM_LAYERS):
             on_layer(layer)
         return "logits"
@@ -83,7 +88,7 @@ def _step(tokens: list[int]) -> ScheduledStep:
     request = SequenceRequest(id="r", token_ids=tuple(tokens), num_prompt_tokens=len(tokens))
     sequence = Sequence(request, 0, model="m", block_size=4, max_context=64)
     sequence.start_with([3, 4], 0)
-    return ScheduledStep(decoding=[], prompts=[(Prompt(sequence), len(tokens))], block_size=4)
+    return ScheduledStep(decoding=[], prompts=[(Prompt(sequence), len(tokens))], last_rows=LastRows(4))
 
 
 def test_two_ranks_carry_out_the_same_orders_in_the_same_steps() -> None:
@@ -138,25 +143,86 @@ def test_orders_for_blocks_and_places_that_there_are_not_end_the_rank_before_any
     assert rank.did == []
 
 
+def _changes(**fields: object) -> RowChanges:
+    """Of a step whose second row goes on from the first one of the step before, and whose first is new."""
+    first = Row(token_ids=[20, 21], start=3, blocks=[5, 6], num_logits=1)
+    whole = RowChanges.of([first], block_size=4)
+    changes = replace(
+        whole,
+        number=2,
+        kept=np.array([-1, 0]),
+        query_lens=np.array([2, 3]),
+        num_logits=np.array([1, 0]),
+        token_ids=np.array([20, 21, 16, 17, 18]),
+        blocks=np.array([5, 6, 7]),
+    )
+    return replace(changes, **{name: np.array(value, dtype=np.int64) for name, value in fields.items()})
+
+
+def test_a_rank_knows_what_a_row_had_before() -> None:
+    steps = deque([encode_step(_step([10, 11, 12, 13, 14, 15]).changes, Orders()), encode_step(_changes(), Orders())])
+    rank, follower = _follower(deque([*steps, encode_step(None, Orders(stop=True))]))
+    follower.follow()
+    assert rank.did == [[10, 11, 12, 13, 14, 15], [20, 21, 16, 17, 18]]
+    batch = rank.batches[-1]
+    assert batch.positions.tolist() == [3, 4, 6, 7, 8] and batch.context_lens.tolist() == [5, 9]
+    assert batch.slots.tolist() == [5 * 4 + 3, 6 * 4, 4 * 4 + 2, 4 * 4 + 3, 7 * 4]
+    assert batch.block_tables.tolist() == [[5, 6, 0], [3, 4, 7]] and batch.logits_rows.tolist() == [1]
+
+
 @pytest.mark.parametrize(
     ("array", "value"),
     [
-        ("slots", 12 * 4),
-        ("slots", -1),
-        ("block_tables", 12),
-        ("block_tables", 1 << 40),
-        ("positions", 64),
-        ("token_ids", 100),
-        ("context_lens", 9),
-        ("context_lens", 1),
-        ("query_lens", 7),
-        ("logits_rows", 6),
+        ("number", 1),
+        ("number", 3),
+        ("kept", [-1, 1]),
+        ("kept", [-2, 0]),
+        ("kept", [0, 0]),
+        ("starts", []),
+        ("starts", [-1]),
+        ("starts", [1 << 62]),
+        ("adapters", [-1]),
+        ("query_lens", [2, 2]),
+        ("query_lens", [0, 5]),
+        ("query_lens", [1 << 62, 1 << 62]),
+        ("num_logits", [3, 0]),
+        ("num_logits", [-1, 0]),
+        ("token_ids", [20, 21, 16, 17, 100]),
+        ("token_ids", [20, 21, 16, 17, -1]),
+        ("blocks", [5, 6, 12]),
+        ("blocks", [5, 6, -1]),
+        ("blocks", [5, 6, 1 << 40]),
+        ("blocks", [5, 6]),
+        ("blocks", [5, 6, 7, 8]),
     ],
 )
-def test_a_batch_with_a_slot_out_of_range_never_reaches_the_model(array: str, value: int) -> None:
-    batch = _step([10, 11, 12, 13, 14, 15]).batch
-    getattr(batch, array).flat[0] = value
-    rank, follower = _follower(deque([encode_step(batch, Orders())]))
-    with pytest.raises(ReplicaFailed, match=array):
+def test_rows_that_cannot_be_never_reach_the_model(array: str, value: int | list[int]) -> None:
+    first = encode_step(_step([10, 11, 12, 13, 14, 15]).changes, Orders())
+    changes = _changes(**{array: value})
+    changes = replace(changes, adapters=np.resize(changes.adapters, len(changes.starts)))
+    rank, follower = _follower(deque([first, encode_step(changes, Orders())]))
+    with pytest.raises(ReplicaFailed, match=f"cannot be: .*{array}"):
         follower.follow()
-    assert rank.did == []
+    assert rank.did == [[10, 11, 12, 13, 14, 15]]
+
+
+def test_a_rank_that_has_missed_a_step_is_told_everything_or_ends() -> None:
+    """What names no row of the step before needs none."""
+    rank, follower = _follower(deque([encode_step(_changes(), Orders())]))
+    with pytest.raises(ReplicaFailed, match="number: must follow 0"):
+        follower.follow()
+    whole = replace(_step([10, 11]).changes, number=7)
+    rank, follower = _follower(deque([encode_step(whole, Orders()), encode_step(None, Orders(stop=True))]))
+    follower.follow()
+    assert rank.did == [[10, 11]]
+
+
+def test_a_row_ends_within_the_context_and_there_are_no_more_rows_than_blocks() -> None:
+    step = _step([10, 11, 12, 13, 14, 15]).changes
+    beyond = replace(step, starts=np.array([60]), blocks=np.arange(17) % 12)
+    many = RowChanges.of([Row(token_ids=[1], start=0, blocks=[3], num_logits=1)] * 13, block_size=4)
+    for changes, what in ((beyond, "ends"), (many, "rows")):
+        rank, follower = _follower(deque([encode_step(changes, Orders())]))
+        with pytest.raises(ReplicaFailed, match=f"cannot be: {what}"):
+            follower.follow()
+        assert rank.did == []

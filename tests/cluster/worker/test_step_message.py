@@ -12,7 +12,7 @@ from cluster.words.errors import ReplicaFailed
 from cluster.words.handoff import Handoff
 from cluster.words.tier import Tier
 from cluster.worker.step_message import decode_step, encode_step
-from engine.batch.batch import Batch, Row
+from engine.batch.rows import Row, RowChanges
 from engine.orders import BeginOrder, CommitOrder, Orders, ShipOrder
 from engine.tiers.orders import LoadOrder, LoadSource, Save, Spill, TierOrders
 
@@ -67,12 +67,12 @@ def test_every_rank_gets_the_orders_that_were_given(orders: Orders) -> None:
 
 
 @given(_orders, st.integers(1, 20))
-def test_the_batch_comes_along_whatever_the_orders_take(orders: Orders, length: int) -> None:
+def test_the_rows_come_along_whatever_the_orders_take(orders: Orders, length: int) -> None:
     row = Row(token_ids=list(range(length)), start=3, blocks=[4, 7, 2], num_logits=length, adapter=2)
-    batch = Batch.of([row], block_size=8)
-    decoded, _ = decode_step(encode_step(batch, orders))
+    changes = RowChanges.of([row], block_size=8)
+    decoded, _ = decode_step(encode_step(changes, orders))
     assert decoded is not None
-    for name, numbers in vars(batch).items():
+    for name, numbers in vars(changes).items():
         np.testing.assert_array_equal(getattr(decoded, name), numbers)
 
 
@@ -116,9 +116,9 @@ def test_what_is_too_short_or_too_long_is_refused(data: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "header", [[1, 1, 1, 1], [-1, 1, 1, 1], [1 << 60, 1 << 60, 1, 1], [5], [0, 0, 0, 0, 7]], ids=str
+    "header", [[1, 1, 1, 1, 1], [1, -1, 1, 1, 1], [1, 1 << 60, 1 << 60, 1, 1], [5], [1, 0, 0, 0, 0, 7]], ids=str
 )
-def test_a_batch_that_does_not_fit_its_own_header_is_refused(header: list[int]) -> None:
+def test_rows_that_do_not_fit_their_own_header_are_refused(header: list[int]) -> None:
     data = encode_step(None, Orders())
     data += bytes(-len(data) % 8) + np.array(header, dtype=np.int64).tobytes()
     with pytest.raises(ReplicaFailed, match="is no step"):

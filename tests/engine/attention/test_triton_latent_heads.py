@@ -7,8 +7,9 @@ import torch
 
 from engine.attention.latent_heads import Expansion, Rotation, TorchLatentHeads
 from engine.attention.triton_latent_heads import KernelLatentHeads
-from engine.batch.batch import Batch, Row
+from engine.batch.batch import Batch
 from engine.batch.device_batch import DeviceBatch
+from engine.batch.rows import Row
 from engine.kernels.eight_bits import as_bytes
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from engine.attention.cpu_heads import CompiledHeads
 from engine.attention.heads import Heads, TorchHeads
-from engine.batch.batch import Batch, Row
+from engine.batch.batch import Batch
+from engine.batch.rows import Row
 from engine.cpu import library
 from engine.cpu.library import Kernels, open_kernels
 from engine.cpu.wire import sum_words, wire_of

@@ -25,14 +25,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from cluster.model import config as model_config
 from cluster.words.request import Sampling
-from engine import decode_graphs, runner, sampler
+from engine import decode_graphs, likeliest, runner, sampler
 from engine.batch import device_batch
-from engine.batch.batch import Batch, Row
+from engine.batch.batch import Batch
+from engine.batch.rows import Row
 from engine.attention import triton_latent_heads as latent_heads
 from engine.model.transformer import expected_tensors
 from engine.config import EngineConfig
 from engine.runner import ModelRunner
-from engine.sampler import SamplingRow, sample
+from engine.sampler import sample
+from engine.sampling import SamplingRow
 from kvtransfer.movers.codec import codec_for, slots_of
 from kvtransfer.protocol.segment import Segment
 # ruff: isort: on
@@ -118,9 +120,9 @@ class FakeCheckpoint:
 def main() -> None:
     capability = tuple(int(number) for number in sys.argv[1].split("."))
     # What goes to the device in one copy has its shape, and begins where an allocation does.
-    for module in (device_batch, decode_graphs, latent_heads):
+    for module in (device_batch, decode_graphs, latent_heads, likeliest):
         module.upload = lambda arrays, device: [torch.empty(a.shape, dtype=torch.int32, device=device) for a in arrays]
-    sampler._place = lambda values, dtype, device: torch.empty(len(values), dtype=dtype, device=device)
+    sampler._place = lambda values, dtype, device: torch.empty(np.shape(values), dtype=dtype, device=device)
     runner.open_checkpoint = FakeCheckpoint
     model_config.fingerprint = lambda model_dir: "without numbers"
     for case in sys.argv[2:]:

@@ -7,8 +7,9 @@ import torch
 
 from engine.attention.heads import Heads, TorchHeads
 from engine.attention.triton_heads import KernelHeads
-from engine.batch.batch import Batch, Row
+from engine.batch.batch import Batch
 from engine.batch.device_batch import DeviceBatch
+from engine.batch.rows import Row
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from engine.layers.layers import RMSNorm

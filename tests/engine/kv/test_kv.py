@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from engine.attention import attention
 from engine.attention.attention import AttentionPlan, paged_attention
-from engine.batch.batch import Batch, Row
+from engine.batch.batch import Batch
+from engine.batch.rows import Row, RowChanges
 from engine.kernels.eight_bits import MOST, dequantize_rows, quantize_rows
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
@@ -63,11 +64,11 @@ def test_batch_says_where_every_token_goes(shapes: list[tuple[int, int, bool]]) 
 
 
 @given(shapes=rows)
-def test_batch_survives_encoding(shapes: list[tuple[int, int, bool]]) -> None:
-    batch = Batch.of(to_rows(shapes), block_size=BLOCK_SIZE)
-    copy = Batch.decode(batch.encode())
-    for name in Batch.__dataclass_fields__:
-        np.testing.assert_array_equal(getattr(copy, name), getattr(batch, name))
+def test_changes_survive_encoding(shapes: list[tuple[int, int, bool]]) -> None:
+    changes = RowChanges.of(to_rows(shapes), block_size=BLOCK_SIZE)
+    copy = RowChanges.decode(changes.encode())
+    for name in RowChanges.__dataclass_fields__:
+        np.testing.assert_array_equal(getattr(copy, name), getattr(changes, name))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from cluster.words.errors import SpecError
-from engine.batch.batch import Batch, Row
+from engine.batch.batch import Batch
+from engine.batch.rows import Row
 from engine.config import EngineConfig
 from engine.runner import ModelRunner
 from tests.engine.steps import prompts, step

@@ -1,0 +1,73 @@
+"""What rank 0 knows of the rows of the last step, so that the next one's are told by what is different."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from itertools import chain
+
+import numpy as np
+
+from engine.batch.batch import Batch, KeptRows
+from engine.batch.rows import Ints, RowChanges, num_blocks
+from engine.sequence import Sequence
+
+
+class LastRows:
+    """Owned by the step thread. Told of every step that has rows, as they are before it."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._kept = KeptRows(block_size)
+        self._sequences: list[Sequence] = []
+        self._tables: list[list[int]] = []  # the sequences' own, which grow at their ends only
+
+    def changes(self, sequences: list[Sequence], query_lens: Seq[int]) -> RowChanges:
+        """From the last step to one in which each of these computes its next so many tokens."""
+        starts = np.array([sequence.num_computed for sequence in sequences])
+        tables = [sequence.blocks for sequence in sequences]
+        kept = self._places(sequences, tables, starts)
+        self._sequences, self._tables = sequences, tables
+        is_new, lens = kept < 0, np.array(query_lens)
+        ends, num_added = self._kept.ends_of(kept, starts[is_new], lens)
+        counts = num_blocks(ends, self._block_size)
+        growing = np.flatnonzero(num_added)
+        added = [tables[row][counts[row] - num_added[row] : counts[row]] for row in growing.tolist()]
+        assert sum(map(len, added)) == num_added.sum(), "a row has no block for its tokens"
+        return RowChanges(
+            number=self._kept.number + 1,
+            kept=kept,
+            query_lens=lens,
+            num_logits=(ends == [len(sequence.tokens) for sequence in sequences]).astype(np.int64),
+            starts=starts[is_new],
+            adapters=np.array([sequences[row].adapter for row in np.flatnonzero(is_new)], dtype=np.int64),
+            token_ids=np.array(_tokens(sequences, query_lens)),
+            blocks=np.array(list(chain.from_iterable(added)), dtype=np.int64),
+        )
+
+    def apply(self, changes: RowChanges) -> Batch:
+        """The batch of that step."""
+        return self._kept.apply(changes)
+
+    def _places(self, sequences: list[Sequence], tables: list[list[int]], starts: Ints) -> Ints:
+        """Which row of the last step each goes on from; -1: none, or from another position or with other blocks."""
+        kept = np.arange(len(sequences))
+        if sequences != self._sequences or tables != self._tables:
+            place_of = {sequence: place for place, sequence in enumerate(self._sequences)}
+            places = [place_of.get(sequence, -1) for sequence in sequences]
+            known = [*self._tables, None]
+            kept = np.array([p if known[p] is table else -1 for p, table in zip(places, tables, strict=True)])
+        is_behind = kept >= 0
+        is_behind[is_behind] = self._kept.ends[kept[is_behind]] == starts[is_behind]
+        return np.where(is_behind, kept, -1)
+
+
+def _tokens(sequences: list[Sequence], query_lens: Seq[int]) -> list[int]:
+    """The tokens that are computed, row by row."""
+    tokens: list[int] = []
+    for sequence, count in zip(sequences, query_lens, strict=True):
+        start = sequence.num_computed
+        if count == 1:
+            tokens.append(sequence.tokens[start])
+        else:
+            tokens += sequence.tokens[start : start + count]
+    return tokens

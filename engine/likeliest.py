@@ -1,0 +1,65 @@
+"""The penalties of a step's rows, and the token that each row's logits speak for most."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from ctypes import byref
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.batch.device_batch import upload
+from engine.cpu.library import Kernels, open_copies
+from engine.cpu.structs import CHOICE_ROW, TokenChoices
+from engine.penalties import Penalties
+
+# R rows, V vocabulary, U tokens that have a penalty, of all rows together
+
+_FEW = 1 << 16  # logits that one thread has been through before another one is awake
+
+
+def likeliest(logits_RV: Tensor, penalties: Mapping[int, Penalties]) -> Tensor:
+    """Apply penalties in place: what is above 0 is divided by the repetition penalty, what is not is multiplied, and
+    the rest is taken away. Then find the first that is greatest, or not a number.
+
+    logits_RV: fp32; penalties: of these rows. Returns (R,) int64. With our kernels and without them a CPU does the same
+    to the last bit.
+    """
+    kernels = open_copies(logits_RV.device)
+    if kernels is not None and logits_RV.stride(-1) == 1:
+        return _by_kernel(kernels, logits_RV, penalties)
+    if penalties:
+        _penalise(logits_RV, penalties)
+    return logits_RV.argmax(dim=-1)
+
+
+def _by_kernel(kernels: Kernels, logits_RV: Tensor, penalties: Mapping[int, Penalties]) -> Tensor:
+    num_rows, vocabulary = logits_RV.shape
+    row_R = np.zeros(num_rows, dtype=CHOICE_ROW)
+    row_R["logits"] = logits_RV.data_ptr() + logits_RV.stride(0) * logits_RV.itemsize * np.arange(num_rows)
+    if penalties:
+        rows, found = list(penalties), penalties.values()
+        row_R["token_ids"][rows], row_R["taken"][rows] = zip(*(penalty.addresses for penalty in found), strict=True)
+        row_R["tokens"][rows] = [len(penalty) for penalty in found]
+        row_R["sorted"][rows] = [penalty.num_sorted for penalty in found]
+        row_R["repetition"][rows] = [penalty.repetition for penalty in found]
+    threads = torch.get_num_threads() if logits_RV.numel() > _FEW else 1
+    kernels.choose(byref(TokenChoices(row=row_R.ctypes.data, rows=num_rows, vocabulary=vocabulary, threads=threads)))
+    return torch.from_numpy(row_R["greatest"].copy())
+
+
+def _penalise(logits_RV: Tensor, penalties: Mapping[int, Penalties]) -> None:
+    lens = [len(penalty) for penalty in penalties.values()]
+    rows_U, ids_U, taken_U, repetition_U = upload(
+        [
+            np.repeat(np.array(list(penalties)), lens),
+            np.concatenate([penalty.token_ids for penalty in penalties.values()]),
+            np.concatenate([penalty.taken for penalty in penalties.values()]).view(np.int32),
+            np.repeat(np.array([p.repetition for p in penalties.values()], dtype=np.float32), lens).view(np.int32),
+        ],
+        logits_RV.device,
+    )
+    x_U, repetition_U = logits_RV[rows_U, ids_U], repetition_U.view(torch.float32)
+    x_U = torch.where(x_U > 0, x_U / repetition_U, x_U * repetition_U) - taken_U.view(torch.float32)
+    logits_RV[rows_U, ids_U] = x_U
