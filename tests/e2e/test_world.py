@@ -30,6 +30,9 @@ _SHOWN = {
     ("router/text/template_sandbox.py", "datetime.now"),
     ("router/text/trail.py", "time.time"),
     ("cluster/host/command_trail.py", "time.time"),
+    ("cluster/control/operations.py", "time.time"),
+    ("cluster/control/person_book.py", "time.time"),
+    ("router/doors/http_connection.py", "time.time"),
 }
 
 _GREEDY = Sampling(max_tokens=40, temperature=0.0)
