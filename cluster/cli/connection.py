@@ -40,6 +40,15 @@ def find_state(name: str | None, *, by_certificate: bool = False) -> State:
     return remote.find(address, name)
 
 
+def ask_deployed(name: str | None, method: str, *args: Any, by_certificate: bool = False, **kwargs: Any) -> Any:
+    """What the controller of the deployment called `name` answers. Raises as find_state, join_controller and
+    cluster.host.driver.ask do."""
+    controller = join_controller(find_state(name, by_certificate=by_certificate))
+    from cluster.host import driver
+
+    return driver.ask(controller, method, *args, **kwargs)
+
+
 def join_controller(state: State) -> Any:
     """Become a driver of the deployment's Ray; returns the controller's handle, for cluster.host.driver.ask. Or, with a
     certificate, what takes its place.

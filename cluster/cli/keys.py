@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster.cli.connection import find_state, join_controller
+from cluster.cli.connection import ask_deployed
 from cluster.cli.deploy import Name
 from cluster.words.errors import DeployError
 
@@ -48,7 +48,7 @@ def create(
         max_tokens=max_tokens,
         priorities=parse_priorities(priority) if priority else None,
     )
-    change: KeyChange = _ask(name, "add_key", made)
+    change: KeyChange = ask_deployed(name, "add_key", made, by_certificate=True)
     typer.echo(f"{made.id} for {made.name}, of tenant {made.tenant}; it is shown only now:", err=True)
     print(secret)
     if not change.is_told:
@@ -60,7 +60,7 @@ def list_keys(
     name: Name = None, as_json: Annotated[bool, typer.Option("--json", help="One JSON array.")] = False
 ) -> None:
     """Show every key, without its secret, which nobody has but its client."""
-    book: KeyBook = _ask(name, "keys")
+    book: KeyBook = ask_deployed(name, "keys", by_certificate=True)
     if as_json:
         print(json.dumps([_public(one) for one in book.keys], indent=1))
         return
@@ -80,22 +80,15 @@ def revoke(
     name: Name = None,
 ) -> None:
     """Let nobody in by this key any more: every router refuses it within a second. What runs goes on to its end."""
-    book: KeyBook = _ask(name, "keys")
+    book: KeyBook = ask_deployed(name, "keys", by_certificate=True)
     revoked = book.find(key)
-    change: KeyChange = _ask(name, "revoke_key", revoked)
+    change: KeyChange = ask_deployed(name, "revoke_key", revoked, by_certificate=True)
     away = (
         "" if change.is_told else "Redis is away: routers that run let it in until it is back; one that starts does not"
     )
     if problems := [problem for problem in (away, change.problem) if problem]:
         raise DeployError(f"{revoked.id} of {revoked.name} is revoked, but {'; and '.join(problems)}")
     print(f"{revoked.id} of {revoked.name} is revoked")
-
-
-def _ask(name: str | None, method: str, *args: Any) -> Any:
-    controller = join_controller(find_state(name, by_certificate=True))
-    from cluster.host.driver import ask
-
-    return ask(controller, method, *args)
 
 
 def _public(key: ApiKey) -> dict[str, Any]:

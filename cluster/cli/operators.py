@@ -6,11 +6,11 @@ import json
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cluster.cli.connection import find_state, join_controller
+from cluster.cli.connection import ask_deployed, find_state
 from cluster.cli.deploy import Name
 from cluster.words.person import PersonRole
 
@@ -42,7 +42,7 @@ def create(
     file = out or Path(f"{person}.json")
     PersonFile.check_free(file)
     keys = KeyPair()
-    address, certificate = _ask(name, "add_person", person, role, keys.request, days=days)
+    address, certificate = ask_deployed(name, "add_person", person, role, keys.request, days=days)
     PersonFile(address=address, identity=Identity(who, keys.papers(certificate))).save(file)
     print(f"{person} may operate {state.name} as {role} for {certificate.life_s / 86_400:.4g} days, by {file}")
 
@@ -52,7 +52,7 @@ def list_operators(
     name: Name = None, as_json: Annotated[bool, typer.Option("--json", help="One JSON array.")] = False
 ) -> None:
     """Show whose certificates are let in."""
-    people: People = _ask(name, "people")
+    people: People = ask_deployed(name, "people")
     if as_json:
         print(json.dumps([asdict(person) for person in people.known], indent=1))
         return
@@ -68,12 +68,5 @@ def list_operators(
 @operators.command()
 def revoke(person: Annotated[str, typer.Argument(metavar="NAME")], name: Name = None) -> None:
     """Let nobody in by this person's certificate any more, from the next call on."""
-    _ask(name, "remove_person", person)
+    ask_deployed(name, "remove_person", person)
     print(f"{person} is let in no more")
-
-
-def _ask(name: str | None, method: str, *args: Any, **kwargs: Any) -> Any:
-    controller = join_controller(find_state(name))
-    from cluster.host.driver import ask
-
-    return ask(controller, method, *args, **kwargs)
