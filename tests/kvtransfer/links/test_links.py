@@ -6,7 +6,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -296,7 +296,9 @@ def test_ends_that_differ_do_not_come_together(theirs: Handshake, tmp_path: Path
         _carry(*meeting.let_in())
 
 
-def test_a_sender_sends_nothing_to_who_cannot_prove_that_he_is_the_receiver(tmp_path: Path) -> None:
+@contextmanager
+def _false_receiver(tmp_path: Path) -> Iterator[tuple[socket.socket, Future[Link]]]:
+    """The far end of what a sender opens, in the hands of whoever has learnt where it meets its receiver."""
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
         store = str(tmp_path / "store")
         PrefixStore("link/1", FileStore(store)).set("place", f"127.0.0.1 {server.getsockname()[1]}")
@@ -304,27 +306,26 @@ def test_a_sender_sends_nothing_to_who_cannot_prove_that_he_is_the_receiver(tmp_
         connection, _ = server.accept()
         with connection:
             connection.settimeout(10)
-            connection.sendall(bytes(32))
-            assert len(connection.recv(1000)) == 64
-            connection.sendall(bytes(32))
-            with pytest.raises(LinkClosed, match="does not know this link"):
-                sending.result(20)
+            yield connection, sending
+
+
+def test_a_sender_sends_nothing_to_who_cannot_prove_that_he_is_the_receiver(tmp_path: Path) -> None:
+    with _false_receiver(tmp_path) as (connection, sending):
+        connection.sendall(bytes(32))
+        assert len(connection.recv(1000)) == 64
+        connection.sendall(bytes(32))
+        with pytest.raises(LinkClosed, match="does not know this link"):
+            sending.result(20)
 
 
 def test_a_sender_signs_nothing_for_a_nonce_that_is_not_whole(tmp_path: Path) -> None:
     """Else what it signs could be read as something else: of another link, or for another nonce."""
-    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
-        store = str(tmp_path / "store")
-        PrefixStore("link/1", FileStore(store)).set("place", f"127.0.0.1 {server.getsockname()[1]}")
-        sending = pool.submit(_open, "tcp", FileStore(store), is_sender=True)
-        connection, _ = server.accept()
-        with connection:
-            connection.settimeout(10)
-            connection.sendall(bytes(31))
-            connection.shutdown(socket.SHUT_WR)
-            assert connection.recv(1000) == b""
-            with pytest.raises(LinkClosed, match="before its nonce was whole"):
-                sending.result(20)
+    with _false_receiver(tmp_path) as (connection, sending):
+        connection.sendall(bytes(31))
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(1000) == b""
+        with pytest.raises(LinkClosed, match="before its nonce was whole"):
+            sending.result(20)
 
 
 def test_what_travels_encrypted_is_not_what_was_sent(tmp_path: Path) -> None:

@@ -235,15 +235,7 @@ async def test_what_no_hello_begins_ends() -> None:
 
 async def test_a_transfer_goes_on_beside_links_that_are_refused_or_broken_off() -> None:
     async with _rank() as rank:
-        shipments: asyncio.Queue[Shipment] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-        sender = Sender(
-            _config(),
-            loop=loop,
-            on_shipped=lambda shipment: loop.call_soon_threadsafe(shipments.put_nowait, shipment),
-        )
-        for codes in sender.pool.codes:
-            codes.fill_(1.5)
+        sender, shipments = _sender()
         for number in range(5):
             await rank.stub.Open(pb.OpenRequest(**_fields(_OPEN) | {"handoff": f"h{number}"}), timeout=10)
             passage = sender.begin(_handoff(rank.address, id=f"h{number}"), [0, 1, 2])
@@ -262,15 +254,7 @@ async def test_a_transfer_goes_on_beside_links_that_are_refused_or_broken_off() 
 async def test_only_the_replica_that_a_handoff_names_fills_it() -> None:
     """Also where another one has learnt its id, and knows what it is for."""
     async with _rank() as rank:
-        shipments: asyncio.Queue[Shipment] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-        sender = Sender(
-            _config(),
-            loop=loop,
-            on_shipped=lambda shipment: loop.call_soon_threadsafe(shipments.put_nowait, shipment),
-        )
-        for codes in sender.pool.codes:
-            codes.fill_(1.5)
+        sender, shipments = _sender()
 
         async def ship(id: str) -> TransferError | None:
             passage = sender.begin(_handoff(rank.address, id=id), [0, 1, 2])
@@ -292,6 +276,20 @@ async def test_only_the_replica_that_a_handoff_names_fills_it() -> None:
         await sender.close()
         pool = rank.receiver.config.pool
         assert all((codes[[3, 1]] == 1.5).all() and not codes[[2, 4, 5]].any() for codes in pool.codes)
+
+
+def _sender() -> tuple[Sender, asyncio.Queue[Shipment]]:
+    """Of a pool full of 1.5, and what becomes of what it ships. Whoever asks for it closes it."""
+    shipments: asyncio.Queue[Shipment] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    sender = Sender(
+        _config(),
+        loop=loop,
+        on_shipped=lambda shipment: loop.call_soon_threadsafe(shipments.put_nowait, shipment),
+    )
+    for codes in sender.pool.codes:
+        codes.fill_(1.5)
+    return sender, shipments
 
 
 def _fields(request: pb.OpenRequest) -> dict[str, Any]:

@@ -149,16 +149,29 @@ def test_nobody_waits_for_good_however_others_come_and_go(strategy: list[tuple[s
         elif len(theirs) < most:
             names += kind == "invent"
             theirs.append(_add(queue, "key", user=f"name-{names}", cost=float(size)))
-        for _ in range(max(num_served, step % 2)):
-            queued = queue.pop(now=0.0)
-            if queued is victim:
-                return
-            theirs.remove(queued)
-            others += queued.cost
-            assert others <= bound
-            if not theirs:
-                break
+        taken = _serve(queue, victim, theirs, count=max(num_served, step % 2), most=bound - others)
+        if taken is None:
+            return
+        others += taken
     raise AssertionError("it was never its turn")
+
+
+def _serve(
+    queue: AdmissionQueue, awaited: QueuedRequest, theirs: list[QueuedRequest], *, count: int, most: float
+) -> float | None:
+    """What others had in so many turns, never more than `most`, or until none of them waits; None: it was the turn of
+    who is awaited."""
+    taken = 0.0
+    for _ in range(count):
+        queued = queue.pop(now=0.0)
+        if queued is awaited:
+            return None
+        theirs.remove(queued)
+        taken += queued.cost
+        assert taken <= most
+        if not theirs:
+            break
+    return taken
 
 
 def _victim_of(queue: AdmissionQueue) -> QueuedRequest:
@@ -211,15 +224,10 @@ def test_nobody_waits_longer_for_those_who_come_after_it(
         while len(theirs) < 1 + (step + size) % most:
             names += kind != "again"
             theirs.append(_add(queue, **rival(names), cost=float(size)))
-        for _ in range(max(num_served, step % 2)):
-            queued = queue.pop(now=0.0)
-            if queued is waits:
-                return
-            theirs.remove(queued)
-            others += queued.cost
-            assert others <= bound
-            if not theirs:
-                break
+        taken = _serve(queue, waits, theirs, count=max(num_served, step % 2), most=bound - others)
+        if taken is None:
+            return
+        others += taken
     raise AssertionError("it was never its turn")
 
 
