@@ -12,6 +12,7 @@ import typer
 
 from cluster.cli.connection import find_state, join_controller
 from cluster.cli.deploy import Name
+from cluster.control.replica import number_of
 from cluster.control.report import Pools
 from cluster.words.errors import SpecError
 
@@ -50,7 +51,7 @@ def drain(
     role = replica.partition("-")[0]
     change = _change(name, "drain", replica, roles=[role], timeout=timeout)
     ids = (entry["id"] for entry in change.pools[role]["replicas"])
-    newest = max(ids, key=lambda id: int(id.rpartition("-")[2]), default="none")
+    newest = max(ids, key=number_of, default="none")
     print(f"{replica} has left, {newest} serves in its place, after {change.seconds:.1f} s")
 
 

@@ -27,7 +27,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.control.desired import Desired, namespace
 from cluster.control.placement import Node, bundle, live_nodes, preferred_node, why_pending
 from cluster.control.rank_actor import CONCURRENCY_GROUPS, RankActor
-from cluster.control.replica import parse_rank_name, rank_name, role_of
+from cluster.control.replica import number_of, parse_rank_name, rank_name, role_of
 from cluster.words.errors import RankUnreachable, ReplicaFailed
 from cluster.words.process_name import ProcessName
 
@@ -75,11 +75,11 @@ class Gang:
         self._note_home(self._group)
 
     def _preferred_node(self) -> Node | None:
-        prefix = _group_name(f"{self._role}-", self._desired.spec.name)
-        groups = [table for table in placement_group_table().values() if table["name"].startswith(prefix)]
-        taken = Counter(group["bundles_to_node_id"].get(0) for group in groups if group["state"] == "CREATED")
-        number = int(self._replica.rpartition("-")[2])
-        return preferred_node(self._pool, live_nodes(), taken=taken, number=number)
+        groups = _groups(self._desired.spec.name).items()
+        taken = Counter(
+            group["bundles_to_node_id"].get(0) for replica, group in groups if role_of(replica) is self._role
+        )
+        return preferred_node(self._pool, live_nodes(), taken=taken, number=number_of(self._replica))
 
     def _reserve(self, labels: dict[str, str]) -> PlacementGroup:
         size = self._pool.tensor_parallel
@@ -183,10 +183,7 @@ class Gang:
 
 def find_replicas(name: str) -> list[str]:
     """The replicas of deployment `name` of which Ray still knows an actor or a placement group."""
-    groups = [table["name"] for table in placement_group_table().values() if table["state"] != "REMOVED"]
-    prefix = _group_name("", name)
-    found = {group.removeprefix(prefix) for group in groups if group.startswith(prefix)}
-    return sorted(found | {rank[0] for entry in _named_actors(name) if (rank := parse_rank_name(entry))})
+    return sorted(set(_groups(name)) | {rank[0] for entry in _named_actors(name) if (rank := parse_rank_name(entry))})
 
 
 def remove_leftovers(replica: str, name: str) -> None:
@@ -198,6 +195,16 @@ def remove_leftovers(replica: str, name: str) -> None:
                 ray.kill(ray.get_actor(entry, namespace=namespace(name)))
     with contextlib.suppress(ValueError):
         remove_placement_group(get_placement_group(_group_name(replica, name)))
+
+
+def _groups(name: str) -> dict[str, dict[str, Any]]:
+    """What Ray says of each placement group of deployment `name`, by replica."""
+    prefix = _group_name("", name)
+    return {
+        table["name"].removeprefix(prefix): table
+        for table in placement_group_table().values()
+        if table["name"].startswith(prefix) and table["state"] != "REMOVED"
+    }
 
 
 def _named_actors(name: str) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.control.replica import ReplicaState, ReplicaStatus
+from cluster.control.replica import ReplicaState, ReplicaStatus, number_of
 
 # Least useful first: what serves nobody yet is the cheapest to lose.
 _RETIRE_ORDER = (ReplicaState.PENDING, ReplicaState.STARTING, ReplicaState.LOADING, ReplicaState.READY)
@@ -66,8 +66,4 @@ def plan_pool(desired: int, replicas: Sequence[ReplicaStatus], *, can_start: boo
 
 def _usefulness(replica: ReplicaStatus) -> tuple[int, int, int]:
     """Retired first: not yet serving, then the least busy, then the newest (its cache is the coldest)."""
-    return _RETIRE_ORDER.index(replica.state), replica.running + replica.waiting, -_number(replica)
-
-
-def _number(replica: ReplicaStatus) -> int:
-    return int(replica.id.rpartition("-")[2])
+    return _RETIRE_ORDER.index(replica.state), replica.running + replica.waiting, -number_of(replica.id)

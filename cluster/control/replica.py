@@ -81,3 +81,7 @@ def parse_rank_name(name: str) -> tuple[str, int] | None:
 
 def role_of(replica: str) -> Role:
     return Role(replica.partition("-")[0])
+
+
+def number_of(replica: str) -> int:
+    return int(replica.rpartition("-")[2])
