@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.cli import keys
+from cluster.cli import connection
 from cluster.cli.app import run
 from cluster.host import driver
 from cluster.words.api_key import ApiKey, KeyBook, KeyChange, new_key, new_secret
@@ -23,8 +23,8 @@ def is_told(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
         return KeyChange(key=keys[0], is_told=told) if keys else KeyBook(version=1, keys=(_KEY,))
 
     monkeypatch.setenv("CLUSTER_STATE_DIR", str(tmp_path))
-    monkeypatch.setattr(keys, "find_state", lambda name, **_: None)
-    monkeypatch.setattr(keys, "join_controller", lambda state: None)
+    monkeypatch.setattr(connection, "find_state", lambda name, **_: None)
+    monkeypatch.setattr(connection, "join_controller", lambda state: None)
     monkeypatch.setattr(driver, "ask", ask)
     return told
 
