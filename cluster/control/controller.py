@@ -26,7 +26,7 @@ from cluster.control.operations import Operations
 from cluster.control.person_book import PersonBook
 from cluster.control.placement import ResourceDemand, check_fit, live_nodes
 from cluster.control.pool import ReplicaPool
-from cluster.control.replica import replica_id, role_of
+from cluster.control.replica import number_of, replica_id, role_of
 from cluster.control.replica_life import ReplicaLife
 from cluster.control.report import ControllerReport
 from cluster.process.log import LogPart, log_path, read_log, redirect_output
@@ -200,11 +200,14 @@ class Controller:
     async def _adopt(self) -> None:
         """Take over what an earlier life of this controller started; remove what is not whole."""
         try:
-            await asyncio.gather(*(self._adopt_one(replica) for replica in find_replicas(self._name)))
+            found = sorted(find_replicas(self._name), key=number_of)  # they keep the order in which they were started
+            for life in await asyncio.gather(*(self._adopt_one(replica) for replica in found)):
+                if life:
+                    self._pools[life.view.role].add(life)
         finally:
             self._has_adopted.set()
 
-    async def _adopt_one(self, replica: str) -> None:
+    async def _adopt_one(self, replica: str) -> ReplicaLife | None:
         try:
             if self._desired is None:
                 raise ReplicaFailed("nothing is desired")
@@ -213,9 +216,9 @@ class Controller:
         except (ReplicaFailed, TimeoutError) as error:
             logger.warning("%s is removed, not adopted: %s", replica, error)
             remove_leftovers(replica, self._name)
-        else:
-            logger.info("%s is adopted", replica)
-            self._pools[life.view.role].add(life)
+            return None
+        logger.info("%s is adopted", replica)
+        return life
 
     def _reconcile(self) -> None:
         if (desired := self._desired) is None:
