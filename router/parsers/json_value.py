@@ -1,0 +1,159 @@
+"""Where a JSON value ends, and whether it is one, as its text comes."""
+
+from __future__ import annotations
+
+import re
+
+_MAX_DEPTH = 64
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]*')  # inside a string
+_SPACE = re.compile(r"[ \t\n\r]*")
+_WORD = re.compile(r"[-+.0-9A-Za-z]*")
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+_WORDS = {"true", "false", "null"}
+_HEX = set("0123456789abcdefABCDEF")
+
+
+class JsonValue:
+    """One value, by RFC 8259: an automaton with a stack."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+        self.is_bad = False
+        self._open: list[str] = []
+        self._next = "value"
+        self._word = ""  # a number or a literal
+        self._num_hex = 0  # digits of \\u that are to come
+        self._is_key = False
+
+    def feed(self, text: str) -> int:
+        """How many of the characters belong to the value: fewer than there are where it has ended, or is bad."""
+        at = 0
+        while at < len(text) and not self.is_done and not self.is_bad:
+            at = getattr(self, f"_in_{self._next}")(text, at)
+        return at
+
+    def end(self) -> None:
+        """No more text comes."""
+        if self._next == "word":
+            self._end_word()
+        self.is_bad |= not self.is_done
+
+    def _in_value(self, text: str, at: int) -> int:
+        at = _after_space(text, at)
+        if at == len(text):
+            return at
+        match text[at]:
+            case "{" | "[" as opening if len(self._open) < _MAX_DEPTH:
+                self._open.append(opening)
+                self._next = "first_key" if opening == "{" else "first_item"
+            case '"':
+                self._next, self._is_key = "string", False
+            case character if character.isalnum() or character == "-":
+                self._next, self._word = "word", ""
+                return at
+            case _:
+                self.is_bad = True
+                return at
+        return at + 1
+
+    def _in_first_item(self, text: str, at: int) -> int:
+        at = _after_space(text, at)
+        if text[at : at + 1] == "]":
+            return self._close(at)
+        if at < len(text):
+            self._next = "value"
+        return at
+
+    def _in_first_key(self, text: str, at: int) -> int:
+        at = _after_space(text, at)
+        if text[at : at + 1] == "}":
+            return self._close(at)
+        return self._in_key(text, at)
+
+    def _in_key(self, text: str, at: int) -> int:
+        return self._one(text, at, {'"': "string"}, is_key=True)
+
+    def _in_colon(self, text: str, at: int) -> int:
+        return self._one(text, at, {":": "value"})
+
+    def _in_after(self, text: str, at: int) -> int:
+        """After a value inside of another."""
+        at = _after_space(text, at)
+        is_object = self._open[-1] == "{"
+        if text[at : at + 1] == ("}" if is_object else "]"):
+            return self._close(at)
+        return self._one(text, at, {",": "key" if is_object else "value"})
+
+    def _in_string(self, text: str, at: int) -> int:
+        plain = _PLAIN.match(text, at)
+        assert plain
+        at = plain.end()
+        if at == len(text):
+            return at
+        match text[at]:
+            case '"' if self._is_key:
+                self._next = "colon"
+            case '"':
+                self._end_value()
+            case "\\":
+                self._next = "escape"
+            case _:
+                self.is_bad = True
+                return at
+        return at + 1
+
+    def _in_escape(self, text: str, at: int) -> int:
+        if text[at] == "u":
+            self._next, self._num_hex = "hex", 4
+        elif text[at] in '"\\/bfnrt':
+            self._next = "string"
+        else:
+            self.is_bad = True
+            return at
+        return at + 1
+
+    def _in_hex(self, text: str, at: int) -> int:
+        if text[at] not in _HEX:
+            self.is_bad = True
+            return at
+        self._num_hex -= 1
+        if not self._num_hex:
+            self._next = "string"
+        return at + 1
+
+    def _in_word(self, text: str, at: int) -> int:
+        found = _WORD.match(text, at)
+        assert found
+        self._word += found[0]
+        if found.end() < len(text):
+            self._end_word()
+        return found.end()
+
+    def _one(self, text: str, at: int, next_of: dict[str, str], *, is_key: bool = False) -> int:
+        at = _after_space(text, at)
+        if at == len(text):
+            return at
+        if text[at] not in next_of:
+            self.is_bad = True
+            return at
+        self._next, self._is_key = next_of[text[at]], is_key
+        return at + 1
+
+    def _end_word(self) -> None:
+        self.is_bad = self._word not in _WORDS and not _NUMBER.fullmatch(self._word)
+        self._end_value()
+
+    def _close(self, at: int) -> int:
+        self._open.pop()
+        self._end_value()
+        return at + 1
+
+    def _end_value(self) -> None:
+        self.is_done = not self._open and not self.is_bad
+        self._next = "after"
+
+
+def _after_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    assert found
+    return found.end()
