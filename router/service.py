@@ -41,6 +41,7 @@ from router.serving.replicas import Replicas
 from router.text.chat_template import ChatTemplate, find_chat_template
 from router.text.completion import Completions
 from router.text.completion_request import MAX_CHOICES, ModelCard
+from router.text.dialect import Dialect
 from router.text.tokenizer import Tokenizer
 from router.text.trail import RequestTrail
 
@@ -117,10 +118,14 @@ class RouterService:
         )
         core = RouterCore(dispatch)
         tokenizer = Tokenizer(model_dir)
+        template = ChatTemplate(find_chat_template(model_dir), special_tokens=tokenizer.special_tokens)
         completions = Completions(
             token_service=core,
             tokenizer=tokenizer,
-            chat_template=ChatTemplate(find_chat_template(model_dir), special_tokens=tokenizer.special_tokens),
+            chat_template=template,
+            dialect=Dialect.of(
+                template.source, tool_parser=spec.model.tool_parser, reasoning_parser=spec.model.reasoning_parser
+            ),
             model=ModelCard(
                 id=spec.model.name,
                 max_context=min(config.max_context, spec.model.max_context or config.max_context),
@@ -221,6 +226,7 @@ class RouterService:
             access=self._access,
             is_healthy=lambda: self.health()[Role.DECODE] > 0,
             probes=self.probes,
+            refuses_unknown_fields=router.unknown_fields == "refuse",
         )
         self._http = await HttpListener.open(
             app,

@@ -91,11 +91,12 @@ router.app: cluster(control process words) router(service)
 router.doors: cluster(rpc wire words) router(access metrics text)
 router.generation: cluster(words)
 router.metrics: cluster(rpc words)
+router.parsers:
 router.routing: cluster(index words)
 router.service: cluster(index model process rpc words) router(access doors metrics routing serving text)
 router.serving: cluster(index process rpc wire words) router(generation metrics routing)
 router.simulator: cluster(bench index words) engine(engine kv orders prompts sampling sequence step) router(routing)
-router.text: cluster(words) router(generation metrics)
+router.text: cluster(words) router(generation metrics parsers)
 """)
 
 

@@ -30,6 +30,7 @@ Count = Annotated[int, Field(ge=1)]
 Port = Annotated[int, Field(ge=1, le=65_535)]
 DType = Literal["bfloat16", "float16", "float32"]
 Weights = Literal["as_stored", "int8", "quantized"]
+ToolParser = Literal["auto", "none", "deepseek_v3", "hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder"]
 
 
 def _check_known(name: str, *, ours: tuple[str, ...]) -> str:
@@ -68,6 +69,12 @@ class ModelSpec(_Section):
     """What clients call the model; null: the source's own name."""
     max_context: Annotated[Tokens, Field(ge=16)] | None = None
     """Prompt and answer together; null: the model's own limit."""
+    tool_parser: ToolParser = "auto"
+    """How the model writes calls of tools. `auto`: as its chat template says. `none`: requests with tools are
+    refused."""
+    reasoning_parser: Literal["auto", "none", "think"] = "auto"
+    """`think`: what an answer has between `<think>` and `</think>` goes to `reasoning_content`. `auto`: where the chat
+    template knows these marks."""
 
     @property
     def name(self) -> str:
@@ -219,6 +226,9 @@ class RouterSpec(_Section):
     backup_tokens: Annotated[Tokens, Field(ge=0)] = 0
     """Every so many tokens of an answer, its KV is copied to an idle prefill replica, so that little is computed again
     when its decode replica is lost, and the next turn finds it there. 0: never. What it costs: docs/FAULTS.md."""
+    unknown_fields: Literal["ignore", "refuse"] = "ignore"
+    """What becomes of a field of a request that we do not know: `ignore` names it in the header `x-ignored-fields` of
+    the answer, `refuse` answers 400. Fields that we know, and that would change the answer, are always refused."""
     max_waiting: Count = 1024
     """Requests queued in one router. One is refused where all that wait and those of its own user, added up, are so
     many, so that one who is alone has half of it; a tenant that is alone, with all its users, has three quarters."""

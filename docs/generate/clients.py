@@ -12,7 +12,9 @@ from pydantic.fields import FieldInfo
 from cluster.words import errors as tree
 from cluster.words.errors import ClusterError, outcome_of
 from docs.generate.table import table
-from router.doors.openai_types import MAX_PARTS, MAX_PROMPTS_TIMES_N, ChatBody, ChatMessage, Only, TextBody
+from router.doors.openai_fields import Only
+from router.doors.openai_messages import MAX_CALLS, MAX_PARTS, MAX_TOOLS, ChatMessage
+from router.doors.openai_types import MAX_PROMPTS_TIMES_N, ChatBody, TextBody
 from router.text import completion_request as rules
 
 _NOT_FOR_CLIENTS = (tree.SpecError, tree.DeployError, tree.NotDeployed, tree.ReplicaFailed, tree.RequestFailed)
@@ -27,6 +29,8 @@ _LIMITS = {
     "messages": f"{rules.MAX_MESSAGES:,}",
     "role": f"{rules.MAX_ROLE_CHARS} characters",
     "content": f"{MAX_PARTS:,} parts",
+    "tools": f"{MAX_TOOLS}",
+    "tool_calls": f"{MAX_CALLS}",
     "top_logprobs": f"0 to {rules.MAX_LOGPROBS}",
 }
 _ORDER = ("yes", "only", "ignored", "refused")

@@ -18,11 +18,11 @@ from starlette.exceptions import HTTPException
 
 from cluster.words.errors import CapacityError, ContextLengthExceeded, RequestError, RequestTooLarge
 from router.doors.openai_errors import explain
-from router.doors.openai_types import ChatBody, TextBody
+from router.doors.openai_fields import OpenAIObject, unknown_fields
 from router.text.completion_request import MAX_REQUEST_BYTES
 from router.text.text_threads import TextThreads
 
-Body = TypeVar("Body", TextBody, ChatBody)
+Body = TypeVar("Body", bound=OpenAIObject)
 
 _SMALL = 16 * 1024  # bytes, at most 1 ms of parsing: less than it takes to reach a thread and come back
 # Bytes of the large bodies that a router has at a time: of all, and of one key. Small ones always find room.
@@ -33,15 +33,21 @@ _MAX_PROMPT_VALUES = 2**18  # all prompts together, or a context if that is long
 _MAX_MESSAGE_VALUES = 2**17
 _MAX_VALUES = 2**12
 _MAX_FIELD_BYTES = 2**18
+_MAX_TOOLS_BYTES = 2**20
+_MAX_TOOLS_VALUES = 2**15
 _MAX_FIELDS = 256
+_MAX_NAME = 128  # characters, of a field
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 
 
 class BodyReader:
     """Reads bodies for one router. Belongs to its event loop."""
 
-    def __init__(self, threads: TextThreads, *, max_context: int, within_s: float) -> None:
+    def __init__(
+        self, threads: TextThreads, *, max_context: int, within_s: float, refuses_unknown_fields: bool = False
+    ) -> None:
         """within_s: how long a client may take to send one."""
+        self._refuses_unknown_fields = refuses_unknown_fields
         self._threads = threads
         self._max_context = max_context
         self._within_s = within_s
@@ -57,7 +63,7 @@ class BodyReader:
         try:
             await self._receive(body, request, key_id)
             if len(body) <= _SMALL:
-                return _parse(kind, bytes(body))
+                return self._parse(kind, bytes(body))
             return await self._threads.run(key_id, self._parse_large, kind, bytes(body))
         finally:
             self._hold(key_id, -_counted(body))
@@ -92,7 +98,16 @@ class BodyReader:
 
     def _parse_large(self, kind: type[Body], body: bytes) -> Body:
         self._check_values(body)
-        return _parse(kind, body)
+        return self._parse(kind, body)
+
+    def _parse(self, kind: type[Body], body: bytes) -> Body:
+        try:
+            parsed = kind.model_validate_json(body)
+        except ValidationError as error:
+            raise explain(error) from None
+        if self._refuses_unknown_fields and (name := next(unknown_fields(parsed), None)):
+            raise RequestError(f"{name[:_MAX_NAME]}: unknown field", param=name[:_MAX_NAME])
+        return parsed
 
     def _check_values(self, body: bytes) -> None:
         try:
@@ -103,12 +118,16 @@ class BodyReader:
             name, value = field.text, bytes(raw).strip()
             if value.startswith(b'"') and name == "prompt":
                 continue  # one string; its length is looked at where the context is known
-            limit = {"prompt": max(_MAX_PROMPT_VALUES, self._max_context), "messages": _MAX_MESSAGE_VALUES}.get(name)
-            if limit is None and len(value) > _MAX_FIELD_BYTES:
-                raise RequestError(f"{name[:64]}: at most {_MAX_FIELD_BYTES} bytes are taken", param=name[:64])
+            ids = max(_MAX_PROMPT_VALUES, self._max_context)
+            limit = {"prompt": ids, "tokens": ids, "messages": _MAX_MESSAGE_VALUES, "tools": _MAX_TOOLS_VALUES}.get(
+                name
+            )
+            most = {"tools": _MAX_TOOLS_BYTES}.get(name, _MAX_FIELD_BYTES if limit is None else len(value))
+            if len(value) > most:
+                raise RequestError(f"{name[:64]}: at most {most} bytes are taken", param=name[:64])
             if _has_more_values(value, limit or _MAX_VALUES):
                 text = f"{name[:64]}: more than {limit or _MAX_VALUES} values are not taken"
-                raise (ContextLengthExceeded if name == "prompt" else RequestError)(text, param=name[:64])
+                raise (ContextLengthExceeded if limit == ids else RequestError)(text, param=name[:64])
 
 
 class _Name:
@@ -138,13 +157,6 @@ class _Names:
 def _counted(body: bytearray) -> int:
     """Bytes that count as held."""
     return len(body) if len(body) > _SMALL else 0
-
-
-def _parse(kind: type[Body], body: bytes) -> Body:
-    try:
-        return kind.model_validate_json(body)
-    except ValidationError as error:
-        raise explain(error) from None
 
 
 def _has_more_values(value: bytes, limit: int) -> bool:

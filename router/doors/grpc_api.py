@@ -25,7 +25,7 @@ from router.doors.connections import GRPC_DOOR, ConnectionLimits
 from router.doors.grpc_errors import status_of
 from router.doors.grpc_gate import KeyInterceptor, authorization_of
 from router.doors.grpc_health import DoorHealth
-from router.doors.grpc_messages import request_of, response_of
+from router.doors.grpc_messages import detokenize_request_of, request_of, response_of, tokenize_request_of
 from router.text.completion import Completions
 from router.text.completion_request import MAX_REQUEST_BYTES, CompletionRequest
 
@@ -72,7 +72,7 @@ async def open_grpc_api(
         free=[health.SERVICE_NAME],
         within_s=limits.message_s,
         max_waiting=2 * limits.streams,
-        entered={f"/{SERVICE}/Generate": inference.entered},
+        entered={f"/{SERVICE}/{method}": inference.entered for method in ("Generate", "Tokenize", "Detokenize")},
     )
     server = grpc.aio.server(
         interceptors=[gate],
@@ -155,7 +155,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
 
     @asynccontextmanager
     async def entered(self, context: _Context) -> AsyncIterator[None]:
-        """Of a Generate call, from before its message is read until its end: its key's place is held."""
+        """Of a call, from before its message is read until its end: its key's place is held."""
         async with AsyncExitStack() as stack:
             async with _statuses(context):
                 client = self._client(context)
@@ -177,6 +177,28 @@ class InferenceServicer(pb_grpc.InferenceServicer):
                 async for event in events:
                     message = response_of(event, request_id=asked.id, tokenizer=self._completions.tokenizer)
                     await context.write(message)
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: _Context) -> pb.TokenizeResponse:
+        async with _statuses(context), self._counted():
+            with self._noted("", context, self._client(context)):
+                asked = self._client(context).bound(tokenize_request_of(request, peer=context.peer()))
+                has_special = request.add_special_tokens if request.HasField("add_special_tokens") else None
+                ids = await self._completions.prompts.tokenize(asked, add_special_tokens=has_special)
+            await self._tell(context)
+            return pb.TokenizeResponse(token_ids=ids, max_context=self._completions.model.max_context)
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: _Context) -> pb.DetokenizeResponse:
+        async with _statuses(context), self._counted():
+            with self._noted("", context, self._client(context)):
+                asked = self._client(context).bound(detokenize_request_of(request, peer=context.peer()))
+                text = await self._completions.prompts.detokenize(asked)
+            await self._tell(context)
+            return pb.DetokenizeResponse(text=text)
+
+    async def _tell(self, context: _Context) -> None:
+        """Of its key's limits, of which it takes no tokens."""
+        if told := await self._visits[context].charge([]):
+            await context.send_initial_metadata(tuple(told.items()))
 
     @asynccontextmanager
     async def _counted(self) -> AsyncIterator[None]:
@@ -200,7 +222,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         with self._noted(request.request_id[:128], context, client):
             made = request_of(request, deadline_s=deadline_s, max_context=max_context, peer=peer)
             asked = client.bound(made)
-            visit.check(self._completions.least_tokens(asked))
+            visit.check(self._completions.prompts.least_tokens(asked))
         return asked
 
     @contextmanager

@@ -9,12 +9,13 @@ from typing import Any
 
 from cluster.rpc import inference_pb2 as pb
 from cluster.words.errors import ContextLengthExceeded, RequestError
-from router.text.completion_request import MAX_MESSAGES, MAX_STOP_TOKENS, MAX_STOPS, Chat, CompletionRequest
+from router.text.chat import Chat
+from router.text.completion_request import MAX_MESSAGES, MAX_STOP_TOKENS, MAX_STOPS, CompletionRequest
 from router.text.events import Delta, Event, Finished, Summary
 from router.text.tokenizer import Tokenizer
 
 _SAMPLING = pb.SamplingParams.DESCRIPTOR.fields_by_name
-_RENAMED = {"messages": "chat.messages", "user": "tenant"}
+_RENAMED = {"messages": "chat.messages", "user": "tenant", "tokens": "token_ids"}
 
 
 def request_of(
@@ -39,12 +40,25 @@ def request_of(
     )
 
 
+def tokenize_request_of(message: pb.TokenizeRequest, *, peer: str) -> CompletionRequest:
+    """Raises RequestError where there is nothing to tokenise, or too many messages."""
+    _check_count("messages", len(message.chat.messages), MAX_MESSAGES)
+    if message.WhichOneof("input") is None:
+        raise RequestError("one of prompt and chat must be set", param="prompt")
+    prompt = _chat_of(message.chat) if message.WhichOneof("input") == "chat" else message.prompt
+    return CompletionRequest(id=uuid.uuid4().hex, prompt=prompt, model=message.model, peer=peer)
+
+
+def detokenize_request_of(message: pb.DetokenizeRequest, *, peer: str) -> CompletionRequest:
+    return CompletionRequest(id=uuid.uuid4().hex, prompt=tuple(message.token_ids), model=message.model, peer=peer)
+
+
 def response_of(event: Event, *, request_id: str, tokenizer: Tokenizer) -> pb.GenerateResponse:
     match event:
         case Delta():
             return pb.GenerateResponse(delta=_delta(event, tokenizer))
         case Finished():
-            finished = pb.Finished(choice=event.choice, finish_reason=event.reason.value, stop=event.stop)
+            finished = pb.Finished(choice=event.choice, finish_reason=event.word, stop=event.stop)
             return pb.GenerateResponse(finished=finished)
         case Summary():
             usage = pb.Usage(**asdict(event.usage))
@@ -64,11 +78,15 @@ def _check_counts(message: pb.GenerateRequest, max_context: int) -> None:
         ("stop", len(message.sampling.stop), MAX_STOPS),
         ("stop_token_ids", len(message.sampling.stop_token_ids), MAX_STOP_TOKENS),
     ):
-        if number > limit:
-            raise RequestError(f"{param}: at most {limit} are taken, not {number}", param=param)
+        _check_count(param, number, limit)
     if (number := len(message.token_ids.ids)) > max_context:
         text = f"this model's context holds {max_context} tokens; the request has {number}"
         raise ContextLengthExceeded(text, param="prompt")
+
+
+def _check_count(param: str, number: int, limit: int) -> None:
+    if number > limit:
+        raise RequestError(f"{param}: at most {limit} are taken, not {number}", param=param)
 
 
 def _is_set(message: pb.GenerateRequest, name: str) -> bool:
@@ -80,15 +98,24 @@ def _prompt_of(message: pb.GenerateRequest) -> str | Chat | tuple[int, ...]:
         case "prompt":
             return message.prompt
         case "chat":
-            return Chat(messages=tuple({"role": m.role, "content": m.content} for m in message.chat.messages))
+            return _chat_of(message.chat)
         case "token_ids":
             return tuple(message.token_ids.ids)
         case _:
             raise RequestError("one of prompt, chat and token_ids must be set", param="prompt")
 
 
+def _chat_of(chat: pb.Chat) -> Chat:
+    return Chat(messages=tuple({"role": m.role, "content": m.content} for m in chat.messages))
+
+
 def _delta(delta: Delta, tokenizer: Tokenizer) -> pb.Delta:
-    message = pb.Delta(choice=delta.choice, text=delta.text, token_ids=[token.token_id for token in delta.tokens])
+    message = pb.Delta(
+        choice=delta.choice,
+        text=delta.text,
+        reasoning=delta.thinking,
+        token_ids=[token.token_id for token in delta.tokens],
+    )
     for token in delta.tokens if delta.has_logprobs else ():
         assert token.logprob is not None
         message.logprobs.add(

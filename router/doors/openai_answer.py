@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from router.doors.event_stream import DONE, data
+from router.doors.openai_calls import WholeChoice
 from router.doors.openai_forms import JSON, Form
 from router.text.completion import Completion
 from router.text.events import Delta, Event, Finished, Summary, TokenUsage
@@ -67,7 +68,7 @@ class OpenAIAnswer:
                         yield data(opening)
                 if isinstance(event, Finished):
                     yield data(self._chunk(form, {"index": index, **form.piece(""), "logprobs": None, **_end(event)}))
-                elif event.text or event.has_logprobs or self.return_token_ids:
+                elif event.text or event.says_more or event.has_logprobs or self.return_token_ids:
                     yield data(self._chunk(form, {"index": index, **self._piece(form, event)}))
         if self.include_usage:
             yield data({**self._head(self.forms[0].chunk), "choices": [], "usage": _usage(usage)})
@@ -97,7 +98,7 @@ class OpenAIAnswer:
         return chunk
 
     def _piece(self, form: Form, delta: Delta) -> JSON:
-        piece = form.piece(delta.text)
+        piece = form.said(delta)
         piece["logprobs"] = form.logprobs([delta]) if delta.has_logprobs else None
         piece["finish_reason"] = None
         if self.return_token_ids:
@@ -106,7 +107,7 @@ class OpenAIAnswer:
 
     def _written(self, choice: _Choice) -> JSON:
         assert choice.finished is not None
-        written = choice.form.message("".join(choice.texts))
+        written = choice.form.message(choice.whole)
         has_logprobs = bool(choice.deltas) and choice.deltas[0].has_logprobs
         written["logprobs"] = choice.form.logprobs(choice.deltas) if has_logprobs else None
         if self.return_token_ids:
@@ -124,19 +125,19 @@ class OpenAIAnswer:
 @dataclass
 class _Choice:
     form: Form
-    texts: list[str] = field(default_factory=list)
+    whole: WholeChoice = field(default_factory=WholeChoice)
     deltas: list[Delta] = field(default_factory=list)  # where more is wanted of them than their text
     finished: Finished | None = None
 
     def add(self, delta: Delta, *, keep: bool) -> None:
-        self.texts.append(delta.text)
+        self.whole.add(delta)
         if keep or delta.has_logprobs:
             self.deltas.append(delta)
 
 
 def _end(finished: Finished) -> JSON:
     """stop_reason is an extension: the stop string that ended the choice."""
-    return {"finish_reason": finished.reason.value, "stop_reason": finished.stop}
+    return {"finish_reason": finished.word, "stop_reason": finished.stop}
 
 
 def _usage(usage: TokenUsage) -> JSON:

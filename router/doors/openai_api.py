@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 
 from fastapi import FastAPI, Request
 from starlette.datastructures import Headers, MutableHeaders
@@ -15,19 +13,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.words.errors import ClusterError, UnknownModel
 from router.access.access import Access
-from router.access.client import Client
-from router.access.limits import Limits
 from router.access.visit import Visit
-from router.doors.body import Body, BodyReader
+from router.doors.body import BodyReader
 from router.doors.connections import HTTP_DOOR
 from router.doors.event_stream import EventStream, to_json, while_connected
 from router.doors.health_api import HealthProbes, add_health
+from router.doors.http_visits import HttpVisits, client_of, peer_of
 from router.doors.openai_answer import OpenAIAnswer
 from router.doors.openai_errors import CLIENT_GONE, error_response, handle_errors
+from router.doors.openai_fields import ignored_header
 from router.doors.openai_forms import JSON, ChatForm, Form, TextForm
 from router.doors.openai_types import ChatBody, TextBody
-from router.text.completion import Completion, Completions, num_chars
+from router.doors.tokens_api import add_tokens_api
+from router.text.completion import Completion, Completions
 from router.text.completion_request import REQUEST_ID, ModelCard, check_total
+from router.text.prompt_encoder import num_chars
 from router.text.tokenizer import Tokenizer
 
 _HEALTH = "/health"  # for this, and what is below it, nobody needs a key
@@ -40,16 +40,26 @@ def create_app(
     is_healthy: Callable[[], bool],
     max_body_s: float = HTTP_DOOR.message_s,
     probes: HealthProbes | None = None,
+    refuses_unknown_fields: bool = False,
 ) -> FastAPI:
     """The ASGI application. is_healthy: whether requests can be served.
 
     max_body_s: how long a client may take to send its request. probes: what /health/… answers.
+    refuses_unknown_fields: else they are ignored, and named in a header.
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(_Gate, access=access)
     app.add_middleware(_RequestIds)  # the one added last comes first
     handle_errors(app)
-    door = _Door(completions, access.limits, max_body_s)
+    bodies = BodyReader(
+        completions.threads,
+        max_context=completions.model.max_context,
+        within_s=max_body_s,
+        refuses_unknown_fields=refuses_unknown_fields,
+    )
+    visits = HttpVisits(completions, access.limits, bodies)
+    door = _Door(completions, visits)
+    add_tokens_api(app, completions, visits)
     app.add_api_route("/v1/models", door.models, methods=["GET"])
     app.add_api_route("/v1/models/{model_id:path}", door.model, methods=["GET"])
     app.add_api_route("/v1/completions", door.text, methods=["POST"])
@@ -71,10 +81,9 @@ def create_app(
 class _Door:
     """The endpoints. Every prompt of a body is checked and tokenised before any is dispatched."""
 
-    def __init__(self, completions: Completions, limits: Limits, max_body_s: float) -> None:
+    def __init__(self, completions: Completions, visits: HttpVisits) -> None:
         self._completions = completions
-        self._limits = limits
-        self._bodies = BodyReader(completions.threads, max_context=completions.model.max_context, within_s=max_body_s)
+        self._visits = visits
 
     async def models(self) -> Response:
         return JSONResponse({"object": "list", "data": [_model(self._completions.model)]})
@@ -86,52 +95,30 @@ class _Door:
         return JSONResponse(_model(served))
 
     async def text(self, request: Request) -> Response:
-        return _DuringVisit(self._entered(request), partial(self._text, request))
+        return self._visits.answer(request, self._text)
 
     async def chat(self, request: Request) -> Response:
-        return _DuringVisit(self._entered(request), partial(self._chat, request))
+        return self._visits.answer(request, self._chat)
 
     async def _text(self, request: Request, visit: Visit) -> Response:
-        body = await self._read(TextBody, request)
+        body = await self._visits.read(TextBody, request)
         opened = await self._open(body, request, visit)
         tokenizer = self._completions.tokenizer
         forms = [TextForm(tokenizer, echo=_prompt_text(one, tokenizer) if body.echo else "") for one in opened]
         return await self._answer(request, body, opened, forms, headers=await visit.charge(opened))
 
     async def _chat(self, request: Request, visit: Visit) -> Response:
-        body = await self._read(ChatBody, request)
+        body = await self._visits.read(ChatBody, request)
         opened = await self._open(body, request, visit)
         forms = [ChatForm(self._completions.tokenizer)]
         return await self._answer(request, body, opened, forms, headers=await visit.charge(opened))
 
-    @asynccontextmanager
-    async def _entered(self, request: Request) -> AsyncIterator[Visit]:
-        async with AsyncExitStack() as stack:
-            with self._noted(request):
-                visit = await stack.enter_async_context(self._limits.entered(_client(request)))
-            yield visit
-
-    async def _read(self, kind: type[Body], request: Request) -> Body:
-        key = _client(request).key
-        with self._noted(request):
-            return await self._bodies.read(kind, request, key_id=key.id if key else "")
-
-    @contextmanager
-    def _noted(self, request: Request) -> Iterator[None]:
-        """What is refused inside is in the trail."""
-        try:
-            yield
-        except ClusterError as error:
-            key = _client(request).key
-            self._completions.unreadable(request.state.request_id, error, key=key, peer=_peer(request))
-            raise
-
     async def _open(self, body: TextBody | ChatBody, request: Request, visit: Visit) -> list[Completion]:
         opened, model = list[Completion](), self._completions.model
-        with self._noted(request):
-            asked = body.requests(request.state.request_id, peer=_peer(request))
-            asked = [_client(request).bound(one) for one in asked]
-            visit.check(sum(self._completions.least_tokens(one) for one in asked))
+        with self._visits.noted(request):
+            asked = body.requests(request.state.request_id, peer=peer_of(request))
+            asked = [client_of(request).bound(one) for one in asked]
+            visit.check(sum(self._completions.prompts.least_tokens(one) for one in asked))
         num_all = sum(num_chars(one.prompt) for one in asked)
         for one in asked:
             opened.append(await self._completions.open(one, num_beside=num_all - num_chars(one.prompt)))
@@ -156,28 +143,14 @@ class _Door:
             include_usage=bool(body.stream_options and body.stream_options.include_usage),
             return_token_ids=bool(body.return_token_ids),
         )
+        if ignored := ignored_header(body):
+            headers = {**headers, **ignored}
         if body.stream:
             return EventStream(answer.chunks(), more_headers=headers)
         whole = await while_connected(request.receive, answer.whole())
         if whole is None:
             return Response(status_code=CLIENT_GONE)
         return Response(to_json(whole), media_type="application/json", headers=dict(headers))
-
-
-class _DuringVisit(Response):
-    """An answer that is made, and sent, while a key's place is held: from before the body is read, to whatever end."""
-
-    def __init__(
-        self, entered: AbstractAsyncContextManager[Visit], make: Callable[[Visit], Awaitable[Response]]
-    ) -> None:
-        super().__init__()
-        self._entered = entered
-        self._make = make
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._entered as visit:
-            answer = await self._make(visit)
-            await answer(scope, receive, send)
 
 
 class _Gate:
@@ -196,11 +169,6 @@ class _Gate:
                 return
             scope.setdefault("state", {})["client"] = client
         await self._app(scope, receive, send)
-
-
-def _client(request: Request) -> Client:
-    client: Client = request.state.client
-    return client
 
 
 class _RequestIds:
@@ -228,11 +196,6 @@ class _RequestIds:
 def _prompt_text(completion: Completion, tokenizer: Tokenizer) -> str:
     prompt = completion.request.prompt
     return prompt if isinstance(prompt, str) else tokenizer.decode(completion.prompt_ids, skip_special_tokens=False)
-
-
-def _peer(request: Request) -> str:
-    """Who has asked, for the log; empty where the server does not say."""
-    return f"{request.client.host}:{request.client.port}" if request.client else ""
 
 
 def _model(model: ModelCard) -> JSON:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from cluster.words.request import TokenLogprob
+from router.doors.openai_calls import WholeChoice, chunk_of
 from router.text.events import Delta
 from router.text.tokenizer import Tokenizer
 
@@ -30,8 +31,12 @@ class Form(Protocol):
         """A chunk's text; with "", nothing but the end of the choice is said."""
         ...
 
-    def message(self, text: str) -> JSON:
-        """A whole choice's text."""
+    def said(self, delta: Delta) -> JSON:
+        """All that a chunk brings, also what is more than text."""
+        ...
+
+    def message(self, whole: WholeChoice) -> JSON:
+        """A whole choice."""
         ...
 
     def logprobs(self, deltas: Sequence[Delta]) -> JSON:
@@ -57,8 +62,11 @@ class TextForm:
     def piece(self, text: str) -> JSON:
         return {"text": text}
 
-    def message(self, text: str) -> JSON:
-        return {"text": self._echo + text}
+    def said(self, delta: Delta) -> JSON:
+        return {"text": delta.text}
+
+    def message(self, whole: WholeChoice) -> JSON:
+        return {"text": self._echo + whole.text}
 
     def logprobs(self, deltas: Sequence[Delta]) -> JSON:
         text_of, tokens = self._tokenizer.token_text, _tokens(deltas)
@@ -92,8 +100,21 @@ class ChatForm:
     def piece(self, text: str) -> JSON:
         return {"delta": {"content": text} if text else {}}
 
-    def message(self, text: str) -> JSON:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def said(self, delta: Delta) -> JSON:
+        said = self.piece(delta.text_with_broken(is_whole=False))
+        if delta.thinking:
+            said["delta"]["reasoning_content"] = delta.thinking
+        if calls := [chunk_of(call) for call in delta.calls if call.broken is None]:
+            said["delta"]["tool_calls"] = calls
+        return said
+
+    def message(self, whole: WholeChoice) -> JSON:
+        message: JSON = {"role": "assistant", "content": whole.text, "refusal": None}
+        if whole.thinking:
+            message["reasoning_content"] = whole.thinking
+        if whole.calls:
+            message |= {"content": whole.text or None, "tool_calls": whole.calls}
+        return {"message": message}
 
     def logprobs(self, deltas: Sequence[Delta]) -> JSON:
         content = [

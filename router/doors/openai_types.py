@@ -1,22 +1,21 @@
 """The bodies of the OpenAI API: what is taken, what is taken and ignored, and what is refused.
 
-A field that is not here is refused by name, and so is one that would change the answer in a way that we cannot: a
-client should learn that its tools or its grammar were not used. Null stands for a field that was left out, everywhere.
-Reference: https://platform.openai.com/docs/api-reference; the extensions have vLLM's names.
+What would change the answer in a way that we cannot is refused by name: a client should learn that its grammar was not
+used. Reference: https://platform.openai.com/docs/api-reference; the extensions have vLLM's names.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
 from cluster.words.errors import RequestError
-from router.text.completion_request import MAX_CHOICES, MAX_LOGPROBS, Chat, CompletionRequest
+from router.doors.openai_fields import Ignored, Only, OpenAIObject, Unsupported
+from router.doors.openai_messages import ChatSettings, Messages, ToolChoice
+from router.text.completion_request import MAX_CHOICES, MAX_LOGPROBS, CompletionRequest
 
 MAX_PROMPTS_TIMES_N = 1024  # choices of one HTTP request
-MAX_PARTS = 4096  # of one message
 DEFAULT_TEXT_TOKENS = 16  # of /v1/completions, by OpenAI's reference; a chat goes on for as long as the context lasts
 
 Prompt = str | tuple[int, ...]
@@ -34,43 +33,17 @@ def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(token_id) is int for token_id in value)
 
 
-@dataclass(frozen=True)
-class Only:
-    """Validates a field that we know and cannot serve: what it may be without changing the answer."""
-
-    neutral: tuple[Any, ...]
-
-    def __call__(self, value: Any) -> Any:
-        if value is not None and value not in self.neutral:
-            raise ValueError("is not supported here")
-        return value
-
-
 def _strings(value: Any) -> Any:
     if not isinstance(value, str | list):
         raise ValueError("must be a string or a list of strings")
     return [value] if isinstance(value, str) else value
 
 
-def _parts(value: Any) -> Any:
-    if not isinstance(value, str | list):
-        raise ValueError("must be a string or a list of text parts")
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
-
-
-Ignored = Any  # changes nothing about the answer
-Unsupported = Annotated[Any, AfterValidator(Only(([], {})))]
-
-
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
-
-
-class StreamOptions(_Body):
+class StreamOptions(OpenAIObject):
     include_usage: bool | None = None
 
 
-class _Sampled(_Body):
+class _Sampled(OpenAIObject):
     """What both endpoints share."""
 
     model: str | None = None
@@ -113,6 +86,8 @@ class _Sampled(_Body):
     """Extension: smaller goes first, among the requests of one `user`. Default 0; the nearest that the API key may."""
     return_token_ids: bool | None = None
     """Extension: `prompt_token_ids` and `token_ids` beside the text."""
+    truncate_prompt_tokens: int | None = None
+    """Extension: the prompt's last so many tokens are kept; -1: as many as leave the answer its room."""
     user: str | None = None
     """Whose share it takes of what its tenant has."""
     # Of the API, and without effect on the answer.
@@ -122,14 +97,33 @@ class _Sampled(_Body):
     safety_identifier: Ignored = None
     prompt_cache_key: Ignored = None
     prompt_cache_retention: Ignored = None
-    # Of the API, and not supported.
+    # Of the API or of other servers, and not supported: they would change the answer.
     logit_bias: Unsupported = None
+    allowed_token_ids: Unsupported = None
+    bad_words: Unsupported = None
+    prompt_logprobs: Unsupported = None
+    logprob_token_ids: Unsupported = None
+    logits_processors: Unsupported = None
+    custom_logit_processor: Unsupported = None
+    stop_regex: Unsupported = None
+    structured_outputs: Unsupported = None
+    guided_json: Unsupported = None
+    guided_regex: Unsupported = None
+    guided_choice: Unsupported = None
+    guided_grammar: Unsupported = None
+    json_schema: Unsupported = None
+    regex: Unsupported = None
+    ebnf: Unsupported = None
+    lora_path: Unsupported = None
+    typical_p: Annotated[float | None, AfterValidator(Only((1.0,)))] = None
+    length_penalty: Annotated[float | None, AfterValidator(Only((1.0,)))] = None
+    use_beam_search: Annotated[bool | None, AfterValidator(Only((False,)))] = None
 
     def _shared(self) -> dict[str, Any]:
         """The fields of CompletionRequest that the client set; those it left out keep their defaults."""
         same = ("model", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "n", "top_k", "min_p",
                 "repetition_penalty", "min_tokens", "ignore_eos", "skip_special_tokens", "priority", "user",
-                "cache_salt")  # fmt: skip
+                "cache_salt", "truncate_prompt_tokens")  # fmt: skip
         fields = {name: getattr(self, name) for name in same}
         fields["include_stop"] = self.include_stop_str_in_output
         fields["stop"] = None if self.stop is None else tuple(self.stop)
@@ -163,53 +157,29 @@ class TextBody(_Sampled):
         return [CompletionRequest(id=request_id, peer=peer, prompt=prompt, **shared) for prompt in self.prompt]
 
 
-class TextPart(_Body):
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(_Body):
-    role: str
-    """`system`, `user`, `assistant`, or what the model's template knows."""
-    content: Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS), BeforeValidator(_parts)]
-    """A string, or a list of parts of type `text`, each of which becomes a line of its own."""
-    name: str | None = None
-    """For the template."""
-    reasoning_content: str | None = None
-    """Extension, for the template."""
-    # A client may send back an answer as it came; these are null or empty in ours.
-    refusal: Unsupported = None
-    annotations: Unsupported = None
-    audio: Unsupported = None
-    function_call: Unsupported = None
-    tool_calls: Unsupported = None
-    tool_call_id: Unsupported = None
-
-    def for_template(self) -> dict[str, str]:
-        """The message as templates know it: a role, a text, and what else the client set."""
-        message = {"role": self.role, "content": "\n".join(part.text for part in self.content)}
-        if self.name is not None:
-            message["name"] = self.name
-        if self.reasoning_content is not None:
-            message["reasoning_content"] = self.reasoning_content
-        return message
-
-
-class ChatBody(_Sampled):
+class ChatBody(_Sampled, ChatSettings):
     """POST /v1/chat/completions"""
 
-    messages: Annotated[list[ChatMessage], Field(fail_fast=True)]
+    messages: Messages
     max_completion_tokens: int | None = None
     """The newer name of `max_tokens`; it wins."""
     logprobs: bool | None = None
     """True: of each chosen token."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Needs `logprobs: true`."""
-    chat_template_kwargs: dict[str, Any] | None = None
-    """Extension: variables of the template, for example `enable_thinking`."""
-    parallel_tool_calls: Ignored = None
-    tools: Unsupported = None
-    tool_choice: Annotated[Any, AfterValidator(Only(("none", "auto")))] = None
+    tool_choice: ToolChoice | None = None
+    """`auto`, the default: the model may call tools; `none`: it is shown none. `required`, and a function's name, are
+    not supported."""
+    parallel_tool_calls: bool | None = None
+    """Default true; false: an answer ends after its first call."""
+    chat_template: Unsupported = None
+    documents: Unsupported = None
+    input_ids: Unsupported = None
+    thinking: Unsupported = None
+    reasoning: Unsupported = None
+    thinking_token_budget: Unsupported = None
+    include_reasoning: Annotated[bool | None, AfterValidator(Only((True,)))] = None
+    add_special_tokens: Annotated[bool | None, AfterValidator(Only((False,)))] = None
     functions: Unsupported = None
     function_call: Annotated[Any, AfterValidator(Only(("none", "auto")))] = None
     response_format: Annotated[Any, AfterValidator(Only(({"type": "text"},)))] = None
@@ -224,11 +194,20 @@ class ChatBody(_Sampled):
         """The one request. Raises RequestError."""
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs: set logprobs to true as well", param="top_logprobs")
-        chat = Chat(
-            messages=tuple(message.for_template() for message in self.messages),
-            variables=self.chat_template_kwargs or {},
+        self._check_tool_choice()
+        chat = self.chat(
+            self.messages, has_tools=self.tool_choice != "none", is_parallel=self.parallel_tool_calls is not False
         )
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         fields = {**self._shared(), "max_tokens": max_tokens, "logprobs": logprobs}
         return [CompletionRequest(id=request_id, peer=peer, prompt=chat, **fields)]
+
+    def _check_tool_choice(self) -> None:
+        if self.tool_choice in (None, "none", "auto"):
+            return
+        asked = self.tool_choice if isinstance(self.tool_choice, str) else "a function's name"
+        if not self.tools:
+            raise RequestError(f"tool_choice: {asked} needs tools", param="tool_choice")
+        text = f"tool_choice: {asked} needs constrained output, which is not supported here; auto and none are"
+        raise RequestError(text, param="tool_choice")

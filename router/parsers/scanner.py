@@ -135,8 +135,8 @@ class Scanner:
         self._unsaid.clear()
 
     def give_up(self) -> None:
-        """It is no call. What was taken first is text, and what came after it is looked at again; not where the call has
-        begun."""
+        """It is no call. What was taken first is text, and what came after it is looked at again; not of a call that
+        has begun."""
         taken, unsaid = self._taken, "".join(self._unsaid)
         self._taken, self._unsaid = [], []
         if self.is_begun:

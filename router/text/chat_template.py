@@ -11,15 +11,26 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import TemplateError, TemplateSyntaxError, meta
 
-from cluster.words.errors import RequestError, SpecError
+from cluster.words.errors import ClusterError, RequestError, SpecError
+from router.text.call_arguments import as_objects
 from router.text.template_bounds import MAX_TEXT_CHARS
 from router.text.template_sandbox import environment
 
 MAX_TEMPLATE_CHARS = 256 * 1024  # the longest in use are about 20 KiB
 
 Message = Mapping[str, Any]
+
+# What tells whether a template takes the arguments of a call as an object, which transformers asks for, or as text.
+_PROBE: list[dict[str, Any]] = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": None, "tool_calls": [
+        {"id": "callprobe", "type": "function", "function": {"name": "f", "arguments": {"probe": "b"}}}]},
+    {"role": "tool", "content": "c", "tool_call_id": "callprobe", "name": "f"},
+]  # fmt: skip
+_AS_PYTHON = "{'probe'"
+_TAG = "CONTINUE-HERE-7c1f "  # behind the last message, where the answer goes on
 
 
 class ChatTemplate:
@@ -29,6 +40,9 @@ class ChatTemplate:
         """source None: the model has no template, and every conversation is refused. Raises SpecError."""
         self._special_tokens = dict(special_tokens)
         self._template = None
+        self.source = source or ""
+        self.knows_tools = False  # whether it shows the model what it may call
+        self._wants_text = False  # for the arguments of a call
         if source is None:
             return
         if len(source) > MAX_TEMPLATE_CHARS:
@@ -37,28 +51,57 @@ class ChatTemplate:
             self._template = environment().from_string(source)
         except TemplateSyntaxError as error:
             raise SpecError(f"the chat template is no valid Jinja, line {error.lineno}: {error}") from error
+        self.knows_tools = "tools" in meta.find_undeclared_variables(environment().parse(source))
+        self._wants_text = self.knows_tools and self._takes_no_objects()
 
-    def render(self, messages: Sequence[Message], *, variables: Mapping[str, Any] | None = None) -> str:
-        """The prompt, ending where the assistant's answer begins.
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        opens_answer: bool = True,
+        is_continued: bool = False,
+    ) -> str:
+        """The prompt, ending where the assistant's answer begins; or goes on, where that is what is_continued says.
 
-        A message has a role, a content (a string) and what else the template knows. `variables` are the client's own
-        (e.g. enable_thinking). Raises RequestError with the template's words where it refuses the conversation.
+        A message has a role, a content (a string or None) and what else the template knows; the arguments of its calls
+        are JSON text. `variables` are the client's own (e.g. enable_thinking). Raises RequestError, with the template's
+        words where it refuses the conversation.
         """
         if self._template is None:
             raise RequestError("this model has no chat template; send a prompt to /v1/completions", param="messages")
         if not messages:
             raise RequestError("messages: there must be at least one", param="messages")
+        if tools and not self.knows_tools:
+            raise RequestError("tools: this model's chat template knows none", param="tools")
+        told = [dict(message) for message in messages] if self._wants_text else as_objects(messages)
+        if is_continued:
+            if not isinstance(told[-1]["content"], str):
+                raise RequestError("continue_final_message: the last message has no text", param="messages")
+            told[-1]["content"] += _TAG
         context = {
             **(variables or {}),
             **self._special_tokens,
-            "messages": [dict(message) for message in messages],
-            "add_generation_prompt": True,
-            "tools": None,
+            "messages": told,
+            "add_generation_prompt": opens_answer,
+            "tools": list(tools) or None,
             "documents": None,
         }
+        text = self._guarded(context)
+        return _up_to_tag(text, str(messages[-1]["content"])) if is_continued else text
+
+    def _takes_no_objects(self) -> bool:
+        context = {**self._special_tokens, "messages": _PROBE, "add_generation_prompt": True, "tools": None}
+        try:
+            return _AS_PYTHON in self._guarded(context)
+        except RequestError:
+            return True
+
+    def _guarded(self, context: dict[str, Any]) -> str:
         try:
             return self._bounded(context)
-        except RequestError:
+        except ClusterError:
             raise
         except TemplateError as error:
             raise RequestError(f"the model's chat template refused: {error}", param="messages") from error
@@ -75,6 +118,17 @@ class ChatTemplate:
             if size > MAX_TEXT_CHARS:
                 raise RequestError(f"the rendered messages exceed {MAX_TEXT_CHARS} characters", param="messages")
         return "".join(parts)
+
+
+def _up_to_tag(text: str, last: str) -> str:
+    """As transformers has it: space at the end of the message stays, unless the template takes it away."""
+    before, tag, after = text.rpartition(_TAG.strip())
+    if not tag or last.strip() not in before:
+        raise RequestError(
+            "continue_final_message: the model's chat template leaves out the last message's text",
+            param="continue_final_message",
+        )
+    return before if after.startswith(" ") else before.rstrip()
 
 
 def find_chat_template(model_dir: Path) -> str | None:

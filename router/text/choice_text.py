@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
+from dataclasses import replace
 
 from cluster.words.request import FinishReason, SampledToken
+from router.text.answer_reader import AnswerReader
 from router.text.completion_request import CompletionRequest
 from router.text.events import Delta, Finished
 from router.text.stop_matcher import StopMatcher
@@ -15,14 +17,26 @@ from router.text.tokenizer import Tokenizer
 class ChoiceText:
     """Takes the tokens of choice `choice` in order, until `finished` is set."""
 
-    def __init__(self, request: CompletionRequest, choice: int, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        request: CompletionRequest,
+        choice: int,
+        tokenizer: Tokenizer,
+        *,
+        reader: AnswerReader | None = None,
+        shown: Container[int] = (),
+    ) -> None:
+        """reader: of what is more than text in it; shown: special tokens that are for him."""
         self.choice = choice
+        self._reader = reader
         self.finished: Finished | None = None
         self.num_tokens = 0
         self._num_chars = 0
         self._min_tokens = request.min_tokens
         self._include_stop = request.include_stop
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=request.skip_special_tokens)
+        self._detokenizer = Detokenizer(
+            tokenizer, skip_special_tokens=request.skip_special_tokens, shown=shown if reader else ()
+        )
         self._stops = StopMatcher(request.stop, include_stop=request.include_stop)
 
     def add(self, tokens: Iterable[SampledToken]) -> Delta:
@@ -32,10 +46,23 @@ class ChoiceText:
         for token in tokens:
             delta.tokens.append(token)
             delta.text_offsets.append(self._num_chars)
-            delta.text += self._add(token)
+            text = self._add(token)
+            if self._reader is None:
+                delta.text += text
+            else:
+                self._read(self._reader, text, delta)
             if self.finished is not None:
                 break
         return delta
+
+    def _read(self, reader: AnswerReader, text: str, delta: Delta) -> None:
+        delta.add(reader.add(text))
+        if self.finished is not None and not reader.is_over:
+            delta.add(reader.finish())
+        if self.finished is None and reader.is_over:
+            self.finished = Finished(self.choice, FinishReason.STOP)
+        if self.finished is not None:
+            self.finished = replace(self.finished, num_calls=reader.num_calls)
 
     def _add(self, token: SampledToken) -> str:
         """The text that may go out now."""
@@ -67,14 +94,16 @@ class Detokenizer:
     token costs, however long the text has become.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, shown: Container[int] = ()) -> None:
+        """shown: special tokens that are not skipped."""
         self._tokenizer = tokenizer
+        self._shown = shown
         self._skip_special_tokens = skip_special_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def add(self, token_id: int) -> str:
         """The characters that this token completes; empty while one is still in pieces."""
-        if self._skip_special_tokens and self._tokenizer.is_special(token_id):
+        if self._skip_special_tokens and self._tokenizer.is_special(token_id) and token_id not in self._shown:
             return ""
         return self._decoder.decode(self._tokenizer.token_bytes(token_id))
 

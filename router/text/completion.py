@@ -19,7 +19,6 @@ from cluster.words.api_key import ApiKey
 from cluster.words.errors import (
     ClientTooSlow,
     ClusterError,
-    ContextLengthExceeded,
     DeadlineExceeded,
     ReplicaLost,
     outcome_of,
@@ -27,10 +26,14 @@ from cluster.words.errors import (
 from cluster.words.request import Sampling, SequenceRequest
 from router.generation import Arrived, Generation, RequestRoute, TokenService
 from router.metrics import Metrics
+from router.text.answer_reader import AnswerReader
+from router.text.chat import Chat
 from router.text.chat_template import ChatTemplate
 from router.text.choice_text import ChoiceText
-from router.text.completion_request import Chat, CompletionRequest, ModelCard, check, sampling_of
+from router.text.completion_request import CompletionRequest, ModelCard, check, sampling_of, truncated
+from router.text.dialect import Dialect
 from router.text.events import Event, Summary, TokenUsage
+from router.text.prompt_encoder import PromptEncoder
 from router.text.text_threads import TextThreads
 from router.text.token_clock import TokenClock
 from router.text.tokenizer import Tokenizer
@@ -40,8 +43,6 @@ from router.text.unread import UnreadLimit
 logger = logging.getLogger(__name__)
 
 _ACCOUNT_S = 1.0  # for which the account of a request's route may come after its last token
-_LONG_TEXT = 2 * 1024  # characters, some 3 ms of tokenising; more is done on another thread
-_MESSAGE = 64  # characters that take as long as a template needs for one message
 
 
 class Completions:
@@ -58,25 +59,25 @@ class Completions:
         max_request_s: float,
         max_unread_s: float = 60.0,
         trail: RequestTrail | None = None,
+        dialect: Dialect | None = None,
     ) -> None:
         """max_request_s: how long a request may take, whatever deadline its client names. max_unread_s: how long a
-        client may leave a token unread."""
+        client may leave a token unread. dialect: None: as its chat template says."""
         self.model = model
         self.tokenizer = tokenizer
         self.metrics = metrics
         self.token_service = token_service
-        self._chat_template = chat_template
         self.max_request_s = max_request_s
         self.max_unread_s = max_unread_s
         self.threads = TextThreads()
         self.trail = trail or RequestTrail()
-
-    def least_tokens(self, request: CompletionRequest) -> int:
-        """Tokens that it needs at least, told from its size alone: a text has as many as if each were the longest."""
-        prompt = request.prompt
-        if isinstance(prompt, tuple):
-            return len(prompt) + request.n
-        return max(1, -(-num_chars(prompt) // self.tokenizer.longest_token)) + request.n
+        self.prompts = PromptEncoder(
+            tokenizer,
+            chat_template,
+            model=model,
+            dialect=dialect or Dialect.of(chat_template.source),
+            threads=self.threads,
+        )
 
     async def open(self, request: CompletionRequest, *, num_beside: int = 0) -> Completion:
         """Check a request and tokenise it; it holds nothing yet. Raises RequestError and its kin.
@@ -86,7 +87,7 @@ class Completions:
         try:
             check(request, self.model)
             clock = TokenClock(self.metrics, num_choices=request.n)
-            prompt_ids = await self._tokenize(request, num_beside)
+            prompt_ids = truncated(await self.prompts.encode(request, num_beside=num_beside), request, self.model)
             sampling = sampling_of(
                 request, self.model, num_prompt_tokens=len(prompt_ids), eos_token_ids=self.tokenizer.eos_token_ids
             )
@@ -105,34 +106,6 @@ class Completions:
         """A door could not even make a request of what came, or did not look at it."""
         self.metrics.requests.labels(outcome_of(error).code).inc()
         self.trail.unreadable(request_id, error, key=key, peer=peer)
-
-    async def _tokenize(self, request: CompletionRequest, num_beside: int) -> tuple[int, ...]:
-        prompt = request.prompt
-        if isinstance(prompt, tuple):
-            return prompt
-        # What could not fit even if every token were the longest one is not worth tokenising.
-        if self.least_tokens(request) - request.n > self.model.max_context:
-            raise ContextLengthExceeded(
-                f"this model's context holds {self.model.max_context} tokens; {num_chars(prompt)} characters are more",
-                param="messages" if isinstance(prompt, Chat) else "prompt",
-            )
-        num_all = num_chars(prompt) + num_beside
-        if num_all + (_MESSAGE * len(prompt.messages) if isinstance(prompt, Chat) else 0) > _LONG_TEXT:
-            return await self.threads.run(request.key_id, self._encode, prompt)
-        return self._encode(prompt)
-
-    def _encode(self, prompt: str | Chat) -> tuple[int, ...]:
-        if isinstance(prompt, Chat):
-            text = self._chat_template.render(prompt.messages, variables=prompt.variables)
-            return tuple(self.tokenizer.encode(text, add_special_tokens=False))  # the template wrote them itself
-        return tuple(self.tokenizer.encode(prompt))
-
-
-def num_chars(prompt: str | Chat | tuple[int, ...]) -> int:
-    """Of all that has to be tokenised."""
-    if isinstance(prompt, tuple):
-        return 0
-    return prompt.num_chars if isinstance(prompt, Chat) else len(prompt)
 
 
 class Completion:
@@ -160,8 +133,19 @@ class Completion:
         self._limit_s = limit_s
         self.max_unread_s = service.max_unread_s
         self._unread = UnreadLimit(service.max_unread_s, request_id=request.id)
-        self._choices = [ChoiceText(request, choice, service.tokenizer) for choice in range(request.n)]
+        self._choices = [
+            ChoiceText(
+                request, choice, service.tokenizer, reader=self._reader(service), shown=service.prompts.shown_ids
+            )
+            for choice in range(request.n)
+        ]
         self._route = RequestRoute()
+
+    def _reader(self, service: Completions) -> AnswerReader | None:
+        if not isinstance(self.request.prompt, Chat):
+            return None
+        end = service.prompts.end_of(self.prompt_ids)
+        return AnswerReader.of(self.request.prompt, service.prompts.dialect, end)
 
     @asynccontextmanager
     async def run(self) -> AsyncIterator[AsyncIterator[Event]]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass
 
 from cluster.words.errors import ContextLengthExceeded, RequestError, UnknownModel
 from cluster.words.request import Sampling, random_seed
-from router.text.chat_template import Message
+from router.text.chat import Chat
 
 MAX_REQUEST_BYTES = 10 * 1024 * 1024  # what either door reads of one request
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")  # it goes into logs and headers
@@ -41,6 +39,7 @@ RANGES: Mapping[str, tuple[float, float, bool]] = {
     "min_tokens": (0, 2**31 - 1, True),
     "seed": (-(2**63), 2**64 - 1, True),
     "priority": (-(2**31), 2**31 - 1, True),
+    "truncate_prompt_tokens": (-1, 2**31 - 1, True),
 }
 
 
@@ -62,26 +61,13 @@ class ModelCard:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chat:
-    """Messages for the model's template, with what the client sets in it besides."""
-
-    messages: tuple[Message, ...]
-    variables: Mapping[str, Any] = field(default_factory=dict)
-
-    @cached_property
-    def num_chars(self) -> int:
-        """Of all that a template could print."""
-        told = sum(len(value) for message in self.messages for value in message.values() if isinstance(value, str))
-        return told + (len(repr(self.variables)) if self.variables else 0)
-
-
-@dataclass(frozen=True, kw_only=True)
 class CompletionRequest:
     """Every field but `seed` and `max_tokens` is resolved: for those, None means what the router chooses."""
 
     id: str  # the client's, or one that the door chose; it need not be unique
     prompt: str | Chat | tuple[int, ...]
     model: str = ""  # empty: the one that is served
+    truncate_prompt_tokens: int | None = None  # keep the last so many; -1: as many as leave the answer its room
     max_tokens: int | None = None  # None: what the context has room for
     min_tokens: int = 0
     temperature: float = 1.0
@@ -136,9 +122,9 @@ def check(request: CompletionRequest, model: ModelCard) -> None:
     _check_stops(request)
     if isinstance(request.prompt, Chat):
         _check_chat(request.prompt, model)
-    _check_token_ids(request.stop_token_ids, model, param="stop_token_ids")
+    check_token_ids(request.stop_token_ids, model, param="stop_token_ids")
     if not isinstance(request.prompt, str | Chat):
-        _check_token_ids(request.prompt, model, param="prompt")
+        check_token_ids(request.prompt, model, param="prompt")
 
 
 def check_total(num_tokens: int, model: ModelCard) -> None:
@@ -147,6 +133,18 @@ def check_total(num_tokens: int, model: ModelCard) -> None:
         raise RequestError(
             f"max_tokens: times n and prompts at most {model.max_answer_tokens}, not {num_tokens}", param="max_tokens"
         )
+
+
+def truncated(prompt_ids: tuple[int, ...], request: CompletionRequest, model: ModelCard) -> tuple[int, ...]:
+    """The last of them, where the request asks for that."""
+    num = request.truncate_prompt_tokens
+    if num is None or not prompt_ids:
+        return prompt_ids
+    if num < 0:
+        num = max(1, model.max_context - max(1, request.max_tokens or 1, request.min_tokens))
+    if num == 0:
+        raise RequestError("truncate_prompt_tokens: must be -1 or at least 1", param="truncate_prompt_tokens")
+    return prompt_ids[-num:]
 
 
 def sampling_of(
@@ -203,7 +201,8 @@ def _check_stops(request: CompletionRequest) -> None:
         raise RequestError(f"stop_token_ids: at most {MAX_STOP_TOKENS} are taken", param="stop_token_ids")
 
 
-def _check_token_ids(token_ids: tuple[int, ...], model: ModelCard, *, param: str) -> None:
+def check_token_ids(token_ids: tuple[int, ...], model: ModelCard, *, param: str) -> None:
+    """Raises RequestError."""
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < model.vocab_size:
         wrong = min(token_ids) if min(token_ids) < 0 else max(token_ids)
         raise RequestError(f"{param}: {wrong} is no token id; the vocabulary has {model.vocab_size}", param=param)

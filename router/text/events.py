@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cluster.words.request import FinishReason, SampledToken
 from router.generation import RequestRoute
+from router.text.answer_reader import CallSaid, Said
 
 
 @dataclass(slots=True)
@@ -17,10 +18,32 @@ class Delta:
     text: str
     tokens: list[SampledToken]  # at least one; all have a logprob, or none has
     text_offsets: list[int]  # characters of the choice before each
+    thinking: str = ""  # before the answer
+    calls: list[CallSaid] = field(default_factory=list)
 
     @property
     def has_logprobs(self) -> bool:
         return self.tokens[0].logprob is not None
+
+    @property
+    def says_more(self) -> bool:
+        """Than text."""
+        return bool(self.thinking or self.calls)
+
+    def add(self, said: Said) -> None:
+        for call in said.calls:
+            call.at += len(self.text)
+        self.text += said.text
+        self.thinking += said.thinking
+        self.calls += said.calls
+
+    def text_with_broken(self, *, is_whole: bool) -> str:
+        """And that of what was no call: all of it, or what has not been said."""
+        text = self.text
+        for call in reversed(self.calls):
+            if call.broken is not None:
+                text = text[: call.at] + (call.broken if is_whole else call.rest) + text[call.at :]
+        return text
 
 
 @dataclass(frozen=True)
@@ -30,6 +53,12 @@ class Finished:
     choice: int
     reason: FinishReason  # STOP or LENGTH
     stop: str | None = None  # the stop string that ended it, if one did
+    num_calls: int = 0  # of tools
+
+    @property
+    def word(self) -> str:
+        """As clients are told."""
+        return "tool_calls" if self.num_calls and self.reason is FinishReason.STOP else self.reason.value
 
 
 @dataclass(frozen=True, kw_only=True)

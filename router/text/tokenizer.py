@@ -62,6 +62,10 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special_ids
 
+    def ids_of(self, tokens: Iterable[str]) -> frozenset[int]:
+        """Of those of them that are tokens."""
+        return frozenset(i for token in tokens if (i := self._fast.token_to_id(token)) is not None)
+
     def _ids_of(self, name: str) -> list[int]:
         token_id = self._fast.token_to_id(self.special_tokens.get(name, ""))
         return [] if token_id is None else [token_id]

@@ -35,6 +35,10 @@ _MANY = MAX_REQUEST_BYTES // 3 - 100
         ("completions", b'{"stop":["a"],"prompt":"' + b"x" * 20_000 + b'","stop":"b"}', "stop", None),
         ("chat/completions", b'{"messages":[' + b",".join([b"{}"] * _MANY) + b"]}", "messages", None),
         ("chat/completions", b'{"messages":[' + b",".join([b"{}"] * 20_000) + b"]}", "messages[0].role", None),
+        ("chat/completions", b'{"messages":[],"tools":[' + b",".join([b"{}"] * _MANY) + b"]}", "tools", None),
+        ("chat/completions", b'{"messages":[],"tools":[' + b",".join([b"{}"] * 50_000) + b"]}", "tools", None),
+        ("../tokenize", b'{"prompt":"' + b"x" * 3 * _MANY + b'"}', "prompt", "context_length_exceeded"),
+        ("../detokenize", b'{"tokens":[' + b",".join([b"12"] * _MANY) + b"]}", "tokens", "context_length_exceeded"),
         ("chat/completions", b'{"messages":[],"chat_template_kwargs":' + b"[" * 3 * _MANY + b"}", None, None),
     ],
     ids=[
@@ -49,6 +53,10 @@ _MANY = MAX_REQUEST_BYTES // 3 - 100
         "a small one twice",
         "messages",
         "bad messages",
+        "tools",
+        "many tools",
+        "tokenize",
+        "detokenize",
         "nesting",
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,78 @@ def test_renders_as_transformers(byte_level_dir: Path, name: str, messages: list
     for variables in ({}, {"enable_thinking": False}):
         expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
         assert ours.render(messages, variables=variables) == expected
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Of <a> city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+_ARGUMENTS = {"city": "Köln", "days": [1, 2.5], "more": {"a": None}}
+
+
+def _with_calls(arguments: Any) -> list[dict[str, Any]]:
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
+    return [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": None, "tool_calls": [call, call]},
+        {"role": "tool", "content": "Sunny.", "tool_call_id": "abcdefghi"},
+        {"role": "tool", "content": "Rain.", "tool_call_id": "abcdefghi"},
+    ]
+
+
+@pytest.mark.parametrize("name", ["hermes_tools", "deepseek_tools"])
+def test_calls_and_tools_are_rendered_as_transformers_renders_them(byte_level_dir: Path, name: str) -> None:
+    """Arguments come as text; a template gets objects, which transformers asks for, unless it takes only text."""
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_file=str(byte_level_dir / "tokenizer.json"), chat_template=TEMPLATES[name], **SPECIAL_TOKENS
+    )
+    ours = ChatTemplate(TEMPLATES[name], special_tokens=SPECIAL_TOKENS)
+    written = json.dumps(_ARGUMENTS, ensure_ascii=False)
+    expected = theirs.apply_chat_template(
+        _with_calls(written if name == "deepseek_tools" else _ARGUMENTS),
+        tools=[WEATHER],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    assert ours.knows_tools and "Köln" in expected
+    assert ours.render(_with_calls(written), tools=[WEATHER]) == expected
+
+
+@pytest.mark.parametrize("last", ["Once upon", "Once upon a time ", "  "])
+@pytest.mark.parametrize("name", ["chatml", "llama3", "hermes_tools"])
+def test_a_last_message_is_continued_as_transformers_continues_it(byte_level_dir: Path, name: str, last: str) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_file=str(byte_level_dir / "tokenizer.json"), chat_template=TEMPLATES[name], **SPECIAL_TOKENS
+    )
+    messages = [{"role": "user", "content": "Tell me."}, {"role": "assistant", "content": last}]
+    expected = theirs.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+    ours = ChatTemplate(TEMPLATES[name], special_tokens=SPECIAL_TOKENS)
+    assert ours.render(messages, is_continued=True, opens_answer=False) == expected
+
+
+def test_arguments_that_are_no_object_are_refused_by_their_path() -> None:
+    template = ChatTemplate(TEMPLATES["hermes_tools"], special_tokens={})
+    for wrong in ("[]", "{", "[" * 100_000, json.dumps({"a": [1] * 5000})):
+        with pytest.raises(RequestError) as caught:
+            template.render(_with_calls(wrong))
+        assert caught.value.param == "messages[1].tool_calls[0].function.arguments"
+    assert "get_weather" in template.render(_with_calls(""))  # a call without any
+
+
+def test_a_template_that_knows_no_tools_refuses_them() -> None:
+    with pytest.raises(RequestError, match="knows none") as caught:
+        ChatTemplate(CHATML, special_tokens={}).render(CONVERSATIONS[0], tools=[WEATHER])
+    assert caught.value.param == "tools"
+    for source in ("{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools }}", "{{ tools|length }}"):
+        assert ChatTemplate(source, special_tokens={}).knows_tools
 
 
 def refusal(source: str | None, messages: list[dict[str, Any]] | None = None, **variables: Any) -> str:

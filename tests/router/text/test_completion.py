@@ -21,8 +21,9 @@ from cluster.words.errors import (
     UnknownModel,
 )
 from cluster.words.request import FinishReason
+from router.text.chat import Chat
 from router.text.completion import Completions
-from router.text.completion_request import Chat, CompletionRequest
+from router.text.completion_request import CompletionRequest
 from router.text.events import Delta, Event, Finished, Summary
 from router.text.tokenizer import Tokenizer
 from tests.router.fake_token_service import FakeTokenService

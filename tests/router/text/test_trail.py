@@ -30,7 +30,7 @@ def _lines(path: Path) -> list[dict]:
 async def test_what_was_served_refused_or_not_even_a_request(completions: MakeCompletions, tmp_path: Path) -> None:
     path = tmp_path / "trail" / "router.jsonl"
     service = completions(FakeTokenService(), trail=path)
-    app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
+    app = create_app(service, access=Access.anybody(), is_healthy=lambda: True, refuses_unknown_fields=True)
     bodies = [
         {"prompt": _SECRET, "max_tokens": 3, "n": 2, "user": _SECRET, "stop": _SECRET, "cache_salt": _SECRET},
         {"prompt": _SECRET, "temperature": -1},

@@ -1,0 +1,82 @@
+"""A request over HTTP while it is answered: its key's place is held, its body is read, and what is refused is noted."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from functools import partial
+from typing import TypeAlias
+
+from fastapi import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from cluster.words.errors import ClusterError
+from router.access.client import Client
+from router.access.limits import Limits
+from router.access.visit import Visit
+from router.doors.body import Body, BodyReader
+from router.text.completion import Completions
+
+Endpoint: TypeAlias = Callable[[Request, Visit], Awaitable[Response]]
+
+
+class HttpVisits:
+    """Those of one router."""
+
+    def __init__(self, completions: Completions, limits: Limits, bodies: BodyReader) -> None:
+        self._completions = completions
+        self._limits = limits
+        self._bodies = bodies
+
+    def answer(self, request: Request, endpoint: Endpoint) -> Response:
+        """What `endpoint` makes of it, while its key's place is held."""
+        return _DuringVisit(self._entered(request), partial(endpoint, request))
+
+    @asynccontextmanager
+    async def _entered(self, request: Request) -> AsyncIterator[Visit]:
+        async with AsyncExitStack() as stack:
+            with self.noted(request):
+                visit = await stack.enter_async_context(self._limits.entered(client_of(request)))
+            yield visit
+
+    async def read(self, kind: type[Body], request: Request) -> Body:
+        key = client_of(request).key
+        with self.noted(request):
+            return await self._bodies.read(kind, request, key_id=key.id if key else "")
+
+    @contextmanager
+    def noted(self, request: Request) -> Iterator[None]:
+        """What is refused inside is in the trail."""
+        try:
+            yield
+        except ClusterError as error:
+            key = client_of(request).key
+            self._completions.unreadable(request.state.request_id, error, key=key, peer=peer_of(request))
+            raise
+
+
+def client_of(request: Request) -> Client:
+    client: Client = request.state.client
+    return client
+
+
+def peer_of(request: Request) -> str:
+    """Who has asked, for the log; empty where the server does not say."""
+    return f"{request.client.host}:{request.client.port}" if request.client else ""
+
+
+class _DuringVisit(Response):
+    """An answer that is made, and sent, while a key's place is held: from before the body is read, to whatever end."""
+
+    def __init__(
+        self, entered: AbstractAsyncContextManager[Visit], make: Callable[[Visit], Awaitable[Response]]
+    ) -> None:
+        super().__init__()
+        self._entered = entered
+        self._make = make
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._entered as visit:
+            answer = await self._make(visit)
+            await answer(scope, receive, send)

@@ -1,0 +1,60 @@
+"""What a field of an OpenAI body may be: taken, taken and ignored, or known and refused.
+
+Null stands for a field that was left out, everywhere. A field that nobody knows is told apart from these, and what
+becomes of it is the door's to say.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+_MAX_NAMED, _MAX_NAME = 32, 64  # fields in a header, and characters of each
+_UNSEEN = re.compile(r"[^A-Za-z0-9_.\-\[\]]")  # what a client writes goes into a header
+
+
+@dataclass(frozen=True)
+class Only:
+    """Validates a field that we know and cannot serve: what it may be without changing the answer."""
+
+    neutral: tuple[Any, ...]
+
+    def __call__(self, value: Any) -> Any:
+        if value is not None and value not in self.neutral:
+            raise ValueError("is not supported here")
+        return value
+
+
+Ignored = Any  # changes nothing about the answer
+Unsupported = Annotated[Any, AfterValidator(Only(([], {})))]
+
+
+class OpenAIObject(BaseModel):
+    """A body, or an object inside of one."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+def unknown_fields(given: OpenAIObject, path: str = "") -> Iterator[str]:
+    """The paths of those that it has, such as messages[0].mood."""
+    for name in given.model_extra or ():
+        yield f"{path}{name}"
+    for name in given.model_fields_set:
+        value = getattr(given, name)
+        if isinstance(value, OpenAIObject):
+            yield from unknown_fields(value, f"{path}{name}.")
+        elif isinstance(value, list):
+            for number, one in enumerate(value):
+                if isinstance(one, OpenAIObject):
+                    yield from unknown_fields(one, f"{path}{name}[{number}].")
+
+
+def ignored_header(body: OpenAIObject) -> dict[str, str]:
+    """The header that names fields which nobody knows here."""
+    names = [_UNSEEN.sub("?", name[:_MAX_NAME]) for name in islice(unknown_fields(body), _MAX_NAMED)]
+    return {"x-ignored-fields": ", ".join(names)} if names else {}

@@ -1,0 +1,96 @@
+"""POST /tokenize and /detokenize, as vLLM has them, and GET /version."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response
+
+from cluster.words.errors import RequestError
+from router.access.visit import Visit
+from router.doors.event_stream import to_json
+from router.doors.http_visits import HttpVisits, client_of, peer_of
+from router.doors.openai_fields import OpenAIObject, ignored_header
+from router.doors.openai_messages import ChatSettings, Messages
+from router.text.completion import Completions
+from router.text.completion_request import CompletionRequest
+
+_PACKAGE = "xpyd"
+
+
+class TokenizeBody(ChatSettings):
+    """POST /tokenize: a prompt, or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    """Default true of a prompt, as in /v1/completions, and false of messages, whose template writes them."""
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(OpenAIObject):
+    """POST /detokenize"""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+def add_tokens_api(app: FastAPI, completions: Completions, visits: HttpVisits) -> None:
+    api = _TokensApi(completions, visits)
+    app.add_api_route("/tokenize", api.tokenize, methods=["POST"])
+    app.add_api_route("/detokenize", api.detokenize, methods=["POST"])
+    app.add_api_route("/version", api.version, methods=["GET"])
+
+
+class _TokensApi:
+    """A key's limits count these as requests, and no tokens of theirs."""
+
+    def __init__(self, completions: Completions, visits: HttpVisits) -> None:
+        self._completions = completions
+        self._visits = visits
+
+    async def tokenize(self, request: Request) -> Response:
+        return self._visits.answer(request, self._tokenize)
+
+    async def detokenize(self, request: Request) -> Response:
+        return self._visits.answer(request, self._detokenize)
+
+    async def version(self) -> Response:
+        return JSONResponse({"version": version(_PACKAGE)})
+
+    async def _tokenize(self, request: Request, visit: Visit) -> Response:
+        body = await self._visits.read(TokenizeBody, request)
+        with self._visits.noted(request):
+            if (body.prompt is None) == (body.messages is None):
+                raise RequestError("prompt: give a prompt or messages, one of them", param="prompt")
+            prompt = body.prompt if body.messages is None else body.chat(body.messages)
+            asked = CompletionRequest(
+                id=request.state.request_id, prompt=prompt or "", model=body.model or "", peer=peer_of(request)
+            )
+            bound = client_of(request).bound(asked)
+            ids = await self._completions.prompts.tokenize(bound, add_special_tokens=body.add_special_tokens)
+        text_of = self._completions.tokenizer.token_text
+        answer = {
+            "count": len(ids),
+            "max_model_len": self._completions.model.max_context,
+            "tokens": ids,
+            "token_strs": [text_of(token_id) for token_id in ids] if body.return_token_strs else None,
+        }
+        return await _answer(answer, body, visit)
+
+    async def _detokenize(self, request: Request, visit: Visit) -> Response:
+        body = await self._visits.read(DetokenizeBody, request)
+        with self._visits.noted(request):
+            asked = CompletionRequest(
+                id=request.state.request_id, prompt=tuple(body.tokens), model=body.model or "", peer=peer_of(request)
+            )
+            text = await self._completions.prompts.detokenize(client_of(request).bound(asked))
+        return await _answer({"prompt": text}, body, visit)
+
+
+async def _answer(answer: dict[str, Any], body: OpenAIObject, visit: Visit) -> Response:
+    headers = {**await visit.charge([]), **ignored_header(body)}
+    return Response(to_json(answer), media_type="application/json", headers=headers)

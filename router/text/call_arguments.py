@@ -1,0 +1,38 @@
+"""The arguments of calls in a conversation: from JSON text, as clients send it, to the objects that templates take."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cluster.words.errors import RequestError
+
+_MAX_VALUES = 2**12  # of one call
+_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"')
+
+
+def as_objects(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Copies of the messages. Raises RequestError that names the call whose arguments are no JSON object."""
+    told = [dict(message) for message in messages]
+    for number, message in enumerate(told):
+        if calls := message.get("tool_calls"):
+            path = f"messages[{number}].tool_calls"
+            message["tool_calls"] = [_with_object(call, f"{path}[{i}]") for i, call in enumerate(calls)]
+    return told
+
+
+def _with_object(call: Mapping[str, Any], path: str) -> dict[str, Any]:
+    param = f"{path}.function.arguments"
+    text = call["function"]["arguments"]
+    bare = _STRING.sub("", text)
+    if sum(map(bare.count, ",[{")) > _MAX_VALUES:
+        raise RequestError(f"{param}: more than {_MAX_VALUES} values are not taken", param=param)
+    try:
+        found = json.loads(text) if text.strip() else {}
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise RequestError(f"{param}: must be a JSON object, written as a string", param=param)
+    return {**call, "function": {**call["function"], "arguments": found}}

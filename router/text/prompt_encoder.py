@@ -1,0 +1,106 @@
+"""Prompts to tokens, and back: bounded, and on other threads where they are long."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from cluster.words.errors import ContextLengthExceeded, RequestError
+from router.text.chat import Chat
+from router.text.chat_template import ChatTemplate
+from router.text.completion_request import CompletionRequest, ModelCard, check, check_token_ids
+from router.text.dialect import Dialect
+from router.text.text_threads import TextThreads
+from router.text.tokenizer import Tokenizer
+
+_LONG_TEXT = 2 * 1024  # characters, some 3 ms of tokenising; more is done on another thread
+_MANY_TOKENS = 4096  # some 2 ms of decoding
+_MESSAGE = 64  # characters that take as long as a template needs for one message
+_MARK = 16  # tokens that are enough for a mark at the end of a prompt
+
+
+class PromptEncoder:
+    """Of one model. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        chat_template: ChatTemplate,
+        *,
+        model: ModelCard,
+        dialect: Dialect,
+        threads: TextThreads,
+    ) -> None:
+        self.dialect = dialect
+        self.shown_ids = tokenizer.ids_of(dialect.markers)  # special tokens that are for who reads answers
+        self.tokenizer = tokenizer
+        self._chat_template = chat_template
+        self._model = model
+        self._threads = threads
+
+    def least_tokens(self, request: CompletionRequest) -> int:
+        """Tokens that it needs at least, told from its size alone: a text has as many as if each were the longest."""
+        prompt = request.prompt
+        if isinstance(prompt, tuple):
+            return len(prompt) + request.n
+        return max(1, -(-num_chars(prompt) // self.tokenizer.longest_token)) + request.n
+
+    async def tokenize(self, request: CompletionRequest, *, add_special_tokens: bool | None = None) -> tuple[int, ...]:
+        """The tokens of its prompt alone, bounded like any. add_special_tokens None: as where an answer is asked for.
+
+        Raises RequestError and its kin.
+        """
+        check(request, self._model)
+        return await self.encode(request, add_special_tokens=add_special_tokens)
+
+    async def detokenize(self, request: CompletionRequest) -> str:
+        """The text of a prompt of token ids, special tokens and all. Raises RequestError."""
+        assert isinstance(request.prompt, tuple)
+        check_token_ids(request.prompt, self._model, param="tokens")
+        check(request, self._model)
+        decode = partial(self.tokenizer.decode, request.prompt, skip_special_tokens=False)
+        return await self._threads.run(request.key_id, decode) if len(request.prompt) > _MANY_TOKENS else decode()
+
+    async def encode(
+        self, request: CompletionRequest, *, num_beside: int = 0, add_special_tokens: bool | None = None
+    ) -> tuple[int, ...]:
+        """Of a request that has been checked. num_beside: characters of other prompts that come along with this one."""
+        prompt = request.prompt
+        if isinstance(prompt, tuple):
+            return prompt
+        if isinstance(prompt, Chat) and prompt.tools and self._chat_template.knows_tools and not self.dialect.calls:
+            text = "tools: how this model writes calls is not known here; the operator can say so (model.tool_parser)"
+            raise RequestError(text, param="tools")
+        # What could not fit even if every token were the longest one is not worth tokenising.
+        if self.least_tokens(request) - request.n > self._model.max_context:
+            raise ContextLengthExceeded(
+                f"this model's context holds {self._model.max_context} tokens; {num_chars(prompt)} characters are more",
+                param="messages" if isinstance(prompt, Chat) else "prompt",
+            )
+        num_all = num_chars(prompt) + num_beside
+        if num_all + (_MESSAGE * len(prompt.messages) if isinstance(prompt, Chat) else 0) > _LONG_TEXT:
+            return await self._threads.run(request.key_id, self._encode, prompt, add_special_tokens)
+        return self._encode(prompt, add_special_tokens)
+
+    def end_of(self, prompt_ids: tuple[int, ...]) -> str:
+        """The last few characters, special tokens and all."""
+        return self.tokenizer.decode(prompt_ids[-_MARK:], skip_special_tokens=False)
+
+    def _encode(self, prompt: str | Chat, add_special_tokens: bool | None) -> tuple[int, ...]:
+        if isinstance(prompt, Chat):
+            text = self._chat_template.render(
+                prompt.messages,
+                variables=prompt.variables,
+                tools=prompt.tools,
+                opens_answer=prompt.opens_answer,
+                is_continued=prompt.is_continued,
+            )
+            # The template wrote them itself.
+            return tuple(self.tokenizer.encode(text, add_special_tokens=bool(add_special_tokens)))
+        return tuple(self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens is not False))
+
+
+def num_chars(prompt: str | Chat | tuple[int, ...]) -> int:
+    """Of all that has to be tokenised."""
+    if isinstance(prompt, tuple):
+        return 0
+    return prompt.num_chars if isinstance(prompt, Chat) else len(prompt)
