@@ -9,13 +9,15 @@ from typing import Any
 
 from cluster.rpc import inference_pb2 as pb
 from cluster.words.errors import ContextLengthExceeded, RequestError
+from router.doors.grpc_chat import chat_of, tool_calls_of
+from router.doors.openai_messages import MAX_TOOLS
 from router.text.chat import Chat
 from router.text.completion_request import MAX_MESSAGES, MAX_STOP_TOKENS, MAX_STOPS, CompletionRequest
 from router.text.events import Delta, Event, Finished, Summary
 from router.text.tokenizer import Tokenizer
 
 _SAMPLING = pb.SamplingParams.DESCRIPTOR.fields_by_name
-_RENAMED = {"messages": "chat.messages", "user": "tenant", "tokens": "token_ids"}
+_RENAMED = {"messages": "chat.messages", "user": "tenant", "tokens": "token_ids", "tools": "chat.tools"}
 
 
 def request_of(
@@ -43,9 +45,10 @@ def request_of(
 def tokenize_request_of(message: pb.TokenizeRequest, *, peer: str) -> CompletionRequest:
     """Raises RequestError where there is nothing to tokenise, or too many messages."""
     _check_count("messages", len(message.chat.messages), MAX_MESSAGES)
+    _check_count("tools", len(message.chat.tools), MAX_TOOLS)
     if message.WhichOneof("input") is None:
         raise RequestError("one of prompt and chat must be set", param="prompt")
-    prompt = _chat_of(message.chat) if message.WhichOneof("input") == "chat" else message.prompt
+    prompt = chat_of(message.chat) if message.WhichOneof("input") == "chat" else message.prompt
     return CompletionRequest(id=uuid.uuid4().hex, prompt=prompt, model=message.model, peer=peer)
 
 
@@ -75,6 +78,7 @@ def _check_counts(message: pb.GenerateRequest, max_context: int) -> None:
     """Before anything is made of each."""
     for param, number, limit in (
         ("messages", len(message.chat.messages), MAX_MESSAGES),
+        ("tools", len(message.chat.tools), MAX_TOOLS),
         ("stop", len(message.sampling.stop), MAX_STOPS),
         ("stop_token_ids", len(message.sampling.stop_token_ids), MAX_STOP_TOKENS),
     ):
@@ -98,22 +102,19 @@ def _prompt_of(message: pb.GenerateRequest) -> str | Chat | tuple[int, ...]:
         case "prompt":
             return message.prompt
         case "chat":
-            return _chat_of(message.chat)
+            return chat_of(message.chat)
         case "token_ids":
             return tuple(message.token_ids.ids)
         case _:
             raise RequestError("one of prompt, chat and token_ids must be set", param="prompt")
 
 
-def _chat_of(chat: pb.Chat) -> Chat:
-    return Chat(messages=tuple({"role": m.role, "content": m.content} for m in chat.messages))
-
-
 def _delta(delta: Delta, tokenizer: Tokenizer) -> pb.Delta:
     message = pb.Delta(
         choice=delta.choice,
-        text=delta.text,
+        text=delta.text_with_broken(is_whole=False) if delta.calls else delta.text,
         reasoning=delta.thinking,
+        tool_calls=tool_calls_of(delta),
         token_ids=[token.token_id for token in delta.tokens],
     )
     for token in delta.tokens if delta.has_logprobs else ():

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, PlainValidator
 
 from cluster.words.errors import RequestError
 from router.doors.openai_fields import OpenAIObject, Unsupported
@@ -99,16 +100,23 @@ class ToolGiven(OpenAIObject):
         return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
 
 
-class FunctionNamed(OpenAIObject):
+@dataclass(frozen=True)
+class ToolNamed:
+    """The one tool that the model is to call."""
+
     name: str
 
 
-class ToolNamed(OpenAIObject):
-    type: Literal["function"]
-    function: FunctionNamed
+def _tool_choice(value: Any) -> Any:
+    match value:
+        case None | "none" | "auto" | "required":
+            return value
+        case {"type": "function", "function": {"name": str(name)}}:
+            return ToolNamed(name)
+    raise ValueError('must be "none", "auto", "required", or {"type": "function", "function": {"name": …}}')
 
 
-ToolChoice = Literal["none", "auto", "required"] | ToolNamed
+ToolChoice = Annotated[str | ToolNamed | None, PlainValidator(_tool_choice)]
 
 
 class ChatSettings(OpenAIObject):

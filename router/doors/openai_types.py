@@ -167,7 +167,7 @@ class ChatBody(_Sampled, ChatSettings):
     """True: of each chosen token."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Needs `logprobs: true`."""
-    tool_choice: ToolChoice | None = None
+    tool_choice: ToolChoice = None
     """`auto`, the default: the model may call tools; `none`: it is shown none. `required`, and a function's name, are
     not supported."""
     parallel_tool_calls: bool | None = None
@@ -204,9 +204,9 @@ class ChatBody(_Sampled, ChatSettings):
         return [CompletionRequest(id=request_id, peer=peer, prompt=chat, **fields)]
 
     def _check_tool_choice(self) -> None:
-        if self.tool_choice in (None, "none", "auto"):
+        if self.tool_choice is None or self.tool_choice in ("none", "auto"):
             return
-        asked = self.tool_choice if isinstance(self.tool_choice, str) else "a function's name"
+        asked = repr(self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.name)
         if not self.tools:
             raise RequestError(f"tool_choice: {asked} needs tools", param="tool_choice")
         text = f"tool_choice: {asked} needs constrained output, which is not supported here; auto and none are"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import string
 
 _MAX_DEPTH = 64
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')  # inside a string
 _SPACE = re.compile(r"[ \t\n\r]*")
-_WORD = re.compile(r"[-+.0-9A-Za-z]*")
+_WORD = set("-+." + string.digits + string.ascii_letters)
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
-_WORDS = {"true", "false", "null"}
+_NUMBER_BEGUN = re.compile(r"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?(?:[eE][-+]?[0-9]*)?)?")
+_LITERALS = ("true", "false", "null")
 _HEX = set("0123456789abcdefABCDEF")
 
 
@@ -122,12 +124,18 @@ class JsonValue:
         return at + 1
 
     def _in_word(self, text: str, at: int) -> int:
-        found = _WORD.match(text, at)
-        assert found
-        self._word += found[0]
-        if found.end() < len(text):
-            self._end_word()
-        return found.end()
+        """As many characters as a number or a literal may begin with, however the text was cut."""
+        while at < len(text):
+            if text[at] not in _WORD:
+                self._end_word()
+                return at
+            word = self._word + text[at]
+            if not _NUMBER_BEGUN.fullmatch(word) and not any(literal.startswith(word) for literal in _LITERALS):
+                self.is_bad = True
+                return at
+            self._word = word
+            at += 1
+        return at
 
     def _one(self, text: str, at: int, next_of: dict[str, str], *, is_key: bool = False) -> int:
         at = _after_space(text, at)
@@ -140,7 +148,7 @@ class JsonValue:
         return at + 1
 
     def _end_word(self) -> None:
-        self.is_bad = self._word not in _WORDS and not _NUMBER.fullmatch(self._word)
+        self.is_bad = self._word not in _LITERALS and not _NUMBER.fullmatch(self._word)
         self._end_value()
 
     def _close(self, at: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from cluster.words.errors import RequestError
 
-_MAX_VALUES = 2**12  # of one call
+_MAX_VALUES = 2**12  # of one
 _STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"')
 
 
@@ -23,9 +23,8 @@ def as_objects(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return told
 
 
-def _with_object(call: Mapping[str, Any], path: str) -> dict[str, Any]:
-    param = f"{path}.function.arguments"
-    text = call["function"]["arguments"]
+def object_of(text: str, param: str) -> dict[str, Any]:
+    """Of JSON text that a client sent; none is an empty one. Raises RequestError."""
     bare = _STRING.sub("", text)
     if sum(map(bare.count, ",[{")) > _MAX_VALUES:
         raise RequestError(f"{param}: more than {_MAX_VALUES} values are not taken", param=param)
@@ -35,4 +34,10 @@ def _with_object(call: Mapping[str, Any], path: str) -> dict[str, Any]:
         found = None
     if not isinstance(found, dict):
         raise RequestError(f"{param}: must be a JSON object, written as a string", param=param)
-    return {**call, "function": {**call["function"], "arguments": found}}
+    return found
+
+
+def _with_object(call: Mapping[str, Any], path: str) -> dict[str, Any]:
+    function = call["function"]
+    arguments = object_of(function["arguments"], f"{path}.function.arguments")
+    return {**call, "function": {**function, "arguments": arguments}}

@@ -67,6 +67,12 @@ _MESSAGES = st.one_of(
     st.just('[{"role":"user","content":"hi"}]'),
     st.builds('[{{"role":{0},"content":{1},"name":{2}}}]'.format, _VALUES, _VALUES, _VALUES),
     st.builds('[{{"role":"user","content":[{{"type":"text","text":{0}}}]}}]'.format, _VALUES),
+    st.builds(
+        '[{{"role":"assistant","content":{0},"tool_calls":[{{"id":"a","function":{{"name":{1},"arguments":{2}}}}}]}}]'.format,
+        _VALUES,
+        _VALUES,
+        _VALUES,
+    ),
     _VALUES,
 )
 

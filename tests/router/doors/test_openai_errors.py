@@ -80,6 +80,7 @@ WRONG_CHAT: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
     ({"tools": [F], "tool_choice": "required"}, "tool_choice", "needs constrained output"),
     ({"tools": [F], "tool_choice": F}, "tool_choice", "needs constrained output"),
+    ({"tools": [F], "tool_choice": {"type": "any"}}, "tool_choice", "must be"),
     ({"functions": [{"name": "f"}]}, "functions", "is not supported here"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "not together"),
     ({"response_format": {"type": "json_object"}}, "response_format", "is not supported here"),

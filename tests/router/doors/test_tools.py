@@ -8,12 +8,16 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import grpc
 import httpx
 import openai
 import pytest
 from pydantic import BaseModel
 
+from cluster.rpc import inference_pb2 as pb
+from cluster.rpc.inference_pb2_grpc import InferenceStub
 from router.access.access import Access
+from router.doors.grpc_api import open_grpc_api
 from router.doors.openai_api import create_app
 from router.text.tokenizer import Tokenizer
 from tests.router.fake_token_service import FakeTokenService
@@ -131,9 +135,12 @@ async def test_what_is_no_call_is_text(completions: MakeCompletions, byte_level:
             _say(door, byte_level, text)
             (choice,) = (await door.client.chat.completions.create(**fields)).choices
             assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (text, None, "stop")
-        async with door.client.chat.completions.stream(**fields) as stream:
-            final = (await stream.get_final_completion()).choices[0]
-        assert final.message.content == "oh}} </tool_call> well" and final.finish_reason == "stop"
+        said = arguments = ""
+        async for chunk in await door.client.chat.completions.create(**fields, stream=True):
+            (part,) = chunk.choices
+            said += part.delta.content or ""
+            arguments += "".join(call.function.arguments or "" for call in part.delta.tool_calls or [] if call.function)
+        assert (said, arguments) == ("oh}} </tool_call> well", '{"city": ') and part.finish_reason == "stop"
         _say(door, byte_level, _PARIS)
         (choice,) = (await door.client.chat.completions.create(**fields, tool_choice="none")).choices
         assert (choice.message.content, choice.message.tool_calls) == (_PARIS, None)
@@ -185,4 +192,36 @@ async def test_or_refused_by_their_path(completions: MakeCompletions) -> None:
             answer = await http.post("/v1/chat/completions", json={"messages": USER, **unknown})
             error = answer.json()["error"]
             assert (answer.status_code, error["param"], error["message"]) == (400, param, f"{param}: unknown field")
+    service.close()
+
+
+async def test_over_grpc(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+    """Calls come and go back; what a request has wrong about them is named."""
+    fake = FakeTokenService(max_context=4096)
+    service = completions(fake, chat_template=_HERMES, max_context=4096)
+    fake.script = lambda *_: byte_level.encode(f"Well.{_PARIS}{_LYON}<|im_end|>")
+    opened = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0)
+    tool = pb.Tool(name="Weather", description="Of a city.", parameters=json.dumps(Weather.model_json_schema()))
+    messages = [
+        pb.ChatMessage(role="user", content="hi"),
+        pb.ChatMessage(
+            role="assistant", tool_calls=[pb.ToolCall(id="a", name="Weather", arguments='{"city": "Rome"}')]
+        ),
+        pb.ChatMessage(role="tool", tool_call_id="a", content="sunny"),
+    ]
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{opened.port}") as channel:
+        generate = InferenceStub(channel).Generate
+        events = [one async for one in generate(pb.GenerateRequest(chat=pb.Chat(messages=messages, tools=[tool])))]
+        calls = [call for event in events for call in event.delta.tool_calls]
+        assert [(call.index, call.name) for call in calls if call.id] == [(0, "Weather"), (1, "Weather")]
+        assert json.loads("".join(call.arguments for call in calls if call.index)) == {"city": "Lyon"}
+        assert "".join(event.delta.text for event in events) == "Well."
+        assert events[-2].finished.finish_reason == "tool_calls"
+        prompt = byte_level.decode(fake.started[0].token_ids, skip_special_tokens=False)
+        assert '"arguments": {"city": "Rome"}}\n</tool_call>' in prompt and "<tool_response>\nsunny" in prompt
+        for wrong in (pb.Tool(name="a b"), pb.Tool(name="a", parameters="[]")):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await anext(aiter(generate(pb.GenerateRequest(chat=pb.Chat(messages=messages, tools=[wrong])))))
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT and "tools[0]" in str(caught.value.details())
+    await opened.close(grace_s=0)
     service.close()

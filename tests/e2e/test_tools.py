@@ -1,0 +1,84 @@
+"""Tools with real weights: SmolLM2 behind a chat template that knows tools, through a whole router."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from cluster.process.ports import free_port
+from router.service import RouterService
+from tests.identities import router
+from tests.local_cluster import local_cluster
+from tests.waiting import becomes
+
+_TEMPLATE = Path(__file__).parent.parent / "router" / "text" / "templates" / "hermes_tools.jinja"
+_TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+
+
+def _turn(city: str) -> list[Any]:
+    """A question, and the call that answers it."""
+    function = {"name": "get_weather", "arguments": json.dumps({"city": city})}
+    return [
+        {"role": "user", "content": f"What is the weather in {city}?"},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": city, "type": "function", "function": function}]},
+    ]
+
+
+@asynccontextmanager
+async def _client(model_dir: Path, redis_url: str) -> AsyncIterator[openai.AsyncOpenAI]:
+    tree = {
+        "model": {"served_name": "smollm2"},
+        "prefill": {"kv_memory_gib": 0.1},
+        "decode": {"kv_memory_gib": 0.1},
+        "router": {"grpc_port": free_port(), "http_port": free_port()},
+    }
+    async with local_cluster(model_dir, redis_url, **tree) as cluster:
+        service = await RouterService.open(
+            cluster.spec, credentials=cluster.credentials, identity=cluster.identity(router("router-1"))
+        )
+        try:
+            await becomes(lambda: service.health()["decode"])
+            url = "http://{}:{}/v1".format(*service.http_address)
+            async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
+                yield client
+        finally:
+            await service.close()
+
+
+@pytest.mark.timeout(300)
+async def test_a_models_own_call_goes_there_and_back(smollm2_dir: Path, redis_url: str, tmp_path: Path) -> None:
+    """Greedy; whole and streamed; and its tool's answer goes in again. The model has seen such calls before."""
+    for path in smollm2_dir.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "chat_template.jinja").write_text(_TEMPLATE.read_text())
+    messages = [message for city in ("Paris", "London", "Berlin") for message in _turn(city)]
+    messages.append({"role": "user", "content": "What is the weather in Rome?"})
+    fields: dict[str, Any] = {"model": "smollm2", "tools": [_TOOL], "temperature": 0, "max_tokens": 48}
+    async with _client(tmp_path, redis_url) as client:
+        (choice,) = (await client.chat.completions.create(messages=messages, **fields)).choices
+        assert choice.message.tool_calls, choice.message.content
+        (call,) = choice.message.tool_calls
+        assert call.type == "function" and call.function.name == "get_weather"
+        assert json.loads(call.function.arguments) == {"city": "Rome"}
+        assert choice.finish_reason == "tool_calls" and choice.message.content is None
+        async with client.chat.completions.stream(messages=messages, **fields) as stream:
+            streamed = (await stream.get_final_completion()).choices[0]
+        (again,) = streamed.message.tool_calls or []
+        assert again.function.arguments == call.function.arguments and streamed.finish_reason == "tool_calls"
+        messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "It is raining in Rome."}]
+        answer = await client.chat.completions.create(messages=messages, **fields)
+        assert answer.usage and answer.usage.prompt_tokens_details
+        assert answer.usage.prompt_tokens_details.cached_tokens > 100, "the conversation goes on as it was"
