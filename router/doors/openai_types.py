@@ -120,7 +120,13 @@ class _Sampled(OpenAIObject):
     use_beam_search: Annotated[bool | None, AfterValidator(Only((False,)))] = None
 
     def _shared(self) -> dict[str, Any]:
-        """The fields of CompletionRequest that the client set; those it left out keep their defaults."""
+        """The fields of CompletionRequest that the client set; those it left out keep their defaults.
+
+        Raises RequestError for a field that the other endpoint takes: here it would change nothing.
+        """
+        for name, value in (self.model_extra or {}).items():
+            if name in {*TextBody.model_fields, *ChatBody.model_fields} and value not in (None, False, [], {}):
+                raise RequestError(f"{name}: this endpoint does not take it", param=name)
         same = ("model", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "n", "top_k", "min_p",
                 "repetition_penalty", "min_tokens", "ignore_eos", "skip_special_tokens", "priority", "user",
                 "cache_salt", "truncate_prompt_tokens")  # fmt: skip

@@ -42,6 +42,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"stop": ""}, "stop", "1 to 1024 characters"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1 or at least 1"),
     ({"logit_bias": {"1": 5}}, "logit_bias", "is not supported here"),
+    ({"tools": [{}]}, "tools", "does not take it"),
     ({"suffix": "x"}, "suffix", "is not supported here"),
     ({"best_of": 2}, "best_of", "must equal n"),
     ({"echo": True, "logprobs": 1}, "echo", "not supported"),
