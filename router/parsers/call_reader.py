@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from router.parsers.formats import CALL_FORMATS
+from router.parsers.formats import Format
 from router.parsers.pieces import Piece
 from router.parsers.scanner import Scanner, Tools
 
@@ -12,10 +12,10 @@ from router.parsers.scanner import Scanner, Tools
 class CallReader:
     """Reads one answer. However its text is cut, what comes out, joined, is the same, and no text is lost."""
 
-    def __init__(self, format: str, tools: Tools) -> None:
-        """format: one of CALL_FORMATS. tools: a call of any other is text."""
+    def __init__(self, format: Format, tools: Tools) -> None:
+        """tools: a call of any other is text."""
         self._scan = Scanner(tools)
-        self._reading = CALL_FORMATS[format].read(self._scan)
+        self._reading = format(self._scan)
         self._read()
 
     def add(self, text: str) -> list[Piece]:

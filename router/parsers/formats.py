@@ -39,12 +39,29 @@ def mistral(scan: Scanner) -> Reading[None]:
     """[TOOL_CALLS] [{"name": …, "arguments": {…}}, …]; since version 11 [TOOL_CALLS]name[ARGS]{…}, for each call."""
     while (yield from scan.text_until("[TOOL_CALLS]")):
         if (yield from scan.optional("[")):
-            while (yield from json_call(scan)):
-                if not (yield from scan.optional(",")):
-                    yield from scan.optional("]")
-                    break
+            yield from _listed(scan)
         else:
             yield from _named(scan)
+
+
+def forced_calls(scan: Scanner) -> Reading[None]:
+    """[{"name": …, "arguments": {…}}, …] and nothing else: where the answer was bound to be calls."""
+    if (yield from scan.optional("[")):
+        yield from _listed(scan)
+    yield from scan.all_text()
+
+
+def forced_call(scan: Scanner, *, name: str) -> Reading[None]:
+    """The arguments of one call and nothing else: where the answer was bound to be a call of `name`."""
+    yield from json_arguments(scan, name)
+    yield from scan.all_text()
+
+
+def _listed(scan: Scanner) -> Reading[None]:
+    while (yield from json_call(scan)):
+        if not (yield from scan.optional(",")):
+            yield from scan.optional("]")
+            break
 
 
 def _named(scan: Scanner) -> Reading[None]:

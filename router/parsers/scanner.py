@@ -62,13 +62,19 @@ class Scanner:
                 self.take(at - num + len(marker))
                 return marker
             if self.is_ended:
-                if self._is_after_call and self._text.isspace():
-                    self._text = ""
-                self._say_next(len(self._text))
+                self._say_rest()
                 return ""
             held = max(overlap(self._text, marker) for marker in markers)
             self._say_next(len(self._text[: len(self._text) - held].rstrip()))
             yield
+
+    def all_text(self) -> Reading[None]:
+        """Say all that is left."""
+        self._taken.clear()
+        while not self.is_ended:
+            self._say_next(len(self._text.rstrip()))
+            yield
+        self._say_rest()
 
     def take(self, num: int) -> str:
         """So many characters, which are there."""
@@ -146,6 +152,11 @@ class Scanner:
             return
         self._text = "".join(taken[1:]) + self._text
         self._say("".join(taken[:1]))
+
+    def _say_rest(self) -> None:
+        if self._is_after_call and self._text.isspace():
+            self._text = ""
+        self._say_next(len(self._text))
 
     def _say_next(self, num: int) -> None:
         """So many characters are text."""

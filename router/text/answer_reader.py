@@ -5,8 +5,10 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 from router.parsers.call_reader import CallReader
+from router.parsers.formats import CALL_FORMATS, Format, forced_call, forced_calls
 from router.parsers.pieces import CallArguments, CallBegun, CallBroken, CallEnded, Piece
 from router.parsers.thinking import THINK, ThinkingReader
 from router.text.chat import Chat
@@ -48,8 +50,11 @@ class AnswerReader:
     @classmethod
     def of(cls, chat: Chat, dialect: Dialect, prompt: str) -> AnswerReader | None:
         """None where the answer is nothing but text. prompt: its end is enough."""
-        thinking = ThinkingReader(is_open=prompt.rstrip().endswith(THINK)) if dialect.thinks else None
-        calls = CallReader(dialect.calls, chat.parameters) if chat.tools and dialect.calls else None
+        thinking = calls = None
+        if dialect.thinks and chat.forced is None:
+            thinking = ThinkingReader(is_open=prompt.rstrip().endswith(THINK))
+        if chat.tools and (dialect.calls or chat.forced is not None):
+            calls = CallReader(_format(chat, dialect), chat.parameters)
         return cls(thinking, calls, is_parallel=chat.is_parallel) if thinking or calls else None
 
     def add(self, text: str) -> Said:
@@ -80,6 +85,12 @@ class AnswerReader:
             if self.is_over:
                 break
         return said
+
+
+def _format(chat: Chat, dialect: Dialect) -> Format:
+    if chat.forced is not None:
+        return partial(forced_call, name=chat.forced) if chat.forced else forced_calls
+    return CALL_FORMATS[dialect.calls or ""].read
 
 
 def _of(said: Said, number: int) -> CallSaid:

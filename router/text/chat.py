@@ -18,6 +18,7 @@ class Chat:
     variables: Mapping[str, Any] = field(default_factory=dict)
     tools: tuple[Mapping[str, Any], ...] = ()  # that the model may call, as OpenAI describes them
     is_parallel: bool = True  # False: an answer ends after its first call
+    forced: str | None = None  # the answer is bound to be a call of this tool; "": of any. None: it is not
     is_continued: bool = False  # the answer goes on with the last message
     opens_answer: bool = True  # the prompt ends where an answer begins
 

@@ -67,7 +67,7 @@ class PromptEncoder:
         prompt = request.prompt
         if isinstance(prompt, tuple):
             return prompt
-        if isinstance(prompt, Chat) and prompt.tools and self._chat_template.knows_tools and not self.dialect.calls:
+        if isinstance(prompt, Chat) and self._has_unread_calls(prompt):
             text = "tools: how this model writes calls is not known here; the operator can say so (model.tool_parser)"
             raise RequestError(text, param="tools")
         # What could not fit even if every token were the longest one is not worth tokenising.
@@ -80,6 +80,9 @@ class PromptEncoder:
         if num_all + (_MESSAGE * len(prompt.messages) if isinstance(prompt, Chat) else 0) > _LONG_TEXT:
             return await self._threads.run(request.key_id, self._encode, prompt, add_special_tokens)
         return self._encode(prompt, add_special_tokens)
+
+    def _has_unread_calls(self, chat: Chat) -> bool:
+        return bool(chat.tools) and self._chat_template.knows_tools and not self.dialect.calls and chat.forced is None
 
     def end_of(self, prompt_ids: tuple[int, ...]) -> str:
         """The last few characters, special tokens and all."""

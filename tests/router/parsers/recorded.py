@@ -137,4 +137,11 @@ RECORDED = [
     Recorded("pythonic", "[1, 2, 3] is a list, and [now] is one.", (), "="),
     Recorded("pythonic", '[get_weather("Paris")]', (), "="),
     Recorded("pythonic", "[get_weather(city=open('x'))]", (), "="),
+    Recorded("forced_call", ' {"a": [1, {}]}\n', (("now", {"a": [1, {}]}),)),
+    Recorded("forced_call", "no", (), "="),
+    Recorded(
+        "forced_calls",
+        '[{"name": "now", "arguments": {}}, {"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}]',
+        (_NOW, _PARIS),
+    ),
 ]

@@ -6,21 +6,24 @@ import codecs
 import json
 import re
 from collections.abc import Iterable
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.parsers.call_reader import CallReader
-from router.parsers.formats import CALL_FORMATS
+from router.parsers.formats import CALL_FORMATS, forced_call, forced_calls
 from router.parsers.pieces import CallArguments, CallBegun, CallBroken, CallEnded, Piece
 from tests.router.parsers.recorded import RECORDED, TOOLS, Recorded
 
+_FORMATS = {name: kind.read for name, kind in CALL_FORMATS.items()}
+_FORMATS |= {"forced_calls": forced_calls, "forced_call": partial(forced_call, name="now")}
 _IDS = [f"{one.format}-{number}" for number, one in enumerate(RECORDED)]
 
 
 def read(format: str, parts: Iterable[str]) -> list[Piece]:
-    reader = CallReader(format, TOOLS)
+    reader = CallReader(_FORMATS[format], TOOLS)
     return [*(piece for part in parts for piece in reader.add(part)), *reader.finish()]
 
 
@@ -87,7 +90,9 @@ def check_nothing_is_lost(format: str, raw: str) -> None:
                 begun = pieces[at - 1]
                 assert isinstance(begun, CallBegun)
                 name, written = re.escape(begun.name), f"(?:{re.escape(text)}|{re.escape(json.dumps(text))})?"
-                if format in ("qwen3_coder", "pythonic"):  # where arguments are no JSON
+                if format == "forced_call":  # no name is written
+                    pattern += f"{_MARKUP}{written}{_MARKUP}"
+                elif format in ("qwen3_coder", "pythonic"):  # where arguments are no JSON
                     pattern += f"{_MARKUP}{name}.*?{_MARKUP}"
                 else:
                     pattern += f"{_MARKUP}(?:{name}{_MARKUP}{written}|{written}{_MARKUP}{name}){_MARKUP}"
@@ -113,7 +118,7 @@ _WORDS = [
 
 
 @settings(max_examples=300, deadline=None, database=None)
-@given(st.sampled_from(sorted(CALL_FORMATS)), st.lists(st.sampled_from(_WORDS), max_size=14), st.data())
+@given(st.sampled_from(sorted(_FORMATS)), st.lists(st.sampled_from(_WORDS), max_size=14), st.data())
 def test_whatever_comes_is_read_the_same_in_pieces(format: str, words: list[str], data: st.DataObject) -> None:
     raw = "".join(words)
     whole = joined(read(format, [raw]))

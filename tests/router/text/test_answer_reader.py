@@ -9,11 +9,12 @@ import pytest
 from cluster.words.request import FinishReason, SampledToken
 from cluster.words.spec import ToolParser
 from router.parsers.call_reader import CallReader
-from router.parsers.formats import CALL_FORMATS
+from router.parsers.formats import CALL_FORMATS, hermes
 from router.text.answer_reader import AnswerReader
 from router.text.choice_text import ChoiceText
 from router.text.completion_request import CompletionRequest
 from router.text.dialect import Dialect
+from router.text.events import Delta
 from router.text.tokenizer import Tokenizer
 
 
@@ -47,7 +48,7 @@ def test_a_template_or_the_operator_tells_whether_it_thinks() -> None:
 
 
 def test_marks_that_are_special_tokens_are_read_and_others_stay_hidden(byte_level: Tokenizer) -> None:
-    reader = AnswerReader(None, CallReader("hermes", {"f": {}}))
+    reader = AnswerReader(None, CallReader(hermes, {"f": {}}))
     shown = byte_level.ids_of(["<|im_start|>", "no such token"])
     choice = ChoiceText(CompletionRequest(id="r", prompt="a"), 0, byte_level, reader=reader, shown=shown)
     ids = byte_level.encode("<|endoftext|>a<|im_start|>b<|im_end|>")
@@ -58,11 +59,9 @@ def test_marks_that_are_special_tokens_are_read_and_others_stay_hidden(byte_leve
 
 def test_text_around_what_was_no_call_keeps_its_place() -> None:
     """All of it in a whole answer; in a stream what it has not said."""
-    from router.text.events import Delta
-
     raw = 'one <tool_call>{"name": "f", "arguments": {"a": oh}} two'
     for parts in ([raw], list(raw)):
-        reader = AnswerReader(None, CallReader("hermes", {"f": {}}))
+        reader = AnswerReader(None, CallReader(hermes, {"f": {}}))
         delta = Delta(0, "", [], [])
         for said in [*map(reader.add, parts), reader.finish()]:
             delta.add(said)
