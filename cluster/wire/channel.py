@@ -16,6 +16,7 @@ from grpc import aio
 
 from cluster.wire.guard import Guard
 from cluster.wire.lasting_channel import LastingChannel
+from cluster.wire.server_papers import renewable
 from cluster.words.papers import Identity, Papers
 from cluster.words.process_name import ProcessName
 
@@ -94,12 +95,16 @@ def listen(server: aio.Server, address: str, identity: Identity) -> int:
     if identity.papers is None:
         return int(server.add_insecure_port(address))
 
-    def shown() -> grpc.ServerCertificateConfiguration:
-        """Called by gRPC at each handshake, on a thread of its own."""
-        assert identity.papers
-        return _server_side(identity.papers)
+    last = identity.papers
 
-    credentials = grpc.dynamic_ssl_server_credentials(shown(), shown, require_client_authentication=True)
+    def newer() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal last
+        if (papers := identity.papers) is None or papers is last:
+            return None
+        last = papers
+        return _server_side(papers)
+
+    credentials = renewable(_server_side(last), newer, asks_clients=True)
     return int(server.add_secure_port(address, credentials))
 
 
