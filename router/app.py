@@ -24,16 +24,17 @@ _LEAVE_S = 15.0  # a router's way out, beside the requests
 _LOOK_S = 0.1  # Serve waits so long for requests of its own, of which there are none
 
 
-def build(launch: Launch, actor_options: dict[str, Any]) -> serve.Application:
+def build(launch: Launch, actor_options: dict[str, Any], *, max_per_node: int | None) -> serve.Application:
     """The application that the control plane deploys. Each replica has a log of its own in log_dir, on its node.
 
-    actor_options: Ray's, which say on which nodes replicas may run.
+    actor_options: Ray's, which say on which nodes replicas may run. max_per_node: so many of them; None: all.
     """
     router = launch.spec.router
     deployment = serve.deployment(
         name="router",
         num_replicas=router.replicas,
         ray_actor_options={"num_cpus": 0, **actor_options},
+        max_replicas_per_node=max_per_node,
         health_check_period_s=2,
         health_check_timeout_s=10,
         graceful_shutdown_wait_loop_s=_LOOK_S,

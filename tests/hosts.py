@@ -11,8 +11,10 @@ import shutil
 import subprocess
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+
+from tests.slow_cable import Slowness, slow_cable
 
 _CLONE_NEWNET = 0x40000000
 _NEAR, _FAR = "198.18.77.1", "198.18.77.2"  # RFC 2544: for tests of networks
@@ -43,13 +45,18 @@ def can_be_made() -> bool:
 
 
 @contextmanager
-def cable() -> Iterator[Cable]:
+def cable(slowness: Slowness | None = None) -> Iterator[Cable]:
     """One at a time on a machine: the addresses are fixed."""
     number = uuid.uuid4().hex[:6]
     network, near, far = f"xpyd-{number}", f"xpn{number}", f"xpf{number}"
     _ip("netns", "add", network)
+    made = ExitStack()
     try:
-        _ip("link", "add", near, "type", "veth", "peer", "name", far, "netns", network)
+        if slowness:
+            made.enter_context(slow_cable(near, far, slowness))
+            _ip("link", "set", far, "netns", network)
+        else:
+            _ip("link", "add", near, "type", "veth", "peer", "name", far, "netns", network)
         _ip("address", "add", f"{_NEAR}/30", "dev", near)
         _ip("link", "set", near, "up")
         _ip("-n", network, "address", "add", f"{_FAR}/30", "dev", far)
@@ -57,6 +64,7 @@ def cable() -> Iterator[Cable]:
         _ip("-n", network, "link", "set", "lo", "up")
         yield Cable(Host(_NEAR), Host(_FAR, network), near)
     finally:
+        made.close()
         subprocess.run(["ip", "link", "delete", near], capture_output=True, check=False)
         _ip("netns", "delete", network)
 
