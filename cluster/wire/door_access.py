@@ -43,13 +43,13 @@ class DoorAccess:
         target, options = to_doors(doors.removeprefix(_TLS))
         if not self._needs_tls(doors):
             return aio.insecure_channel(target, options=options)
-        return aio.secure_channel(target, self._credentials(), options=options)
+        return aio.secure_channel(target, self._credentials(), options=[*options, *_name_of(doors)])
 
     def blocking_channel(self, doors: str) -> grpc.Channel:
         target, options = to_doors(doors.removeprefix(_TLS))
         if not self._needs_tls(doors):
             return grpc.insecure_channel(target, options=options)
-        return grpc.secure_channel(target, self._credentials(), options=options)
+        return grpc.secure_channel(target, self._credentials(), options=[*options, *_name_of(doors)])
 
     def ssl_context(self) -> ssl.SSLContext:
         """For https://. Raises SpecError."""
@@ -70,6 +70,12 @@ class DoorAccess:
         except OSError as error:
             raise SpecError(f"{self.certificate}: {error.strerror}") from None
         return grpc.ssl_channel_credentials(roots)
+
+
+def _name_of(doors: str) -> list[tuple[str, str]]:
+    """gRPC has no name to expect of several addresses: the certificate must be that of the first, among others."""
+    first, *others = doors.removeprefix(_TLS).split(",")
+    return [("grpc.ssl_target_name_override", first.rpartition(":")[0])] if others else []
 
 
 def is_from_router(error: Any) -> bool:

@@ -41,11 +41,14 @@ class Hosts:
     directory: Path
     addresses: Mapping[str, str]  # by name
     pools: Mapping[str, str]  # label, by name; none for the head
+    is_bare: bool = False  # they have this machine's /usr and /opt, and no more
 
     def start(self, *names: str) -> None:
         places = {str(ROOT), sys.prefix, str(Path(sys.executable).resolve().parents[1])}
         places |= {path for path in sys.path if path.endswith("site-packages")}
         outermost = sorted(p for p in places if not any(p != q and p.startswith(f"{q}/") for q in places))
+        if self.is_bare:
+            outermost = []
         hosts = [f"{name}:{self.addresses[name]}" for name in names or self.addresses]
         self._run("up", *hosts, env=os.environ | {"BIND": ":".join(outermost)})
 
@@ -65,6 +68,13 @@ class Hosts:
                 labels = self.directory / "hosts" / name / "etc" / "xpyd" / "labels.yaml"
                 labels.parent.mkdir()
                 labels.write_text(f"pool: {self.pools[name]}\n")
+
+    def send(self, directory: Path, to: str) -> None:
+        """A checkout into everybody's home, as `ray up` does."""
+        for address in self.addresses.values():
+            shell = " ".join(["ssh", "-i", str(self.directory / "key"), *_SSH])
+            what = ["--exclude=.git", "--exclude=.venv*", f"{directory}/", f"ubuntu@{address}:{to}/"]
+            subprocess.run(["rsync", "-a", "-e", shell, *what], check=True, capture_output=True, timeout=120)
 
     def cut_power(self, name: str) -> None:
         self._run("kill", name)

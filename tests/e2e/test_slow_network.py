@@ -25,7 +25,7 @@ pytestmark = [
 
 _SLOW = Slowness(delay_s=0.02, loss=0.01, bytes_per_s=100e6 / 8)
 _PROMPTS = prompts(*range(40, 72))
-_GREEDY = Sampling(temperature=0.0, max_tokens=40, ignore_eos=True)
+_GREEDY = Sampling(temperature=0.0, max_tokens=40)
 _TREE = {
     "model": {"dtype": "float32"},
     "kv": {"wire_dtype": "raw"},
