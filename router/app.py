@@ -30,15 +30,16 @@ def build(launch: Launch, actor_options: dict[str, Any], *, max_per_node: int | 
     actor_options: Ray's, which say on which nodes replicas may run. max_per_node: so many of them; None: all.
     """
     router = launch.spec.router
+    on_nodes: dict[str, Any] = {} if max_per_node is None else {"max_replicas_per_node": max_per_node}
     deployment = serve.deployment(
         name="router",
         num_replicas=router.replicas,
         ray_actor_options={"num_cpus": 0, **actor_options},
-        max_replicas_per_node=max_per_node,
         health_check_period_s=2,
         health_check_timeout_s=10,
         graceful_shutdown_wait_loop_s=_LOOK_S,
         graceful_shutdown_timeout_s=launch.spec.timeouts.drain_s + _LEAVE_S,  # for close()
+        **on_nodes,
     )(Router)
     return deployment.bind(launch)
 

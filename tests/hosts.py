@@ -6,6 +6,7 @@ Cut means silence: no packet arrives, and nobody is told. It needs root, and the
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import shutil
 import subprocess
@@ -13,10 +14,12 @@ import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from tests.slow_cable import Slowness, slow_cable
 
 _CLONE_NEWNET = 0x40000000
+_LOCK = Path("/run/lock/xpyd-test-cable")
 _NEAR, _FAR = "198.18.77.1", "198.18.77.2"  # RFC 2544: for tests of networks
 
 
@@ -46,15 +49,17 @@ def can_be_made() -> bool:
 
 @contextmanager
 def cable(slowness: Slowness | None = None) -> Iterator[Cable]:
-    """One at a time on a machine: the addresses are fixed."""
+    """One at a time on a machine: the addresses are fixed, and whoever comes second waits."""
     number = uuid.uuid4().hex[:6]
     network, near, far = f"xpyd-{number}", f"xpn{number}", f"xpf{number}"
     _ip("netns", "add", network)
     made = ExitStack()
     try:
+        fcntl.flock(made.enter_context(_LOCK.open("w")), fcntl.LOCK_EX)
         if slowness:
             made.enter_context(slow_cable(near, far, slowness))
             _ip("link", "set", far, "netns", network)
+            _ip("netns", "exec", network, "sysctl", "-qw", "net.ipv4.tcp_congestion_control=cubic")  # as most hosts do
         else:
             _ip("link", "add", near, "type", "veth", "peer", "name", far, "netns", network)
         _ip("address", "add", f"{_NEAR}/30", "dev", near)
@@ -64,9 +69,9 @@ def cable(slowness: Slowness | None = None) -> Iterator[Cable]:
         _ip("-n", network, "link", "set", "lo", "up")
         yield Cable(Host(_NEAR), Host(_FAR, network), near)
     finally:
-        made.close()
         subprocess.run(["ip", "link", "delete", near], capture_output=True, check=False)
         _ip("netns", "delete", network)
+        made.close()
 
 
 def enter(network: str) -> None:

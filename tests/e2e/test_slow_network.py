@@ -24,13 +24,14 @@ pytestmark = [
 ]
 
 _SLOW = Slowness(delay_s=0.02, loss=0.01, bytes_per_s=100e6 / 8)
-_PROMPTS = prompts(*range(40, 72))
+_WIDE = {"head_dim": 256, "num_key_value_heads": 4, "num_hidden_layers": 6}  # 48 KiB a token, as real models have
+_PROMPTS = prompts(*range(64, 72))
 _GREEDY = Sampling(temperature=0.0, max_tokens=40)
 _TREE = {
     "model": {"dtype": "float32"},
     "kv": {"wire_dtype": "raw"},
-    "prefill": {"replicas": 0, "kv_memory_gib": 0.02},
-    "decode": {"replicas": 0, "kv_memory_gib": 0.02},
+    "prefill": {"replicas": 0, "kv_memory_gib": 0.1},
+    "decode": {"replicas": 0, "kv_memory_gib": 0.1},
     "router": {"max_local_prefill": 0},
 }
 
@@ -44,7 +45,7 @@ def cable() -> Iterator[Cable]:
 async def test_answers_are_the_same_and_the_policy_learns_which_way_is_slow(
     cable: Cable, checkpoint: Checkpoint, reference: Reference, tmp_path: Path
 ) -> None:
-    model_dir = checkpoint("llama")
+    model_dir = checkpoint("llama", **_WIDE)
     expected = reference(model_dir, _PROMPTS, _GREEDY)
     with redis_at(cable.near.address, tmp_path) as url:
         async with local_cluster(model_dir, url, processes=True, **_TREE) as cluster:
@@ -61,4 +62,5 @@ async def test_answers_are_the_same_and_the_policy_learns_which_way_is_slow(
             await cluster.until(lambda: all(cluster.seen(p).load().link_bytes_per_s for p in (far, near)))
             slow, quick = (cluster.seen(replica).load().link_bytes_per_s for replica in (far, near))
             assert slow < quick / 2
+            print(f"learnt: {slow / 1e6:.1f} and {quick / 1e6:.1f} MB/s")
             await cluster.idle()
