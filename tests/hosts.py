@@ -20,7 +20,7 @@ from tests.slow_cable import Slowness, slow_cable
 
 _CLONE_NEWNET = 0x40000000
 _LOCK = Path("/run/lock/xpyd-test-cable")
-_NEAR, _FAR = "198.18.77.1", "198.18.77.2"  # RFC 2544: for tests of networks
+_NETWORK, _NEAR, _FAR = "198.18.77.0/30", "198.18.77.1", "198.18.77.2"  # RFC 2544: for tests of networks
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,6 @@ def cable(slowness: Slowness | None = None) -> Iterator[Cable]:
         if slowness:
             made.enter_context(slow_cable(near, far, slowness))
             _ip("link", "set", far, "netns", network)
-            _ip("netns", "exec", network, "sysctl", "-qw", "net.ipv4.tcp_congestion_control=cubic")  # as most hosts do
         else:
             _ip("link", "add", near, "type", "veth", "peer", "name", far, "netns", network)
         _ip("address", "add", f"{_NEAR}/30", "dev", near)
@@ -67,6 +66,9 @@ def cable(slowness: Slowness | None = None) -> Iterator[Cable]:
         _ip("-n", network, "address", "add", f"{_FAR}/30", "dev", far)
         _ip("-n", network, "link", "set", far, "up")
         _ip("-n", network, "link", "set", "lo", "up")
+        if slowness:
+            usual = ["proto", "kernel", "scope", "link", "src", _FAR, "congctl", "cubic"]  # with most hosts
+            _ip("-n", network, "route", "replace", _NETWORK, "dev", far, *usual)
         yield Cable(Host(_NEAR), Host(_FAR, network), near)
     finally:
         subprocess.run(["ip", "link", "delete", near], capture_output=True, check=False)
