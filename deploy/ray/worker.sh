@@ -20,4 +20,5 @@ ulimit -n 65536 || true
 # After so long without its head a worker ends, with its replicas: `ray down` stops Ray on the head only (stop.sh stops
 # it everywhere). With a store it is how long the head may be away.
 export RAY_gcs_rpc_server_reconnect_timeout_s=$([ -n "$store" ] && echo 600 || echo 10)
+export RAY_worker_niceness=0  # what Ray starts is what this host is for
 exec env -u OMP_NUM_THREADS ray start --address="$head:6379" "$@"
