@@ -131,7 +131,7 @@ class Hosts:
         config["provider"] |= {"head_ip": head, "worker_ips": workers}
         config |= {"min_workers": len(workers), "max_workers": len(workers)}
         config["auth"]["ssh_private_key"] = str(self.directory / "key")
-        # Ray gives each of its agents 15 s to start: hosts that share two cores get more, and one starts after the other.
+        # Ray gives each of its agents 15 s to start. Hosts that share two cores have more, and start one by one.
         patience = "RAY_agent_register_timeout_ms=120000"
         [start] = config["worker_start_ray_commands"]
         config["worker_start_ray_commands"] = [f"{patience} flock -o {ROOT / 'pyproject.toml'} {start}"]
