@@ -131,12 +131,9 @@ class Hosts:
         config["provider"] |= {"head_ip": head, "worker_ips": workers}
         config |= {"min_workers": len(workers), "max_workers": len(workers)}
         config["auth"]["ssh_private_key"] = str(self.directory / "key")
-        # Ray gives each of its agents 15 s to start. Hosts that share two cores have more, and start one by one.
-        patience = "RAY_agent_register_timeout_ms=120000"
+        # Ray gives each of its agents 15 s to start: on hosts that share two cores, one host after the other.
         [start] = config["worker_start_ray_commands"]
-        config["worker_start_ray_commands"] = [f"{patience} flock -o {ROOT / 'pyproject.toml'} {start}"]
-        *before, start = config["head_start_ray_commands"]
-        config["head_start_ray_commands"] = [*before, start.replace(" ray start", f" {patience} ray start")]
+        config["worker_start_ray_commands"] = [f"flock -o {ROOT / 'pyproject.toml'} {start}"]
         *before, no_store = config["head_setup_commands"]
         config["head_setup_commands"] = [*before, no_store.replace("''", f"'{store}'")]
         path = self.directory / "cluster.yaml"
