@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from cluster.words.request import TokenLogprob
 from router.doors.openai_calls import WholeChoice, chunk_of
-from router.text.events import Delta
+from router.text.events import Delta, Finished
 from router.text.tokenizer import Tokenizer
 
 JSON = dict[str, Any]
@@ -127,6 +127,11 @@ class ChatForm:
     def _entry(self, token_id: int, logprob: float) -> JSON:
         text, raw = self._tokenizer.token_text(token_id), self._tokenizer.token_bytes(token_id)
         return {"token": text, "logprob": _finite(logprob), "bytes": list(raw)}
+
+
+def ending(finished: Finished) -> JSON:
+    """How a choice has ended. stop_reason is an extension: the stop string that ended it."""
+    return {"finish_reason": finished.word, "stop_reason": finished.stop}
 
 
 def _tokens(deltas: Sequence[Delta]) -> list[tuple[int, TokenLogprob]]:
