@@ -65,8 +65,8 @@ class FakeEntrance(LocalLimiter):
         super().__init__()
         self.is_taken = asyncio.Event()
 
-    async def enter(self, key: ApiKey, *, id: str) -> Reservation:
-        found = await super().enter(key, id=id)
+    async def enter(self, key: ApiKey, *, id: str, ahead: int = 0) -> Reservation:
+        found = await super().enter(key, id=id, ahead=ahead)
         self.is_taken.set()
         return found
 
