@@ -35,6 +35,12 @@ class Choices:
         return [choice for choice in self._choices if choice in self._state.unfinished]
 
     @property
+    def unended(self) -> list[int]:
+        """The unfinished ones of which no end has been heard: one that came early is kept back."""
+        ended = {choice for choice, token in self._early if token.finish_reason}
+        return [choice for choice in self.unfinished if choice not in ended]
+
+    @property
     def has_first(self) -> bool:
         """The prefill replica has told the first tokens."""
         return self._first_epoch is not None
