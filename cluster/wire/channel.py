@@ -48,7 +48,12 @@ _CHANNEL_OPTIONS: list[tuple[str, Any]] = [
 ]
 _PEER_OPTIONS = [*_CHANNEL_OPTIONS, *keepalive(ping_every_ms=1000, answer_within_ms=2000)]
 CLIENT_OPTIONS = [*_CHANNEL_OPTIONS, *keepalive(ping_every_ms=10_000, answer_within_ms=20_000)]
-_SERVER_OPTIONS: list[tuple[str, Any]] = [*_PEER_OPTIONS, *PINGS_ALLOWED, ("grpc.so_reuseport", 0)]
+_SERVER_OPTIONS: list[tuple[str, Any]] = [
+    *_PEER_OPTIONS,
+    *PINGS_ALLOWED,
+    ("grpc.so_reuseport", 0),
+    ("grpc.server_handshake_timeout_ms", 20_000),  # so long one that connects waits, too; who says nothing is not kept
+]
 
 
 def target_of(doors: str) -> str:
