@@ -88,7 +88,7 @@ async def test_over_http(completions: MakeCompletions, cable: Cable, fake: FakeT
             writer.write(head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body)
             assert b" 200 " in await reader.readline()
             await fake.is_hanging.wait()
-            cable.cut()
+            cable.mute()
             if is_written:
                 await write_on(fake)
             await place_comes_back(fake, access)
@@ -107,7 +107,7 @@ async def test_over_grpc(completions: MakeCompletions, cable: Cable, fake: FakeT
         client.begin("/cluster.v1.Inference/Generate", authorization=_KNOWN.header, data=data)
         pumping = asyncio.create_task(client.pump_forever())
         await fake.is_hanging.wait()
-        cable.cut()
+        cable.mute()
         if is_written:
             await write_on(fake)
         await place_comes_back(fake, access)
