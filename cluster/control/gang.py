@@ -27,7 +27,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.control.desired import Desired, namespace
 from cluster.control.placement import Node, bundle, live_nodes, preferred_node, why_pending
 from cluster.control.rank_actor import CONCURRENCY_GROUPS, RankActor
-from cluster.control.replica import number_of, parse_rank_name, rank_name, role_of
+from cluster.control.replica import parse_rank_name, rank_name, role_of
 from cluster.words.errors import RankUnreachable, ReplicaFailed
 from cluster.words.process_name import ProcessName
 
@@ -37,6 +37,7 @@ _UNAVAILABLE_S = 1.0
 _GRACE_S = 0.3  # when one rank fails, others follow; the first to be heard is not always the first to fall
 _STOP_S = 2.0
 _NODE_ID = "ray.io/node-id"  # a label that Ray gives to every node
+_choosing = asyncio.Lock()  # a node for one replica at a time: the next one sees where the last one has gone
 
 _CAUSE_OF_DEATH = re.compile(r"(?:is dead because|died because|Worker exit detail:)\s*(?P<cause>.*?)(?:\. |\n|$)")
 
@@ -64,11 +65,12 @@ class Gang:
 
     async def place(self, waiting: Callable[[str], None]) -> None:
         """Wait, for as long as it takes, until one node has room for all ranks; `waiting` hears what is missing."""
-        if node := self._preferred_node():
-            self._group = self._reserve({**self._pool.labels, _NODE_ID: node.id})
-            if not await asyncio.to_thread(self._group.wait, _PLACE_POLL_S):  # others were quicker, or it is gone
-                remove_placement_group(self._group)
-                self._group = None
+        async with _choosing:
+            if node := self._preferred_node():
+                self._group = self._reserve({**self._pool.labels, _NODE_ID: node.id})
+                if not await asyncio.to_thread(self._group.wait, _PLACE_POLL_S):  # others were quicker, or it is gone
+                    remove_placement_group(self._group)
+                    self._group = None
         self._group = self._group or self._reserve(dict(self._pool.labels))
         while not await asyncio.to_thread(self._group.wait, _PLACE_POLL_S):
             waiting(why_pending(self._pool, live_nodes()))
@@ -79,7 +81,7 @@ class Gang:
         taken = Counter(
             group["bundles_to_node_id"].get(0) for replica, group in groups if role_of(replica) is self._role
         )
-        return preferred_node(self._pool, live_nodes(), taken=taken, number=number_of(self._replica))
+        return preferred_node(self._pool, live_nodes(), taken=taken)
 
     def _reserve(self, labels: dict[str, str]) -> PlacementGroup:
         size = self._pool.tensor_parallel

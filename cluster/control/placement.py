@@ -78,17 +78,15 @@ def why_pending(pool: PoolSpec, nodes: Sequence[Node]) -> str:
     return f"no room at present; {_each_needs(need)}"
 
 
-def preferred_node(pool: PoolSpec, nodes: Sequence[Node], *, taken: Mapping[str, int], number: int) -> Node | None:
+def preferred_node(pool: PoolSpec, nodes: Sequence[Node], *, taken: Mapping[str, int]) -> Node | None:
     """Where the pool's next replica goes: a host that fails should take few of them along. None: there is no room now.
 
-    taken: how many replicas of the pool each node has, by its id; of nodes with equally few, those that start together
-    take different ones by their `number`.
+    taken: how many replicas of the pool each node has, by its id; of nodes with equally few the one with the most room.
     """
     need = _gang(pool)
-    free = sorted((n for n in _candidates(pool, nodes) if _times(need, n.available) >= 1), key=lambda node: node.id)
-    fewest = min((taken.get(node.id, 0) for node in free), default=0)
-    best = [node for node in free if taken.get(node.id, 0) == fewest]
-    return best[number % len(best)] if best else None
+    room = {node.id: _times(need, node.available) for node in nodes}
+    free = [node for node in _candidates(pool, nodes) if room[node.id] >= 1]
+    return min(free, key=lambda node: (taken.get(node.id, 0), -room[node.id], node.id), default=None)
 
 
 def matches(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:

@@ -106,13 +106,14 @@ def test_why_a_replica_waits() -> None:
 def test_replicas_of_a_pool_go_to_different_nodes_while_there_is_room() -> None:
     nodes = [node("b", CPU=2), node("a", CPU=2), node("c", CPU=8), node("d", CPU=8, labels={"pool": "decode"})]
 
-    def chosen(taken: dict[str, int], number: int, **labels: str) -> str | None:
-        preferred = preferred_node(pool(labels=labels), nodes, taken=taken, number=number)
+    def chosen(taken: dict[str, int], **labels: str) -> str | None:
+        preferred = preferred_node(pool(labels=labels), nodes, taken=taken)
         return preferred and preferred.name
 
-    assert {chosen({}, number) for number in range(4)} == {"a", "b", "c", "d"}
-    assert [chosen({"a": 1, "b": 1, "d": 1}, number) for number in range(4)] == ["c"] * 4
-    assert chosen({"d": 3}, 0, pool="decode") == "d"
-    assert chosen({}, 0, pool="elsewhere") is None
+    assert chosen({}) == "c"  # it has the most room
+    assert [chosen({"c": 1}), chosen({"c": 1, "d": 1}), chosen({"c": 1, "d": 1, "a": 1})] == ["d", "a", "b"]
+    assert chosen({"a": 1, "b": 1, "c": 2, "d": 1}) == "d"
+    assert chosen({"d": 3}, pool="decode") == "d"
+    assert chosen({}, pool="elsewhere") is None
     nodes[2] = node("c", free={"CPU": 0.5}, CPU=8)
-    assert chosen({"a": 5, "b": 6, "d": 7}, 0) == "a"
+    assert chosen({"a": 5, "b": 6, "d": 7}) == "a"
