@@ -69,7 +69,7 @@ def test_a_stranger_gets_nothing_from_any_socket_of_a_deployment(cluster: Cluste
             assert "refused" in found.values(), "where processes and people call, TLS asks for a certificate"
 
     everywhere = {address for addresses in listening.values() for address in addresses}
-    assert operators in everywhere and ("127.0.0.1", http) in everywhere
+    assert everywhere > {operators, ("127.0.0.1", http)}
     asked = [(*address, words) for address in everywhere for words in _WORDS]
     with ThreadPoolExecutor(32) as pool:
         said = dict(zip(asked, pool.map(lambda each: _answer(*each), asked), strict=True))
@@ -91,7 +91,8 @@ def _listening(cluster: ClusterCommand) -> dict[int, set[tuple[str, int]]]:
     for process in {*marked, *(child for parent in marked for child in parent.children(recursive=True))}:
         for connection in process.net_connections("tcp"):
             if connection.status == psutil.CONN_LISTEN:
-                ip = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(connection.laddr.ip, connection.laddr.ip)
+                ip = connection.laddr.ip.removeprefix("::ffff:")
+                ip = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(ip, ip)
                 found[process.pid].add((ip, connection.laddr.port))
     return found
 
