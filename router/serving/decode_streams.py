@@ -82,10 +82,12 @@ class DecodeStreams:
         older replica, which does not say it.
         """
         replica = next(iter(leased.values())).replica
-        await replica.has_read(num_frames)
+        if num_frames:
+            await replica.has_read(num_frames)
+            await self._choices.prefill_spoke.wait()
         if not num_frames or self._one_at_a_time.locked():  # or a move is under way
             await asyncio.sleep(_LAST_TOKENS_S)
-        left = [choice for choice in self._choices.unended if self._streams[choice] is leased.get(choice)]
+        left = [choice for choice in self._choices.unfinished if self._streams[choice] is leased.get(choice)]
         if left:
             self._choices.fail(ReplicaLost(f"{replica.id}: its call ended, and choices {left} had not"))
 
