@@ -41,7 +41,7 @@ def codes_of(weight: QuantizedWeight, start: int, end: int) -> Codes:
     if isinstance(weight, GroupedWeight):
         return _groups(weight, start, end)
     assert isinstance(weight, GGMLWeight)
-    blocks_ONB = weight.blocks_OB[start:end].unflatten(1, (-1, weight.kind.num_bytes))
+    blocks_ONB = torch.unflatten(weight.blocks_OB[start:end], 1, (-1, weight.kind.num_bytes))
     return _READERS[weight.kind.name](blocks_ONB)
 
 
@@ -66,11 +66,11 @@ def _q8_0(blocks_ONB: Tensor) -> Codes:
 
 def _nested(blocks_ONB: Tensor, *, has_fifth: bool) -> Codes:
     """Q4_K, Q5_K: d, dmin, eight scales and eight least numbers of 6 bits in 12 bytes, fifth bits, nibbles."""
-    packed = blocks_ONB[..., 4:16].unflatten(-1, (3, 4))
+    packed = torch.unflatten(blocks_ONB[..., 4:16], -1, (3, 4))
     first, second, rest = packed.unbind(-2)
     scales = torch.cat((first & 63, rest & 15 | first >> 6 << 4), dim=-1)
     leasts = torch.cat((second & 63, rest >> 4 | second >> 6 << 4), dim=-1)
-    codes = _halves(blocks_ONB[..., -128:].unflatten(-1, (4, 32))).view(*blocks_ONB.shape[:2], 8, _UNIT)
+    codes = _halves(torch.unflatten(blocks_ONB[..., -128:], -1, (4, 32))).view(*blocks_ONB.shape[:2], 8, _UNIT)
     if has_fifth:
         run = torch.arange(8, dtype=torch.uint8).view(8, 1)
         codes = codes | (blocks_ONB[..., None, 16:48] >> run & 1) << 4
@@ -80,8 +80,8 @@ def _nested(blocks_ONB: Tensor, *, has_fifth: bool) -> Codes:
 
 def _q6_k(blocks_ONB: Tensor) -> Codes:
     """Two halves of 128 inputs: their low 4 bits, their upper 2 bits; then 16 signed scales, and d."""
-    low = blocks_ONB[..., :128].unflatten(-1, (2, 2, 32))
-    upper = blocks_ONB[..., 128:192].unflatten(-1, (2, 1, 32))
+    low = torch.unflatten(blocks_ONB[..., :128], -1, (2, 2, 32))
+    upper = torch.unflatten(blocks_ONB[..., 128:192], -1, (2, 1, 32))
     quarter = torch.arange(4, dtype=torch.uint8).view(4, 1)
     codes = torch.cat((low & 15, low >> 4), dim=-2) | (upper >> 2 * quarter & 3) << 4
     scales = blocks_ONB[..., 192:208].unsqueeze(-1)
@@ -122,7 +122,7 @@ def _group_format(weight: GroupedWeight) -> FormatName | None:
     num_inputs, zeros_OG = weight.shape[1], weight.zeros_OG
     if zeros_OG is None or weight.codes.dtype != torch.uint8 or weight.codes.shape[1] * 2 != num_inputs:
         return None
-    size = int((weight.group_I == weight.group_I[0]).sum())
+    size = _group_size(weight)
     in_order_I = weight.group_I[0] + torch.arange(num_inputs) // size
     is_exact = torch.equal(weight.scales_OG.half().float(), weight.scales_OG)
     is_code = torch.equal(zeros_OG.clamp(0, 255).to(torch.uint8).float(), zeros_OG)
@@ -130,9 +130,14 @@ def _group_format(weight: GroupedWeight) -> FormatName | None:
     return _GROUPS.get(size) if is_whole and is_exact and is_code else None
 
 
+def _group_size(weight: GroupedWeight) -> int:
+    """Inputs of the first group."""
+    return int((weight.group_I == weight.group_I[0]).sum())
+
+
 def _groups(weight: GroupedWeight, start: int, end: int) -> Codes:
     nibbles = weight.codes[start:end]
-    group_N = weight.group_I.unique_consecutive()
+    group_N = weight.group_I[:: _group_size(weight)]
     codes = torch.stack((nibbles & 15, nibbles >> 4), dim=-1).view(end - start, len(group_N), -1, _UNIT)
     assert weight.zeros_OG is not None
     scales = weight.scales_OG[start:end, group_N].half().view(torch.uint8).view(end - start, -1, 1, 2)

@@ -46,7 +46,7 @@ def _rows(weights: Sequence[QuantizedWeight], start: int, end: int) -> Codes:
 
 def _panels(rows: Codes) -> Tensor:
     """-> (P, N, B)"""
-    codes_PNU864 = _by_panel(rows.codes_ONU32.unflatten(-1, (8, 4)))
+    codes_PNU864 = _by_panel(torch.unflatten(rows.codes_ONU32, -1, (8, 4)))
     codes = torch.cat([part.flatten(3) for part in _planes(codes_PNU864, rows.bits)], dim=-1)
     return torch.cat([*(_by_panel(head).flatten(2) for head in rows.heads), codes.flatten(2)], dim=-1)
 
@@ -54,7 +54,7 @@ def _panels(rows: Codes) -> Tensor:
 def _by_panel(values: Tensor) -> Tensor:
     """(O, …, C) -> (P, …, 16 C), padded with zeros."""
     padded = F.pad(values, (0, 0) * (values.dim() - 1) + (0, -len(values) % _PANEL))
-    return padded.unflatten(0, (-1, _PANEL)).movedim(1, -2).flatten(-2)
+    return torch.unflatten(padded, 0, (-1, _PANEL)).movedim(1, -2).flatten(-2)
 
 
 def _planes(codes_PNU864: Tensor, bits: int) -> list[Tensor]:
@@ -66,6 +66,6 @@ def _planes(codes_PNU864: Tensor, bits: int) -> list[Tensor]:
     if bits > 4:
         groups = 8 // (bits - 4)  # of which the upper bits fill a byte
         shift = torch.arange(groups, dtype=torch.uint8).view(groups, 1) * (bits - 4)
-        upper = (codes_PNU864 >> 4).unflatten(-2, (-1, groups)) << shift
+        upper = torch.unflatten(codes_PNU864 >> 4, -2, (-1, groups)) << shift
         planes.append(upper.sum(dim=-2, dtype=torch.uint8))
     return planes
