@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x63luster/rpc/inference.proto\x12\ncluster.v1\"\x80\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12 \n\x04\x63hat\x18\x03 \x01(\x0b\x32\x10.cluster.v1.ChatH\x00\x12)\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x14.cluster.v1.TokenIdsH\x00\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.cluster.v1.SamplingParams\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x11\x12\x12\n\ncache_salt\x18\t \x01(\tB\x07\n\x05input\"1\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.cluster.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x90\x05\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\t \x01(\x02H\x08\x88\x01\x01\x12\x11\n\x04seed\x18\n \x01(\x04H\t\x88\x01\x01\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x17\n\nignore_eos\x18\r \x01(\x08H\n\x88\x01\x01\x12\x0e\n\x01n\x18\x0e \x01(\rH\x0b\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x0c\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x10 \x01(\x08H\r\x88\x01\x01\x12\x19\n\x0cinclude_stop\x18\x11 \x01(\x08H\x0e\x88\x01\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\x04\n\x02_nB\x0b\n\t_logprobsB\x16\n\x14_skip_special_tokensB\x0f\n\r_include_stop\"\x91\x01\n\x10GenerateResponse\x12\"\n\x05\x64\x65lta\x18\x01 \x01(\x0b\x32\x11.cluster.v1.DeltaH\x00\x12(\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x14.cluster.v1.FinishedH\x00\x12&\n\x07summary\x18\x03 \x01(\x0b\x32\x13.cluster.v1.SummaryH\x00\x42\x07\n\x05\x65vent\"d\n\x05\x44\x65lta\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.cluster.v1.TokenLogprob\"e\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\t\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\x12#\n\x03top\x18\x04 \x03(\x0b\x32\x16.cluster.v1.TopLogprob\">\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\t\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\"?\n\x08\x46inished\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x15\n\rfinish_reason\x18\x02 \x01(\t\x12\x0c\n\x04stop\x18\x03 \x01(\t\"a\n\x07Summary\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12 \n\x05usage\x18\x02 \x01(\x0b\x32\x11.cluster.v1.Usage\x12 \n\x05trace\x18\x03 \x01(\x0b\x32\x11.cluster.v1.Trace\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xc2\x01\n\x05Trace\x12\x17\n\x0fprefill_replica\x18\x01 \x01(\t\x12\x16\n\x0e\x64\x65\x63ode_replica\x18\x02 \x01(\t\x12\x16\n\x0e\x62locks_shipped\x18\x03 \x01(\r\x12\x12\n\nwire_bytes\x18\x04 \x01(\x04\x12\x0f\n\x07ttft_ms\x18\x05 \x01(\x01\x12\x0e\n\x06itl_ms\x18\x06 \x01(\x01\x12\x10\n\x08\x61ttempts\x18\x07 \x01(\r\x12\x12\n\nmigrations\x18\x08 \x01(\r\x12\x15\n\rpulled_tokens\x18\t \x01(\r\"\x13\n\x11ListModelsRequest\"7\n\x12ListModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.cluster.v1.Model\"7\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x13\n\x0bmax_context\x18\x02 \x01(\r\x12\r\n\x05\x64type\x18\x03 \x01(\t2\xa1\x01\n\tInference\x12G\n\x08Generate\x12\x1b.cluster.v1.GenerateRequest\x1a\x1c.cluster.v1.GenerateResponse0\x01\x12K\n\nListModels\x12\x1d.cluster.v1.ListModelsRequest\x1a\x1e.cluster.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x63luster/rpc/inference.proto\x12\ncluster.v1\"\xa6\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12 \n\x04\x63hat\x18\x03 \x01(\x0b\x32\x10.cluster.v1.ChatH\x00\x12)\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x14.cluster.v1.TokenIdsH\x00\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.cluster.v1.SamplingParams\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x11\x12\x12\n\ncache_salt\x18\t \x01(\t\x12$\n\x07grammar\x18\n \x01(\x0b\x32\x13.cluster.v1.GrammarB\x07\n\x05input\"\xa9\x01\n\x07Grammar\x12\x15\n\x0bjson_object\x18\x01 \x01(\x08H\x00\x12\x15\n\x0bjson_schema\x18\x02 \x01(\tH\x00\x12\x1d\n\x13lenient_json_schema\x18\x03 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x04 \x01(\tH\x00\x12%\n\x06\x63hoice\x18\x05 \x01(\x0b\x32\x13.cluster.v1.ChoicesH\x00\x12\x11\n\x07grammar\x18\x06 \x01(\tH\x00\x42\x06\n\x04kind\"\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\t\"1\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.cluster.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x90\x05\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\t \x01(\x02H\x08\x88\x01\x01\x12\x11\n\x04seed\x18\n \x01(\x04H\t\x88\x01\x01\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x17\n\nignore_eos\x18\r \x01(\x08H\n\x88\x01\x01\x12\x0e\n\x01n\x18\x0e \x01(\rH\x0b\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x0c\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x10 \x01(\x08H\r\x88\x01\x01\x12\x19\n\x0cinclude_stop\x18\x11 \x01(\x08H\x0e\x88\x01\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\x04\n\x02_nB\x0b\n\t_logprobsB\x16\n\x14_skip_special_tokensB\x0f\n\r_include_stop\"\x91\x01\n\x10GenerateResponse\x12\"\n\x05\x64\x65lta\x18\x01 \x01(\x0b\x32\x11.cluster.v1.DeltaH\x00\x12(\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x14.cluster.v1.FinishedH\x00\x12&\n\x07summary\x18\x03 \x01(\x0b\x32\x13.cluster.v1.SummaryH\x00\x42\x07\n\x05\x65vent\"d\n\x05\x44\x65lta\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.cluster.v1.TokenLogprob\"e\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\t\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\x12#\n\x03top\x18\x04 \x03(\x0b\x32\x16.cluster.v1.TopLogprob\">\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\t\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\"?\n\x08\x46inished\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x15\n\rfinish_reason\x18\x02 \x01(\t\x12\x0c\n\x04stop\x18\x03 \x01(\t\"a\n\x07Summary\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12 \n\x05usage\x18\x02 \x01(\x0b\x32\x11.cluster.v1.Usage\x12 \n\x05trace\x18\x03 \x01(\x0b\x32\x11.cluster.v1.Trace\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xc2\x01\n\x05Trace\x12\x17\n\x0fprefill_replica\x18\x01 \x01(\t\x12\x16\n\x0e\x64\x65\x63ode_replica\x18\x02 \x01(\t\x12\x16\n\x0e\x62locks_shipped\x18\x03 \x01(\r\x12\x12\n\nwire_bytes\x18\x04 \x01(\x04\x12\x0f\n\x07ttft_ms\x18\x05 \x01(\x01\x12\x0e\n\x06itl_ms\x18\x06 \x01(\x01\x12\x10\n\x08\x61ttempts\x18\x07 \x01(\r\x12\x12\n\nmigrations\x18\x08 \x01(\r\x12\x15\n\rpulled_tokens\x18\t \x01(\r\"\x13\n\x11ListModelsRequest\"7\n\x12ListModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.cluster.v1.Model\"7\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x13\n\x0bmax_context\x18\x02 \x01(\r\x12\r\n\x05\x64type\x18\x03 \x01(\t2\xa1\x01\n\tInference\x12G\n\x08Generate\x12\x1b.cluster.v1.GenerateRequest\x1a\x1c.cluster.v1.GenerateResponse0\x01\x12K\n\nListModels\x12\x1d.cluster.v1.ListModelsRequest\x1a\x1e.cluster.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,37 +32,41 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'cluster.rpc.inference_pb2',
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GENERATEREQUEST']._serialized_start=44
-  _globals['_GENERATEREQUEST']._serialized_end=300
-  _globals['_CHAT']._serialized_start=302
-  _globals['_CHAT']._serialized_end=351
-  _globals['_CHATMESSAGE']._serialized_start=353
-  _globals['_CHATMESSAGE']._serialized_end=397
-  _globals['_TOKENIDS']._serialized_start=399
-  _globals['_TOKENIDS']._serialized_end=422
-  _globals['_SAMPLINGPARAMS']._serialized_start=425
-  _globals['_SAMPLINGPARAMS']._serialized_end=1081
-  _globals['_GENERATERESPONSE']._serialized_start=1084
-  _globals['_GENERATERESPONSE']._serialized_end=1229
-  _globals['_DELTA']._serialized_start=1231
-  _globals['_DELTA']._serialized_end=1331
-  _globals['_TOKENLOGPROB']._serialized_start=1333
-  _globals['_TOKENLOGPROB']._serialized_end=1434
-  _globals['_TOPLOGPROB']._serialized_start=1436
-  _globals['_TOPLOGPROB']._serialized_end=1498
-  _globals['_FINISHED']._serialized_start=1500
-  _globals['_FINISHED']._serialized_end=1563
-  _globals['_SUMMARY']._serialized_start=1565
-  _globals['_SUMMARY']._serialized_end=1662
-  _globals['_USAGE']._serialized_start=1664
-  _globals['_USAGE']._serialized_end=1744
-  _globals['_TRACE']._serialized_start=1747
-  _globals['_TRACE']._serialized_end=1941
-  _globals['_LISTMODELSREQUEST']._serialized_start=1943
-  _globals['_LISTMODELSREQUEST']._serialized_end=1962
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1964
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2019
-  _globals['_MODEL']._serialized_start=2021
-  _globals['_MODEL']._serialized_end=2076
-  _globals['_INFERENCE']._serialized_start=2079
-  _globals['_INFERENCE']._serialized_end=2240
+  _globals['_GENERATEREQUEST']._serialized_end=338
+  _globals['_GRAMMAR']._serialized_start=341
+  _globals['_GRAMMAR']._serialized_end=510
+  _globals['_CHOICES']._serialized_start=512
+  _globals['_CHOICES']._serialized_end=536
+  _globals['_CHAT']._serialized_start=538
+  _globals['_CHAT']._serialized_end=587
+  _globals['_CHATMESSAGE']._serialized_start=589
+  _globals['_CHATMESSAGE']._serialized_end=633
+  _globals['_TOKENIDS']._serialized_start=635
+  _globals['_TOKENIDS']._serialized_end=658
+  _globals['_SAMPLINGPARAMS']._serialized_start=661
+  _globals['_SAMPLINGPARAMS']._serialized_end=1317
+  _globals['_GENERATERESPONSE']._serialized_start=1320
+  _globals['_GENERATERESPONSE']._serialized_end=1465
+  _globals['_DELTA']._serialized_start=1467
+  _globals['_DELTA']._serialized_end=1567
+  _globals['_TOKENLOGPROB']._serialized_start=1569
+  _globals['_TOKENLOGPROB']._serialized_end=1670
+  _globals['_TOPLOGPROB']._serialized_start=1672
+  _globals['_TOPLOGPROB']._serialized_end=1734
+  _globals['_FINISHED']._serialized_start=1736
+  _globals['_FINISHED']._serialized_end=1799
+  _globals['_SUMMARY']._serialized_start=1801
+  _globals['_SUMMARY']._serialized_end=1898
+  _globals['_USAGE']._serialized_start=1900
+  _globals['_USAGE']._serialized_end=1980
+  _globals['_TRACE']._serialized_start=1983
+  _globals['_TRACE']._serialized_end=2177
+  _globals['_LISTMODELSREQUEST']._serialized_start=2179
+  _globals['_LISTMODELSREQUEST']._serialized_end=2198
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2200
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2255
+  _globals['_MODEL']._serialized_start=2257
+  _globals['_MODEL']._serialized_end=2312
+  _globals['_INFERENCE']._serialized_start=2315
+  _globals['_INFERENCE']._serialized_end=2476
 # @@protoc_insertion_point(module_scope)

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 
 from cluster.words.errors import RequestError
+from router.doors.openai_grammar import ResponseFormat, StructuredOutputs, grammar_of
 from router.text.completion_request import MAX_CHOICES, MAX_LOGPROBS, Chat, CompletionRequest
 
 MAX_PROMPTS_TIMES_N = 1024  # choices of one HTTP request
@@ -113,6 +114,11 @@ class _Sampled(_Body):
     """Extension: smaller goes first, among the requests of one `user`. Default 0; the nearest that the API key may."""
     return_token_ids: bool | None = None
     """Extension: `prompt_token_ids` and `token_ids` beside the text."""
+    response_format: ResponseFormat | None = None
+    """`text`, `json_object` or `json_schema`: the answer keeps to it, or ends by `length`. A `strict` schema that cannot
+    be enforced whole is refused; of others, what cannot be is passed over."""
+    structured_outputs: StructuredOutputs | None = None
+    """Extension: one of `json` (a schema), `json_object`, `regex`, `choice` and `grammar` (Lark or GBNF)."""
     user: str | None = None
     """Whose share it takes of what its tenant has."""
     # Of the API, and without effect on the answer.
@@ -134,6 +140,7 @@ class _Sampled(_Body):
         fields["include_stop"] = self.include_stop_str_in_output
         fields["stop"] = None if self.stop is None else tuple(self.stop)
         fields["stop_token_ids"] = None if self.stop_token_ids is None else tuple(self.stop_token_ids)
+        fields |= grammar_of(self.response_format, self.structured_outputs)
         return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -212,7 +219,6 @@ class ChatBody(_Sampled):
     tool_choice: Annotated[Any, AfterValidator(Only(("none", "auto")))] = None
     functions: Unsupported = None
     function_call: Annotated[Any, AfterValidator(Only(("none", "auto")))] = None
-    response_format: Annotated[Any, AfterValidator(Only(({"type": "text"},)))] = None
     modalities: Annotated[Any, AfterValidator(Only((["text"],)))] = None
     audio: Unsupported = None
     prediction: Unsupported = None

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
+from cluster.grammar.compiler import GrammarCompiler
 from cluster.words.api_key import ApiKey
 from cluster.words.errors import (
     ClientTooSlow,
@@ -31,6 +32,7 @@ from router.text.chat_template import ChatTemplate
 from router.text.choice_text import ChoiceText
 from router.text.completion_request import Chat, CompletionRequest, ModelCard, check, sampling_of
 from router.text.events import Event, Summary, TokenUsage
+from router.text.grammar_check import GrammarCheck
 from router.text.text_threads import TextThreads
 from router.text.token_clock import TokenClock
 from router.text.tokenizer import Tokenizer
@@ -58,9 +60,10 @@ class Completions:
         max_request_s: float,
         max_unread_s: float = 60.0,
         trail: RequestTrail | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         """max_request_s: how long a request may take, whatever deadline its client names. max_unread_s: how long a
-        client may leave a token unread."""
+        client may leave a token unread. grammars: None: no request may have one."""
         self.model = model
         self.tokenizer = tokenizer
         self.metrics = metrics
@@ -70,6 +73,7 @@ class Completions:
         self.max_unread_s = max_unread_s
         self.threads = TextThreads()
         self.trail = trail or RequestTrail()
+        self._grammars = GrammarCheck(grammars)
 
     def least_tokens(self, request: CompletionRequest) -> int:
         """Tokens that it needs at least, told from its size alone: a text has as many as if each were the longest."""
@@ -86,6 +90,7 @@ class Completions:
         try:
             check(request, self.model)
             clock = TokenClock(self.metrics, num_choices=request.n)
+            await self._grammars.check(request)
             prompt_ids = await self._tokenize(request, num_beside)
             sampling = sampling_of(
                 request, self.model, num_prompt_tokens=len(prompt_ids), eos_token_ids=self.tokenizer.eos_token_ids
@@ -99,6 +104,7 @@ class Completions:
 
     def close(self) -> None:
         self.threads.close()
+        self._grammars.close()
         self.trail.close()
 
     def unreadable(self, request_id: str, error: ClusterError, *, key: ApiKey | None, peer: str) -> None:
@@ -249,6 +255,7 @@ class Completion:
             token_ids=self.prompt_ids,
             num_prompt_tokens=len(self.prompt_ids),
             sampling=self._sampling,
+            grammar=self.request.grammar,
             choices=tuple(range(self.request.n)),
             salt=self.request.salt,
             tenant=self.request.tenant,
