@@ -13,6 +13,7 @@ from pathlib import Path
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
+from tokenizers import Tokenizer
 
 from cluster.grammar.mask import GrammarMask, bits_of
 from cluster.words.errors import RequestError
@@ -21,6 +22,7 @@ from cluster.words.grammar import Grammar, GrammarKind
 logger = logging.getLogger(__name__)
 
 _MAX_KEPT = 256  # grammars; most are some 10 kB
+_END = "<the grammar may end here>"
 _MAX_ERROR = 300  # characters
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,  # some 20 ms
@@ -77,22 +79,25 @@ class CompiledGrammar:
     def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
         self._matcher = matcher
         self._vocab_size = tokenizer.vocab_size
-        self._own_ends = bits_of(tokenizer.eos_tokens, tokenizer.vocab_size)
+        self._tokens = ~bits_of(tokenizer.eos_tokens, tokenizer.vocab_size)
 
     def mask(self, stop_token_ids: Iterable[int]) -> GrammarMask:
         """Of one choice, at its beginning. stop_token_ids: what may end it where the grammar lets it end."""
         ends = bits_of(stop_token_ids, self._vocab_size)
-        return GrammarMask(self._matcher.deep_copy(), ends=ends, own_ends=self._own_ends)
+        return GrammarMask(self._matcher.deep_copy(), tokens=self._tokens, ends=ends)
 
 
 def _open_tokenizer(path: Path, vocab_size: int) -> LLTokenizer | None:
+    """With one token more, which no model has: the end of an answer. Left to itself, llguidance may take token 0."""
     try:
-        text = path.read_text(encoding="utf-8")
-        try:
-            return LLTokenizer(text, n_vocab=vocab_size)
-        except ValueError:  # where it has more tokens than the model
-            return LLTokenizer(text)
-    except (OSError, ValueError) as error:
+        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        known = set(tokenizer.get_vocab().values())
+        tokenizer.add_special_tokens([_END])
+        end = tokenizer.token_to_id(_END)
+        if end is None or end in known:
+            raise ValueError("it has no room for a token more")
+        return LLTokenizer(tokenizer.to_str(), n_vocab=max(vocab_size, end + 1, 1 + max(known)), eos_token=[end])
+    except Exception as error:  # of tokenizers, plain Exception
         logger.warning("no grammars: %s: %s", path, _in_one_line(str(error)))
         return None
 
@@ -131,4 +136,5 @@ def _first_problem(matcher: LLMatcher) -> str:
 
 
 def _in_one_line(text: str) -> str:
-    return " ".join(text.replace("<non-verbose/>", "").split())[:_MAX_ERROR]
+    said = text.partition("<backtrace>")[0].replace("<non-verbose/>", "")
+    return " ".join(said.split())[:_MAX_ERROR]

@@ -17,13 +17,13 @@ _FREE_S, _S_PER_MASK = 0.5, 0.005
 class GrammarMask:
     """Implements engine.sampling.TokenMask for one sequence, whose tokens only ever grow. Owned by who steps it."""
 
-    def __init__(self, matcher: LLMatcher, *, ends: NDArray[np.uint32], own_ends: NDArray[np.uint32]) -> None:
-        """ends: bits of what may end the sequence where the grammar may end; own_ends: what the matcher would have
-        there."""
+    def __init__(self, matcher: LLMatcher, *, tokens: NDArray[np.uint32], ends: NDArray[np.uint32]) -> None:
+        """tokens: bits of what the model has, without the matcher's own end. ends: of what may end the sequence where
+        the grammar may end."""
         self.failure = ""
         self._matcher = matcher
+        self._tokens = tokens
         self._ends = ends
-        self._others = ~own_ends
         self._num_taken = 0  # tokens that the matcher has seen
         self._spent_s = 0.0  # of this thread's time
         self._num_masks = 0
@@ -53,14 +53,14 @@ class GrammarMask:
 
     def fork(self) -> GrammarMask:
         """For another sequence, with the same tokens so far."""
-        twin = GrammarMask(self._matcher.deep_copy(), ends=self._ends, own_ends=~self._others)
+        twin = GrammarMask(self._matcher.deep_copy(), tokens=self._tokens, ends=self._ends)
         twin.failure, twin._num_taken = self.failure, self._num_taken
         return twin
 
     def _fill(self, words: NDArray[np.int32]) -> None:
         fill_next_token_bitmask(self._matcher, words.reshape(1, -1))
         bits = words.view(np.uint32)
-        bits &= self._others
+        bits &= self._tokens
         if self._matcher.is_accepting():
             bits |= self._ends
         self._check(bool(bits.any()), "nothing fits")

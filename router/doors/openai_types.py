@@ -115,8 +115,8 @@ class _Sampled(_Body):
     return_token_ids: bool | None = None
     """Extension: `prompt_token_ids` and `token_ids` beside the text."""
     response_format: ResponseFormat | None = None
-    """`text`, `json_object` or `json_schema`: the answer keeps to it, or ends by `length`. A `strict` schema that cannot
-    be enforced whole is refused; of others, what cannot be is passed over."""
+    """`text`, `json_object` or `json_schema`: the answer keeps to it, or ends by `length`. A `strict` schema that can
+    not be enforced whole is refused; of others, what cannot be is passed over."""
     structured_outputs: StructuredOutputs | None = None
     """Extension: one of `json` (a schema), `json_object`, `regex`, `choice` and `grammar` (Lark or GBNF)."""
     user: str | None = None

@@ -1,4 +1,4 @@
-"""Answers that keep to a schema, as real clients ask for them at both doors of a real router, with SmolLM2 behind it."""
+"""Answers that keep to a grammar, as real clients ask for them at both doors of a real router, with SmolLM2."""
 
 from __future__ import annotations
 
