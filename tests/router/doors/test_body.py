@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx
 import pytest
@@ -112,25 +113,30 @@ async def test_one_keys_slow_uploads_leave_room_for_others(completions: MakeComp
     slow, other = issue("slow"), issue("other")
     service = completions(FakeTokenService())
     app = create_app(service, access=access_with(slow, other), is_healthy=lambda: True)
-    body = {"prompt": "abc", "max_tokens": 1}
-    async with AsyncExitStack() as stack:
-        host, port = await stack.enter_async_context(serve_http(app))
-        url = f"http://{host}:{port}/v1/"
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60))
+    have_arrived, go_on = asyncio.Semaphore(0), asyncio.Event()
+
+    async def upload(num_bytes: int) -> AsyncIterator[bytes]:
+        yield b" " * num_bytes
+        have_arrived.release()  # more is asked for
+        await go_on.wait()
+
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x/v1/") as client:
+
+        async def post(issued: IssuedKey, **body: Any) -> int:
+            return (await client.post("completions", headers={"authorization": issued.header}, **body)).status_code
 
         async def ask(issued: IssuedKey, **more: str) -> int:
-            headers = {"authorization": issued.header}
-            return (await client.post("completions", json=body | more, headers=headers)).status_code
+            return await post(issued, json={"prompt": "abc", "max_tokens": 1} | more)
 
-        for num_bytes in (*[9_000_000] * 7, 4_000_000):  # 0.1 MB less than its part
-            _, writer = await asyncio.open_connection(host, port)
-            stack.callback(writer.close)
-            head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: {slow.header}\r\n"
-            writer.write(head.encode() + b"content-length: 10000000\r\n\r\n" + b" " * num_bytes)
-        async with asyncio.timeout(30):
-            while await ask(slow, metadata="x" * 200_000) != 429:
-                pass  # they have not all arrived
+        sizes = (*[9_000_000] * 7, 4_000_000)  # 0.1 MB less than its part
+        uploads = [asyncio.create_task(post(slow, content=upload(num_bytes))) for num_bytes in sizes]
+        for _ in uploads:
+            await have_arrived.acquire()
+        assert await ask(slow, metadata="x" * 200_000) == 429
         assert await ask(slow) == 200
         assert await ask(other) == 200
         assert await ask(other, metadata="x" * 30_000) == 200
+        go_on.set()
+        assert await asyncio.gather(*uploads) == [400] * len(sizes)  # blanks are no JSON
+        assert await ask(slow, metadata="x" * 200_000) == 200
     service.close()
