@@ -24,12 +24,13 @@ _LEAVE_S = 15.0  # a router's way out, beside the requests
 _LOOK_S = 0.1  # Serve waits so long for requests of its own, of which there are none
 
 
-def build(launch: Launch, actor_options: dict[str, Any]) -> serve.Application:
+def build(launch: Launch, actor_options: dict[str, Any], *, max_per_node: int | None) -> serve.Application:
     """The application that the control plane deploys. Each replica has a log of its own in log_dir, on its node.
 
-    actor_options: Ray's, which say on which nodes replicas may run.
+    actor_options: Ray's, which say on which nodes replicas may run. max_per_node: so many of them; None: all.
     """
     router = launch.spec.router
+    on_nodes: dict[str, Any] = {} if max_per_node is None else {"max_replicas_per_node": max_per_node}
     deployment = serve.deployment(
         name="router",
         num_replicas=router.replicas,
@@ -38,6 +39,7 @@ def build(launch: Launch, actor_options: dict[str, Any]) -> serve.Application:
         health_check_timeout_s=10,
         graceful_shutdown_wait_loop_s=_LOOK_S,
         graceful_shutdown_timeout_s=launch.spec.timeouts.drain_s + _LEAVE_S,  # for close()
+        **on_nodes,
     )(Router)
     return deployment.bind(launch)
 

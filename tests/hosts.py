@@ -6,16 +6,21 @@ Cut means silence: no packet arrives, and nobody is told. It needs root, and the
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import shutil
 import subprocess
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+
+from tests.slow_cable import Slowness, slow_cable
 
 _CLONE_NEWNET = 0x40000000
-_NEAR, _FAR = "198.18.77.1", "198.18.77.2"  # RFC 2544: for tests of networks
+_LOCK = Path("/run/lock/xpyd-test-cable")
+_NETWORK, _NEAR, _FAR = "198.18.77.0/30", "198.18.77.1", "198.18.77.2"  # RFC 2544: for tests of networks
 
 
 @dataclass(frozen=True)
@@ -43,22 +48,32 @@ def can_be_made() -> bool:
 
 
 @contextmanager
-def cable() -> Iterator[Cable]:
-    """One at a time on a machine: the addresses are fixed."""
+def cable(slowness: Slowness | None = None) -> Iterator[Cable]:
+    """One at a time on a machine: the addresses are fixed, and whoever comes second waits."""
     number = uuid.uuid4().hex[:6]
     network, near, far = f"xpyd-{number}", f"xpn{number}", f"xpf{number}"
     _ip("netns", "add", network)
+    made = ExitStack()
     try:
-        _ip("link", "add", near, "type", "veth", "peer", "name", far, "netns", network)
+        fcntl.flock(made.enter_context(_LOCK.open("w")), fcntl.LOCK_EX)
+        if slowness:
+            made.enter_context(slow_cable(near, far, slowness))
+            _ip("link", "set", far, "netns", network)
+        else:
+            _ip("link", "add", near, "type", "veth", "peer", "name", far, "netns", network)
         _ip("address", "add", f"{_NEAR}/30", "dev", near)
         _ip("link", "set", near, "up")
         _ip("-n", network, "address", "add", f"{_FAR}/30", "dev", far)
         _ip("-n", network, "link", "set", far, "up")
         _ip("-n", network, "link", "set", "lo", "up")
+        if slowness:
+            usual = ["proto", "kernel", "scope", "link", "src", _FAR, "congctl", "cubic"]  # with most hosts
+            _ip("-n", network, "route", "replace", _NETWORK, "dev", far, *usual)
         yield Cable(Host(_NEAR), Host(_FAR, network), near)
     finally:
         subprocess.run(["ip", "link", "delete", near], capture_output=True, check=False)
         _ip("netns", "delete", network)
+        made.close()
 
 
 def enter(network: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -16,6 +17,16 @@ from cluster.rpc import inference_pb2 as pb
 from cluster.rpc import inference_pb2_grpc as rpc
 from cluster.wire.door_access import DoorAccess
 from cluster.words.errors import RequestFailed
+
+# Of several doors, one that has fallen silent is given up, and the next one asked.
+_CONNECT_S = 1.0
+_QUICK = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 2000),
+)
+_GONE = (httpx.NetworkError, httpx.ConnectTimeout, httpx.RemoteProtocolError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +57,9 @@ async def open_door(endpoint: str, access: DoorAccess) -> AsyncIterator[Door]:
     if endpoint.startswith(("http://", "https://")):
         no_limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)  # the load decides how many
         verify = access.ssl_context() if endpoint.startswith("https://") else True
-        async with httpx.AsyncClient(
-            headers=access.headers, verify=verify, limits=no_limits, trust_env=False
-        ) as client:
+        quick = _QUICK if "," in endpoint else None
+        transport = httpx.AsyncHTTPTransport(verify=verify, limits=no_limits, trust_env=False, socket_options=quick)
+        async with httpx.AsyncClient(headers=access.headers, transport=transport) as client:
             yield OpenAIClient(client, endpoint.split(","))
     else:
         async with access.channel(endpoint) as channel:
@@ -116,12 +127,13 @@ class OpenAIClient:
     async def _post(self, body: dict[str, Any], *, timeout_s: float) -> httpx.Response:
         *others, last = random.sample(self._endpoints, len(self._endpoints))
         for endpoint in others:
-            with suppress(httpx.ConnectError):
+            with suppress(*_GONE):
                 return await self._send(endpoint, body, timeout_s=timeout_s)
         return await self._send(last, body, timeout_s=timeout_s)
 
     async def _send(self, endpoint: str, body: dict[str, Any], *, timeout_s: float) -> httpx.Response:
-        request = self._client.build_request("POST", f"{endpoint}/v1/completions", json=body, timeout=timeout_s)
+        timeout = httpx.Timeout(timeout_s, connect=_CONNECT_S if len(self._endpoints) > 1 else timeout_s)
+        request = self._client.build_request("POST", f"{endpoint}/v1/completions", json=body, timeout=timeout)
         return await self._client.send(request, stream=True)
 
 

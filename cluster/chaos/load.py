@@ -9,15 +9,13 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import grpc
-from google.rpc.error_details_pb2 import ErrorInfo
 from grpc import aio
-from grpc_status import rpc_status
 
 from cluster.chaos.question import Question, Reply, compare
 from cluster.chaos.tally import Tally
 from cluster.rpc import inference_pb2 as pb
 from cluster.rpc import inference_pb2_grpc as rpc
-from cluster.wire.door_access import DoorAccess
+from cluster.wire.door_access import DoorAccess, is_from_router
 from cluster.words.errors import DeployError
 
 _ANSWER_S = 120.0
@@ -136,7 +134,7 @@ class LoadGenerator:
                     self.tally.counts["refused"] += 1
                     self.tally.worst_refusal_s = max(self.tally.worst_refusal_s, time.monotonic() - begin)
                     return
-                if _is_from_router(error) or time.monotonic() - begin > _ANSWER_S:
+                if is_from_router(error) or time.monotonic() - begin > _ANSWER_S:
                     self.tally.failed(f"question {question.number}: {error.code().name}: {error.details()}")
                     return
                 self.tally.counts["asked_again"] += 1  # the router itself is gone: no one else can go on
@@ -167,9 +165,3 @@ class LoadGenerator:
                 self.tally.counts["retried"] += event.summary.trace.attempts > 1
                 self.tally.counts["migrated"] += event.summary.trace.migrations > 0
         return answer
-
-
-def _is_from_router(error: aio.AioRpcError) -> bool:
-    """Whether a router has said this; otherwise the connection to it broke."""
-    status = rpc_status.from_call(error)
-    return status is not None and any(detail.Is(ErrorInfo.DESCRIPTOR) for detail in status.details)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import grpc
 
 from cluster.rpc import inference_pb2 as pb
 from cluster.rpc import inference_pb2_grpc as pb_grpc
-from cluster.wire.door_access import DoorAccess
+from cluster.wire.door_access import DoorAccess, is_from_router
 from cluster.words.errors import RequestFailed
 
 _USERS_FAULT = (
@@ -20,7 +21,7 @@ _USERS_FAULT = (
 
 
 class InferenceClient:
-    """One connection to a router; close it by leaving its `with` block."""
+    """Asks at one door, or at any of several; close it by leaving its `with` block."""
 
     def __init__(self, endpoint: str, access: DoorAccess) -> None:
         self._endpoint = endpoint
@@ -35,16 +36,32 @@ class InferenceClient:
         self._channel.close()
 
     def generate(self, request: pb.GenerateRequest, *, timeout_s: float) -> Iterator[pb.GenerateResponse]:
-        """The events of one request as they come. Leaving the iteration cancels it. Raises RequestFailed."""
-        call = self._stub.Generate(request, timeout=timeout_s, metadata=self._access.metadata)
-        try:
-            yield from call
-        except grpc.RpcError as error:
-            code = error.code()
-            if code is grpc.StatusCode.UNAVAILABLE and "connect" in (error.details() or ""):
-                text = f"no router answers at {self._endpoint}; see `cluster status`"
-            else:
-                text = f"{code.name.lower()}: {error.details()}"
-            raise RequestFailed(text, exit_code=2 if code in _USERS_FAULT else 1) from None
-        finally:
-            call.cancel()
+        """The events of one request as they come. Leaving the iteration cancels it. Raises RequestFailed.
+
+        While nothing has come, a router that is lost makes it ask at the next door.
+        """
+        deadline = time.monotonic() + timeout_s
+        has_begun = False
+        for doors_left in reversed(range(len(self._endpoint.split(",")))):
+            call = self._stub.Generate(request, timeout=deadline - time.monotonic(), metadata=self._access.metadata)
+            try:
+                for event in call:
+                    has_begun = True
+                    yield event
+                return
+            except grpc.RpcError as error:
+                is_lost = error.code() is grpc.StatusCode.UNAVAILABLE and not is_from_router(error)
+                if not is_lost or has_begun or not doors_left:
+                    raise self._failure(error, is_cut_off=is_lost and has_begun) from None
+            finally:
+                call.cancel()
+
+    def _failure(self, error: grpc.RpcError, *, is_cut_off: bool) -> RequestFailed:
+        code, details = error.code(), error.details() or ""
+        if is_cut_off:
+            text = f"its router was lost ({details}); ask again: the same seed gives the same answer"
+        elif code is grpc.StatusCode.UNAVAILABLE and "connect" in details:
+            text = f"no router answers at {self._endpoint}; see `cluster status`"
+        else:
+            text = f"{code.name.lower()}: {details}"
+        return RequestFailed(text, exit_code=2 if code in _USERS_FAULT else 1)

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cluster.control.desired import Parts
 from cluster.control.placement import Node
@@ -38,6 +39,8 @@ if TYPE_CHECKING:  # Ray must not be imported before local_ray.join()
 _SEE_ALL_S = 60.0  # from every replica being ready until the router has heard of all
 _STOP_S = 60.0
 _SERVE_S = 60.0
+_ROUTER_HOSTS_S = 60.0
+_POLL_S = 0.5
 
 
 def deploy(
@@ -79,13 +82,13 @@ def deploy(
             reporter.say("starting a local Ray")
             _start_ray(state, state.local_ray)
             watch.lap("Ray")
-        _start(place, spec, parts=parts, deadline=deadline, reporter=reporter, watch=watch)
+        doors = _start(place, spec, parts=parts, deadline=deadline, reporter=reporter, watch=watch)
     except BaseException:
         with _undisturbed():
             reporter.say("removing what was started")
             take_down(state, force=True)
         raise
-    state = replace(state, deploying=None)
+    state = replace(state, deploying=None, grpc=doors.grpc, http=doors.http)
     states.save(state)
     reporter.say(f"it took: {watch}")
     return state
@@ -105,11 +108,11 @@ def take_down(state: State, *, force: bool = False) -> None:
     states.forget(state.name)
 
 
-def router_application(launch: Launch, actor_options: dict[str, Any]) -> serve.Application:
+def router_application(launch: Launch, doors: Doors) -> serve.Application:
     """The router as Ray Serve takes it."""
     from router.app import build
 
-    return build(launch, actor_options)
+    return build(launch, doors.actor_options, max_per_node=doors.max_per_node)
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,7 @@ class _Place:
     router: RouterSpec  # with what was decided of it
     local: local_ray.LocalRay | None = None
     nodes: Sequence[Node] = ()  # of a Ray of several machines
+    is_growing: bool = False  # it may have more of them soon
     owns_serve: bool = True
 
     def state(self, name: str) -> State:
@@ -157,7 +161,14 @@ def _join_ray(spec: Spec, address: str, *, wait_for_nodes: bool) -> _Place:
         preflight.check_certificate(spec.router)
     preflight.check_nodes(spec, nodes, wait_for_nodes=wait_for_nodes)
     gcs: str = ray.get_runtime_context().gcs_address
-    return _Place(gcs, doors, _router(spec, doors), nodes=() if is_one_machine else nodes, owns_serve=owns_serve)
+    return _Place(
+        gcs,
+        doors,
+        _router(spec, doors),
+        nodes=() if is_one_machine else nodes,
+        is_growing=wait_for_nodes,
+        owns_serve=owns_serve,
+    )
 
 
 def _router(spec: Spec, doors: Doors) -> RouterSpec:
@@ -179,11 +190,11 @@ def _start_ray(state: State, local: local_ray.LocalRay) -> None:
     driver.connect(local.address, state.name)
 
 
-def _start(place: _Place, spec: Spec, *, parts: Parts, deadline: float, reporter: Reporter, watch: Stopwatch) -> None:
-    """Start the index, the controller and the router; return when everything is ready."""
+def _start(place: _Place, spec: Spec, *, parts: Parts, deadline: float, reporter: Reporter, watch: Stopwatch) -> Doors:
+    """Start the index, the controller and the router; return, when everything is ready, where the doors are."""
     from cluster.host import driver, pool_watch, router_admin, router_app
 
-    log_dir, doors = str(states.log_dir(spec.name)), place.doors
+    log_dir = str(states.log_dir(spec.name))
     driver.run_on_each(place.nodes, clear_logs, log_dir)
     serving = BackgroundThread(router_app.start_serve, name="serve")
     serving.start()
@@ -202,8 +213,13 @@ def _start(place: _Place, spec: Spec, *, parts: Parts, deadline: float, reporter
     if serving.failure:
         raise serving.failure
     watch.lap("Serve")
+    if place.is_growing:
+        pool_watch.await_ready(controller, Role, deadline=deadline, reporter=reporter)
+        watch.lap("replicas")
+        _await_router_hosts(spec.router.replicas)
     reporter.say("starting the router")
-    application = router_application(launch, doors.actor_options)
+    doors = _doors_now(place, spec)
+    application = router_application(launch, doors)
     router_app.start_router(spec.name, application)
     watch.lap("router")
     pool_watch.await_ready(controller, Role, deadline=deadline, reporter=reporter)
@@ -213,6 +229,25 @@ def _start(place: _Place, spec: Spec, *, parts: Parts, deadline: float, reporter
     if place.router.keys == "required":
         operator_key.make(controller, spec.name)
     watch.lap("router sees all")
+    return doors
+
+
+def _await_router_hosts(wanted: int) -> None:
+    """For a while, until each can have a host of its own: those of the replicas are there, so it cannot be long."""
+    from cluster.control.placement import live_nodes, router_nodes
+
+    deadline = time.monotonic() + _ROUTER_HOSTS_S
+    while len(router_nodes(live_nodes())) < wanted and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+
+
+def _doors_now(place: _Place, spec: Spec) -> Doors:
+    """On a Ray of several machines they are where its nodes of this moment say."""
+    if not place.nodes:
+        return place.doors
+    from cluster.control.placement import live_nodes
+
+    return plan_doors(spec.router, live_nodes(), is_one_machine=False)
 
 
 def _remove_from_ray(state: State) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Any, Literal
 
 from cluster.control.placement import Node, as_a_router, router_nodes
@@ -24,6 +25,7 @@ class Doors:
     host: str | None  # where routers listen; None: each at the address of its own node
     opens_to: str = ""  # the first address off loopback at which a door listens; empty: there is none
     actor_options: dict[str, Any] = field(default_factory=dict)  # Ray's, which keep routers on their nodes
+    max_per_node: int | None = None  # routers: so that a host that fails takes few of them along
 
 
 def plan_doors(router: RouterSpec, nodes: Sequence[Node], *, is_one_machine: bool) -> Doors:
@@ -38,15 +40,19 @@ def plan_doors(router: RouterSpec, nodes: Sequence[Node], *, is_one_machine: boo
         )
     ips = [node.ip for node in router_nodes(nodes)]
     opens_to = router.host or next((ip for ip in ips if not is_loopback(ip)), "")
-    return _doors(router, ips, host=router.host, opens_to=opens_to, actor_options=as_a_router(nodes))
+    options = {"actor_options": as_a_router(nodes), "max_per_node": ceil(router.replicas / max(len(ips), 1))}
+    return _doors(router, ips, host=router.host, opens_to=opens_to, **options)
 
 
 def open_ones(doors: str, ips: Collection[str]) -> str:
-    """Those of `doors`, as in Doors, that are at these addresses; all that there may be when none is known."""
-    known = doors.split(",")
-    if len(known) == 1:
+    """Doors like these, as in Doors, at the addresses of the nodes on which routers run; all that there may be when
+    none is known. Where there is one for all routers of a machine, that."""
+    one, *others = doors.split(",")
+    if not others or not ips:
         return doors
-    return ",".join(door for door in known if door.rpartition(":")[0].rpartition("/")[2] in ips) or doors
+    where, _, port = one.rpartition(":")
+    scheme = where[: where.rfind("/") + 1]
+    return ",".join(f"{scheme}{ip}:{port}" for ip in sorted(ips))
 
 
 def openai_urls(http: str) -> str:

@@ -95,6 +95,17 @@ def run_on_each(nodes: Sequence[Node], function: Callable[..., T], *args: Any) -
     return answers
 
 
+def answers_of(nodes: Sequence[Node], function: Callable[..., T], *args: Any, within_s: float) -> list[T]:
+    """As run_on_each, of those nodes that answer: one that has just died may count as alive for a moment."""
+    asked = [run_on(node.id, function, *args) for node in nodes]
+    answered, _ = ray.wait(asked, num_returns=len(asked), timeout=within_s)
+    answers: list[T] = []
+    for reference in answered:
+        with contextlib.suppress(RayError):
+            answers.append(ray.get(reference))
+    return answers
+
+
 def this_ip() -> str:
     """The address of this machine in the cluster."""
     ip: str = ray.util.get_node_ip_address()

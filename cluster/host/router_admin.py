@@ -18,6 +18,7 @@ from cluster.host.state import State
 from cluster.words.errors import DeployError
 
 _ANSWER_S = 3.0
+_NODE_S = 10.0
 _POLL_S = 0.1
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever proxy the environment names
 
@@ -39,14 +40,14 @@ def ask_routers(state: State, path: str) -> list[AdminAnswer]:
     """What each router that can be reached answers to GET `path`. On several hosts a driver must be connected."""
     if state.local_ray is not None:
         return ask_here(state.name, state.admin, path)
-    from cluster.host.driver import run_on_each, this_ip
+    from cluster.host.driver import answers_of, this_ip
     from cluster.host.router_app import router_nodes_of
 
     nodes = router_nodes_of(state.name)
     here = [node for node in nodes if node.ip == this_ip()]
     there = [node for node in nodes if node not in here]
     answers = ask_here(state.name, state.admin, path) if here else []
-    for found in run_on_each(there, ask_here, state.name, state.admin, path) if there else []:
+    for found in answers_of(there, ask_here, state.name, state.admin, path, within_s=_NODE_S) if there else []:
         answers += found
     return answers
 

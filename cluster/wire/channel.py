@@ -3,12 +3,11 @@
 A killed peer ends its streams in milliseconds. A silent one (stopped, partitioned) is found by keepalive within about
 three seconds: all three of time, timeout and ping timeout must be set, or the last one's default of a minute governs.
 Two seconds for the answer to a ping are not many: a process on an overloaded host has missed one of one second. Calls
-that nobody retries, those of clients, are given longer.
+that nobody retries, those of clients who know one door only, are given longer.
 """
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import grpc
@@ -16,6 +15,7 @@ from grpc import aio
 
 from cluster.wire.guard import Guard
 from cluster.wire.lasting_channel import LastingChannel
+from cluster.wire.server_papers import renewable
 from cluster.words.papers import Identity, Papers
 from cluster.words.process_name import ProcessName
 
@@ -48,13 +48,19 @@ _CHANNEL_OPTIONS: list[tuple[str, Any]] = [
 ]
 _PEER_OPTIONS = [*_CHANNEL_OPTIONS, *keepalive(ping_every_ms=1000, answer_within_ms=2000)]
 CLIENT_OPTIONS = [*_CHANNEL_OPTIONS, *keepalive(ping_every_ms=10_000, answer_within_ms=20_000)]
+# Of several doors, each call is at the next one of those that are open, and one that has fallen silent is none of them
+# after two and a half seconds.
+_DOORS_OPTIONS = [
+    *_CHANNEL_OPTIONS,
+    *keepalive(ping_every_ms=500, answer_within_ms=2000),
+    ("grpc.lb_policy_name", "round_robin"),
+]
 _SERVER_OPTIONS: list[tuple[str, Any]] = [*_PEER_OPTIONS, *PINGS_ALLOWED, ("grpc.so_reuseport", 0)]
 
 
-def target_of(doors: str) -> str:
-    """ "host:port,host:port" as gRPC takes it: the first that answers, in an order that is another each time."""
-    addresses = doors.split(",")
-    return doors if len(addresses) == 1 else "ipv4:" + ",".join(random.sample(addresses, len(addresses)))
+def to_doors(doors: str) -> tuple[str, list[tuple[str, Any]]]:
+    """The target and the options of a client's channel to "host:port", or to several: "host:port,host:port"."""
+    return (f"ipv4:{doors}", _DOORS_OPTIONS) if "," in doors else (doors, CLIENT_OPTIONS)
 
 
 def open_channel(address: str, *, peer: ProcessName, identity: Identity) -> aio.Channel:
@@ -94,12 +100,16 @@ def listen(server: aio.Server, address: str, identity: Identity) -> int:
     if identity.papers is None:
         return int(server.add_insecure_port(address))
 
-    def shown() -> grpc.ServerCertificateConfiguration:
-        """Called by gRPC at each handshake, on a thread of its own."""
-        assert identity.papers
-        return _server_side(identity.papers)
+    last = identity.papers
 
-    credentials = grpc.dynamic_ssl_server_credentials(shown(), shown, require_client_authentication=True)
+    def newer() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal last
+        if (papers := identity.papers) is None or papers is last:
+            return None
+        last = papers
+        return _server_side(papers)
+
+    credentials = renewable(_server_side(last), newer, asks_clients=True)
     return int(server.add_secure_port(address, credentials))
 
 

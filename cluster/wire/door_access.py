@@ -5,11 +5,14 @@ from __future__ import annotations
 import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
+from google.rpc.error_details_pb2 import ErrorInfo
 from grpc import aio
+from grpc_status import rpc_status
 
-from cluster.wire.channel import CLIENT_OPTIONS, target_of
+from cluster.wire.channel import to_doors
 from cluster.words.errors import SpecError
 
 _TLS = "grpcs://"
@@ -37,16 +40,16 @@ class DoorAccess:
 
     def channel(self, doors: str) -> aio.Channel:
         """To HOST:PORT, or several with commas between them; grpcs:// in front asks for TLS."""
-        target = target_of(doors.removeprefix(_TLS))
+        target, options = to_doors(doors.removeprefix(_TLS))
         if not self._needs_tls(doors):
-            return aio.insecure_channel(target, options=CLIENT_OPTIONS)
-        return aio.secure_channel(target, self._credentials(), options=CLIENT_OPTIONS)
+            return aio.insecure_channel(target, options=options)
+        return aio.secure_channel(target, self._credentials(), options=[*options, *_name_of(doors)])
 
     def blocking_channel(self, doors: str) -> grpc.Channel:
-        target = target_of(doors.removeprefix(_TLS))
+        target, options = to_doors(doors.removeprefix(_TLS))
         if not self._needs_tls(doors):
-            return grpc.insecure_channel(target, options=CLIENT_OPTIONS)
-        return grpc.secure_channel(target, self._credentials(), options=CLIENT_OPTIONS)
+            return grpc.insecure_channel(target, options=options)
+        return grpc.secure_channel(target, self._credentials(), options=[*options, *_name_of(doors)])
 
     def ssl_context(self) -> ssl.SSLContext:
         """For https://. Raises SpecError."""
@@ -67,3 +70,15 @@ class DoorAccess:
         except OSError as error:
             raise SpecError(f"{self.certificate}: {error.strerror}") from None
         return grpc.ssl_channel_credentials(roots)
+
+
+def _name_of(doors: str) -> list[tuple[str, str]]:
+    """gRPC has no name to expect of several addresses: the certificate must be that of the first, among others."""
+    first, *others = doors.removeprefix(_TLS).split(",")
+    return [("grpc.ssl_target_name_override", first.rpartition(":")[0])] if others else []
+
+
+def is_from_router(error: Any) -> bool:
+    """Whether a router has ended this call of gRPC's with an error of its own; otherwise the way to it broke."""
+    status = rpc_status.from_call(error)
+    return status is not None and any(detail.Is(ErrorInfo.DESCRIPTOR) for detail in status.details)

@@ -188,7 +188,8 @@ class RouterSpec(_Section):
     """Where clients ask, and how requests find their replicas."""
 
     replicas: Count = 1
-    """Router processes."""
+    """Router processes; on several hosts each has one of those with the label `pool: router` to itself, while there are
+    as many."""
     host: str | None = None
     """Where both doors listen. null: on loopback where everything is on one machine; on several, on the address that
     their node has among the others. `0.0.0.0` opens them to every network."""

@@ -294,7 +294,8 @@ class OutgoingLink:
             frame = outlet.announce_commit(ending)
         self._config.probe(Milestone.COMMITTING, frame.handoff)
         self._announce(outlet, frame)
-        self._loop.call_soon_threadsafe(self._loop.call_later, self._config.timeout_s, self._check_answered, outlet)
+        within_s = operation_timeout(self._config.timeout_s, outlet.wire_bytes)  # much of it may be on its way still
+        self._loop.call_soon_threadsafe(self._loop.call_later, within_s, self._check_answered, outlet)
 
     def _announce(self, outlet: Outlet, frame: SegmentFrame | CommitFrame) -> None:
         message = frame_to_proto(frame)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import grpc
 
+from cluster.wire.server_papers import renewable
 from cluster.words.errors import DeployError
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class Certificates:
             pair = self._newer()
             return pair and pair.for_grpc()
 
-        return grpc.dynamic_ssl_server_credentials(self._first.for_grpc(), newer)
+        return renewable(self._first.for_grpc(), newer)
 
     def for_http(self) -> ssl.SSLContext:
         now = self._first.context

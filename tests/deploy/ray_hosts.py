@@ -7,17 +7,20 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
 from tests import hosts as network
+from tests.slow_cable import Slowness, slow_cable
 
 ROOT = Path(__file__).parents[2]
 _SCRIPT = Path(__file__).with_name("hosts.sh")
 _USER = 1500
+_BRIDGE, GATEWAY = "xpydtest0", "10.78.0.1"  # as in the script
 _SSH = ["-q", "-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-o", "ConnectTimeout=5"]
 
 
@@ -38,11 +41,14 @@ class Hosts:
     directory: Path
     addresses: Mapping[str, str]  # by name
     pools: Mapping[str, str]  # label, by name; none for the head
+    is_bare: bool = False  # they have this machine's /usr and /opt, and no more
 
     def start(self, *names: str) -> None:
         places = {str(ROOT), sys.prefix, str(Path(sys.executable).resolve().parents[1])}
         places |= {path for path in sys.path if path.endswith("site-packages")}
         outermost = sorted(p for p in places if not any(p != q and p.startswith(f"{q}/") for q in places))
+        if self.is_bare:
+            outermost = []
         hosts = [f"{name}:{self.addresses[name]}" for name in names or self.addresses]
         self._run("up", *hosts, env=os.environ | {"BIND": ":".join(outermost)})
 
@@ -63,11 +69,44 @@ class Hosts:
                 labels.parent.mkdir()
                 labels.write_text(f"pool: {self.pools[name]}\n")
 
+    def send(self, directory: Path, to: str) -> None:
+        """A checkout into everybody's home, as `ray up` does."""
+        for address in self.addresses.values():
+            shell = " ".join(["ssh", "-i", str(self.directory / "key"), *_SSH])
+            what = ["--exclude=.git", "--exclude=.venv*", f"{directory}/", f"ubuntu@{address}:{to}/"]
+            subprocess.run(["rsync", "-a", "-e", shell, *what], check=True, capture_output=True, timeout=120)
+
     def cut_power(self, name: str) -> None:
         self._run("kill", name)
 
     def end(self) -> None:
         self._run("down")
+
+    def cut_cable(self, name: str) -> None:
+        """Nobody is told, and the host goes on."""
+        _ip("link", "set", f"x-{name}", "down")
+
+    def mend_cable(self, name: str) -> None:
+        _ip("link", "set", f"x-{name}", "up")
+
+    @contextmanager
+    def slow(self, name: str, slowness: Slowness) -> Iterator[None]:
+        """All that a host sends and hears goes by a slow cable; by CUBIC, as of most hosts."""
+        pid = (self.directory / "hosts" / name / "sshd.pid").read_text().strip()
+        usual = ["scope", "link", "src", self.addresses[name], "congctl", "cubic"]
+        route = ["ip", "route", "replace", "10.78.0.0/24", "dev", "eth0", "proto", "kernel", *usual]
+        subprocess.run(["nsenter", "-t", pid, "-n", *route], check=True, capture_output=True, timeout=10)
+        near, far, bridge = f"n-{name}", f"f-{name}", f"y-{name}"
+        with slow_cable(near, far, slowness):
+            _ip("link", "add", bridge, "type", "bridge")
+            try:
+                for interface, joined in ((near, _BRIDGE), (far, bridge), (f"x-{name}", bridge)):
+                    _ip("link", "set", interface, "master", joined, "up")
+                _ip("link", "set", bridge, "up")
+                yield
+            finally:
+                _ip("link", "set", f"x-{name}", "master", _BRIDGE)
+                _ip("link", "delete", bridge)
 
     def ssh(self, name: str, command: str, *, within_s: float = 120) -> str:
         """What it prints to stdout; CalledProcessError when it fails. A shell that is neither login nor interactive."""
@@ -85,17 +124,18 @@ class Hosts:
     def received_bytes(self, name: str) -> int:
         return int(Path(f"/sys/class/net/x-{name}/statistics/tx_bytes").read_text())
 
-    def cluster_file(self) -> Path:
-        """deploy/ray/on-prem.yaml with these hosts and their key: what an operator would write into it."""
+    def cluster_file(self, *, store: str) -> Path:
+        """deploy/ray/on-prem.yaml with these hosts, their key and Ray's store: what an operator would write into it."""
         config = yaml.safe_load((ROOT / "deploy" / "ray" / "on-prem.yaml").read_text())
         head, *workers = self.addresses.values()
         config["provider"] |= {"head_ip": head, "worker_ips": workers}
         config |= {"min_workers": len(workers), "max_workers": len(workers)}
         config["auth"]["ssh_private_key"] = str(self.directory / "key")
         # Ray gives each of its agents 15 s to start: on hosts that share two cores, one host after the other.
-        *before, start = config["worker_start_ray_commands"]
-        one_by_one = start.replace("env -u", f"flock -o {ROOT / 'pyproject.toml'} env -u")
-        config["worker_start_ray_commands"] = [*before, one_by_one]
+        [start] = config["worker_start_ray_commands"]
+        config["worker_start_ray_commands"] = [f"flock -o {ROOT / 'pyproject.toml'} {start}"]
+        *before, no_store = config["head_setup_commands"]
+        config["head_setup_commands"] = [*before, no_store.replace("''", f"'{store}'")]
         path = self.directory / "cluster.yaml"
         path.write_text(yaml.safe_dump(config))
         return path
@@ -124,3 +164,7 @@ class Hosts:
             [_SCRIPT, verb, self.directory, *rest], env=env, capture_output=True, text=True, timeout=120
         )
         assert done.returncode == 0, done.stderr
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=10)

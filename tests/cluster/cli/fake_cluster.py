@@ -9,14 +9,15 @@ from typing import Any
 from cluster.cli.app import run
 from cluster.control import desired
 from cluster.host import deployment, preflight
+from cluster.host.doors import Doors
 from cluster.words.launch import Launch
 from tests.cluster.control import fake_rank
 
 
-def fake_router(launch: Launch, actor_options: dict[str, Any]) -> Any:
+def fake_router(launch: Launch, doors: Doors) -> Any:
     from tests.cluster.cli.fake_router import build  # it imports Ray: not before local_ray.join()
 
-    return build(launch, actor_options)
+    return build(launch)
 
 
 if __name__ == "__main__":

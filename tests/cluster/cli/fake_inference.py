@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import grpc
+from grpc_status import rpc_status
 
 from cluster.rpc import inference_pb2 as pb
 from cluster.rpc import inference_pb2_grpc as pb_grpc
+from cluster.words.errors import ReplicaLost
+from router.doors.grpc_errors import status_of
 
 
 class FakeInference(pb_grpc.InferenceServicer):
     def __init__(self) -> None:
         self.requests: list[pb.GenerateRequest] = []
         self.authorizations: list[str | bytes | None] = []
+        self.is_held = False  # after its first word
+        self._released = threading.Event()
+
+    def release(self) -> None:
+        self._released.set()
 
     def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
         self.requests.append(request)
@@ -24,10 +33,14 @@ class FakeInference(pb_grpc.InferenceServicer):
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "temperature: must not be negative")
         if request.prompt == "full":
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "every replica is full")
+        if request.prompt == "lost":
+            context.abort_with_status(rpc_status.to_status(status_of(ReplicaLost("no replica"))))
         asked = request.prompt or request.chat.messages[-1].content
         for number, word in enumerate(asked.split(" ")):
             text = word if number == 0 else f" {word}"
             yield pb.GenerateResponse(delta=pb.Delta(text=text, token_ids=[number]))
+            if self.is_held:
+                self._released.wait(60)
         yield pb.GenerateResponse(finished=pb.Finished(finish_reason="stop"))
         usage = pb.Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=4)
         trace = pb.Trace(
@@ -53,4 +66,5 @@ def serving() -> Iterator[tuple[FakeInference, str]]:
     try:
         yield servicer, f"127.0.0.1:{port}"
     finally:
+        servicer.release()
         server.stop(0).wait(5)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Any
 
 import ray
 from ray import serve
@@ -40,5 +39,5 @@ class FakeRouter:
                 await asyncio.wait_for(asyncio.Event().wait(), 0.1)
 
 
-def build(launch: Launch, actor_options: dict[str, Any]) -> serve.Application:
+def build(launch: Launch) -> serve.Application:
     return FakeRouter.bind(launch.spec)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import grpc
 import pytest
 from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -13,7 +12,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from cluster.control.placement import Node
 from cluster.host.doors import Doors, admin_addresses, keys_of, open_ones, openai_urls, plan_doors
 from cluster.process.ports import free_port
-from cluster.wire.channel import CLIENT_OPTIONS, target_of
+from cluster.wire.door_access import DoorAccess
 from cluster.words.errors import SpecError
 from cluster.words.spec import RouterSpec
 
@@ -51,7 +50,17 @@ def test_a_label_says_where_routers_run() -> None:
     assert openai_urls(doors.http) == "http://10.0.0.3:8000/v1,http://10.0.0.4:8000/v1"
     for whole, one in ((doors.grpc, "10.0.0.4:50051"), (doors.http, "http://10.0.0.4:8000")):
         assert open_ones(whole, {"10.0.0.4"}) == one and open_ones(whole, set()) == whole
+    assert open_ones(doors.http, {"10.0.0.5", "10.0.0.4"}) == "http://10.0.0.4:8000,http://10.0.0.5:8000", (
+        "labelled since"
+    )
+    assert open_ones("10.0.0.3:50051", {"10.0.0.4"}) == "10.0.0.3:50051", "one for all routers of a machine"
     assert doors.actor_options == {"label_selector": {"pool": "router"}}
+
+
+@pytest.mark.parametrize(("routers", "hosts", "at_most"), [(1, 1, 1), (2, 1, 2), (2, 2, 1), (3, 2, 2), (2, 3, 1)])
+def test_routers_share_no_host_while_there_are_others(routers: int, hosts: int, at_most: int) -> None:
+    nodes = [node("10.0.0.1", total=HEAD), *(node(f"10.0.1.{i}", pool="router") for i in range(hosts))]
+    assert plan_doors(RouterSpec(replicas=routers), nodes, is_one_machine=False).max_per_node == at_most
 
 
 def test_all_networks_only_when_that_is_asked_for() -> None:
@@ -104,7 +113,7 @@ async def test_a_client_finds_the_door_that_is_open_among_several() -> None:
     doors = f"127.0.0.1:{free_port()},127.0.0.1:{port},127.0.0.1:{free_port()}"
 
     def ask() -> Any:
-        with grpc.insecure_channel(target_of(doors), options=CLIENT_OPTIONS) as channel:
+        with DoorAccess().blocking_channel(doors) as channel:
             return health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
 
     for _ in range(3):

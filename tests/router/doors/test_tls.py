@@ -73,6 +73,14 @@ async def test_the_grpc_door_speaks_tls_and_nothing_else(completions: MakeComple
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
+async def test_several_doors_with_one_certificate(completions: MakeCompletions, files: CertificateFiles) -> None:
+    async with tls_door(completions, files) as one, tls_door(completions, files) as other:
+        access = DoorAccess(certificate=files.certificate, is_tls=True)
+        async with access.channel(f"127.0.0.1:{one.port},127.0.0.1:{other.port}") as channel:
+            answer = await InferenceStub(channel).ListModels(pb.ListModelsRequest(), timeout=10)
+    assert [model.id for model in answer.models] == ["tiny"]
+
+
 async def test_a_certificate_is_replaced_while_the_door_is_open(
     completions: MakeCompletions, files: CertificateFiles, tmp_path: Path
 ) -> None:

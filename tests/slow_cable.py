@@ -1,0 +1,114 @@
+"""A network that is slow and loses packets, for kernels that have no netem: a process between two network interfaces.
+
+It makes both (TAP), and they go when it ends. Needs root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import heapq
+import os
+import random
+import select
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+_TUNSETIFF, _IFF_TAP, _IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
+_FRAME_BYTES = 1 << 16
+_QUEUE_S = 0.5  # what waits longer for its turn is lost, as in a switch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slowness:
+    """Of each direction."""
+
+    delay_s: float
+    loss: float  # share of the packets
+    bytes_per_s: float
+
+
+@contextmanager
+def slow_cable(near: str, far: str, slowness: Slowness) -> Iterator[None]:
+    """Both interfaces are there, and down."""
+    options = [str(slowness.delay_s), str(slowness.loss), str(slowness.bytes_per_s)]
+    process = subprocess.Popen([sys.executable, __file__, near, far, *options], stdout=subprocess.PIPE)
+    assert process.stdout
+    try:
+        assert process.stdout.readline(), "it could not make them"
+        yield
+    finally:
+        process.kill()
+        process.wait(10)
+        process.stdout.close()
+
+
+class _Direction:
+    """One direction: a packet's turn comes when those before it are through, its end some time after that."""
+
+    def __init__(self, source: int, target: int, slowness: Slowness, seed: int) -> None:
+        self.source = source
+        self._target = target
+        self._slowness = slowness
+        self._random = random.Random(seed)
+        self._free_at = 0.0
+        self._under_way: list[tuple[float, int, bytes]] = []
+        self._number = 0
+
+    def take(self, now: float) -> None:
+        while True:
+            try:
+                frame = os.read(self.source, _FRAME_BYTES)
+            except OSError:  # no more, or the interface is down
+                return
+            starts_at = max(now, self._free_at)
+            if self._random.random() < self._slowness.loss or starts_at - now > _QUEUE_S:
+                continue
+            self._free_at = starts_at + len(frame) / self._slowness.bytes_per_s
+            self._number += 1
+            heapq.heappush(self._under_way, (self._free_at + self._slowness.delay_s, self._number, frame))
+
+    def deliver(self, now: float) -> float:
+        """What has arrived; returns when something does next."""
+        while self._under_way and self._under_way[0][0] <= now:
+            _, _, frame = heapq.heappop(self._under_way)
+            try:
+                os.write(self._target, frame)
+            except OSError:  # the interface is down
+                pass
+        return self._under_way[0][0] if self._under_way else now + 1
+
+
+def _carry(near: int, far: int, slowness: Slowness) -> None:
+    directions = {end: _Direction(end, other, slowness, end) for end, other in ((near, far), (far, near))}
+    poll = select.epoll()
+    for end in directions:
+        poll.register(end, select.EPOLLIN)
+    while True:
+        now = time.monotonic()
+        next_at = min(direction.deliver(now) for direction in directions.values())
+        for end, _ in poll.poll(max(next_at - time.monotonic(), 0)):
+            directions[end].take(time.monotonic())
+
+
+def _open_tap(name: str) -> int:
+    tap = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    fcntl.ioctl(tap, _TUNSETIFF, struct.pack("16sH", name.encode(), _IFF_TAP | _IFF_NO_PI))
+    return tap
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("near")
+    parser.add_argument("far")
+    for number in ("delay_s", "loss", "bytes_per_s"):
+        parser.add_argument(number, type=float)
+    given = parser.parse_args()
+    taps = _open_tap(given.near), _open_tap(given.far)
+    print("ready", flush=True)
+    _carry(*taps, Slowness(delay_s=given.delay_s, loss=given.loss, bytes_per_s=given.bytes_per_s))
