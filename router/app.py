@@ -14,6 +14,7 @@ from ray import serve
 
 from cluster.control.asking import ask_controller
 from cluster.control.certificates import open_identity
+from cluster.process.garbage import spare_the_old
 from cluster.process.log import redirect_output
 from cluster.words.errors import ReplicaFailed
 from cluster.words.launch import Launch
@@ -67,6 +68,7 @@ class Router:
             trail=trail,
             keys=await asyncio.to_thread(ask_controller, spec.name, "keys"),
         )
+        spare_the_old()
 
     async def check_health(self) -> None:
         """Serve asks every few seconds, and starts another replica where this raises."""

@@ -11,11 +11,13 @@ import typer
 from cluster.cli import load
 from cluster.cli import model_options as options
 from cluster.cli.isolation import isolation
+from cluster.cli.router_bench import router
 from cluster.words.errors import SpecError
 
 bench = typer.Typer(help="Measure a deployment under a load; or, by a command's name, something else.")
 bench.callback(invoke_without_command=True)(load.load)
 bench.command()(isolation)
+bench.command()(router)
 
 _MESSAGES = "64,256,1024,4096,16384,65536"
 _Counts = Annotated[str, typer.Option(metavar="N[,N…]")]

@@ -173,10 +173,11 @@ class InferenceServicer(pb_grpc.InferenceServicer):
             completion = await self._completions.open(asked)
             if told := await visit.charge([completion]):  # of its limits, before the first token
                 await context.send_initial_metadata(tuple(told.items()))
-            async with completion.run() as events:
-                async for event in events:
-                    message = response_of(event, request_id=asked.id, tokenizer=self._completions.tokenizer)
-                    await context.write(message)
+            async with completion.run() as arrivals:
+                async for events in arrivals:
+                    for event in events:
+                        message = response_of(event, request_id=asked.id, tokenizer=self._completions.tokenizer)
+                        await context.write(message)
 
     @asynccontextmanager
     async def _counted(self) -> AsyncIterator[None]:

@@ -9,14 +9,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from router.doors.event_stream import DONE, data
-from router.doors.openai_forms import JSON, Form
+from router.doors.openai_chunks import ChoiceChunks
+from router.doors.openai_forms import JSON, Form, ending
 from router.text.completion import Completion
 from router.text.events import Delta, Event, Finished, Summary, TokenUsage
 from router.text.unread import UnreadLimit
 
-_MAX_QUEUED = 64  # events; a slow client holds the completions up, not our memory
-
-NumberedEvents = AsyncIterator[tuple[int, Event]]
+_MAX_QUEUED = 64  # times that events came; a slow client holds the completions up, not our memory
+NumberedEvents = AsyncIterator[tuple[int, list[Event]]]  # by completion, those together that came together
+_Queue = asyncio.Queue[tuple[int, list[Event] | Exception]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,15 +36,16 @@ class OpenAIAnswer:
         """Raises ClusterError."""
         usage = TokenUsage()
         choices = [_Choice(form) for form, one in zip(self.forms, self.completions, strict=True) for _ in range(one.n)]
-        async with _run_all(self.completions) as events:
-            async for number, event in events:
-                match event:
-                    case Delta(choice=choice):
-                        choices[self._index(number, choice)].add(event, keep=self.return_token_ids)
-                    case Finished(choice=choice):
-                        choices[self._index(number, choice)].finished = event
-                    case Summary():
-                        usage += event.usage
+        async with _run_all(self.completions) as arrivals:
+            async for number, events in arrivals:
+                for event in events:
+                    match event:
+                        case Delta(choice=choice):
+                            choices[self._index(number, choice)].add(event, keep=self.return_token_ids)
+                        case Finished(choice=choice):
+                            choices[self._index(number, choice)].finished = event
+                        case Summary():
+                            usage += event.usage
         answer = self._head(self.forms[0].whole)
         answer["choices"] = [{"index": index, **self._written(choice)} for index, choice in enumerate(choices)]
         answer["usage"] = _usage(usage)
@@ -54,21 +56,21 @@ class OpenAIAnswer:
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events, the last of them [DONE]. Raises ClusterError."""
         usage = TokenUsage()
-        opened: set[int] = set()
-        async with _run_all(self.completions) as events:
-            async for number, event in events:
-                if isinstance(event, Summary):
-                    usage += event.usage
-                    continue
-                form, index = self.forms[number], self._index(number, event.choice)
-                if index not in opened:
-                    opened.add(index)
-                    if opening := self._opening(number, index):
-                        yield data(opening)
-                if isinstance(event, Finished):
-                    yield data(self._chunk(form, {"index": index, **form.piece(""), "logprobs": None, **_end(event)}))
-                elif event.text or event.has_logprobs or self.return_token_ids:
-                    yield data(self._chunk(form, {"index": index, **self._piece(form, event)}))
+        chunks: dict[int, ChoiceChunks] = {}
+        async with _run_all(self.completions) as arrivals:
+            async for number, events in arrivals:
+                written: list[bytes] = []
+                for event in events:
+                    if isinstance(event, Summary):
+                        usage += event.usage
+                        continue
+                    index = self._index(number, event.choice)
+                    if (choice := chunks.get(index)) is None:
+                        choice = chunks[index] = self._chunks_of(number, index)
+                        written.append(choice.opening())
+                    written.append(choice.chunk(event))
+                if any(written):
+                    yield b"".join(written)
         if self.include_usage:
             yield data({**self._head(self.forms[0].chunk), "choices": [], "usage": _usage(usage)})
         yield DONE
@@ -79,30 +81,15 @@ class OpenAIAnswer:
     def _head(self, kind: str) -> JSON:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def _chunk(self, form: Form, choice: JSON) -> JSON:
-        chunk = {**self._head(form.chunk), "choices": [choice]}
-        if self.include_usage:
-            chunk["usage"] = None
-        return chunk
-
-    def _opening(self, number: int, index: int) -> JSON | None:
+    def _chunks_of(self, number: int, index: int) -> ChoiceChunks:
         form = self.forms[number]
-        opening = form.opening()
-        if opening is None and not self.return_token_ids:
-            return None
-        choice = {"index": index, **(opening or form.piece("")), "logprobs": None, "finish_reason": None}
-        chunk = self._chunk(form, choice)
-        if self.return_token_ids:
-            self._add_prompt_ids(chunk, [choice])
-        return chunk
-
-    def _piece(self, form: Form, delta: Delta) -> JSON:
-        piece = form.piece(delta.text)
-        piece["logprobs"] = form.logprobs([delta]) if delta.has_logprobs else None
-        piece["finish_reason"] = None
-        if self.return_token_ids:
-            piece["token_ids"] = [token.token_id for token in delta.tokens]
-        return piece
+        return ChoiceChunks(
+            index,
+            form,
+            head=self._head(form.chunk),
+            is_usage_null=self.include_usage,
+            prompt_ids=self.completions[number].prompt_ids if self.return_token_ids else None,
+        )
 
     def _written(self, choice: _Choice) -> JSON:
         assert choice.finished is not None
@@ -111,7 +98,7 @@ class OpenAIAnswer:
         written["logprobs"] = choice.form.logprobs(choice.deltas) if has_logprobs else None
         if self.return_token_ids:
             written["token_ids"] = [token.token_id for delta in choice.deltas for token in delta.tokens]
-        return written | _end(choice.finished)
+        return written | ending(choice.finished)
 
     def _add_prompt_ids(self, answer: JSON, choices: Sequence[JSON]) -> None:
         """An extension: the prompt as the model saw it."""
@@ -134,11 +121,6 @@ class _Choice:
             self.deltas.append(delta)
 
 
-def _end(finished: Finished) -> JSON:
-    """stop_reason is an extension: the stop string that ended the choice."""
-    return {"finish_reason": finished.reason.value, "stop_reason": finished.stop}
-
-
 def _usage(usage: TokenUsage) -> JSON:
     return {
         "prompt_tokens": usage.prompt_tokens,
@@ -155,10 +137,10 @@ async def _run_all(completions: Sequence[Completion]) -> AsyncIterator[NumberedE
     The first that fails ends the rest, and its error is raised.
     """
     if len(completions) == 1:  # the usual case needs neither a task nor a queue
-        async with completions[0].run() as events:
-            yield _number(events)
+        async with completions[0].run() as arrivals:
+            yield _number(arrivals)
         return
-    queue: asyncio.Queue[tuple[int, Event | Exception]] = asyncio.Queue(_MAX_QUEUED)
+    queue: _Queue = asyncio.Queue(_MAX_QUEUED)
     tasks = [asyncio.ensure_future(_pump(number, one, queue)) for number, one in enumerate(completions)]
     try:
         async with UnreadLimit(completions[0].max_unread_s, request_id=completions[0].request.id) as unread:
@@ -169,24 +151,24 @@ async def _run_all(completions: Sequence[Completion]) -> AsyncIterator[NumberedE
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _number(events: AsyncIterator[Event]) -> NumberedEvents:
-    async for event in events:
-        yield 0, event
+async def _number(arrivals: AsyncIterator[list[Event]]) -> NumberedEvents:
+    async for events in arrivals:
+        yield 0, events
 
 
-async def _pump(number: int, completion: Completion, queue: asyncio.Queue[tuple[int, Event | Exception]]) -> None:
+async def _pump(number: int, completion: Completion, queue: _Queue) -> None:
     try:
-        async with completion.run() as events:
-            async for event in events:
-                await queue.put((number, event))
+        async with completion.run() as arrivals:
+            async for events in arrivals:
+                await queue.put((number, events))
     except Exception as error:  # carried to the one who reads the queue, and raised there
         await queue.put((number, error))
 
 
-async def _drain(queue: asyncio.Queue[tuple[int, Event | Exception]], num_running: int) -> NumberedEvents:
+async def _drain(queue: _Queue, num_running: int) -> NumberedEvents:
     while num_running:
-        number, event = await queue.get()
-        if isinstance(event, Exception):
-            raise event
-        num_running -= isinstance(event, Summary)
-        yield number, event
+        number, events = await queue.get()
+        if isinstance(events, Exception):
+            raise events
+        num_running -= isinstance(events[-1], Summary)
+        yield number, events

@@ -23,7 +23,7 @@ from router.doors.connections import HTTP_DOOR
 from router.doors.event_stream import EventStream, to_json, while_connected
 from router.doors.health_api import HealthProbes, add_health
 from router.doors.openai_answer import OpenAIAnswer
-from router.doors.openai_errors import CLIENT_GONE, error_response, handle_errors
+from router.doors.openai_errors import CLIENT_GONE, answer_to, error_response, handle_errors
 from router.doors.openai_forms import JSON, ChatForm, Form, TextForm
 from router.doors.openai_types import ChatBody, TextBody
 from router.text.completion import Completion, Completions, num_chars
@@ -46,10 +46,11 @@ def create_app(
     max_body_s: how long a client may take to send its request. probes: what /health/… answers.
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    door = _Door(completions, access.limits, max_body_s)
+    app.add_middleware(_Straight, endpoints={"/v1/completions": door.text, "/v1/chat/completions": door.chat})
     app.add_middleware(_Gate, access=access)
     app.add_middleware(_RequestIds)  # the one added last comes first
     handle_errors(app)
-    door = _Door(completions, access.limits, max_body_s)
     app.add_api_route("/v1/models", door.models, methods=["GET"])
     app.add_api_route("/v1/models/{model_id:path}", door.model, methods=["GET"])
     app.add_api_route("/v1/completions", door.text, methods=["POST"])
@@ -203,6 +204,27 @@ def _client(request: Request) -> Client:
     return client
 
 
+class _Straight:
+    """ASGI middleware: what brings answers goes to its endpoint at once. On their way through an application's routes a
+    request costs as much as everything else that this process does for it, and each token several calls."""
+
+    def __init__(self, app: ASGIApp, endpoints: Mapping[str, Callable[[Request], Awaitable[Response]]]) -> None:
+        self._app = app
+        self._endpoints = endpoints
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_post = scope["type"] == "http" and scope["method"] == "POST"
+        endpoint = self._endpoints.get(scope["path"]) if is_post else None
+        if endpoint is None:
+            return await self._app(scope, receive, send)
+        request = Request(scope, receive)
+        try:
+            answer = await endpoint(request)
+            await answer(scope, receive, send)
+        except Exception as error:  # an edge, as in a route
+            await answer_to(request, error)(scope, receive, send)
+
+
 class _RequestIds:
     """ASGI middleware: a client's X-Request-Id, or one of ours, on the request and on its answer."""
 
@@ -217,10 +239,10 @@ class _RequestIds:
         request_id = asked if REQUEST_ID.fullmatch(asked) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
 
-        async def send_with_id(message: Message) -> None:
+        def send_with_id(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["x-request-id"] = request_id
-            await send(message)
+            return send(message)
 
         await self._app(scope, receive, send_with_id)
 

@@ -35,21 +35,21 @@ _MAX_PATH = 128
 def handle_errors(app: FastAPI) -> None:
     """Every answer of `app` that is an error gets OpenAI's form, an unknown route's too."""
 
-    async def ours(request: Request, error: Exception) -> Response:
-        return error_response(error)
+    async def handle(request: Request, error: Exception) -> Response:
+        return answer_to(request, error)
 
-    async def route(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
+    for kind in (ClientDisconnect, ClusterError, HTTPException, Exception):
+        app.add_exception_handler(kind, handle)
+
+
+def answer_to(request: Request, error: Exception) -> Response:
+    """What a request hears of an error, before anything was sent."""
+    if isinstance(error, HTTPException):
         body = http_error(error.detail, f"{request.method} {request.url.path}: {error.detail}")
         return JSONResponse(body, status_code=error.status_code, headers=error.headers)
-
-    async def gone(request: Request, error: Exception) -> Response:
+    if isinstance(error, ClientDisconnect):  # while it was sending the body
         return Response(status_code=CLIENT_GONE)
-
-    app.add_exception_handler(ClientDisconnect, gone)  # while it was sending the body
-    app.add_exception_handler(ClusterError, ours)
-    app.add_exception_handler(HTTPException, route)
-    app.add_exception_handler(Exception, ours)
+    return error_response(error)
 
 
 def error_response(error: BaseException) -> Response:

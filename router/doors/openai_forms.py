@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from cluster.words.request import TokenLogprob
-from router.text.events import Delta
+from router.text.events import Delta, Finished
 from router.text.tokenizer import Tokenizer
 
 JSON = dict[str, Any]
@@ -106,6 +106,11 @@ class ChatForm:
     def _entry(self, token_id: int, logprob: float) -> JSON:
         text, raw = self._tokenizer.token_text(token_id), self._tokenizer.token_bytes(token_id)
         return {"token": text, "logprob": _finite(logprob), "bytes": list(raw)}
+
+
+def ending(finished: Finished) -> JSON:
+    """How a choice has ended. stop_reason is an extension: the stop string that ended it."""
+    return {"finish_reason": finished.reason.value, "stop_reason": finished.stop}
 
 
 def _tokens(deltas: Sequence[Delta]) -> list[tuple[int, TokenLogprob]]:

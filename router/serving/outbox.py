@@ -21,7 +21,8 @@ class Outbox:
         self._num_in_last = 0
         self._is_over = False
         self._error: ClusterError | None = None
-        self._came = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._waking: asyncio.Future[None] | None = None  # of who waits; an Event would cost each token twice as much
 
     def put(self, choice: int, token: SampledToken) -> None:
         if not self._bundles or self._num_in_last == _TOGETHER:
@@ -30,22 +31,26 @@ class Outbox:
         self._bundles[-1].setdefault(choice, []).append(token)
         self._num_in_last += 1
         self.num_waiting += 1
-        self._came.set()
+        if self._waking:
+            self._wake()
 
     def end(self, error: ClusterError | None = None) -> None:
         """No more come. The first word counts."""
         if not self._is_over:
             self._is_over, self._error = True, error
-            self._came.set()
+            self._wake()
 
     async def take(self) -> dict[int, list[SampledToken]]:
         """By choice, at least one token; none is the end. Raises the error with which it ended, after the last token.
         Where much waits, other requests have their turn before it is given."""
         if len(self._bundles) > 1:
             await asyncio.sleep(0)
-        while not self._bundles and not self._is_over:
-            self._came.clear()
-            await self._came.wait()
+        if not self._bundles and not self._is_over:
+            self._waking = self._loop.create_future()
+            try:
+                await self._waking
+            finally:
+                self._waking = None
         if not self._bundles:
             if self._error:
                 raise self._error
@@ -53,3 +58,7 @@ class Outbox:
         bundle = self._bundles.popleft()
         self.num_waiting -= sum(map(len, bundle.values()))
         return bundle
+
+    def _wake(self) -> None:
+        if self._waking and not self._waking.done():
+            self._waking.set_result(None)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator
 
 from cluster.words.errors import ClusterError
 from cluster.words.request import SequenceRequest
@@ -50,9 +49,13 @@ class Relay:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
-    async def __aiter__(self) -> AsyncIterator[Arrived]:
-        while tokens := await self._state.outbox.take():
-            yield tokens
+    def __aiter__(self) -> Relay:
+        return self
+
+    async def __anext__(self) -> Arrived:
+        if tokens := await self._state.outbox.take():
+            return tokens
+        raise StopAsyncIteration
 
     async def stop(self, choice: int) -> None:
         if attempt := self._attempts.get(choice):

@@ -2,7 +2,7 @@
 
 open     check the request, render and tokenise its prompt    nothing is held yet; RequestError
 enter    start a Generation                                   held until the block is left, however it is left
-iterate  tokens → characters → stop strings → events          each event once; ClusterError
+iterate  AnswerEvents                                         each event once; ClusterError
 leave    end the Generation, count the request, log one line
 """
 
@@ -12,7 +12,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from cluster.grammar.compiler import GrammarCompiler
@@ -22,16 +22,16 @@ from cluster.words.errors import (
     ClusterError,
     ContextLengthExceeded,
     DeadlineExceeded,
-    ReplicaLost,
     outcome_of,
 )
 from cluster.words.request import Sampling, SequenceRequest
-from router.generation import Arrived, Generation, RequestRoute, TokenService
+from router.generation import RequestRoute, TokenService
 from router.metrics import Metrics
+from router.text.answer_events import AnswerEvents
 from router.text.chat_template import ChatTemplate
 from router.text.choice_text import ChoiceText
 from router.text.completion_request import Chat, CompletionRequest, ModelCard, check, sampling_of
-from router.text.events import Event, Summary, TokenUsage
+from router.text.events import Summary, TokenUsage
 from router.text.grammar_check import GrammarCheck
 from router.text.text_threads import TextThreads
 from router.text.token_clock import TokenClock
@@ -41,7 +41,6 @@ from router.text.unread import UnreadLimit
 
 logger = logging.getLogger(__name__)
 
-_ACCOUNT_S = 1.0  # for which the account of a request's route may come after its last token
 _LONG_TEXT = 2 * 1024  # characters, some 3 ms of tokenising; more is done on another thread
 _MESSAGE = 64  # characters that take as long as a template needs for one message
 
@@ -170,12 +169,12 @@ class Completion:
         self._route = RequestRoute()
 
     @asynccontextmanager
-    async def run(self) -> AsyncIterator[AsyncIterator[Event]]:
+    async def run(self) -> AsyncIterator[AnswerEvents]:
         """Start it, once, and hold it for as long as the block lasts; leaving the block ends it everywhere.
 
-        Gives the events: the deltas of all choices as they come, the end of each, and the summary. They are to be
-        consumed in the task that entered. The block raises ClusterError; past the deadline that is DeadlineExceeded,
-        and ClientTooSlow where an event is not consumed in time, whatever the block was waiting for.
+        Gives the events, which are to be consumed in the task that entered. The block raises ClusterError; past the
+        deadline that is DeadlineExceeded, and ClientTooSlow where events are not consumed in time, whatever the block
+        was waiting for.
         """
         try:
             async with (
@@ -184,37 +183,18 @@ class Completion:
                 self._token_service.start(self._sequence()) as generation,
             ):
                 self._route = generation.route
-                yield self._unread.watched(self._events(generation))
+                yield AnswerEvents(
+                    generation,
+                    self._choices,
+                    clock=self._clock,
+                    unread=self._unread,
+                    summary=self._summary,
+                    request_id=self.request.id,
+                )
         except BaseException as error:
             self._account(error)
             raise
         self._account(None)
-
-    async def _events(self, generation: Generation) -> AsyncIterator[Event]:
-        arrivals = aiter(generation)
-        while not self._is_finished:
-            for number, tokens in (await self._next(arrivals)).items():
-                choice = self._choices[number]
-                if choice.finished is not None:
-                    continue  # they were on their way when we said stop
-                delta = choice.add(tokens)
-                self._clock.tick(number, len(delta.tokens))
-                yield delta
-                if choice.finished is None:
-                    continue
-                if delta.tokens[-1].finish_reason is None:  # a stop string was found; the workers do not know yet
-                    await generation.stop(number)
-                yield choice.finished
-        with suppress(ClusterError, TimeoutError):  # what has come to its end cannot fail any more
-            async with asyncio.timeout(_ACCOUNT_S):
-                async for _ in arrivals:
-                    pass
-        usage, route = self._usage, replace(self._route)
-        if not self.request.is_cache_told:  # what was cached, in other words
-            usage = replace(usage, cached_tokens=0)
-            # No prefill replica took part where a decode replica had it all, and who was chosen may depend on it.
-            route = RequestRoute(attempts=route.attempts, migrations=route.migrations)
-        yield Summary(usage=usage, route=route, ttft_s=self._clock.ttft_s, itl_s=self._clock.itl_s)
 
     def bound_answers(self, max_tokens: int) -> None:
         """No answer is longer. Before it runs."""
@@ -248,6 +228,14 @@ class Completion:
             cached_tokens=self._route.cached_tokens + self._route.pulled_tokens,
         )
 
+    def _summary(self) -> Summary:
+        usage, route = self._usage, replace(self._route)
+        if not self.request.is_cache_told:  # what was cached, in other words
+            usage = replace(usage, cached_tokens=0)
+            # No prefill replica took part where a decode replica had it all, and who was chosen may depend on it.
+            route = RequestRoute(attempts=route.attempts, migrations=route.migrations)
+        return Summary(usage=usage, route=route, ttft_s=self._clock.ttft_s, itl_s=self._clock.itl_s)
+
     def _sequence(self) -> SequenceRequest:
         return SequenceRequest(
             # Clients may repeat their ids; inside the cluster an id means one request.
@@ -263,12 +251,6 @@ class Completion:
             priority=self.request.priority,
             deadline_s=self._limit_s - self._clock.elapsed_s,
         )
-
-    async def _next(self, arrivals: AsyncIterator[Arrived]) -> Arrived:
-        try:
-            return await anext(arrivals)
-        except StopAsyncIteration:
-            raise ReplicaLost(f"request {self.request.id}: its tokens ended before it was finished") from None
 
     @asynccontextmanager
     async def _until_deadline(self) -> AsyncIterator[None]:

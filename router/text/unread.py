@@ -15,7 +15,7 @@ _LOOKS = 4  # within the limit
 
 
 class UnreadLimit:
-    """Ends its `async with` block by ClientTooSlow, wherever it waits, where something that `watched` gave is not
+    """Ends its `async with` block by ClientTooSlow, wherever it waits, where something that was given is not
     consumed in time. Entered once, in the task that consumes."""
 
     def __init__(self, limit_s: float, *, request_id: str) -> None:
@@ -45,13 +45,20 @@ class UnreadLimit:
         except TimeoutError:
             raise ClientTooSlow(f"request {self._request_id}: not read for {self._limit_s:g} s") from None
 
+    def given(self) -> None:
+        """Something goes to whoever consumes."""
+        self._given_at = self._loop.time()
+
+    def consumed(self) -> None:
+        """Whoever consumes comes for more."""
+        self._given_at = None
+
     async def watched(self, events: AsyncIterator[T]) -> AsyncIterator[T]:
         """The same. Whoever comes for the next one has consumed the one before."""
-        now = self._loop.time
         async for event in events:
-            self._given_at = now()
+            self.given()
             yield event
-            self._given_at = None
+            self.consumed()
 
     def _look(self) -> None:
         """A timer that is set for each token would cost more than the token."""

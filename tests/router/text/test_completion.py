@@ -35,8 +35,8 @@ def request(prompt: Any = "The capital", **fields: Any) -> CompletionRequest:
 
 async def run(completions: Completions, asked: CompletionRequest) -> list[Event]:
     completion = await completions.open(asked)
-    async with completion.run() as events:
-        return [event async for event in events]
+    async with completion.run() as arrivals:
+        return [event async for events in arrivals for event in events]
 
 
 def text_of(events: Sequence[Event], choice: int = 0) -> str:

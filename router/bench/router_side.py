@@ -1,21 +1,23 @@
-"""The router of tests.benchmarks.router_costs, in a process of its own: all of it but what finds replicas."""
+"""The router of `cluster bench router`, in a process of its own: all of one but what finds replicas."""
 
 from __future__ import annotations
 
 import cProfile
 import os
-import tempfile
+import resource
+import sys
 import time
 from pathlib import Path
 
-import psutil
-
 from cluster.index.membership import Member
+from cluster.process.garbage import spare_the_old
 from cluster.process.ordered_process import obey
 from cluster.wire.rank_host import RankHost
 from cluster.words.papers import Identity
+from cluster.words.process_name import ProcessName
 from cluster.words.request import Role
 from router.access.access import Access
+from router.bench.worker_side import NUM_BLOCKS, ROUTER
 from router.doors.connections import HTTP_DOOR
 from router.doors.grpc_api import open_grpc_api
 from router.doors.http_listener import HttpListener
@@ -31,31 +33,36 @@ from router.text.chat_template import ChatTemplate, find_chat_template
 from router.text.completion import Completions
 from router.text.completion_request import ModelCard
 from router.text.tokenizer import Tokenizer
-from tests.identities import router
-from tests.router.tiny_tokenizers import make_byte_level
 
+MAX_RUNNING = 256  # of each replica
 _CONTEXT = 131_072
+_BLOCK_SIZE = 16
+_READY_S = 30.0
 
 
-class Router:
+class MeasuredRouter:
     """Every public method is an order."""
 
-    def __init__(self) -> None:
-        self._host = RankHost("127.0.0.1", Identity(router(), None))  # for its loop: uvloop, on a thread
+    def __init__(self, model_dir: Path) -> None:
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        self._host = RankHost("127.0.0.1", Identity(ProcessName.of_router("bench", ROUTER), None))
+        self._model_dir = model_dir
         self._profile = cProfile.Profile()
 
-    def serve(self, worker: str) -> dict[str, int]:
-        """The ports of both doors."""
-        return self._host.call(self._serve(worker), timeout_s=60.0)
+    def serve(self, workers: list[str]) -> dict[str, int]:
+        """workers: the addresses of decode replicas. Gives the ports of both doors."""
+        return self._host.call(self._serve(workers), timeout_s=60.0)
 
     def processor_s(self) -> float:
+        """Of all its threads."""
         return time.process_time()
 
     def memory_bytes(self) -> int:
-        return int(psutil.Process().memory_info().rss)
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
     def profile(self, path: str) -> None:
-        """Begin, with nothing; end, and write it there."""
+        """Begin, with nothing; end, and write what cProfile saw of the event loop there."""
         self._host.call(self._set_profile(path), timeout_s=10.0)
 
     async def _set_profile(self, path: str) -> None:
@@ -65,17 +72,16 @@ class Router:
             self._profile.disable()
             self._profile.dump_stats(path)
 
-    async def _serve(self, worker: str) -> dict[str, int]:
-        model_dir = make_byte_level(Path(tempfile.mkdtemp()))
-        tokenizer, metrics = Tokenizer(model_dir), Metrics()
+    async def _serve(self, workers: list[str]) -> dict[str, int]:
+        tokenizer, metrics = Tokenizer(self._model_dir), Metrics()
         self._replicas = Replicas(
             lambda member: GrpcWorker(member.replica, member.address, identity=self._host.identity)
         )
         dispatch = Dispatch(
             self._replicas,
             Chooser(make_policy("cost", pulls=True), max_local_tokens=_CONTEXT),
-            model="tiny",
-            block_size=16,
+            model="bench",
+            block_size=_BLOCK_SIZE,
             queue_s=60.0,
             max_waiting=10_000,
             metrics=metrics,
@@ -83,9 +89,9 @@ class Router:
         completions = Completions(
             token_service=RouterCore(dispatch),
             tokenizer=tokenizer,
-            chat_template=ChatTemplate(find_chat_template(model_dir), special_tokens=tokenizer.special_tokens),
+            chat_template=ChatTemplate(find_chat_template(self._model_dir), special_tokens=tokenizer.special_tokens),
             model=ModelCard(
-                id="tiny", max_context=_CONTEXT, vocab_size=tokenizer.vocab_size, dtype="float32", max_choices=8
+                id="bench", max_context=_CONTEXT, vocab_size=tokenizer.vocab_size, dtype="float32", max_choices=8
             ),
             metrics=metrics,
             max_request_s=3600.0,
@@ -94,24 +100,29 @@ class Router:
         grpc = await open_grpc_api(completions, access=access, host="127.0.0.1", port=0)
         app = create_app(completions, access=access, is_healthy=lambda: True)
         http = await HttpListener.open(app, host="127.0.0.1", port=0, limits=HTTP_DOOR)
-        member = Member(
-            replica="decode-0",
-            role=Role.DECODE,
-            address=worker,
-            layout="",
-            num_blocks=1 << 20,
-            block_size=16,
-            bytes_per_token=1,
-            max_tokens=_CONTEXT,
-            max_running=10_000,
-        )
-        self._replicas.add(member)
-        while not self._replicas.usable(Role.DECODE):
-            await self._replicas.changed(timeout_s=30.0)
+        for number, address in enumerate(workers):
+            self._replicas.add(_member(f"decode-{number}", address))
+        while len(self._replicas.usable(Role.DECODE)) < len(workers):
+            await self._replicas.changed(timeout_s=_READY_S)
+        spare_the_old()
         self._doors = grpc, http  # a server of gRPC ends when nobody holds it
         return {"grpc": grpc.port, "http": http.address[1]}
 
 
+def _member(replica: str, address: str) -> Member:
+    return Member(
+        replica=replica,
+        role=Role.DECODE,
+        address=address,
+        layout="",
+        num_blocks=NUM_BLOCKS,
+        block_size=_BLOCK_SIZE,
+        bytes_per_token=1,
+        max_tokens=_CONTEXT,
+        max_running=MAX_RUNNING,
+    )
+
+
 if __name__ == "__main__":
-    obey(Router)
+    obey(lambda: MeasuredRouter(Path(sys.argv[2])))
     os._exit(0)

@@ -1,5 +1,5 @@
-"""The decode worker of tests.benchmarks.router_costs, in a process of its own: it speaks the real protocol, and
-computes nothing."""
+"""The decode replicas of `cluster bench router`, in a process of their own: they speak the real protocol, and compute
+nothing."""
 
 from __future__ import annotations
 
@@ -16,20 +16,24 @@ from cluster.rpc import worker_pb2_grpc as rpc
 from cluster.wire.frames import FrameHub, WorkerServicer
 from cluster.wire.rank_host import RankHost
 from cluster.words.papers import Identity
-from tests.identities import rank
+from cluster.words.process_name import ProcessName
 
-NAME = rank("decode-0")
+ROUTER = "router-0"
+NUM_BLOCKS = 1 << 20
+_FIRST, _NUM_IDS = 65, 26  # the ids that it says, one after the other
 
 
-class _PacedWorker(rpc.DecodeWorkerServicer):
-    """Every step brings one token to each choice that runs."""
+class PacedWorker(rpc.DecodeWorkerServicer):
+    """Every step brings one token to each choice that runs, as long as the loop keeps up."""
 
-    def __init__(self, hub: FrameHub) -> None:
+    def __init__(self, replica: str, hub: FrameHub) -> None:
         self.step_s = 0.02
+        self.num_tokens = 0
+        self.latest_s = 0.0  # by which a step has come too late
         self._hub = hub
         self._left: dict[int, tuple[int, int, asyncio.Event]] = {}  # stream: tokens to come, the last token, its end
         self._stepping = asyncio.ensure_future(self._step_for_ever())
-        hub.publish({}, pb.Status(replica="decode-0", blocks_total=1 << 20, blocks_free=1 << 20))
+        hub.publish({}, pb.Status(replica=replica, blocks_total=NUM_BLOCKS, blocks_free=NUM_BLOCKS))
 
     async def Generate(
         self, request: pb.GenerateRequest, context: aio.ServicerContext[Any, Any]
@@ -47,39 +51,55 @@ class _PacedWorker(rpc.DecodeWorkerServicer):
         while True:
             due = max(due + self.step_s, loop.time())
             await asyncio.sleep(due - loop.time())
-            self._hub.publish({"router-0": [self._next(stream) for stream in list(self._left)]})
+            self.latest_s = max(self.latest_s, loop.time() - due)
+            if self._left:
+                self._hub.publish({ROUTER: [self._next(stream) for stream in list(self._left)]})
 
     def _next(self, stream: int) -> pb.StreamTokens:
         left, last, ended = self._left[stream]
-        token = pb.SampledToken(token_id=65 + (last + left) % 26)
+        token = pb.SampledToken(token_id=_FIRST + (last + left) % _NUM_IDS)
         if left == 1:
             del self._left[stream]
             token.finish_reason = "length"
             ended.set()
         else:
             self._left[stream] = left - 1, last, ended
+        self.num_tokens += 1
         return pb.StreamTokens(stream=stream, tokens=[token])
 
 
-class Worker:
+class Workers:
     """Every public method is an order."""
 
     def __init__(self) -> None:
-        self._host = RankHost("127.0.0.1", Identity(NAME, None))
+        self._host = RankHost("127.0.0.1", Identity(ProcessName.of_rank("bench", "decode-0", 0), None))
+        self._workers: list[PacedWorker] = []
+        self._servers: list[aio.Server] = []  # one that nobody holds ends
 
-    def serve(self) -> str:
-        return self._host.serve(self._register)
+    def serve(self, number: int) -> list[str]:
+        """So many replicas; their addresses."""
+        return [self._host.serve(self._register) for _ in range(number)]
 
     def set_step(self, seconds: float) -> None:
-        self._worker.step_s = seconds
+        for worker in self._workers:
+            worker.step_s = seconds
+
+    def told(self) -> dict[str, float]:
+        """Tokens of all so far, and by how much a step has been late at most, since this was asked last."""
+        latest_s = max(worker.latest_s for worker in self._workers)
+        for worker in self._workers:
+            worker.latest_s = 0.0
+        return {"tokens": sum(worker.num_tokens for worker in self._workers), "latest_ms": 1e3 * latest_s}
 
     def _register(self, server: aio.Server) -> None:
         hub = FrameHub()
-        self._worker = _PacedWorker(hub)
+        worker = PacedWorker(f"decode-{len(self._workers)}", hub)
+        self._workers.append(worker)
+        self._servers.append(server)
         rpc.add_WorkerServicer_to_server(WorkerServicer(hub), server)
-        rpc.add_DecodeWorkerServicer_to_server(self._worker, server)
+        rpc.add_DecodeWorkerServicer_to_server(worker, server)
 
 
 if __name__ == "__main__":
-    obey(Worker)
+    obey(Workers)
     os._exit(0)

@@ -1,0 +1,77 @@
+"""`cluster bench router`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cluster.cli.model_options import DEFAULT_MODEL, Model
+from cluster.words.errors import SpecError
+
+
+def router(
+    model: Model = DEFAULT_MODEL,
+    streams: Annotated[str, typer.Option(metavar="N[,N…]", help="Answers at a time; 0: none.")] = "1000,5000",
+    rate: Annotated[float, typer.Option(min=1.0, help="Tokens a second of all these.")] = 10_000.0,
+    seconds: Annotated[float, typer.Option(min=1.0, help="That they are looked at.")] = 10.0,
+    requests: Annotated[int, typer.Option(min=1)] = 64,
+    tokens: Annotated[int, typer.Option(min=2, help="Of an answer.")] = 64,
+    at_once: Annotated[int, typer.Option(min=1)] = 16,
+    step_ms: Annotated[float, typer.Option(min=0.1, help="Of the replicas, while few ask.")] = 20.0,
+    prompt: Annotated[int, typer.Option(min=0, help="Tokens of a long prompt; 0: none.")] = 100_000,
+    rounds: Annotated[int, typer.Option(min=1, help="The best counts.")] = 3,
+    profile: Annotated[Path | None, typer.Option(help="A file for what cProfile sees of one round over HTTP.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """What one router carries over HTTP and gRPC, by the time of its processor: requests, tokens, many streams.
+
+    Between a load and replicas that speak the real protocol and compute nothing, each in a process of its own.
+    """
+    from cluster.model.source import resolve
+    from router.bench.run import RouterLoad, bench_router
+
+    load = RouterLoad(
+        requests=requests,
+        tokens=tokens,
+        at_once=at_once,
+        step_s=step_ms / 1e3,
+        rounds=rounds,
+        streams=_counts(streams),
+        rate=rate,
+        seconds=seconds,
+        prompt=prompt,
+    )
+    result = bench_router(resolve(model), load, profile=profile)
+    print(json.dumps(result) if as_json else "\n".join(_lines(result)))
+
+
+def _counts(streams: str) -> list[int]:
+    parts = [part for part in streams.split(",") if part]
+    if not all(part.isdecimal() for part in parts):
+        raise SpecError(f"--streams {streams}: write whole numbers, with commas between them")
+    return [int(part) for part in parts if int(part)]
+
+
+def _lines(result: dict[str, Any]) -> Iterator[str]:
+    for door, costs in result["costs"].items():
+        yield (
+            f"{door}: {costs['request_ms']:.2f} ms of processor a request, {costs['token_ms']:.4f} a token; one core "
+            f"takes {costs['requests_per_core_s']} requests/s"
+        )
+    for row in result["prompts"]:
+        yield f"{row['door']}: a prompt of {row['tokens']} tokens {row['processor_ms']:.0f} ms of processor"
+    for row in result["streams"]:
+        beyond = row["beyond_pace_ms"]
+        yield (
+            f"{row['door']}: {row['streams']} streams, {row['tokens_per_s']} tokens/s with "
+            f"{row['processor_share']:.0%} of a core ({row['tokens_per_core_s']} would fill one), "
+            f"{row['memory_kib_per_stream']:.0f} KiB a stream"
+        )
+        yield (
+            f"    a token later than its worker's pace: {beyond['p50']:.1f} ms at the median, {beyond['p99']:.1f} P99, "
+            f"{beyond['max']:.1f} at most; the worker itself {row['worker_late_ms']:.1f}"
+        )

@@ -1,0 +1,176 @@
+"""What one router carries: what a request, and a streamed token, cost it, and how many streams it keeps at their pace.
+
+Three processes: the load; a router, with all that is on a token's way in it; and decode replicas that speak the real
+protocol and compute nothing. Seconds of processor are the router's, of all its threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster.bench.doors import Door, open_door
+from cluster.process.ordered_process import OrderedProcess
+from cluster.wire.door_access import DoorAccess
+from router.bench.clients import open_grpc, open_http
+from router.bench.router_side import MAX_RUNNING
+
+DOORS = ("http", "grpc")
+
+_ANSWER_S = 120.0
+_ENDLESS = 100_000  # tokens
+_PROMPT = range(65, 75)
+_NUM_IDS = 26  # letters, one of which ends each prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterLoad:
+    """What is measured."""
+
+    requests: int = 64
+    tokens: int = 64  # of an answer
+    at_once: int = 16
+    step_s: float = 0.02  # of the replicas, while that is measured
+    rounds: int = 3  # the best counts: what it costs where nothing disturbs it
+    streams: Sequence[int] = (1000, 5000)
+    rate: float = 10_000.0  # tokens a second of all streams
+    seconds: float = 10.0  # that they are looked at
+    prompt: int = 100_000  # tokens; 0: none so long
+
+
+def bench_router(model_dir: Path, load: RouterLoad, *, profile: Path | None = None) -> dict[str, Any]:
+    """Plain JSON values. profile: where cProfile's statistics of one round over HTTP go."""
+    return asyncio.run(_measure(model_dir, load, profile))
+
+
+async def _measure(model_dir: Path, load: RouterLoad, profile: Path | None) -> dict[str, Any]:
+    found: dict[str, Any] = {"costs": {}, "streams": [], "prompts": []}
+    async with _started(model_dir, num_replicas=1) as sides:
+        sides.worker.ask("set_step", seconds=load.step_s)
+        for name in DOORS:
+            async with open_door(sides.endpoint(name), DoorAccess()) as door:
+                found["costs"][name] = await _costs(sides, door, load)
+                if load.prompt:
+                    found["prompts"].append({"door": name} | await _long_prompt(sides, door, load.prompt))
+                if profile and name == "http":
+                    sides.router.ask("profile", path="")
+                    await _ask_all(door, load, num_tokens=load.tokens)
+                    sides.router.ask("profile", path=str(profile))
+    for number in load.streams:
+        for name in DOORS:
+            async with _started(model_dir, num_replicas=-(-number // MAX_RUNNING)) as sides:
+                found["streams"].append({"door": name, "streams": number} | await _many(sides, name, number, load))
+    return found
+
+
+@dataclass(frozen=True)
+class _Sides:
+    router: OrderedProcess
+    worker: OrderedProcess
+    ports: dict[str, int]
+
+    def endpoint(self, door: str) -> str:
+        return f"{'http://' if door == 'http' else ''}127.0.0.1:{self.ports[door]}"
+
+
+@asynccontextmanager
+async def _started(model_dir: Path, *, num_replicas: int) -> AsyncIterator[_Sides]:
+    worker = OrderedProcess("router.bench.worker_side", answer_s=_ANSWER_S)
+    try:
+        router = OrderedProcess("router.bench.router_side", str(model_dir), answer_s=_ANSWER_S)
+        try:
+            yield _Sides(router, worker, router.ask("serve", workers=worker.ask("serve", number=num_replicas)))
+        finally:
+            router.close()
+    finally:
+        worker.close()
+
+
+async def _costs(sides: _Sides, door: Door, load: RouterLoad) -> dict[str, Any]:
+    """What a request costs is measured with answers of one token, a token with what longer ones take beyond that."""
+    await _ask_all(door, load, num_tokens=4)  # to get warm
+    rows = []
+    for _ in range(load.rounds):
+        used = []
+        for num_tokens in (1, load.tokens):
+            before = sides.router.ask("processor_s")
+            await _ask_all(door, load, num_tokens=num_tokens)
+            used.append(sides.router.ask("processor_s") - before)
+        rows.append((used[0] / load.requests, (used[1] - used[0]) / (load.requests * (load.tokens - 1))))
+    per_request_s, per_token_s = (min(column) for column in zip(*rows, strict=True))
+    return {
+        "request_ms": round(1e3 * per_request_s, 3),
+        "token_ms": round(1e3 * per_token_s, 4),
+        "requests_per_core_s": round(1 / per_request_s),
+    }
+
+
+async def _long_prompt(sides: _Sides, door: Door, num_tokens: int) -> dict[str, Any]:
+    """Three different ones, one after the other; the median."""
+    used, first = [], []
+    for seed in range(3):
+        ids = random.Random(seed).choices(range(65, 65 + _NUM_IDS), k=num_tokens)
+        before, began = sides.router.ask("processor_s"), time.perf_counter()
+        async for _ in door.ask(ids, max_tokens=1, timeout_s=_ANSWER_S):
+            first.append(time.perf_counter() - began)
+        used.append(sides.router.ask("processor_s") - before)
+    return {"tokens": num_tokens, "processor_ms": round(1e3 * statistics.median(used), 1)}
+
+
+async def _many(sides: _Sides, door: str, number: int, load: RouterLoad) -> dict[str, Any]:
+    """Answers that all run at the same time, and none of which begins or ends meanwhile."""
+    step_s = number / load.rate
+    sides.worker.ask("set_step", seconds=step_s)
+    bytes_before = sides.router.ask("memory_bytes")
+    prompts = [[*_PROMPT, 65 + i % _NUM_IDS] for i in range(number)]
+    ask = {"http": open_http, "grpc": open_grpc}[door]
+    streams = await ask(sides.ports[door], prompts, num_tokens=_ENDLESS)
+    await asyncio.gather(*(stream.begun for stream in streams))
+    bytes_with = sides.router.ask("memory_bytes")
+    await asyncio.sleep(step_s)
+    for stream in streams:
+        stream.gaps_s.clear()
+    began, used, told = time.perf_counter(), sides.router.ask("processor_s"), sides.worker.ask("told")
+    await asyncio.sleep(load.seconds)
+    wall_s, used_s = time.perf_counter() - began, sides.router.ask("processor_s") - used
+    later = sides.worker.ask("told")
+    num_come = later["tokens"] - told["tokens"]
+    gaps = [gap for stream in streams for gap in stream.gaps_s]
+    sides.router.close()
+    await asyncio.gather(*(stream.ended for stream in streams), return_exceptions=True)  # they are cut off
+    beyond = sorted(1e3 * (gap - step_s) for gap in gaps)
+    return {
+        "step_ms": round(1e3 * step_s),
+        "tokens_per_s": round(num_come / wall_s),
+        "processor_share": round(used_s / wall_s, 3),
+        "token_ms": round(1e3 * used_s / num_come, 4),
+        "tokens_per_core_s": round(num_come / used_s),
+        "beyond_pace_ms": {
+            "p50": round(beyond[len(beyond) // 2], 1),
+            "p99": round(beyond[len(beyond) * 99 // 100], 1),
+            "max": round(beyond[-1], 1),
+        },
+        "worker_late_ms": round(later["latest_ms"], 1),
+        "memory_kib_per_stream": round((bytes_with - bytes_before) / number / 1024, 1),
+    }
+
+
+async def _ask_all(door: Door, load: RouterLoad, *, num_tokens: int) -> None:
+    room = asyncio.Semaphore(load.at_once)
+
+    async def ask(number: int) -> None:
+        async with room:
+            prompt = [*_PROMPT, 65 + number % _NUM_IDS]
+            items = [item async for item in door.ask(prompt, max_tokens=num_tokens, timeout_s=_ANSWER_S)]
+        assert sum(item for item in items if isinstance(item, int)) == num_tokens
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(load.requests):
+            group.create_task(ask(number))

@@ -1,0 +1,89 @@
+"""What comes of one completion: tokens → characters → stop strings → events, those together that come together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from cluster.words.errors import ClusterError, ReplicaLost
+from router.generation import Generation
+from router.text.choice_text import ChoiceText
+from router.text.events import Event, Summary
+from router.text.token_clock import TokenClock
+from router.text.unread import UnreadLimit
+
+_ACCOUNT_S = 1.0  # for which the account of a request's route may come after its last token
+
+
+class AnswerEvents:
+    """Iterated over in one task. An iterator and no generator, and one step of the event loop for all that has come:
+    each generator, and each step, that a token has to pass costs as much as its text (docs/benchmarks/router.md)."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        choices: Sequence[ChoiceText],
+        *,
+        clock: TokenClock,
+        unread: UnreadLimit,
+        summary: Callable[[], Summary],
+        request_id: str,
+    ) -> None:
+        self._generation = generation
+        self._tokens = aiter(generation)
+        self._choices = choices
+        self._num_open = len(choices)
+        self._clock = clock
+        self._unread = unread
+        self._summary = summary
+        self._is_summed = False
+        self._request_id = request_id
+        self._unneeded: list[int] = []  # choices that a stop string has ended; the workers do not know yet
+
+    def __aiter__(self) -> AnswerEvents:
+        return self
+
+    async def __anext__(self) -> list[Event]:
+        """At least one. Of each choice its deltas, then its end; after all of them, alone, the summary.
+
+        Raises ClusterError.
+        """
+        self._unread.consumed()
+        events: list[Event] = []
+        while not events:
+            while self._unneeded:
+                await self._generation.stop(self._unneeded.pop())
+            events = await self._next() if self._num_open else [await self._end()]
+        self._unread.given()
+        return events
+
+    async def _next(self) -> list[Event]:
+        try:
+            arrived = await anext(self._tokens)
+        except StopAsyncIteration:
+            raise ReplicaLost(f"request {self._request_id}: its tokens ended before it was finished") from None
+        events: list[Event] = []
+        for number, tokens in arrived.items():
+            choice = self._choices[number]
+            if choice.finished is not None:
+                continue  # they were on their way when we said stop
+            delta = choice.add(tokens)
+            self._clock.tick(number, len(delta.tokens))
+            events.append(delta)
+            if choice.finished is not None:
+                events.append(choice.finished)
+                self._num_open -= 1
+                if delta.tokens[-1].finish_reason is None:
+                    self._unneeded.append(number)
+        return events
+
+    async def _end(self) -> Summary:
+        if self._is_summed:
+            raise StopAsyncIteration
+        self._is_summed = True
+        with suppress(ClusterError, TimeoutError):  # what has come to its end cannot fail any more
+            async with asyncio.timeout(_ACCOUNT_S):
+                async for _ in self._tokens:
+                    pass
+        return self._summary()
