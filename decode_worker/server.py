@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeAlias
 
 from grpc import aio
@@ -17,6 +17,7 @@ from cluster.words.errors import ClusterError, ReplicaLost
 from cluster.words.handoff import Handoff
 from cluster.worker.request_check import check_streams, holder_of
 from cluster.worker.role_parts import LiveReplica
+from cluster.worker.step_loop import Command
 from decode_worker.worker import DecodeWorker
 from engine.prompts import KVSource, Prompt
 from kvtransfer.protocol.frames import Opening
@@ -42,7 +43,7 @@ class DecodeServicer(rpc.DecodeWorkerServicer):
         except ClusterError as error:
             await abort_with(context, error)
         prompt = Prompt(sequence, source=_source(request))
-        call = _Call()
+        call = _Call(live.service.post)
         live.service.post(lambda: live.worker.submit(prompt, request.router, call, holder=holder))
         try:
             async for event in call.events:
@@ -50,7 +51,7 @@ class DecodeServicer(rpc.DecodeWorkerServicer):
                     await live.others.open(event)
                 else:
                     yield event
-            yield pb.GenerateEvent(finished=pb.Finished())
+            yield pb.GenerateEvent(finished=pb.Finished(frames=live.service.num_frames(request.router)))
         except ClusterError as error:
             await abort_with(context, error)
         finally:
@@ -81,8 +82,10 @@ class DecodeServicer(rpc.DecodeWorkerServicer):
 class _Call:
     """Brings what happens to a request from the step thread to the call that holds its lease."""
 
-    def __init__(self) -> None:
+    def __init__(self, post: Callable[[Command], None]) -> None:
+        """post: to the step thread."""
         self.events: CallEvents[pb.GenerateEvent | Opening] = CallEvents()
+        self._post = post
 
     def reserved(self, handoff: Handoff | None, opening: Opening | None, num_cached: int) -> None:
         if opening:
@@ -95,7 +98,8 @@ class _Call:
         self.events.put(pb.GenerateEvent(started=started))
 
     def ended(self, error: ClusterError | None) -> None:
-        self.events.end(error)
+        """After the step under way: what it has sampled is in the frames by then."""
+        self._post(lambda: self.events.end(error))
 
 
 class _Move:

@@ -78,7 +78,7 @@ engine.sequence: cluster(words) engine(kv sampling)
 engine.step: cluster(words) engine(batch last_rows orders prompts sequence)
 engine.tiers: cluster(process words) engine(kv rate sequence)
 engine.tools: cluster(process words) engine(batch config engine kernels kv learnt_timing orders pace prompts runner
-    sampler sequence step)
+    sampler sequence step weights)
 engine.weights: cluster(model words)
 kvtransfer.bench: cluster(process rpc wire words) engine(batch config kv runner) kvtransfer(links movers protocol)
 kvtransfer.links: cluster(words)

@@ -205,8 +205,10 @@ class Started(_message.Message):
     def __init__(self, num_tokens: _Optional[int] = ..., epoch: _Optional[int] = ..., pulled_tokens: _Optional[int] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("frames",)
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
+    frames: int
+    def __init__(self, frames: _Optional[int] = ...) -> None: ...
 
 class StopRequest(_message.Message):
     __slots__ = ("router", "streams")

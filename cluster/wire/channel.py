@@ -55,7 +55,12 @@ _DOORS_OPTIONS = [
     *keepalive(ping_every_ms=500, answer_within_ms=2000),
     ("grpc.lb_policy_name", "round_robin"),
 ]
-_SERVER_OPTIONS: list[tuple[str, Any]] = [*_PEER_OPTIONS, *PINGS_ALLOWED, ("grpc.so_reuseport", 0)]
+_SERVER_OPTIONS: list[tuple[str, Any]] = [
+    *_PEER_OPTIONS,
+    *PINGS_ALLOWED,
+    ("grpc.so_reuseport", 0),
+    ("grpc.server_handshake_timeout_ms", 20_000),  # so long one that connects waits, too; who says nothing is not kept
+]
 
 
 def to_doors(doors: str) -> tuple[str, list[tuple[str, Any]]]:

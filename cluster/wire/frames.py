@@ -48,6 +48,11 @@ class FrameHub:
                 self._outboxes[router].frame.streams.extend(streams)
                 self._outboxes[router].wake.set()
 
+    def num_frames(self, router: str) -> int:
+        """So many have, or soon will have, all that was published for this router; 0: it does not listen."""
+        outbox = self._outboxes.get(router)
+        return outbox.number + 1 if outbox else 0
+
     async def frames(self, router: str) -> AsyncIterator[pb.Frame]:
         """The body of the Frames call. A second stream of the same router takes the place of the first.
 
@@ -58,7 +63,6 @@ class FrameHub:
         outbox = self._outboxes[router] = _Outbox()
         outbox.frame.status.CopyFrom(self._status)
         outbox.wake.set()
-        number = 0
         try:
             while self._outboxes.get(router) is outbox and not self._is_closed:
                 try:
@@ -67,8 +71,8 @@ class FrameHub:
                     pass  # an empty frame: we are alive
                 outbox.wake.clear()
                 frame, outbox.frame = outbox.frame, pb.Frame()
-                frame.number = number
-                number += 1
+                frame.number = outbox.number
+                outbox.number += 1
                 yield frame
         finally:
             if self._outboxes.get(router) is outbox:
@@ -95,4 +99,5 @@ class WorkerServicer(rpc.WorkerServicer):
 class _Outbox:
     def __init__(self) -> None:
         self.frame = pb.Frame()  # the next one
+        self.number = 0  # of the next one
         self.wake = asyncio.Event()

@@ -92,6 +92,10 @@ class ReplicaService:
         """Run something on the step thread, between steps."""
         self._loop.post(command)
 
+    def num_frames(self, router: str) -> int:
+        """So many bring this router all that it was told so far; 0: it does not listen. On the event loop."""
+        return self._hub.num_frames(router)
+
     def run(self) -> None:
         """Return when the step loop has been stopped; raise what ended it otherwise, or that a rank is lost."""
         self._outcome.result()

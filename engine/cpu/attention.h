@@ -40,34 +40,43 @@ struct Piece {
 constexpr int64_t POSITIONS = 16;  // of one piece
 constexpr int KEYS = 2 * LANES;    // of one tile
 
+// Registers of sums that a row has at once: six rows of them, and what they are made of, must fit.
+constexpr int SCORES_AT_ONCE = 2, OUTPUTS_AT_ONCE = PARTS == 2 ? 2 : 4;
+
 // columns: (2, dim), for the first and the second 16 keys of the tile
 template <int ROWS> inline void score(const float* q, int64_t dim, const Floats* columns, float* scores, int64_t stride) {
-    Floats sums[ROWS][2] = {};
-    for (int64_t d = 0; d < dim; d++)
+    for (int part = 0; part < 2 * PARTS; part += SCORES_AT_ONCE) {
+        FloatPart sums[ROWS][SCORES_AT_ONCE] = {};
+        for (int64_t d = 0; d < dim; d++)
+            for (int i = 0; i < SCORES_AT_ONCE; i++) {
+                const Floats* column = columns + (part + i) / PARTS * dim + d;
+                const FloatPart keys = load<FloatPart>(reinterpret_cast<const float*>(column) + (part + i) % PARTS * PART_LANES);
+                for (int r = 0; r < ROWS; r++) sums[r][i] += keys * q[r * dim + d];
+            }
         for (int r = 0; r < ROWS; r++)
-            for (int half = 0; half < 2; half++) sums[r][half] += columns[half * dim + d] * q[r * dim + d];
-    for (int r = 0; r < ROWS; r++)
-        for (int half = 0; half < 2; half++) store(scores + r * stride + half * LANES, sums[r][half]);
+            for (int i = 0; i < SCORES_AT_ONCE; i++) store(scores + r * stride + (part + i) * PART_LANES, sums[r][i]);
+    }
 }
 
-template <int ROWS, int VECTORS>
+template <int ROWS, int COUNT>
 inline void mix(const float* weights, int64_t stride, const float* values, float* out, int64_t dim) {
-    Floats sums[ROWS][VECTORS];
+    FloatPart sums[ROWS][COUNT];
     for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < VECTORS; v++) sums[r][v] = load<Floats>(out + r * dim + v * LANES);
+        for (int v = 0; v < COUNT; v++) sums[r][v] = load<FloatPart>(out + r * dim + v * PART_LANES);
     for (int key = 0; key < KEYS; key++)
-        for (int v = 0; v < VECTORS; v++) {
-            const Floats value = load<Floats>(values + key * dim + v * LANES);
+        for (int v = 0; v < COUNT; v++) {
+            const FloatPart value = load<FloatPart>(values + key * dim + v * PART_LANES);
             for (int r = 0; r < ROWS; r++) sums[r][v] += value * weights[r * stride + key];
         }
     for (int r = 0; r < ROWS; r++)
-        for (int v = 0; v < VECTORS; v++) store(out + r * dim + v * LANES, sums[r][v]);
+        for (int v = 0; v < COUNT; v++) store(out + r * dim + v * PART_LANES, sums[r][v]);
 }
 
 template <int ROWS> inline void mix_all(const float* weights, int64_t stride, const float* values, float* out, int64_t dim) {
     int64_t d = 0;
-    for (; d + 4 * LANES <= dim; d += 4 * LANES) mix<ROWS, 4>(weights, stride, values + d, out + d, dim);
-    for (; d < dim; d += LANES) mix<ROWS, 1>(weights, stride, values + d, out + d, dim);
+    for (; d + OUTPUTS_AT_ONCE * PART_LANES <= dim; d += OUTPUTS_AT_ONCE * PART_LANES)
+        mix<ROWS, OUTPUTS_AT_ONCE>(weights, stride, values + d, out + d, dim);
+    for (; d < dim; d += LANES) mix<ROWS, PARTS>(weights, stride, values + d, out + d, dim);
 }
 
 // F(6) as often as six rows are left, then F(3), then F(1); `row` is the first of them.
@@ -133,12 +142,13 @@ struct Work {
 
     void score_tile(int64_t key) {
         read_tile(key, 0);
-        for (int half = 0; half < 2; half++)
-            for (int64_t d = 0; d < dim; d += LANES) {
-                Floats square[LANES];
-                for (int k = 0; k < LANES; k++) square[k] = load<Floats>(&desk.tile[(half * LANES + k) * dim + d]);
+        float* columns = reinterpret_cast<float*>(desk.columns.data());
+        for (int k = 0; k < KEYS; k += PART_LANES)
+            for (int64_t d = 0; d < dim; d += PART_LANES) {
+                FloatPart square[PART_LANES];
+                for (int i = 0; i < PART_LANES; i++) square[i] = load<FloatPart>(&desk.tile[(k + i) * dim + d]);
                 transpose(square);
-                for (int k = 0; k < LANES; k++) desk.columns[half * dim + d + k] = square[k];
+                for (int i = 0; i < PART_LANES; i++) store(columns + (k / LANES * dim + d + i) * LANES + k % LANES, square[i]);
             }
         float* scores = &desk.scores[key - first];
 #define SCORE(N) score<N>(&desk.q[row * dim], dim, desk.columns.data(), scores + row * stride, stride)
@@ -157,19 +167,22 @@ struct Work {
 
     // In place, without the division; returns the sum to divide by.
     float softmax(float* scores) const {
-        Floats most = load<Floats>(scores);
-        for (int64_t i = LANES; i < width; i += LANES) {
-            const Floats s = load<Floats>(scores + i);
+        FloatPart most = load<FloatPart>(scores);
+        for (int64_t i = PART_LANES; i < width; i += PART_LANES) {
+            const FloatPart s = load<FloatPart>(scores + i);
             most = s > most ? s : most;
         }
-        const float greatest_score = greatest(most);
-        Floats total{};
-        for (int64_t i = 0; i < width; i += LANES) {
-            const Floats e = exponential(load<Floats>(scores + i) - greatest_score);
-            store(scores + i, e);
-            total += e;
-        }
-        return sum(total);
+        float greatest_score = most[0];
+        for (int i = 1; i < PART_LANES; i++) greatest_score = most[i] > greatest_score ? most[i] : greatest_score;
+        FloatPart totals[PARTS] = {};
+        for (int64_t i = 0; i < width; i += LANES)
+            for (int part = 0; part < PARTS; part++) {
+                float* place = scores + i + part * PART_LANES;
+                const FloatPart e = exponential(load<FloatPart>(place) - greatest_score);
+                store(place, e);
+                totals[part] += e;
+            }
+        return sum(load<Floats>(totals));
     }
 
     void mix_tile(int64_t key) {

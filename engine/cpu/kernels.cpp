@@ -4,6 +4,7 @@
 
 #include "attention.h"
 #include "choice.h"
+#include "few_bits.h"
 #include "matrix.h"
 #include "rotary.h"
 #include "wire.h"
@@ -16,6 +17,9 @@ void perform(const Kind* call, const Step& step, Worker& me) {
     switch (*call) {
         case MULTIPLY_BF16: return multiply<Bf16>(as<ProductCall>(call), step, me);
         case MULTIPLY_INT8: return multiply<Int8>(as<ProductCall>(call), step, me);
+        case MULTIPLY_FEW_BITS:
+            return with_format(as<ProductCall>(call).format,
+                               [&](auto format) { multiply_few_bits<decltype(format)>(as<ProductCall>(call), step, me); });
         case ROTATE: return rotate(as<RotaryCall>(call), step, me);
         case ATTEND: return attend(as<AttentionCall>(call), step, me);
     }
@@ -23,7 +27,7 @@ void perform(const Kind* call, const Step& step, Worker& me) {
 
 // Multiplications; the others' work goes with them.
 int64_t work(const Kind* call, const Step& step) {
-    if (*call != MULTIPLY_BF16 && *call != MULTIPLY_INT8) return 0;
+    if (*call == ROTATE || *call == ATTEND) return 0;
     return step.tokens * as<ProductCall>(call).outputs * as<ProductCall>(call).inputs;
 }
 
@@ -31,6 +35,10 @@ int64_t scratch_bytes(const Kind* call, const Step& step) {
     switch (*call) {
         case MULTIPLY_BF16: return Rows<Bf16>(as<ProductCall>(call), step.tokens).bytes();
         case MULTIPLY_INT8: return Rows<Int8>(as<ProductCall>(call), step.tokens).bytes();
+        case MULTIPLY_FEW_BITS:
+            return with_format(as<ProductCall>(call).format, [&](auto format) {
+                return RunRows<format.BITS, format.RUN>(as<ProductCall>(call), step.tokens).bytes();
+            });
         default: return 0;
     }
 }
@@ -38,8 +46,13 @@ int64_t scratch_bytes(const Kind* call, const Step& step) {
 // What this thread will read first.
 Ahead ahead_of(const Kind* call, const Worker& me) {
     switch (*call) {
-        case MULTIPLY_BF16: return share_of<Bf16>(as<ProductCall>(call), me);
-        case MULTIPLY_INT8: return share_of<Int8>(as<ProductCall>(call), me);
+        case MULTIPLY_BF16: return share_of(as<ProductCall>(call), Rows<Bf16>::panel_bytes(as<ProductCall>(call)), me);
+        case MULTIPLY_INT8: return share_of(as<ProductCall>(call), Rows<Int8>::panel_bytes(as<ProductCall>(call)), me);
+        case MULTIPLY_FEW_BITS:
+            return with_format(as<ProductCall>(call).format, [&](auto format) {
+                const ProductCall& p = as<ProductCall>(call);
+                return share_of(p, few_bits_panel_bytes<decltype(format)>(p), me);
+            });
         default: return {};
     }
 }
@@ -65,6 +78,8 @@ extern "C" void run(const Kind* const* calls, int64_t count, const Step* step) {
         }
     }
 }
+
+extern "C" void stored_rows(const StoredRows* stored) { widen_rows(*stored); }
 
 extern "C" void choose(const TokenChoices* choices) { choose_rows(*choices); }
 

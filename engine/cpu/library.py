@@ -1,7 +1,8 @@
 """The CPU kernels: C++ sources beside this file, compiled once per machine and kept in the user's cache.
 
-Compiling takes about ten seconds, and only on a machine that has a C++ compiler; loading what is there, a millisecond.
-A machine without a compiler, or a model in another dtype than bf16, computes with torch alone: see `open_kernels`.
+Compiling takes some twenty seconds, and only on a machine that has a C++ compiler; loading what is there, a
+millisecond. A machine without a compiler, or a model in another dtype than bf16, computes with torch alone: see
+`open_kernels`.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ import torch
 from filelock import FileLock
 
 from cluster.model.source import cache_root
-from engine.cpu.structs import Call, Payload, Step, TokenChoices, Wire
+from engine.cpu.structs import Call, Payload, Step, StoredRows, TokenChoices, Wire
 
 logger = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent
-_FLAGS = ("-O3", "-march=native", "-std=c++2a", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
+FLAGS = ("-O3", "-march=native", "-std=c++2a", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
 _COMPILE_S = 300.0
 
 
@@ -41,6 +42,7 @@ class Kernels:
         self.run = library.run
         self.run.argtypes = (c_void_p, c_int64, ctypes.POINTER(Step))
         self.run.restype = None
+        self.widen_rows = _function(library, "stored_rows", StoredRows)
         self.choose = _function(library, "choose", TokenChoices)
         self.pack_wire = _function(library, "pack_wire", Wire)
         self.unpack_wire = _function(library, "unpack_wire", Wire)
@@ -98,7 +100,7 @@ def load_kernels() -> Kernels | None:
 def _compiled(compiler: str) -> Path:
     """The library for these sources, this compiler and this processor; compiled unless it is there."""
     sources = sorted((*_SOURCES.glob("*.h"), *_SOURCES.glob("*.cpp")))
-    facts = [compiler, _run(compiler, "--version"), *_FLAGS, _processor(), *(path.read_text() for path in sources)]
+    facts = [compiler, _run(compiler, "--version"), *FLAGS, _processor(), *(path.read_text() for path in sources)]
     key = blake2b("\0".join(facts).encode(), digest_size=8).hexdigest()
     path = cache_root() / "kernels" / f"{key}.so"
     if path.exists():
@@ -109,7 +111,7 @@ def _compiled(compiler: str) -> Path:
             logger.info("compiling the CPU kernels into %s", path)
             with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
                 built = Path(scratch) / path.name
-                _run(compiler, *_FLAGS, str(_SOURCES / "kernels.cpp"), "-o", str(built))
+                _run(compiler, *FLAGS, str(_SOURCES / "kernels.cpp"), "-o", str(built))
                 built.replace(path)
     return path
 

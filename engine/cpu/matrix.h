@@ -10,81 +10,15 @@
 // Every output is summed up over the inputs in one order, whatever the number of rows: a row's result does not depend on
 // the rows beside it.
 #pragma once
-#include <algorithm>
-#include <cmath>
-#include <memory>
-
-#include "team.h"
-#include "vectors.h"
+#include "product.h"
 #if defined(__AVX512BF16__) || defined(__AVX512VNNI__)
 #include <immintrin.h>
 #endif
 
 namespace {
 
-enum Before : int32_t { NOTHING, NORM, SILU };
-
-struct ProductCall {
-    Kind kind;
-    // the matrix
-    const void* panels;
-    const float* scales;     // int8: one per output, which undoes its quantisation
-    const int32_t* sums;     // int8: the sum of each output's codes
-    const bf16* bias;        // or null
-    int64_t outputs, inputs;
-    // what happens to the rows before
-    Before before;
-    float eps;               // NORM
-    const bf16* norm;        // NORM
-    // the rows: the step's tokens
-    const bf16* x;           // (rows, inputs); SILU: (rows, 2 inputs), gates and then ups
-    const bf16* residual;    // (rows, outputs) to add, or null; may be `out`
-    bf16* out;               // (rows, outputs)
-};
-
 constexpr int MOST_ROWS = PARTS == 1 ? 12 : 6;  // of one tile of registers
 constexpr int SPARE_ROWS = 3;     // beyond the last one, at which its tile may look
-constexpr int BLOCK_ROWS = 96;    // of one walk over the panels: their inputs stay in the second cache
-
-// ---- what a row becomes before it is multiplied; rounds to bf16 wherever transformers does ----
-
-inline void copied(const ProductCall& p, const bf16* x, float* y) {
-    for (int64_t i = 0; i < p.inputs; i++) y[i] = widen(x[i]);
-}
-
-inline void normed(const ProductCall& p, const bf16* x, float* y) {
-    Floats squares{};
-    int64_t i = 0;
-    for (; i + LANES <= p.inputs; i += LANES) {
-        Floats v = widen(load<Halves>(x + i));
-        squares += v * v;
-    }
-    float total = sum(squares);
-    for (; i < p.inputs; i++) total += widen(x[i]) * widen(x[i]);
-    const float inverse = 1.0f / std::sqrt(total / p.inputs + p.eps);
-    for (i = 0; i < p.inputs; i++) y[i] = rounded(rounded(widen(x[i]) * inverse) * widen(p.norm[i]));
-}
-
-inline void gated(const ProductCall& p, const bf16* x, float* y) {
-    auto silu_mul = [](Floats gate, Floats up) {
-        // 1 / (1 + e^-g) by e^-|g|, which cannot overflow
-        Floats e = exponential(gate > 0.0f ? -gate : gate);
-        Floats silu = gate * ((gate > 0.0f ? all(1.0f) : e) / (e + 1.0f));
-        return widen(narrow(widen(narrow(silu)) * up));
-    };
-    int64_t i = 0;
-    for (; i + LANES <= p.inputs; i += LANES)
-        store(y + i, silu_mul(widen(load<Halves>(x + i)), widen(load<Halves>(x + p.inputs + i))));
-    for (; i < p.inputs; i++) y[i] = silu_mul(all(widen(x[i])), all(widen(x[p.inputs + i])))[0];
-}
-
-inline void prepared(const ProductCall& p, int64_t row, float* y) {
-    switch (p.before) {
-        case NOTHING: return copied(p, p.x + row * p.inputs, y);
-        case NORM: return normed(p, p.x + row * p.inputs, y);
-        case SILU: return gated(p, p.x + row * 2 * p.inputs, y);
-    }
-}
 
 // ---- the two kinds of weights: how a row is kept, and how a tile of rows meets a few panels ----
 
@@ -175,6 +109,7 @@ template <class Weights> struct Rows {
         : count(count), stride(round_up(p.inputs, Weights::GROUP)), scales(reinterpret_cast<float*>(memory)),
           x(reinterpret_cast<Input*>(memory + scales_bytes())) {}
     int64_t scales_bytes() const { return round_up((count + SPARE_ROWS) * sizeof(float), 64); }
+    static int64_t panel_bytes(const ProductCall& p) { return round_up(p.inputs, Weights::GROUP) / Weights::GROUP * 64; }
     int64_t bytes() const { return scales_bytes() + (count + SPARE_ROWS) * stride * sizeof(Input); }
 
     void prepare(const ProductCall& p, int64_t first, int64_t end, std::vector<float>& y) const {
@@ -190,21 +125,6 @@ template <class Weights> struct Rows {
         }
     }
 };
-
-inline void put(const ProductCall& p, Floats value, int64_t row, int64_t first) {
-    const int64_t count = std::min<int64_t>(LANES, p.outputs - first);
-    bf16* out = p.out + row * p.outputs + first;
-    bf16 edge[3][LANES] = {};  // where a panel is not full: bias, residual and result, by themselves
-    const bf16 *bias = p.bias ? p.bias + first : nullptr, *residual = p.residual ? p.residual + row * p.outputs + first : nullptr;
-    if (count < LANES) {
-        if (bias) bias = std::copy_n(bias, count, edge[0]) - count;
-        if (residual) residual = std::copy_n(residual, count, edge[1]) - count;
-    }
-    if (bias) value += widen(load<Halves>(bias));
-    if (residual) value = widen(narrow(value)) + widen(load<Halves>(residual));
-    store(count < LANES ? edge[2] : out, narrow(value));
-    if (count < LANES) std::copy_n(edge[2], count, out);
-}
 
 template <class Weights, int ROWS, int PANELS>
 inline void tile(const ProductCall& p, const Rows<Weights>& rows, int64_t row, int64_t panel) {
@@ -256,28 +176,8 @@ inline void rows_of(const ProductCall& p, const Rows<Weights>& rows, int64_t row
 
 constexpr int PANELS_AT_ONCE = 24;  // as many as all rows of a block meet, one tile after the other: in the second cache
 
-// The panels of this thread.
-template <class Weights> inline Ahead share_of(const ProductCall& p, const Worker& me) {
-    const int64_t panels = round_up(p.outputs, LANES) / LANES, panel_bytes = round_up(p.inputs, Weights::GROUP) / Weights::GROUP * 64;
-    const char* start = static_cast<const char*>(p.panels);
-    return {start + me.first(panels) * panel_bytes, start + me.end(panels) * panel_bytes};
-}
-
-template <class Weights> inline Rows<Weights> prepared_rows(const ProductCall& p, int64_t count, Worker& me) {
-    if (count == 1) {  // prepared sooner than waited for: each thread does it for itself
-        me.desk.kept.resize(std::max<size_t>(me.desk.kept.size(), Rows<Weights>(p, 1).bytes()));
-        const Rows<Weights> rows(p, 1, me.desk.kept.data());
-        rows.prepare(p, 0, 1, me.desk.row);
-        return rows;
-    }
-    const Rows<Weights> rows(p, count, me.team.scratch.get());
-    rows.prepare(p, me.first(count), me.end(count), me.desk.row);
-    me.wait(share_of<Weights>(p, me));
-    return rows;
-}
-
 template <class Weights> void multiply(const ProductCall& p, const Step& step, Worker& me) {
-    const Rows<Weights> rows = prepared_rows<Weights>(p, step.tokens, me);
+    const Rows<Weights> rows = prepared_rows<Rows<Weights>>(p, step.tokens, Rows<Weights>::panel_bytes(p), me);
     const int64_t panels = round_up(p.outputs, LANES) / LANES, first = me.first(panels), end = me.end(panels);
     for (int64_t row = 0; row < rows.count; row += BLOCK_ROWS)
         for (int64_t panel = first; panel < end; panel += PANELS_AT_ONCE)

@@ -93,7 +93,7 @@ inline void read_row(const PoolView& pool, int64_t row, float* to) {
     if (pool.coding == Coding::PLAIN) {
         const bf16* codes = static_cast<const bf16*>(pool.codes) + start;
         int64_t i = 0;
-        for (; i + LANES <= dim; i += LANES) store(to + i, widen(load<Halves>(codes + i)));
+        for (; i + PART_LANES <= dim; i += PART_LANES) store(to + i, widen_part(codes + i));
         for (; i < dim; i++) to[i] = widen(codes[i]);
         return;
     }

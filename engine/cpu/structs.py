@@ -32,15 +32,33 @@ class Kind(IntEnum):
 
     MULTIPLY_BF16 = 0
     MULTIPLY_INT8 = 1
-    ROTATE = 2
-    ATTEND = 3
+    MULTIPLY_FEW_BITS = 2
+    ROTATE = 3
+    ATTEND = 4
+
+
+class FormatName(IntEnum):
+    """formats.h: how a matrix of few bits is stored. GGUF's names, and AWQ's and GPTQ's groups of so many inputs."""
+
+    Q4_0 = 0
+    Q4_1 = 1
+    Q5_0 = 2
+    Q5_1 = 3
+    Q8_0 = 4
+    Q4_K = 5
+    Q5_K = 6
+    Q6_K = 7
+    GROUPS_OF_32 = 8
+    GROUPS_OF_64 = 9
+    GROUPS_OF_128 = 10
 
 
 class ProductCall(ctypes.Structure):
-    """matrix.h"""
+    """product.h"""
 
     _fields_ = (
         ("kind", c_int32),
+        ("format", c_int32),
         ("panels", c_void_p),
         ("scales", c_void_p),
         ("sums", c_void_p),
@@ -52,6 +70,20 @@ class ProductCall(ctypes.Structure):
         ("norm", c_void_p),
         ("x", c_void_p),
         ("residual", c_void_p),
+        ("out", c_void_p),
+        ("out_stride", c_int64),
+    )
+
+
+class StoredRows(ctypes.Structure):
+    """few_bits.h"""
+
+    _fields_ = (
+        ("format", c_int32),
+        ("panels", c_void_p),
+        ("inputs", c_int64),
+        ("count", c_int64),
+        ("rows", c_void_p),
         ("out", c_void_p),
     )
 

@@ -14,7 +14,7 @@
 
 namespace {
 
-enum Kind : int32_t { MULTIPLY_BF16, MULTIPLY_INT8, ROTATE, ATTEND };  // of a call; its arguments begin with it
+enum Kind : int32_t { MULTIPLY_BF16, MULTIPLY_INT8, MULTIPLY_FEW_BITS, ROTATE, ATTEND };  // of a call; its arguments begin with it
 
 // What the rows of a step are, and where they belong. The same for every layer.
 struct Step {
@@ -54,7 +54,7 @@ struct Team {
 struct Desk {
     std::vector<float> row, q, scores, out, tile;
     std::vector<Floats> columns;
-    std::vector<char> kept;
+    std::vector<char> kept, copy;
 };
 
 class Worker {

@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #ifdef __AVX512F__
 #include <immintrin.h>
@@ -64,6 +65,10 @@ inline bf16 narrow(float f) {
     return bf16((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 inline float rounded(float f) { return widen(narrow(f)); }
+inline FloatPart widen_part(const bf16* x) {
+    typedef uint16_t HalfPart __attribute__((vector_size(32 / PARTS)));
+    return FloatPart(__builtin_convertvector(load<HalfPart>(x), WordPart) << 16);
+}
 inline Floats widen(Halves x) { return Floats(__builtin_convertvector(x, Words) << 16); }
 inline Halves narrow(Floats f) {
     Words bits = Words(f);
@@ -86,47 +91,39 @@ inline Bytes narrow(Ints x) {
 
 // e^x within 2 ulp for x <= 0; exactly 0 where it would leave the normal range, so for -inf.
 // e^x = 2^n e^r with |r| <= ln(2) / 2: n by rounding, e^r by its Taylor polynomial of degree 6.
-inline Floats exponential(Floats x) {
-    const Floats magic = all(12582912.0f);  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
-    Floats shifted = x * 1.44269504f + magic;
-    Floats n = shifted - magic;
-    Floats r = x - n * 0.693359375f;
+template <class V> inline V exponential(V x) {
+    typedef decltype(x < x) Whole;
+    const V magic = V{} + 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+    V shifted = x * 1.44269504f + magic;
+    V n = shifted - magic;
+    V r = x - n * 0.693359375f;
     r = r + n * 2.12194440e-4f;
-    Floats p = all(1.0f / 720);
+    V p = V{} + 1.0f / 720;
     p = p * r + 1.0f / 120;
     p = p * r + 1.0f / 24;
     p = p * r + 1.0f / 6;
     p = p * r + 0.5f;
     p = p * r + 1.0f;
     p = p * r + 1.0f;
-    Floats scaled = Floats(Ints(p) + (Ints(shifted) << 23));
-    return x > -87.0f ? scaled : Floats{};
+    V scaled = V(Whole(p) + (Whole(shifted) << 23));
+    return x > -87.0f ? scaled : V{};
 }
 
 // One round of a transposition: what lies off the diagonal in each square of 2 STEP by 2 STEP changes places.
-template <int STEP> inline void swap_corners(Floats m[LANES]) {
-#define LOW(j) ((j) & STEP ? (j) - STEP + LANES : (j))  // which of the two rows' 32 numbers
-#define HIGH(j) ((j) & STEP ? (j) + LANES : (j) + STEP)
-#define LANES_OF(F) F(0), F(1), F(2), F(3), F(4), F(5), F(6), F(7), F(8), F(9), F(10), F(11), F(12), F(13), F(14), F(15)
-    const Ints low = {LANES_OF(LOW)}, high = {LANES_OF(HIGH)};
+template <int STEP, int... J> inline void swap_corners(FloatPart m[PART_LANES], std::integer_sequence<int, J...>) {
 #pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++) {
+    for (int i = 0; i < PART_LANES; i++) {
         if (i & STEP) continue;
-        const Floats a = m[i], b = m[i + STEP];
-        m[i] = __builtin_shuffle(a, b, low);
-        m[i + STEP] = __builtin_shuffle(a, b, high);
+        const FloatPart a = m[i], b = m[i + STEP];
+        m[i] = __builtin_shufflevector(a, b, (J & STEP ? J - STEP + PART_LANES : J)...);
+        m[i + STEP] = __builtin_shufflevector(a, b, (J & STEP ? J + PART_LANES : J + STEP)...);
     }
-#undef LOW
-#undef HIGH
-#undef LANES_OF
 }
 
-// Rows become columns.
-inline void transpose(Floats m[LANES]) {
-    swap_corners<1>(m);
-    swap_corners<2>(m);
-    swap_corners<4>(m);
-    swap_corners<8>(m);
+// Rows become columns, in a square of as many as a register has lanes.
+template <int STEP = 1> inline void transpose(FloatPart m[PART_LANES]) {
+    swap_corners<STEP>(m, std::make_integer_sequence<int, PART_LANES>());
+    if constexpr (2 * STEP < PART_LANES) transpose<2 * STEP>(m);
 }
 
 inline int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }

@@ -47,6 +47,13 @@ class TorchMatrix:
 
     weight_OI: Tensor
 
+    @property
+    def num_outputs(self) -> int:
+        return self.weight_OI.shape[0]
+
+    def rows(self, rows_T: Tensor) -> Tensor:
+        return F.embedding(rows_T, self.weight_OI)
+
     def multiply(
         self,
         x_TI: Tensor,
@@ -89,20 +96,31 @@ def is_plain(*parts: Linear | RowParallelLinear) -> bool:
     return all(isinstance(part.matrix, TorchMatrix) for part in parts)
 
 
+class Table(Matrix, Protocol):
+    """A matrix whose rows can be looked up, too."""
+
+    @property
+    def num_outputs(self) -> int: ...
+
+    def rows(self, rows_T: Tensor) -> Tensor:
+        """(T, O) in the activations' dtype."""
+        ...
+
+
 @dataclass(frozen=True)
 class Embedding:
     """This rank's rows of the token table, `first` and on."""
 
-    weight_VO: Tensor
+    table: Table
     first: int
     parallel: TensorParallel
 
     def __call__(self, token_ids_T: Tensor) -> Tensor:
         if self.parallel.size == 1:
-            return F.embedding(token_ids_T, self.weight_VO)
+            return self.table.rows(token_ids_T)
         local_T = token_ids_T - self.first
-        is_ours_T = (local_T >= 0) & (local_T < self.weight_VO.shape[0])
-        rows_TO = F.embedding(torch.where(is_ours_T, local_T, 0), self.weight_VO)
+        is_ours_T = (local_T >= 0) & (local_T < self.table.num_outputs)
+        rows_TO = self.table.rows(torch.where(is_ours_T, local_T, 0))
         return self.parallel.all_reduce(rows_TO * is_ours_T.unsqueeze(-1))
 
 

@@ -1,35 +1,55 @@
-"""Matrices packed for the CPU kernels: bf16 as they are stored, or int8."""
+"""Matrices packed for the CPU kernels: bf16 as they are stored, int8, or the few bits in which they are stored."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.cpu.library import Kernels, Program
-from engine.cpu.structs import Kind, ProductCall, Step
+from engine.cpu.structs import FormatName, Kind, ProductCall, Step, StoredRows
+from engine.layers.codes import format_of
+from engine.layers.few_bits import pack
 from engine.layers.layers import Before, RMSNorm
+from engine.weights.quantized_weight import QuantizedWeight
 
 # T tokens, I input features, O output features, P panels of 16 outputs, N groups of inputs, C inputs of one group
 
 _PANEL = 16
-_NOTHING, _NORM, _SILU = 0, 1, 2  # enum Before of matrix.h
+_NOTHING, _NORM, _SILU = 0, 1, 2  # enum Before of product.h
+
+
+@dataclass(frozen=True)
+class PackedPart:
+    """Some outputs of a matrix, all of one kind and format. tensors: what of the struct points to its own memory."""
+
+    kind: Kind
+    num_outputs: int
+    tensors: Mapping[str, Tensor]
+    format_name: FormatName = FormatName.Q4_0
 
 
 class PackedMatrix:
-    """A (O, I) matrix in the order of matrix.h. A row's product does not depend on the rows beside it."""
+    """A (O, I) matrix in the order of matrix.h, or of formats.h. A row's product does not depend on the rows beside
+    it."""
 
-    def __init__(self, kernels: Kernels, kind: Kind, shape_OI: torch.Size, **parts: Tensor) -> None:
-        """See `bf16` and `int8`. `parts`: what of the struct points to this matrix's own tensors."""
+    def __init__(self, kernels: Kernels, num_inputs: int, *parts: PackedPart) -> None:
+        """See `bf16`, `int8` and `few_bits`."""
         self._kernels = kernels
-        self._kind = kind
-        self.num_outputs, self.num_inputs = shape_OI
         self._parts = parts
+        self.num_inputs = num_inputs
+        self.num_outputs = sum(part.num_outputs for part in parts)
+        self.num_bytes = sum(tensor.nbytes for part in parts for tensor in part.tensors.values())
 
     @classmethod
     def bf16(cls, kernels: Kernels, weight_OI: Tensor) -> PackedMatrix:
         panels_PN16C = _panels(weight_OI.to(torch.bfloat16), group=2)
-        return cls(kernels, Kind.MULTIPLY_BF16, weight_OI.shape, panels=panels_PN16C)
+        part = PackedPart(Kind.MULTIPLY_BF16, weight_OI.shape[0], {"panels": panels_PN16C})
+        return cls(kernels, weight_OI.shape[1], part)
 
     @classmethod
     def int8(cls, kernels: Kernels, weight_OI: Tensor) -> PackedMatrix:
@@ -40,14 +60,45 @@ class PackedMatrix:
         wide_OI = weight_OI.float()
         scales_O = wide_OI.abs().amax(dim=1).clamp_min(1e-30) / 127
         codes_OI = (wide_OI / scales_O.unsqueeze(1)).round().to(torch.int8)
-        return cls(
-            kernels,
-            Kind.MULTIPLY_INT8,
-            weight_OI.shape,
-            panels=_panels(codes_OI, group=4),
-            scales=_pad(scales_O),
-            sums=_pad(codes_OI.sum(dim=1, dtype=torch.int32)),
+        tensors = {
+            "panels": _panels(codes_OI, group=4),
+            "scales": _pad(scales_O),
+            "sums": _pad(codes_OI.sum(dim=1, dtype=torch.int32)),
+        }
+        return cls(kernels, weight_OI.shape[1], PackedPart(Kind.MULTIPLY_INT8, weight_OI.shape[0], tensors))
+
+    @classmethod
+    def few_bits(cls, kernels: Kernels, weights: Sequence[QuantizedWeight]) -> PackedMatrix | None:
+        """One matrix of all the rows of several, in the bits that they have; None where one of them has a format that
+        the kernels do not have.
+
+        Rows are quantised as they come, 32 inputs (of Q6_K 16) with one scale, and multiplied as integers.
+        """
+        parts = []
+        for name, alike in groupby(weights, key=format_of):
+            if name is None:
+                return None
+            same = tuple(alike)
+            num_outputs = sum(weight.shape[0] for weight in same)
+            parts.append(PackedPart(Kind.MULTIPLY_FEW_BITS, num_outputs, {"panels": pack(same)}, name))
+        return cls(kernels, weights[0].shape[1], *parts)
+
+    def rows(self, rows_T: Tensor) -> Tensor:
+        """Rows of a matrix of few bits in one format, as the numbers that they are: (T, I) bf16. rows_T: int64."""
+        (part,) = self._parts
+        assert part.kind is Kind.MULTIPLY_FEW_BITS
+        rows_T = rows_T.contiguous()
+        out_TI = torch.empty(len(rows_T), self.num_inputs, dtype=torch.bfloat16)
+        stored = StoredRows(
+            format=part.format_name,
+            panels=part.tensors["panels"].data_ptr(),
+            inputs=self.num_inputs,
+            count=len(rows_T),
+            rows=rows_T.data_ptr(),
+            out=out_TI.data_ptr(),
         )
+        self._kernels.widen_rows(stored)
+        return out_TI
 
     def multiply(
         self,
@@ -59,11 +110,11 @@ class PackedMatrix:
     ) -> Tensor:
         """As engine.layers.layers.Matrix says; all tensors are bf16 and contiguous."""
         out_TO = torch.empty(len(x_TI), self.num_outputs, dtype=torch.bfloat16)
-        call = self.call(x_TI, out_TO, bias_O=bias_O, before=before, residual_TO=residual_TO)
-        Program(self._kernels, [call]).run(Step(tokens=len(x_TI)))
+        calls = self.calls(x_TI, out_TO, bias_O=bias_O, before=before, residual_TO=residual_TO)
+        Program(self._kernels, list(calls)).run(Step(tokens=len(x_TI)))
         return out_TO
 
-    def call(
+    def calls(
         self,
         x_TI: Tensor,
         out_TO: Tensor,
@@ -71,22 +122,32 @@ class PackedMatrix:
         bias_O: Tensor | None,
         before: Before | None,
         residual_TO: Tensor | None,
-    ) -> ProductCall:
+    ) -> Iterable[ProductCall]:
         """The same for a program, with the step's tokens as rows; `out_TO` may be the residual."""
         norm = before if isinstance(before, RMSNorm) else None
-        return ProductCall(
-            kind=self._kind,
-            outputs=self.num_outputs,
-            inputs=self.num_inputs,
-            before=_NORM if norm else _NOTHING if before is None else _SILU,
-            eps=norm.eps if norm else 0.0,
-            norm=norm.weight.data_ptr() if norm else None,
-            bias=None if bias_O is None else bias_O.data_ptr(),
-            residual=None if residual_TO is None else residual_TO.data_ptr(),
-            x=x_TI.data_ptr(),
-            out=out_TO.data_ptr(),
-            **{name: tensor.data_ptr() for name, tensor in self._parts.items()},
-        )
+        first = 0
+        for part in self._parts:
+            yield ProductCall(
+                kind=part.kind,
+                format=part.format_name,
+                outputs=part.num_outputs,
+                inputs=self.num_inputs,
+                before=_NORM if norm else _NOTHING if before is None else _SILU,
+                eps=norm.eps if norm else 0.0,
+                norm=norm.weight.data_ptr() if norm else None,
+                bias=_from(bias_O, first),
+                residual=_from(residual_TO, first),
+                x=x_TI.data_ptr(),
+                out=_from(out_TO, first),
+                out_stride=self.num_outputs,
+                **{name: tensor.data_ptr() for name, tensor in part.tensors.items()},
+            )
+            first += part.num_outputs
+
+
+def _from(values: Tensor | None, first: int) -> int | None:
+    """The address of an output of the first row."""
+    return None if values is None else values.data_ptr() + first * values.element_size()
 
 
 def _panels(weight_OI: Tensor, *, group: int) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cluster.words.errors import SpecError
 from engine.cpu.library import Kernels
-from engine.layers.layers import Embedding, Linear, Matrix, RMSNorm, RowParallelLinear, TorchMatrix
+from engine.layers.layers import Embedding, Linear, Matrix, RMSNorm, RowParallelLinear, Table, TorchMatrix
 from engine.layers.packed_matrix import PackedMatrix
 from engine.layers.quantized_matrix import QuantizedMatrix
 from engine.parallel import TensorParallel
@@ -18,7 +18,8 @@ from engine.weights.checkpoint import Checkpoint, Span
 from engine.weights.quantized_weight import QuantizedWeight
 
 # int8: each output in 8 bits with its own scale, made at load. quantized: matrices that are stored in few bits stay so
-# in memory, and are widened as they are used; else they are widened at load.
+# in memory, and are multiplied so where the CPU kernels have their format, else widened as they are used; otherwise
+# they are widened at load.
 WEIGHTS = ("as_stored", "int8", "quantized")
 
 
@@ -55,8 +56,16 @@ class ShardReader:
 
     def embedding(self, name: str, vocab_size: int) -> Embedding:
         rows = self.parallel.span(vocab_size)
-        weight = self._place(self.checkpoint.read(f"{name}.weight", rows=rows))
-        return Embedding(weight, rows[0], self.parallel)
+        kept = self._quantized(name, rows=rows)
+        table: Table | None = None if kept is None else self._packed(kept)
+        if table is None:
+            table = TorchMatrix(self._place(self.checkpoint.read(f"{name}.weight", rows=rows)))
+        return Embedding(table, rows[0], self.parallel)
+
+    def tied(self, embedding: Embedding) -> Matrix:
+        """The token table as the matrix that it also is."""
+        table = embedding.table
+        return self.matrix(table.weight_OI) if isinstance(table, TorchMatrix) else table
 
     def linear(self, rows: Mapping[str, Span], *, has_bias: bool = False) -> Linear:
         """One matrix of the given rows of several, in their order."""
@@ -67,13 +76,13 @@ class ShardReader:
 
         parts = [self._quantized(name, rows=span) for name, span in rows.items()]
         kept = [part for part in parts if part is not None]
-        matrix = QuantizedMatrix(tuple(kept)) if len(kept) == len(parts) else self.matrix(fused("weight"))
+        matrix = self._kept(*kept) if len(kept) == len(parts) else self.matrix(fused("weight"))
         return Linear(self._seen(tuple(rows), matrix), fused("bias") if has_bias else None)
 
     def columns(self, name: str, columns: Span) -> Matrix:
         """Some columns of a matrix, whose product the caller sums over the ranks."""
         if (kept := self._quantized(name, columns=columns)) is not None:
-            return self._seen((name,), QuantizedMatrix((kept,)))
+            return self._seen((name,), self._kept(kept))
         return self._seen((name,), self.matrix(self._place(self.checkpoint.read(f"{name}.weight", columns=columns))))
 
     def row_parallel(self, name: str, columns: Span, *, has_bias: bool = False) -> RowParallelLinear:
@@ -88,6 +97,13 @@ class ShardReader:
             return TorchMatrix(weight_OI)
         pack = PackedMatrix.int8 if self.weights == "int8" else PackedMatrix.bf16
         return pack(self.kernels, weight_OI)
+
+    def _kept(self, *weights: QuantizedWeight) -> Matrix:
+        """In few bits: as the kernels multiply them, or else widened as they are used."""
+        return self._packed(*weights) or QuantizedMatrix(weights)
+
+    def _packed(self, *weights: QuantizedWeight) -> PackedMatrix | None:
+        return None if self.kernels is None else PackedMatrix.few_bits(self.kernels, weights)
 
     def _seen(self, names: Sequence[str], matrix: Matrix) -> Matrix:
         return matrix if self.on_matrix is None else self.on_matrix(names, matrix)

@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.attention.cpu_heads import StepRows, attention_call, rotary_call
 from engine.batch.batch import Batch
 from engine.cpu.library import Kernels, Program
-from engine.cpu.structs import Call, ProductCall
+from engine.cpu.structs import Call, ProductCall, RotaryCall
 from engine.kv.pool import KVPool
 from engine.layers.layers import Before, GatedSiLU, Linear, RowParallelLinear
 from engine.layers.packed_matrix import PackedMatrix
@@ -21,9 +21,6 @@ from engine.model.decoder_layer import DecoderLayer
 from engine.model.gated_mlp import GatedMLP
 
 # T tokens of the step, C tokens that there is room for, I features, E hidden_size, N = H + 2 K heads, D head_dim
-
-_CALLS_OF_A_LAYER = 6
-_CALLS_BEFORE_KV = 2  # until a layer's keys and values are in the pool
 
 
 class CompiledLayers:
@@ -45,8 +42,7 @@ class CompiledLayers:
         rows, begin = StepRows(batch, cos_T1F, sin_T1F), 0
         self._x_CE[: len(x_TE)] = x_TE
         if on_layer is not None:
-            for layer in range(len(self._layers)):
-                end = layer * _CALLS_OF_A_LAYER + _CALLS_BEFORE_KV
+            for layer, end in enumerate(self._ends_of_kv):
                 self._program.run(rows.step, first=begin, end=end)
                 on_layer(layer)
                 begin = end
@@ -67,18 +63,21 @@ class CompiledLayers:
         self._heads_CND = room(outputs(layer.qkv)).view(num_tokens, -1, layer.head_dim)
         self._attended_CHD = room(num_attended).view(num_tokens, -1, layer.head_dim)
         self._gate_up_CI = room(outputs(mlp.gate_up))
-        self._program = Program(self._kernels, [call for layer in self._layers for call in self._calls(layer)])
+        calls = [call for layer in self._layers for call in self._calls(layer)]
+        self._program = Program(self._kernels, calls)
+        # After which a layer's keys and values are in the pool.
+        self._ends_of_kv = [end for end, call in enumerate(calls, 1) if isinstance(call, RotaryCall)]
 
     def _calls(self, layer: DecoderLayer) -> Iterable[Call]:
         mlp = _mlp(layer)
         x_CE, heads_CND, attended_CHD, gate_up_CI = self._x_CE, self._heads_CND, self._attended_CHD, self._gate_up_CI
         q_CHD = heads_CND[:, : attended_CHD.shape[1]]
-        yield _product(layer.qkv, x_CE, heads_CND, before=layer.input_norm)
+        yield from _products(layer.qkv, x_CE, heads_CND, before=layer.input_norm)
         yield rotary_call(self._pool, layer.index, heads_CND, q_norm=layer.q_norm, k_norm=layer.k_norm)
         yield attention_call(self._pool, layer.index, q_CHD, attended_CHD, window=layer.window)
-        yield _product(layer.output, attended_CHD, x_CE, residual_CE=x_CE)
-        yield _product(mlp.gate_up, x_CE, gate_up_CI, before=layer.mlp_norm)
-        yield _product(mlp.down, gate_up_CI, x_CE, before=GatedSiLU(), residual_CE=x_CE)
+        yield from _products(layer.output, attended_CHD, x_CE, residual_CE=x_CE)
+        yield from _products(mlp.gate_up, x_CE, gate_up_CI, before=layer.mlp_norm)
+        yield from _products(mlp.down, gate_up_CI, x_CE, before=GatedSiLU(), residual_CE=x_CE)
 
 
 def can_compile(layers: Sequence[DecoderLayer]) -> bool:
@@ -93,15 +92,15 @@ def can_compile(layers: Sequence[DecoderLayer]) -> bool:
     )
 
 
-def _product(
+def _products(
     part: Linear | RowParallelLinear,
     x_CI: Tensor,
     out_CO: Tensor,
     *,
     before: Before | None = None,
     residual_CE: Tensor | None = None,
-) -> ProductCall:
-    return _packed(part).call(x_CI, out_CO, bias_O=part.bias_O, before=before, residual_TO=residual_CE)
+) -> Iterable[ProductCall]:
+    return _packed(part).calls(x_CI, out_CO, bias_O=part.bias_O, before=before, residual_TO=residual_CE)
 
 
 def _mlp(layer: DecoderLayer) -> GatedMLP:

@@ -80,7 +80,7 @@ class Transformer:
             on_read(index)
         self._norm = reader.norm("model.norm", config.rms_norm_eps)
         if config.tie_embeddings:
-            self._head = Linear(reader.matrix(self._embedding.weight_VO))
+            self._head = Linear(reader.tied(self._embedding))
         else:
             self._head = reader.linear({"lm_head": reader.parallel.span(config.vocab_size)})
         self._rotary = Rotary(config, reader.device)

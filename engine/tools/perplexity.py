@@ -31,6 +31,7 @@ from engine.kernels.wire import pack_kv, unpack_kv
 from engine.kv.layout import DTYPES, EIGHT_BITS
 from engine.kv.pool import KVPool
 from engine.runner import ModelRunner
+from engine.weights.open_checkpoint import is_quantized
 
 # W windows, T scored tokens of one, K kv heads, D head_dim, V vocabulary
 
@@ -42,6 +43,7 @@ class Setting:
     """What is in how many bits; the defaults save nothing."""
 
     model_dir: Path
+    weights: str = "as_stored"  # one of engine.layers.shards.WEIGHTS
     pool_dtype: str = "auto"
     wire_dtype: str = "raw"
 
@@ -91,6 +93,7 @@ def _losses(setting: Setting, windows: list[list[int]], *, dtype: str, context: 
     config = EngineConfig(
         model_dir=setting.model_dir,
         dtype=dtype,
+        weights=setting.weights,
         pool_dtype=setting.pool_dtype,
         block_size=_BLOCK_SIZE,
         num_blocks=num_blocks,
@@ -128,8 +131,13 @@ def _send_and_receive(pool: KVPool, num_tokens: int, dtype: torch.dtype) -> None
 
 
 def settings_for(model_dir: Path, others: Iterable[tuple[str, Path]]) -> dict[str, Setting]:
-    """The baseline, each saving by itself, and all together. others: name and directory of quantised checkpoints."""
+    """The baseline, each saving by itself, and all together. others: name and directory of quantised checkpoints.
+
+    A model that is stored in few bits is widened in the baseline, and multiplied as it is stored in a setting.
+    """
     settings = {"baseline": Setting(model_dir=model_dir)}
+    if is_quantized(model_dir):
+        settings["weights as stored"] = Setting(model_dir=model_dir, weights="quantized")
     for name, dtype in EIGHT_BITS.items():
         settings[f"pool {name}"] = Setting(model_dir=model_dir, pool_dtype=dtype)
         settings[f"wire {name}"] = Setting(model_dir=model_dir, wire_dtype=dtype)

@@ -19,3 +19,8 @@ def open_checkpoint(model_dir: Path) -> Checkpoint:
     plain = SafetensorsCheckpoint(model_dir)
     config = quantization_config(model_dir)
     return QuantizedCheckpoint(plain, config) if config else plain
+
+
+def is_quantized(model_dir: Path) -> bool:
+    """Whether a model directory's matrices may be stored in few bits."""
+    return (model_dir / TABLE).exists() or bool(quantization_config(model_dir))

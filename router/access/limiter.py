@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from cluster.words.api_key import ApiKey
 from cluster.words.errors import RateLimited
 
 LEASE_S = 10.0  # a request under way counts for so long after its router was last heard of
-# Seconds are counted whole: so many of them cover any minute, wherever in a second it begins.
-WINDOW = 61
+# Seconds are counted whole: so many of them cover any minute, wherever in a second it begins; and one more, for tokens
+# that were taken ahead may be used a little later.
+WINDOW = 62
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,7 @@ class Standing:
 
 @dataclass(frozen=True, kw_only=True)
 class Reservation:
-    """What one request has taken of its key's limits: a place, and later all the tokens that it might use."""
+    """What one request has taken of its key's limits: a place, tokens ahead, and later all that it might use."""
 
     key: ApiKey
     id: str
@@ -46,17 +47,28 @@ class Reservation:
     num_tokens: int
     standing: Standing
 
+    def with_tokens(self, number: int) -> Reservation:
+        """With so many of those that it has: the others are given back."""
+        left = replace(self.standing, num_tokens=self.standing.num_tokens - self.num_tokens + number)
+        return replace(self, num_tokens=number, standing=left)
+
 
 class Limiter(Protocol):
     """Counts for keys. Raises redis.RedisError where it counts in a Redis that is away."""
 
-    async def enter(self, key: ApiKey, *, id: str) -> Reservation:
-        """Take a request and its place, or nothing; of what it asks for nothing is known yet. Raises RateLimited, which
+    async def enter(self, key: ApiKey, *, id: str, ahead: int = 0) -> Reservation:
+        """Take a request and its place, or nothing; of what it asks for nothing is known yet. With it so many tokens
+        `ahead`, where the key has twice as many left: who comes after it still finds as many. Raises RateLimited, which
         says when to come again, also where the key has no token left."""
         ...
 
     async def charge(self, taken: Reservation, *, num_tokens: int) -> Reservation:
-        """Take the tokens of a request that has a place and no tokens yet, or none of them. Raises RateLimited."""
+        """Take the tokens of a request that has a place, in exchange for those that it took ahead, which are given back
+        whatever comes of it; or none of them. Raises RateLimited."""
+        ...
+
+    async def give_back(self, taken: Reservation, *, num_tokens: int) -> None:
+        """So many of the tokens taken are not needed."""
         ...
 
     async def settle(self, taken: Reservation, *, used: int) -> None:

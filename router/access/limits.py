@@ -22,14 +22,24 @@ from router.access.visit import Held, Visit
 logger = logging.getLogger(__name__)
 
 _TRY_AGAIN_S = 1.0  # after Redis was found to be away
+_AHEAD_S = 0.5  # that tokens may be held for a request that is still being read; see WINDOW
 
 
 class Limits:
     """Lives on the router's event loop. Where Redis is away, or too slow, this router's own part of each limit counts:
     what was counted on the other side is not carried over."""
 
-    def __init__(self, shared: Limiter | None, local: Limiter, *, try_again_s: float = _TRY_AGAIN_S) -> None:
-        """shared: of all routers; None where there is none. try_again_s: after `shared` was found to be away."""
+    def __init__(
+        self,
+        shared: Limiter | None,
+        local: Limiter,
+        *,
+        try_again_s: float = _TRY_AGAIN_S,
+        ahead_s: float = _AHEAD_S,
+    ) -> None:
+        """shared: of all routers; None where there is none. try_again_s: after `shared` was found to be away. ahead_s:
+        for which a request has tokens before it is known how many it needs."""
+        self._ahead_s = ahead_s
         self._try_again_s = try_again_s
         self._shared = shared
         self._local = local
@@ -40,6 +50,7 @@ class Limits:
         self._has_failed = False  # for one key: Redis is there
         self._is_closing = False
         self._used_up: dict[str, tuple[float, RateLimited]] = {}  # by key: until when nothing can pass, and why
+        self._ahead: dict[str, int] = {}  # by key: about the most tokens that its latest requests took
 
     @asynccontextmanager
     async def entered(self, client: Client) -> AsyncIterator[Visit]:
@@ -49,16 +60,18 @@ class Limits:
         """
         key = client.key
         if key is None or not key.is_limited:
-            yield Visit(None, self._charge)
+            yield Visit(None, self._take_tokens)
             return
         self._check(key)
-        visit = Visit(place := await self._reserve(key), self._charge)
+        visit = Visit(place := await self._reserve(key), self._take_tokens)
         self._under_way[place[1].id] = place
+        lapse = asyncio.get_running_loop().call_later(self._ahead_s, self._lapse, visit)
         try:
             yield visit
         finally:
+            lapse.cancel()
             del self._under_way[place[1].id]
-            self._start(self._leave(visit, place, visit.used_tokens))
+            self._start(self._leave(visit, visit.used_tokens))
 
     async def keep_forever(self) -> None:
         """Renew what is under way: the places of a router that dies come back when their leases end."""
@@ -98,17 +111,44 @@ class Limits:
             raise
 
     async def _enter(self, key: ApiKey) -> Held:
-        id = secrets.token_hex(8)
+        id, ahead = secrets.token_hex(8), self._ahead.get(key.id, 0)
         if self._shared is not None and self._asks_shared:
             try:
                 if self._reach.is_away:  # leases have ended meanwhile, and what runs still counts
                     await self._renew()
-                taken = await self._shared.enter(key, id=id)
+                taken = await self._shared.enter(key, id=id, ahead=ahead)
                 self._reach.found()
                 return self._shared, taken
             except RedisError as error:
                 self._note(error)
-        return self._local, await self._local.enter(key, id=id)
+        return self._local, await self._local.enter(key, id=id, ahead=ahead)
+
+    async def _take_tokens(self, visit: Visit, num_tokens: int) -> Reservation:
+        assert visit.place
+        limiter, taken = place = visit.place
+        latest = self._ahead.get(taken.key.id, 0)
+        self._ahead[taken.key.id] = max(num_tokens, latest - (latest - num_tokens) // 8)
+        visit.is_charged = True
+        if num_tokens <= taken.num_tokens:
+            self._keep(visit, num_tokens)
+            return visit.place[1]
+        visit.place = limiter, taken.with_tokens(0)
+        # A client that goes meanwhile does not end this: what is counted is given back when it is known.
+        visit.charging = asyncio.create_task(self._charge(place, num_tokens))
+        return (await asyncio.shield(visit.charging))[1]
+
+    def _lapse(self, visit: Visit) -> None:
+        """It takes long to be read: nothing is held for it."""
+        if not visit.is_charged:
+            self._keep(visit, 0)
+
+    def _keep(self, visit: Visit, num_tokens: int) -> None:
+        """Of the tokens that were taken ahead."""
+        assert visit.place
+        limiter, taken = visit.place
+        visit.place = limiter, taken.with_tokens(num_tokens)
+        if spared := taken.num_tokens - num_tokens:
+            self._start(self._noting(limiter.give_back(taken, num_tokens=spared)))
 
     async def _charge(self, place: Held, num_tokens: int) -> Held:
         limiter, taken = place
@@ -116,24 +156,25 @@ class Limits:
             return limiter, await limiter.charge(taken, num_tokens=num_tokens)
         except RedisError as error:
             self._note(error)
-        return self._local, await self._local.charge(taken, num_tokens=num_tokens)
+        return self._local, await self._local.charge(taken.with_tokens(0), num_tokens=num_tokens)
 
-    async def _leave(self, visit: Visit, place: Held, used: int) -> None:
-        held = place
+    async def _leave(self, visit: Visit, used: int) -> None:
+        assert visit.place
+        (limiter, taken) = held = visit.place
         if visit.charging:
             with suppress(ClusterError):  # it was told so
                 held = await visit.charging
-        if held[0] is not place[0]:
-            await self._settle(*place, 0)
-        await self._settle(*held, used if held is not place else 0)
+        if held[0] is not limiter:
+            await self._noting(limiter.settle(taken, used=0))
+        await self._noting(held[0].settle(held[1], used=used))
 
     @property
     def _asks_shared(self) -> bool:
         return self._shared is not None and time.monotonic() >= self._away_until
 
-    async def _settle(self, limiter: Limiter, taken: Reservation, used: int) -> None:
+    async def _noting(self, told: Coroutine[Any, Any, None]) -> None:
         try:
-            await limiter.settle(taken, used=used)
+            await told
         except RedisError as error:
             self._note(error)
 
@@ -148,7 +189,8 @@ class Limits:
 
     async def _give_back(self, entering: asyncio.Task[Held]) -> None:
         with suppress(ClusterError):
-            await self._settle(*await entering, 0)
+            limiter, taken = await entering
+            await self._noting(limiter.settle(taken, used=0))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         """Nobody waits for it: the client has its answer."""

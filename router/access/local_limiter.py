@@ -53,27 +53,34 @@ class LocalLimiter:
         self._now = now
         self._used: defaultdict[str, _Used] = defaultdict(_Used)
 
-    async def enter(self, key: ApiKey, *, id: str) -> Reservation:
+    async def enter(self, key: ApiKey, *, id: str, ahead: int = 0) -> Reservation:
         used, now, part = self._used[key.id], self._now(), self._part_of(key)
         _check(part, used, now, num_requests=1, num_tokens=1)
         if part.concurrency is not None and len(used.running) >= part.concurrency:
             raise refusal(part, "concurrency", retry_after_s=1.0, standing=_standing(used, now))
         used.requests.add(int(now), 1)
         used.running.add(id)
-        return Reservation(key=key, id=id, second=int(now), num_tokens=0, standing=_standing(used, now))
+        if part.tpm is None or used.tokens.used(now) + 2 * ahead > part.tpm:
+            ahead = 0
+        used.tokens.add(int(now), ahead)
+        return Reservation(key=key, id=id, second=int(now), num_tokens=ahead, standing=_standing(used, now))
 
     async def charge(self, taken: Reservation, *, num_tokens: int) -> Reservation:
         used, now, part = self._used[taken.key.id], self._now(), self._part_of(taken.key)
+        await self.give_back(taken, num_tokens=taken.num_tokens)
         num_tokens = num_tokens if part.tpm is None else min(num_tokens, part.tpm)
         _check(part, used, now, num_requests=0, num_tokens=max(1, num_tokens))
         used.tokens.add(int(now), num_tokens)
         return replace(taken, second=int(now), num_tokens=num_tokens, standing=_standing(used, now))
 
+    async def give_back(self, taken: Reservation, *, num_tokens: int) -> None:
+        counted = self._used[taken.key.id].tokens
+        if taken.second in counted.counts:
+            counted.add(taken.second, -num_tokens)
+
     async def settle(self, taken: Reservation, *, used: int) -> None:
-        counted = self._used[taken.key.id]
-        counted.running.discard(taken.id)
-        if taken.second in counted.tokens.counts:
-            counted.tokens.add(taken.second, used - taken.num_tokens)
+        self._used[taken.key.id].running.discard(taken.id)
+        await self.give_back(taken, num_tokens=taken.num_tokens - used)
 
     async def renew(self, taken: list[Reservation]) -> None:
         """Nothing: what runs here ends with this process."""

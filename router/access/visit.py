@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeAlias
 
 from cluster.words.errors import ClusterError, RequestError
 from router.access.limiter import Limiter, Reservation, refusal
@@ -16,10 +16,11 @@ Held: TypeAlias = tuple[Limiter, Reservation]  # what was taken, and of whom
 class Visit:
     """Of a request that was let in; Limits gives it, and takes everything back."""
 
-    def __init__(self, place: Held | None, take_tokens: Callable[[Held, int], Coroutine[Any, Any, Held]]) -> None:
+    def __init__(self, place: Held | None, take_tokens: Callable[[Visit, int], Awaitable[Reservation]]) -> None:
         """place: None where there is nothing to count."""
         self.place = place
-        self.charging: asyncio.Task[Held] | None = None  # of its tokens
+        self.charging: asyncio.Task[Held] | None = None  # of its tokens, where those taken ahead were too few
+        self.is_charged = False
         self._take_tokens = take_tokens
         self._completions: Sequence[Completion] = ()
 
@@ -39,7 +40,7 @@ class Visit:
                 f"prompt: needs at least {num_tokens} tokens; this API key may have {taken.key.tpm} a minute",
                 param="prompt",
             )
-        if num_tokens > taken.key.tpm - taken.standing.num_tokens:
+        if num_tokens > taken.key.tpm - taken.with_tokens(0).standing.num_tokens:
             retry_s = taken.standing.tokens_reset_s
             raise refusal(taken.key, "tokens", retry_after_s=retry_s, standing=taken.standing)
 
@@ -57,10 +58,7 @@ class Visit:
         try:
             if taken.key.tpm is not None:
                 _bound(completions, taken.key.tpm)
-                num_tokens = sum(one.most_tokens for one in completions)
-                # A client that goes meanwhile does not end this: what is counted is given back when it is known.
-                self.charging = asyncio.create_task(self._take_tokens(self.place, num_tokens))
-                _, taken = await asyncio.shield(self.charging)
+                taken = await self._take_tokens(self, sum(one.most_tokens for one in completions))
         except ClusterError as error:
             for one in completions[:1]:  # they are one request
                 one.refuse(error)

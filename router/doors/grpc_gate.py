@@ -26,9 +26,11 @@ Entered: TypeAlias = Callable[[_Context], AbstractAsyncContextManager[None]]
 
 _NOW = 0.0  # of the loop's clock
 _FREE_S = 10.0  # for the message of who needs no key
+_SPARED_FREE_S = 0.005  # one that is there already is read by then
 _SPARED = 1 / 12  # of its time, for which a message with a key may be on its way, whoever waits
-# Messages on their way at a time, each of MAX_REQUEST_BYTES at most; a quick one is there for a moment only.
-_MAX_FREE = 16
+# Messages on their way at a time, each of MAX_REQUEST_BYTES at most; a quick one is there for a moment only. Those of
+# free calls are tiny, but gRPC bounds them for a whole server alone: so there are few at a time.
+_MAX_FREE = 4
 _MAX_OF_ALL = 32
 _MAX_OF_KEY = 12
 
@@ -53,7 +55,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC 
         self._free = tuple(f"/{service}/" for service in free)
         self._within_s = within_s
         self._entered = entered or {}
-        self._of_free = _Room(_MAX_FREE, max_waiting, spared_s=0.0)
+        self._of_free = _Room(_MAX_FREE, max_waiting, spared_s=_SPARED_FREE_S)
         self._of_all = _Room(_MAX_OF_ALL, max_waiting, spared_s=_SPARED * within_s)
         self._of_keys: WeakValueDictionary[str, _Room] = WeakValueDictionary()
 

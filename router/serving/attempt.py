@@ -90,7 +90,7 @@ class Attempt:
 
     async def _lease(self, decode: Replica, leased: Mapping[int, DecodeStream]) -> None:
         prefill_here = self._pair.prefill is None
-        booking = Booking(decode, num_requests=1)
+        booking, num_frames = Booking(decode, num_requests=1), 0
         call = decode.worker.generate(
             self._request,
             prefill_here=prefill_here,
@@ -107,6 +107,8 @@ class Attempt:
                         if prefill_here:
                             self._pair.prompt_booking.end(is_computed=True)
                             self._route.pulled_tokens = event.started.pulled_tokens
+                    case "finished":
+                        num_frames = event.finished.frames
         except ClusterError as error:
             if self.streams.on(decode):
                 self._choices.fail(error)
@@ -114,7 +116,7 @@ class Attempt:
         finally:
             booking.end()
             call.cancel()
-        await self.streams.lease_ended(leased)
+        await self.streams.lease_ended(leased, num_frames=num_frames)
 
     def _reserved(self, decode: Replica, reserved: pb.Reserved) -> None:
         self._route.decode_replica = decode.id

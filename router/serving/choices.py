@@ -26,6 +26,9 @@ class Choices:
         self._is_joined = not has_prefill
         self._first_epoch: int | None = None  # of the handoff, as told by P with the first tokens
         self._started_epoch: int | None = None  # and by D, when it began
+        self.prefill_spoke = asyncio.Event()  # what D says is kept back until then
+        if not has_prefill:
+            self.prefill_spoke.set()
         self._early: list[tuple[int, SampledToken]] = []  # of D, not joined yet
         self._arrived = asyncio.Event()  # set at each token
         self._ended = asyncio.Event()
@@ -62,6 +65,7 @@ class Choices:
         for choice, token in zip(self._choices, tokens, strict=True):
             self._take(choice, token)
         self._join()
+        self.prefill_spoke.set()
 
     def started(self, *, epoch: int) -> None:
         """D has the KV, and the first tokens that came with it."""

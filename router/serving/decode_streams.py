@@ -18,7 +18,7 @@ from router.serving.replica import Replica
 from router.serving.request_state import RequestState
 
 _MOVE_AGAIN_S = 0.25
-_LAST_TOKENS_S = 3.0  # the last frames may come later than the end of the call; silence of so long is a loss anyway
+_LAST_TOKENS_S = 3.0  # for what belongs to a call that has ended; silence of so long is a loss anyway
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,22 @@ class DecodeStreams:
         """The unfinished choices that decode there."""
         return [choice for choice in self._choices.unfinished if self._streams[choice].replica is replica]
 
-    async def lease_ended(self, leased: Mapping[int, DecodeStream]) -> None:
-        """The call has ended for which these choices decode where they do: those that are not finished in a moment, nor
-        have gone elsewhere, are lost."""
-        await asyncio.sleep(_LAST_TOKENS_S)
+    async def lease_ended(self, leased: Mapping[int, DecodeStream], *, num_frames: int) -> None:
+        """The call has ended for which these choices decode on one replica: those that have not ended there, nor have
+        gone elsewhere, are lost.
+
+        num_frames: so many have the last of their tokens, however long ago they came and wait to be read; 0: of an
+        older replica, which does not say it.
+        """
+        replica = next(iter(leased.values())).replica
+        if num_frames:
+            await replica.has_read(num_frames)
+            await self._choices.prefill_spoke.wait()
+        if not num_frames or self._one_at_a_time.locked():  # or a move is under way
+            await asyncio.sleep(_LAST_TOKENS_S)
         left = [choice for choice in self._choices.unfinished if self._streams[choice] is leased.get(choice)]
         if left:
-            replica = leased[left[0]].replica.id
-            self._choices.fail(ReplicaLost(f"{replica}: its call ended, and choices {left} had not"))
+            self._choices.fail(ReplicaLost(f"{replica.id}: its call ended, and choices {left} had not"))
 
     def only_on(self, replica: Replica) -> int | None:
         """The one choice of a request that has one, if it has begun and decodes there; None otherwise."""
@@ -182,12 +190,13 @@ class DecodeStreams:
         return holding
 
     async def _until_it_ends(self, lease: Lease, leased: Mapping[int, DecodeStream]) -> None:
+        num_frames = 0
         try:
-            async for _ in lease:
-                pass
+            async for event in lease:
+                num_frames = event.finished.frames
         except ClusterError as error:
             return self._choices.fail(error)
-        await self.lease_ended(leased)
+        await self.lease_ended(leased, num_frames=num_frames)
 
     def _take(self, choice: int, tokens: list[SampledToken] | ReplicaLost) -> None:
         if isinstance(tokens, ReplicaLost):

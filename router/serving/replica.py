@@ -39,6 +39,8 @@ class Replica:
         self.promised_blocks = 0  # to requests of ours
         self.promised_streams = 0
         self._has_told_nonsense = False
+        self._num_frames = 0  # of this life
+        self._framed = asyncio.Event()  # set by each, and by their end
         self._on_change = on_change
         self._load: ReplicaLoad | None = None  # None: something has changed
         self._sinks: dict[int, TokenSink] = {}
@@ -84,6 +86,12 @@ class Replica:
     def unsubscribe(self, stream: int) -> None:
         self._sinks.pop(stream, None)
 
+    async def has_read(self, num_frames: int) -> None:
+        """Until so many frames of this life have been handed on, or it ends."""
+        while self.is_alive and self._num_frames < num_frames:
+            self._framed.clear()
+            await self._framed.wait()
+
     async def unless_lost(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work`, but raise ReplicaLost once the frames have ended: its calls may stay open for longer."""
         task = asyncio.create_task(work)
@@ -124,18 +132,19 @@ class Replica:
             await asyncio.sleep(_RECONNECT_S)
 
     async def _read_frames(self) -> None:
-        frames, num_seen = self.worker.frames(), 0
+        frames, self._num_frames = self.worker.frames(), 0
         try:
             while True:
                 async with asyncio.timeout(_SILENCE_S):
                     frame = await anext(frames, None)
                 if frame is None:
                     return
-                if frame.number > num_seen:
+                if frame.number > self._num_frames:
                     raise ReplicaLost(f"{self.id}: a frame is missing before number {frame.number}")
-                if frame.number == num_seen:  # not one that came before
-                    num_seen += 1
+                if frame.number == self._num_frames:  # not one that came before
                     self._take(frame)
+                    self._num_frames += 1
+                    self._framed.set()
         finally:
             frames.cancel()
 
@@ -176,6 +185,7 @@ class Replica:
         sinks, self._sinks = self._sinks, {}
         for sink in sinks.values():
             sink(ReplicaLost(f"{self.id}: {reason}"))
+        self._framed.set()
         self._on_change()
 
     def _weighed(self) -> ReplicaLoad:

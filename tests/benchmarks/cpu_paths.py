@@ -1,4 +1,5 @@
-"""The engine's three ways through a step on a CPU, side by side: torch's operations, our kernels, our kernels in int8.
+"""The engine's ways through a step on a CPU, side by side: torch's operations, our kernels, our kernels in int8, and
+in the few bits of the model's own GGUF.
 
     python -m tests.benchmarks.cpu_paths
 
@@ -31,6 +32,7 @@ _PROMPTS = (512, 2048)
 def main() -> None:
     torch.set_num_threads(1)
     sides = {"torch": _load("as_stored", has_kernels=False), "kernels": _load("as_stored"), "int8": _load("int8")}
+    sides["few bits"] = _load("quantized")
     for batch, context in _DECODES:
         step = Batch.of([_row(i, context, 1, context) for i in range(batch)], block_size=_BLOCK_SIZE)
         ms = {name: round(_cpu_s(runner, step) * 1e3, 1) for name, runner in sides.items()}

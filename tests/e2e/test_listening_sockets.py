@@ -8,6 +8,8 @@ import socket
 import ssl
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
@@ -26,6 +28,11 @@ _NAME = "walked"
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # and empty settings
 _ANSWER_S = 10.0
 _AT_ONCE = 8
+_WORDS = [
+    b"PING\r\n",
+    b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 29\r\n\r\n" + b'{"prompt":"a","max_tokens":1}',
+]
 
 
 @pytest.fixture
@@ -39,8 +46,10 @@ def cluster(tmp_path: Path) -> Iterator[ClusterCommand]:
 @pytest.mark.timeout(900)
 def test_a_stranger_gets_nothing_from_any_socket_of_a_deployment(cluster: ClusterCommand, tmp_path: Path) -> None:
     small = ["--set", "prefill.kv_memory_gib=0.1", "--set", "decode.kv_memory_gib=0.1"]
-    doors = ["--grpc-port", str(free_port()), "--http-port", str(free_port())]
-    deployed = cluster.run("deploy", "2P2D", "--name", _NAME, *small, *doors, within_s=600)
+    doors = ["--grpc-port", str(free_port()), "--http-port", str(http := free_port())]
+    operators = "127.0.0.1", free_port()
+    closed = ["--set", "router.keys=required", "--set", "security.operators={}:{}".format(*operators)]
+    deployed = cluster.run("deploy", "2P2D", "--name", _NAME, *small, *doors, *closed, within_s=600)
     assert deployed.code == 0, deployed.err
     before = json.loads(cluster.run("status", "--json").out)
     assert before["tls"] == "auto"
@@ -56,9 +65,17 @@ def test_a_stranger_gets_nothing_from_any_socket_of_a_deployment(cluster: Cluste
         found = {address: _knock(*address, None) for address in addresses}
         found_as_neighbour = {address: _knock(*address, (str(chain), str(key))) for address in addresses}
         assert "let in" not in {*found.values(), *found_as_neighbour.values()}, (processes.title(pid), found)
-        if pid in ranks:
-            assert "refused" in found.values(), "the port of a rank speaks TLS, and asks for a certificate"
+        if pid in ranks or operators in addresses:
+            assert "refused" in found.values(), "where processes and people call, TLS asks for a certificate"
 
+    everywhere = {address for addresses in listening.values() for address in addresses}
+    assert everywhere > {operators, ("127.0.0.1", http)}
+    asked = [(*address, words) for address in everywhere for words in _WORDS]
+    with ThreadPoolExecutor(32) as pool:
+        said = dict(zip(asked, pool.map(lambda each: _answer(*each), asked), strict=True))
+    assert sum(answer.startswith(b"-NOAUTH") for answer in said.values()) == 1, "the index asks who it is"
+    assert said["127.0.0.1", http, _WORDS[1]].startswith(b"HTTP/1.1 401 ")
+    assert not {each: answer for each, answer in said.items() if _is_given(answer)}
     answers = asyncio.run(_call_all({address for addresses in listening.values() for address in addresses}))
     assert not answers
     after = json.loads(cluster.run("status", "--json").out)
@@ -69,12 +86,28 @@ def test_a_stranger_gets_nothing_from_any_socket_of_a_deployment(cluster: Cluste
 def _listening(cluster: ClusterCommand) -> dict[int, set[tuple[str, int]]]:
     """By process: the addresses on which it takes connections."""
     found: dict[int, set[tuple[str, int]]] = defaultdict(set)
-    for pid in processes.marked(f"CLUSTER_STATE_DIR={cluster.state_root}"):
-        for connection in psutil.Process(pid).net_connections("tcp"):
+    marked = [psutil.Process(pid) for pid in processes.marked(f"CLUSTER_STATE_DIR={cluster.state_root}")]
+    # The index' server writes its title over the mark.
+    for process in {*marked, *(child for parent in marked for child in parent.children(recursive=True))}:
+        for connection in process.net_connections("tcp"):
             if connection.status == psutil.CONN_LISTEN:
-                ip = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(connection.laddr.ip, connection.laddr.ip)
-                found[pid].add((ip, connection.laddr.port))
+                ip = connection.laddr.ip.removeprefix("::ffff:")
+                ip = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(ip, ip)
+                found[process.pid].add((ip, connection.laddr.port))
     return found
+
+
+def _answer(host: str, port: int, words: bytes) -> bytes:
+    """The beginning of what is said to a stranger who says this; empty where that is nothing."""
+    with suppress(OSError), socket.create_connection((host, port), _ANSWER_S) as plain:
+        plain.sendall(words)
+        return plain.recv(256)
+    return b""
+
+
+def _is_given(answer: bytes) -> bool:
+    """Whether a stranger got what it had asked for."""
+    return answer.startswith(b"+PONG") or (answer.startswith(b"HTTP/1.1 200 ") and b'"object"' in answer)
 
 
 def _knock(host: str, port: int, shown: tuple[str, str] | None) -> str:

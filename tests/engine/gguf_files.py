@@ -120,3 +120,13 @@ def interleave(rows: np.ndarray, num_heads: int) -> np.ndarray:
 
 def deinterleave(rows: np.ndarray, num_heads: int) -> np.ndarray:
     return rows.reshape(num_heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def random_blocks(kind: GGMLQuantizationType, num_blocks: int) -> np.ndarray:
+    """Any bytes are valid codes; only the half-precision scales must not be NaN or infinite."""
+    _, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    blocks = np.random.default_rng(0).integers(0, 256, (num_blocks, num_bytes), dtype=np.uint8)
+    scales_at = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+    for at in scales_at.get(kind.name, (0, 2) if kind.name.endswith("_1") else (0,)):
+        blocks[:, at : at + 2] = np.linspace(-1e-2, 1e-2, num_blocks, dtype=np.float16).view(np.uint8).reshape(-1, 2)
+    return blocks

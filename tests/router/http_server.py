@@ -14,10 +14,10 @@ from router.doors.http_listener import HttpListener
 
 @asynccontextmanager
 async def serve_http(
-    app: ASGIApp, *, limits: ConnectionLimits = HTTP_DOOR, **options: Any
+    app: ASGIApp, *, host: str = "127.0.0.1", limits: ConnectionLimits = HTTP_DOOR, **options: Any
 ) -> AsyncIterator[tuple[str, int]]:
     """Gives (host, port). options: of HttpListener.open."""
-    listener = await HttpListener.open(app, host="127.0.0.1", port=0, limits=limits, **options)
+    listener = await HttpListener.open(app, host=host, port=0, limits=limits, **options)
     try:
         yield listener.address
     finally:

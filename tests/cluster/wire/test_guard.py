@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import grpc
@@ -165,6 +166,18 @@ async def test_a_stranger_gets_nothing_from_any_rpc() -> None:
         async with _channel(address, proven(_OURS, _ROUTER)) as channel:  # not because nobody does
             frames = "/cluster.worker.v1.Worker/Frames"
             assert await call(channel, frames, truthful(frames, _ROUTER, _CALLEE)) is grpc.StatusCode.OK
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("said", [b"", b"\x16\x03\x01"], ids=["nothing", "half a word"])
+async def test_who_begins_no_handshake_is_not_waited_for(said: bytes) -> None:
+    """By itself gRPC waits for two minutes."""
+    async with _serving(proven(_OURS, _CALLEE)) as (address, _):
+        reader, writer = await asyncio.open_connection(*address.rsplit(":", 1))
+        writer.write(said)
+        with suppress(ConnectionError):
+            await asyncio.wait_for(reader.read(), 50)
+        writer.close()
 
 
 async def test_another_deployment_of_the_same_authority_is_a_stranger() -> None:

@@ -15,7 +15,7 @@ from cluster.model.gguf_import import import_gguf
 from cluster.model.gguf_table import GGML_TYPES, StoredTensor, write_table
 from cluster.words.errors import SpecError
 from engine.weights.open_checkpoint import open_checkpoint
-from tests.engine.gguf_files import finish, write_model
+from tests.engine.gguf_files import finish, random_blocks, write_model
 from tests.engine.steps import prompts, step
 from tests.engine.tiny_models import MakeRunner, random_model, reference_logits, tiny_config
 
@@ -66,16 +66,6 @@ def test_rope_scaling_of_gguf_files(scaling: str, make_runner: MakeRunner, tmp_p
     (tokens,) = prompts(60)
     logits = step(make_runner(tmp_path), [tokens], [(0, 0, 60)])
     torch.testing.assert_close(logits[0], reference_logits(model, tokens)[-1], atol=2e-4, rtol=1e-4)
-
-
-def random_blocks(kind: GGMLQuantizationType, num_blocks: int) -> np.ndarray:
-    """Any bytes are valid codes; only the half-precision scales must not be NaN or infinite."""
-    _, num_bytes = gguf.GGML_QUANT_SIZES[kind]
-    blocks = np.random.default_rng(0).integers(0, 256, (num_blocks, num_bytes), dtype=np.uint8)
-    scales_at = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-    for at in scales_at.get(kind.name, (0, 2) if kind.name.endswith("_1") else (0,)):
-        blocks[:, at : at + 2] = np.linspace(-1e-2, 1e-2, num_blocks, dtype=np.float16).view(np.uint8).reshape(-1, 2)
-    return blocks
 
 
 @pytest.mark.parametrize("name", [kind.name for kind in GGML_TYPES.values() if kind.block > 1])

@@ -16,7 +16,7 @@ from cluster.process.ports import free_port
 from cluster.words.api_key import ApiKey
 from cluster.words.errors import RateLimited, RequestError
 from router.access.client import Client
-from router.access.limiter import Limiter, Reservation
+from router.access.limiter import WINDOW, Limiter, Reservation
 from router.access.limits import Limits
 from router.access.local_limiter import LocalLimiter
 from router.access.redis_limiter import RedisLimiter
@@ -25,6 +25,7 @@ from router.text.completion_request import CompletionRequest
 from tests.router.access.keys import SALT_KEY, issue
 from tests.router.fake_token_service import FakeTokenService
 from tests.router.tiny_service import MakeCompletions
+from tests.waiting import becomes
 
 
 def client(**limits: Any) -> Client:
@@ -125,13 +126,17 @@ class FakeOutage:
         self.has_counted = asyncio.Event()
         self._inner = inner
 
-    async def enter(self, key: ApiKey, *, id: str) -> Reservation:
+    async def enter(self, key: ApiKey, *, id: str, ahead: int = 0) -> Reservation:
         self._check()
-        return await self._held_up(await self._inner.enter(key, id=id))
+        return await self._held_up(await self._inner.enter(key, id=id, ahead=ahead))
 
     async def charge(self, taken: Reservation, *, num_tokens: int) -> Reservation:
         self._check()
         return await self._held_up(await self._inner.charge(taken, num_tokens=num_tokens))
+
+    async def give_back(self, taken: Reservation, *, num_tokens: int) -> None:
+        self._check()
+        await self._inner.give_back(taken, num_tokens=num_tokens)
 
     async def _held_up(self, found: Reservation) -> Reservation:
         self.has_counted.set()
@@ -233,6 +238,22 @@ async def test_a_key_without_limits_asks_nobody(completions: MakeCompletions, re
     await there.aclose()
 
 
+async def test_nothing_is_held_for_long_for_who_is_still_being_read(completions: MakeCompletions) -> None:
+    limits = Limits(None, LocalLimiter(), ahead_s=0.0)
+    asking = client(tpm=100)
+    one, all_of_it = [await opened(completions, max_tokens=number) for number in (40, 90)]
+    async with reserved(limits, asking, [one]):
+        pass
+    await limits.settled()
+    async with limits.entered(asking) as reading:
+        assert reading.place and reading.place[1].num_tokens == one.most_tokens, "as many as the one before it"
+        await becomes(lambda: reading.place and not reading.place[1].num_tokens)
+        await limits.settled()
+        async with reserved(limits, asking, [all_of_it]):
+            with pytest.raises(RateLimited):
+                await reading.charge([one])
+
+
 async def test_who_has_used_up_its_requests_is_told_without_asking_anybody(
     completions: MakeCompletions, redis_url: str
 ) -> None:
@@ -249,7 +270,7 @@ async def test_who_has_used_up_its_requests_is_told_without_asking_anybody(
     with pytest.raises(RateLimited) as caught:
         async with limits.entered(asking):
             pass
-    assert 0 < caught.value.retry_after_s <= 61
+    assert 0 < caught.value.retry_after_s <= WINDOW
     assert caught.value.headers["x-ratelimit-remaining-requests"] == "0"
     async with limits.entered(client(rpm=1)):
         pass

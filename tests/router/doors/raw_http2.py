@@ -7,8 +7,8 @@ import struct
 from collections import Counter
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_DATA, _HEADERS, _SETTINGS, _PING, _WINDOW_UPDATE = 0, 1, 4, 6, 8
-_ACK, _END_HEADERS = 1, 4
+_DATA, _HEADERS, _RESET, _SETTINGS, _PING, _WINDOW_UPDATE = 0, 1, 3, 4, 6, 8
+_ACK, _END_STREAM, _END_HEADERS = 1, 1, 4
 _INITIAL_WINDOW_SIZE = 4  # of the settings
 _MAX_FRAME = 16_384
 _CONNECTION = 0
@@ -19,6 +19,7 @@ class RawHttp2:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.sent: Counter[int] = Counter()  # bytes of data, by stream
+        self.ended: set[int] = set()  # by the other side
         self._reader, self._writer = reader, writer
         self._windows = {_CONNECTION: 65_535}
         self._initial = 65_535
@@ -66,6 +67,8 @@ class RawHttp2:
                         self._windows[each] += value - self._initial
                     self._initial = value
             self._frame(_SETTINGS, _ACK, _CONNECTION, b"")
+        elif kind == _RESET or (kind in (_DATA, _HEADERS) and flags & _END_STREAM):
+            self.ended.add(stream)
         elif kind == _PING and not flags & _ACK:
             self._frame(_PING, _ACK, _CONNECTION, payload)
         self._push()

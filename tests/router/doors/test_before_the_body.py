@@ -23,6 +23,7 @@ from router.doors.connections import GRPC_DOOR
 from router.doors.grpc_api import open_grpc_api
 from router.doors.openai_api import create_app
 from router.text.completion import Completions
+from router.text.completion_request import MAX_REQUEST_BYTES
 from tests.router.access.keys import IssuedKey, access_with, issue
 from tests.router.doors.raw_http2 import RawHttp2
 from tests.router.fake_token_service import FakeTokenService
@@ -31,6 +32,7 @@ from tests.router.tiny_service import MakeCompletions
 
 _BODY = {"prompt": "abc", "max_tokens": 1}
 _GENERATE = "/cluster.v1.Inference/Generate"
+_HEALTH = "/grpc.health.v1.Health/Check"
 _REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 
 
@@ -65,8 +67,8 @@ class FakeEntrance(LocalLimiter):
         super().__init__()
         self.is_taken = asyncio.Event()
 
-    async def enter(self, key: ApiKey, *, id: str) -> Reservation:
-        found = await super().enter(key, id=id)
+    async def enter(self, key: ApiKey, *, id: str, ahead: int = 0) -> Reservation:
+        found = await super().enter(key, id=id, ahead=ahead)
         self.is_taken.set()
         return found
 
@@ -195,6 +197,21 @@ async def test_of_messages_that_wait_to_be_read_next_to_nothing_is_taken_in(
         client.close()
         taken = sorted(client.sent[stream] for stream in streams)
         assert taken[-12:] == [len(data)] * 12 and taken[-13] < 1 << 16
+
+
+@pytest.mark.parametrize("method", [_GENERATE, _HEALTH])
+async def test_a_message_that_says_to_be_too_large_is_not_taken_in(completions: MakeCompletions, method: str) -> None:
+    known, size = issue("acme"), MAX_REQUEST_BYTES + 1
+    async with grpc_door(completions(FakeTokenService()), access_with(known)) as (_, port):
+        client = await RawHttp2.open("127.0.0.1", port)
+        stream = client.begin(
+            method, authorization=known.header, data=b"\0" + size.to_bytes(4, "big") + bytes(size - 1)
+        )
+        async with asyncio.timeout(30):
+            while stream not in client.ended:
+                await client.pump()
+        client.close()
+        assert client.sent[stream] < 1 << 16
 
 
 async def test_calls_of_one_key_that_wait_for_nothing_do_not_pile_up(completions: MakeCompletions) -> None:

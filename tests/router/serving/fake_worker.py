@@ -97,6 +97,8 @@ class FakeWorker:
         self.num_refusals = 0  # so many calls more are refused
         self.repeats = self.loses = False  # the next frame
         self.is_slow = False  # its frames
+        self.frame_s = 0.0  # until the next frame is read, whose calls are heard at once
+        self._read_at = 0.0  # the last one
         self.refused: set[str] = set()  # requests
         self.hits: list[str] = []  # requests that lost something here, once each time
         self.broken: list[str] = []  # rules of the protocol, by whoever called
@@ -178,10 +180,19 @@ class FakeWorker:
         if self.loses:
             self.loses = False
             return
-        stream.put(frame)
+        now = asyncio.get_running_loop().time()
+        self._read_at = max(self._read_at, now) + self.frame_s
+        if self._read_at > now:
+            self._spawn(self._put(stream, frame, after_s=self._read_at - now))
+        else:
+            stream.put(frame)
         if self.repeats:
             self.repeats = False
             stream.put(frame)
+
+    async def _put(self, stream: FakeCall[pb.Frame], frame: pb.Frame, *, after_s: float) -> None:
+        await pass_time(after_s)
+        stream.put(frame)
 
     def _tell(self, stream: int, tokens: list[SampledToken]) -> None:
         self._outgoing.append(pb.StreamTokens(stream=stream, tokens=tokens_to_proto(tokens)))
@@ -370,6 +381,7 @@ class FakeWorker:
 
     def _end_if_done(self, lease: Lease) -> None:
         if not lease.running:
+            lease.call.put(pb.GenerateEvent(finished=pb.Finished(frames=self._number + 1)))
             lease.call.end()
 
     # Both.

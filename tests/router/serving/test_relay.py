@@ -1,4 +1,4 @@
-"""What a request leaves behind when its client is quick to leave."""
+"""A request whose client is quick to leave, and one whose router is slow to read."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from random import Random
 import pytest
 
 from cluster.words.request import Role, Sampling, SequenceRequest
+from router.generation import RequestRoute
 from router.serving.dispatch import Dispatch
 from tests.router.serving.serving_world import World
 from tests.router.serving.virtual_time import VirtualTimeLoop, pass_time
@@ -45,3 +46,33 @@ def test_an_answer_is_counted_though_its_client_leaves_with_the_last_token(monke
     finally:
         loop.close()
     assert counted == [num_tokens]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 40])
+def test_what_waits_to_be_read_is_read_before_a_call_counts_as_lost(max_tokens: int) -> None:
+    """A router with too much to do hears that a call has ended long before it reads the tokens, which are there. The
+    first tokens may come after those of the decode replica, and be all."""
+
+    async def ask(seed: int) -> tuple[int, RequestRoute]:
+        world = World(Random(seed))
+        for role in Role:
+            world.add(role)
+            world.add(role)
+        await pass_time(0.1)
+        for worker in world.workers.values():
+            worker.frame_s = 1.0
+        sampling = Sampling(max_tokens=max_tokens)
+        request = SequenceRequest(id="r", token_ids=tuple(range(9)), num_prompt_tokens=9, sampling=sampling)
+        async with world.core.start(request) as generation:
+            num_tokens = sum([len(arrived[0]) async for arrived in generation])
+        await world.close()
+        return num_tokens, generation.route
+
+    for seed in range(8):
+        loop = VirtualTimeLoop()
+        try:
+            num_tokens, route = loop.run_until_complete(ask(seed))
+            assert loop.time() > 4 or max_tokens < 40, "it was slow"
+        finally:
+            loop.close()
+        assert (num_tokens, route.attempts, route.migrations) == (max_tokens, 1, 0)

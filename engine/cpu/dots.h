@@ -1,0 +1,143 @@
+// Sums of products of a few inputs: unsigned bytes (a matrix's codes) by signed ones (a row's), by what the processor has.
+//
+// A group is four inputs: of the codes 64 bytes, four for each of 16 outputs, of which a register holds a part; of the row
+// four bytes, which all outputs meet. Whole numbers, hence the same sums by every one of these ways:
+//
+//     AVX-512 or AVX-VNNI    fours of bytes at once, into 32 bits
+//     AVX2                   pairs of bytes into 16 bits, as often as they have room, then pairs of those into 32;
+//                            codes of 8 bits leave no room: even and odd inputs apart, as 16 bits each
+//     else                   the compiler's vectors
+#pragma once
+#include <algorithm>
+#include <type_traits>
+
+#include "vectors.h"
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+typedef uint8_t CodePart __attribute__((vector_size(64 / PARTS)));  // of a group
+typedef int16_t ShortPart __attribute__((vector_size(64 / PARTS)));
+typedef uint16_t UnsignedPart __attribute__((vector_size(64 / PARTS)));
+
+inline int32_t four_bytes(const void* from) {
+    int32_t word;
+    std::memcpy(&word, from, 4);
+    return word;
+}
+
+#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
+inline IntPart add_fours(IntPart sum, CodePart codes, int32_t row) {
+#ifdef __AVX512VNNI__
+    return IntPart(_mm512_dpbusd_epi32(__m512i(sum), __m512i(codes), _mm512_set1_epi32(row)));
+#else
+    return IntPart(_mm256_dpbusd_avx_epi32(__m256i(sum), __m256i(codes), _mm256_set1_epi32(row)));
+#endif
+}
+#elif defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
+#define HAS_PAIRS
+#ifdef __AVX512BW__
+inline ShortPart pairs(CodePart codes, int32_t row) {
+    return ShortPart(_mm512_maddubs_epi16(__m512i(codes), _mm512_set1_epi32(row)));
+}
+inline IntPart pairs(ShortPart x, int32_t row) { return IntPart(_mm512_madd_epi16(__m512i(x), _mm512_set1_epi32(row))); }
+#else
+inline ShortPart pairs(CodePart codes, int32_t row) {
+    return ShortPart(_mm256_maddubs_epi16(__m256i(codes), _mm256_set1_epi32(row)));
+}
+inline IntPart pairs(ShortPart x, int32_t row) { return IntPart(_mm256_madd_epi16(__m256i(x), _mm256_set1_epi32(row))); }
+#endif
+#else
+inline IntPart add_fours(IntPart sum, CodePart codes, int32_t row) {
+    for (int k = 0; k < 4; k++) sum += IntPart(WordPart(codes) >> (8 * k) & 255u) * int32_t(int8_t(row >> (8 * k)));
+    return sum;
+}
+#endif
+
+// Compilers add the products up in another order, all of them at once, for which registers are too few.
+template <class V> inline void in_order(V& sum) {
+#if defined(__AVX2__)
+    asm("" : "+v"(sum));
+#endif
+}
+
+// How a row's codes are kept for weights of so many bits: four of a group behind each other.
+template <int BITS> struct Kept {
+#ifdef HAS_PAIRS
+    static constexpr bool IS_SPLIT = BITS > 6;  // even inputs before odd ones, as 16 bits
+#else
+    static constexpr bool IS_SPLIT = false;
+#endif
+    typedef std::conditional_t<IS_SPLIT, int16_t, int8_t> Code;
+
+    static void keep(Code* kept, Ints codes) {  // of sixteen inputs
+        if constexpr (IS_SPLIT) {
+            typedef int16_t Shorts __attribute__((vector_size(32)));
+            const Shorts order = {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15};
+            store(kept, __builtin_shuffle(__builtin_convertvector(codes, Shorts), order));
+        } else {
+            store(kept, narrow(codes));
+        }
+    }
+};
+
+// sums[row][part] of GROUPS groups. codes(group, part): that part of a group of the matrix; row_of(row): the first group
+// of a row.
+template <int BITS, int GROUPS, int ROWS, class Codes, class RowOf>
+inline void dots(IntPart (&sums)[ROWS][PARTS], const Codes& codes, const RowOf& row_of) {
+#ifdef HAS_PAIRS
+    if constexpr (Kept<BITS>::IS_SPLIT) {
+        for (int r = 0; r < ROWS; r++)
+            for (int i = 0; i < PARTS; i++) sums[r][i] = IntPart{};
+#pragma GCC unroll 8
+        for (int g = 0; g < GROUPS; g++)
+            for (int i = 0; i < PARTS; i++) {
+                const UnsignedPart both = UnsignedPart(codes(g, i));
+                const ShortPart even = ShortPart(both & 255), odd = ShortPart(both >> 8);
+                for (int r = 0; r < ROWS; r++) {
+                    sums[r][i] += pairs(even, four_bytes(row_of(r) + 4 * g));
+                    sums[r][i] += pairs(odd, four_bytes(row_of(r) + 4 * g + 2));
+                    in_order(sums[r][i]);
+                }
+            }
+    } else {
+        constexpr int ROOM = 32767 / (2 * 127 * ((1 << BITS) - 1)), AT_ONCE = std::min(ROOM, GROUPS);  // groups, in 16 bits
+        static_assert(GROUPS % AT_ONCE == 0);
+#pragma GCC unroll 8
+        for (int begin = 0; begin < GROUPS; begin += AT_ONCE) {
+            ShortPart some[ROWS][PARTS];
+#pragma GCC unroll 8
+            for (int i = 0; i < AT_ONCE; i++) {
+                const int g = begin + i;
+                CodePart part[PARTS];
+                for (int p = 0; p < PARTS; p++) part[p] = codes(g, p);
+                for (int r = 0; r < ROWS; r++) {
+                    const int32_t row = four_bytes(row_of(r) + 4 * g);
+                    for (int p = 0; p < PARTS; p++) {
+                        some[r][p] = i == 0 ? pairs(part[p], row) : some[r][p] + pairs(part[p], row);
+                        in_order(some[r][p]);
+                    }
+                }
+            }
+            for (int r = 0; r < ROWS; r++)
+                for (int i = 0; i < PARTS; i++) {
+                    const IntPart wide = pairs(some[r][i], 0x00010001);
+                    sums[r][i] = begin == 0 ? wide : sums[r][i] + wide;
+                }
+        }
+    }
+#else
+    for (int r = 0; r < ROWS; r++)
+        for (int i = 0; i < PARTS; i++) sums[r][i] = IntPart{};
+#pragma GCC unroll 8
+    for (int g = 0; g < GROUPS; g++)
+        for (int i = 0; i < PARTS; i++) {
+            const CodePart part = codes(g, i);
+            for (int r = 0; r < ROWS; r++) sums[r][i] = add_fours(sums[r][i], part, four_bytes(row_of(r) + 4 * g));
+        }
+#endif
+}
+
+}  // namespace

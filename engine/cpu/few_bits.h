@@ -1,0 +1,176 @@
+// out = before(x) W^T with a matrix that stays in the few bits of its file: formats.h.
+//
+// Rows are quantised as they come, each run of inputs in 8 bits with a scale of its own. For each run, a whole number for
+// every output is what the codes' products add up to, and then two floats are added to the result:
+//
+//     scale of the outputs * scale of the row * that      least number of the outputs * what the row's run adds up to
+//
+// in the order of the inputs, whatever the number of rows: a row's result does not depend on the rows beside it. Few rows
+// take the codes from the panel as they go; many take them from a copy of the panel with a byte for each, made in the
+// first cache. The copy has the same numbers, hence the same results.
+#pragma once
+#include "formats.h"
+#include "product.h"
+
+namespace {
+
+constexpr int ROWS_WORTH_A_COPY = 8;
+template <int BITS> constexpr int MOST_FEW_BITS_ROWS = BITS == 8 ? 2 : 4;  // of one tile of registers
+
+template <int BITS, int RUN> struct RowRun {
+    float scale, total;  // total: of the run's inputs, as they are kept
+    typename Kept<BITS>::Code codes[RUN];
+};
+
+// The rows as they are multiplied: runs, one row after the other.
+template <int BITS, int RUN> struct RunRows {
+    typedef RowRun<BITS, RUN> Run;
+    int64_t count, runs;
+    Run* first;
+
+    RunRows(const ProductCall& p, int64_t count, char* memory = nullptr)
+        : count(count), runs(p.inputs / RUN), first(reinterpret_cast<Run*>(memory)) {}
+    int64_t bytes() const { return count * runs * sizeof(Run); }
+
+    void prepare(const ProductCall& p, int64_t begin, int64_t end, std::vector<float>& y) const {
+        y.resize(p.inputs);
+        for (int64_t row = begin; row < end; row++) {
+            prepared(p, row, y.data());
+            for (int64_t i = 0; i < runs; i++) keep(y.data() + i * RUN, first[row * runs + i]);
+        }
+    }
+
+    static void keep(const float* y, Run& run) {
+        const Floats magic = all(12582912.0f);  // 1.5 * 2^23: adding it leaves the nearest whole number in the low bits
+        Floats most{};
+        for (int i = 0; i < RUN; i += LANES) {
+            const Floats v = load<Floats>(y + i), size = v < 0.0f ? -v : v;
+            most = size > most ? size : most;
+        }
+        run.scale = std::max(greatest(most), 1e-30f) / 127;
+        const float inverse = 1 / run.scale;
+        Ints sums{};
+        for (int i = 0; i < RUN; i += LANES) {
+            const Ints codes = Ints(load<Floats>(y + i) * inverse + magic) - 0x4b400000;
+            sums += codes;
+            Kept<BITS>::keep(run.codes + i, codes);
+        }
+        int32_t total = 0;
+        for (int i = 0; i < LANES; i++) total += sums[i];
+        run.total = run.scale * total;
+    }
+};
+
+// A panel with a byte for each code.
+template <int BITS_, int RUN_> struct Copy {
+    static constexpr int BITS = BITS_, RUN = RUN_, SPAN = RUN, HEAD = 2 * sizeof(Floats);
+    static constexpr int BYTES = HEAD + RUN * LANES;
+
+    static CodePart codes(const uint8_t* span, int, int g, int part) {
+        return load<CodePart>(span + HEAD + 64 * g + part * PART_BYTES);
+    }
+    static FloatPart scale(const uint8_t* span, int, int part) { return load<FloatPart>(span + part * PART_BYTES); }
+    static FloatPart least(const uint8_t* span, int, int part, FloatPart) {
+        return load<FloatPart>(span + sizeof(Floats) + part * PART_BYTES);
+    }
+
+    template <class Format> static void make(const uint8_t* panel, int64_t inputs, uint8_t* copy) {
+        for (int64_t span = 0; span < inputs / Format::SPAN; span++, panel += Format::BYTES)
+            for (int run = 0; run < Format::SPAN / RUN; run++, copy += BYTES)
+                for (int part = 0; part < PARTS; part++) {
+                    const FloatPart scale = Format::scale(panel, run, part);
+                    store(copy + part * PART_BYTES, scale);
+                    store(copy + sizeof(Floats) + part * PART_BYTES, Format::least(panel, run, part, scale));
+#pragma GCC unroll 8
+                    for (int g = 0; g < RUN / 4; g++)
+                        store(copy + HEAD + 64 * g + part * PART_BYTES, Format::codes(panel, run, g, part));
+                }
+    }
+};
+
+template <class Format, int ROWS, class Rows>
+inline void few_bits_tile(const ProductCall& p, const Rows& rows, int64_t row, const uint8_t* panel, int64_t output) {
+    constexpr int RUNS = Format::SPAN / Format::RUN;
+    const auto* x = rows.first + row * rows.runs;
+    FloatPart sums[ROWS][PARTS] = {};
+    for (int64_t span = 0; span < rows.runs / RUNS; span++, panel += Format::BYTES)
+        for (int run = 0; run < RUNS; run++, x++) {
+            IntPart whole[ROWS][PARTS];
+            dots<Format::BITS, Format::RUN / 4>(
+                whole, [&](int g, int part) { return Format::codes(panel, run, g, part); },
+                [&](int r) { return x[r * rows.runs].codes; });
+            for (int i = 0; i < PARTS; i++) {
+                const FloatPart scale = Format::scale(panel, run, i), least = Format::least(panel, run, i, scale);
+                for (int r = 0; r < ROWS; r++) {
+                    sums[r][i] += __builtin_convertvector(whole[r][i], FloatPart) * (scale * x[r * rows.runs].scale);
+                    sums[r][i] += least * x[r * rows.runs].total;
+                }
+            }
+        }
+    for (int r = 0; r < ROWS; r++) put(p, load<Floats>(&sums[r][0]), row + r, output);
+}
+
+// All rows [row, end) by one panel.
+template <class Format, int MOST, class Rows>
+inline void few_bits_panel(const ProductCall& p, const Rows& rows, int64_t row, int64_t end, const uint8_t* panel, int64_t output) {
+    for (; row + MOST <= end; row += MOST) few_bits_tile<Format, MOST>(p, rows, row, panel, output);
+    if constexpr (MOST > 1)
+        if (row < end) few_bits_panel<Format, MOST / 2>(p, rows, row, end, panel, output);
+}
+
+template <class Format> int64_t few_bits_panel_bytes(const ProductCall& p) { return p.inputs / Format::SPAN * Format::BYTES; }
+
+template <class Format> void multiply_few_bits(const ProductCall& p, const Step& step, Worker& me) {
+    typedef RunRows<Format::BITS, Format::RUN> Rows;
+    typedef Copy<Format::BITS, Format::RUN> Copied;
+    const int64_t panels = round_up(p.outputs, LANES) / LANES, panel_bytes = few_bits_panel_bytes<Format>(p);
+    const Rows rows = prepared_rows<Rows>(p, step.tokens, panel_bytes, me);
+    std::vector<char>& copy = me.desk.copy;
+    copy.resize(std::max<size_t>(copy.size(), rows.runs * Copied::BYTES));
+    for (int64_t row = 0; row < rows.count; row += BLOCK_ROWS) {
+        const int64_t end = std::min(row + BLOCK_ROWS, rows.count);
+        for (int64_t i = me.first(panels); i < me.end(panels); i++) {
+            const uint8_t* panel = static_cast<const uint8_t*>(p.panels) + i * panel_bytes;
+            if (end - row < ROWS_WORTH_A_COPY) {
+                few_bits_panel<Format, MOST_FEW_BITS_ROWS<Format::BITS>>(p, rows, row, end, panel, i * LANES);
+            } else {
+                uint8_t* copied = reinterpret_cast<uint8_t*>(copy.data());
+                Copied::template make<Format>(panel, p.inputs, copied);
+                few_bits_panel<Copied, MOST_FEW_BITS_ROWS<Format::BITS>>(p, rows, row, end, copied, i * LANES);
+            }
+        }
+    }
+}
+
+// ---- rows of a matrix, as the numbers that they are: a token's embedding ----
+
+struct StoredRows {
+    int32_t format;
+    const uint8_t* panels;
+    int64_t inputs, count;
+    const int64_t* rows;  // (count)
+    bf16* out;            // (count, inputs)
+};
+
+template <class Format> void widen_row(const StoredRows& stored, int64_t row, bf16* out) {
+    const uint8_t* span = stored.panels + row / LANES * (stored.inputs / Format::SPAN * Format::BYTES);
+    const int part = row % LANES / PART_LANES, lane = row % PART_LANES;
+    for (int64_t i = 0; i < stored.inputs; i += Format::SPAN, span += Format::BYTES)
+        for (int run = 0; run < Format::SPAN / Format::RUN; run++) {
+            const FloatPart scale = Format::scale(span, run, part), least = Format::least(span, run, part, scale);
+#pragma GCC unroll 8
+            for (int g = 0; g < Format::RUN / 4; g++) {
+                const CodePart codes = Format::codes(span, run, g, part);
+                for (int k = 0; k < 4; k++) *out++ = narrow(scale[lane] * codes[4 * lane + k] + least[lane]);
+            }
+        }
+}
+
+inline void widen_rows(const StoredRows& stored) {
+    with_format(stored.format, [&](auto format) {
+        for (int64_t i = 0; i < stored.count; i++)
+            widen_row<decltype(format)>(stored, stored.rows[i], stored.out + i * stored.inputs);
+    });
+}
+
+}  // namespace

@@ -1,0 +1,116 @@
+// One product of a step, whatever its weights: what its rows become before, and what its results become after.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <memory>
+
+#include "team.h"
+#include "vectors.h"
+
+namespace {
+
+enum Before : int32_t { NOTHING, NORM, SILU };
+
+struct ProductCall {
+    Kind kind;
+    int32_t format;          // few bits: a FormatName of formats.h
+    // the matrix
+    const void* panels;
+    const float* scales;     // int8: one per output, which undoes its quantisation
+    const int32_t* sums;     // int8: the sum of each output's codes
+    const bf16* bias;        // or null
+    int64_t outputs, inputs;
+    // what happens to the rows before
+    Before before;
+    float eps;               // NORM
+    const bf16* norm;        // NORM
+    // the rows: the step's tokens
+    const bf16* x;           // (rows, inputs); SILU: (rows, 2 inputs), gates and then ups
+    const bf16* residual;    // (rows, outputs) to add, or null; may be `out`
+    bf16* out;               // (rows, outputs)
+    int64_t out_stride;      // from row to row of both
+};
+
+// ---- what a row becomes before it is multiplied; rounds to bf16 wherever transformers does ----
+
+inline void copied(const ProductCall& p, const bf16* x, float* y) {
+    int64_t i = 0;
+    for (; i + PART_LANES <= p.inputs; i += PART_LANES) store(y + i, widen_part(x + i));
+    for (; i < p.inputs; i++) y[i] = widen(x[i]);
+}
+
+inline void normed(const ProductCall& p, const bf16* x, float* y) {
+    Floats squares{};
+    int64_t i = 0;
+    for (; i + LANES <= p.inputs; i += LANES) {
+        Floats v = widen(load<Halves>(x + i));
+        squares += v * v;
+    }
+    float total = sum(squares);
+    for (; i < p.inputs; i++) total += widen(x[i]) * widen(x[i]);
+    const float inverse = 1.0f / std::sqrt(total / p.inputs + p.eps);
+    for (i = 0; i < p.inputs; i++) y[i] = rounded(rounded(widen(x[i]) * inverse) * widen(p.norm[i]));
+}
+
+inline void gated(const ProductCall& p, const bf16* x, float* y) {
+    auto silu_mul = [](Floats gate, Floats up) {
+        // 1 / (1 + e^-g) by e^-|g|, which cannot overflow
+        Floats e = exponential(gate > 0.0f ? -gate : gate);
+        Floats silu = gate * ((gate > 0.0f ? all(1.0f) : e) / (e + 1.0f));
+        return widen(narrow(widen(narrow(silu)) * up));
+    };
+    int64_t i = 0;
+    for (; i + LANES <= p.inputs; i += LANES)
+        store(y + i, silu_mul(widen(load<Halves>(x + i)), widen(load<Halves>(x + p.inputs + i))));
+    for (; i < p.inputs; i++) y[i] = silu_mul(all(widen(x[i])), all(widen(x[p.inputs + i])))[0];
+}
+
+inline void prepared(const ProductCall& p, int64_t row, float* y) {
+    switch (p.before) {
+        case NOTHING: return copied(p, p.x + row * p.inputs, y);
+        case NORM: return normed(p, p.x + row * p.inputs, y);
+        case SILU: return gated(p, p.x + row * 2 * p.inputs, y);
+    }
+}
+
+// ---- what a result becomes, of sixteen outputs of one row ----
+
+inline void put(const ProductCall& p, Floats value, int64_t row, int64_t first) {
+    const int64_t count = std::min<int64_t>(LANES, p.outputs - first);
+    bf16* out = p.out + row * p.out_stride + first;
+    bf16 edge[3][LANES] = {};  // where a panel is not full: bias, residual and result, by themselves
+    const bf16 *bias = p.bias ? p.bias + first : nullptr, *residual = p.residual ? p.residual + row * p.out_stride + first : nullptr;
+    if (count < LANES) {
+        if (bias) bias = std::copy_n(bias, count, edge[0]) - count;
+        if (residual) residual = std::copy_n(residual, count, edge[1]) - count;
+    }
+    if (bias) value += widen(load<Halves>(bias));
+    if (residual) value = widen(narrow(value)) + widen(load<Halves>(residual));
+    store(count < LANES ? edge[2] : out, narrow(value));
+    if (count < LANES) std::copy_n(edge[2], count, out);
+}
+
+constexpr int BLOCK_ROWS = 96;  // of one walk over the panels: their inputs stay in the second cache
+
+// The panels of this thread.
+inline Ahead share_of(const ProductCall& p, int64_t panel_bytes, const Worker& me) {
+    const int64_t panels = round_up(p.outputs, LANES) / LANES;
+    const char* start = static_cast<const char*>(p.panels);
+    return {start + me.first(panels) * panel_bytes, start + me.end(panels) * panel_bytes};
+}
+
+// All rows of the step as they are multiplied. `Rows` says how many bytes they take, and prepares some of them.
+template <class Rows> inline Rows prepared_rows(const ProductCall& p, int64_t count, int64_t panel_bytes, Worker& me) {
+    if (count == 1) {  // prepared sooner than waited for: each thread does it for itself
+        me.desk.kept.resize(std::max<size_t>(me.desk.kept.size(), Rows(p, 1).bytes()));
+        const Rows rows(p, 1, me.desk.kept.data());
+        rows.prepare(p, 0, 1, me.desk.row);
+        return rows;
+    }
+    const Rows rows(p, count, me.team.scratch.get());
+    rows.prepare(p, me.first(count), me.end(count), me.desk.row);
+    me.wait(share_of(p, panel_bytes, me));
+    return rows;
+}
+
+}  // namespace

@@ -1,0 +1,71 @@
+"""Matrices of few bits in the order of formats.h, in panels of 16 outputs; the bits are those of the file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.layers.codes import Codes, codes_of
+from engine.weights.quantized_weight import QuantizedWeight
+
+# O outputs, P panels of 16 outputs, N spans of inputs, U units of 32 inputs in a span, B bytes of a span
+
+_PANEL = 16
+_WIDENED_AT_ONCE = 1 << 22  # codes; what packing needs beside the matrix
+
+
+def pack(weights: Sequence[QuantizedWeight]) -> Tensor:
+    """One matrix of all the rows of several that are equally wide and have one format: (P, N, B) uint8."""
+    num_outputs, num_inputs = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+    step = max(1, _WIDENED_AT_ONCE // num_inputs // _PANEL) * _PANEL
+    packed = None
+    for start in range(0, num_outputs, step):
+        rows = _panels(_rows(weights, start, min(start + step, num_outputs)))
+        if packed is None:
+            packed = torch.empty(-(-num_outputs // _PANEL), *rows.shape[1:], dtype=torch.uint8)
+        packed[start // _PANEL :][: len(rows)] = rows
+    assert packed is not None
+    return packed
+
+
+def _rows(weights: Sequence[QuantizedWeight], start: int, end: int) -> Codes:
+    """Rows [start, end) of all of them."""
+    parts, first = [], 0
+    for weight in weights:
+        low, high = max(start, first), min(end, first + weight.shape[0])
+        if low < high:
+            parts.append(codes_of(weight, low - first, high - first))
+        first += weight.shape[0]
+    heads = zip(*(part.heads for part in parts), strict=True)
+    codes = torch.cat([part.codes_ONU32 for part in parts])
+    return Codes(parts[0].bits, codes, tuple(torch.cat(head) for head in heads))
+
+
+def _panels(rows: Codes) -> Tensor:
+    """-> (P, N, B)"""
+    codes_PNU864 = _by_panel(torch.unflatten(rows.codes_ONU32, -1, (8, 4)))
+    codes = torch.cat([part.flatten(3) for part in _planes(codes_PNU864, rows.bits)], dim=-1)
+    return torch.cat([*(_by_panel(head).flatten(2) for head in rows.heads), codes.flatten(2)], dim=-1)
+
+
+def _by_panel(values: Tensor) -> Tensor:
+    """(O, …, C) -> (P, …, 16 C), padded with zeros."""
+    padded = F.pad(values, (0, 0) * (values.dim() - 1) + (0, -len(values) % _PANEL))
+    return torch.unflatten(padded, 0, (-1, _PANEL)).movedim(1, -2).flatten(-2)
+
+
+def _planes(codes_PNU864: Tensor, bits: int) -> list[Tensor]:
+    """What formats.h says of a unit: the parts of its codes."""
+    if bits == 8:
+        return [codes_PNU864]
+    even, odd = (codes_PNU864[..., first::2, :] & 15 for first in (0, 1))
+    planes = [even | odd << 4]
+    if bits > 4:
+        groups = 8 // (bits - 4)  # of which the upper bits fill a byte
+        shift = torch.arange(groups, dtype=torch.uint8).view(groups, 1) * (bits - 4)
+        upper = torch.unflatten(codes_PNU864 >> 4, -2, (-1, groups)) << shift
+        planes.append(upper.sum(dim=-2, dtype=torch.uint8))
+    return planes
