@@ -8,7 +8,7 @@ from typing import Protocol
 
 from cluster.rpc import worker_pb2 as pb
 from cluster.wire.messages import tokens_to_proto
-from cluster.words.errors import ClusterError, LogitsNotFinite
+from cluster.words.errors import ClusterError
 from cluster.words.handoff import Handoff
 from cluster.words.request import SampledToken
 from cluster.worker.replica_engine import ReplicaEngine
@@ -136,7 +136,7 @@ class Answers:
         for request in list(self._requests.values()):
             if request.prompt.sequence is sequence or sequence in request.choices.values():
                 self.remove(request.prompt)
-                request.listener.ended(LogitsNotFinite.of(request.prompt.id))
+                request.listener.ended(sequence.failure)
 
     def _let_go(self, sequence: Sequence) -> LiveRequest:
         self._moves.cancel(sequence, "it has ended")

@@ -38,7 +38,7 @@ class DecodeServicer(rpc.DecodeWorkerServicer):
             await abort_with(context, ReplicaLost("this replica takes no new work"))
         try:
             check_streams(request.router, ())
-            sequence = live.sequence_of(request.sequence)
+            sequence = await live.sequence_of(request.sequence)
             holder = holder_of(request)
         except ClusterError as error:
             await abort_with(context, error)

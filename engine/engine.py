@@ -214,10 +214,11 @@ class Engine(Generic[Logits]):
             self.cancel(prompt)
 
     def _fail(self, sequence: Sequence, result: StepResult) -> None:
-        """There is no next token. Its KV may be why: nobody is to find it."""
+        """There is no next token. Where that is not for its grammar, its KV may be why: nobody is to find it."""
         self.end(sequence)
-        for prefix_hash in sequence.hashes():
-            self.blocks.unseal(prefix_hash)
+        if not sequence.grammar_failure:
+            for prefix_hash in sequence.hashes():
+                self.blocks.unseal(prefix_hash)
         result.failed.append(sequence)
 
     def _start(self, prompt: Prompt, firsts: list[Chosen]) -> Prefilled:

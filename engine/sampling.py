@@ -28,11 +28,20 @@ class Sampler(Protocol[Logits]):
 
 
 class TokenMask(Protocol):
-    """What a sequence may say next."""
+    """What a sequence may say next. It belongs to that sequence."""
+
+    @property
+    def failure(self) -> str:
+        """Why it can say nothing any more; empty: it can."""
+        ...
 
     def allowed(self, tokens: Seq[int], start: int, /) -> NDArray[np.int32]:
         """Which tokens may follow tokens[start:], which the sequence has generated so far: a bit for each of the
-        vocabulary, 32 in a word, the lowest first. At least one is set."""
+        vocabulary, 32 in a word, the lowest first. None is set once `failure` says why."""
+        ...
+
+    def fork(self) -> TokenMask:
+        """The mask of another choice, with the same tokens so far."""
         ...
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
+from cluster.words.errors import ClusterError, GrammarNotFollowed, LogitsNotFinite
 from cluster.words.hashing import block_hashes, root_hash
 from cluster.words.request import SampledToken, SequenceRequest, TokenLogprob, choice_seed, finish_reason
 from engine.kv.block_manager import BlockManager
@@ -143,8 +144,22 @@ class Sequence:
         twin = Sequence(
             self.request, choice, model=self.model, block_size=self.block_size, max_context=self.max_context
         )
-        twin.adapter, twin.sampling_row.mask = self.adapter, self.sampling_row.mask
+        twin.adapter = self.adapter
+        if mask := self.sampling_row.mask:
+            twin.sampling_row.mask = mask.fork()
         return twin
+
+    @property
+    def failure(self) -> ClusterError:
+        """Why it has no next token, where none was to be found."""
+        if why := self.grammar_failure:
+            return GrammarNotFollowed(f"{self.request.id}: {why}")
+        return LogitsNotFinite.of(self.request.id)
+
+    @property
+    def grammar_failure(self) -> str:
+        mask = self.sampling_row.mask
+        return mask.failure if mask else ""
 
     def leave_out(self, blocks: Collection[int]) -> None:
         """These blocks of the table are not this sequence's any more."""

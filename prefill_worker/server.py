@@ -35,7 +35,7 @@ class PrefillServicer(rpc.PrefillWorkerServicer):
         if live is None or live.service.is_draining:
             await abort_with(context, ReplicaLost("this replica takes no new work"))
         try:
-            sequence = live.sequence_of(request.sequence)
+            sequence = await live.sequence_of(request.sequence)
             handoff = live.handoff_of(request.handoff) if request.HasField("handoff") else None
             holder = holder_of(request)
         except ClusterError as error:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.rpc import worker_pb2 as pb
-from cluster.words.errors import ClusterError, HandoffExpired, LogitsNotFinite, TransferError
+from cluster.words.errors import ClusterError, HandoffExpired, TransferError
 from cluster.words.handoff import Handoff, Holder
 from cluster.words.request import SampledToken
 from cluster.worker.replica_engine import EngineParts, ReplicaEngine
@@ -107,7 +107,7 @@ class PrefillWorker:
             self._finish(prefilled)
         for prompt, job in list(self._jobs.items()) if result.failed else ():
             if prompt.sequence in result.failed:
-                error = LogitsNotFinite.of(prompt.id)
+                error = prompt.sequence.failure
                 self._stop(prompt, job, HandoffExpired(str(error)))
                 self._end(prompt, None, error)
         return result.did_work

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
+from cluster.grammar.compiler import GrammarCompiler
 from cluster.index.redis_client import connect_redis
 from cluster.model import config as model_config
 from cluster.model import source as model_source
@@ -137,6 +138,7 @@ class RouterService:
             max_request_s=spec.timeouts.request_s,
             max_unread_s=spec.timeouts.unread_s,
             trail=RequestTrail(trail),
+            grammars=await asyncio.to_thread(GrammarCompiler, model_dir, vocab_size=config.vocab_size),
         )
         access = await Access.follow(
             credentials.index_url,

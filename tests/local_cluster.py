@@ -23,6 +23,7 @@ from cluster.identity.authority import Authority
 from cluster.index.redis_client import connect_redis
 from cluster.model import config as model_config
 from cluster.words.credentials import Credentials, Purpose
+from cluster.words.grammar import Grammar
 from cluster.words.launch import Launch
 from cluster.words.papers import Identity
 from cluster.words.process_name import ProcessName
@@ -150,7 +151,14 @@ class LocalCluster:
             identity.renew(papers(self.authority, identity.name))
 
     async def generate(
-        self, prompt: Sequence[int], sampling: Sampling, *, id: str = "r", n: int = 1, salt: str = ""
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        id: str = "r",
+        n: int = 1,
+        salt: str = "",
+        grammar: Grammar | None = None,
     ) -> Answer:
         request = SequenceRequest(
             id=id,
@@ -159,6 +167,7 @@ class LocalCluster:
             sampling=sampling,
             choices=tuple(range(n)),
             salt=salt,
+            grammar=grammar,
         )
         tokens: dict[int, list[SampledToken]] = {choice: [] for choice in range(n)}
         async with self.core.start(request) as generation:

@@ -27,6 +27,7 @@ cluster.chaos: cluster(control host process rpc wire words)
 cluster.cli: cluster(bench chaos control host identity model process rpc wire words)
     engine(config quantization tools) kvtransfer(bench) router(bench simulator)
 cluster.control: cluster(identity index process rpc wire words)
+cluster.grammar: cluster(words)
 cluster.host: cluster(control index model process rpc wire words) router(app)
 cluster.identity: cluster(words)
 cluster.index: cluster(words)
@@ -35,8 +36,8 @@ cluster.process: cluster(words)
 cluster.rpc:
 cluster.wire: cluster(identity rpc words)
 cluster.words:
-cluster.worker: cluster(index model process rpc wire words) engine(batch config engine kv orders pace parallel
-    prompts rate runner sampler sequence step tiers) kvtransfer(links movers protocol)
+cluster.worker: cluster(grammar index model process rpc wire words) engine(batch config engine kv orders pace
+    parallel prompts rate runner sampler sequence step tiers) kvtransfer(links movers protocol)
 decode_worker.actor: cluster(rpc words worker) engine(config) decode_worker(server worker)
 decode_worker.answers: cluster(rpc wire words worker) engine(prompts sequence step) kvtransfer(protocol)
     decode_worker(moves)
@@ -94,10 +95,10 @@ router.generation: cluster(words)
 router.metrics: cluster(rpc words)
 router.parsers:
 router.routing: cluster(index words)
-router.service: cluster(index model process rpc words) router(access doors metrics routing serving text)
+router.service: cluster(grammar index model process rpc words) router(access doors metrics routing serving text)
 router.serving: cluster(index process rpc wire words) router(generation metrics routing)
 router.simulator: cluster(bench index words) engine(engine kv orders prompts sampling sequence step) router(routing)
-router.text: cluster(words) router(generation metrics parsers)
+router.text: cluster(grammar words) router(generation metrics parsers)
 """)
 
 

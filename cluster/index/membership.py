@@ -70,6 +70,7 @@ class Member:
     max_tokens: int  # of one sequence: what its context and its pool allow
     max_running: int = 64  # sequences in one step
     max_batch_tokens: int = 2048  # in one step; longer prompts are computed in chunks
+    keeps_grammars: bool = False  # its version knows the grammar of a request; older ones would pass it over
     wire_version: int = WIRE_VERSION
 
     def to_json(self) -> str:

@@ -6,17 +6,23 @@ from collections.abc import Iterable
 
 from cluster.rpc import worker_pb2 as pb
 from cluster.wire.fields import from_message, to_message
+from cluster.words.errors import RequestError
+from cluster.words.grammar import Grammar, GrammarKind
 from cluster.words.handoff import Handoff, Holder
 from cluster.words.request import FinishReason, SampledToken, Sampling, SequenceRequest, TokenLogprob
 from cluster.words.timing import StepTiming
 
 
 def sequence_to_proto(request: SequenceRequest) -> pb.Sequence:
-    return to_message(pb.Sequence, request, sampling=to_message(pb.Sampling, request.sampling))
+    grammar = to_message(pb.Grammar, request.grammar) if request.grammar else None
+    return to_message(pb.Sequence, request, sampling=to_message(pb.Sampling, request.sampling), grammar=grammar)
 
 
 def sequence_from_proto(message: pb.Sequence) -> SequenceRequest:
-    return from_message(SequenceRequest, message, sampling=from_message(Sampling, message.sampling))
+    """Raises RequestError for a grammar of a kind that we do not know: without it, other tokens would be chosen."""
+    grammar = _grammar_from_proto(message.grammar) if message.HasField("grammar") else None
+    sampling = from_message(Sampling, message.sampling)
+    return from_message(SequenceRequest, message, sampling=sampling, grammar=grammar)
 
 
 def handoff_to_proto(handoff: Handoff) -> pb.Handoff:
@@ -48,6 +54,13 @@ def tokens_from_proto(messages: Iterable[pb.SampledToken]) -> list[SampledToken]
         )
         for message in messages
     ]
+
+
+def _grammar_from_proto(message: pb.Grammar) -> Grammar:
+    try:
+        return Grammar(kind=GrammarKind(message.kind), text=message.text)
+    except ValueError:
+        raise RequestError(f"grammar: no kind {message.kind[:64]!r} is known here", param="grammar") from None
 
 
 def _reason_from(text: str) -> FinishReason:

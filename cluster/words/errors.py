@@ -18,6 +18,7 @@ ClusterError
 │   └── RateLimited         the key's own limit, not the cluster's
 ├── DeadlineExceeded        the request's own deadline passed
 ├── ClientTooSlow           the client does not read its answer
+├── GrammarNotFollowed      no next token keeps to the request's grammar, or it costs too much to find one
 ├── LogitsNotFinite         the model made no numbers of this request; another try would hardly end otherwise
 ├── ReplicaLost             a worker died, hung up or is draining; another one may serve
 └── TransferError           KV blocks did not arrive; the handoff may be tried again
@@ -139,6 +140,10 @@ class ClientTooSlow(ClusterError):
     """The client has left its answer unread for too long, or too much of it."""
 
 
+class GrammarNotFollowed(ClusterError):
+    """No next token can be chosen by the request's grammar. Never retried: it would end so elsewhere."""
+
+
 class LogitsNotFinite(ClusterError):
     """For the next token of a sequence the model has NaN, or no token that is possible. Never retried: another replica
     holds the same model."""
@@ -194,6 +199,7 @@ _OUTCOMES: tuple[tuple[type[ClusterError], Outcome], ...] = (
     (CapacityError, Outcome("RESOURCE_EXHAUSTED", 429, "rate_limit_error", "overloaded")),
     (DeadlineExceeded, Outcome("DEADLINE_EXCEEDED", 504, "timeout_error", "deadline_exceeded")),
     (ClientTooSlow, Outcome("ABORTED", 408, "timeout_error", "client_too_slow")),
+    (GrammarNotFollowed, Outcome("INVALID_ARGUMENT", 400, "invalid_request_error", "grammar_not_followed")),
     (LogitsNotFinite, Outcome("INTERNAL", 500, "server_error", "logits_not_finite")),
     (LayoutMismatch, Outcome("FAILED_PRECONDITION", 500, "server_error", "layout_mismatch")),
     (TransferError, Outcome("UNAVAILABLE", 503, "server_error", "transfer_failed")),

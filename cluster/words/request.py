@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
 
+from cluster.words.grammar import Grammar
+
 
 class FinishReason(StrEnum):
     """Why a sequence ended."""
@@ -68,6 +70,7 @@ class SequenceRequest:
     stream: int = 0  # key of choice 0 of `choices` in the token frames; choice j has stream + j
     salt: str = ""  # what keys its prefix hashes: 32 hex digits, or nothing
     adapter: str = ""
+    grammar: Grammar | None = None  # what every choice must keep to
     tenant: str = ""  # whom the router's queue shares out to; workers are not told
     user: str = ""  # and among whom it shares out what a tenant has
     priority: int = 0  # smaller first

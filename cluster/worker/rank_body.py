@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 import torch
 from grpc import aio
 
+from cluster.grammar.compiler import GrammarCompiler
 from cluster.index.membership import Member
 from cluster.model import source as model_source
 from cluster.process.background import BackgroundThread
@@ -19,6 +20,7 @@ from cluster.words.credentials import Purpose
 from cluster.words.network import check_link
 from cluster.words.spec import Spec
 from cluster.worker.gang_runner import GangRunner
+from cluster.worker.grammars import Grammars
 from cluster.worker.inbox import Inbox
 from cluster.worker.lower_tiers import open_tiers
 from cluster.worker.other_ranks import OtherRanks, open_gang
@@ -63,6 +65,7 @@ class RankBody(Generic[W]):
         self._sender: Sender | None = None
         self._tiers: RankTiers | None = None
         self._inbox: Inbox | None = None
+        self._grammars: Grammars | None = None
 
     def register(self, server: aio.Server) -> None:
         """Add the servicers, before anything is loaded."""
@@ -104,6 +107,8 @@ class RankBody(Generic[W]):
             await asyncio.to_thread(self._tiers.close)
         if self._inbox:
             await self._inbox.close()
+        if self._grammars:
+            self._grammars.close()
         if self._others:
             await self._others.disconnect()
 
@@ -150,12 +155,15 @@ class RankBody(Generic[W]):
         worker = self.role.make_worker(parts)
         self.service = ReplicaService(worker, setup.host, self._hub, replica=setup.replica)
         inbox.open(worker, self.service.post)
+        model_dir = model_source.resolve(setup.spec.model.source)
+        self._grammars = Grammars(GrammarCompiler(model_dir, vocab_size=runner.config.vocab_size))
         live = LiveReplica(
             service=self.service,
             worker=worker,
             others=others,
             layout=runner.layout,
             vocab_size=runner.config.vocab_size,
+            grammars=self._grammars,
             max_tokens=min(runner.max_tokens, setup.spec.model.max_context or runner.max_tokens),
         )
         self.role.servicer.live = live
@@ -224,4 +232,5 @@ def _member(setup: RankSetup, runner: ModelRunner, *, max_tokens: int) -> Member
         max_tokens=max_tokens,
         max_running=setup.pool.max_running,
         max_batch_tokens=setup.pool.max_batch_tokens,
+        keeps_grammars=True,
     )

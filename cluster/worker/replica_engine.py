@@ -94,7 +94,8 @@ class ReplicaEngine:
         self.totals.computed_tokens += result.num_computed
         self.totals.generated_tokens += result.num_generated
         for sequence in result.failed:
-            self._tiers.table.forget(sequence.hashes())
+            if not sequence.grammar_failure:
+                self._tiers.table.forget(sequence.hashes())
         for prompt in result.fetched:
             self.fetches.forget(prompt)
         for prefilled in result.prefilled:

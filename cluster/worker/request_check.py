@@ -42,6 +42,8 @@ def check_request(request: SequenceRequest, *, vocab_size: int, max_tokens: int)
     _check(len(set(choices)) == len(choices) and min(choices) >= 0, "choices", "must be different, and not negative")
     _check(0 <= request.stream <= _STREAMS - len(choices), "stream", f"must be below {_STREAMS}")
     _check_sampling(request.sampling, vocab_size)
+    if request.grammar:
+        request.grammar.check("grammar")
 
 
 def holder_of(message: pb.PrefillRequest | pb.GenerateRequest) -> Holder | None:

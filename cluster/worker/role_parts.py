@@ -13,6 +13,7 @@ from cluster.wire.messages import handoff_from_proto, sequence_from_proto
 from cluster.words.handoff import Handoff
 from cluster.words.request import Role
 from cluster.words.spec import Spec
+from cluster.worker.grammars import Grammars
 from cluster.worker.inbox import Inbox
 from cluster.worker.other_ranks import OtherRanks
 from cluster.worker.rank_setup import RankSetup
@@ -48,13 +49,18 @@ class LiveReplica(Generic[W]):
     layout: KVLayout
     max_tokens: int  # of a sequence
     vocab_size: int
+    grammars: Grammars
 
-    def sequence_of(self, message: pb.Sequence) -> Sequence:
-        """Raises RequestError for one that a step cannot compute."""
+    async def sequence_of(self, message: pb.Sequence) -> Sequence:
+        """Waits where it has a grammar. Raises RequestError for one that a step cannot compute."""
         request = sequence_from_proto(message)
         check_request(request, vocab_size=self.vocab_size, max_tokens=self.max_tokens)
         first, layout = request.choices[0], self.layout  # after a migration, any of the client's choices
-        return Sequence(request, first, model=layout.model, block_size=layout.block_size, max_context=self.max_tokens)
+        sequence = Sequence(
+            request, first, model=layout.model, block_size=layout.block_size, max_context=self.max_tokens
+        )
+        sequence.sampling_row.mask = await self.grammars.mask_of(request)
+        return sequence
 
     def handoff_of(self, message: pb.Handoff) -> Handoff:
         """One to be filled from here. Raises RequestError."""

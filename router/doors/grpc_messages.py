@@ -9,6 +9,7 @@ from typing import Any
 
 from cluster.rpc import inference_pb2 as pb
 from cluster.words.errors import ContextLengthExceeded, RequestError
+from cluster.words.grammar import ANY_OBJECT, Grammar, GrammarKind
 from router.doors.grpc_chat import chat_of, tool_calls_of
 from router.doors.openai_messages import MAX_TOOLS
 from router.text.chat import Chat
@@ -38,6 +39,7 @@ def request_of(
         cache_salt=message.cache_salt,
         priority=message.priority,
         deadline_s=deadline_s,
+        **_grammar_of(message),
         **fields,
     )
 
@@ -95,6 +97,24 @@ def _check_count(param: str, number: int, limit: int) -> None:
 
 def _is_set(message: pb.GenerateRequest, name: str) -> bool:
     return _SAMPLING[name].has_presence and message.sampling.HasField(name)
+
+
+def _grammar_of(message: pb.GenerateRequest) -> dict[str, Any]:
+    if not message.HasField("grammar"):
+        return {}
+    kind, given = message.grammar.WhichOneof("kind"), message.grammar
+    match kind:
+        case "json_object":
+            grammar = ANY_OBJECT
+        case "choice":
+            grammar = Grammar.of_choice(given.choice.texts)
+        case "json_schema" | "lenient_json_schema" | "regex":
+            grammar = Grammar(kind=GrammarKind(kind), text=getattr(given, kind))
+        case "grammar":
+            grammar = Grammar(kind=GrammarKind.LARK, text=given.grammar)
+        case _:
+            raise RequestError("grammar: one of its fields must be set", param="grammar")
+    return {"grammar": grammar, "grammar_field": f"grammar.{kind}"}
 
 
 def _prompt_of(message: pb.GenerateRequest) -> str | Chat | tuple[int, ...]:

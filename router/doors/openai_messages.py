@@ -131,8 +131,15 @@ class ChatSettings(OpenAIObject):
     tools: Annotated[list[ToolGiven], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     """Functions that the model may call; its template shows them."""
 
-    def chat(self, messages: Sequence[ChatMessage], *, has_tools: bool = True, is_parallel: bool = True) -> Chat:
-        """has_tools: whether the model sees them. Raises RequestError."""
+    def chat(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        has_tools: bool = True,
+        is_parallel: bool = True,
+        forced: str | None = None,
+    ) -> Chat:
+        """has_tools: whether the model sees them. forced: as in Chat. Raises RequestError."""
         is_continued = bool(self.continue_final_message)
         if is_continued and self.add_generation_prompt:
             text = "continue_final_message: not together with add_generation_prompt, which begins an answer"
@@ -145,6 +152,7 @@ class ChatSettings(OpenAIObject):
             variables=self.chat_template_kwargs or {},
             tools=tuple(tool.for_template() for tool in self.tools or () if has_tools),
             is_parallel=is_parallel,
+            forced=forced,
             is_continued=is_continued,
             opens_answer=not is_continued if self.add_generation_prompt is None else self.add_generation_prompt,
         )

@@ -12,6 +12,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
 from cluster.words.errors import RequestError
 from router.doors.openai_fields import Ignored, Only, OpenAIObject, Unsupported
+from router.doors.openai_forced import forced_grammar
+from router.doors.openai_grammar import ResponseFormat, StructuredOutputs, grammar_of
 from router.doors.openai_messages import ChatSettings, Messages, ToolChoice
 from router.text.completion_request import MAX_CHOICES, MAX_LOGPROBS, CompletionRequest
 
@@ -88,6 +90,11 @@ class _Sampled(OpenAIObject):
     """Extension: `prompt_token_ids` and `token_ids` beside the text."""
     truncate_prompt_tokens: int | None = None
     """Extension: the prompt's last so many tokens are kept; -1: as many as leave the answer its room."""
+    response_format: ResponseFormat | None = None
+    """`text`, `json_object` or `json_schema`: the answer keeps to it, or ends by `length`. A `strict` schema that can
+    not be enforced whole is refused; of others, what cannot be is passed over."""
+    structured_outputs: StructuredOutputs | None = None
+    """Extension: one of `json` (a schema), `json_object`, `regex`, `choice` and `grammar` (Lark or GBNF)."""
     user: str | None = None
     """Whose share it takes of what its tenant has."""
     # Of the API, and without effect on the answer.
@@ -106,7 +113,6 @@ class _Sampled(OpenAIObject):
     logits_processors: Unsupported = None
     custom_logit_processor: Unsupported = None
     stop_regex: Unsupported = None
-    structured_outputs: Unsupported = None
     guided_json: Unsupported = None
     guided_regex: Unsupported = None
     guided_choice: Unsupported = None
@@ -134,6 +140,7 @@ class _Sampled(OpenAIObject):
         fields["include_stop"] = self.include_stop_str_in_output
         fields["stop"] = None if self.stop is None else tuple(self.stop)
         fields["stop_token_ids"] = None if self.stop_token_ids is None else tuple(self.stop_token_ids)
+        fields |= grammar_of(self.response_format, self.structured_outputs)
         return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -174,8 +181,8 @@ class ChatBody(_Sampled, ChatSettings):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Needs `logprobs: true`."""
     tool_choice: ToolChoice = None
-    """`auto`, the default: the model may call tools; `none`: it is shown none. `required`, and a function's name, are
-    not supported."""
+    """`auto`, the default: the model may call tools; `none`: it is shown none; `required`: the answer is calls; or a
+    function's name: it is a call of that."""
     parallel_tool_calls: bool | None = None
     """Default true; false: an answer ends after its first call."""
     chat_template: Unsupported = None
@@ -188,7 +195,6 @@ class ChatBody(_Sampled, ChatSettings):
     add_special_tokens: Annotated[bool | None, AfterValidator(Only((False,)))] = None
     functions: Unsupported = None
     function_call: Annotated[Any, AfterValidator(Only(("none", "auto")))] = None
-    response_format: Annotated[Any, AfterValidator(Only(({"type": "text"},)))] = None
     modalities: Annotated[Any, AfterValidator(Only((["text"],)))] = None
     audio: Unsupported = None
     prediction: Unsupported = None
@@ -200,20 +206,23 @@ class ChatBody(_Sampled, ChatSettings):
         """The one request. Raises RequestError."""
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs: set logprobs to true as well", param="top_logprobs")
-        self._check_tool_choice()
-        chat = self.chat(
-            self.messages, has_tools=self.tool_choice != "none", is_parallel=self.parallel_tool_calls is not False
-        )
+        is_parallel, forced = self.parallel_tool_calls is not False, self._forced()
+        chat = self.chat(self.messages, has_tools=self.tool_choice != "none", is_parallel=is_parallel, forced=forced)
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         fields = {**self._shared(), "max_tokens": max_tokens, "logprobs": logprobs}
+        if forced is not None:
+            fields["grammar"] = forced_grammar(forced, self.tools or (), is_parallel=is_parallel)
+            fields["grammar_field"] = "tools"
         return [CompletionRequest(id=request_id, peer=peer, prompt=chat, **fields)]
 
-    def _check_tool_choice(self) -> None:
+    def _forced(self) -> str | None:
+        """The tool that the answer is bound to call, "" for any; None: it is bound to nothing. Raises RequestError."""
         if self.tool_choice is None or self.tool_choice in ("none", "auto"):
-            return
-        asked = repr(self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.name)
+            return None
         if not self.tools:
-            raise RequestError(f"tool_choice: {asked} needs tools", param="tool_choice")
-        text = f"tool_choice: {asked} needs constrained output, which is not supported here; auto and none are"
-        raise RequestError(text, param="tool_choice")
+            raise RequestError("tool_choice: needs tools", param="tool_choice")
+        if self.structured_outputs or (self.response_format and self.response_format.type != "text"):
+            text = "tool_choice: an answer that is bound to be a call keeps to no other format"
+            raise RequestError(text, param="tool_choice")
+        return "" if isinstance(self.tool_choice, str) else self.tool_choice.name

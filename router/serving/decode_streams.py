@@ -114,6 +114,10 @@ class DecodeStreams:
         """That the request is predicted to need."""
         return self._booking.num_blocks if self._booking else 0
 
+    @property
+    def has_grammar(self) -> bool:
+        return self._request.grammar is not None
+
     def num_tokens(self) -> int:
         """What it was given, and what all choices have brought since."""
         choices = self._request.choices

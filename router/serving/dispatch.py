@@ -97,7 +97,7 @@ class Dispatch:
         give_up_at = self._now() + wait_s
         while True:
             self._check_fit(request)
-            decodes = self._loads(Role.DECODE)
+            decodes = self._loads(Role.DECODE, asked)
             # A prompt may wait behind others where the beginning of it is.
             for some in (with_room(decodes, asked.need), decodes):
                 if pair := self._choose(asked, some, avoid=avoid):
@@ -121,7 +121,7 @@ class Dispatch:
         asked = self._asked(request)
         depths = self.replicas.index.depths(asked.hashes)
         decision = self._chooser.choose_prefill(
-            asked.need, self._loads(Role.PREFILL), pair.decode.load(), depths, avoid=avoid
+            asked.need, self._loads(Role.PREFILL, asked), pair.decode.load(), depths, avoid=avoid
         )
         if decision is None:
             return None
@@ -131,7 +131,7 @@ class Dispatch:
         """A decode replica for a choice that runs on one that drains, with room if any has; and a stream key there."""
         asked = self._asked(request)
         depths = self.replicas.index.depths(asked.hashes)
-        decodes = self._loads(Role.DECODE)
+        decodes = self._loads(Role.DECODE, asked)
         for some in (with_room(decodes, asked.need), decodes):
             decision = self._chooser.choose(asked.need, [], some, depths)
             if decision and (replica := self._replica(decision.decode)):
@@ -155,7 +155,7 @@ class Dispatch:
 
     def _choose_with_room(self, asked: _Asked) -> Pair | None:
         self._check_fit(asked.request)  # the first replica may have come only now
-        return self._choose(asked, with_room(self._loads(Role.DECODE), asked.need), prefill_needs_room=True)
+        return self._choose(asked, with_room(self._loads(Role.DECODE, asked), asked.need), prefill_needs_room=True)
 
     def _choose(
         self,
@@ -169,7 +169,7 @@ class Dispatch:
         if not decodes:
             return None
         depths = self.replicas.index.depths(asked.hashes)
-        prefills = self._loads(Role.PREFILL)
+        prefills = self._loads(Role.PREFILL, asked)
         decision = self._chooser.choose(
             asked.need, prefills, decodes, depths, avoid=avoid, prefill_needs_room=prefill_needs_room
         )
@@ -224,8 +224,11 @@ class Dispatch:
     def _cost(self, request: SequenceRequest) -> float:
         return float(len(request.token_ids) + self._predicted_tokens(request) * len(request.choices))
 
-    def _loads(self, role: Role) -> list[ReplicaLoad]:
-        return [replica.load() for replica in self.replicas.usable(role)]
+    def _loads(self, role: Role, asked: _Asked) -> list[ReplicaLoad]:
+        """Of those that would not pass over what is asked."""
+        needs_grammars = asked.request.grammar is not None
+        usable = self.replicas.usable(role)
+        return [replica.load() for replica in usable if replica.member.keeps_grammars or not needs_grammars]
 
     def _replica(self, name: str | None) -> Replica | None:
         return self.replicas.get(name) if name else None

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+from cluster.grammar.compiler import GrammarCompiler
 from cluster.words.api_key import ApiKey
 from cluster.words.errors import (
     ClientTooSlow,
@@ -33,6 +34,7 @@ from router.text.choice_text import ChoiceText
 from router.text.completion_request import CompletionRequest, ModelCard, check, sampling_of, truncated
 from router.text.dialect import Dialect
 from router.text.events import Summary, TokenUsage
+from router.text.grammar_check import GrammarCheck
 from router.text.prompt_encoder import PromptEncoder
 from router.text.text_threads import TextThreads
 from router.text.token_clock import TokenClock
@@ -58,9 +60,11 @@ class Completions:
         max_unread_s: float = 60.0,
         trail: RequestTrail | None = None,
         dialect: Dialect | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         """max_request_s: how long a request may take, whatever deadline its client names. max_unread_s: how long a
-        client may leave a token unread. dialect: None: as its chat template says."""
+        client may leave a token unread. dialect: None: as its chat template says.
+        grammars: None: no request may have one."""
         self.model = model
         self.tokenizer = tokenizer
         self.metrics = metrics
@@ -76,6 +80,7 @@ class Completions:
             dialect=dialect or Dialect.of(chat_template.source),
             threads=self.threads,
         )
+        self._grammars = GrammarCheck(grammars)
 
     async def open(self, request: CompletionRequest, *, num_beside: int = 0) -> Completion:
         """Check a request and tokenise it; it holds nothing yet. Raises RequestError and its kin.
@@ -85,6 +90,7 @@ class Completions:
         try:
             check(request, self.model)
             clock = TokenClock(self.metrics, num_choices=request.n)
+            await self._grammars.check(request)
             prompt_ids = truncated(await self.prompts.encode(request, num_beside=num_beside), request, self.model)
             sampling = sampling_of(
                 request, self.model, num_prompt_tokens=len(prompt_ids), eos_token_ids=self.tokenizer.eos_token_ids
@@ -98,6 +104,7 @@ class Completions:
 
     def close(self) -> None:
         self.threads.close()
+        self._grammars.close()
         self.trail.close()
 
     def unreadable(self, request_id: str, error: ClusterError, *, key: ApiKey | None, peer: str) -> None:
@@ -143,7 +150,8 @@ class Completion:
         if not isinstance(self.request.prompt, Chat):
             return None
         end = service.prompts.end_of(self.prompt_ids)
-        return AnswerReader.of(self.request.prompt, service.prompts.dialect, end)
+        is_bound = self.request.grammar is not None
+        return AnswerReader.of(self.request.prompt, service.prompts.dialect, end, is_bound=is_bound)
 
     @asynccontextmanager
     async def run(self) -> AsyncIterator[AnswerEvents]:
@@ -220,6 +228,7 @@ class Completion:
             token_ids=self.prompt_ids,
             num_prompt_tokens=len(self.prompt_ids),
             sampling=self._sampling,
+            grammar=self.request.grammar,
             choices=tuple(range(self.request.n)),
             salt=self.request.salt,
             tenant=self.request.tenant,

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cluster.words.errors import ContextLengthExceeded, RequestError, UnknownModel
+from cluster.words.grammar import Grammar
 from cluster.words.request import Sampling, random_seed
 from router.text.chat import Chat
 
@@ -85,6 +86,8 @@ class CompletionRequest:
     skip_special_tokens: bool = True
     n: int = 1
     logprobs: int | None = None  # None: none; k: of the chosen token and of the k likeliest
+    grammar: Grammar | None = None  # what every answer keeps to
+    grammar_field: str = "grammar"  # what the client calls it
     user: str = ""  # whose share it takes of what its tenant has
     cache_salt: str = ""  # prefixes are shared only with requests of the same word
     priority: int = 0  # smaller first, among a user's
@@ -120,6 +123,7 @@ def check(request: CompletionRequest, model: ModelCard) -> None:
         raise RequestError(f"n: a replica runs at most {model.max_choices} choices at once, not {request.n}", param="n")
     check_total(request.n * (request.max_tokens or 1), model)
     _check_stops(request)
+    _check_grammar(request)
     if isinstance(request.prompt, Chat):
         _check_chat(request.prompt, model)
     check_token_ids(request.stop_token_ids, model, param="stop_token_ids")
@@ -162,6 +166,9 @@ def sampling_of(
             param="messages" if isinstance(request.prompt, Chat) else "prompt",
         )
     ends = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else eos_token_ids)
+    if request.grammar and not ends:
+        text = f"{request.grammar_field}: this model has no end-of-sequence token with which an answer could end"
+        raise RequestError(text, param=request.grammar_field)
     seed = random_seed() if request.seed is None else request.seed & _SEED_BITS
     return Sampling(
         max_tokens=request.max_tokens or min(room, request.max_answer or room),
@@ -187,6 +194,16 @@ def _check_chat(chat: Chat, model: ModelCard) -> None:
         if len(message.get("role", "")) > MAX_ROLE_CHARS:
             param = f"messages[{number}].role"
             raise RequestError(f"{param}: at most {MAX_ROLE_CHARS} characters are taken", param=param)
+
+
+def _check_grammar(request: CompletionRequest) -> None:
+    """An answer ends where its grammar lets it end, and nowhere else."""
+    if request.grammar is None:
+        return
+    for name, value in (("ignore_eos", request.ignore_eos), ("min_tokens", request.min_tokens)):
+        if value:
+            text = f"{name}: cannot be together with {request.grammar_field}, which says where the answer ends"
+            raise RequestError(text, param=name)
 
 
 def _check_stops(request: CompletionRequest) -> None:

@@ -23,7 +23,12 @@ _TOOL: Any = {
     "function": {
         "name": "get_weather",
         "description": "The weather in a city.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 20}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
     },
 }
 
@@ -82,3 +87,11 @@ async def test_a_models_own_call_goes_there_and_back(smollm2_dir: Path, redis_ur
         answer = await client.chat.completions.create(messages=messages, **fields)
         assert answer.usage and answer.usage.prompt_tokens_details
         assert answer.usage.prompt_tokens_details.cached_tokens > 100, "the conversation goes on as it was"
+        for choice_of_tool in ("required", {"type": "function", "function": {"name": "get_weather"}}):
+            asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Rome?"}], **fields}
+            asked |= {"tool_choice": choice_of_tool, "parallel_tool_calls": False, "max_tokens": 200}
+            (bound,) = (await client.chat.completions.create(**asked)).choices
+            assert bound.message.tool_calls, bound
+            (call,) = bound.message.tool_calls
+            assert call.type == "function" and call.function.name == "get_weather"
+            assert isinstance(json.loads(call.function.arguments)["city"], str) and not bound.message.content

@@ -8,6 +8,8 @@ import pytest
 
 from cluster.rpc import worker_pb2 as pb
 from cluster.wire import messages
+from cluster.words.errors import RequestError
+from cluster.words.grammar import Grammar, GrammarKind
 from cluster.words.handoff import Handoff, Holder
 from cluster.words.request import FinishReason, SampledToken, Sampling, SequenceRequest, TokenLogprob
 from cluster.words.timing import StepTiming
@@ -37,6 +39,7 @@ _FULL = SequenceRequest(
     adapter="a",
     priority=-1,
     deadline_s=1.5,
+    grammar=Grammar(kind=GrammarKind.REGEX, text="a+"),
 )
 _BARE = SequenceRequest(id="r", token_ids=(1,), num_prompt_tokens=1)
 
@@ -45,6 +48,13 @@ _BARE = SequenceRequest(id="r", token_ids=(1,), num_prompt_tokens=1)
 def test_a_sequence(request_: SequenceRequest) -> None:
     message = pb.Sequence.FromString(messages.sequence_to_proto(request_).SerializeToString())
     assert messages.sequence_from_proto(message) == request_
+
+
+def test_a_grammar_of_an_unknown_kind_is_refused() -> None:
+    message = pb.Sequence(id="r", token_ids=[1], num_prompt_tokens=1, grammar=pb.Grammar(kind="verse", text="a"))
+    with pytest.raises(RequestError) as refused:
+        messages.sequence_from_proto(message)
+    assert refused.value.param == "grammar"
 
 
 def test_all_of_a_sampling_travels_and_of_a_sequence_all_but_whose_it_is() -> None:

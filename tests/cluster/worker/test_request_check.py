@@ -10,6 +10,7 @@ import pytest
 
 from cluster.rpc import worker_pb2 as pb
 from cluster.words.errors import ContextLengthExceeded, RequestError
+from cluster.words.grammar import Grammar, GrammarKind
 from cluster.words.request import Sampling, SequenceRequest
 from cluster.worker.request_check import check_request, holder_of
 from router.access.client import salt_of
@@ -42,6 +43,9 @@ def test_what_a_router_sends_passes() -> None:
         ("salt", "acme"),
         ("salt", "0" * 33),
         ("adapter", "x" * 2000),
+        ("grammar", Grammar(kind=GrammarKind.LARK, text="")),
+        ("grammar", Grammar(kind=GrammarKind.REGEX, text="a" * 9000)),
+        ("grammar", Grammar(kind=GrammarKind.JSON_SCHEMA, text="a" * 70_000)),
     ],
 )
 def test_what_a_step_cannot_compute_names_the_field(field: str, value: Any) -> None:

@@ -1,0 +1,45 @@
+"""What an answer must keep to, as a client has said it: text that somebody else compiles."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from cluster.words.checking import check
+
+MAX_SCHEMA_BYTES = 64 * 1024
+MAX_GRAMMAR_BYTES = 8 * 1024  # of a regular expression or a grammar: a mask costs what they are long
+
+
+class GrammarKind(StrEnum):
+    """How a grammar is written."""
+
+    JSON_SCHEMA = "json_schema"
+    LENIENT_JSON_SCHEMA = "lenient_json_schema"  # what cannot be enforced of it is passed over
+    REGEX = "regex"  # in Rust's syntax, of the whole answer
+    LARK = "lark"  # as llguidance has it; the answer is its `start`
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grammar:
+    """The same for every choice of a request."""
+
+    kind: GrammarKind
+    text: str
+
+    @classmethod
+    def of_choice(cls, texts: Iterable[str]) -> Grammar:
+        """The answer is one of these."""
+        return cls(kind=GrammarKind.LARK, text="start: " + " | ".join(json.dumps(t, ensure_ascii=False) for t in texts))
+
+    def check(self, param: str) -> None:
+        """Its size. Raises RequestError."""
+        is_schema = self.kind in (GrammarKind.JSON_SCHEMA, GrammarKind.LENIENT_JSON_SCHEMA)
+        most = MAX_SCHEMA_BYTES if is_schema else MAX_GRAMMAR_BYTES
+        check(bool(self.text), param, "must not be empty")
+        check(len(self.text.encode(errors="surrogatepass")) <= most, param, f"at most {most} bytes are taken")
+
+
+ANY_OBJECT = Grammar(kind=GrammarKind.JSON_SCHEMA, text='{"type": "object"}')

@@ -1,0 +1,79 @@
+"""The fields of the OpenAI API that say what an answer must keep to, and vLLM's extension of them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from cluster.words.errors import RequestError
+from cluster.words.grammar import ANY_OBJECT, Grammar, GrammarKind
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class JsonSchema(_Part):
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Part):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def grammar(self) -> Grammar | None:
+        """Raises RequestError."""
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return ANY_OBJECT
+        if self.json_schema is None or self.json_schema.schema_ is None:
+            raise RequestError("response_format: needs json_schema.schema", param="response_format.json_schema")
+        kind = GrammarKind.JSON_SCHEMA if self.json_schema.strict else GrammarKind.LENIENT_JSON_SCHEMA
+        return Grammar(kind=kind, text=json.dumps(self.json_schema.schema_))
+
+
+class StructuredOutputs(_Part):
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+    def named(self) -> tuple[str, Grammar]:
+        """The field that is set, and what it says. Raises RequestError."""
+        given = [name for name in StructuredOutputs.model_fields if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            text = "structured_outputs: one of json, json_object, regex, choice and grammar must be set"
+            raise RequestError(text, param="structured_outputs")
+        return f"structured_outputs.{given[0].rstrip('_')}", self._grammar()
+
+    def _grammar(self) -> Grammar:
+        if self.json_object:
+            return ANY_OBJECT
+        if self.json_ is not None:
+            text = self.json_ if isinstance(self.json_, str) else json.dumps(self.json_)
+            return Grammar(kind=GrammarKind.JSON_SCHEMA, text=text)
+        if self.regex is not None:
+            return Grammar(kind=GrammarKind.REGEX, text=self.regex)
+        if self.choice is not None:
+            return Grammar.of_choice(self.choice)
+        return Grammar(kind=GrammarKind.LARK, text=self.grammar or "")
+
+
+def grammar_of(response_format: ResponseFormat | None, structured: StructuredOutputs | None) -> dict[str, Any]:
+    """Those fields of CompletionRequest; none where an answer keeps to nothing. Raises RequestError."""
+    if structured is not None:
+        if response_format is not None and response_format.type != "text":
+            raise RequestError("structured_outputs: not together with response_format", param="structured_outputs")
+        name, grammar = structured.named()
+        return {"grammar": grammar, "grammar_field": name}
+    if response_format is None or (found := response_format.grammar()) is None:
+        return {}
+    name = "response_format.json_schema.schema" if response_format.json_schema else "response_format"
+    return {"grammar": found, "grammar_field": name}

@@ -1,0 +1,165 @@
+"""Answers that keep to a grammar, wherever they are computed: one pair of replicas or two, killed, moved, forked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from cluster.words.errors import GrammarNotFollowed, RequestError
+from cluster.words.grammar import Grammar, GrammarKind
+from cluster.words.probe import Milestone
+from cluster.words.request import FinishReason, Role, Sampling
+from router.text.tokenizer import Tokenizer
+from tests.ceiling import Ceiling
+from tests.character_tokenizer import CHARACTERS, END, save_tokenizer
+from tests.e2e.conftest import Checkpoint
+from tests.engine.steps import prompts
+from tests.generated_schemas import Schema, schemas
+from tests.local_cluster import Answer, LocalCluster, beside, local_cluster
+from tests.rank_in_process import Fault
+from tests.waiting import WITHIN_S
+
+_SAMPLED = Sampling(max_tokens=40, temperature=1.0, seed=3, stop_token_ids=(END,))
+_PROMPTS = prompts(20, 33, 47, 18)
+_LETTERS = "[a-c][1-9]{12,20}(xy|z){6,8}"
+_GRAMMAR = Grammar(kind=GrammarKind.REGEX, text=_LETTERS)
+_MAX_ANSWER = 64
+_SHORT = Grammar(kind=GrammarKind.REGEX, text="a[bc]")
+
+
+def _tree(prefill: int, decode: int, **router: Any) -> dict[str, Any]:
+    return {
+        "model": {"dtype": "float32"},
+        "kv": {"wire_dtype": "raw"},
+        "prefill": {"replicas": prefill, "kv_memory_gib": 0.01, "max_batch_tokens": 32},
+        "decode": {"replicas": decode, "kv_memory_gib": 0.01},
+        "router": {"max_local_prefill": 0} | router,
+    }
+
+
+@pytest.fixture(scope="module")
+def model_dir(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("letters") / "model"
+    shutil.copytree(checkpoint("llama"), directory)
+    save_tokenizer(directory)
+    return directory
+
+
+async def _ask(cluster: LocalCluster, sampling: Sampling = _SAMPLED) -> list[list[int]]:
+    asked = [
+        cluster.generate(prompt, replace(sampling, seed=seed), id=str(seed), n=2, grammar=_GRAMMAR)
+        for seed, prompt in enumerate(_PROMPTS)
+    ]
+    async with asyncio.timeout(WITHIN_S):
+        answers = await asyncio.gather(*asked)
+    for answer in answers:
+        _check(answer)
+    return [[token.token_id for token in tokens] for answer in answers for tokens in answer.tokens.values()]
+
+
+def _check(answer: Answer, pattern: str = _LETTERS) -> None:
+    for tokens in answer.tokens.values():
+        assert tokens[-1].finish_reason is FinishReason.STOP
+        assert re.fullmatch(pattern, "".join(CHARACTERS[token.token_id] for token in tokens[:-1]))
+
+
+async def test_choices_keep_to_it_on_one_pair_on_two_pairs_and_under_a_kill(model_dir: Path, redis_url: str) -> None:
+    async with local_cluster(model_dir, redis_url, **_tree(1, 1)) as cluster:
+        expected = await _ask(cluster)
+        assert len({tuple(tokens) for tokens in expected}) > len(_PROMPTS), "the choices of a request are the same"
+        one = replace(_SAMPLED, max_tokens=1)
+        first = await cluster.generate(_PROMPTS[0], one, grammar=_GRAMMAR)  # of the prefill replica alone
+        assert CHARACTERS[first.ids[0]] in "abc" and first.tokens[0][0].finish_reason is FinishReason.LENGTH
+        await cluster.idle()
+    async with local_cluster(model_dir, redis_url, processes=True, **_tree(2, 0)) as cluster:
+        doomed = await cluster.add(Role.DECODE, Fault(Milestone.COMPUTING, nth=9))
+        await cluster.add(Role.DECODE)
+        assert await _ask(cluster) == expected
+        assert doomed.has_been_hit, "the fault never happened"
+        assert await _ask(cluster) == expected
+        await cluster.idle()
+
+
+async def test_a_choice_that_moves_goes_on_where_it_was(
+    model_dir: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ceiling = Ceiling(12)
+    ceiling.arm(monkeypatch.setattr)
+    async with local_cluster(model_dir, redis_url, **_tree(1, 1)) as cluster:
+        moving = asyncio.create_task(cluster.generate(_PROMPTS[0], _SAMPLED, grammar=_GRAMMAR))
+        source = cluster.pools[Role.DECODE][0]
+        await cluster.until(lambda: cluster.seen(source).status.running)
+        target = await cluster.add(Role.DECODE)
+        async with beside(cluster.drain(source)):
+            await cluster.until(lambda: cluster.seen(target).status.running)
+            ceiling.lift()
+            moved = await moving
+        assert moved.route.decode_replica == target.id
+        _check(moved)
+        stayed = await cluster.generate(_PROMPTS[0], _SAMPLED, grammar=_GRAMMAR)
+        assert stayed.ids == moved.ids
+
+
+async def test_a_grammar_that_fails_is_its_requests_failure_alone(model_dir: Path, redis_url: str) -> None:
+    """The first has no token that could end it, the second is none, the third is of a kind that nobody knows."""
+    async with local_cluster(model_dir, redis_url, **_tree(1, 1)) as cluster:
+        endless = cluster.generate(_PROMPTS[0], replace(_SAMPLED, stop_token_ids=()), id="a", grammar=_SHORT)
+        no_grammar = Grammar(kind=GrammarKind.REGEX, text="(")
+        wrong = cluster.generate(_PROMPTS[1], _SAMPLED, id="b", grammar=no_grammar)
+        good = cluster.generate(_PROMPTS[2], _SAMPLED, id="c", grammar=_GRAMMAR)
+        plain = cluster.generate(_PROMPTS[3], _SAMPLED, id="d")
+        failed, refused, kept, free = await asyncio.gather(endless, wrong, good, plain, return_exceptions=True)
+        assert isinstance(failed, GrammarNotFollowed)
+        assert isinstance(refused, RequestError) and refused.param == "grammar"
+        assert isinstance(kept, Answer) and isinstance(free, Answer)
+        _check(kept)
+        await cluster.idle()
+
+
+async def test_a_worker_of_a_version_without_grammars_is_not_asked_for_one(model_dir: Path, redis_url: str) -> None:
+    async with local_cluster(model_dir, redis_url, **_tree(1, 2)) as cluster:
+        old = cluster.seen(cluster.pools[Role.DECODE][0])
+        old.member = replace(old.member, keeps_grammars=False)
+        answers = [await cluster.generate(prompt, _SAMPLED, grammar=_GRAMMAR) for prompt in _PROMPTS]
+        assert old.id not in {answer.route.decode_replica for answer in answers}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1700)
+@pytest.mark.parametrize("count", [100, 1000])
+async def test_answers_of_smollm2_are_instances_of_their_schemas(smollm2_dir: Path, redis_url: str, count: int) -> None:
+    """Each, or it was cut by its length; and the same on one pair of replicas as on two."""
+    asked, answers = schemas(count), list[list[list[int]]]()
+    tokenizer = Tokenizer(smollm2_dir)
+    for pairs in (1, 2):
+        async with local_cluster(smollm2_dir, redis_url, **_tree(pairs, pairs)) as cluster:
+            answers.append([tokens async for tokens in _instances(cluster, tokenizer, asked)])
+            await cluster.idle()
+    assert answers[0] == answers[1]
+    whole = [(schema, tokens) for schema, tokens in zip(asked, answers[0], strict=True) if len(tokens) < _MAX_ANSWER]
+    for schema, tokens in whole:
+        Draft202012Validator(schema).validate(json.loads(tokenizer.decode(tokens)))
+    assert len(whole) > count / 2
+
+
+async def _instances(cluster: LocalCluster, tokenizer: Tokenizer, asked: list[Schema]) -> AsyncIterator[list[int]]:
+    prompt = tokenizer.encode("A thing, as JSON: ")
+    ends = tuple(tokenizer.eos_token_ids)
+    sampling = Sampling(max_tokens=_MAX_ANSWER, temperature=0.0, stop_token_ids=ends)
+    for begin in range(0, len(asked), 16):
+        grammars = [
+            Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(schema)) for schema in asked[begin : begin + 16]
+        ]
+        some = [cluster.generate(prompt, sampling, id=str(i), grammar=grammar) for i, grammar in enumerate(grammars)]
+        for answer in await asyncio.gather(*some):
+            is_whole = answer.tokens[0][-1].finish_reason is FinishReason.STOP
+            yield answer.ids[:-1] if is_whole else answer.ids

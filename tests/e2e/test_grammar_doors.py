@@ -1,0 +1,150 @@
+"""Answers that keep to a grammar, as real clients ask for them at both doors of a real router, with SmolLM2."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import grpc
+import openai
+import pytest
+from jsonschema import Draft202012Validator
+from openai import AsyncOpenAI
+from pydantic import BaseModel
+
+from cluster.process.ports import free_port
+from cluster.rpc import inference_pb2 as pb
+from cluster.rpc import inference_pb2_grpc as rpc
+from router.service import RouterService
+from tests.identities import router
+from tests.local_cluster import local_cluster
+from tests.waiting import becomes
+
+_ASKED: dict[str, Any] = {
+    "model": "smollm2",
+    "messages": [{"role": "user", "content": "Describe a city as JSON."}],
+    "temperature": 0,
+    "max_tokens": 60,
+}
+_CITY = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "size": {"enum": ["small", "large"]}},
+    "required": ["name", "size"],
+    "additionalProperties": False,
+}
+_HOSTILE = {
+    "endless": {"$ref": "#"},
+    "elsewhere": {"$ref": "http://127.0.0.1:1/schema.json"},
+    "unknown": {"type": "array", "uniqueItems": True},
+    "wide": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1900)}},
+    "blown up": {"allOf": [{"anyOf": [{"properties": {f"a{i}": {"const": j}}} for j in range(4)]} for i in range(9)]},
+    "no type": {"type": "strange"},
+}
+
+
+class City(BaseModel):
+    name: str
+    is_large: bool
+
+
+@pytest.mark.timeout(180)
+async def test_answers_keep_to_what_clients_ask_for_at_both_doors(smollm2_dir: Path, redis_url: str) -> None:
+    model = {"served_name": "smollm2", "dtype": "float32"}
+    tree = {"model": model, "router": {"grpc_port": free_port(), "http_port": free_port()}}
+    async with local_cluster(smollm2_dir, redis_url, **tree) as cluster:
+        identity = cluster.identity(router("router-1"))
+        service = await RouterService.open(cluster.spec, credentials=cluster.credentials, identity=identity)
+        try:
+            await becomes(lambda: all(service.health().values()))
+            url = "http://{}:{}/v1".format(*service.http_address)
+            async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+                await _check_formats(client)
+                await _check_structured(client)
+                await _check_refusals(client)
+            await _check_grpc(service.grpc_port)
+        finally:
+            await service.close()
+        await cluster.idle()
+
+
+async def _check_formats(client: AsyncOpenAI) -> None:
+    parsed = await client.chat.completions.parse(**_ASKED, response_format=City)
+    assert isinstance(parsed.choices[0].message.parsed, City)
+    for strict in (True, False):
+        form = {"type": "json_schema", "json_schema": {"name": "city", "schema": _CITY, "strict": strict}}
+        answer = await client.chat.completions.create(**_ASKED | {"n": 2, "temperature": 1}, response_format=form)
+        for choice in answer.choices:
+            assert choice.finish_reason == "stop"
+            Draft202012Validator(_CITY).validate(json.loads(choice.message.content))
+    stream = await client.chat.completions.create(
+        **_ASKED | {"max_tokens": 200}, response_format={"type": "json_object"}, stream=True
+    )
+    chunks = [chunk.choices[0] async for chunk in stream]
+    text = "".join(chunk.delta.content or "" for chunk in chunks)
+    assert text.startswith("{")
+    assert chunks[-1].finish_reason == "length" or isinstance(json.loads(text), dict)
+
+
+async def _check_structured(client: AsyncOpenAI) -> None:
+    for asked, wanted in (
+        ({"choice": ["Paris", "Rome"]}, ("Paris", "Rome")),
+        ({"regex": r"(yes|no), sir"}, ("yes, sir", "no, sir")),
+        ({"grammar": 'start: "a" | "b"'}, ("a", "b")),
+        ({"grammar": 'root ::= "x" | "y"'}, ("x", "y")),
+        ({"json": {"type": "boolean"}}, ("true", "false")),
+    ):
+        body = {"structured_outputs": asked}
+        chat = await client.chat.completions.create(**_ASKED, extra_body=body)
+        assert chat.choices[0].message.content in wanted
+        text = await client.completions.create(model="smollm2", prompt="The answer is", extra_body=body)
+        assert text.choices[0].text in wanted
+
+
+async def _check_refusals(client: AsyncOpenAI) -> None:
+    """Each is refused by name, or answered; and meanwhile others are."""
+    asked = [_ask_for(client, schema) for schema in _HOSTILE.values()]
+    others = [client.chat.completions.create(**_ASKED | {"max_tokens": 4}) for _ in range(2)]
+    *refusals, _, _ = await asyncio.gather(*asked, *others)
+    told = dict(zip(_HOSTILE, refusals, strict=True))
+    assert {name for name, param in told.items() if param == "response_format.json_schema.schema"} >= set(_HOSTILE) - {
+        "wide"
+    }
+    for field, value in (("regex", "[a"), ("grammar", "start: nothing"), ("regex", "a" * 9000)):
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.chat.completions.create(**_ASKED, extra_body={"structured_outputs": {field: value}})
+        assert refused.value.param == f"structured_outputs.{field}"
+    for field in ("min_tokens", "ignore_eos"):
+        body = {"structured_outputs": {"choice": ["a"]}, field: 1 if field == "min_tokens" else True}
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.chat.completions.create(**_ASKED, extra_body=body)
+        assert refused.value.param == field
+
+
+async def _ask_for(client: AsyncOpenAI, schema: dict[str, Any]) -> str | None:
+    """The field that is named in a refusal."""
+    form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema, "strict": True}}
+    try:
+        await client.chat.completions.create(**_ASKED | {"max_tokens": 4}, response_format=form)
+    except openai.BadRequestError as error:
+        return error.param
+    return None
+
+
+async def _check_grpc(port: int) -> None:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub = rpc.InferenceStub(channel)
+        sampling = pb.SamplingParams(temperature=0, max_tokens=60)
+        for grammar in (
+            pb.Grammar(json_schema=json.dumps(_CITY)),
+            pb.Grammar(choice=pb.Choices(texts=['{"name": "a", "size": "large"}'])),
+        ):
+            asked = pb.GenerateRequest(prompt="A city: ", sampling=sampling, grammar=grammar)
+            text = "".join([event.delta.text async for event in stub.Generate(asked)])
+            Draft202012Validator(_CITY).validate(json.loads(text))
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            async for _ in stub.Generate(pb.GenerateRequest(prompt="x", grammar=pb.Grammar(regex="["))):
+                pass
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "grammar.regex" in refused.value.details()
