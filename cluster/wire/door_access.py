@@ -40,16 +40,16 @@ class DoorAccess:
 
     def channel(self, doors: str) -> aio.Channel:
         """To HOST:PORT, or several with commas between them; grpcs:// in front asks for TLS."""
-        target, options = to_doors(doors.removeprefix(_TLS))
-        if not self._needs_tls(doors):
+        target, credentials, options = self._way_to(doors)
+        if credentials is None:
             return aio.insecure_channel(target, options=options)
-        return aio.secure_channel(target, self._credentials(), options=[*options, *_name_of(doors)])
+        return aio.secure_channel(target, credentials, options=options)
 
     def blocking_channel(self, doors: str) -> grpc.Channel:
-        target, options = to_doors(doors.removeprefix(_TLS))
-        if not self._needs_tls(doors):
+        target, credentials, options = self._way_to(doors)
+        if credentials is None:
             return grpc.insecure_channel(target, options=options)
-        return grpc.secure_channel(target, self._credentials(), options=[*options, *_name_of(doors)])
+        return grpc.secure_channel(target, credentials, options=options)
 
     def ssl_context(self) -> ssl.SSLContext:
         """For https://. Raises SpecError."""
@@ -63,6 +63,13 @@ class DoorAccess:
 
     def _needs_tls(self, doors: str) -> bool:
         return self.is_tls or doors.startswith(_TLS)
+
+    def _way_to(self, doors: str) -> tuple[str, grpc.ChannelCredentials | None, list[tuple[str, Any]]]:
+        """The target, the credentials where there is TLS, and the options of a channel."""
+        target, options = to_doors(doors.removeprefix(_TLS))
+        if not self._needs_tls(doors):
+            return target, None, options
+        return target, self._credentials(), [*options, *_name_of(doors)]
 
     def _credentials(self) -> grpc.ChannelCredentials:
         try:

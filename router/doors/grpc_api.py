@@ -181,8 +181,9 @@ class InferenceServicer(pb_grpc.InferenceServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: _Context) -> pb.TokenizeResponse:
         async with _statuses(context), self._counted():
-            with self._noted("", context, self._client(context)):
-                asked = self._client(context).bound(tokenize_request_of(request, peer=context.peer()))
+            client = self._client(context)
+            with self._noted("", context, client):
+                asked = client.bound(tokenize_request_of(request, peer=context.peer()))
                 has_special = request.add_special_tokens if request.HasField("add_special_tokens") else None
                 ids = await self._completions.prompts.tokenize(asked, add_special_tokens=has_special)
             await self._tell(context)
@@ -190,8 +191,9 @@ class InferenceServicer(pb_grpc.InferenceServicer):
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: _Context) -> pb.DetokenizeResponse:
         async with _statuses(context), self._counted():
-            with self._noted("", context, self._client(context)):
-                asked = self._client(context).bound(detokenize_request_of(request, peer=context.peer()))
+            client = self._client(context)
+            with self._noted("", context, client):
+                asked = client.bound(detokenize_request_of(request, peer=context.peer()))
                 text = await self._completions.prompts.detokenize(asked)
             await self._tell(context)
             return pb.DetokenizeResponse(text=text)
