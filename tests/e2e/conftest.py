@@ -22,6 +22,18 @@ Checkpoint = Callable[..., Path]
 Reference = Callable[..., list[list[SampledToken]]]
 
 
+def exact_tree(prefill: int, decode: int, **router: Any) -> dict[str, Any]:
+    """Of a deployment whose answers are the reference's token for token: so many replicas, every prompt computed on a
+    prefill replica, in several steps."""
+    return {
+        "model": {"dtype": "float32"},
+        "kv": {"wire_dtype": "raw"},
+        "prefill": {"replicas": prefill, "kv_memory_gib": 0.01, "max_batch_tokens": 32},
+        "decode": {"replicas": decode, "kv_memory_gib": 0.01},
+        "router": {"max_local_prefill": 0} | router,
+    }
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     """checkpoint("llama", num_key_value_heads=1) -> a model directory with random weights and a tokenizer."""

@@ -13,7 +13,7 @@ import pytest
 from cluster.words.errors import LinkClosed, ReplicaLost
 from cluster.words.probe import Milestone
 from cluster.words.request import Role, SampledToken, Sampling, SequenceRequest, choice_seed
-from tests.e2e.conftest import Checkpoint, Reference
+from tests.e2e.conftest import Checkpoint, Reference, exact_tree
 from tests.engine.steps import prompts
 from tests.local_cluster import Answer, LocalCluster, local_cluster
 from tests.rank_in_process import Fault
@@ -38,16 +38,6 @@ _DECODE_EVENTS = {
     "the first token is sampled": Fault(Milestone.SAMPLED),
     "it streams": Fault(Milestone.COMPUTING, nth=12),
 }
-
-
-def _tree(prefill: int, decode: int, **router: Any) -> dict[str, Any]:
-    return {
-        "model": {"dtype": "float32"},
-        "kv": {"wire_dtype": "raw"},
-        "prefill": {"replicas": prefill, "kv_memory_gib": 0.01, "max_batch_tokens": 32},
-        "decode": {"replicas": decode, "kv_memory_gib": 0.01},
-        "router": {"max_local_prefill": 0} | router,
-    }
 
 
 async def _ask(cluster: LocalCluster) -> list[Answer]:
@@ -90,7 +80,7 @@ async def test_another_replica_goes_on(
     expected = reference(model_dir, _PROMPTS, _SAMPLINGS)
     fault = replace((_PREFILL_EVENTS if role is Role.PREFILL else _DECODE_EVENTS)[event], number=number)
     others = {Role.PREFILL: 1, Role.DECODE: 1} | {role: 0}
-    tree = _tree(others[Role.PREFILL], others[Role.DECODE])
+    tree = exact_tree(others[Role.PREFILL], others[Role.DECODE])
     async with local_cluster(model_dir, redis_url, processes=True, **tree) as cluster:
         doomed = await cluster.add(role, fault)  # the first of its pool: it is chosen while all are idle
         await cluster.add(role)
@@ -107,7 +97,7 @@ async def test_with_no_prefill_replica_left_the_decode_replica_computes_the_prom
     checkpoint: Checkpoint, reference: Reference, redis_url: str
 ) -> None:
     model_dir = checkpoint("llama")
-    async with local_cluster(model_dir, redis_url, processes=True, **_tree(0, 1)) as cluster:
+    async with local_cluster(model_dir, redis_url, processes=True, **exact_tree(0, 1)) as cluster:
         await cluster.add(Role.PREFILL, _PREFILL_EVENTS["the prompt is half computed"])
         answers = await _ask(cluster)
         _check(answers, reference(model_dir, _PROMPTS, _SAMPLINGS))
@@ -118,7 +108,7 @@ async def test_with_no_prefill_replica_left_the_decode_replica_computes_the_prom
 async def test_one_death_after_another(checkpoint: Checkpoint, reference: Reference, redis_url: str) -> None:
     """Each of four decode replicas dies a few tokens later than the one before; the fifth lives."""
     model_dir = checkpoint("llama")
-    async with local_cluster(model_dir, redis_url, processes=True, **_tree(1, 0)) as cluster:
+    async with local_cluster(model_dir, redis_url, processes=True, **exact_tree(1, 0)) as cluster:
         for _ in range(4):
             await cluster.add(Role.DECODE, Fault(Milestone.COMPUTING, nth=5))
         await cluster.add(Role.DECODE)
@@ -134,7 +124,7 @@ async def test_one_rank_of_two_is_enough_to_lose_the_replica(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, role: Role, number: signal.Signals
 ) -> None:
     model_dir = checkpoint("llama")
-    tree = _tree(1, 1)
+    tree = exact_tree(1, 1)
     tree[role.value] |= {"tensor_parallel": 2, "replicas": 0}
     async with local_cluster(model_dir, redis_url, processes=True, **tree) as cluster:
         doomed = await cluster.add(role)
@@ -154,7 +144,7 @@ async def test_choices_that_have_ended_stay_ended(checkpoint: Checkpoint, refere
         id="r", token_ids=tuple(_PROMPTS[1]), num_prompt_tokens=33, sampling=sampling, choices=(0, 1, 2, 3)
     )
     tokens: dict[int, list[int]] = {choice: [] for choice in range(4)}
-    async with local_cluster(model_dir, redis_url, processes=True, **_tree(1, 0)) as cluster:
+    async with local_cluster(model_dir, redis_url, processes=True, **exact_tree(1, 0)) as cluster:
         await cluster.add(Role.DECODE, _DECODE_EVENTS["it streams"])
         await cluster.add(Role.DECODE)
         async with asyncio.timeout(WITHIN_S), cluster.core.start(request) as generation:
@@ -171,7 +161,7 @@ async def test_choices_that_have_ended_stay_ended(checkpoint: Checkpoint, refere
 
 
 async def test_a_request_that_kills_every_replica_is_given_up(checkpoint: Checkpoint, redis_url: str) -> None:
-    async with local_cluster(checkpoint("llama"), redis_url, processes=True, **_tree(1, 0)) as cluster:
+    async with local_cluster(checkpoint("llama"), redis_url, processes=True, **exact_tree(1, 0)) as cluster:
         for _ in range(7):
             await cluster.add(Role.DECODE, _DECODE_EVENTS["the KV has landed"])
         # Although each attempt brings the prefill replica's token. It may tell us of a broken link first.

@@ -9,7 +9,6 @@ import shutil
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
@@ -21,7 +20,7 @@ from cluster.words.request import FinishReason, Role, Sampling
 from router.text.tokenizer import Tokenizer
 from tests.ceiling import Ceiling
 from tests.character_tokenizer import CHARACTERS, END, save_tokenizer
-from tests.e2e.conftest import Checkpoint
+from tests.e2e.conftest import Checkpoint, exact_tree
 from tests.engine.steps import prompts
 from tests.generated_schemas import Schema, schemas
 from tests.local_cluster import Answer, LocalCluster, beside, local_cluster
@@ -34,16 +33,6 @@ _LETTERS = "[a-c][1-9]{12,20}(xy|z){6,8}"
 _GRAMMAR = Grammar(kind=GrammarKind.REGEX, text=_LETTERS)
 _MAX_ANSWER = 64
 _SHORT = Grammar(kind=GrammarKind.REGEX, text="a[bc]")
-
-
-def _tree(prefill: int, decode: int, **router: Any) -> dict[str, Any]:
-    return {
-        "model": {"dtype": "float32"},
-        "kv": {"wire_dtype": "raw"},
-        "prefill": {"replicas": prefill, "kv_memory_gib": 0.01, "max_batch_tokens": 32},
-        "decode": {"replicas": decode, "kv_memory_gib": 0.01},
-        "router": {"max_local_prefill": 0} | router,
-    }
 
 
 @pytest.fixture(scope="module")
@@ -73,14 +62,14 @@ def _check(answer: Answer, pattern: str = _LETTERS) -> None:
 
 
 async def test_choices_keep_to_it_on_one_pair_on_two_pairs_and_under_a_kill(model_dir: Path, redis_url: str) -> None:
-    async with local_cluster(model_dir, redis_url, **_tree(1, 1)) as cluster:
+    async with local_cluster(model_dir, redis_url, **exact_tree(1, 1)) as cluster:
         expected = await _ask(cluster)
         assert len({tuple(tokens) for tokens in expected}) > len(_PROMPTS), "the choices of a request are the same"
         one = replace(_SAMPLED, max_tokens=1)
         first = await cluster.generate(_PROMPTS[0], one, grammar=_GRAMMAR)  # of the prefill replica alone
         assert CHARACTERS[first.ids[0]] in "abc" and first.tokens[0][0].finish_reason is FinishReason.LENGTH
         await cluster.idle()
-    async with local_cluster(model_dir, redis_url, processes=True, **_tree(2, 0)) as cluster:
+    async with local_cluster(model_dir, redis_url, processes=True, **exact_tree(2, 0)) as cluster:
         doomed = await cluster.add(Role.DECODE, Fault(Milestone.COMPUTING, nth=9))
         await cluster.add(Role.DECODE)
         assert await _ask(cluster) == expected
@@ -94,7 +83,7 @@ async def test_a_choice_that_moves_goes_on_where_it_was(
 ) -> None:
     ceiling = Ceiling(12)
     ceiling.arm(monkeypatch.setattr)
-    async with local_cluster(model_dir, redis_url, **_tree(1, 1)) as cluster:
+    async with local_cluster(model_dir, redis_url, **exact_tree(1, 1)) as cluster:
         moving = asyncio.create_task(cluster.generate(_PROMPTS[0], _SAMPLED, grammar=_GRAMMAR))
         source = cluster.pools[Role.DECODE][0]
         await cluster.until(lambda: cluster.seen(source).status.running)
@@ -111,7 +100,7 @@ async def test_a_choice_that_moves_goes_on_where_it_was(
 
 async def test_a_grammar_that_fails_is_its_requests_failure_alone(model_dir: Path, redis_url: str) -> None:
     """The first has no token that could end it, the second is none, the third is of a kind that nobody knows."""
-    async with local_cluster(model_dir, redis_url, **_tree(1, 1)) as cluster:
+    async with local_cluster(model_dir, redis_url, **exact_tree(1, 1)) as cluster:
         endless = cluster.generate(_PROMPTS[0], replace(_SAMPLED, stop_token_ids=()), id="a", grammar=_SHORT)
         no_grammar = Grammar(kind=GrammarKind.REGEX, text="(")
         wrong = cluster.generate(_PROMPTS[1], _SAMPLED, id="b", grammar=no_grammar)
@@ -126,7 +115,7 @@ async def test_a_grammar_that_fails_is_its_requests_failure_alone(model_dir: Pat
 
 
 async def test_a_worker_of_a_version_without_grammars_is_not_asked_for_one(model_dir: Path, redis_url: str) -> None:
-    async with local_cluster(model_dir, redis_url, **_tree(1, 2)) as cluster:
+    async with local_cluster(model_dir, redis_url, **exact_tree(1, 2)) as cluster:
         old = cluster.seen(cluster.pools[Role.DECODE][0])
         old.member = replace(old.member, keeps_grammars=False)
         answers = [await cluster.generate(prompt, _SAMPLED, grammar=_GRAMMAR) for prompt in _PROMPTS]
@@ -141,7 +130,7 @@ async def test_answers_of_smollm2_are_instances_of_their_schemas(smollm2_dir: Pa
     asked, answers = schemas(count), list[list[list[int]]]()
     tokenizer = Tokenizer(smollm2_dir)
     for pairs in (1, 2):
-        async with local_cluster(smollm2_dir, redis_url, **_tree(pairs, pairs)) as cluster:
+        async with local_cluster(smollm2_dir, redis_url, **exact_tree(pairs, pairs)) as cluster:
             answers.append([tokens async for tokens in _instances(cluster, tokenizer, asked)])
             await cluster.idle()
     assert answers[0] == answers[1]

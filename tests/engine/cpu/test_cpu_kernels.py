@@ -44,14 +44,6 @@ BLOCK_SIZE, NUM_BLOCKS = 8, 90
 SPANS = [(0, 1), (0, 9), (29, 1), (13, 6), (4, 1), (0, 40), (199, 1), (16, 4), (3, 1), (30, 1), (31, 1)]
 
 
-@pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    opened = open_kernels(dtype=torch.bfloat16, device=CPU)
-    if opened is None:
-        pytest.skip("no C++ compiler here")
-    return opened
-
-
 def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 

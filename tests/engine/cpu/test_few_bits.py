@@ -14,7 +14,7 @@ from torch import Tensor
 from cluster.model.gguf_import import import_gguf
 from cluster.model.gguf_table import GGML_TYPES
 from engine.cpu import library
-from engine.cpu.library import Kernels, open_kernels
+from engine.cpu.library import Kernels
 from engine.layers.codes import format_of
 from engine.layers.layers import Before, GatedSiLU, RMSNorm
 from engine.layers.packed_matrix import PackedMatrix
@@ -30,14 +30,6 @@ OF_GGUF = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
 OF_GROUPS = [32, 64, 128]
 FORMATS: list[str | int] = [*OF_GGUF, *OF_GROUPS]
 ROW_COUNTS = (1, 2, 3, 4, 5, 7, 8, 14, 97, 100)  # every tile; at once, and in blocks of rows
-
-
-@pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    opened = open_kernels(dtype=torch.bfloat16, device=CPU)
-    if opened is None:
-        pytest.skip("no C++ compiler here")
-    return opened
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
