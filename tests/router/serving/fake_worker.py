@@ -170,7 +170,8 @@ class FakeWorker:
                 pass
             self._wake.clear()
             await pass_time(self._random.choice((0.1, 0.5, 1.5) if self.is_slow else (0.0, 0.001, 0.01)))
-            self._send_frame(stream)
+            if not stream.is_over:  # else the next stream would miss this frame's number
+                self._send_frame(stream)
 
     def _send_frame(self, stream: FakeCall[pb.Frame]) -> None:
         status = pb.Status(replica=self.name, draining=self.is_draining, running=len(self.running()), blocks_free=100)
