@@ -17,17 +17,23 @@ from pathlib import Path
 
 _PAUSE_S = 0.02
 _KILL_S = 5.0  # one that waits for a disk does not die at once
+_BEGIN_S = 1.0  # from the end of the old program to the beginning of the new one, on a machine with much else to do
+_IS_OF_THE_KERNEL = 0x00200000  # PF_KTHREAD, in the flags of a process
 
 
 def marked(mark: str) -> list[int]:
     """Living processes that were started with `mark`, a NAME=VALUE, in their environment."""
-    wanted = mark.encode()
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it ended meanwhile, or it belongs to somebody else
-            if wanted in (path / "environ").read_bytes().split(b"\0") and _is_alive(path):
-                found.append(int(path.name))
-    return found
+    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    return [pid for pid in pids if has_mark(pid, mark)]
+
+
+def has_mark(pid: int, mark: str) -> bool:
+    """Whether this process lives, and was started with `mark`."""
+    path = Path(f"/proc/{pid}")
+    try:
+        return mark.encode() in _environment(path).split(b"\0") and _is_alive(path)
+    except OSError:  # it ended meanwhile, or it belongs to somebody else
+        return False
 
 
 def leader(mark: str) -> int | None:
@@ -95,6 +101,27 @@ def _signal(pids: list[int], number: signal.Signals) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
+
+
+def _environment(path: Path) -> bytes:
+    """Raises OSError where it may not be read.
+
+    While a process takes up a new program its environment reads as empty, though whoever started it has been told
+    already that it has: that moment is waited for.
+    """
+    give_up_at = time.monotonic() + _BEGIN_S
+    while True:
+        was_beginning = _is_beginning(path)
+        environment = (path / "environ").read_bytes()
+        if environment or not was_beginning or time.monotonic() > give_up_at:
+            return environment
+        time.sleep(0.001)
+
+
+def _is_beginning(path: Path) -> bool:
+    """Whether it has no program yet, thus no place where its environment ends."""
+    stat = _stat(path)
+    return stat[0] not in ("Z", "X") and stat[48] == "0" and not int(stat[6]) & _IS_OF_THE_KERNEL
 
 
 def _is_alive(path: Path) -> bool:

@@ -55,6 +55,18 @@ def test_all_that_carry_the_mark_are_found(mark: str) -> None:
     assert processes.marked(mark) == [] and leader.wait(5) == -signal.SIGTERM
 
 
+def test_one_that_has_just_been_started_is_found(mark: str) -> None:
+    # Its environment can be read a moment after its parent hears that it has been started.
+    name, _, value = mark.partition("=")
+    for _ in range(200):
+        child = subprocess.Popen(["sleep", "60"], env={**os.environ, name: value})
+        try:
+            assert processes.has_mark(child.pid, mark)
+        finally:
+            child.kill()
+            child.wait()
+
+
 def test_what_does_not_end_when_asked_is_killed(mark: str) -> None:
     leader, child = start(mark, "stubborn")
     assert sorted(processes.end(mark, grace_s=0.2)) == sorted([leader.pid, child])
