@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import TemplateError, TemplateSyntaxError, meta
 
 from cluster.words.errors import ClusterError, RequestError, SpecError
-from router.text.call_arguments import as_objects
+from router.text.call_shape import CallShape
 from router.text.template_bounds import MAX_TEXT_CHARS
 from router.text.template_sandbox import environment
 
@@ -22,14 +22,10 @@ MAX_TEMPLATE_CHARS = 256 * 1024  # the longest in use are about 20 KiB
 
 Message = Mapping[str, Any]
 
-# What tells whether a template takes the arguments of a call as an object, which transformers asks for, or as text.
-_PROBE: list[dict[str, Any]] = [
-    {"role": "user", "content": "a"},
-    {"role": "assistant", "content": None, "tool_calls": [
-        {"id": "callprobe", "type": "function", "function": {"name": "f", "arguments": {"probe": "b"}}}]},
-    {"role": "tool", "content": "c", "tool_call_id": "callprobe", "name": "f"},
-]  # fmt: skip
-_AS_PYTHON = "{'probe'"
+# Every template has words for these, or says that it has none; others it may pass over, and with them what they say.
+_ROLES = frozenset(("system", "user", "assistant", "tool"))
+_DEVELOPER = "developer"  # OpenAI's newer word for system
+_PROBE = "PROBE-5e0c-"
 _TAG = "CONTINUE-HERE-7c1f "  # behind the last message, where the answer goes on
 
 
@@ -41,8 +37,9 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._template = None
         self.source = source or ""
+        self.variables = frozenset[str]()  # that it looks at
         self.knows_tools = False  # whether it shows the model what it may call
-        self._wants_text = False  # for the arguments of a call
+        self._calls = CallShape()
         if source is None:
             return
         if len(source) > MAX_TEMPLATE_CHARS:
@@ -51,8 +48,10 @@ class ChatTemplate:
             self._template = environment().from_string(source)
         except TemplateSyntaxError as error:
             raise SpecError(f"the chat template is no valid Jinja, line {error.lineno}: {error}") from error
-        self.knows_tools = "tools" in meta.find_undeclared_variables(environment().parse(source))
-        self._wants_text = self.knows_tools and self._takes_no_objects()
+        self.variables = frozenset(meta.find_undeclared_variables(environment().parse(source)))
+        self.knows_tools = "tools" in self.variables
+        if self.knows_tools:
+            self._calls = CallShape.of(self._try)
 
     def render(
         self,
@@ -75,7 +74,8 @@ class ChatTemplate:
             raise RequestError("messages: there must be at least one", param="messages")
         if tools and not self.knows_tools:
             raise RequestError("tools: this model's chat template knows none", param="tools")
-        told = [dict(message) for message in messages] if self._wants_text else as_objects(messages)
+        told = self._calls.told(messages)
+        self._name_roles(told)
         if is_continued:
             if not isinstance(told[-1]["content"], str):
                 raise RequestError("continue_final_message: the last message has no text", param="messages")
@@ -91,12 +91,30 @@ class ChatTemplate:
         text = self._guarded(context)
         return _up_to_tag(text, str(messages[-1]["content"])) if is_continued else text
 
-    def _takes_no_objects(self) -> bool:
-        context = {**self._special_tokens, "messages": _PROBE, "add_generation_prompt": True, "tools": None}
+    def _name_roles(self, told: Sequence[dict[str, Any]]) -> None:
+        """As the template knows them. Raises RequestError for one whose messages it would leave out without a word."""
+        unknown = dict[str, int]()
+        for number, message in enumerate(told):
+            if message["role"] == _DEVELOPER and _DEVELOPER not in self.source:
+                message["role"] = "system"
+            if message["role"] not in _ROLES:
+                unknown.setdefault(message["role"], number)
+        if not unknown:
+            return
+        probe = [{"role": role, "content": f"{_PROBE}{number}-"} for role, number in unknown.items()]
+        text = self._try([{"role": "user", "content": "a"}, *probe])
+        for role, number in unknown.items():
+            if text is not None and f"{_PROBE}{number}-" not in text:
+                param = f"messages[{number}].role"
+                raise RequestError(f"{param}: this model's chat template knows no {role[:32]!r}", param=param)
+
+    def _try(self, messages: Sequence[Message]) -> str | None:
+        """None: it refuses these."""
+        context = {**self._special_tokens, "messages": messages, "add_generation_prompt": True, "tools": None}
         try:
-            return _AS_PYTHON in self._guarded(context)
+            return self._guarded(context)
         except RequestError:
-            return True
+            return None
 
     def _guarded(self, context: dict[str, Any]) -> str:
         try:

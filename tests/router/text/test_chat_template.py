@@ -100,6 +100,49 @@ def test_a_last_message_is_continued_as_transformers_continues_it(byte_level_dir
     assert ours.render(messages, is_continued=True, opens_answer=False) == expected
 
 
+_CALLS_ALONE = {  # what a template does with a content that is not there, and what it writes of the message
+    "it looks into the content": (
+        "{% if '</think>' in m.content %}{% endif %}{{ m.content }}|{{ m.tool_calls[0].function.arguments|tojson }}",
+        '|{"a": 1}',
+    ),
+    "it writes the content": ("{{ m.content }}|{{ m.tool_calls[0].function.arguments|tojson }}", '|{"a": 1}'),
+    "it asks for none": (
+        "{% if m.content is none %}{{ '!' + m.tool_calls[0]['function']['arguments'] }}{% else %}{{ m.content }}{% endif %}",
+        '!{"a": 1}',
+    ),
+}
+
+
+@pytest.mark.parametrize("case", _CALLS_ALONE)
+def test_a_message_of_calls_alone_is_shown_whatever_the_template_does_with_its_content(case: str) -> None:
+    written, expected = _CALLS_ALONE[case]
+    source = "{% for m in messages if m.role == 'assistant' %}" + written + "{% endfor %}{% if tools %}{% endif %}"
+    template = ChatTemplate(source, special_tokens={})
+    assert template.render(_with_calls('{"a": 1}')) == expected
+
+
+_NAMES_ROLES = (
+    "{% for m in messages %}{% if m.role in ('user', 'system', 'assistant', 'tool') %}"
+    "{{ m.role }}:{{ m.content }};{% endif %}{% endfor %}"
+)
+
+
+def test_a_developer_speaks_as_the_system_unless_the_template_knows_one() -> None:
+    told = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    assert ChatTemplate(_NAMES_ROLES, special_tokens={}).render(told) == "system:Be brief.;user:hi;"
+    knowing = _NAMES_ROLES.replace("'tool'", "'tool', 'developer'")
+    assert ChatTemplate(knowing, special_tokens={}).render(told) == "developer:Be brief.;user:hi;"
+    assert told[0]["role"] == "developer", "the caller's own stays as it was"
+
+
+def test_a_message_is_not_left_out_without_a_word_for_its_role() -> None:
+    told = [{"role": "user", "content": "hi"}, {"role": "function", "content": "72 F"}]
+    with pytest.raises(RequestError, match="knows no 'function'") as caught:
+        ChatTemplate(_NAMES_ROLES, special_tokens={}).render(told)
+    assert caught.value.param == "messages[1].role"
+    assert "function\n72 F" in ChatTemplate(CHATML, special_tokens={}).render(told)
+
+
 def test_arguments_that_are_no_object_are_refused_by_their_path() -> None:
     template = ChatTemplate(TEMPLATES["hermes_tools"], special_tokens={})
     for wrong in ("[]", "{", "[" * 100_000, json.dumps({"a": [1] * 5000})):
