@@ -10,7 +10,11 @@ from cluster.words.errors import RequestError
 from cluster.words.grammar import Grammar, GrammarKind
 from router.doors.openai_messages import ToolGiven
 
-_DEFINITIONS = ("$defs", "definitions")
+_LITERAL = frozenset(("const", "enum", "default", "examples"))  # keywords whose values are no schemas
+_NAMED = frozenset(
+    ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+)  # of schemas by name
+_OF_DOCUMENT = frozenset(("$id", "$schema"))  # what a schema says as a document of its own
 
 
 def forced_grammar(name: str, tools: Sequence[ToolGiven], *, is_parallel: bool) -> Grammar:
@@ -22,8 +26,8 @@ def forced_grammar(name: str, tools: Sequence[ToolGiven], *, is_parallel: bool) 
         schema = _object(chosen.function.parameters)
         is_strict = bool(chosen.function.strict)
     else:
-        definitions: dict[str, Any] = {}
-        calls = [_call(tool, f"tool{number}", definitions) for number, tool in enumerate(tools)]
+        calls = [_call(tool, f"#/$defs/tool{number}") for number, tool in enumerate(tools)]
+        definitions = {f"tool{number}": _arguments(tool, f"#/$defs/tool{number}") for number, tool in enumerate(tools)}
         schema = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "$defs": definitions}
         if not is_parallel:
             schema["maxItems"] = 1
@@ -32,29 +36,36 @@ def forced_grammar(name: str, tools: Sequence[ToolGiven], *, is_parallel: bool) 
     return Grammar(kind=kind, text=json.dumps(schema))
 
 
-def _call(tool: ToolGiven, prefix: str, definitions: dict[str, Any]) -> dict[str, Any]:
-    """{"name": …, "arguments": …}; what its schema defines goes into `definitions`, under names of its own."""
-    arguments = _moved(_object(tool.function.parameters), prefix)
-    for place in _DEFINITIONS:
-        for name, definition in (arguments.pop(place, None) or {}).items():
-            definitions[f"{prefix}.{name}"] = definition
-    properties = {"name": {"const": tool.function.name}, "arguments": arguments}
+def _call(tool: ToolGiven, place: str) -> dict[str, Any]:
+    """{"name": …, "arguments": …}; place: where the schema of its arguments stands."""
+    properties = {"name": {"const": tool.function.name}, "arguments": {"$ref": place}}
     required = ["name", "arguments"]
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
-def _moved(schema: Any, prefix: str) -> Any:
-    """The same, with references to where its definitions will be."""
+def _arguments(tool: ToolGiven, place: str) -> dict[str, Any]:
+    """The schema of its arguments, to stand there."""
+    schema = _object(tool.function.parameters)
+    return {key: _moved_value(key, value, place) for key, value in schema.items() if key not in _OF_DOCUMENT}
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """The same, in which what points into it points to where it will be."""
     if isinstance(schema, list):
-        return [_moved(one, prefix) for one in schema]
+        return [_moved(one, place) for one in schema]
     if not isinstance(schema, Mapping):
         return schema
-    moved = {key: _moved(value, prefix) for key, value in schema.items()}
-    reference = moved.get("$ref")
-    for place in _DEFINITIONS:
-        if isinstance(reference, str) and reference.startswith(f"#/{place}/"):
-            moved["$ref"] = f"#/$defs/{prefix}.{reference.removeprefix(f'#/{place}/')}"
-    return moved
+    return {key: _moved_value(key, value, place) for key, value in schema.items()}
+
+
+def _moved_value(key: str, value: Any, place: str) -> Any:
+    if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
+        return place + value[1:]
+    if key in _LITERAL:
+        return value
+    if key in _NAMED and isinstance(value, Mapping):
+        return {name: _moved(one, place) for name, one in value.items()}
+    return _moved(value, place)
 
 
 def _object(parameters: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -1,0 +1,67 @@
+"""Answers that are bound to be calls: each tool's arguments keep to its schema, wherever that points inside itself."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from cluster.grammar.compiler import GrammarCompiler
+from router.doors.openai_forced import forced_grammar
+from router.doors.openai_messages import ToolGiven
+from tests.character_tokenizer import save_tokenizer
+
+_SCHEMAS: dict[str, dict[str, Any]] = {
+    "a property": {"properties": {"a": {"type": "integer"}, "b": {"$ref": "#/properties/a"}}, "required": ["a", "b"]},
+    "itself": {"properties": {"a": {"type": "integer"}, "next": {"$ref": "#"}}, "required": ["a"]},
+    "definitions": {
+        "$id": "https://example.com/tool",
+        "properties": {"a": {"$ref": "#/$defs/x"}, "b": {"$ref": "#/definitions/x"}},
+        "$defs": {"x": {"enum": [1, 2]}},
+        "definitions": {"x": {"type": "string"}},
+    },
+    "one definition by another": {
+        "properties": {"a": {"$ref": "#/$defs/x"}},
+        "$defs": {"x": {"anyOf": [{"$ref": "#/$defs/y"}, {"type": "null"}]}, "y": {"enum": [1]}},
+    },
+    "what only looks like one": {"properties": {"a": {"const": {"$ref": "#"}}, "$ref": {"type": "string"}}},
+}
+_VALUES: list[Any] = [1, 3, "x", None, {"$ref": "#"}, {"a": 1}, {"name": "f", "arguments": {}}]
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
+    directory = tmp_path_factory.mktemp("model")
+    save_tokenizer(directory)
+    return GrammarCompiler(directory, vocab_size=128)
+
+
+def _tool(name: str, schema: dict[str, Any]) -> ToolGiven:
+    parameters = {"type": "object", "additionalProperties": False, **schema}
+    function = {"name": name, "parameters": parameters, "strict": True}
+    return ToolGiven.model_validate({"type": "function", "function": function})
+
+
+@pytest.mark.parametrize("case", _SCHEMAS)
+def test_calls_of_any_tool_keep_to_what_each_alone_allows(compiler: GrammarCompiler, case: str) -> None:
+    tool, other = _tool("f", _SCHEMAS[case]), _tool("g", _SCHEMAS["a property"])
+    grammar = forced_grammar("", [other, tool], is_parallel=True)
+    compiler.compile(grammar)
+    alone = Draft202012Validator(json.loads(forced_grammar("f", [tool], is_parallel=True).text))
+    together = Draft202012Validator(json.loads(grammar.text))
+    given = [
+        {name: value, **more} for name in ("a", "b", "next", "$ref") for value in _VALUES for more in ({}, {"a": 1})
+    ]
+    allowed = [alone.is_valid(arguments) for arguments in given]
+    assert [together.is_valid([{"name": "f", "arguments": arguments}]) for arguments in given] == allowed
+    assert {True, False} == set(allowed), "some are allowed, and some are not"
+
+
+def test_a_call_points_into_its_own_tool(compiler: GrammarCompiler) -> None:
+    """Not into another tool, or the list of calls."""
+    text = forced_grammar("", [_tool("f", _SCHEMAS["itself"])], is_parallel=False).text
+    listed = Draft202012Validator(json.loads(text))
+    assert listed.is_valid([{"name": "f", "arguments": {"a": 1, "next": {"a": 2}}}])
+    assert not listed.is_valid([{"name": "f", "arguments": {"a": 1, "next": [{"name": "f", "arguments": {"a": 1}}]}}])
