@@ -12,6 +12,7 @@ ClusterError
 ├── KeysUnknown             a router has not heard yet which keys there are
 ├── RequestError            the client sent something wrong; retrying will not help
 │   ├── UnknownModel
+│   ├── UnsupportedField    known, and not served here
 │   ├── ContextLengthExceeded
 │   └── RequestTooLarge
 ├── CapacityError           full right now; retry after `retry_after_s`
@@ -97,6 +98,10 @@ class RequestError(ClusterError):
 
 class UnknownModel(RequestError):
     """The model named in the request is not served here."""
+
+
+class UnsupportedField(RequestError):
+    """The field is known, and what it says cannot be served here."""
 
 
 class ContextLengthExceeded(RequestError):
@@ -192,8 +197,9 @@ _OUTCOMES: tuple[tuple[type[ClusterError], Outcome], ...] = (
     (Unauthenticated, Outcome("UNAUTHENTICATED", 401, "invalid_request_error", "invalid_api_key")),
     (KeysUnknown, Outcome("UNAVAILABLE", 503, "server_error", "keys_unknown")),
     (UnknownModel, Outcome("NOT_FOUND", 404, "invalid_request_error", "model_not_found")),
+    (UnsupportedField, Outcome("INVALID_ARGUMENT", 400, "invalid_request_error", "unsupported_parameter")),
     (ContextLengthExceeded, Outcome("INVALID_ARGUMENT", 400, "invalid_request_error", "context_length_exceeded")),
-    (RequestTooLarge, Outcome("INVALID_ARGUMENT", 413, "invalid_request_error", "request_too_large")),
+    (RequestTooLarge, Outcome("RESOURCE_EXHAUSTED", 413, "invalid_request_error", "request_too_large")),
     (RequestError, Outcome("INVALID_ARGUMENT", 400, "invalid_request_error", "invalid_value")),
     (RateLimited, Outcome("RESOURCE_EXHAUSTED", 429, "rate_limit_error", "rate_limit_exceeded")),
     (CapacityError, Outcome("RESOURCE_EXHAUSTED", 429, "rate_limit_error", "overloaded")),

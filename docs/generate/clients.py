@@ -43,8 +43,11 @@ def errors() -> str:
     rows = []
     for kind in _kinds(ClusterError):
         outcome = outcome_of(kind(""))
-        meaning = (kind.__doc__ or "").strip().splitlines()[0]
+        meaning = " ".join((kind.__doc__ or "").partition("\n\n")[0].split())
         rows.append((f"`{kind.__name__}`", meaning, outcome.grpc, str(outcome.http), outcome.type, f"`{outcome.code}`"))
+    bug = outcome_of(Exception())
+    meaning = "A bug of ours: nothing of it is told, and the router's log says more."
+    rows.append(("any other", meaning, bug.grpc, str(bug.http), bug.type, f"`{bug.code}`"))
     return table(("error", "meaning", "gRPC status", "HTTP", "`type`", "`code`"), rows)
 
 
@@ -94,7 +97,7 @@ def _support(name: str, field: FieldInfo) -> tuple[str, str, str]:
     if rule := next(
         (m.func for m in field.metadata if isinstance(m, AfterValidator) and isinstance(m.func, Only)), None
     ):
-        if rule.neutral == ([], {}):
+        if rule.neutral in ((), ([], {})):
             return "refused", "", ""
         return f"only {' or '.join(f'`{json.dumps(value)}`' for value in rule.neutral)}", "", field.description or ""
     if field.annotation is Any and not field.metadata:

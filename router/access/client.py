@@ -44,7 +44,8 @@ class Client:
     def _within_key(self, request: CompletionRequest, key: ApiKey) -> CompletionRequest:
         asked, most = request.max_tokens, key.max_tokens
         if asked is not None and most is not None and asked > most:
-            raise RequestError(f"max_tokens: this API key may ask for {most}, not {asked}", param="max_tokens")
+            param = request.max_tokens_field
+            raise RequestError(f"{param}: this API key may ask for {most}, not {asked}", param=param)
         low, high = key.priorities or (request.priority, request.priority)
         return replace(request, key_id=key.id, max_answer=most, priority=min(max(request.priority, low), high))
 

@@ -50,6 +50,8 @@ class Keyring:
             raise KeysUnknown("this router has not heard yet which API keys there are; try again")
         if not authorization:
             raise Unauthenticated("an API key is needed: send it as Authorization: Bearer sk-…")
+        if scheme.lower() != _SCHEME:
+            raise Unauthenticated("an API key is sent as Authorization: Bearer sk-…, and this came without Bearer")
         raise Unauthenticated("this API key is not known here, or was revoked")
 
     def take(self, book: KeyBook) -> None:

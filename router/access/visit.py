@@ -77,8 +77,9 @@ def _bound(completions: Sequence[Completion], tpm: int) -> None:
     named = sum(one.max_answer_tokens for one in completions if one.request.max_tokens is not None)
     room = (tpm - num_prompt - named) // max(1, sum(one.n for one in unbounded))
     if not unbounded or room < max(1, *(one.request.min_tokens for one in unbounded)):
+        param = completions[0].request.max_tokens_field
         raise RequestError(
-            f"max_tokens: prompts and answers may have {tpm} tokens a minute with this API key", param="max_tokens"
+            f"{param}: prompts and answers may have {tpm} tokens a minute with this API key", param=param
         )
     for one in unbounded:
         one.bound_answers(room)

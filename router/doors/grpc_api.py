@@ -184,8 +184,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
             client = self._client(context)
             with self._noted("", context, client):
                 asked = client.bound(tokenize_request_of(request, peer=context.peer()))
-                has_special = request.add_special_tokens if request.HasField("add_special_tokens") else None
-                ids = await self._completions.prompts.tokenize(asked, add_special_tokens=has_special)
+                ids = await self._completions.prompts.tokenize(asked)
             await self._tell(context)
             return pb.TokenizeResponse(token_ids=ids, max_context=self._completions.model.max_context)
 
@@ -254,6 +253,6 @@ async def _statuses(context: _Context) -> AsyncIterator[None]:
         if isinstance(error, RateLimited):
             await context.send_initial_metadata(tuple(error.headers.items()))
         await context.abort_with_status(rpc_status.to_status(status_of(error)))
-    except Exception:
+    except Exception as error:
         logger.exception("request failed by a bug")
-        await context.abort(grpc.StatusCode.INTERNAL, "internal error; the router's log says more")
+        await context.abort_with_status(rpc_status.to_status(status_of(error)))

@@ -14,8 +14,9 @@ from cluster.words.errors import CapacityError, ClusterError, RequestError, outc
 from router.doors.grpc_messages import field_of
 
 
-def status_of(error: ClusterError) -> Status:
-    """google.rpc.Status with ErrorInfo (the code as its reason), and BadRequest or RetryInfo where they apply."""
+def status_of(error: Exception) -> Status:
+    """google.rpc.Status with ErrorInfo (the code as its reason), and BadRequest or RetryInfo where they apply. Of what
+    is not ours nothing is shown."""
     outcome = outcome_of(error)
     details: list[Message] = [ErrorInfo(reason=outcome.code.upper(), domain=pb.DESCRIPTOR.package)]
     if isinstance(error, RequestError) and error.param is not None:
@@ -29,4 +30,5 @@ def status_of(error: ClusterError) -> Status:
     for holder, detail in zip(packed, details, strict=True):
         holder.Pack(detail)
     code = getattr(grpc.StatusCode, outcome.grpc).value[0]
-    return Status(code=code, message=str(error), details=packed)
+    said = str(error) if isinstance(error, ClusterError) else "internal error; the router's log says more"
+    return Status(code=code, message=said, details=packed)

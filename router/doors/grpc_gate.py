@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 import grpc
 from grpc_status import rpc_status
 
-from cluster.words.errors import ClusterError
+from cluster.words.errors import CapacityError, ClusterError, DeadlineExceeded, RequestError
 from router.access.access import Access
 from router.doors.grpc_errors import status_of
 
@@ -150,7 +150,7 @@ class _Messages:
     async def one(self, requests: Any, context: _Context) -> Any:
         """Ends the call, where there is none."""
         if (message := await self._next(requests, context)) is None:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "there is no request in this call")
+            await _abort(context, RequestError("there is no request in this call"))
         return message
 
     async def each(self, requests: Any, context: _Context) -> AsyncIterator[Any]:
@@ -167,8 +167,8 @@ class _Messages:
                 return await anext(aiter(requests), None)
         except TimeoutError:
             if reading.is_ended:
-                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls wait for their request")
-            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the request did not arrive in time")
+                await _abort(context, CapacityError("too many calls wait for their request"))
+            await _abort(context, DeadlineExceeded("the request did not arrive in time"))
 
 
 @asynccontextmanager
@@ -202,7 +202,11 @@ def _refusing(error: ClusterError) -> Any:
     """A handler that only says why, and reads nothing."""
 
     async def refuse(requests: object, context: _Context) -> NoReturn:
-        await context.abort_with_status(rpc_status.to_status(status_of(error)))
-        raise AssertionError("abort returned")
+        await _abort(context, error)
 
     return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+async def _abort(context: _Context, error: ClusterError) -> NoReturn:
+    await context.abort_with_status(rpc_status.to_status(status_of(error)))
+    raise AssertionError("abort returned")

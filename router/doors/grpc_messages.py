@@ -51,7 +51,10 @@ def tokenize_request_of(message: pb.TokenizeRequest, *, peer: str) -> Completion
     if message.WhichOneof("input") is None:
         raise RequestError("one of prompt and chat must be set", param="prompt")
     prompt = chat_of(message.chat) if message.WhichOneof("input") == "chat" else message.prompt
-    return CompletionRequest(id=uuid.uuid4().hex, prompt=prompt, model=message.model, peer=peer)
+    has_special = message.add_special_tokens if message.HasField("add_special_tokens") else None
+    return CompletionRequest(
+        id=uuid.uuid4().hex, prompt=prompt, model=message.model, peer=peer, add_special_tokens=has_special
+    )
 
 
 def detokenize_request_of(message: pb.DetokenizeRequest, *, peer: str) -> CompletionRequest:

@@ -123,7 +123,8 @@ class _Door:
         num_all = sum(num_chars(one.prompt) for one in asked)
         for one in asked:
             opened.append(await self._completions.open(one, num_beside=num_all - num_chars(one.prompt)))
-            check_total(sum(completion.max_answer_tokens for completion in opened), model)
+            num_answers = sum(completion.max_answer_tokens for completion in opened)
+            check_total(num_answers, model, param=one.max_tokens_field)
             await asyncio.sleep(0)  # between a thousand prompts, others have their turn
         return opened
 

@@ -21,8 +21,10 @@ from cluster.words.errors import (
     RequestError,
     RequestTooLarge,
     Unauthenticated,
+    UnsupportedField,
     outcome_of,
 )
+from router.doors.openai_fields import UNSUPPORTED
 
 logger = logging.getLogger(__name__)
 
@@ -88,10 +90,9 @@ def explain(error: ValidationError) -> RequestError:
     path = path[:_MAX_PATH]  # a client's own field may have any name
     if first["type"] == "json_invalid":
         return RequestError(f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
-    if first["type"] == "extra_forbidden":
-        return RequestError(f"{path}: unknown field", param=path)
     message = first["msg"].removeprefix("Value error, ").replace("Input should", "should")
-    return RequestError(f"{path}: {message}" if path else f"the body {message}", param=path or None)
+    kind = UnsupportedField if first["type"] == UNSUPPORTED else RequestError
+    return kind(f"{path}: {message}" if path else f"the body {message}", param=path or None)
 
 
 def _body(message: str, *, type: str, code: str, param: str | None = None) -> dict[str, Any]:

@@ -13,7 +13,9 @@ from itertools import islice
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic_core import PydanticCustomError
 
+UNSUPPORTED = "unsupported"  # the type of a validation error
 _MAX_NAMED, _MAX_NAME = 32, 64  # fields in a header, and characters of each
 _UNSEEN = re.compile(r"[^A-Za-z0-9_.\-\[\]]")  # what a client writes goes into a header
 
@@ -26,7 +28,7 @@ class Only:
 
     def __call__(self, value: Any) -> Any:
         if value is not None and value not in self.neutral:
-            raise ValueError("is not supported here")
+            raise PydanticCustomError(UNSUPPORTED, "is not supported here")
         return value
 
 
@@ -42,8 +44,7 @@ class OpenAIObject(BaseModel):
 
 def unknown_fields(given: OpenAIObject, path: str = "") -> Iterator[str]:
     """The paths of those that it has, such as messages[0].mood."""
-    for name in given.model_extra or ():
-        yield f"{path}{name}"
+    yield from (f"{path}{name}" for name, value in (given.model_extra or {}).items() if value is not None)
     for name in given.model_fields_set:
         value = getattr(given, name)
         if isinstance(value, OpenAIObject):

@@ -3,51 +3,60 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
 from cluster.words.errors import RequestError
 from cluster.words.grammar import ANY_OBJECT, Grammar, GrammarKind
+from router.doors.openai_fields import Ignored, Only, OpenAIObject, Unsupported
+
+_KINDS = ("json_", "json_object", "regex", "choice", "grammar")  # of structured outputs
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
-
-
-class JsonSchema(_Part):
+class JsonSchema(OpenAIObject):
     name: str
     description: str | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
-class ResponseFormat(_Part):
+class ResponseFormat(OpenAIObject):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")  # beside json_object, as llama.cpp has it
 
     def grammar(self) -> Grammar | None:
         """Raises RequestError."""
+        if self.schema_ is not None and self.type != "json_object":
+            raise RequestError("response_format.schema: belongs beside json_object", param="response_format.schema")
         if self.type == "text":
             return None
         if self.type == "json_object":
-            return ANY_OBJECT
+            return _lenient(self.schema_) if self.schema_ is not None else ANY_OBJECT
         if self.json_schema is None or self.json_schema.schema_ is None:
             raise RequestError("response_format: needs json_schema.schema", param="response_format.json_schema")
-        kind = GrammarKind.JSON_SCHEMA if self.json_schema.strict else GrammarKind.LENIENT_JSON_SCHEMA
-        return Grammar(kind=kind, text=json.dumps(self.json_schema.schema_))
+        if not self.json_schema.strict:
+            return _lenient(self.json_schema.schema_)
+        return Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(self.json_schema.schema_))
 
 
-class StructuredOutputs(_Part):
+class StructuredOutputs(OpenAIObject):
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
+    # Of vLLM: ours is JSON without blanks of the model's choosing, whatever these say.
+    disable_any_whitespace: Ignored = None
+    disable_fallback: Ignored = None
+    disable_additional_properties: Annotated[bool | None, AfterValidator(Only((False,)))] = None
+    whitespace_pattern: Unsupported = None
+    structural_tag: Unsupported = None
 
     def named(self) -> tuple[str, Grammar]:
         """The field that is set, and what it says. Raises RequestError."""
-        given = [name for name in StructuredOutputs.model_fields if getattr(self, name) not in (None, False)]
+        given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             text = "structured_outputs: one of json, json_object, regex, choice and grammar must be set"
             raise RequestError(text, param="structured_outputs")
@@ -75,5 +84,9 @@ def grammar_of(response_format: ResponseFormat | None, structured: StructuredOut
         return {"grammar": grammar, "grammar_field": name}
     if response_format is None or (found := response_format.grammar()) is None:
         return {}
-    name = "response_format.json_schema.schema" if response_format.json_schema else "response_format"
+    name = "response_format.json_schema.schema" if response_format.type == "json_schema" else "response_format"
     return {"grammar": found, "grammar_field": name}
+
+
+def _lenient(schema: dict[str, Any]) -> Grammar:
+    return Grammar(kind=GrammarKind.LENIENT_JSON_SCHEMA, text=json.dumps(schema))

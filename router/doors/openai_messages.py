@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
 from cluster.words.errors import RequestError
-from router.doors.openai_fields import OpenAIObject, Unsupported
+from router.doors.openai_fields import Only, OpenAIObject, Unsupported
 from router.text.chat import Chat
 
 MAX_PARTS = 4096  # of one message
 MAX_CALLS = 512  # of one message
 MAX_TOOLS = 512
+_MAY_SAY_NOTHING = ("assistant", "tool")
 
 
 def _parts(value: Any) -> Any:
@@ -43,12 +44,13 @@ class CallInHistory(OpenAIObject):
 
 class ChatMessage(OpenAIObject):
     role: str
-    """`system`, `user`, `assistant`, `tool`, or what the model's template knows."""
+    """`system`, `user`, `assistant`, `tool`, or what the model's template knows; `developer` is `system` to one that
+    does not."""
     content: Annotated[
         Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)] | None, BeforeValidator(_parts)
     ] = None
-    """A string, or a list of parts of type `text`, each of which becomes a line of its own. Null only beside
-    `tool_calls`."""
+    """A string, or a list of parts of type `text`, each of which becomes a line of its own; no other type is
+    taken. Null only of an `assistant` or a `tool`."""
     tool_calls: Annotated[list[CallInHistory], Field(fail_fast=True, max_length=MAX_CALLS)] | None = None
     """Those of an answer, as they came. Arguments are a JSON object, written as a string."""
     tool_call_id: str | None = None
@@ -58,17 +60,19 @@ class ChatMessage(OpenAIObject):
     reasoning_content: str | None = None
     """Extension, for the template."""
     # A client may send back an answer as it came; these are null or empty in ours.
-    refusal: Unsupported = None
+    refusal: Annotated[str | None, AfterValidator(Only(("",)))] = None
     annotations: Unsupported = None
     audio: Unsupported = None
     function_call: Unsupported = None
 
     def for_template(self, path: str) -> dict[str, Any]:
         """The message as templates know it: a role, a text, and what else the client set. Raises RequestError."""
-        if self.content is None and not self.tool_calls:
-            text = f"{path}.content: is required: a string or a list of text parts; null only beside tool_calls"
+        if self.content is None and self.role not in _MAY_SAY_NOTHING:
+            text = f"{path}.content: is required: a string or a list of text parts; null only of an assistant or a tool"
             raise RequestError(text, param=f"{path}.content")
-        content = None if self.content is None else "\n".join(part.text for part in self.content)
+        content = None
+        if self.content is not None or not self.tool_calls:
+            content = "\n".join(part.text for part in self.content or ())
         message: dict[str, Any] = {"role": self.role, "content": content}
         for name in ("name", "reasoning_content", "tool_call_id"):
             if (value := getattr(self, name)) is not None:
@@ -128,6 +132,9 @@ class ChatSettings(OpenAIObject):
     """Extension. Default true, unless `continue_final_message`: the prompt ends where an answer begins."""
     continue_final_message: bool | None = None
     """Extension: the answer goes on with the last message's text."""
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    """For a template that knows it, which may refuse some; `none` also for one that knows `enable_thinking`, and where
+    the model does not think."""
     tools: Annotated[list[ToolGiven], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     """Functions that the model may call; its template shows them."""
 
@@ -150,6 +157,7 @@ class ChatSettings(OpenAIObject):
         return Chat(
             messages=tuple(one.for_template(f"messages[{number}]") for number, one in enumerate(messages)),
             variables=self.chat_template_kwargs or {},
+            reasoning_effort=self.reasoning_effort,
             tools=tuple(tool.for_template() for tool in self.tools or () if has_tools),
             is_parallel=is_parallel,
             forced=forced,

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
-from cluster.words.errors import RequestError
+from cluster.words.errors import RequestError, UnsupportedField
 from router.doors.openai_fields import Ignored, Only, OpenAIObject, Unsupported
 from router.doors.openai_forced import forced_grammar
 from router.doors.openai_grammar import ResponseFormat, StructuredOutputs, grammar_of
@@ -65,7 +65,7 @@ class _Sampled(OpenAIObject):
     """Choices; they share the prompt's KV."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    """`include_usage`: one more chunk before `[DONE]`, with the usage of all choices."""
+    """With `stream` alone. `include_usage`: one more chunk before `[DONE]`, with the usage of all choices."""
     top_k: int | None = None
     """Extension. 0 and -1: off."""
     min_p: float | None = None
@@ -104,6 +104,7 @@ class _Sampled(OpenAIObject):
     safety_identifier: Ignored = None
     prompt_cache_key: Ignored = None
     prompt_cache_retention: Ignored = None
+    prompt_cache_options: Ignored = None
     # Of the API or of other servers, and not supported: they would change the answer.
     logit_bias: Unsupported = None
     allowed_token_ids: Unsupported = None
@@ -124,6 +125,8 @@ class _Sampled(OpenAIObject):
     typical_p: Annotated[float | None, AfterValidator(Only((1.0,)))] = None
     length_penalty: Annotated[float | None, AfterValidator(Only((1.0,)))] = None
     use_beam_search: Annotated[bool | None, AfterValidator(Only((False,)))] = None
+    add_special_tokens: bool | None = None
+    """Extension. Default true of a text, and false of a chat, whose template writes them."""
 
     def _shared(self) -> dict[str, Any]:
         """The fields of CompletionRequest that the client set; those it left out keep their defaults.
@@ -132,10 +135,12 @@ class _Sampled(OpenAIObject):
         """
         for name, value in (self.model_extra or {}).items():
             if name in {*TextBody.model_fields, *ChatBody.model_fields} and value not in (None, False, [], {}):
-                raise RequestError(f"{name}: this endpoint does not take it", param=name)
+                raise UnsupportedField(f"{name}: this endpoint does not take it", param=name)
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options: only with stream: true", param="stream_options")
         same = ("model", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "n", "top_k", "min_p",
                 "repetition_penalty", "min_tokens", "ignore_eos", "skip_special_tokens", "priority", "user",
-                "cache_salt", "truncate_prompt_tokens")  # fmt: skip
+                "cache_salt", "truncate_prompt_tokens", "add_special_tokens")  # fmt: skip
         fields = {name: getattr(self, name) for name in same}
         fields["include_stop"] = self.include_stop_str_in_output
         fields["stop"] = None if self.stop is None else tuple(self.stop)
@@ -160,9 +165,9 @@ class TextBody(_Sampled):
     def requests(self, request_id: str, *, peer: str = "") -> list[CompletionRequest]:
         """One request per prompt. Raises RequestError."""
         if self.echo and self.logprobs is not None:
-            raise RequestError("echo: logprobs of the prompt are not supported here", param="echo")
+            raise UnsupportedField("echo: logprobs of the prompt are not supported here", param="echo")
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise RequestError("best_of: must equal n; a choice among more is not supported here", param="best_of")
+            raise UnsupportedField("best_of: must equal n; a choice among more is not supported here", param="best_of")
         if len(self.prompt) * min(max(1, self.n or 1), MAX_CHOICES) > MAX_PROMPTS_TIMES_N:
             raise RequestError(f"prompt: prompts times n is at most {MAX_PROMPTS_TIMES_N}", param="prompt")
         max_tokens = DEFAULT_TEXT_TOKENS if self.max_tokens is None else self.max_tokens
@@ -179,7 +184,7 @@ class ChatBody(_Sampled, ChatSettings):
     logprobs: bool | None = None
     """True: of each chosen token."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    """Needs `logprobs: true`."""
+    """More than 0 needs `logprobs: true`."""
     tool_choice: ToolChoice = None
     """`auto`, the default: the model may call tools; `none`: it is shown none; `required`: the answer is calls; or a
     function's name: it is a call of that."""
@@ -192,25 +197,26 @@ class ChatBody(_Sampled, ChatSettings):
     reasoning: Unsupported = None
     thinking_token_budget: Unsupported = None
     include_reasoning: Annotated[bool | None, AfterValidator(Only((True,)))] = None
-    add_special_tokens: Annotated[bool | None, AfterValidator(Only((False,)))] = None
     functions: Unsupported = None
     function_call: Annotated[Any, AfterValidator(Only(("none", "auto")))] = None
     modalities: Annotated[Any, AfterValidator(Only((["text"],)))] = None
     audio: Unsupported = None
     prediction: Unsupported = None
-    web_search_options: Unsupported = None
-    reasoning_effort: Unsupported = None
-    verbosity: Unsupported = None
+    moderation: Unsupported = None
+    web_search_options: Annotated[Any, AfterValidator(Only(()))] = None  # empty ones ask for it, too
+    verbosity: Annotated[Any, AfterValidator(Only(("medium",)))] = None
 
     def requests(self, request_id: str, *, peer: str = "") -> list[CompletionRequest]:
         """The one request. Raises RequestError."""
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs: set logprobs to true as well", param="top_logprobs")
         is_parallel, forced = self.parallel_tool_calls is not False, self._forced()
         chat = self.chat(self.messages, has_tools=self.tool_choice != "none", is_parallel=is_parallel, forced=forced)
-        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        max_tokens, field = self.max_tokens, "max_tokens"
+        if self.max_completion_tokens is not None:
+            max_tokens, field = self.max_completion_tokens, "max_completion_tokens"
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        fields = {**self._shared(), "max_tokens": max_tokens, "logprobs": logprobs}
+        fields = {**self._shared(), "max_tokens": max_tokens, "max_tokens_field": field, "logprobs": logprobs}
         if forced is not None:
             fields["grammar"] = forced_grammar(forced, self.tools or (), is_parallel=is_parallel)
             fields["grammar_field"] = "tools"

@@ -68,10 +68,13 @@ class _TokensApi:
                 raise RequestError("prompt: give a prompt or messages, one of them", param="prompt")
             prompt = body.prompt if body.messages is None else body.chat(body.messages)
             asked = CompletionRequest(
-                id=request.state.request_id, prompt=prompt or "", model=body.model or "", peer=peer_of(request)
+                id=request.state.request_id,
+                prompt=prompt or "",
+                model=body.model or "",
+                peer=peer_of(request),
+                add_special_tokens=body.add_special_tokens,
             )
-            bound = client_of(request).bound(asked)
-            ids = await self._completions.prompts.tokenize(bound, add_special_tokens=body.add_special_tokens)
+            ids = await self._completions.prompts.tokenize(client_of(request).bound(asked))
         text_of = self._completions.tokenizer.token_text
         answer = {
             "count": len(ids),

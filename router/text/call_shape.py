@@ -1,4 +1,4 @@
-"""How a template takes calls in a conversation: transformers asks for one way, and some templates know another alone."""
+"""How a template takes the calls of a conversation: transformers asks for one way, and some know another alone."""
 
 from __future__ import annotations
 

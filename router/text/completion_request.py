@@ -69,7 +69,9 @@ class CompletionRequest:
     prompt: str | Chat | tuple[int, ...]
     model: str = ""  # empty: the one that is served
     truncate_prompt_tokens: int | None = None  # keep the last so many; -1: as many as leave the answer its room
+    add_special_tokens: bool | None = None  # None: to a text, and not to a chat, whose template writes them
     max_tokens: int | None = None  # None: what the context has room for
+    max_tokens_field: str = "max_tokens"  # what the client calls it
     min_tokens: int = 0
     temperature: float = 1.0
     top_k: int = 0  # 0 and -1: off
@@ -113,15 +115,17 @@ def check(request: CompletionRequest, model: ModelCard) -> None:
             continue
         if not lowest <= value <= highest or (value == lowest and not is_lowest_allowed):  # NaN fails as well
             rule = f"from {lowest} to {highest}" if is_lowest_allowed else f"above {lowest} and at most {highest}"
-            raise RequestError(f"{name}: must be {rule}, not {value}", param=name)
+            called = request.max_tokens_field if name == "max_tokens" else name
+            raise RequestError(f"{called}: must be {rule}, not {value}", param=called)
     if request.max_tokens is not None and request.min_tokens > request.max_tokens:
+        most = f"{request.max_tokens_field}, {request.max_tokens}"
         raise RequestError(
-            f"min_tokens: must not exceed max_tokens, {request.max_tokens}, but is {request.min_tokens}",
+            f"min_tokens: must not exceed {most}, but is {request.min_tokens}",
             param="min_tokens",
         )
     if request.n > model.max_choices:
         raise RequestError(f"n: a replica runs at most {model.max_choices} choices at once, not {request.n}", param="n")
-    check_total(request.n * (request.max_tokens or 1), model)
+    check_total(request.n * (request.max_tokens or 1), model, param=request.max_tokens_field)
     _check_stops(request)
     _check_grammar(request)
     if isinstance(request.prompt, Chat):
@@ -131,11 +135,11 @@ def check(request: CompletionRequest, model: ModelCard) -> None:
         check_token_ids(request.prompt, model, param="prompt")
 
 
-def check_total(num_tokens: int, model: ModelCard) -> None:
+def check_total(num_tokens: int, model: ModelCard, *, param: str = "max_tokens") -> None:
     """num_tokens: that all choices of a call may have. Raises RequestError."""
     if num_tokens > model.max_answer_tokens:
         raise RequestError(
-            f"max_tokens: times n and prompts at most {model.max_answer_tokens}, not {num_tokens}", param="max_tokens"
+            f"{param}: times n and prompts at most {model.max_answer_tokens}, not {num_tokens}", param=param
         )
 
 

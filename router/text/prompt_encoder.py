@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
-from cluster.words.errors import ContextLengthExceeded, RequestError
+from cluster.words.errors import ContextLengthExceeded, RequestError, UnsupportedField
 from router.text.chat import Chat
 from router.text.chat_template import ChatTemplate
 from router.text.completion_request import CompletionRequest, ModelCard, check, check_token_ids
@@ -15,6 +17,7 @@ from router.text.tokenizer import Tokenizer
 _LONG_TEXT = 2 * 1024  # characters, some 3 ms of tokenising; more is done on another thread
 _MANY_TOKENS = 4096  # some 2 ms of decoding
 _MESSAGE = 64  # characters that take as long as a template needs for one message
+_EFFORT = "reasoning_effort"
 _MARK = 16  # tokens that are enough for a mark at the end of a prompt
 
 
@@ -44,13 +47,10 @@ class PromptEncoder:
             return len(prompt) + request.n
         return max(1, -(-num_chars(prompt) // self.tokenizer.longest_token)) + request.n
 
-    async def tokenize(self, request: CompletionRequest, *, add_special_tokens: bool | None = None) -> tuple[int, ...]:
-        """The tokens of its prompt alone, bounded like any. add_special_tokens None: as where an answer is asked for.
-
-        Raises RequestError and its kin.
-        """
+    async def tokenize(self, request: CompletionRequest) -> tuple[int, ...]:
+        """The tokens of its prompt alone, bounded like any. Raises RequestError and its kin."""
         check(request, self._model)
-        return await self.encode(request, add_special_tokens=add_special_tokens)
+        return await self.encode(request)
 
     async def detokenize(self, request: CompletionRequest) -> str:
         """The text of a prompt of token ids, special tokens and all. Raises RequestError."""
@@ -60,9 +60,7 @@ class PromptEncoder:
         decode = partial(self.tokenizer.decode, request.prompt, skip_special_tokens=False)
         return await self._threads.run(request.key_id, decode) if len(request.prompt) > _MANY_TOKENS else decode()
 
-    async def encode(
-        self, request: CompletionRequest, *, num_beside: int = 0, add_special_tokens: bool | None = None
-    ) -> tuple[int, ...]:
+    async def encode(self, request: CompletionRequest, *, num_beside: int = 0) -> tuple[int, ...]:
         """Of a request that has been checked. num_beside: characters of other prompts that come along with this one."""
         prompt = request.prompt
         if isinstance(prompt, tuple):
@@ -78,11 +76,24 @@ class PromptEncoder:
             )
         num_all = num_chars(prompt) + num_beside
         if num_all + (_MESSAGE * len(prompt.messages) if isinstance(prompt, Chat) else 0) > _LONG_TEXT:
-            return await self._threads.run(request.key_id, self._encode, prompt, add_special_tokens)
-        return self._encode(prompt, add_special_tokens)
+            return await self._threads.run(request.key_id, self._encode, prompt, request.add_special_tokens)
+        return self._encode(prompt, request.add_special_tokens)
 
     def _has_unread_calls(self, chat: Chat) -> bool:
         return bool(chat.tools) and self._chat_template.knows_tools and not self.dialect.calls and chat.forced is None
+
+    def _variables(self, chat: Chat) -> Mapping[str, Any]:
+        """Of the template. The client's own word for one of them counts."""
+        effort, known = chat.reasoning_effort, self._chat_template.variables
+        if effort is None:
+            return chat.variables
+        if _EFFORT in known:
+            return {_EFFORT: effort, **chat.variables}
+        if effort == "none" and "enable_thinking" in known:
+            return {"enable_thinking": False, **chat.variables}
+        if effort == "none" and not self.dialect.thinks:
+            return chat.variables
+        raise UnsupportedField(f"{_EFFORT}: this model's chat template knows no {effort!r}", param=_EFFORT)
 
     def end_of(self, prompt_ids: tuple[int, ...]) -> str:
         """The last few characters, special tokens and all."""
@@ -92,7 +103,7 @@ class PromptEncoder:
         if isinstance(prompt, Chat):
             text = self._chat_template.render(
                 prompt.messages,
-                variables=prompt.variables,
+                variables=self._variables(prompt),
                 tools=prompt.tools,
                 opens_answer=prompt.opens_answer,
                 is_continued=prompt.is_continued,

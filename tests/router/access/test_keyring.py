@@ -60,6 +60,13 @@ def ring() -> Keyring:
     return Keyring(None, salt_key=SALT_KEY, is_required=True)
 
 
+def test_a_key_without_its_scheme_is_told_what_is_missing(ring: Keyring) -> None:
+    known = issue("acme")
+    ring.take(book_of(known))
+    with pytest.raises(Unauthenticated, match="came without Bearer"):
+        ring.identify(known.secret)
+
+
 def test_only_known_secrets_are_let_in(ring: Keyring) -> None:
     known, other = issue("a"), issue("b")
     ring.take(book_of(known))

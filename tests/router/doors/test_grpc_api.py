@@ -256,6 +256,8 @@ async def test_failing_in_the_stream(door: Door, error: Exception, code: grpc.St
             texts.append(response.delta.text)
     assert texts == ["a", "b"]
     assert caught.value.code() is code and "secret" not in (caught.value.details() or "")
+    status = rpc_status.from_call(caught.value)
+    assert status and [detail.TypeName() for detail in status.details] == ["google.rpc.ErrorInfo"]
 
 
 async def test_too_large_a_message(door: Door) -> None:

@@ -70,6 +70,7 @@ async def test_a_request_that_never_comes_is_not_waited_for(completions: MakeCom
             grpc.StatusCode.INVALID_ARGUMENT,
             grpc.StatusCode.DEADLINE_EXCEEDED,
         )
+        assert b"google.rpc.ErrorInfo" in dict(await empty.trailing_metadata())["grpc-status-details-bin"]
 
 
 async def test_nor_is_one_of_a_call_that_may_have_many(completions: MakeCompletions) -> None:

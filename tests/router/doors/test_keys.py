@@ -256,6 +256,9 @@ async def test_a_keys_bounds_on_an_answer_hold_at_both_doors(completions: MakeCo
             await client.completions.create(**BODY)
         assert caught.value.param == "max_tokens"
         user: Any = [{"role": "user", "content": "hi"}]
+        with pytest.raises(openai.BadRequestError, match="may ask for 3, not 4") as caught:
+            await client.chat.completions.create(model="tiny", messages=user, max_completion_tokens=4)
+        assert caught.value.param == "max_completion_tokens"
         answer = await client.chat.completions.create(model="tiny", messages=user)
         assert answer.choices[0].finish_reason == "length" and answer.usage and answer.usage.completion_tokens == 3
         with pytest.raises(grpc.aio.AioRpcError) as refused:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -15,7 +16,8 @@ from cluster.process.ports import free_port
 from cluster.wire.door_access import DoorAccess
 from cluster.words.request import SequenceRequest, choice_seed
 from router.text.tokenizer import Tokenizer
-from tests.router.openai_door import USER, OpenAIDoor
+from tests.router.openai_door import USER, OpenAIDoor, open_openai_door
+from tests.router.tiny_service import MakeCompletions
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -225,6 +227,8 @@ async def test_what_is_taken_and_ignored(door: OpenAIDoor, byte_level: Tokenizer
         "messages": [
             {"role": "user", "content": parts},
             {"role": "assistant", "content": "three", "refusal": None, "tool_calls": None, "annotations": []},
+            {"role": "assistant", "content": None, "refusal": ""},
+            {"role": "tool", "content": None, "tool_call_id": "a"},
             {"role": "user", "content": "four", "name": "ann"},
         ],
         "user": "u",
@@ -239,11 +243,32 @@ async def test_what_is_taken_and_ignored(door: OpenAIDoor, byte_level: Tokenizer
         "stop": None,
         "max_tokens": 1,
         "chat_template_kwargs": {"enable_thinking": False},
+        "top_logprobs": 0,
+        "verbosity": "medium",
+        "reasoning_effort": "none",
+        "prompt_cache_options": {"mode": "explicit"},
+        "nobody_knows_it": None,
     }
     answer = await door.http.post("/v1/chat/completions", json=body)
-    assert answer.status_code == 200, answer.text
+    assert answer.status_code == 200 and "x-ignored-fields" not in answer.headers, answer.text
     prompt = byte_level.decode(door.fake.started[0].token_ids, skip_special_tokens=False)
-    assert "user\none\ntwo<|im_end|>\n<|im_start|>assistant\nthree<|im_end|>\n" in prompt
+    assert (
+        "user\none\ntwo<|im_end|>\n<|im_start|>assistant\nthree<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n"
+        in prompt
+    )
+    assert "<|im_start|>tool\n<|im_end|>\n" in prompt
+
+
+async def test_special_tokens_are_added_or_not_as_vllm_has_it(
+    byte_fallback_dir: Path, byte_fallback: Tokenizer
+) -> None:
+    (bos,) = byte_fallback.encode("")
+    async with open_openai_door(MakeCompletions(byte_fallback_dir, byte_fallback)) as door:
+        for asked, expected in ((None, True), (True, True), (False, False)):
+            body = {"prompt": "hi", "max_tokens": 1, "add_special_tokens": asked}
+            answer = await door.http.post("/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            assert (door.fake.started[-1].token_ids[0] == bos) is expected
 
 
 async def test_request_ids(door: OpenAIDoor) -> None:

@@ -41,6 +41,9 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"stop": {}}, "stop", "must be a string or a list"),
     ({"stop": ""}, "stop", "1 to 1024 characters"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1 or at least 1"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "only with stream"),
+]
+UNSUPPORTED = [
     ({"logit_bias": {"1": 5}}, "logit_bias", "is not supported here"),
     ({"tools": [{}]}, "tools", "does not take it"),
     ({"suffix": "x"}, "suffix", "is not supported here"),
@@ -54,6 +57,14 @@ async def test_a_wrong_text_request(door: OpenAIDoor, fields: dict[str, Any], pa
     error = await refused(door, {"prompt": "a", **fields})
     assert error["param"] == param and says in error["message"] and param.split("[")[0] in error["message"]
     assert error["type"] == "invalid_request_error" and error["code"] == "invalid_value"
+
+
+@pytest.mark.parametrize(("fields", "param", "says"), UNSUPPORTED, ids=lambda value: str(value)[:40])
+async def test_what_is_known_and_not_supported_has_a_code_of_its_own(
+    door: OpenAIDoor, fields: dict[str, Any], param: str, says: str
+) -> None:
+    error = await refused(door, {"prompt": "a", **fields})
+    assert error["param"] == param and says in error["message"] and error["code"] == "unsupported_parameter"
 
 
 F = {"type": "function", "function": {"name": "f"}}
@@ -85,7 +96,20 @@ WRONG_CHAT: list[tuple[dict[str, Any], str, str]] = [
     ({"functions": [{"name": "f"}]}, "functions", "is not supported here"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "not together"),
     ({"response_format": {"type": "json_object"}}, "response_format", "is not supported here"),
+    ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema", "beside json_object"),
+    (
+        {"structured_outputs": {"json": {}, "whitespace_pattern": " "}},
+        "structured_outputs.whitespace_pattern",
+        "is not supported here",
+    ),
     ({"modalities": ["audio"]}, "modalities", "is not supported here"),
+    ({"moderation": {"model": "m"}}, "moderation", "is not supported here"),
+    ({"web_search_options": {}}, "web_search_options", "is not supported here"),
+    ({"verbosity": "high"}, "verbosity", "is not supported here"),
+    ({"reasoning_effort": "high"}, "reasoning_effort", "knows no 'high'"),
+    ({"max_tokens": 1, "max_completion_tokens": 0}, "max_completion_tokens", "from 1"),
+    ({"max_completion_tokens": 2, "min_tokens": 3}, "min_tokens", "max_completion_tokens, 2"),
+    ({"max_completion_tokens": 10**6}, "max_completion_tokens", "times n"),
     ({"top_logprobs": 2}, "top_logprobs", "set logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
     ({"logprobs": 1}, "logprobs", "should be a valid boolean"),

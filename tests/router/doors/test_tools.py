@@ -167,16 +167,38 @@ async def test_thinking_is_told_apart(completions: MakeCompletions, byte_level: 
         assert (thought, said) == ("Hm, < 3?", "Yes.")
 
 
+_EFFORTS = {  # by template: what is asked, and the end of the prompt; None: it is refused
+    "{{ 'E:' ~ reasoning_effort }}": {"low": "E:low", "none": "E:none"},
+    "{{ 'T:' ~ enable_thinking }}{# </think> #}": {"none": "T:False", "low": None},
+    "{{ 'hi' }}{# </think> #}": {"none": None, "low": None},
+    "{{ 'hi' }}": {"none": "hi", "low": None},
+}
+
+
+@pytest.mark.parametrize("template", _EFFORTS)
+async def test_the_effort_of_reasoning_is_for_the_template(
+    completions: MakeCompletions, byte_level: Tokenizer, template: str
+) -> None:
+    async with _door(completions, template) as door:
+        for effort, prompt in _EFFORTS[template].items():
+            body = {"messages": USER, "reasoning_effort": effort, "max_tokens": 1}
+            answer = await door.http.post("/v1/chat/completions", json=body)
+            if prompt is None:
+                error = answer.json()["error"]
+                assert (error["param"], error["code"]) == ("reasoning_effort", "unsupported_parameter")
+            else:
+                assert byte_level.decode(door.fake.started[-1].token_ids, skip_special_tokens=False) == prompt
+
+
 async def test_fields_that_nobody_knows_are_ignored_and_named(completions: MakeCompletions) -> None:
     async with _door(completions) as door:
         body = {
             "messages": [{"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {}}], "mood": 1}],
             "max_tokens": 1,
             "x\r\ny": 1,
-            "stream_options": {"include_obfuscation": False},
         }
-        for stream in (False, True):
-            answer = await door.http.post("/v1/chat/completions", json={**body, "stream": stream})
+        for more in ({}, {"stream": True, "stream_options": {"include_obfuscation": False}}):
+            answer = await door.http.post("/v1/chat/completions", json={**body, **more})
             assert answer.status_code == 200
             named = set(answer.headers["x-ignored-fields"].split(", "))
             assert {"x??y", "messages[0].mood", "messages[0].content[0].cache_control"} <= named
@@ -188,7 +210,10 @@ async def test_or_refused_by_their_path(completions: MakeCompletions) -> None:
     service = completions(FakeTokenService())
     app = create_app(service, access=Access.anybody(), is_healthy=lambda: True, refuses_unknown_fields=True)
     async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
-        for unknown, param in (({"mood": 1}, "mood"), ({"stream_options": {"a": 1}}, "stream_options.a")):
+        for unknown, param in (
+            ({"mood": 1}, "mood"),
+            ({"response_format": {"type": "text", "a": 1}}, "response_format.a"),
+        ):
             answer = await http.post("/v1/chat/completions", json={"messages": USER, **unknown})
             error = answer.json()["error"]
             assert (answer.status_code, error["param"], error["message"]) == (400, param, f"{param}: unknown field")

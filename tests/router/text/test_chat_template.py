@@ -107,7 +107,7 @@ _CALLS_ALONE = {  # what a template does with a content that is not there, and w
     ),
     "it writes the content": ("{{ m.content }}|{{ m.tool_calls[0].function.arguments|tojson }}", '|{"a": 1}'),
     "it asks for none": (
-        "{% if m.content is none %}{{ '!' + m.tool_calls[0]['function']['arguments'] }}{% else %}{{ m.content }}{% endif %}",
+        "{{ '!' + m.tool_calls[0]['function']['arguments'] if m.content is none else m.content }}",
         '!{"a": 1}',
     ),
 }
