@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -10,7 +11,8 @@ from enum import StrEnum
 from cluster.words.checking import check
 
 MAX_SCHEMA_BYTES = 64 * 1024
-MAX_GRAMMAR_BYTES = 8 * 1024  # of a regular expression or a grammar: a mask costs what they are long
+MAX_GRAMMAR_BYTES = 8 * 1024  # of a regular expression or a grammar beside schemas: a mask costs what they are long
+_SCHEMA_RULE = re.compile(r"^(\w+: %json )(.+)$", re.MULTILINE)
 
 
 class GrammarKind(StrEnum):
@@ -36,10 +38,23 @@ class Grammar:
 
     def check(self, param: str) -> None:
         """Its size. Raises RequestError."""
-        is_schema = self.kind in (GrammarKind.JSON_SCHEMA, GrammarKind.LENIENT_JSON_SCHEMA)
-        most = MAX_SCHEMA_BYTES if is_schema else MAX_GRAMMAR_BYTES
         check(bool(self.text), param, "must not be empty")
-        check(len(self.text.encode(errors="surrogatepass")) <= most, param, f"at most {most} bytes are taken")
+        is_small = self.kind is GrammarKind.REGEX
+        _check_size(self.text, param, MAX_GRAMMAR_BYTES if is_small else MAX_SCHEMA_BYTES)
+        if self.kind is GrammarKind.LARK:
+            _check_size(_SCHEMA_RULE.sub(_without_schema, self.text), param, MAX_GRAMMAR_BYTES)
 
 
 ANY_OBJECT = Grammar(kind=GrammarKind.JSON_SCHEMA, text='{"type": "object"}')
+
+
+def _check_size(text: str, param: str, most: int) -> None:
+    check(len(text.encode(errors="surrogatepass")) <= most, param, f"at most {most} bytes are taken")
+
+
+def _without_schema(rule: re.Match[str]) -> str:
+    """A rule that is a schema and nothing else costs what a schema does."""
+    try:
+        return rule[1] if isinstance(json.loads(rule[2]), dict) else rule[0]
+    except (ValueError, RecursionError):
+        return rule[0]

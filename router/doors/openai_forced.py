@@ -9,12 +9,7 @@ from typing import Any
 from cluster.words.errors import RequestError
 from cluster.words.grammar import Grammar, GrammarKind
 from router.doors.openai_messages import ToolGiven
-
-_LITERAL = frozenset(("const", "enum", "default", "examples"))  # keywords whose values are no schemas
-_NAMED = frozenset(
-    ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
-)  # of schemas by name
-_OF_DOCUMENT = frozenset(("$id", "$schema"))  # what a schema says as a document of its own
+from router.text.json_schema import moved
 
 
 def forced_grammar(name: str, tools: Sequence[ToolGiven], *, is_parallel: bool) -> Grammar:
@@ -27,7 +22,11 @@ def forced_grammar(name: str, tools: Sequence[ToolGiven], *, is_parallel: bool) 
         is_strict = bool(chosen.function.strict)
     else:
         calls = [_call(tool, f"#/$defs/tool{number}") for number, tool in enumerate(tools)]
-        definitions = {f"tool{number}": _arguments(tool, f"#/$defs/tool{number}") for number, tool in enumerate(tools)}
+        places = [f"tool{number}" for number in range(len(tools))]
+        definitions = {
+            place: moved(_object(tool.function.parameters), f"#/$defs/{place}")
+            for place, tool in zip(places, tools, strict=True)
+        }
         schema = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "$defs": definitions}
         if not is_parallel:
             schema["maxItems"] = 1
@@ -41,31 +40,6 @@ def _call(tool: ToolGiven, place: str) -> dict[str, Any]:
     properties = {"name": {"const": tool.function.name}, "arguments": {"$ref": place}}
     required = ["name", "arguments"]
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-
-
-def _arguments(tool: ToolGiven, place: str) -> dict[str, Any]:
-    """The schema of its arguments, to stand there."""
-    schema = _object(tool.function.parameters)
-    return {key: _moved_value(key, value, place) for key, value in schema.items() if key not in _OF_DOCUMENT}
-
-
-def _moved(schema: Any, place: str) -> Any:
-    """The same, in which what points into it points to where it will be."""
-    if isinstance(schema, list):
-        return [_moved(one, place) for one in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    return {key: _moved_value(key, value, place) for key, value in schema.items()}
-
-
-def _moved_value(key: str, value: Any, place: str) -> Any:
-    if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
-        return place + value[1:]
-    if key in _LITERAL:
-        return value
-    if key in _NAMED and isinstance(value, Mapping):
-        return {name: _moved(one, place) for name, one in value.items()}
-    return _moved(value, place)
 
 
 def _object(parameters: Mapping[str, Any] | None) -> dict[str, Any]:

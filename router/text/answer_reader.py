@@ -48,11 +48,11 @@ class AnswerReader:
         self._is_parallel = is_parallel
 
     @classmethod
-    def of(cls, chat: Chat, dialect: Dialect, prompt: str, *, is_bound: bool = False) -> AnswerReader | None:
-        """None where the answer is nothing but text. prompt: its end is enough. is_bound: it keeps to a grammar, which
-        has no room for thinking."""
+    def of(cls, chat: Chat, dialect: Dialect, prompt: str, *, may_think: bool = True) -> AnswerReader | None:
+        """None where the answer is nothing but text. prompt: its end is enough. may_think: False where it keeps to a
+        grammar that has no room for that."""
         thinking = calls = None
-        if dialect.thinks and not is_bound:
+        if dialect.thinks and may_think:
             thinking = ThinkingReader(is_open=prompt.rstrip().endswith(THINK))
         if chat.tools and (dialect.calls or chat.forced is not None):
             calls = CallReader(_format(chat, dialect), chat.parameters)

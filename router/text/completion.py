@@ -23,11 +23,13 @@ from cluster.words.errors import (
     DeadlineExceeded,
     outcome_of,
 )
+from cluster.words.grammar import Grammar
 from cluster.words.request import Sampling, SequenceRequest
 from router.generation import RequestRoute, TokenService
 from router.metrics import Metrics
 from router.text.answer_events import AnswerEvents
 from router.text.answer_reader import AnswerReader
+from router.text.bound_answer import bound_answer, may_think
 from router.text.chat import Chat
 from router.text.chat_template import ChatTemplate
 from router.text.choice_text import ChoiceText
@@ -90,8 +92,9 @@ class Completions:
         try:
             check(request, self.model)
             clock = TokenClock(self.metrics, num_choices=request.n)
-            await self._grammars.check(request)
             prompt_ids = truncated(await self.prompts.encode(request, num_beside=num_beside), request, self.model)
+            grammar = bound_answer(request, self.prompts.dialect, self.prompts.end_of(prompt_ids))
+            await self._grammars.check(request, grammar)
             sampling = sampling_of(
                 request, self.model, num_prompt_tokens=len(prompt_ids), eos_token_ids=self.tokenizer.eos_token_ids
             )
@@ -100,7 +103,7 @@ class Completions:
             self.trail.refused(request, error)
             raise
         limit_s = self.max_request_s if request.deadline_s is None else min(request.deadline_s, self.max_request_s)
-        return Completion(self, request, prompt_ids, sampling, clock=clock, limit_s=limit_s)
+        return Completion(self, request, prompt_ids, sampling, grammar=grammar, clock=clock, limit_s=limit_s)
 
     def close(self) -> None:
         self.threads.close()
@@ -123,6 +126,7 @@ class Completion:
         prompt_ids: tuple[int, ...],
         sampling: Sampling,
         *,
+        grammar: Grammar | None,
         clock: TokenClock,
         limit_s: float,
     ) -> None:
@@ -131,6 +135,7 @@ class Completion:
         self.prompt_ids = prompt_ids
         self.max_answer_tokens = request.n * sampling.max_tokens
         self._sampling = sampling
+        self._grammar = grammar  # what the whole of an answer keeps to
         self._token_service = service.token_service
         self._metrics = service.metrics
         self._trail = service.trail
@@ -150,8 +155,8 @@ class Completion:
         if not isinstance(self.request.prompt, Chat):
             return None
         end = service.prompts.end_of(self.prompt_ids)
-        is_bound = self.request.grammar is not None
-        return AnswerReader.of(self.request.prompt, service.prompts.dialect, end, is_bound=is_bound)
+        thinks = may_think(self.request.grammar, self.request.prompt, end)
+        return AnswerReader.of(self.request.prompt, service.prompts.dialect, end, may_think=thinks)
 
     @asynccontextmanager
     async def run(self) -> AsyncIterator[AnswerEvents]:
@@ -228,7 +233,7 @@ class Completion:
             token_ids=self.prompt_ids,
             num_prompt_tokens=len(self.prompt_ids),
             sampling=self._sampling,
-            grammar=self.request.grammar,
+            grammar=self._grammar,
             choices=tuple(range(self.request.n)),
             salt=self.request.salt,
             tenant=self.request.tenant,

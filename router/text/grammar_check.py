@@ -6,6 +6,7 @@ import asyncio
 
 from cluster.grammar.compiler import GrammarCompiler
 from cluster.words.errors import RequestError
+from cluster.words.grammar import Grammar
 from router.text.completion_request import CompletionRequest
 from router.text.text_threads import TextThreads
 
@@ -21,9 +22,10 @@ class GrammarCheck:
         self._compiler = compiler
         self._threads = TextThreads(num_threads=_NUM_THREADS)
 
-    async def check(self, request: CompletionRequest) -> None:
-        """Raises RequestError that names the client's field, and CapacityError where too many are compiled already."""
-        grammar, param = request.grammar, request.grammar_field
+    async def check(self, request: CompletionRequest, grammar: Grammar | None) -> None:
+        """grammar: what is made of the request's. Raises RequestError that names the client's field, and CapacityError
+        where too many are compiled already."""
+        param = request.grammar_field
         if grammar is None:
             return
         if self._compiler is None:

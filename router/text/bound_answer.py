@@ -1,0 +1,105 @@
+"""An answer that keeps to a schema, and what it may say besides: thinking before it, or calls of tools in its place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.words.errors import RequestError
+from cluster.words.grammar import Grammar, GrammarKind
+from router.parsers.thinking import END_THINK, THINK
+from router.text.chat import Chat
+from router.text.completion_request import CompletionRequest
+from router.text.dialect import Dialect
+from router.text.json_schema import DROPPED, moved, rewritten
+
+_SCHEMAS = (GrammarKind.JSON_SCHEMA, GrammarKind.LENIENT_JSON_SCHEMA)
+_PASSED_OVER = ("description", "title", "default", "examples", "pattern", "format", "x-guidance")  # of a tool's schema
+_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+@dataclass(frozen=True)
+class _Calls:
+    """How a family writes them, in Lark."""
+
+    opening: str
+    arguments: str  # what it calls them
+    closing: str
+    between: str
+
+
+_CALLS = {
+    "hermes": _Calls(r'"<tool_call>\n"', "arguments", r'"\n</tool_call>"', r'"\n"'),
+    "llama3_json": _Calls("", "parameters", "", '"; "'),
+}
+
+
+def may_think(grammar: Grammar | None, chat: Chat, prompt: str) -> bool:
+    """Whether there is room for thinking before the answer. prompt: its end is enough."""
+    end = prompt.rstrip()
+    if grammar is None:
+        return True
+    return grammar.kind in _SCHEMAS and (end.endswith(THINK) or not (chat.is_continued or end.endswith(END_THINK)))
+
+
+def bound_answer(request: CompletionRequest, dialect: Dialect, prompt: str) -> Grammar | None:
+    """What the whole answer keeps to. Raises RequestError where that cannot be said. prompt: its end is enough."""
+    grammar, chat = request.grammar, request.prompt
+    if grammar is None or not isinstance(chat, Chat):
+        return grammar
+    tools = chat.tools if chat.forced is None else ()
+    thinks = dialect.thinks and may_think(grammar, chat, prompt)
+    if not tools and not thinks:
+        return grammar
+    grammar.check(request.grammar_field)
+    rules = [f"start: {'thought ' if thinks else ''}body", f"body: {'answer | calls' if tools else 'answer'}"]
+    if thinks:
+        rules += _thought(is_open=prompt.rstrip().endswith(THINK))
+    if tools:
+        rules += _calls(request, chat, dialect)
+    schema = _object(grammar.text, request.grammar_field)
+    rules.append(_rule("answer", schema, is_lenient=grammar.kind is GrammarKind.LENIENT_JSON_SCHEMA))
+    return Grammar(kind=GrammarKind.LARK, text="\n".join(rules))
+
+
+def _thought(*, is_open: bool) -> Iterator[str]:
+    yield f"thought: {'said' if is_open else f'({json.dumps(THINK)} said)?'}"
+    yield "said: thinking gap"
+    yield f"thinking[suffix={json.dumps(END_THINK)}]: /(?s:.*)/"
+    yield r"gap: /\n{0,2}/"
+
+
+def _calls(request: CompletionRequest, chat: Chat, dialect: Dialect) -> Iterator[str]:
+    assert request.grammar is not None
+    form = _CALLS.get(dialect.calls or "")
+    if form is None or request.grammar.kind not in _SCHEMAS:
+        text = f"tools: with {request.grammar_field} no call could be made here; set tool_choice to none or required"
+        raise RequestError(text, param="tools")
+    yield f"calls: call ({form.between} call)*" if chat.is_parallel else "calls: call"
+    yield f"call: {' | '.join(f'{form.opening} call{number} {form.closing}' for number in range(len(chat.tools)))}"
+    for number, (name, parameters) in enumerate(chat.parameters.items()):
+        lean = rewritten(parameters, lambda key, value: DROPPED if key in _PASSED_OVER else value)
+        yield _rule(f"call{number}", _call(name, {"type": "object", **lean}, form), is_lenient=True)
+
+
+def _call(name: str, arguments: dict[str, Any], form: _Calls) -> dict[str, Any]:
+    properties = {"name": {"const": name}, form.arguments: moved(arguments, f"#/properties/{form.arguments}")}
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+def _rule(name: str, schema: dict[str, Any], *, is_lenient: bool) -> str:
+    return f"{name}: %json {json.dumps({**schema, 'x-guidance': {**_WRITTEN, 'lenient': is_lenient}})}"
+
+
+def _object(text: str, param: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if isinstance(found, bool):
+        return {} if found else {"not": {}}
+    if not isinstance(found, dict):
+        raise RequestError(f"{param}: must be a JSON schema", param=param)
+    return found

@@ -1,0 +1,41 @@
+"""A JSON schema rewritten, keyword by keyword: what only looks like one, by its name or in a value, stays as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+DROPPED = object()
+_OF_DOCUMENT = frozenset(("$id", "$schema"))  # what a schema says as a document of its own
+_LITERAL = frozenset(("const", "enum", "default", "examples"))  # keywords whose values are no schemas
+_NAMED = frozenset(
+    ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+)  # of schemas by name
+
+
+def rewritten(schema: Any, rule: Callable[[str, Any], Any]) -> Any:
+    """rule: what a keyword's value is to be, before what is inside of that is looked at; or DROPPED."""
+    if isinstance(schema, list):
+        return [rewritten(one, rule) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    made = {key: rule(key, value) for key, value in schema.items()}
+    return {key: _inside(key, value, rule) for key, value in made.items() if value is not DROPPED}
+
+
+def moved(schema: Any, place: str) -> Any:
+    """The same at another place of a document: what points into it points there."""
+
+    def led(key: str, value: Any) -> Any:
+        is_inside = key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/"))
+        return place + value[1:] if is_inside else value
+
+    return rewritten({key: value for key, value in schema.items() if key not in _OF_DOCUMENT}, led)
+
+
+def _inside(key: str, value: Any, rule: Callable[[str, Any], Any]) -> Any:
+    if key in _LITERAL:
+        return value
+    if key in _NAMED and isinstance(value, Mapping):
+        return {name: rewritten(one, rule) for name, one in value.items()}
+    return rewritten(value, rule)
