@@ -13,10 +13,10 @@ from router.parsers.thinking import END_THINK, THINK
 from router.text.chat import Chat
 from router.text.completion_request import CompletionRequest
 from router.text.dialect import Dialect
-from router.text.json_schema import DROPPED, moved, rewritten
+from router.text.json_schema import DROPPED, lenient, moved, rewritten
 
 _SCHEMAS = (GrammarKind.JSON_SCHEMA, GrammarKind.LENIENT_JSON_SCHEMA)
-_PASSED_OVER = ("description", "title", "default", "examples", "pattern", "format", "x-guidance")  # of a tool's schema
+_NOTES = ("description", "title", "default", "examples", "x-guidance")  # in a tool's schema
 _WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -47,6 +47,10 @@ def may_think(grammar: Grammar | None, chat: Chat, prompt: str) -> bool:
 def bound_answer(request: CompletionRequest, dialect: Dialect, prompt: str) -> Grammar | None:
     """What the whole answer keeps to. Raises RequestError where that cannot be said. prompt: its end is enough."""
     grammar, chat = request.grammar, request.prompt
+    if grammar is not None and grammar.kind is GrammarKind.LENIENT_JSON_SCHEMA:
+        grammar.check(request.grammar_field)
+        schema = lenient(_object(grammar.text, request.grammar_field))
+        grammar = Grammar(kind=grammar.kind, text=json.dumps(schema))
     if grammar is None or not isinstance(chat, Chat):
         return grammar
     tools = chat.tools if chat.forced is None else ()
@@ -80,7 +84,7 @@ def _calls(request: CompletionRequest, chat: Chat, dialect: Dialect) -> Iterator
     yield f"calls: call ({form.between} call)*" if chat.is_parallel else "calls: call"
     yield f"call: {' | '.join(f'{form.opening} call{number} {form.closing}' for number in range(len(chat.tools)))}"
     for number, (name, parameters) in enumerate(chat.parameters.items()):
-        lean = rewritten(parameters, lambda key, value: DROPPED if key in _PASSED_OVER else value)
+        lean = rewritten(lenient(parameters), lambda key, value: DROPPED if key in _NOTES else value)
         yield _rule(f"call{number}", _call(name, {"type": "object", **lean}, form), is_lenient=True)
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 DROPPED = object()
+_TYPES = frozenset(("null", "boolean", "number", "integer", "string", "array", "object"))
+_LOOKING_AROUND = re.compile(r"\(\?<?[=!]|\\[bB1-9]|\\k<")  # and words' bounds, and back; also where it is escaped
 _OF_DOCUMENT = frozenset(("$id", "$schema"))  # what a schema says as a document of its own
 _LITERAL = frozenset(("const", "enum", "default", "examples"))  # keywords whose values are no schemas
 _NAMED = frozenset(
@@ -21,6 +25,39 @@ def rewritten(schema: Any, rule: Callable[[str, Any], Any]) -> Any:
         return schema
     made = {key: rule(key, value) for key, value in schema.items()}
     return {key: _inside(key, value, rule) for key, value in made.items() if value is not DROPPED}
+
+
+def lenient(schema: Any) -> Any:
+    """The same without what no grammar could be made of: it is passed over, where a schema need not be strict."""
+    return rewritten(schema, lambda key, value: value if _can_be_enforced(key, value, schema) else DROPPED)
+
+
+def _can_be_enforced(key: str, value: Any, document: Any) -> bool:
+    match key, value:
+        case "pattern", str():
+            return not _LOOKING_AROUND.search(value)
+        case "$ref", str():
+            return _leads_somewhere(value, document)
+        case "type", str():
+            return value in _TYPES
+        case "type", list():
+            return all(one in _TYPES for one in value)
+    return True
+
+
+def _leads_somewhere(reference: str, document: Any) -> bool:
+    if reference != "#" and not reference.startswith("#/"):
+        return False
+    found = document
+    for part in reference.split("/")[1:]:
+        name = unquote(part).replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            found = found[int(name)]
+        elif isinstance(found, Mapping) and name in found:
+            found = found[name]
+        else:
+            return False
+    return True
 
 
 def moved(schema: Any, place: str) -> Any:

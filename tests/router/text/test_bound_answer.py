@@ -149,6 +149,30 @@ def test_what_a_schema_cannot_be_beside_is_left_as_it_was() -> None:
         assert bound_answer(request, dialect, "assistant\n") == request.grammar
 
 
+_NOT_ENFORCED: list[dict[str, Any]] = [
+    {"type": "string", "pattern": r"^(?=a)b"},
+    {"type": "string", "pattern": r"\bword\b"},
+    {"$ref": "https://example.com/other.json"},
+    {"$ref": "#/$defs/missing"},
+    {"type": "date"},
+    {"type": ["date", "null"]},
+]
+
+
+@pytest.mark.parametrize("inner", _NOT_ENFORCED, ids=str)
+@pytest.mark.parametrize("dialect", [Dialect(), _THINKS], ids=["alone", "in a rule"])
+def test_what_cannot_be_enforced_is_passed_over_unless_it_is_strict(
+    compiler: GrammarCompiler, byte_level: Tokenizer, inner: dict[str, Any], dialect: Dialect
+) -> None:
+    schema = {"type": "object", "properties": {"a": inner, "pattern": {"const": 1}}, "required": ["a", "pattern"]}
+    text = '{"a": "b", "pattern": 1}'
+    request = _request(schema, GrammarKind.LENIENT_JSON_SCHEMA)
+    assert _says(compiler, byte_level, request, dialect, text, "")
+    assert not _says(compiler, byte_level, request, dialect, text.replace("1", "2"), "")
+    with pytest.raises(RequestError):
+        _says(compiler, byte_level, _request(schema), dialect, text, "")
+
+
 def test_a_schema_is_as_long_as_it_might_be_alone(compiler: GrammarCompiler) -> None:
     long = {"enum": ["a" * MAX_GRAMMAR_BYTES, "b"]}
     made = bound_answer(_request(long), _THINKS, "")
