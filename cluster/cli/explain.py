@@ -16,7 +16,9 @@ _PARTS = ("queue_s", "pull_s", "compute_s", "keep_s", "transfer_s", "stall_s", "
 
 
 def explain(
-    request_id: Annotated[str, typer.Argument(help="As `generate --json` and the X-Request-Id header say it.")],
+    request_id: Annotated[
+        str, typer.Argument(help="As `generate --json`, the X-Request-Id header or an answer's `id` says it.")
+    ],
     name: Name = None,
     admin: Annotated[
         str | None,

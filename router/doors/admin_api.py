@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,10 @@ from cluster.words.errors import DeployError
 from cluster.words.request import Role
 from router.doors.connections import ADMIN
 from router.doors.http_listener import HttpListener
+from router.doors.openai_forms import ChatForm, TextForm
 from router.metrics import CONTENT_TYPE
+
+_ID_OF_ANSWER = re.compile(f"^(?:{ChatForm.id_prefix}|{TextForm.id_prefix})")
 
 
 def create_admin_app(
@@ -26,7 +30,7 @@ def create_admin_app(
     explain_route: Callable[[str], Mapping[str, Any]],
 ) -> FastAPI:
     """The ASGI application. health: usable replicas by role. metrics: Prometheus's text. explain_route: why the
-    requests of an id went where they went; empty when that is not known."""
+    requests of an id, or of an answer's, went where they went; empty when that is not known."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.get("/health")
@@ -39,9 +43,9 @@ def create_admin_app(
     async def report_metrics() -> Response:
         return Response(metrics(), headers={"content-type": CONTENT_TYPE})
 
-    @app.get("/debug/routes/{request_id}")
+    @app.get("/debug/routes/{request_id:path}")
     async def report_route(request_id: str) -> Response:
-        found = explain_route(request_id)
+        found = explain_route(request_id) or explain_route(_ID_OF_ANSWER.sub("", request_id))
         return JSONResponse(found, status_code=200 if found else 404)
 
     return app

@@ -15,12 +15,16 @@ class ThinkingReader:
         self._held = ""
         self._state = "opened" if is_open else "before"
 
+    @property
+    def is_inside(self) -> bool:
+        return self._state in ("opened", "inside")
+
     def add(self, text: str) -> tuple[str, str]:
         """(thinking, answer) that may go out now."""
         self._held += text
         if self._state == "before":
             self._open()
-        thinking = self._think() if self._state in ("opened", "inside") else ""
+        thinking = self._think() if self.is_inside else ""
         if self._state == "closed":
             self._held = self._held.lstrip()
             self._state = "after" if self._held else "closed"

@@ -58,6 +58,10 @@ class AnswerReader:
             calls = CallReader(_format(chat, dialect), chat.parameters)
         return cls(thinking, calls, is_parallel=chat.is_parallel) if thinking or calls else None
 
+    @property
+    def is_thinking(self) -> bool:
+        return self._thinking is not None and self._thinking.is_inside
+
     def add(self, text: str) -> Said:
         thought, text = self._thinking.add(text) if self._thinking else ("", text)
         return self._said(thought, self._calls.add(text) if self._calls else [text])

@@ -31,6 +31,7 @@ class ChoiceText:
         self._reader = reader
         self.finished: Finished | None = None
         self.num_tokens = 0
+        self.num_thinking = 0  # tokens of them
         self._num_chars = 0
         self._min_tokens = request.min_tokens
         self._include_stop = request.include_stop
@@ -56,7 +57,9 @@ class ChoiceText:
         return delta
 
     def _read(self, reader: AnswerReader, text: str, delta: Delta) -> None:
+        was_thinking = reader.is_thinking
         delta.add(reader.add(text))
+        self.num_thinking += was_thinking or reader.is_thinking
         if self.finished is not None and not reader.is_over:
             delta.add(reader.finish())
         if self.finished is None and reader.is_over:

@@ -215,6 +215,7 @@ class Completion:
         return TokenUsage(
             prompt_tokens=len(self.prompt_ids),
             completion_tokens=sum(choice.num_tokens for choice in self._choices),
+            reasoning_tokens=sum(choice.num_thinking for choice in self._choices),
             cached_tokens=self._route.cached_tokens + self._route.pulled_tokens,
         )
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cluster.words.errors import ContextLengthExceeded, RequestError, UnknownModel
 from cluster.words.grammar import Grammar
@@ -52,7 +53,7 @@ class ModelCard:
     max_context: int  # tokens, prompt and answer together
     vocab_size: int  # rows of the embedding; a token id is below it
     dtype: str
-    created: int = 0  # unix seconds
+    created: int = field(default_factory=lambda: int(time.time()))  # unix seconds; when this router took it up
     max_choices: int = MAX_CHOICES  # that one replica runs at once
 
     @property

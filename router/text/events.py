@@ -65,12 +65,14 @@ class Finished:
 class TokenUsage:
     prompt_tokens: int = 0
     completion_tokens: int = 0  # of all choices, each up to the token that ended it
+    reasoning_tokens: int = 0  # of those, what was thought before the answers
     cached_tokens: int = 0  # prompt tokens whose KV was not computed again
 
     def __add__(self, other: TokenUsage) -> TokenUsage:
         return TokenUsage(
             prompt_tokens=self.prompt_tokens + other.prompt_tokens,
             completion_tokens=self.completion_tokens + other.completion_tokens,
+            reasoning_tokens=self.reasoning_tokens + other.reasoning_tokens,
             cached_tokens=self.cached_tokens + other.cached_tokens,
         )
 

@@ -33,6 +33,8 @@ async def test_it_says_what_clients_are_not_told() -> None:
         metrics = await http.get("/metrics")
         assert metrics.headers["content-type"].startswith("text/plain") and metrics.text == "requests_total 1\n"
         assert (await http.get("/debug/routes/r1")).status_code == 404
+        for known in ("r%2F1", "chatcmpl-r%2F1", "cmpl-r%2F1"):  # of the request, or of its answer
+            assert (await http.get(f"/debug/routes/{known}")).status_code == 200
         assert (await http.get("/v1/models")).status_code == 404
     await listener.close(grace_s=5)
 

@@ -38,7 +38,8 @@ async def test_our_own_load_asks_whichever_door_is_open(door: OpenAIDoor) -> Non
 async def test_models(door: OpenAIDoor) -> None:
     models = await door.client.models.list()
     assert [model.id for model in models.data] == ["tiny"]
-    assert (await door.client.models.retrieve("tiny")).id == "tiny"
+    one = await door.client.models.retrieve("tiny")
+    assert one.id == "tiny" and one.created == models.data[0].created > 1_700_000_000
     with pytest.raises(openai.NotFoundError, match="'gpt-9' is not served here; 'tiny' is"):
         await door.client.models.retrieve("gpt-9")
 

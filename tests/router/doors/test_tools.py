@@ -157,7 +157,12 @@ async def test_thinking_is_told_apart(completions: MakeCompletions, byte_level: 
     async with _door(completions, _HERMES + "{# </think> #}" + end) as door:
         _say(door, byte_level, f"{'' if is_open else '<think>'}\nHm, < 3?\n</think>\n\nYes.\n{_LYON}")
         fields: dict[str, Any] = {"model": "tiny", "messages": USER, "tools": [_TOOL]}
-        (choice,) = (await door.client.chat.completions.create(**fields)).choices
+        whole = await door.client.chat.completions.create(**fields)
+        (choice,) = whole.choices
+        assert whole.usage and whole.usage.completion_tokens_details
+        thought_ids = byte_level.encode("<think>\nHm, < 3?\n</think>")
+        least = len(thought_ids) - 10  # a mark in pieces counts from its last one
+        assert least <= (whole.usage.completion_tokens_details.reasoning_tokens or 0) <= len(thought_ids)
         assert (choice.message.content, _calls(choice.message)) == ("Yes.", [("Weather", {"city": "Lyon"})])
         assert (choice.message.model_extra or {})["reasoning_content"] == "Hm, < 3?"
         thought = said = ""
