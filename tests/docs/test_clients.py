@@ -13,14 +13,27 @@ import pytest
 
 from cluster.process.ports import free_port
 from docs.generate.__main__ import ROOT
+from router.access.access import Access
+from router.doors.certificates import Certificates
+from router.doors.grpc_api import open_grpc_api
+from router.doors.openai_api import create_app
 from router.service import RouterService
+from router.text.completion import Completions
+from router.text.tokenizer import Tokenizer
 from tests.docs.test_extending import FILES
 from tests.identities import router
 from tests.local_cluster import local_cluster
+from tests.router.access.keys import access_with, issue
+from tests.router.doors.certificate_files import write_certificate
+from tests.router.fake_token_service import FakeTokenService
+from tests.router.http_server import serve_http
+from tests.router.tiny_service import MakeCompletions
+from tests.router.tiny_tokenizers import make_byte_level
 from tests.waiting import becomes
 
+_HERMES = (ROOT / "tests" / "router" / "text" / "templates" / "hermes_tools.jinja").read_text()
 _PAGE = (ROOT / "docs" / "CLIENTS.md").read_text()
-_OPENAI, _GRPC = re.findall(r"^```python\n(.*?)^```", _PAGE, re.DOTALL | re.MULTILINE)
+_SECURE, _OPENAI, _TOOLS, _GRPC = re.findall(r"^```python\n(.*?)^```", _PAGE, re.DOTALL | re.MULTILINE)
 
 
 @pytest.mark.timeout(300)
@@ -52,6 +65,44 @@ async def test_the_examples_do_what_the_pages_say(
             assert "Paris" in answer and "choice 0: stop" in answer and "by prefill-0 and decode-1" in answer
         finally:
             await service.close()
+
+
+async def test_a_key_and_an_authority_are_taken_as_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, files = issue("acme"), write_certificate(tmp_path, name="llm.example.com")
+    service, keys = _service(tmp_path), access_with(known)
+    certificates = Certificates.of(files.certificate, files.key)
+    app = create_app(service, access=keys, is_healthy=lambda: True)
+    opened = await open_grpc_api(service, access=keys, host="127.0.0.1", port=0, certificates=certificates)
+    async with serve_http(app, certificates=certificates) as (host, port):
+        monkeypatch.setenv("CLUSTER_KEY", known.secret)
+        program = _SECURE.replace("llm.example.com:50051", f"127.0.0.1:{opened.port}")
+        program = program.replace("llm.example.com:8000", f"{host}:{port}").replace("authority.pem", files.certificate)
+        assert await _run(program) == "tiny\ntiny\n"
+    await opened.close(grace_s=0)
+    service.close()
+
+
+async def test_a_tool_is_called_and_answered_as_the_page_says(tmp_path: Path) -> None:
+    service = _service(tmp_path, chat_template=_HERMES)
+    fake, tokenizer = service.token_service, service.tokenizer
+    assert isinstance(fake, FakeTokenService)
+    says = ['<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>', "No."]
+    fake.script = lambda *_: tokenizer.encode(f"{says[len(fake.started) - 1]}<|im_end|>")
+    app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
+    async with serve_http(app) as (host, port):
+        program = _TOOLS.replace("127.0.0.1:8000", f"{host}:{port}").replace("my-model", "tiny")
+        assert await _run(program) == "No.\n"
+    prompt = tokenizer.decode(fake.started[-1].token_ids, skip_special_tokens=False)
+    assert "It is sunny in Rome." in prompt
+    service.close()
+
+
+def _service(directory: Path, *, chat_template: str | None = None) -> Completions:
+    make_byte_level(directory)
+    make = MakeCompletions(directory, Tokenizer(directory))
+    return make(FakeTokenService(max_context=4096), max_context=4096, chat_template=chat_template)
 
 
 async def _run(program: str) -> str:
