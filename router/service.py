@@ -119,7 +119,8 @@ class RouterService:
         )
         core = RouterCore(dispatch)
         tokenizer = Tokenizer(model_dir)
-        template = ChatTemplate(find_chat_template(model_dir), special_tokens=tokenizer.special_tokens)
+        source = find_chat_template(model_dir, spec.model.chat_template)
+        template = ChatTemplate(source, special_tokens=tokenizer.special_tokens)
         completions = Completions(
             token_service=core,
             tokenizer=tokenizer,

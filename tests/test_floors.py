@@ -28,7 +28,7 @@ cluster.cli: cluster(bench chaos control host identity model process rpc wire wo
     engine(config quantization tools) kvtransfer(bench) router(bench simulator)
 cluster.control: cluster(identity index process rpc wire words)
 cluster.grammar: cluster(words)
-cluster.host: cluster(control index model process rpc wire words) router(app)
+cluster.host: cluster(control index model process rpc wire words) router(app text)
 cluster.identity: cluster(words)
 cluster.index: cluster(words)
 cluster.model: cluster(words)

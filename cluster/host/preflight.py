@@ -42,8 +42,11 @@ def check_model(spec: Spec, say: Callable[[str], None]) -> None:
     """Fetch the model if need be, and see that the ranks of both pools fit it."""
     from cluster.model import config as model_config
     from cluster.model import source as model_source
+    from router.text.chat_template import ChatTemplate, find_chat_template
 
-    config = model_config.load(model_source.resolve(spec.model.source, progress=say))
+    model_dir = model_source.resolve(spec.model.source, progress=say)
+    config = model_config.load(model_dir)
+    ChatTemplate(find_chat_template(model_dir, spec.model.chat_template), special_tokens={})
     if spec.engine.deterministic:
         config.check_deterministic()
     for role in Role:

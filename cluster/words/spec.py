@@ -76,6 +76,15 @@ class ModelSpec(_Section):
     reasoning_parser: Literal["auto", "none", "think"] = "auto"
     """`think`: what an answer has between `<think>` and `</think>` goes to `reasoning_content`. `auto`: where the chat
     template knows these marks."""
+    chat_template: str | None = None
+    """How a conversation is shown to the model: Jinja, told by its braces, or a file of it on the hosts of the routers.
+    null: the model's own."""
+
+    @field_validator("chat_template")
+    @classmethod
+    def _template_or_file(cls, value: str | None) -> str | None:
+        is_file = value is not None and "{{" not in value and "{%" not in value
+        return str(Path(value or "").expanduser().absolute()) if is_file else value
 
     @property
     def name(self) -> str:

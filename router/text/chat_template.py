@@ -149,11 +149,14 @@ def _up_to_tag(text: str, last: str) -> str:
     return before if after.startswith(" ") else before.rstrip()
 
 
-def find_chat_template(model_dir: Path) -> str | None:
-    """The template of a model directory: chat_template.jinja, or the (default) one in tokenizer_config.json.
+def find_chat_template(model_dir: Path, given: str | None = None) -> str | None:
+    """The one that the operator gives, as itself or as a file; else that of the model directory: chat_template.jinja,
+    or the (default) one in tokenizer_config.json.
 
     None where there is none. Raises SpecError.
     """
+    if given is not None:
+        return given if "{{" in given or "{%" in given else _read(Path(given))
     alone = model_dir / "chat_template.jinja"
     if alone.is_file():
         return alone.read_text(encoding="utf-8")
@@ -167,3 +170,10 @@ def find_chat_template(model_dir: Path) -> str | None:
     if isinstance(found, list):  # several, by name: [{"name": "default", "template": …}, …]
         found = {entry["name"]: entry["template"] for entry in found}.get("default")
     return found if isinstance(found, str) else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"model.chat_template: {path} cannot be read: {error}") from None

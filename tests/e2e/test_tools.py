@@ -45,7 +45,7 @@ def _turn(city: str) -> list[Any]:
 @asynccontextmanager
 async def _client(model_dir: Path, redis_url: str) -> AsyncIterator[openai.AsyncOpenAI]:
     tree = {
-        "model": {"served_name": "smollm2"},
+        "model": {"served_name": "smollm2", "chat_template": str(_TEMPLATE)},
         "prefill": {"kv_memory_gib": 0.1},
         "decode": {"kv_memory_gib": 0.1},
         "router": {"grpc_port": free_port(), "http_port": free_port()},
@@ -64,15 +64,12 @@ async def _client(model_dir: Path, redis_url: str) -> AsyncIterator[openai.Async
 
 
 @pytest.mark.timeout(300)
-async def test_a_models_own_call_goes_there_and_back(smollm2_dir: Path, redis_url: str, tmp_path: Path) -> None:
+async def test_a_models_own_call_goes_there_and_back(smollm2_dir: Path, redis_url: str) -> None:
     """Greedy; whole and streamed; and its tool's answer goes in again. The model has seen such calls before."""
-    for path in smollm2_dir.iterdir():
-        (tmp_path / path.name).symlink_to(path)
-    (tmp_path / "chat_template.jinja").write_text(_TEMPLATE.read_text())
     messages = [message for city in ("Paris", "London", "Berlin") for message in _turn(city)]
     messages.append({"role": "user", "content": "What is the weather in Rome?"})
     fields: dict[str, Any] = {"model": "smollm2", "tools": [_TOOL], "temperature": 0, "max_tokens": 48}
-    async with _client(tmp_path, redis_url) as client:
+    async with _client(smollm2_dir, redis_url) as client:
         (choice,) = (await client.chat.completions.create(messages=messages, **fields)).choices
         assert choice.message.tool_calls, choice.message.content
         (call,) = choice.message.tool_calls
@@ -95,3 +92,13 @@ async def test_a_models_own_call_goes_there_and_back(smollm2_dir: Path, redis_ur
             (call,) = bound.message.tool_calls
             assert call.type == "function" and call.function.name == "get_weather"
             assert isinstance(json.loads(call.function.arguments)["city"], str) and not bound.message.content
+        city = {"type": "object", "properties": {"city": {"const": "Rome"}}, "required": ["city"]}
+        city["additionalProperties"] = False
+        form: Any = {"type": "json_schema", "json_schema": {"name": "city", "strict": True, "schema": city}}
+        messages = [*messages[:7], {"role": "user", "content": "Which city is Italy's capital? No weather."}]
+        for history in (messages, [{"role": "user", "content": "Rome, as JSON?"}]):
+            asked = {"messages": history, "response_format": form, "parallel_tool_calls": False, **fields}
+            (either,) = (await client.chat.completions.create(**asked)).choices
+            called = [call.function.name for call in either.message.tool_calls or [] if call.type == "function"]
+            assert (either.finish_reason, called) in [("tool_calls", ["get_weather"]), ("stop", [])], either
+            assert called or json.loads(either.message.content or "") == {"city": "Rome"}

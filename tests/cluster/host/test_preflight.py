@@ -40,6 +40,18 @@ def test_ranks_must_fit_the_model(tmp_path: Path, decode: dict[str, Any], error:
             check_model(spec, print)
 
 
+def test_a_template_of_the_operators_must_be_there_and_be_one(tmp_path: Path) -> None:
+    write(tmp_path, architectures=["LlamaForCausalLM"])
+    for file in ("model.safetensors", "tokenizer.json"):
+        (tmp_path / file).touch()
+    for given, error in (
+        ("{% if %}", "no valid Jinja"),
+        (str(tmp_path / "missing.jinja"), r"model\.chat_template: .*read"),
+    ):
+        with pytest.raises(SpecError, match=error):
+            check_model(parse_spec({"model": {"source": str(tmp_path), "chat_template": given}}), print)
+
+
 def test_a_redis_that_does_not_answer_is_named_without_its_password(redis_url: str) -> None:
     check_index("embedded")
     check_index(redis_url)

@@ -266,6 +266,11 @@ def test_where_a_template_is_found(tmp_path: Path) -> None:
     assert find_chat_template(tmp_path) == "yes"
     (tmp_path / "chat_template.jinja").write_text("first")
     assert find_chat_template(tmp_path) == "first"
+    (tmp_path / "mine.jinja").write_text("the operator's {{ messages }}")
+    assert find_chat_template(tmp_path, str(tmp_path / "mine.jinja")) == "the operator's {{ messages }}"
+    assert find_chat_template(tmp_path, "{% if true %}{% endif %}") == "{% if true %}{% endif %}"
+    with pytest.raises(SpecError, match=r"model.chat_template: .*missing.jinja cannot be read"):
+        find_chat_template(tmp_path, str(tmp_path / "missing.jinja"))
     (tmp_path / "chat_template.jinja").unlink()
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(SpecError, match="not readable as JSON"):
