@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from cluster.control.node_task import run_on
 from cluster.control.placement import live_nodes, router_nodes
@@ -61,5 +61,7 @@ async def _call_on(node_id: str, function: Callable[..., Any], *args: Any, **kwa
 async def _unless_away(answer: Awaitable[T]) -> T | None:
     try:
         return await answer
+    except RayTaskError:  # what the function itself raised
+        raise
     except (RayError, TimeoutError):
         return None
