@@ -193,7 +193,8 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         async with _statuses(context), self._counted():
             client = self._client(context)
             with self._noted("", context, client):
-                asked = client.bound(detokenize_request_of(request, peer=context.peer()))
+                max_context = self._completions.model.max_context
+                asked = client.bound(detokenize_request_of(request, max_context=max_context, peer=context.peer()))
                 text = await self._completions.prompts.detokenize(asked)
             await self._tell(context)
             return pb.DetokenizeResponse(text=text)
