@@ -40,9 +40,11 @@ def test_what_is_no_call_of_pythons_is_text(parts: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("number", "is_one"),
-    [("1" * 5000, True), ("-10.25e-310", True), ("1." + "0" * 500 + "e" + "9" * 9, True), ("0123", False), ("0" * 9, False)]
-    + [("1.", False), ("1e", False), ("1e5.", False), ("1-", False), ("12x", False), ("1.5.5", False)],
-)  # fmt: skip
+    [
+        *((number, True) for number in ("1" * 5000, "-10.25e-310", "1." + "0" * 500 + "e" + "9" * 9)),
+        *((number, False) for number in ("0123", "0" * 9, "1.", "1e", "1e5.", "1-", "12x", "1.5.5")),
+    ],
+)
 def test_a_number_is_one_however_long(number: str, is_one: bool) -> None:
     for parts in ([f"{_BEGUN}{number}}}}}</tool_call>"], [*f"{_BEGUN}{number}}}}}</tool_call>"]):
         said = "".join(piece.text for piece in read("hermes", parts) if isinstance(piece, CallArguments))
