@@ -60,8 +60,14 @@ class PromptEncoder:
             raise ContextLengthExceeded(text, param="tokens")
         check_token_ids(request.prompt, self._model, param="tokens")
         check(request, self._model)
-        decode = partial(self.tokenizer.decode, request.prompt, skip_special_tokens=False)
-        return await self._threads.run(request.key_id, decode) if len(request.prompt) > _MANY_TOKENS else decode()
+        return await self.text_of(request, request.prompt)
+
+    async def text_of(self, request: CompletionRequest, prompt_ids: tuple[int, ...]) -> str:
+        """Of its prompt, as the client gave it; where that was ids, special tokens and all."""
+        if isinstance(request.prompt, str):
+            return request.prompt
+        decode = partial(self.tokenizer.decode, prompt_ids, skip_special_tokens=False)
+        return await self._threads.run(request.key_id, decode) if len(prompt_ids) > _MANY_TOKENS else decode()
 
     async def encode(
         self, request: CompletionRequest, *, num_beside: int = 0, add_special_tokens: bool | None = None
