@@ -120,10 +120,11 @@ class _Door:
         forms = [ChatForm(self._completions.tokenizer)]
         return await self._answer(request, asked, opened, forms, headers=await visit.charge(opened))
 
-    async def _text_forms(self, body: TextBody, opened: Sequence[Completion]) -> list[Form]:
+    async def _text_forms(self, body: TextBody | ChatBody, opened: Sequence[Completion]) -> list[Form]:
         forms, num_echoed, tokenizer = list[Form](), 0, self._completions.tokenizer
+        has_echo = isinstance(body, TextBody) and body.echo
         for one in opened:
-            echo = await self._completions.prompts.text_of(one.request, one.prompt_ids) if body.echo else ""
+            echo = await self._completions.prompts.text_of(one.request, one.prompt_ids) if has_echo else ""
             num_echoed += len(echo) * one.n
             _check_repeated(body, opened, num_echoed)
             forms.append(TextForm(tokenizer, echo=echo))
