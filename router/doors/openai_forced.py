@@ -36,7 +36,8 @@ def _call(tool: ToolGiven, prefix: str, definitions: dict[str, Any]) -> dict[str
     """{"name": …, "arguments": …}; what its schema defines goes into `definitions`, under names of its own."""
     arguments = _moved(_object(tool.function.parameters), prefix)
     for place in _DEFINITIONS:
-        for name, definition in (arguments.pop(place, None) or {}).items():
+        defined = arguments.pop(place, None)
+        for name, definition in defined.items() if isinstance(defined, Mapping) else ():
             definitions[f"{prefix}.{name}"] = definition
     properties = {"name": {"const": tool.function.name}, "arguments": arguments}
     required = ["name", "arguments"]
