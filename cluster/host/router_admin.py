@@ -58,7 +58,7 @@ def ask_routers(state: State, path: str) -> list[AdminAnswer]:
     answers = ask_here(*asked) if here else []
     for found in answers_of(there, ask_here, *asked, within_s=_NODE_S) if there else []:
         answers += found
-    return answers
+    return sorted(answers, key=lambda answer: answer.where)  # the same, whoever asks
 
 
 def ask_here(deployment: str, addresses: Sequence[str], path: str, is_named: bool = False) -> list[AdminAnswer]:
