@@ -26,7 +26,7 @@ from cluster.words.request import TokenLogprob
 from engine.likeliest import likeliest
 from engine.sampling import Chosen, SamplingRow
 
-# P positions, R rows, N those of them that draw at random, V vocabulary
+# P positions, R rows, N those of them that draw at random, V vocabulary, E stop tokens of rows that come too early
 
 _NumberedRow = tuple[int, SamplingRow]
 
@@ -70,15 +70,11 @@ def uniform(seed: int, position: int) -> float:
 def _forbid(logits_RV: Tensor, rows: Seq[_NumberedRow]) -> None:
     """Stop tokens that come too early, and what is not allowed. In place."""
     vocabulary, device = logits_RV.shape[-1], logits_RV.device
-    early = [
-        (i, token)
-        for i, row in rows
-        if row.sampling.min_tokens > row.num_generated
-        for token in row.sampling.stop_token_ids
-        if 0 <= token < vocabulary  # a model may name others
-    ]
-    if early:
-        logits_RV[tuple(_place(early, torch.int64, device).T)] = torch.full((), -math.inf, device=device)
+    if early := [(i, row.early_stops()) for i, row in rows if row.is_early]:
+        tokens_E = np.concatenate([stops for _, stops in early])
+        rows_E = np.repeat([i for i, _ in early], [len(stops) for _, stops in early])
+        early_2E = np.stack((rows_E, tokens_E))[:, (tokens_E >= 0) & (tokens_E < vocabulary)]
+        logits_RV[tuple(_place(early_2E, torch.int64, device))] = torch.full((), -math.inf, device=device)
     if masked := [(i, row) for i, row in rows if row.mask is not None]:
         words = [row.mask.allowed(row.tokens, row.num_prompt_tokens) for _, row in masked if row.mask is not None]
         words_NW1 = _place(np.stack(words), torch.int32, device).unsqueeze(-1)
@@ -163,7 +159,7 @@ def _numbers(rows: Seq[_NumberedRow], device: torch.device) -> Tensor:
 
 
 def _place(
-    values: Seq[float] | Seq[tuple[int, int]] | NDArray[np.int32], dtype: torch.dtype, device: torch.device
+    values: Seq[float] | NDArray[np.int32] | NDArray[np.int64], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """On the device; nothing waits for the copy but what comes behind it there."""
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)

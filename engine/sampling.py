@@ -56,6 +56,7 @@ class SamplingRow:
     mask: TokenMask | None = None  # None: all tokens are allowed
     _is_plain: bool = field(init=False, repr=False)
     _penalties: Penalties | None = field(default=None, init=False, repr=False)
+    _early_stops: NDArray[np.int64] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._is_plain = self.sampling.is_plain
@@ -68,6 +69,18 @@ class SamplingRow:
     @property
     def num_generated(self) -> int:
         return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def is_early(self) -> bool:
+        """No stop token may be chosen yet."""
+        return self.sampling.min_tokens > self.num_generated
+
+    def early_stops(self) -> NDArray[np.int64]:
+        """The stop tokens, made once: a request may have many, and many choices. A model may name ids that it has
+        not."""
+        if self._early_stops is None:
+            self._early_stops = np.array(self.sampling.stop_token_ids, np.int64)
+        return self._early_stops
 
     def penalties(self) -> Penalties:
         """Those of the tokens so far."""

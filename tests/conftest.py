@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import hypothesis  # noqa: F401  its plugin would import it at the very end, when much is being torn down
+import hypothesis  # here, for its plugin would import it at the very end, when much is being torn down
 import pytest
 
 from cluster.model.source import resolve
@@ -23,6 +23,12 @@ if (
     "PYTEST_XDIST_WORKER" in os.environ
 ):  # the cores are shared among the processes of this suite: before torch is imported
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Hypothesis fails what it finds slow, which a busy machine makes of anything.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

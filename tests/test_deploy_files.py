@@ -53,39 +53,6 @@ def test_ray_accepts_the_cluster(path: Path) -> None:
     validate_config(prepare_config(read(path)))
 
 
-def test_a_worker_is_left_alone_where_ray_has_a_store_and_nothing_has_changed(tmp_path: Path) -> None:
-    """Without a store, and after an upgrade, Ray starts anew."""
-    home, tools, told = tmp_path / "home", tmp_path / "bin", tmp_path / "told"
-    for directory in (home / ".xpyd", home / "xpyd", tools):
-        directory.mkdir(parents=True)
-    code, store, installed = home / "xpyd" / "a.py", home / ".xpyd" / "ray-store", home / ".xpyd" / "installed"
-    for tool, body in {"ray": f"echo $RAY_gcs_rpc_server_reconnect_timeout_s $* >>{told}", "pgrep": ""}.items():
-        (tools / tool).write_text(f"#!/bin/bash\n{body}\n")
-        (tools / tool).chmod(0o755)
-    code.touch()
-    installed.touch()
-
-    def start() -> list[str]:
-        told.write_text("")
-        command = ["bash", DEPLOY / "ray" / "worker.sh", "10.0.0.10", "--labels-file=x"]
-        environment = {"HOME": str(home), "PATH": f"{tools}:/usr/bin:/bin"}
-        subprocess.run(command, env=environment, check=True, capture_output=True)
-        return told.read_text().splitlines()
-
-    store.write_text("\n")
-    for _ in range(2):
-        assert start() == ["stop", "10 start --address=10.0.0.10:6379 --labels-file=x"]
-    store.write_text("10.0.0.9:6379 secret\n")
-    assert start() == []
-    replaced = code.with_suffix(".new")
-    replaced.touch()
-    replaced.rename(code)
-    assert start() == ["stop", "600 start --address=10.0.0.10:6379 --labels-file=x"]
-    assert start() == []
-    (tools / "pgrep").write_text("#!/bin/bash\nexit 1\n")
-    assert start()[0] == "stop", "it runs no more"
-
-
 def test_ray_would_notice_a_mistake() -> None:
     from ray.autoscaler._private.util import prepare_config, validate_config
 

@@ -91,13 +91,26 @@ def main_options(
             f"--as and --address (or {CERTIFICATE} and {ADDRESS}): a certificate does without Ray; give one"
         )
     if address and "@" in address:
-        command = sys.argv[sys.argv.index(str(context.invoked_subcommand), 1) :]
-        terminal = ["-t"] if sys.stdin.isatty() and sys.stdout.isatty() else []
-        os.execvp("ssh", ["ssh", *terminal, address, shlex.join(["cluster", *command])])
+        _run_at(address, sys.argv[sys.argv.index(str(context.invoked_subcommand), 1) :])
     if address:
         os.environ[ADDRESS] = address
     if certificate:
         os.environ[CERTIFICATE] = certificate
+
+
+def _run_at(address: str, command: list[str]) -> None:
+    """By ssh, in place of this process. `deploy` goes to the Ray that runs there, and has a spec of that machine."""
+    if command[0] == "deploy":
+        here = [word for word in command[1:] if word.endswith((".yaml", ".yml")) and os.path.isfile(word)]
+        if here:
+            raise SpecError(
+                f"{here[0]} is a file of this machine, and the command runs at {address}: `scp {here[0]} {address}:`, "
+                f"then `ssh -t {address} cluster deploy {os.path.basename(here[0])} --address auto`"
+            )
+        if not any(word.partition("=")[0] == "--address" for word in command):
+            command = [*command, "--address", "auto"]
+    terminal = ["-t"] if sys.stdin.isatty() and sys.stdout.isatty() else []
+    os.execvp("ssh", ["ssh", *terminal, address, shlex.join(["cluster", *command])])
 
 
 _UsageError = typer.BadParameter.__base__  # typer carries its own copy of click, or uses click: this is right for both

@@ -14,6 +14,7 @@ from cluster.cli.connection import find_state, join_controller
 from cluster.cli.deploy import Name
 from cluster.control.replica import number_of
 from cluster.control.report import Pools
+from cluster.process.log import LogPart
 from cluster.words.errors import SpecError
 
 _FOLLOW_S = 0.5
@@ -65,7 +66,8 @@ def logs(
     controller = join_controller(find_state(name, by_certificate=True))
     from cluster.host.driver import ask
 
-    parts = ask(controller, "logs", replica, lines=lines)
+    parts: dict[int, LogPart] = ask(controller, "logs", replica, lines=lines)
+    ends: dict[int, int] = {}  # also of those that cannot be read at present
     while True:
         for rank, part in sorted(parts.items()):
             prefix = f"{rank}| " if len(parts) > 1 else ""
@@ -73,8 +75,9 @@ def logs(
                 print(prefix + line, flush=True)
         if not follow:
             return
+        ends |= {rank: part.end for rank, part in parts.items()}
         time.sleep(_FOLLOW_S)
-        parts = ask(controller, "logs", replica, starts={rank: part.end for rank, part in parts.items()})
+        parts = ask(controller, "logs", replica, starts=ends)
 
 
 @dataclass(frozen=True)

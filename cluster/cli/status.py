@@ -26,14 +26,13 @@ def status(
         state = find_state(name, by_certificate=True)
         if state.local_ray is not None and not state.local_ray.is_running:
             raise NotDeployed(f"{state.name} is not running any more; `cluster down` forgets it")
-    except NotDeployed as nothing:
-        typer.echo(f"cluster: {nothing}", err=True)
-        raise typer.Exit(_NOTHING_DEPLOYED) from None
-    try:
         controller = join_controller(state)
         from cluster.host.status import read_status
 
         report = read_status(state, controller)
+    except NotDeployed as nothing:
+        typer.echo(f"cluster: {nothing}", err=True)
+        raise typer.Exit(_NOTHING_DEPLOYED) from None
     except DeployError as error:
         typer.echo(f"cluster: {error}", err=True)
         raise typer.Exit(_NOT_READY) from None

@@ -21,7 +21,7 @@ from cluster.control.authority_store import issue_identity
 from cluster.control.desired import CONTROLLER, Desired, Parts
 from cluster.control.gang import find_replicas, remove_leftovers
 from cluster.control.key_keeper import KeyKeeper
-from cluster.control.node_logs import read_all, read_there
+from cluster.control.node_logs import RouterLogs, read_there
 from cluster.control.operations import Operations
 from cluster.control.person_book import PersonBook
 from cluster.control.placement import ResourceDemand, check_fit, live_nodes
@@ -62,6 +62,7 @@ class Controller:
         self._changed = asyncio.Event()
         self._pools = {role: ReplicaPool(role, changed=self._changed.set) for role in Role}
         self._has_adopted = asyncio.Event()
+        self._router_logs = RouterLogs()
         self._people = PersonBook(name)
         self._operations: Operations | None = None
         self._identity: Identity | None = None  # to these people
@@ -122,7 +123,7 @@ class Controller:
         if replica == ACTOR_NAME:
             return {0: read_log(_own_log(self._known.launch.log_dir), lines=lines, start=(starts or {}).get(0))}
         if replica == _ROUTER:
-            return await read_all(self._known.launch.log_dir, _ROUTER, lines=lines, starts=starts or {})
+            return await self._router_logs.read(self._known.launch.log_dir, lines=lines, starts=starts or {})
         home = self._pool_of(replica).home(replica)
         if home is None:
             raise DeployError(f"{replica} has not been placed on a node yet: there is no log")
@@ -183,10 +184,11 @@ class Controller:
         authority_store.forget(self._name)
 
     async def _reconcile_forever(self) -> None:
-        await self._adopt()
         while True:
             self._changed.clear()
             try:
+                if not self._has_adopted.is_set():  # nothing may be started beside what lives
+                    await self._adopt()
                 self._reconcile()
                 if self._desired and not self._operations:
                     await self._open_operations(self._desired.launch)
@@ -198,14 +200,16 @@ class Controller:
                 await asyncio.wait_for(self._changed.wait(), _RECONCILE_S)
 
     async def _adopt(self) -> None:
-        """Take over what an earlier life of this controller started; remove what is not whole."""
-        try:
-            found = sorted(find_replicas(self._name), key=number_of)  # they keep the order in which they were started
-            for life in await asyncio.gather(*(self._adopt_one(replica) for replica in found)):
-                if life:
-                    self._pools[life.view.role].add(life)
-        finally:
-            self._has_adopted.set()
+        """Take over what an earlier life of this controller started; remove what is not whole. Raises RayError, as when
+        Ray has just come back itself; then none of it is being looked at any more."""
+        found = sorted(find_replicas(self._name), key=number_of)  # they keep the order in which they were started
+        lives = await asyncio.gather(*(self._adopt_one(replica) for replica in found), return_exceptions=True)
+        if problems := [life for life in lives if isinstance(life, BaseException)]:
+            raise problems[0]
+        for life in lives:
+            if isinstance(life, ReplicaLife):
+                self._pools[life.view.role].add(life)
+        self._has_adopted.set()
 
     async def _adopt_one(self, replica: str) -> ReplicaLife | None:
         try:

@@ -1,18 +1,19 @@
 """From a client's grammar to masks over one model's vocabulary. llguidance does both, and is known here alone.
 
-Its own limits bound what a hostile grammar can cost; where they are passed, it is that grammar that fails.
+Its own limits bound what a hostile grammar can cost; where they are passed, it is that grammar that fails. Nothing that
+is compiled serves two requests: matchers of one origin share what they have found out, and with it those limits.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
-from collections import OrderedDict
-from collections.abc import Iterable
+import re
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 from tokenizers import Tokenizer
 
 from cluster.grammar.mask import GrammarMask, bits_of
@@ -21,17 +22,20 @@ from cluster.words.grammar import Grammar, GrammarKind
 
 logger = logging.getLogger(__name__)
 
-_MAX_KEPT = 256  # grammars; most are some 10 kB
 _END = "<the grammar may end here>"
 _MAX_ERROR = 300  # characters
+_MAX_COMPILE_S = 0.5  # of a thread's time. A large `multipleOf` takes longer, which no limit of llguidance's bounds
+_QUICK_S = 0.02
 _LIMITS = LLParserLimits(
-    initial_lexer_fuel=1_000_000,  # some 20 ms
+    initial_lexer_fuel=100_000,  # some 2 ms
     step_lexer_fuel=50_000,  # some 4 ms
     step_max_items=20_000,
-    max_lexer_states=10_000,  # some 20 MB
-    max_grammar_size=20_000,  # symbols; a schema of 1,000 optional properties takes 0.2 s
+    max_items_in_row=10_000,  # a schema of 1,000 optional properties needs 4,007
+    max_lexer_states=10_000,  # some 10 MB
+    max_grammar_size=20_000,  # symbols; that schema takes 0.2 s
     verbose_errors=False,
 )
+_BEGINS_LARK = re.compile(r"\s*(%llguidance\b|start\s*:)")
 
 
 class GrammarCompiler:
@@ -40,51 +44,47 @@ class GrammarCompiler:
     def __init__(self, model_dir: Path, *, vocab_size: int) -> None:
         """vocab_size: of the logits. A model whose tokenizer is not understood has no grammars, and serves the rest."""
         self._tokenizer = _open_tokenizer(model_dir / "tokenizer.json", vocab_size)
-        self._lock = threading.Lock()
-        self._kept: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()  # the latest last
-
-    def kept(self, grammar: Grammar) -> CompiledGrammar | None:
-        """At once, if it has been compiled lately."""
-        with self._lock:
-            found = self._kept.get(grammar)
-            if found:
-                self._kept.move_to_end(grammar)
-            return found
 
     def compile(self, grammar: Grammar, *, param: str = "grammar") -> CompiledGrammar:
-        """Mostly some ms, without the interpreter. Raises RequestError that names `param`."""
-        if found := self.kept(grammar):
-            return found
-        if self._tokenizer is None:
+        """For one request. Mostly some ms, without the interpreter. Raises RequestError that names `param`."""
+        tokenizer = self._tokenizer
+        if tokenizer is None:
             raise RequestError(f"{param}: this model's tokenizer allows no grammars", param=param)
         grammar.check(param)
+        begin = time.thread_time()
         try:
-            matcher = LLMatcher(self._tokenizer, _source(grammar), log_level=0, limits=_LIMITS)
+            source = _source(grammar)
+            matcher = LLMatcher(tokenizer, source, log_level=0, limits=_LIMITS)
             problem = matcher.get_error() or _first_problem(matcher)
         except ValueError as error:  # of a schema that is none, and of a grammar that cannot be rewritten
             problem = str(error)
+        took_s = time.thread_time() - begin
+        if not problem and took_s > _MAX_COMPILE_S:
+            problem = f"takes longer than {_MAX_COMPILE_S} s to compile"
         if problem:
             raise RequestError(f"{param}: {_in_one_line(problem)}", param=param)
-        compiled = CompiledGrammar(matcher, self._tokenizer)
-        with self._lock:
-            self._kept[grammar] = compiled
-            if len(self._kept) > _MAX_KEPT:
-                self._kept.popitem(last=False)
-        return compiled
+
+        def anew() -> LLMatcher:
+            return LLMatcher(tokenizer, source, log_level=0, limits=_LIMITS)
+
+        return CompiledGrammar(matcher, tokenizer, anew=anew if took_s < _QUICK_S else None)
 
 
 class CompiledGrammar:
-    """Only read, by any thread."""
+    """Of one request, for its choices: they share what their masks may cost."""
 
-    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
+    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, *, anew: Callable[[], LLMatcher] | None) -> None:
+        """anew: compiles it again, soon; None: it takes long."""
         self._matcher = matcher
         self._vocab_size = tokenizer.vocab_size
         self._tokens = ~bits_of(tokenizer.eos_tokens, tokenizer.vocab_size)
+        self._anew = anew
+        self.is_quick = anew is not None  # compiling it took so little that nobody need count how often it is done
 
     def mask(self, stop_token_ids: Iterable[int]) -> GrammarMask:
-        """Of one choice, at its beginning. stop_token_ids: what may end it where the grammar lets it end."""
+        """Of the first choice, at its beginning. stop_token_ids: what may end it where the grammar lets it end."""
         ends = bits_of(stop_token_ids, self._vocab_size)
-        return GrammarMask(self._matcher.deep_copy(), tokens=self._tokens, ends=ends)
+        return GrammarMask(self._matcher.deep_copy(), tokens=self._tokens, ends=ends, anew=self._anew)
 
 
 def _open_tokenizer(path: Path, vocab_size: int) -> LLTokenizer | None:
@@ -122,8 +122,10 @@ def _source(grammar: Grammar) -> str:
 
 def _as_lark(text: str) -> str:
     """Also from llama.cpp's notation. Raises ValueError."""
+    if any(_BEGINS_LARK.match(line) for line in text.splitlines()):
+        return text
     try:
-        return str(any_to_lark(text))
+        return gbnf_to_lark(text)
     except Exception as error:  # the library raises plain Exception
         raise ValueError(str(error)) from error
 

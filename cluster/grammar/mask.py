@@ -3,44 +3,48 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from llguidance import LLMatcher
 from llguidance.numpy import fill_next_token_bitmask
 from numpy.typing import NDArray
 
-# A mask takes some 40 us. What costs a hundred times as much, again and again, holds up every other row of its steps.
-_FREE_S, _S_PER_MASK = 0.5, 0.005
+# A mask takes some 40 us. What costs ten times as much, again and again, holds up every other row of its steps.
+_FREE_S, _S_PER_MASK = 0.5, 0.0005
+_FULL = ("too many states", "too many expressions")  # the matcher has found out all that it may
 
 
 class GrammarMask:
     """Implements engine.sampling.TokenMask for one sequence, whose tokens only ever grow. Owned by who steps it."""
 
-    def __init__(self, matcher: LLMatcher, *, tokens: NDArray[np.uint32], ends: NDArray[np.uint32]) -> None:
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        *,
+        tokens: NDArray[np.uint32],
+        ends: NDArray[np.uint32],
+        anew: Callable[[], LLMatcher] | None = None,
+    ) -> None:
         """tokens: bits of what the model has, without the matcher's own end. ends: of what may end the sequence where
-        the grammar may end."""
+        the grammar may end. anew: another such matcher, soon, when this one is full; None: it would take long."""
         self.failure = ""
         self._matcher = matcher
         self._tokens = tokens
         self._ends = ends
+        self._anew = anew
         self._num_taken = 0  # tokens that the matcher has seen
-        self._spent_s = 0.0  # of this thread's time
-        self._num_masks = 0
+        self._cost = _Cost()  # of it and its forks
 
     def allowed(self, tokens: Sequence[int], start: int) -> NDArray[np.int32]:
         """None at all once `failure` says why."""
-        words: NDArray[np.int32] = np.zeros(len(self._ends), dtype=np.int32)
-        if self.failure:
-            return words
         begin = time.thread_time()
-        self.take(tokens, start)
-        if not self.failure:
-            self._fill(words)
-        self._spent_s += time.thread_time() - begin
-        self._num_masks += 1
-        is_quick = self._spent_s < _FREE_S + _S_PER_MASK * self._num_masks
-        self._check(is_quick, "following it takes too long")
+        words = self._allowed(tokens, start)
+        if self._anew and any(said in self.failure for said in _FULL):
+            self._matcher, self._num_taken, self.failure = self._anew(), 0, ""
+            words = self._allowed(tokens, start)
+        self._check(self._cost.is_borne(time.thread_time() - begin), "following it takes too long")
         return words if not self.failure else words * 0
 
     def take(self, tokens: Sequence[int], start: int) -> None:
@@ -53,9 +57,17 @@ class GrammarMask:
 
     def fork(self) -> GrammarMask:
         """For another sequence, with the same tokens so far."""
-        twin = GrammarMask(self._matcher.deep_copy(), tokens=self._tokens, ends=self._ends)
-        twin.failure, twin._num_taken = self.failure, self._num_taken
+        twin = GrammarMask(self._matcher.deep_copy(), tokens=self._tokens, ends=self._ends, anew=self._anew)
+        twin.failure, twin._num_taken, twin._cost = self.failure, self._num_taken, self._cost
         return twin
+
+    def _allowed(self, tokens: Sequence[int], start: int) -> NDArray[np.int32]:
+        words: NDArray[np.int32] = np.zeros(len(self._ends), dtype=np.int32)
+        if not self.failure:
+            self.take(tokens, start)
+        if not self.failure:
+            self._fill(words)
+        return words
 
     def _fill(self, words: NDArray[np.int32]) -> None:
         fill_next_token_bitmask(self._matcher, words.reshape(1, -1))
@@ -69,6 +81,20 @@ class GrammarMask:
         if not is_met and not self.failure:
             said = self._matcher.get_error().partition("\n")[0]
             self.failure = f"the grammar cannot be followed any further: {said or why}"
+
+
+@dataclass(slots=True)
+class _Cost:
+    """Of the masks of one request, in its thread's time."""
+
+    spent_s: float = 0.0
+    num_masks: int = 0
+
+    def is_borne(self, more_s: float) -> bool:
+        """By those who share its steps."""
+        self.spent_s += more_s
+        self.num_masks += 1
+        return self.spent_s < _FREE_S + _S_PER_MASK * self.num_masks
 
 
 def bits_of(token_ids: Iterable[int], vocab_size: int) -> NDArray[np.uint32]:

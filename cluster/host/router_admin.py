@@ -6,11 +6,12 @@ By urllib: `cluster status` need not wait half a second until httpx is imported.
 from __future__ import annotations
 
 import json
+import socket
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.client import HTTPException
 from typing import Any
 
@@ -30,6 +31,11 @@ class AdminAnswer:
     address: str  # "host:port", on the router's node
     status: int  # of HTTP
     body: bytes
+    node: str = ""  # its name, where there are several
+
+    @property
+    def where(self) -> str:
+        return f"{self.address} on {self.node}" if self.node else self.address
 
     def json(self) -> dict[str, Any]:
         found: Any = json.loads(self.body)
@@ -40,26 +46,31 @@ def ask_routers(state: State, path: str) -> list[AdminAnswer]:
     """What each router that can be reached answers to GET `path`. On several hosts a driver must be connected."""
     if state.local_ray is not None:
         return ask_here(state.name, state.admin, path)
+    from cluster.control.placement import live_nodes
     from cluster.host.driver import answers_of, this_ip
     from cluster.host.router_app import router_nodes_of
 
+    is_named = len({node.ip for node in live_nodes()}) > 1
     nodes = router_nodes_of(state.name)
     here = [node for node in nodes if node.ip == this_ip()]
     there = [node for node in nodes if node not in here]
-    answers = ask_here(state.name, state.admin, path) if here else []
-    for found in answers_of(there, ask_here, state.name, state.admin, path, within_s=_NODE_S) if there else []:
+    asked = (state.name, state.admin, path, is_named)
+    answers = ask_here(*asked) if here else []
+    for found in answers_of(there, ask_here, *asked, within_s=_NODE_S) if there else []:
         answers += found
-    return answers
+    return sorted(answers, key=lambda answer: answer.where)  # the same, whoever asks
 
 
-def ask_here(deployment: str, addresses: Sequence[str], path: str) -> list[AdminAnswer]:
-    """As ask_routers, of the routers on this machine: whatever else listens at one of `addresses` is passed over."""
+def ask_here(deployment: str, addresses: Sequence[str], path: str, is_named: bool = False) -> list[AdminAnswer]:
+    """As ask_routers, of the routers on this machine: whatever else listens at one of `addresses` is passed over.
+    is_named: answers say the name of this machine."""
+    node = socket.gethostname() if is_named else ""
     found = []
     for address in addresses:
         health = _get(address, "/health")
         if health is not None and _deployment_of(health) == deployment:
             answer = health if path == "/health" else _get(address, path)
-            found += [answer] if answer else []
+            found += [replace(answer, node=node)] if answer else []
     return found
 
 

@@ -18,7 +18,7 @@ _ASK_S = 15.0
 class Endpoints(TypedDict):
     grpc: str  # "host:port", or several of them: "host:port,host:port"
     http: str  # "http://host:port", likewise
-    admin: list[str]  # "host:port" of each router, on its own node
+    admin: list[str]  # of each router, on its own node: "host:port" or, where there are several, "host:port on NODE"
 
 
 class DeploymentReport(TypedDict):
@@ -41,7 +41,7 @@ def read_status(state: State, controller: Any) -> DeploymentReport:
     ready = all(pools[role]["ready"] >= pools[role]["desired"] for role in Role)
     if state.admin:
         ready = ready and seen is not None and all(seen[role] >= pools[role]["desired"] for role in Role)
-    admin = [answer.address for answer in routers]
+    admin = [answer.where for answer in routers]
     doors = with_open_doors(state)
     endpoints: Endpoints = {"grpc": doors.grpc, "http": doors.http, "admin": admin}
     tls: str = report["spec"]["security"]["tls"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -32,8 +32,10 @@ class Grammar:
     text: str
 
     @classmethod
-    def of_choice(cls, texts: Iterable[str]) -> Grammar:
-        """The answer is one of these."""
+    def of_choice(cls, texts: Sequence[str], param: str) -> Grammar:
+        """The answer is one of these. Raises RequestError where they are too many, before anything is made of them."""
+        fits = len(texts) + sum(map(len, texts[:MAX_GRAMMAR_BYTES])) <= MAX_GRAMMAR_BYTES
+        check(fits, param, f"at most {MAX_GRAMMAR_BYTES} bytes are taken")
         return cls(kind=GrammarKind.LARK, text="start: " + " | ".join(json.dumps(t, ensure_ascii=False) for t in texts))
 
     def check(self, param: str) -> None:

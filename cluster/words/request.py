@@ -119,7 +119,7 @@ def finish_reason(
     num_tokens counts the whole sequence, this token included. Prefill, decode and router share this rule, so that none
     of them waits for a token that another will not send.
     """
-    if token_id in sampling.stop_token_ids and num_generated > sampling.min_tokens:
+    if num_generated > sampling.min_tokens and token_id in sampling.stop_token_ids:
         return FinishReason.STOP
     if num_generated >= sampling.max_tokens or num_tokens >= max_context:
         return FinishReason.LENGTH

@@ -7,14 +7,34 @@ checkout=$(cd "$(dirname "$0")/../.." && pwd)
 venv=~/.xpyd/venv
 mkdir -p ~/.xpyd
 
-python=$(command -v python3.13 || command -v python3.12 || command -v python3.11 || command -v python3)
+# The newest; but one of the head's version, where there is one: Ray lets no other join.
+PATH=${PATH//"$HOME/.xpyd/venv/bin:"/} python=
+for name in python3.13 python3.12 python3.11 python3; do
+    found=$(command -v "$name") || continue
+    python=${python:-$found}
+    if [ "$("$found" -V)" = "$(cat ~/.xpyd/head-python 2>/dev/null)" ]; then python=$found; break; fi
+done
+[ -n "$python" ] || { echo "$(hostname): there is no python3; install Python 3.11 or later" >&2; exit 1; }
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"{sys.executable} is older than Python 3.11")'
 
-wanted=$(cat "$checkout/pyproject.toml" "$checkout/constraints.txt" | sha256sum)
-if [ "$(cat ~/.xpyd/installed 2>/dev/null)" != "$wanted" ]; then
-    # Debian and Ubuntu keep the pip of a new environment in a package of its own.
-    "$python" -m venv "$venv" || { sudo -n apt-get install -qq -y "$(basename "$(realpath "$python")")-venv" && "$python" -m venv "$venv"; }
-    "$venv/bin/pip" install --disable-pip-version-check -q --constraint "$checkout/constraints.txt" --editable "$checkout"
+as_root() { if [ "$(id -u)" = 0 ]; then "$@"; else sudo -n "$@"; fi; }
+make_venv() { "$python" -m venv --clear "$venv"; }
+has_ray() {  # importing it would take seconds
+    "$venv/bin/python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("ray") is None)' 2>/dev/null
+}
+
+wanted=$({ cat "$checkout/pyproject.toml" "$checkout/constraints.txt"; "$python" -V; } | sha256sum)
+if [ "$(cat ~/.xpyd/installed 2>/dev/null)" != "$wanted" ] || ! has_ray; then
+    if ! has_ray || [ "$("$venv/bin/python" -V)" != "$("$python" -V)" ]; then
+        # Debian and Ubuntu keep the pip of a new environment in a package of its own.
+        package=$(basename "$(realpath "$python")")-venv
+        make_venv || { as_root apt-get update -qq && as_root apt-get install -qq -y "$package" && make_venv; } || {
+            echo "$(hostname): $python makes no virtual environment; install $package there, as root" >&2
+            exit 1
+        }
+    fi
+    "$venv/bin/pip" install --disable-pip-version-check -q --constraint "$checkout/constraints.txt" \
+        --editable "$checkout"
     echo "$wanted" >~/.xpyd/installed
 fi
 

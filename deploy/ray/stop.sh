@@ -1,8 +1,14 @@
 #!/bin/bash
-# On the head, before `ray down` of hosts of one's own, which stops Ray on the head only: what is deployed, and then Ray
-# on every worker, by the key and the addresses that `ray up` has left here.
+# On the head, before `ray down` of hosts of one's own, which stops Ray on the head only: ends what is deployed; then Ray
+# here, whose autoscaler would start it again on hosts that fall silent; and then on every worker, by the key and the
+# addresses that `ray up` has left here. Whoever does not answer is named, and passed over.
 set -euo pipefail
-cluster down
+for state in "${CLUSTER_STATE_DIR:-$HOME/.local/state/xpyd}"/*/state.json; do
+    [ -e "$state" ] || continue  # nothing is deployed
+    name=$(basename "$(dirname "$state")")
+    cluster down --force --name "$name" || echo "$name could not be taken down: it ends with Ray" >&2
+done
+ray stop --force || echo "Ray on the head could not be stopped" >&2
 python - <<'PY' | while read -r user address; do
 import os, yaml
 config = yaml.safe_load(open(os.path.expanduser("~/ray_bootstrap_config.yaml")))

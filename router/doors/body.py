@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
@@ -23,6 +24,7 @@ from router.text.completion_request import MAX_REQUEST_BYTES
 from router.text.text_threads import TextThreads
 
 Body = TypeVar("Body", bound=OpenAIObject)
+T = TypeVar("T")
 
 _SMALL = 16 * 1024  # bytes, at most 1 ms of parsing: less than it takes to reach a thread and come back
 # Bytes of the large bodies that a router has at a time: of all, and of one key. Small ones always find room.
@@ -53,18 +55,20 @@ class BodyReader:
         self._within_s = within_s
         self._held: Counter[str] = Counter()  # bytes, by key
 
-    async def read(self, kind: type[Body], request: Request, *, key_id: str = "") -> Body:
-        """The content type is not looked at. key_id: whose part of the room a large body takes; empty: nobody's.
+    async def read(self, kind: type[Body], request: Request, make: Callable[[Body], T], *, key_id: str = "") -> T:
+        """What `make` makes of the body, on the thread that has parsed it: nothing that visits all of a large one is
+        for the event loop. The content type is not looked at. key_id: whose part of the room a large body takes; empty:
+        nobody's.
 
-        Raises RequestError that names the first wrong field, RequestTooLarge as soon as that is known, CapacityError,
-        and HTTPException 408 when the body does not arrive in time.
+        Raises what `make` raises, RequestError that names the first wrong field, RequestTooLarge as soon as that is
+        known, CapacityError, and HTTPException 408 when the body does not arrive in time.
         """
         body = bytearray()
         try:
             await self._receive(body, request, key_id)
             if len(body) <= _SMALL:
-                return self._parse(kind, bytes(body))
-            return await self._threads.run(key_id, self._parse_large, kind, bytes(body))
+                return make(self._parse(kind, bytes(body)))
+            return await self._threads.run(key_id, self._parse_large, kind, bytes(body), make)
         finally:
             self._hold(key_id, -_counted(body))
 
@@ -96,9 +100,9 @@ class BodyReader:
         if self._held.total() > _MAX_HELD or (key_id and self._held[key_id] > _MAX_HELD_OF_KEY):
             raise CapacityError("too many large requests are being read already", retry_after_s=1.0)
 
-    def _parse_large(self, kind: type[Body], body: bytes) -> Body:
+    def _parse_large(self, kind: type[Body], body: bytes, make: Callable[[Body], T]) -> T:
         self._check_values(body)
-        return self._parse(kind, body)
+        return make(self._parse(kind, body))
 
     def _parse(self, kind: type[Body], body: bytes) -> Body:
         try:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
@@ -28,6 +29,7 @@ from router.doors.grpc_health import DoorHealth
 from router.doors.grpc_messages import detokenize_request_of, request_of, response_of, tokenize_request_of
 from router.text.completion import Completions
 from router.text.completion_request import MAX_REQUEST_BYTES, CompletionRequest
+from router.text.prompt_encoder import num_chars
 
 _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
@@ -38,6 +40,7 @@ READINESS = "readiness"  # a name of the health service's own, for probes
 
 _LAST_WORDS_S = 1.0  # for what has ended to be heard
 _UNREAD_BYTES = 16 << 10  # of each stream
+_LARGE = 16 << 10  # bytes of a message, of which another thread makes a request
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
     # What may come of a message before anybody reads it. Else gRPC takes in what the network brings, as fast as it can.
@@ -169,7 +172,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: _Context) -> None:
         async with _statuses(context), self._counted():
             visit = self._visits[context]
-            asked = self._asked(request, context, visit)
+            asked = await self._asked(request, context, visit)
             completion = await self._completions.open(asked)
             if told := await visit.charge([completion]):  # of its limits, before the first token
                 await context.send_initial_metadata(tuple(told.items()))
@@ -183,7 +186,8 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         async with _statuses(context), self._counted():
             client = self._client(context)
             with self._noted("", context, client):
-                asked = client.bound(tokenize_request_of(request, peer=context.peer()))
+                making = partial(tokenize_request_of, request, peer=context.peer())
+                asked = client.bound(await self._made(making, request, client))
                 ids = await self._completions.prompts.tokenize(asked)
             await self._tell(context)
             return pb.TokenizeResponse(token_ids=ids, max_context=self._completions.model.max_context)
@@ -192,7 +196,8 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         async with _statuses(context), self._counted():
             client = self._client(context)
             with self._noted("", context, client):
-                asked = client.bound(detokenize_request_of(request, peer=context.peer()))
+                max_context = self._completions.model.max_context
+                asked = client.bound(detokenize_request_of(request, max_context=max_context, peer=context.peer()))
                 text = await self._completions.prompts.detokenize(asked)
             await self._tell(context)
             return pb.DetokenizeResponse(text=text)
@@ -218,14 +223,27 @@ class InferenceServicer(pb_grpc.InferenceServicer):
     def _client(self, context: _Context) -> Client:
         return self._access.identify(authorization_of(context.invocation_metadata()))
 
-    def _asked(self, request: pb.GenerateRequest, context: _Context, visit: Visit) -> CompletionRequest:
+    async def _asked(self, request: pb.GenerateRequest, context: _Context, visit: Visit) -> CompletionRequest:
         peer, deadline_s = context.peer(), context.time_remaining()
         max_context, client = self._completions.model.max_context, self._client(context)
         with self._noted(request.request_id[:128], context, client):
-            made = request_of(request, deadline_s=deadline_s, max_context=max_context, peer=peer)
-            asked = client.bound(made)
+            making = partial(request_of, request, deadline_s=deadline_s, max_context=max_context, peer=peer)
+            asked = client.bound(await self._made(making, request, client))
             visit.check(self._completions.prompts.least_tokens(asked))
         return asked
+
+    async def _made(
+        self, making: Callable[[], CompletionRequest], message: pb.GenerateRequest | pb.TokenizeRequest, client: Client
+    ) -> CompletionRequest:
+        """Where nothing that visits all of a large message holds up others. Raises RequestError and CapacityError."""
+
+        def make() -> CompletionRequest:
+            made = making()
+            num_chars(made.prompt)  # a chat keeps it
+            return made
+
+        key_id = client.key.id if client.key else ""
+        return await self._completions.threads.run(key_id, make) if message.ByteSize() > _LARGE else make()
 
     @contextmanager
     def _noted(self, request_id: str, context: _Context, client: Client) -> Iterator[None]:

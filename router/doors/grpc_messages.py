@@ -11,9 +11,16 @@ from cluster.rpc import inference_pb2 as pb
 from cluster.words.errors import ContextLengthExceeded, RequestError
 from cluster.words.grammar import ANY_OBJECT, Grammar, GrammarKind
 from router.doors.grpc_chat import chat_of, tool_calls_of
-from router.doors.openai_messages import MAX_TOOLS
+from router.doors.openai_messages import MAX_CALLS, MAX_TOOLS
 from router.text.chat import Chat
-from router.text.completion_request import MAX_MESSAGES, MAX_STOP_TOKENS, MAX_STOPS, CompletionRequest
+from router.text.completion_request import (
+    MAX_ALL_CALLS,
+    MAX_MESSAGES,
+    MAX_STOP_TOKENS,
+    MAX_STOPS,
+    MAX_TOOLS_CHARS,
+    CompletionRequest,
+)
 from router.text.events import Delta, Event, Finished, Summary
 from router.text.tokenizer import Tokenizer
 
@@ -45,9 +52,8 @@ def request_of(
 
 
 def tokenize_request_of(message: pb.TokenizeRequest, *, peer: str) -> CompletionRequest:
-    """Raises RequestError where there is nothing to tokenise, or too many messages."""
-    _check_count("messages", len(message.chat.messages), MAX_MESSAGES)
-    _check_count("tools", len(message.chat.tools), MAX_TOOLS)
+    """Raises RequestError where there is nothing to tokenise, or too much."""
+    _check_chat(message.chat)
     if message.WhichOneof("input") is None:
         raise RequestError("one of prompt and chat must be set", param="prompt")
     prompt = chat_of(message.chat) if message.WhichOneof("input") == "chat" else message.prompt
@@ -57,7 +63,9 @@ def tokenize_request_of(message: pb.TokenizeRequest, *, peer: str) -> Completion
     )
 
 
-def detokenize_request_of(message: pb.DetokenizeRequest, *, peer: str) -> CompletionRequest:
+def detokenize_request_of(message: pb.DetokenizeRequest, *, max_context: int, peer: str) -> CompletionRequest:
+    """Raises RequestError where there are more tokens than a context has."""
+    _check_context("tokens", len(message.token_ids), max_context)
     return CompletionRequest(id=uuid.uuid4().hex, prompt=tuple(message.token_ids), model=message.model, peer=peer)
 
 
@@ -81,21 +89,33 @@ def field_of(param: str) -> str:
 
 def _check_counts(message: pb.GenerateRequest, max_context: int) -> None:
     """Before anything is made of each."""
-    for param, number, limit in (
-        ("messages", len(message.chat.messages), MAX_MESSAGES),
-        ("tools", len(message.chat.tools), MAX_TOOLS),
-        ("stop", len(message.sampling.stop), MAX_STOPS),
-        ("stop_token_ids", len(message.sampling.stop_token_ids), MAX_STOP_TOKENS),
-    ):
-        _check_count(param, number, limit)
-    if (number := len(message.token_ids.ids)) > max_context:
+    _check_chat(message.chat)
+    _check_count("stop", len(message.sampling.stop), MAX_STOPS)
+    _check_count("stop_token_ids", len(message.sampling.stop_token_ids), MAX_STOP_TOKENS)
+    _check_context("prompt", len(message.token_ids.ids), max_context)
+
+
+def _check_chat(chat: pb.Chat) -> None:
+    _check_count("messages", len(chat.messages), MAX_MESSAGES)
+    num_calls = 0
+    for number, message in enumerate(chat.messages):
+        if message.tool_calls:
+            _check_count(f"messages[{number}].tool_calls", len(message.tool_calls), MAX_CALLS)
+            num_calls += len(message.tool_calls)
+            _check_count("messages", num_calls, MAX_ALL_CALLS, of="calls in all")
+    _check_count("tools", len(chat.tools), MAX_TOOLS)
+    _check_count("tools", sum(len(tool.parameters) for tool in chat.tools), MAX_TOOLS_CHARS, of="characters in all")
+
+
+def _check_context(param: str, number: int, max_context: int) -> None:
+    if number > max_context:
         text = f"this model's context holds {max_context} tokens; the request has {number}"
-        raise ContextLengthExceeded(text, param="prompt")
+        raise ContextLengthExceeded(text, param=param)
 
 
-def _check_count(param: str, number: int, limit: int) -> None:
+def _check_count(param: str, number: int, limit: int, *, of: str = "") -> None:
     if number > limit:
-        raise RequestError(f"{param}: at most {limit} are taken, not {number}", param=param)
+        raise RequestError(f"{param}: at most {limit} {of + ' ' if of else ''}are taken, not {number}", param=param)
 
 
 def _is_set(message: pb.GenerateRequest, name: str) -> bool:
@@ -110,7 +130,7 @@ def _grammar_of(message: pb.GenerateRequest) -> dict[str, Any]:
         case "json_object":
             grammar = ANY_OBJECT
         case "choice":
-            grammar = Grammar.of_choice(given.choice.texts)
+            grammar = Grammar.of_choice(given.choice.texts, "grammar.choice")
         case "json_schema" | "lenient_json_schema" | "regex":
             grammar = Grammar(kind=GrammarKind(kind), text=getattr(given, kind))
         case "grammar":

@@ -15,7 +15,7 @@ from cluster.words.errors import ClusterError
 from router.access.client import Client
 from router.access.limits import Limits
 from router.access.visit import Visit
-from router.doors.body import Body, BodyReader
+from router.doors.body import Body, BodyReader, T
 from router.text.completion import Completions
 
 Endpoint: TypeAlias = Callable[[Request, Visit], Awaitable[Response]]
@@ -40,10 +40,11 @@ class HttpVisits:
                 visit = await stack.enter_async_context(self._limits.entered(client_of(request)))
             yield visit
 
-    async def read(self, kind: type[Body], request: Request) -> Body:
+    async def read(self, kind: type[Body], request: Request, make: Callable[[Body], T]) -> T:
+        """As BodyReader does."""
         key = client_of(request).key
         with self.noted(request):
-            return await self._bodies.read(kind, request, key_id=key.id if key else "")
+            return await self._bodies.read(kind, request, make, key_id=key.id if key else "")
 
     @contextmanager
     def noted(self, request: Request) -> Iterator[None]:

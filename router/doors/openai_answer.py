@@ -103,9 +103,10 @@ class OpenAIAnswer:
 
     def _add_prompt_ids(self, answer: JSON, choices: Sequence[JSON]) -> None:
         """An extension: the prompt as the model saw it."""
-        for choice in choices:
+        is_shared = self.forms[0].is_prompt_shared
+        for choice in choices[:1] if is_shared else choices:
             completion = self.completions[choice["index"] // self.completions[0].n]
-            owner = answer if self.forms[0].is_prompt_shared else choice
+            owner = answer if is_shared else choice
             owner["prompt_token_ids"] = list(completion.prompt_ids)
 
 

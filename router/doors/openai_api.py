@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from fastapi import FastAPI, Request
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.words.errors import ClusterError, UnknownModel
+from cluster.words.errors import ClusterError, RequestError, UnknownModel
 from router.access.access import Access
 from router.access.visit import Visit
 from router.doors.body import BodyReader
@@ -26,11 +28,12 @@ from router.doors.openai_forms import JSON, ChatForm, Form, TextForm
 from router.doors.openai_types import ChatBody, TextBody
 from router.doors.tokens_api import add_tokens_api
 from router.text.completion import Completion, Completions
-from router.text.completion_request import REQUEST_ID, ModelCard, check_total
+from router.text.completion_request import REQUEST_ID, CompletionRequest, ModelCard, check_total
 from router.text.prompt_encoder import num_chars
-from router.text.tokenizer import Tokenizer
 
 _HEALTH = "/health"  # for this, and what is below it, nobody needs a key
+_MAX_REPEATED = 2**23  # characters of prompts in one answer, an id as eight of them
+_ID_CHARS = 8
 
 
 def create_app(
@@ -102,26 +105,38 @@ class _Door:
         return self._visits.answer(request, self._chat)
 
     async def _text(self, request: Request, visit: Visit) -> Response:
-        body = await self._visits.read(TextBody, request)
-        opened = await self._open(body, request, visit)
-        tokenizer = self._completions.tokenizer
-        forms = [TextForm(tokenizer, echo=_prompt_text(one, tokenizer) if body.echo else "") for one in opened]
-        return await self._answer(request, body, opened, forms, headers=await visit.charge(opened))
+        asked = await self._visits.read(TextBody, request, partial(_Asked.of, request))
+        opened = await self._open(asked, request, visit)
+        with self._visits.noted(request):
+            forms = await self._text_forms(asked.body, opened)
+        return await self._answer(request, asked, opened, forms, headers=await visit.charge(opened))
 
     async def _chat(self, request: Request, visit: Visit) -> Response:
-        body = await self._visits.read(ChatBody, request)
-        opened = await self._open(body, request, visit)
+        asked = await self._visits.read(ChatBody, request, partial(_Asked.of, request))
+        opened = await self._open(asked, request, visit)
+        if asked.body.stream:  # else the answer has the prompt once
+            with self._visits.noted(request):
+                _check_repeated(asked.body, opened, 0)
         forms = [ChatForm(self._completions.tokenizer)]
-        return await self._answer(request, body, opened, forms, headers=await visit.charge(opened))
+        return await self._answer(request, asked, opened, forms, headers=await visit.charge(opened))
 
-    async def _open(self, body: TextBody | ChatBody, request: Request, visit: Visit) -> list[Completion]:
+    async def _text_forms(self, body: TextBody | ChatBody, opened: Sequence[Completion]) -> list[Form]:
+        forms, num_echoed, tokenizer = list[Form](), 0, self._completions.tokenizer
+        has_echo = isinstance(body, TextBody) and body.echo
+        for one in opened:
+            echo = await self._completions.prompts.text_of(one.request, one.prompt_ids) if has_echo else ""
+            num_echoed += len(echo) * one.n
+            _check_repeated(body, opened, num_echoed)
+            forms.append(TextForm(tokenizer, echo=echo))
+        return forms
+
+    async def _open(self, asked: _Asked, request: Request, visit: Visit) -> list[Completion]:
         opened, model = list[Completion](), self._completions.model
         with self._visits.noted(request):
-            asked = body.requests(request.state.request_id, peer=peer_of(request))
-            asked = [client_of(request).bound(one) for one in asked]
-            visit.check(sum(self._completions.prompts.least_tokens(one) for one in asked))
-        num_all = sum(num_chars(one.prompt) for one in asked)
-        for one in asked:
+            requests = [client_of(request).bound(one) for one in asked.requests]
+            visit.check(sum(self._completions.prompts.least_tokens(one) for one in requests))
+        num_all = sum(num_chars(one.prompt) for one in requests)
+        for one in requests:
             opened.append(await self._completions.open(one, num_beside=num_all - num_chars(one.prompt)))
             num_answers = sum(completion.max_answer_tokens for completion in opened)
             check_total(num_answers, model, param=one.max_tokens_field)
@@ -131,12 +146,13 @@ class _Door:
     async def _answer(
         self,
         request: Request,
-        body: TextBody | ChatBody,
+        asked: _Asked,
         opened: list[Completion],
         forms: Sequence[Form],
         *,
         headers: Mapping[str, str],
     ) -> Response:
+        body = asked.body
         answer = OpenAIAnswer(
             id=forms[0].id_prefix + request.state.request_id,
             model=self._completions.model.id,
@@ -145,14 +161,31 @@ class _Door:
             include_usage=bool(body.stream_options and body.stream_options.include_usage),
             return_token_ids=bool(body.return_token_ids),
         )
-        if ignored := ignored_header(body):
-            headers = {**headers, **ignored}
+        if asked.ignored:
+            headers = {**headers, **asked.ignored}
         if body.stream:
             return EventStream(answer.chunks(), more_headers=headers)
         whole = await while_connected(request.receive, answer.whole())
         if whole is None:
             return Response(status_code=CLIENT_GONE)
         return Response(to_json(whole), media_type="application/json", headers=dict(headers))
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A body, and what visits all of it to be known."""
+
+    body: TextBody | ChatBody
+    requests: Sequence[CompletionRequest]  # whose length has been looked at
+    ignored: Mapping[str, str]  # headers that name fields
+
+    @classmethod
+    def of(cls, request: Request, body: TextBody | ChatBody) -> _Asked:
+        """Raises RequestError."""
+        requests = body.requests(request.state.request_id, peer=peer_of(request))
+        for one in requests:
+            num_chars(one.prompt)  # a chat keeps it
+        return cls(body, requests, ignored_header(body))
 
 
 class _Gate:
@@ -216,9 +249,13 @@ class _RequestIds:
         await self._app(scope, receive, send_with_id)
 
 
-def _prompt_text(completion: Completion, tokenizer: Tokenizer) -> str:
-    prompt = completion.request.prompt
-    return prompt if isinstance(prompt, str) else tokenizer.decode(completion.prompt_ids, skip_special_tokens=False)
+def _check_repeated(body: TextBody | ChatBody, opened: Sequence[Completion], num_echoed: int) -> None:
+    """What an answer repeats of its prompts, for each choice. Raises RequestError."""
+    num = num_echoed + (_ID_CHARS * sum(one.n * len(one.prompt_ids) for one in opened) if body.return_token_ids else 0)
+    if num > _MAX_REPEATED:
+        param = "echo" if num_echoed else "return_token_ids"
+        text = f"{param}: prompts times n are too much for an answer to repeat; leave it out, or ask for fewer choices"
+        raise RequestError(text, param=param)
 
 
 def _model(model: ModelCard) -> JSON:

@@ -71,7 +71,7 @@ class StructuredOutputs(OpenAIObject):
         if self.regex is not None:
             return Grammar(kind=GrammarKind.REGEX, text=self.regex)
         if self.choice is not None:
-            return Grammar.of_choice(self.choice)
+            return Grammar.of_choice(self.choice, "structured_outputs.choice")
         return Grammar(kind=GrammarKind.LARK, text=self.grammar or "")
 
 

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 from cluster.words.errors import RequestError
 from router.doors.openai_fields import Only, OpenAIObject, Unsupported
 from router.text.chat import Chat
+from router.text.completion_request import MAX_MESSAGES
 
 MAX_PARTS = 4096  # of one message
 MAX_CALLS = 512  # of one message
@@ -82,7 +83,7 @@ class ChatMessage(OpenAIObject):
         return message
 
 
-Messages = Annotated[list[ChatMessage], Field(fail_fast=True)]
+Messages = Annotated[list[ChatMessage], Field(fail_fast=True, max_length=MAX_MESSAGES)]
 
 
 class FunctionAsTool(OpenAIObject):

@@ -16,6 +16,7 @@ from router.doors.openai_fields import OpenAIObject, ignored_header
 from router.doors.openai_messages import ChatSettings, Messages
 from router.text.completion import Completions
 from router.text.completion_request import CompletionRequest
+from router.text.prompt_encoder import num_chars
 
 _PACKAGE = "xpyd"
 
@@ -62,8 +63,7 @@ class _TokensApi:
         return JSONResponse({"version": version(_PACKAGE)})
 
     async def _tokenize(self, request: Request, visit: Visit) -> Response:
-        body = await self._visits.read(TokenizeBody, request)
-        with self._visits.noted(request):
+        def made(body: TokenizeBody) -> tuple[TokenizeBody, CompletionRequest, dict[str, str]]:
             if (body.prompt is None) == (body.messages is None):
                 raise RequestError("prompt: give a prompt or messages, one of them", param="prompt")
             prompt = body.prompt if body.messages is None else body.chat(body.messages)
@@ -74,6 +74,11 @@ class _TokensApi:
                 peer=peer_of(request),
                 add_special_tokens=body.add_special_tokens,
             )
+            num_chars(asked.prompt)  # a chat keeps it
+            return body, asked, ignored_header(body)
+
+        body, asked, ignored = await self._visits.read(TokenizeBody, request, made)
+        with self._visits.noted(request):
             ids = await self._completions.prompts.tokenize(client_of(request).bound(asked))
         text_of = self._completions.tokenizer.token_text
         answer = {
@@ -82,18 +87,21 @@ class _TokensApi:
             "tokens": ids,
             "token_strs": [text_of(token_id) for token_id in ids] if body.return_token_strs else None,
         }
-        return await _answer(answer, body, visit)
+        return await _answer(answer, ignored, visit)
 
     async def _detokenize(self, request: Request, visit: Visit) -> Response:
-        body = await self._visits.read(DetokenizeBody, request)
-        with self._visits.noted(request):
+        def made(body: DetokenizeBody) -> tuple[CompletionRequest, dict[str, str]]:
             asked = CompletionRequest(
                 id=request.state.request_id, prompt=tuple(body.tokens), model=body.model or "", peer=peer_of(request)
             )
+            return asked, ignored_header(body)
+
+        asked, ignored = await self._visits.read(DetokenizeBody, request, made)
+        with self._visits.noted(request):
             text = await self._completions.prompts.detokenize(client_of(request).bound(asked))
-        return await _answer({"prompt": text}, body, visit)
+        return await _answer({"prompt": text}, ignored, visit)
 
 
-async def _answer(answer: dict[str, Any], body: OpenAIObject, visit: Visit) -> Response:
-    headers = {**await visit.charge([]), **ignored_header(body)}
+async def _answer(answer: dict[str, Any], ignored: dict[str, str], visit: Visit) -> Response:
+    headers = {**await visit.charge([]), **ignored}
     return Response(to_json(answer), media_type="application/json", headers=headers)

@@ -114,6 +114,7 @@ def _object(text: str) -> str:
         found = json.loads(text or '""')
         if isinstance(found, str) and found:
             text, found = found, json.loads(found)
+            text.encode()  # half of a pair is no character
     except (ValueError, RecursionError):  # also numbers of more digits than Python takes
         return ""
     if found is None:

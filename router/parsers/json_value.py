@@ -23,7 +23,7 @@ class JsonValue:
         self.is_bad = False
         self._open: list[str] = []
         self._next = "value"
-        self._word = ""  # a number or a literal
+        self._word = ""  # a number, of each row of digits two at most, or a literal
         self._num_hex = 0  # digits of \\u that are to come
         self._is_key = False
 
@@ -133,7 +133,8 @@ class JsonValue:
             if not _NUMBER_BEGUN.fullmatch(word) and not any(literal.startswith(word) for literal in _LITERALS):
                 self.is_bad = True
                 return at
-            self._word = word
+            # What may follow digits does not depend on how many there are, after two.
+            self._word = word[:-1] if word[-3:].isdigit() and len(word) > 2 else word
             at += 1
         return at
 

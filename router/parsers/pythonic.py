@@ -32,10 +32,13 @@ def pythonic(scan: Scanner) -> Reading[None]:
 
 def _call(scan: Scanner) -> Reading[bool]:
     name = (yield from scan.before("(", most=_MAX_NAME)).strip()
-    source = (yield from _brackets(scan)) if name in scan.tools else ""
+    if name not in scan.tools:
+        scan.give_up()
+        return False
+    source = yield from _brackets(scan)
     arguments = _arguments(f"{name}{source}") if source else ""
     if not arguments:
-        scan.give_up()
+        scan.give_up(is_text=True)  # markers in it would each be read to the same end again
         return False
     scan.begin(name)
     scan.say_arguments(arguments)
@@ -81,7 +84,9 @@ def _arguments(source: str) -> str:
         if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
             return ""
         values = {keyword.arg: ast.literal_eval(_with_pythons_own(keyword.value)) for keyword in call.keywords}
-        return json.dumps(values, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(values, ensure_ascii=False, allow_nan=False)
+        text.encode()  # Python's strings may have half a pair, which is no character
+        return text
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return ""
 

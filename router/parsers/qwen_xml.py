@@ -67,12 +67,17 @@ def _types(schema: Any) -> set[str]:
     """All that a schema names, directly or in a choice."""
     if not isinstance(schema, Mapping):
         return set()
-    named = schema.get("type", ())
-    types = {named} if isinstance(named, str) else {one for one in named if isinstance(one, str)}
+    named = schema.get("type")
+    types = {named} if isinstance(named, str) else {one for one in _listed(named) if isinstance(one, str)}
     for choice in ("anyOf", "oneOf"):
-        for one in schema.get(choice, ()):
+        for one in _listed(schema.get(choice)):
             types |= {one["type"]} if isinstance(one, Mapping) and isinstance(one.get("type"), str) else {"object"}
     return types
+
+
+def _listed(value: Any) -> list[Any]:
+    """A client's schema may have anything there."""
+    return value if isinstance(value, list) else []
 
 
 def _refuse(constant: str) -> None:

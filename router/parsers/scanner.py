@@ -29,6 +29,7 @@ class Scanner:
         self.said: list[Piece] = []
         self._text = ""  # not looked at yet
         self._taken: list[str] = []  # since the last text or call
+        self._num_taken = 0  # characters of these
         self._unsaid: list[str] = []  # of a call that has begun: what was taken since its last piece
         self.is_ended = False  # no more text comes
         self.is_begun = False  # a call
@@ -53,7 +54,7 @@ class Scanner:
 
         Space before a marker goes with it, and space between calls is nobody's.
         """
-        self._taken.clear()
+        self._forget_taken()
         while True:
             at, marker = min(((i, m) for m in markers if (i := self._text.find(m)) >= 0), default=(-1, ""))
             if marker:
@@ -70,7 +71,7 @@ class Scanner:
 
     def all_text(self) -> Reading[None]:
         """Say all that is left."""
-        self._taken.clear()
+        self._forget_taken()
         while not self.is_ended:
             self._say_next(len(self._text.rstrip()))
             yield
@@ -80,6 +81,7 @@ class Scanner:
         """So many characters, which are there."""
         text, self._text = self._text[:num], self._text[num:]
         self._taken.append(text)
+        self._num_taken += num
         self._unsaid.append(text)
         return text
 
@@ -116,7 +118,7 @@ class Scanner:
 
     @property
     def is_held_for_too_long(self) -> bool:
-        return not self.is_begun and sum(map(len, self._taken)) > _MAX_HELD
+        return not self.is_begun and self._num_taken > _MAX_HELD
 
     def begin(self, name: str) -> None:
         assert not self.is_begun and name in self.tools
@@ -137,21 +139,26 @@ class Scanner:
         self.said.append(CallEnded(self._number))
         self.is_begun = False
         self._is_after_call = True
-        self._taken.clear()
+        self._forget_taken()
         self._unsaid.clear()
 
-    def give_up(self) -> None:
-        """It is no call. What was taken first is text, and what came after it is looked at again; not of a call that
-        has begun."""
+    def give_up(self, *, is_text: bool = False) -> None:
+        """It is no call. What was taken first is text, and what came after it is looked at again, unless is_text: then
+        all of it is text. Neither of a call that has begun."""
         taken, unsaid = self._taken, "".join(self._unsaid)
-        self._taken, self._unsaid = [], []
+        self._taken, self._unsaid, self._num_taken = [], [], 0
         if self.is_begun:
             self.is_begun = False
             self._is_after_call = False
             self.said.append(CallBroken(self._number, "".join(taken), unsaid))
             return
-        self._text = "".join(taken[1:]) + self._text
-        self._say("".join(taken[:1]))
+        num_text = len(taken) if is_text else 1
+        self._text = "".join(taken[num_text:]) + self._text
+        self._say("".join(taken[:num_text]))
+
+    def _forget_taken(self) -> None:
+        self._taken.clear()
+        self._num_taken = 0
 
     def _say_rest(self) -> None:
         if self._is_after_call and self._text.isspace():

@@ -10,7 +10,9 @@ from typing import Any
 from cluster.words.errors import RequestError
 
 _MAX_VALUES = 2**12  # of one
-_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"')
+_MAX_CHARS = 2**18
+# Of what may be no JSON: a string goes on to its quote or the end, so that nothing is looked at twice.
+_STRING = re.compile(r'"(?:[^"\\]++|\\.?)*+"?', re.DOTALL)
 
 
 def as_objects(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -25,11 +27,15 @@ def as_objects(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def object_of(text: str, param: str) -> dict[str, Any]:
     """Of JSON text that a client sent; none is an empty one. Raises RequestError."""
+    if len(text) > _MAX_CHARS:
+        raise RequestError(f"{param}: at most {_MAX_CHARS} characters are taken", param=param)
     bare = _STRING.sub("", text)
     if sum(map(bare.count, ",[{")) > _MAX_VALUES:
         raise RequestError(f"{param}: more than {_MAX_VALUES} values are not taken", param=param)
     try:
         found = json.loads(text) if text.strip() else {}
+        if "\\u" in text:  # half of a pair, which is no character
+            json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):

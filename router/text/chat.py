@@ -30,6 +30,11 @@ class Chat:
         told += len(repr(self.variables)) if self.variables else 0
         return told + (len(repr(self.tools)) if self.tools else 0)
 
+    @cached_property
+    def num_calls(self) -> int:
+        """In all messages."""
+        return sum(len(message.get("tool_calls", ())) for message in self.messages)
+
     @property
     def parameters(self) -> dict[str, Mapping[str, Any]]:
         """By tool, the JSON schema of its arguments."""

@@ -14,6 +14,7 @@ import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 
 from cluster.grammar.compiler import GrammarCompiler
 from cluster.words.api_key import ApiKey
@@ -37,7 +38,7 @@ from router.text.completion_request import CompletionRequest, ModelCard, check, 
 from router.text.dialect import Dialect
 from router.text.events import Summary, TokenUsage
 from router.text.grammar_check import GrammarCheck
-from router.text.prompt_encoder import PromptEncoder
+from router.text.prompt_encoder import PromptEncoder, num_chars
 from router.text.text_threads import TextThreads
 from router.text.token_clock import TokenClock
 from router.text.tokenizer import Tokenizer
@@ -45,6 +46,8 @@ from router.text.trail import RequestTrail
 from router.text.unread import UnreadLimit
 
 logger = logging.getLogger(__name__)
+
+_LARGE = 8 * 1024  # characters of schemas, some ms of rewriting; more is done on another thread
 
 
 class Completions:
@@ -93,8 +96,8 @@ class Completions:
             check(request, self.model)
             clock = TokenClock(self.metrics, num_choices=request.n)
             prompt_ids = truncated(await self.prompts.encode(request, num_beside=num_beside), request, self.model)
-            grammar = bound_answer(request, self.prompts.dialect, self.prompts.end_of(prompt_ids))
-            await self._grammars.check(request, grammar)
+            grammar = await self._bound(request, self.prompts.end_of(prompt_ids))
+            await self._grammars.check(replace(request, grammar=grammar))
             sampling = sampling_of(
                 request, self.model, num_prompt_tokens=len(prompt_ids), eos_token_ids=self.tokenizer.eos_token_ids
             )
@@ -104,6 +107,13 @@ class Completions:
             raise
         limit_s = self.max_request_s if request.deadline_s is None else min(request.deadline_s, self.max_request_s)
         return Completion(self, request, prompt_ids, sampling, grammar=grammar, clock=clock, limit_s=limit_s)
+
+    async def _bound(self, request: CompletionRequest, prompt: str) -> Grammar | None:
+        making = partial(bound_answer, request, self.prompts.dialect, prompt)
+        num_beside = num_chars(request.prompt) if isinstance(request.prompt, Chat) else 0  # tools are among these
+        if request.grammar is None or len(request.grammar.text) + num_beside < _LARGE:
+            return making()
+        return await self.threads.run(request.key_id, making)
 
     def close(self) -> None:
         self.threads.close()

@@ -23,6 +23,8 @@ MAX_SALT_CHARS = 1024
 MAX_USER_CHARS = 256
 MAX_MESSAGES = 4096  # and no more than the context has tokens
 MAX_ROLE_CHARS = 64
+MAX_ALL_CALLS = 4096  # in all messages
+MAX_TOOLS_CHARS = 2**20  # of the schemas of all tools
 GREEDY_BELOW = 1e-5  # a temperature so small is greedy; dividing by it would overflow
 _SEED_BITS = (1 << 63) - 1
 
@@ -195,6 +197,8 @@ def _check_chat(chat: Chat, model: ModelCard) -> None:
     limit = min(MAX_MESSAGES, model.max_context)  # each is a token at least
     if len(chat.messages) > limit:
         raise RequestError(f"messages: at most {limit} are taken, not {len(chat.messages)}", param="messages")
+    if chat.num_calls > MAX_ALL_CALLS:
+        raise RequestError(f"messages: at most {MAX_ALL_CALLS} calls are taken, not {chat.num_calls}", param="messages")
     for number, message in enumerate(chat.messages):
         if len(message.get("role", "")) > MAX_ROLE_CHARS:
             param = f"messages[{number}].role"

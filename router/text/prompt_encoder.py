@@ -16,7 +16,7 @@ from router.text.tokenizer import Tokenizer
 
 _LONG_TEXT = 2 * 1024  # characters, some 3 ms of tokenising; more is done on another thread
 _MANY_TOKENS = 4096  # some 2 ms of decoding
-_MESSAGE = 64  # characters that take as long as a template needs for one message
+_MESSAGE = 64  # characters that take as long as a template needs for one message, or a call in it
 _EFFORT = "reasoning_effort"
 _MARK = 16  # tokens that are enough for a mark at the end of a prompt
 
@@ -55,10 +55,19 @@ class PromptEncoder:
     async def detokenize(self, request: CompletionRequest) -> str:
         """The text of a prompt of token ids, special tokens and all. Raises RequestError."""
         assert isinstance(request.prompt, tuple)
+        if (number := len(request.prompt)) > self._model.max_context:
+            text = f"tokens: this model's context holds {self._model.max_context} of them, not {number}"
+            raise ContextLengthExceeded(text, param="tokens")
         check_token_ids(request.prompt, self._model, param="tokens")
         check(request, self._model)
-        decode = partial(self.tokenizer.decode, request.prompt, skip_special_tokens=False)
-        return await self._threads.run(request.key_id, decode) if len(request.prompt) > _MANY_TOKENS else decode()
+        return await self.text_of(request, request.prompt)
+
+    async def text_of(self, request: CompletionRequest, prompt_ids: tuple[int, ...]) -> str:
+        """Of its prompt, as the client gave it; where that was ids, special tokens and all."""
+        if isinstance(request.prompt, str):
+            return request.prompt
+        decode = partial(self.tokenizer.decode, prompt_ids, skip_special_tokens=False)
+        return await self._threads.run(request.key_id, decode) if len(prompt_ids) > _MANY_TOKENS else decode()
 
     async def encode(self, request: CompletionRequest, *, num_beside: int = 0) -> tuple[int, ...]:
         """Of a request that has been checked. num_beside: characters of other prompts that come along with this one."""
@@ -75,7 +84,9 @@ class PromptEncoder:
                 param="messages" if isinstance(prompt, Chat) else "prompt",
             )
         num_all = num_chars(prompt) + num_beside
-        if num_all + (_MESSAGE * len(prompt.messages) if isinstance(prompt, Chat) else 0) > _LONG_TEXT:
+        if isinstance(prompt, Chat):
+            num_all += _MESSAGE * (len(prompt.messages) + prompt.num_calls)
+        if num_all > _LONG_TEXT:
             return await self._threads.run(request.key_id, self._encode, prompt, request.add_special_tokens)
         return self._encode(prompt, request.add_special_tokens)
 

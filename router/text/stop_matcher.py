@@ -42,18 +42,22 @@ class StopMatcher:
 
 
 class _Pattern:
-    """How much of one stop string the text ends with (Knuth, Morris and Pratt 1977): amortised one step a character."""
+    """How much of one stop string the text ends with (Knuth, Morris and Pratt 1977): amortised one step a character.
+
+    What is known of the stop string reaches as far as the text has matched it: one that never begins costs nothing,
+    however long it is and however many choices have it.
+    """
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.num_matched = 0
-        self._borders = [0] * len(text)  # of each prefix, the length of its longest proper prefix that is its suffix
-        for i in range(1, len(text)):
-            self._borders[i] = self._extend(self._borders[i - 1], text[i])
+        self._borders = [0]  # of each prefix so far, the length of its longest proper prefix that is its suffix
 
     def advance(self, character: str) -> bool:
         """True when the text now ends with the whole stop string."""
         self.num_matched = self._extend(self.num_matched, character)
+        if self.num_matched > len(self._borders):
+            self._borders.append(self._extend(self._borders[-1], character))
         return self.num_matched == len(self.text)
 
     def _extend(self, num_matched: int, character: str) -> int:

@@ -20,6 +20,7 @@ from tests.slow_cable import Slowness, slow_cable
 ROOT = Path(__file__).parents[2]
 _SCRIPT = Path(__file__).with_name("hosts.sh")
 _USER = 1500
+_PATH = "/usr/local/bin:/usr/bin:/bin"  # as the script gives it to a host's sshd
 _BRIDGE, GATEWAY = "xpydtest0", "10.78.0.1"  # as in the script
 _SSH = ["-q", "-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-o", "ConnectTimeout=5"]
 
@@ -53,13 +54,21 @@ class Hosts:
         self._run("up", *hosts, env=os.environ | {"BIND": ":".join(outermost)})
 
     def prepare(self, cache: Path) -> None:
-        """Python's part of the set-up, the models and kernels of `cache`, and the labels."""
+        """Python's part of the set-up, which leaves its own file on each host; the models and kernels of `cache`; the
+        labels."""
         wanted = hashlib.sha256(b"".join((ROOT / file).read_bytes() for file in ("pyproject.toml", "constraints.txt")))
-        for name in self.addresses:
+        found = (shutil.which(f"python3{minor}", path=_PATH) for minor in (".13", ".12", ".11", ""))
+        python = next(path for path in found if path)
+        wanted.update(subprocess.run([python, "-V"], check=True, capture_output=True, timeout=10).stdout)
+        for number, name in enumerate(self.addresses):
             home = self.directory / "hosts" / name / "home" / "ubuntu"
             (home / ".xpyd").mkdir()
             (home / ".xpyd" / "venv").symlink_to(sys.prefix)
             (home / ".xpyd" / "installed").write_text(f"{wanted.hexdigest()}  -\n")
+            written_by_pip = home / "xpyd" / "xpyd.egg-info" / "PKG-INFO"
+            written_by_pip.parent.mkdir(parents=True)
+            written_by_pip.touch()
+            os.utime(written_by_pip, (number, number))
             imported = shutil.ignore_patterns("gguf")  # from a GGUF, whose path is part of it
             shutil.copytree(cache, home / ".cache" / "xpyd", ignore=imported)
             for path in (home, *home.rglob("*")):
@@ -129,7 +138,6 @@ class Hosts:
         config = yaml.safe_load((ROOT / "deploy" / "ray" / "on-prem.yaml").read_text())
         head, *workers = self.addresses.values()
         config["provider"] |= {"head_ip": head, "worker_ips": workers}
-        config |= {"min_workers": len(workers), "max_workers": len(workers)}
         config["auth"]["ssh_private_key"] = str(self.directory / "key")
         # Ray gives each of its agents 15 s to start: on hosts that share two cores, one host after the other.
         [start] = config["worker_start_ray_commands"]

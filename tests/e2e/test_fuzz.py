@@ -25,7 +25,7 @@ from tests.waiting import becomes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-_SOME = settings(max_examples=150, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+_SOME = settings(max_examples=150, database=None, suppress_health_check=list(HealthCheck))
 _TEXT = json_bodies(sorted(TextBody.model_fields.keys() - {"prompt"}), input_field="prompt")
 
 

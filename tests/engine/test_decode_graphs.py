@@ -138,7 +138,7 @@ def check_equal(pair: tuple[ModelRunner, ModelRunner], batch: Batch, *, toleranc
     assert torch.equal(after[0][..., is_other, :], before[..., is_other, :])
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     steps=st.lists(st.lists(st.integers(1, MAX_CONTEXT), min_size=1, max_size=MAX_ROWS), min_size=1, max_size=3),
     seed=st.integers(0, 1000),

@@ -335,7 +335,6 @@ class PrefillingMachine(EngineMachine):
 _SETTINGS = settings(
     max_examples=60,
     stateful_step_count=40,
-    deadline=None,
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -79,7 +80,7 @@ samplings = st.builds(
 histories = st.lists(st.integers(0, V - 1), max_size=12)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(sampling=samplings, prompt=histories, output=histories, seed=st.integers(0, 2**63 - 1))
 def test_the_draw_is_the_inverse_of_the_naive_distribution(
     sampling: Sampling, prompt: list[int], output: list[int], seed: int
@@ -93,7 +94,7 @@ def test_the_draw_is_the_inverse_of_the_naive_distribution(
     assert below - 1e-5 <= u <= below + p[token] + 1e-5
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     sampling=samplings, others=st.lists(samplings, max_size=4), greedy=st.integers(0, 2), seed=st.integers(0, 2**63 - 1)
 )
@@ -194,6 +195,26 @@ def test_extreme_temperatures() -> None:
     assert sample(logits, [row(Sampling(temperature=0.0))])[0][0] == best
     assert sample(logits, [row(Sampling(temperature=1e-30), seed=5)])[0][0] == best
     assert len({sample(logits, [row(Sampling(temperature=1e30), seed=s)])[0][0] for s in range(50)}) > 20
+
+
+class CountedIds(tuple[int, ...]):
+    """Counts how often all of them are looked at."""
+
+    num_reads = 0
+
+    def __iter__(self) -> Iterator[int]:
+        CountedIds.num_reads += 1
+        return super().__iter__()
+
+
+def test_stop_tokens_that_would_be_early_are_read_once_for_each_choice() -> None:
+    """Not at each step: a request may have a thousand of them, and its choices are steps of everybody."""
+    CountedIds.num_reads = 0
+    stops = CountedIds([*range(V - 1), -1, V, V + 5])  # a model may name ids that it has not
+    rows = [row(Sampling(min_tokens=100, stop_token_ids=stops), seed=choice) for choice in range(4)]
+    for _ in range(10):
+        assert [chosen[0] for chosen in sample(random_logits(3, rows=4), rows)] == [V - 1] * 4
+    assert CountedIds.num_reads <= len(rows)
 
 
 def test_greedy_obeys_penalties_and_min_tokens() -> None:

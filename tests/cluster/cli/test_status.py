@@ -1,4 +1,4 @@
-"""What `cluster status` says of a deployment, to people."""
+"""What `cluster status` says of a deployment, to people and to scripts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from cluster.cli.app import run
 from cluster.cli.status import as_text
+from cluster.words.errors import DeployError, NotDeployed
 
 if TYPE_CHECKING:  # it brings Ray
     from cluster.host.status import DeploymentReport
@@ -22,3 +24,15 @@ def test_it_says_when_the_processes_speak_in_clear(tls: str) -> None:
         "pools": {},
     }
     assert ("security.tls is off" in as_text(report)) is (tls == "off")
+
+
+@pytest.mark.parametrize(("error", "code"), [(DeployError("no Ray answers"), 1), (NotDeployed("nothing"), 3)])
+def test_its_exit_code_is_what_scripts_go_by(
+    error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def find_state(name: str | None, *, by_certificate: bool) -> None:
+        raise error
+
+    monkeypatch.setattr("cluster.cli.status.find_state", find_state)
+    assert run(["status"]) == code
+    assert capsys.readouterr().err == f"cluster: {error}\n"

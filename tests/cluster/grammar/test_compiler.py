@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -121,13 +122,29 @@ def test_what_is_wrong_is_refused_by_name(compiler: GrammarCompiler, kind: Gramm
     assert len(str(refused.value)) < 400 and "\n" not in str(refused.value)
 
 
-def test_grammars_are_kept_and_the_oldest_go(compiler: GrammarCompiler) -> None:
-    first = Grammar(kind=GrammarKind.REGEX, text="first")
-    assert compiler.kept(first) is None
-    assert compiler.compile(first) is compiler.compile(first) is compiler.kept(first)
-    for number in range(256):
-        compiler.compile(Grammar(kind=GrammarKind.REGEX, text=f"later {number}"))
-    assert compiler.kept(first) is None
+def test_choices_share_what_their_masks_may_cost(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = count()
+    monkeypatch.setattr("cluster.grammar.mask.time.thread_time", lambda: next(times) / 10)
+    masks = [_mask(compiler, GrammarKind.REGEX, "a*")]
+    masks += [masks[0].fork() for _ in range(9)]
+    for mask in masks:  # each takes 0.1 s, and half a second is free
+        mask.allowed([], 0)
+    assert [bool(mask.failure) for mask in masks] == [False] * 5 + [True] * 5
+    assert "too long" in masks[-1].failure
+    other = _mask(compiler, GrammarKind.REGEX, "a*")
+    assert _allowed(other, "") == "$a"
+
+
+def test_what_takes_too_long_to_compile_is_refused(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = count()
+    monkeypatch.setattr("cluster.grammar.compiler.time.thread_time", lambda: next(times))
+    with pytest.raises(RequestError, match="takes longer than"):
+        compiler.compile(Grammar(kind=GrammarKind.REGEX, text="a"))
+
+
+def test_a_lark_grammar_is_told_from_llama_cpps(compiler: GrammarCompiler) -> None:
+    for text in ('start: "a"', "\n" * 8000 + 'a: "a"\n  start : a', 'root ::= "a"'):
+        assert _allowed(_mask(compiler, GrammarKind.LARK, text), "") == "a"
 
 
 def test_a_model_whose_tokenizer_is_not_understood_has_no_grammars(tmp_path: Path) -> None:

@@ -17,6 +17,23 @@ from tests.generated_schemas import schemas
 _MAX_TOKENS = 120
 
 
+def test_a_long_answer_may_find_out_more_than_a_matcher_holds(smollm2_dir: Path) -> None:
+    """Strings of bounded lengths are full of places where nobody has been: some 600 tokens fill a matcher."""
+    tokenizer = Tokenizer(smollm2_dir)
+    compiler = GrammarCompiler(smollm2_dir, vocab_size=tokenizer.vocab_size)
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "string", "maxLength": 3000 + i} for i in range(5)}}
+    grammar = Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(schema))
+    tokens = tokenizer.encode(json.dumps({f"p{i}": "hello world. " * 100 for i in range(5)}))
+    compiled = compiler.compile(grammar)
+    masks = [compiled.mask([0]), compiler.compile(grammar).mask([0])]
+    for length, token in enumerate(tokens):
+        words = masks[0].allowed(tokens[:length], 0)
+        assert words[token // 32] >> token % 32 & 1, masks[0].failure
+    masks.append(compiled.mask([0]))  # of another choice, which has the full matcher to begin with
+    for mask in masks[1:]:
+        assert mask.allowed([], 0).any(), mask.failure
+
+
 def test_every_answer_is_an_instance_of_its_schema(smollm2_dir: Path) -> None:
     tokenizer = Tokenizer(smollm2_dir)
     end = min(tokenizer.eos_token_ids)

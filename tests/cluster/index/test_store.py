@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
@@ -320,7 +320,6 @@ def test_what_is_expected_counts_until_it_is_settled() -> None:
     assert index.match(_HASHES) == {}
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 700), min_size=1, max_size=6))
 def test_a_long_prefix_is_matched_to_the_block(held: list[int]) -> None:
     prefix = [i.to_bytes(16, "big") for i in range(700)]

@@ -89,7 +89,6 @@ def test_byte_level_tokenizers_come_back(pre: str) -> None:
 def test_text_survives(pre: str) -> None:
     rebuilt = build_tokenizer(metadata_of(trained(pre), pre=pre, add_bos_token=False))
 
-    @settings(deadline=None)
     @given(text=st.text())
     def round_trip(text: str) -> None:
         expected = normalizers.NFC().normalize_str(text) if pre == "qwen2" else text
@@ -159,7 +158,7 @@ def naive_sentence_piece(text: str, metadata: dict[str, Any]) -> list[int]:
     return [i for p in parts for i in ([ids[p]] if p in ids else [ids[f"<0x{byte:02X}>"] for byte in p.encode()])]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(text=st.text(alphabet="abn c日é🙂", max_size=20))
 def test_sentence_piece_merges_follow_the_scores(text: str) -> None:
     metadata = sentence_piece_metadata()

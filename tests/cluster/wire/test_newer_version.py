@@ -70,7 +70,7 @@ _READERS: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("kind", _KINDS, ids=lambda kind: kind.DESCRIPTOR.name)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.data())
 def test_more_fields_of_a_message_at_every_level_are_passed_over(kind: type[Message], data: st.DataObject) -> None:
     sent = data.draw(_filled(kind.DESCRIPTOR))

@@ -160,7 +160,7 @@ def test_what_is_unsealed_is_not_found_while_it_is_held_nor_later() -> None:
 def test_whatever_is_done_nothing_is_lost(any_eviction: str) -> None:
     run_state_machine_as_test(
         partial(BlockManagerMachine, any_eviction),
-        settings=settings(max_examples=100, stateful_step_count=40, deadline=None),
+        settings=settings(max_examples=100, stateful_step_count=40),
     )
 
 

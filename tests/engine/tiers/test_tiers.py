@@ -166,7 +166,7 @@ _steps = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(_steps, st.integers(0, 4), st.integers(0, 5), st.sampled_from(["lru", "reuse_value"]))
 def test_what_is_found_is_what_was_kept(
     steps: list[tuple[str, list[int]]], host: int, disk: int, eviction: str

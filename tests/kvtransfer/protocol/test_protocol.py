@@ -167,7 +167,7 @@ class Protocol(RuleBasedStateMachine):
         return [link for link in self.world.links if link.frames]
 
 
-_SETTINGS = settings(deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+_SETTINGS = settings(suppress_health_check=list(HealthCheck), print_blob=True)
 
 
 def test_both_ends_survive_whatever_happens() -> None:

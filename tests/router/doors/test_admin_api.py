@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Any
 
 import httpx
@@ -55,7 +56,10 @@ async def test_whoever_else_listens_there_is_passed_over() -> None:
             addresses = ["{}:{}".format(*address) for address in (one, stranger, two)] + ["127.0.0.1:1"]
             answers = await asyncio.to_thread(ask_here, "d", addresses, "/health")
             routes = await asyncio.to_thread(ask_here, "d", addresses, "/debug/routes/r%2F1")
+            named = await asyncio.to_thread(ask_here, "d", addresses, "/health", is_named=True)
             alone = await asyncio.to_thread(ask_at, addresses[1], "/health")
     assert [answer.json()["router"] for answer in answers] == ["a", "b"]
     assert seen_by(answers) == {"prefill": 2, "decode": 0} and seen_by([]) is None
     assert len(routes) == 2 and len(alone) == 1
+    assert [answer.where for answer in answers] == [addresses[0], addresses[2]]
+    assert [answer.where for answer in named] == [f"{addresses[i]} on {socket.gethostname()}" for i in (0, 2)]

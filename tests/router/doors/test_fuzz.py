@@ -23,7 +23,7 @@ from tests.router.fake_token_service import FakeTokenService
 from tests.router.http_server import serve_http
 from tests.router.tiny_service import MakeCompletions
 
-_FEW = settings(max_examples=100, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+_FEW = settings(max_examples=100, database=None, suppress_health_check=list(HealthCheck))
 _MANY = settings(_FEW, max_examples=3_400)
 _TEXT = json_bodies(sorted(TextBody.model_fields.keys() - {"prompt"}), input_field="prompt")
 _CHAT = json_bodies(sorted(ChatBody.model_fields.keys() - {"messages"}), input_field="messages")

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cluster.words.request import SampledToken
@@ -25,7 +25,6 @@ def _said(chunk: bytes) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", [TextForm, ChatForm])
 @pytest.mark.parametrize("has_ids", [False, True])
 @pytest.mark.parametrize("is_usage_null", [False, True])
-@settings(deadline=None)
 @given(text=st.text(min_size=1), request_id=st.text(st.characters(min_codepoint=0x21, max_codepoint=0x7E)))
 @example(text="\x00", request_id='"\\u0000"')
 @example(text="\x01", request_id='"\x01"')

@@ -117,7 +117,7 @@ _WORDS = [
 ]
 
 
-@settings(max_examples=300, deadline=None, database=None)
+@settings(max_examples=300, database=None)
 @given(st.sampled_from(sorted(_FORMATS)), st.lists(st.sampled_from(_WORDS), max_size=14), st.data())
 def test_whatever_comes_is_read_the_same_in_pieces(format: str, words: list[str], data: st.DataObject) -> None:
     raw = "".join(words)

@@ -148,7 +148,7 @@ class Serving(RuleBasedStateMachine):
         return [worker for worker in known if not worker.is_well]
 
 
-SETTINGS = settings(deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+SETTINGS = settings(suppress_health_check=list(HealthCheck), print_blob=True)
 
 
 @pytest.mark.timeout(300)  # some 15 s of computing, on a machine of its own

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -73,3 +75,22 @@ def test_a_stop_string_over_three_pieces(include_stop: bool) -> None:
     sent, stop = run(["Hello #", "#", "# bye"], StopMatcher(["###"], include_stop=include_stop))
     assert stop == "###"
     assert sent == ["Hello ", "", "###" if include_stop else ""]
+
+
+class CountedText(str):
+    """Counts how often a character of it is looked at."""
+
+    num_looks = 0
+
+    def __getitem__(self, index: Any) -> str:
+        CountedText.num_looks += 1
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(("text", "most"), [("", 0), ("b" * 100, 200), ("ab" * 50, 600), ("aaab" * 25, 600)])
+def test_a_stop_string_costs_what_the_text_costs(text: str, most: int) -> None:
+    """However long it is, for each of many choices has its own matcher, before the first token is paid for."""
+    CountedText.num_looks = 0
+    matcher = StopMatcher([CountedText("a" * 1023 + "b")])
+    matcher.add(text)
+    assert CountedText.num_looks <= most
