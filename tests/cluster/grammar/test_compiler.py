@@ -64,7 +64,7 @@ def test_json_is_written_in_one_way(compiler: GrammarCompiler) -> None:
 
 
 def test_a_choice_is_taken_literally(compiler: GrammarCompiler) -> None:
-    mask = compiler.compile(Grammar.of_choice(['a"|b', "a\\c"])).mask([END])
+    mask = compiler.compile(Grammar.of_choice(['a"|b', "a\\c"], "choice")).mask([END])
     assert _allowed(mask, "a") == '"\\'
     assert _allowed(mask, 'a"|b') == "$"
 
