@@ -7,6 +7,9 @@ from typing import Any
 
 from cluster.rpc import inference_pb2 as pb
 from cluster.words.errors import RequestError
+from cluster.words.grammar import Grammar
+from router.doors.openai_forced import forced_grammar
+from router.doors.openai_messages import FunctionAsTool, ToolGiven
 from router.text.call_arguments import object_of
 from router.text.chat import Chat
 from router.text.events import Delta
@@ -16,14 +19,56 @@ _TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 def chat_of(chat: pb.Chat) -> Chat:
     """Raises RequestError."""
+    if chat.continue_final_message and chat.add_generation_prompt:
+        text = "continue_final_message: not together with add_generation_prompt, which begins an answer"
+        raise RequestError(text, param="continue_final_message")
     tools = tuple(_tool(tool, f"tools[{number}]") for number, tool in enumerate(chat.tools))
     if len({tool["function"]["name"] for tool in tools}) < len(tools):
         raise RequestError("tools: a name is there twice", param="tools")
     return Chat(
         messages=tuple(map(_message, chat.messages)),
-        tools=tools,
-        is_parallel=chat.parallel_tool_calls or not chat.HasField("parallel_tool_calls"),
+        variables=object_of(chat.template_variables, "template_variables"),
+        reasoning_effort=chat.reasoning_effort or None,
+        tools=() if chat.tool_choice.none else tools,
+        is_parallel=is_parallel(chat),
+        forced=forced_of(chat),
+        is_continued=chat.continue_final_message,
+        opens_answer=chat.add_generation_prompt
+        if chat.HasField("add_generation_prompt")
+        else not chat.continue_final_message,
     )
+
+
+def is_parallel(chat: pb.Chat) -> bool:
+    return chat.parallel_tool_calls or not chat.HasField("parallel_tool_calls")
+
+
+def forced_of(chat: pb.Chat) -> str | None:
+    """As in Chat. Raises RequestError."""
+    kind = chat.tool_choice.WhichOneof("kind")
+    if kind not in ("required", "name") or not getattr(chat.tool_choice, kind):
+        return None
+    if not chat.tools:
+        raise RequestError("tool_choice: needs tools", param="tool_choice")
+    return chat.tool_choice.name
+
+
+def forced_grammar_of(chat: pb.Chat) -> Grammar | None:
+    """What an answer keeps to that is bound to be calls. Raises RequestError."""
+    if (forced := forced_of(chat)) is None:
+        return None
+    tools = [
+        ToolGiven(
+            type="function",
+            function=FunctionAsTool(
+                name=tool.name,
+                parameters=object_of(tool.parameters, "tools") if tool.parameters else None,
+                strict=tool.strict,
+            ),
+        )
+        for tool in chat.tools
+    ]
+    return forced_grammar(forced, tools, is_parallel=is_parallel(chat))
 
 
 def tool_calls_of(delta: Delta) -> list[pb.ToolCallDelta]:
@@ -36,8 +81,9 @@ def tool_calls_of(delta: Delta) -> list[pb.ToolCallDelta]:
 
 def _message(message: pb.ChatMessage) -> dict[str, Any]:
     told: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.tool_call_id:
-        told["tool_call_id"] = message.tool_call_id
+    for name in ("name", "reasoning_content", "tool_call_id"):
+        if value := getattr(message, name):
+            told[name] = value
     if message.tool_calls:
         told["content"] = message.content or None
         told["tool_calls"] = [

@@ -10,7 +10,7 @@ from typing import Any
 from cluster.rpc import inference_pb2 as pb
 from cluster.words.errors import ContextLengthExceeded, RequestError
 from cluster.words.grammar import ANY_OBJECT, Grammar, GrammarKind
-from router.doors.grpc_chat import chat_of, tool_calls_of
+from router.doors.grpc_chat import chat_of, forced_grammar_of, tool_calls_of
 from router.doors.openai_messages import MAX_CALLS, MAX_TOOLS
 from router.text.chat import Chat
 from router.text.completion_request import (
@@ -25,7 +25,8 @@ from router.text.events import Delta, Event, Finished, Summary
 from router.text.tokenizer import Tokenizer
 
 _SAMPLING = pb.SamplingParams.DESCRIPTOR.fields_by_name
-_RENAMED = {"messages": "chat.messages", "user": "tenant", "tokens": "token_ids", "tools": "chat.tools"}
+_OF_CHAT = ("messages", "tools", "tool_choice", "template_variables", "reasoning_effort", "continue_final_message")
+_RENAMED = {"user": "tenant", "tokens": "token_ids", **{name: f"chat.{name}" for name in _OF_CHAT}}
 
 
 def request_of(
@@ -123,6 +124,11 @@ def _is_set(message: pb.GenerateRequest, name: str) -> bool:
 
 
 def _grammar_of(message: pb.GenerateRequest) -> dict[str, Any]:
+    if (forced := forced_grammar_of(message.chat)) is not None:
+        if message.HasField("grammar"):
+            text = "tool_choice: an answer that is bound to be a call keeps to no other format"
+            raise RequestError(text, param="tool_choice")
+        return {"grammar": forced, "grammar_field": "tools"}
     if not message.HasField("grammar"):
         return {}
     kind, given = message.grammar.WhichOneof("kind"), message.grammar

@@ -131,6 +131,8 @@ async def test_every_sampling_field_reaches_the_workers(door: Door) -> None:
         logprobs=1,
         skip_special_tokens=False,
         include_stop=True,
+        truncate_prompt_tokens=-1,
+        add_special_tokens=False,
     )
     assert {field.name for field, _ in sampling.ListFields()} | {"skip_special_tokens"} == {
         field.name for field in pb.SamplingParams.DESCRIPTOR.fields

@@ -12,12 +12,15 @@ import grpc
 import httpx
 import openai
 import pytest
+from google.rpc.error_details_pb2 import BadRequest
+from grpc_status import rpc_status
 from pydantic import BaseModel
 
 from cluster.rpc import inference_pb2 as pb
 from cluster.rpc.inference_pb2_grpc import InferenceStub
 from router.access.access import Access
 from router.doors.grpc_api import open_grpc_api
+from router.doors.grpc_chat import chat_of
 from router.doors.openai_api import create_app
 from router.text.tokenizer import Tokenizer
 from tests.router.fake_token_service import FakeTokenService
@@ -150,6 +153,13 @@ async def test_what_is_no_call_is_text(completions: MakeCompletions, byte_level:
         assert _PARIS.startswith(cut.choices[0].message.content or "?") and cut.choices[0].finish_reason == "length"
 
 
+def _fields_named(error: grpc.aio.AioRpcError) -> list[str]:
+    status = rpc_status.from_call(error)
+    found = BadRequest()
+    assert status and any(detail.Unpack(found) for detail in status.details)
+    return [violation.field for violation in found.field_violations]
+
+
 @pytest.mark.parametrize("is_open", [False, True])
 async def test_thinking_is_told_apart(completions: MakeCompletions, byte_level: Tokenizer, is_open: bool) -> None:
     """Whether the model opens it, or the template has."""
@@ -249,6 +259,33 @@ async def test_over_grpc(completions: MakeCompletions, byte_level: Tokenizer) ->
         assert events[-2].finished.finish_reason == "tool_calls"
         prompt = byte_level.decode(fake.started[0].token_ids, skip_special_tokens=False)
         assert '"arguments": {"city": "Rome"}}\n</tool_call>' in prompt and "<tool_response>\nsunny" in prompt
+        chat = pb.Chat(
+            messages=[
+                pb.ChatMessage(role="user", content="hi", name="ann"),
+                pb.ChatMessage(role="assistant", content="I"),
+            ],
+            tools=[tool],
+            tool_choice=pb.ToolChoice(none=True),
+            template_variables='{"enable_thinking": false}',
+            continue_final_message=True,
+        )
+        sampling = pb.SamplingParams(truncate_prompt_tokens=3)
+        [one async for one in generate(pb.GenerateRequest(chat=chat, sampling=sampling))]
+        assert byte_level.decode(fake.started[-1].token_ids, skip_special_tokens=False) == "istant\nI"
+        made = chat_of(chat)
+        assert (made.tools, made.variables, made.messages[0]["name"]) == ((), {"enable_thinking": False}, "ann")
+        for fields, param in (
+            ({"template_variables": "[]"}, "chat.template_variables"),
+            ({"reasoning_effort": "high"}, "chat.reasoning_effort"),
+            ({"add_generation_prompt": True, "continue_final_message": True}, "chat.continue_final_message"),
+            ({"tool_choice": pb.ToolChoice(name="other"), "tools": [tool]}, "chat.tool_choice"),
+            ({"tool_choice": pb.ToolChoice(required=True)}, "chat.tool_choice"),
+            ({"tool_choice": pb.ToolChoice(required=True), "tools": [tool]}, "chat.tools"),
+        ):
+            asked: Any = {"messages": messages, **fields}
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await anext(aiter(generate(pb.GenerateRequest(chat=pb.Chat(**asked)))))
+            assert _fields_named(caught.value) == [param]
         for wrong in (pb.Tool(name="a b"), pb.Tool(name="a", parameters="[]")):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await anext(aiter(generate(pb.GenerateRequest(chat=pb.Chat(messages=messages, tools=[wrong])))))
