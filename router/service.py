@@ -230,6 +230,7 @@ class RouterService:
             is_healthy=lambda: self.health()[Role.DECODE] > 0,
             probes=self.probes,
             refuses_unknown_fields=router.unknown_fields == "refuse",
+            cors_origins=[one.strip() for one in router.cors_origins.split(",") if one.strip()],
         )
         self._http = await HttpListener.open(
             app,

@@ -240,6 +240,9 @@ class RouterSpec(_Section):
     unknown_fields: Literal["ignore", "refuse"] = "ignore"
     """What becomes of a field of a request that we do not know: `ignore` names it in the header `x-ignored-fields` of
     the answer, `refuse` answers 400. Fields that we know, and that would change the answer, are always refused."""
+    cors_origins: str = ""
+    """Origins of web pages whose scripts may ask the OpenAI API, such as `https://chat.example.com`, with commas
+    between; `*`: any. Empty: a browser lets none."""
     max_waiting: Count = 1024
     """Requests queued in one router. One is refused where all that wait and those of its own user, added up, are so
     many, so that one who is alone has half of it; a tenant that is alone, with all its users, has three quarters."""

@@ -10,6 +10,7 @@ from functools import partial
 
 from fastapi import FastAPI, Request
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -44,11 +45,12 @@ def create_app(
     max_body_s: float = HTTP_DOOR.message_s,
     probes: HealthProbes | None = None,
     refuses_unknown_fields: bool = False,
+    cors_origins: Sequence[str] = (),
 ) -> FastAPI:
     """The ASGI application. is_healthy: whether requests can be served.
 
     max_body_s: how long a client may take to send its request. probes: what /health/… answers.
-    refuses_unknown_fields: else they are ignored, and named in a header.
+    refuses_unknown_fields: else they are ignored, and named in a header. cors_origins: of web pages that may ask.
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     bodies = BodyReader(
@@ -62,6 +64,9 @@ def create_app(
     app.add_middleware(_Straight, endpoints={"/v1/completions": door.text, "/v1/chat/completions": door.chat})
     app.add_middleware(_Gate, access=access)
     app.add_middleware(_RequestIds)  # the one added last comes first
+    if cors_origins:  # a browser asks beforehand, without a key
+        app.add_middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["GET", "POST"],
+                           allow_headers=["*"], expose_headers=["*"])  # fmt: skip
     handle_errors(app)
     add_tokens_api(app, completions, visits)
     app.add_api_route("/v1/models", door.models, methods=["GET"])

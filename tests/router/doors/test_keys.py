@@ -268,6 +268,38 @@ async def test_a_keys_bounds_on_an_answer_hold_at_both_doors(completions: MakeCo
         assert [sent.priority for sent in doors.fake.started] == [1, 1]
 
 
+# ---- web pages
+
+
+async def test_a_page_of_a_named_origin_may_ask_and_a_browser_learns_so_without_a_key(
+    completions: MakeCompletions,
+) -> None:
+    known, page = issue("acme"), "https://chat.example.com"
+    service = completions(FakeTokenService())
+    app = create_app(service, access=access_with(known), is_healthy=lambda: True, cors_origins=[page])
+    beforehand = {
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,x-stainless-os",
+    }
+    async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
+        for origin, allowed in ((page, True), ("https://elsewhere.example.com", False)):
+            asked = await http.options("/v1/completions", headers={"origin": origin, **beforehand})
+            assert asked.is_success is allowed
+            assert (asked.headers.get("access-control-allow-origin") == page) is allowed
+        assert (
+            "authorization"
+            in (await http.options("/v1/models", headers={"origin": page, **beforehand})).headers[
+                "access-control-allow-headers"
+            ]
+        )
+        for key, status in ((known.header, 200), ("", 401)):
+            for stream in (False, True):
+                headers = {"origin": page, "authorization": key}
+                answer = await http.post("/v1/completions", json=BODY | {"stream": stream}, headers=headers)
+                assert answer.status_code == status and answer.headers["access-control-allow-origin"] == page
+    service.close()
+
+
 # ---- tenants
 
 
