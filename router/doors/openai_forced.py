@@ -23,10 +23,13 @@ def forced_grammar(name: str, tools: Sequence[ToolGiven], *, is_parallel: bool) 
     else:
         calls = [_call(tool, f"#/$defs/tool{number}") for number, tool in enumerate(tools)]
         places = [f"tool{number}" for number in range(len(tools))]
-        definitions = {
-            place: moved(_object(tool.function.parameters), f"#/$defs/{place}")
-            for place, tool in zip(places, tools, strict=True)
-        }
+        try:
+            definitions = {
+                place: moved(_object(tool.function.parameters), f"#/$defs/{place}")
+                for place, tool in zip(places, tools, strict=True)
+            }
+        except RecursionError:
+            raise RequestError("tools: a schema is nested too deeply", param="tools") from None
         schema = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "$defs": definitions}
         if not is_parallel:
             schema["maxItems"] = 1

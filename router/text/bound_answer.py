@@ -46,6 +46,14 @@ def may_think(grammar: Grammar | None, chat: Chat, prompt: str) -> bool:
 
 def bound_answer(request: CompletionRequest, dialect: Dialect, prompt: str) -> Grammar | None:
     """What the whole answer keeps to. Raises RequestError where that cannot be said. prompt: its end is enough."""
+    try:
+        return _bound_answer(request, dialect, prompt)
+    except RecursionError:
+        text = f"{request.grammar_field}: a schema of it, or of tools, is nested too deeply"
+        raise RequestError(text, param=request.grammar_field) from None
+
+
+def _bound_answer(request: CompletionRequest, dialect: Dialect, prompt: str) -> Grammar | None:
     grammar, chat = request.grammar, request.prompt
     if grammar is not None and grammar.kind is GrammarKind.LENIENT_JSON_SCHEMA:
         grammar.check(request.grammar_field)

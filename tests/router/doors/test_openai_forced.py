@@ -9,6 +9,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from cluster.grammar.compiler import GrammarCompiler
+from cluster.words.errors import RequestError
 from router.doors.openai_forced import forced_grammar
 from router.doors.openai_messages import ToolGiven
 from tests.character_tokenizer import save_tokenizer
@@ -65,3 +66,12 @@ def test_a_call_points_into_its_own_tool(compiler: GrammarCompiler) -> None:
     listed = Draft202012Validator(json.loads(text))
     assert listed.is_valid([{"name": "f", "arguments": {"a": 1, "next": {"a": 2}}}])
     assert not listed.is_valid([{"name": "f", "arguments": {"a": 1, "next": [{"name": "f", "arguments": {"a": 1}}]}}])
+
+
+def test_a_schema_within_schemas_without_end_is_refused_by_name() -> None:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(900):
+        schema = {"type": "array", "items": schema}
+    with pytest.raises(RequestError, match="too deeply") as refused:
+        forced_grammar("", [_tool("f", {"properties": {"a": schema}})], is_parallel=True)
+    assert refused.value.param == "tools"

@@ -185,3 +185,12 @@ def test_a_schema_is_as_long_as_it_might_be_alone(compiler: GrammarCompiler) -> 
     ):
         with pytest.raises(RequestError, match="at most"):
             Grammar(kind=GrammarKind.LARK, text=text).check("field")
+
+
+def test_a_schema_within_schemas_without_end_is_refused_by_name() -> None:
+    schema: Any = {"type": "string"}
+    for _ in range(900):
+        schema = {"type": "array", "items": schema}
+    with pytest.raises(RequestError, match="too deeply") as refused:
+        bound_answer(_request(schema, GrammarKind.LENIENT_JSON_SCHEMA), Dialect(), "")
+    assert refused.value.param == "field"

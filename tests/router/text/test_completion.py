@@ -282,15 +282,22 @@ WORDS = "word " * 100_000
     ],
     ids=["text", "chat", "reasoning"],
 )
-async def test_a_long_prompt_does_not_block_the_loop(completions: MakeCompletions, prompt: str | Chat) -> None:
+async def test_a_long_prompt_does_not_block_the_loop(
+    completions: MakeCompletions, prompt: str | Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_begun, has_turned, encode = threading.Event(), threading.Event(), Tokenizer.encode
+
+    def once_the_loop_has_turned(*args: Any, **options: Any) -> list[int]:
+        has_begun.set()
+        assert has_turned.wait(10), "it is tokenised on the event loop"
+        return encode(*args, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", once_the_loop_has_turned)
     everything = "{% for message in messages %}{{ message.content }}{{ message.reasoning_content }}{% endfor %}"
     service = completions(FakeTokenService(), max_context=1_000_000, chat_template=everything)
     opening = asyncio.ensure_future(service.open(request(prompt)))
-    turns = 0
-    while not opening.done():
-        await asyncio.sleep(0)
-        turns += 1
-    assert turns > 10
+    await asyncio.to_thread(has_begun.wait, 10)
+    has_turned.set()
     assert len((await opening).prompt_ids) >= 100_000
 
 
