@@ -110,6 +110,7 @@ class FakeWorker:
         self._stream: FakeCall[pb.Frame] | None = None
         self._number = 0
         self._outgoing: list[pb.StreamTokens] = []
+        self._unheard: set[str] = set()  # requests that have tokens in the next frame, or in one that was lost
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -181,6 +182,7 @@ class FakeWorker:
         if self.loses:
             self.loses = False
             return
+        self._unheard.clear()
         now = asyncio.get_running_loop().time()
         self._read_at = max(self._read_at, now) + self.frame_s
         if self._read_at > now:
@@ -195,7 +197,8 @@ class FakeWorker:
         await pass_time(after_s)
         stream.put(frame)
 
-    def _tell(self, stream: int, tokens: list[SampledToken]) -> None:
+    def _tell(self, request_id: str, stream: int, tokens: list[SampledToken]) -> None:
+        self._unheard.add(request_id)
         self._outgoing.append(pb.StreamTokens(stream=stream, tokens=tokens_to_proto(tokens)))
         self._wake.set()
 
@@ -324,7 +327,7 @@ class FakeWorker:
         for i, (choice, first) in enumerate(zip(request.choices, firsts, strict=True)):
             stream = request.stream + i
             if tell:
-                self._tell(stream, [first])
+                self._tell(request.id, stream, [first])
             if not first.finish_reason and stream not in lease.unwanted:
                 self._run(lease, stream, choice, [*request.token_ids, first.token_id])
         self._end_if_done(lease)
@@ -346,7 +349,7 @@ class FakeWorker:
             while len(new) < self._random.randint(1, 3) and not (new and new[-1].finish_reason):
                 new.append(next_token(lease.request, choice, tokens))
                 tokens.append(new[-1].token_id)
-            self._tell(stream, new)
+            self._tell(lease.request.id, stream, new)
             if new[-1].finish_reason:
                 self._leave(lease, stream)
 
@@ -406,7 +409,9 @@ class FakeWorker:
 
     def _hit_all(self) -> None:
         calls = [*(lease.call for lease in self.leases), *self.prompts]
-        self.hits += [call.request.id for call in calls if call.request and not call.is_over]
+        held = [call.request.id for call in calls if call.request and not call.is_over]
+        self.hits += [*held, *(self._unheard - set(held))]  # also an answer that is whole here, and not yet there
+        self._unheard.clear()
 
     async def _answering(self, timeout_s: float) -> None:
         await self._pause()

@@ -37,6 +37,7 @@ class Client:
     finished: set[int] = field(default_factory=set)
     stopped: dict[int, float] = field(default_factory=dict)  # when
     error: ClusterError | None = None
+    usable: frozenset[str] = frozenset()  # decode replicas, by what the router knew when it gave up
     was_cancelled: bool = False
     generation: Generation | None = None
     task: asyncio.Task[None] | None = None
@@ -46,7 +47,7 @@ class Client:
         assert self.task
         return self.task.done()
 
-    async def run(self, core: RouterCore) -> None:
+    async def run(self, core: RouterCore, replicas: Replicas) -> None:
         try:
             async with core.start(self.request) as self.generation:
                 async for arrived in self.generation:
@@ -55,6 +56,7 @@ class Client:
                             self._take(choice, token.token_id, is_last=token.finish_reason is not None)
         except ClusterError as error:
             self.error = error
+            self.usable = frozenset(replica.id for replica in replicas.usable(Role.DECODE))
 
     def _take(self, choice: int, token_id: int, *, is_last: bool) -> None:
         tokens, expected = self.received.setdefault(choice, []), self.expected[choice]
@@ -131,7 +133,7 @@ class World:
             deadline_s=deadline_s,
         )
         client = Client(request, {choice: _said(request, choice) for choice in request.choices}, self._loop.time())
-        client.task = asyncio.create_task(client.run(self.core))
+        client.task = asyncio.create_task(client.run(self.core, self.replicas))
         self.clients.append(client)
         return client
 
@@ -217,7 +219,10 @@ class World:
             assert self._could_not_be_served(client), f"{client.request.id} failed without need: {client.error}"
 
     def _could_not_be_served(self, client: Client) -> bool:
-        """Too many have failed it; or it was refused, and whoever else is there came later or failed it before."""
+        """Too many have failed it; or it was refused, and whoever else was known came later or failed it before.
+
+        One whose frames have just broken off is not known until it is heard again.
+        """
         id = client.request.id
         num_hits = sum(worker.hits.count(id) for worker in self.workers.values())
         if not isinstance(client.error, CapacityError):
@@ -225,7 +230,7 @@ class World:
         innocent = [
             worker
             for worker in self._well()
-            if worker.role is Role.DECODE and not worker.is_draining and self.born_at[worker.name] <= client.began_at
+            if worker.name in client.usable and not worker.is_draining and self.born_at[worker.name] <= client.began_at
         ]
         # Of a pair that has failed both are suspects.
         return num_hits >= min(_ENOUGH_BLOWS, len(innocent))
