@@ -11,7 +11,7 @@ from cluster.words.grammar import Grammar
 from router.doors.openai_forced import forced_grammar
 from router.doors.openai_messages import FunctionAsTool, ToolGiven
 from router.text.call_arguments import object_of
-from router.text.chat import Chat
+from router.text.chat import Chat, opens_answer
 from router.text.events import Delta
 
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
@@ -19,9 +19,8 @@ _TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
 def chat_of(chat: pb.Chat) -> Chat:
     """Raises RequestError."""
-    if chat.continue_final_message and chat.add_generation_prompt:
-        text = "continue_final_message: not together with add_generation_prompt, which begins an answer"
-        raise RequestError(text, param="continue_final_message")
+    asked = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else None
+    opens = opens_answer(asked, is_continued=chat.continue_final_message)
     tools = tuple(_tool(tool, f"tools[{number}]") for number, tool in enumerate(chat.tools))
     if len({tool["function"]["name"] for tool in tools}) < len(tools):
         raise RequestError("tools: a name is there twice", param="tools")
@@ -30,45 +29,22 @@ def chat_of(chat: pb.Chat) -> Chat:
         variables=object_of(chat.template_variables, "template_variables"),
         reasoning_effort=chat.reasoning_effort or None,
         tools=() if chat.tool_choice.none else tools,
-        is_parallel=is_parallel(chat),
-        forced=forced_of(chat),
+        is_parallel=chat.parallel_tool_calls or not chat.HasField("parallel_tool_calls"),
+        forced=_forced(chat),
         is_continued=chat.continue_final_message,
-        opens_answer=chat.add_generation_prompt
-        if chat.HasField("add_generation_prompt")
-        else not chat.continue_final_message,
+        opens_answer=opens,
     )
 
 
-def is_parallel(chat: pb.Chat) -> bool:
-    return chat.parallel_tool_calls or not chat.HasField("parallel_tool_calls")
-
-
-def forced_of(chat: pb.Chat) -> str | None:
-    """As in Chat. Raises RequestError."""
-    kind = chat.tool_choice.WhichOneof("kind")
-    if kind not in ("required", "name") or not getattr(chat.tool_choice, kind):
-        return None
-    if not chat.tools:
-        raise RequestError("tool_choice: needs tools", param="tool_choice")
-    return chat.tool_choice.name
-
-
-def forced_grammar_of(chat: pb.Chat) -> Grammar | None:
-    """What an answer keeps to that is bound to be calls. Raises RequestError."""
-    if (forced := forced_of(chat)) is None:
+def forced_grammar_of(chat: pb.Chat, made: Chat) -> Grammar | None:
+    """What an answer keeps to that is bound to be calls. made: of `chat`. Raises RequestError."""
+    if made.forced is None:
         return None
     tools = [
-        ToolGiven(
-            type="function",
-            function=FunctionAsTool(
-                name=tool.name,
-                parameters=object_of(tool.parameters, "tools") if tool.parameters else None,
-                strict=tool.strict,
-            ),
-        )
-        for tool in chat.tools
+        ToolGiven(type="function", function=FunctionAsTool(**told["function"], strict=tool.strict))
+        for tool, told in zip(chat.tools, made.tools, strict=True)
     ]
-    return forced_grammar(forced, tools, is_parallel=is_parallel(chat))
+    return forced_grammar(made.forced, tools, is_parallel=made.is_parallel)
 
 
 def tool_calls_of(delta: Delta) -> list[pb.ToolCallDelta]:
@@ -77,6 +53,16 @@ def tool_calls_of(delta: Delta) -> list[pb.ToolCallDelta]:
         for call in delta.calls
         if call.broken is None
     ]
+
+
+def _forced(chat: pb.Chat) -> str | None:
+    """As in Chat. Raises RequestError."""
+    kind = chat.tool_choice.WhichOneof("kind")
+    if kind not in ("required", "name") or not getattr(chat.tool_choice, kind):
+        return None
+    if not chat.tools:
+        raise RequestError("tool_choice: needs tools", param="tool_choice")
+    return chat.tool_choice.name
 
 
 def _message(message: pb.ChatMessage) -> dict[str, Any]:

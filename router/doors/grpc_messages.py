@@ -38,16 +38,17 @@ def request_of(
     fields: dict[str, Any] = {name: getattr(message.sampling, name) for name in _SAMPLING if _is_set(message, name)}
     for name in ("stop", "stop_token_ids"):
         fields[name] = tuple(getattr(message.sampling, name))
+    prompt = _prompt_of(message)
     return CompletionRequest(
         id=message.request_id or uuid.uuid4().hex,
-        prompt=_prompt_of(message),
+        prompt=prompt,
         model=message.model,
         user=message.tenant,
         peer=peer,
         cache_salt=message.cache_salt,
         priority=message.priority,
         deadline_s=deadline_s,
-        **_grammar_of(message),
+        **_grammar_of(message, prompt),
         **fields,
     )
 
@@ -123,8 +124,8 @@ def _is_set(message: pb.GenerateRequest, name: str) -> bool:
     return _SAMPLING[name].has_presence and message.sampling.HasField(name)
 
 
-def _grammar_of(message: pb.GenerateRequest) -> dict[str, Any]:
-    if (forced := forced_grammar_of(message.chat)) is not None:
+def _grammar_of(message: pb.GenerateRequest, prompt: str | Chat | tuple[int, ...]) -> dict[str, Any]:
+    if isinstance(prompt, Chat) and (forced := forced_grammar_of(message.chat, prompt)) is not None:
         if message.HasField("grammar"):
             text = "tool_choice: an answer that is bound to be a call keeps to no other format"
             raise RequestError(text, param="tool_choice")

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
 from cluster.words.errors import RequestError
 from router.doors.openai_fields import Only, OpenAIObject, Unsupported
-from router.text.chat import Chat
+from router.text.chat import Chat, opens_answer
 from router.text.completion_request import MAX_MESSAGES
 
 MAX_PARTS = 4096  # of one message
@@ -149,9 +149,7 @@ class ChatSettings(OpenAIObject):
     ) -> Chat:
         """has_tools: whether the model sees them. forced: as in Chat. Raises RequestError."""
         is_continued = bool(self.continue_final_message)
-        if is_continued and self.add_generation_prompt:
-            text = "continue_final_message: not together with add_generation_prompt, which begins an answer"
-            raise RequestError(text, param="continue_final_message")
+        opens = opens_answer(self.add_generation_prompt, is_continued=is_continued)
         names = [tool.function.name for tool in self.tools or ()]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise RequestError(f"tools: {twice!r} is there twice", param="tools")
@@ -163,7 +161,7 @@ class ChatSettings(OpenAIObject):
             is_parallel=is_parallel,
             forced=forced,
             is_continued=is_continued,
-            opens_answer=not is_continued if self.add_generation_prompt is None else self.add_generation_prompt,
+            opens_answer=opens,
         )
 
 

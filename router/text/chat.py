@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from cluster.words.errors import RequestError
 from router.text.chat_template import Message
 
 
@@ -48,3 +49,11 @@ def _texts(message: Message) -> Iterator[str]:
     for call in message.get("tool_calls", ()):
         yield call["function"]["name"]
         yield call["function"]["arguments"]
+
+
+def opens_answer(asked: bool | None, *, is_continued: bool) -> bool:
+    """Whether a prompt ends where an answer begins. asked: by the client. Raises RequestError."""
+    if is_continued and asked:
+        text = "continue_final_message: not together with add_generation_prompt, which begins an answer"
+        raise RequestError(text, param="continue_final_message")
+    return not is_continued if asked is None else asked

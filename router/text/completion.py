@@ -96,8 +96,10 @@ class Completions:
             check(request, self.model)
             clock = TokenClock(self.metrics, num_choices=request.n)
             prompt_ids = truncated(await self.prompts.encode(request, num_beside=num_beside), request, self.model)
-            grammar = await self._bound(request, self.prompts.end_of(prompt_ids))
-            await self._grammars.check(replace(request, grammar=grammar))
+            grammar = None
+            if request.grammar:
+                grammar = await self._bound(request, request.grammar, self.prompts.end_of(prompt_ids))
+                await self._grammars.check(replace(request, grammar=grammar))
             sampling = sampling_of(
                 request, self.model, num_prompt_tokens=len(prompt_ids), eos_token_ids=self.tokenizer.eos_token_ids
             )
@@ -108,10 +110,10 @@ class Completions:
         limit_s = self.max_request_s if request.deadline_s is None else min(request.deadline_s, self.max_request_s)
         return Completion(self, request, prompt_ids, sampling, grammar=grammar, clock=clock, limit_s=limit_s)
 
-    async def _bound(self, request: CompletionRequest, prompt: str) -> Grammar | None:
+    async def _bound(self, request: CompletionRequest, grammar: Grammar, prompt: str) -> Grammar | None:
         making = partial(bound_answer, request, self.prompts.dialect, prompt)
         num_beside = num_chars(request.prompt) if isinstance(request.prompt, Chat) else 0  # tools are among these
-        if request.grammar is None or len(request.grammar.text) + num_beside < _LARGE:
+        if len(grammar.text) + num_beside < _LARGE:
             return making()
         return await self.threads.run(request.key_id, making)
 
