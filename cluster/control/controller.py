@@ -197,7 +197,8 @@ class Controller:
             except RayError:
                 logger.exception("Ray did not do as asked; trying again")
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), _RECONCILE_S)
+                async with asyncio.timeout(_RECONCILE_S):
+                    await self._changed.wait()
 
     async def _adopt(self) -> None:
         """Take over what an earlier life of this controller started; remove what is not whole. Raises RayError, as when
@@ -216,7 +217,8 @@ class Controller:
             if self._desired is None:
                 raise ReplicaFailed("nothing is desired")
             life = ReplicaLife(replica, self._desired)
-            await asyncio.wait_for(life.adopt(), _ADOPT_S)
+            async with asyncio.timeout(_ADOPT_S):
+                await life.adopt()
         except (ReplicaFailed, TimeoutError) as error:
             logger.warning("%s is removed, not adopted: %s", replica, error)
             remove_leftovers(replica, self._name)

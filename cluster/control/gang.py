@@ -132,7 +132,8 @@ class Gang:
         if rank >= len(self._ranks):
             raise ReplicaFailed(f"rank {rank} has no process yet", rank=rank)
         call = getattr(self._ranks[rank], method).options(concurrency_group="control").remote(*args)
-        return await _failing_clearly(rank, asyncio.wait_for(call, within_s))
+        async with asyncio.timeout(within_s):
+            return await _failing_clearly(rank, call)
 
     async def ask_all(self, method: str, *args: Any, within_s: float | None = _ANSWER_S) -> list[Any]:
         """Call every rank at once; when one fails, the others are not waited for."""

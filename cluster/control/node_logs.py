@@ -55,7 +55,8 @@ async def _call_on(node_id: str, function: Callable[..., Any], *args: Any, **kwa
     """Its answer on that node; at once on this one."""
     if node_id == ray.get_runtime_context().get_node_id():
         return function(*args, **kwargs)
-    return await asyncio.wait_for(run_on(node_id, function, *args, **kwargs), _READ_S)
+    async with asyncio.timeout(_READ_S):
+        return await run_on(node_id, function, *args, **kwargs)
 
 
 async def _unless_away(answer: Awaitable[T]) -> T | None:

@@ -131,7 +131,8 @@ class ReplicaLife:
 
     async def _is_leaving_within(self, seconds: float) -> bool:
         try:
-            return await asyncio.wait_for(self._leave.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                return await self._leave.wait()
         except TimeoutError:
             return False
 

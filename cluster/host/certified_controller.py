@@ -48,7 +48,8 @@ class CertifiedController:
         peer = ProcessName.of_controller(name.deployment)
         async with open_channel(address, peer=peer, identity=self._file.identity) as channel:
             try:
-                return await asyncio.wait_for(call(rpc.OperationsStub(channel), *args, **kw), within_s)
+                async with asyncio.timeout(within_s):
+                    return await call(rpc.OperationsStub(channel), *args, **kw)
             except TimeoutError:
                 raise DeployError(f"{name.deployment} at {address}: no answer within {within_s:g} s") from None
             except aio.AioRpcError as error:

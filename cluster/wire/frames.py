@@ -66,7 +66,8 @@ class FrameHub:
         try:
             while self._outboxes.get(router) is outbox and not self._is_closed:
                 try:
-                    await asyncio.wait_for(outbox.wake.wait(), HEARTBEAT_S)
+                    async with asyncio.timeout(HEARTBEAT_S):
+                        await outbox.wake.wait()
                 except TimeoutError:
                     pass  # an empty frame: we are alive
                 outbox.wake.clear()

@@ -39,7 +39,8 @@ async def _watch(address: str, peer: ProcessName, identity: Identity) -> None:
         async with open_channel(address, peer=peer, identity=identity) as channel:
             while identity.papers is papers:
                 try:
-                    await asyncio.wait_for(channel.channel_ready(), _RECONNECT_S)
+                    async with asyncio.timeout(_RECONNECT_S):
+                        await channel.channel_ready()
                 except TimeoutError:
                     raise ReplicaLost(f"the rank at {address} does not answer") from None
                 await _until_broken(channel)

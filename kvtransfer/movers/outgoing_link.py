@@ -154,7 +154,8 @@ class OutgoingLink:
             async with open_channel(self._address, peer=self._peer, identity=self._config.identity) as channel:
                 stub = rpc.RankStub(channel)
                 call = stub.Connect(self._outgoing_frames())
-                frame = await asyncio.wait_for(anext(aiter(call)), self._config.timeout_s)
+                async with asyncio.timeout(self._config.timeout_s):
+                    frame = await anext(aiter(call))
                 if frame.WhichOneof("frame") != "welcome":
                     raise LayoutMismatch(f"{self._address} refuses {self._name}: {frame.refused.reason[:_MAX_REASON]}")
                 check_name(frame.welcome.prefix, "welcome.prefix")

@@ -140,7 +140,8 @@ class GrpcApi:
         self.set_health(is_ready=False)
         self._inference.is_closing = True
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._inference.idle.wait(), grace_s)
+            async with asyncio.timeout(grace_s):
+                await self._inference.idle.wait()
         await self._server.stop(_LAST_WORDS_S)  # once: two that overlap have crashed the process in grpc 1.85
 
 

@@ -79,7 +79,8 @@ class HttpListener:
         self._server.close()
         self._connections.finish()
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._connections.all_gone.wait(), grace_s)
+            async with asyncio.timeout(grace_s):
+                await self._connections.all_gone.wait()
         self._connections.abort()
         if tasks := set(self._connections.state.tasks):  # they hear that their client has gone
             _, late = await asyncio.wait(tasks, timeout=_LAST_WORDS_S)

@@ -1,20 +1,26 @@
-"""The life of a replica whose gang holds no process: what is said of a start that takes too long."""
+"""The life of a replica whose gang holds no process: how a start that takes too long, and one that is stopped, end."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cluster.control import replica_life
 from cluster.control.desired import Desired
+from cluster.control.gang import Gang
+from cluster.control.pool import ReplicaPool
+from cluster.control.replica import ReplicaState
 from cluster.control.replica_life import ReplicaLife
 from cluster.words.credentials import Credentials
 from cluster.words.errors import ReplicaFailed
 from cluster.words.launch import Launch
+from cluster.words.request import Role
 from cluster.words.spec_file import parse_spec
+from tests.waiting import WITHIN_S, becomes
 
 
 class FakeGang:
@@ -45,6 +51,25 @@ class FakeGang:
         self.is_removed = True
 
 
+class FakeRank:
+    """An actor's handle; each call is answered when the test says so."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, asyncio.Future[Any]]] = []
+
+    def __getattr__(self, method: str) -> Any:
+        def remote() -> asyncio.Future[Any]:
+            self.calls.append((method, asyncio.get_running_loop().create_future()))
+            return self.calls[-1][1]
+
+        call = SimpleNamespace(remote=remote)
+        return SimpleNamespace(options=lambda concurrency_group: call)
+
+
+def make_desired(spec: dict[str, Any]) -> Desired:
+    return Desired(launch=Launch(spec=parse_spec(spec), log_dir="", credentials=Credentials.new(index_url="")))
+
+
 @pytest.mark.parametrize(("stage", "at"), [("", ""), ("reading weights", ", at 'reading weights'")])
 async def test_a_start_that_takes_too_long_is_explained(monkeypatch: pytest.MonkeyPatch, stage: str, at: str) -> None:
     gangs: list[FakeGang] = []
@@ -55,13 +80,30 @@ async def test_a_start_that_takes_too_long_is_explained(monkeypatch: pytest.Monk
         return gangs[-1]
 
     monkeypatch.setattr(replica_life, "Gang", make)
-    desired = Desired(
-        launch=Launch(
-            spec=parse_spec({"timeouts": {"start_s": 1.0}}), log_dir="", credentials=Credentials.new(index_url="")
-        )
-    )
+    desired = make_desired({"timeouts": {"start_s": 1.0}})
     with pytest.raises(ReplicaFailed) as failure:
         await ReplicaLife("prefill-0", desired).live()
     assert str(failure.value) == f"not ready 1 s after it was placed (timeouts.start_s){at}"
     assert failure.value.will_repeat
     assert [gang.is_removed for gang in gangs] == [True]
+
+
+async def test_a_replica_that_answers_just_as_it_is_removed_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank, removed = FakeRank(), asyncio.Event()
+
+    async def remove(gang: Gang, *, is_serving: bool) -> None:
+        removed.set()
+
+    monkeypatch.setattr(Gang, "remove", remove)
+    life = ReplicaLife("decode-0", make_desired({}))
+    life.view.state = ReplicaState.READY  # as one that was adopted
+    life._gang._ranks = [rank]
+    pool = ReplicaPool(Role.DECODE, changed=lambda: None)
+    pool.add(life)
+    await becomes(lambda: rank.calls)
+    method, answer = rank.calls[0]
+    assert method == "status"
+    answer.set_result({"state": "ready", "running": 0, "waiting": 0, "blocks": {"total": 1, "free": 1, "cached": 0}})
+    async with asyncio.timeout(WITHIN_S):  # nobody has heard the answer yet
+        await pool.stop()
+    assert removed.is_set() and not pool.ids
