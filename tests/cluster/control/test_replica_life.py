@@ -8,19 +8,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
-from cluster.control import replica_life
+from cluster.control import gang, replica_life
 from cluster.control.desired import Desired
 from cluster.control.gang import Gang
 from cluster.control.pool import ReplicaPool
-from cluster.control.replica import ReplicaState
 from cluster.control.replica_life import ReplicaLife
 from cluster.words.credentials import Credentials
 from cluster.words.errors import ReplicaFailed
 from cluster.words.launch import Launch
 from cluster.words.request import Role
 from cluster.words.spec_file import parse_spec
-from tests.waiting import WITHIN_S, becomes
+from tests.waiting import WITHIN_S
+
+STATUS = {"state": "ready", "running": 0, "waiting": 0, "blocks": {"total": 1, "free": 1, "cached": 0}}
 
 
 class FakeGang:
@@ -55,15 +57,22 @@ class FakeRank:
     """An actor's handle; each call is answered when the test says so."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[str, asyncio.Future[Any]]] = []
+        self._calls: asyncio.Queue[tuple[str, asyncio.Future[Any]]] = asyncio.Queue()
 
     def __getattr__(self, method: str) -> Any:
         def remote() -> asyncio.Future[Any]:
-            self.calls.append((method, asyncio.get_running_loop().create_future()))
-            return self.calls[-1][1]
+            answer = asyncio.get_running_loop().create_future()
+            self._calls.put_nowait((method, answer))
+            return answer
 
         call = SimpleNamespace(remote=remote)
         return SimpleNamespace(options=lambda concurrency_group: call)
+
+    async def call(self, method: str) -> asyncio.Future[Any]:
+        """The next one, which is to be of this method."""
+        called, answer = await self._calls.get()
+        assert called == method
+        return answer
 
 
 def make_desired(spec: dict[str, Any]) -> Desired:
@@ -95,15 +104,18 @@ async def test_a_replica_that_answers_just_as_it_is_removed_is_removed(monkeypat
         removed.set()
 
     monkeypatch.setattr(Gang, "remove", remove)
+    monkeypatch.setattr(gang, "get_placement_group", lambda name: None)
+    monkeypatch.setattr(gang, "placement_group_table", lambda group: {"bundles_to_node_id": {0: "a node"}})
+    monkeypatch.setattr(gang, "live_nodes", list)
+    monkeypatch.setattr(ray, "get_actor", lambda name, namespace: rank)
     life = ReplicaLife("decode-0", make_desired({}))
-    life.view.state = ReplicaState.READY  # as one that was adopted
-    life._gang._ranks = [rank]
+    adoption = asyncio.create_task(life.adopt())
+    (await rank.call("bind")).set_result({"pid": 1, "host": "node", "address": "127.0.0.1:1", "device": "cpu"})
+    (await rank.call("status")).set_result(STATUS)
+    await adoption
     pool = ReplicaPool(Role.DECODE, changed=lambda: None)
     pool.add(life)
-    await becomes(lambda: rank.calls)
-    method, answer = rank.calls[0]
-    assert method == "status"
-    answer.set_result({"state": "ready", "running": 0, "waiting": 0, "blocks": {"total": 1, "free": 1, "cached": 0}})
-    async with asyncio.timeout(WITHIN_S):  # nobody has heard the answer yet
+    (await rank.call("status")).set_result(STATUS)  # which nobody has heard yet
+    async with asyncio.timeout(WITHIN_S):
         await pool.stop()
     assert removed.is_set() and not pool.ids
