@@ -34,12 +34,13 @@ class DecodeServicer(rpc.DecodeWorkerServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: _Context) -> AsyncIterator[pb.GenerateEvent]:
         live = self.live
-        if live is None or live.service.is_draining:
-            await abort_with(context, ReplicaLost("this replica takes no new work"))
+        if live is None:
+            await abort_with(context, ReplicaLost("this replica takes no work yet"))
         try:
             check_streams(request.router, ())
             sequence = await live.sequence_of(request.sequence)
             holder = holder_of(request)
+            live.service.check_takes_work()  # last: a grammar's compiling takes its time
         except ClusterError as error:
             await abort_with(context, error)
         prompt = Prompt(sequence, source=_source(request))

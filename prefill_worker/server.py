@@ -32,12 +32,13 @@ class PrefillServicer(rpc.PrefillWorkerServicer):
 
     async def Prefill(self, request: pb.PrefillRequest, context: _Context) -> AsyncIterator[pb.PrefillEvent]:
         live = self.live
-        if live is None or live.service.is_draining:
-            await abort_with(context, ReplicaLost("this replica takes no new work"))
+        if live is None:
+            await abort_with(context, ReplicaLost("this replica takes no work yet"))
         try:
             sequence = await live.sequence_of(request.sequence)
             handoff = live.handoff_of(request.handoff) if request.HasField("handoff") else None
             holder = holder_of(request)
+            live.service.check_takes_work()  # last: a grammar's compiling takes its time
         except ClusterError as error:
             await abort_with(context, error)
         prompt = Prompt(sequence, fetch_only=request.fetch_only)

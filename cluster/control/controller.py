@@ -190,12 +190,9 @@ class Controller:
                 if not self._has_adopted.is_set():  # nothing may be started beside what lives
                     await self._adopt()
                 self._reconcile()
-                if self._desired and not self._operations:
-                    await self._open_operations(self._desired.launch)
-            except ClusterError as error:
-                logger.warning("people with certificates are not served; trying again: %s", error)
-            except RayError:
-                logger.exception("Ray did not do as asked; trying again")
+                await self._serve_people()
+            except Exception:  # an edge: Ray may be away, and without this loop nothing is ever replaced again
+                logger.exception("the replicas are not looked after; trying again")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_RECONCILE_S):
                     await self._changed.wait()
@@ -231,6 +228,13 @@ class Controller:
             return
         for role, pool in self._pools.items():
             pool.reconcile(desired, functools.partial(self._new_id, role))
+
+    async def _serve_people(self) -> None:
+        if self._desired and not self._operations:
+            try:
+                await self._open_operations(self._desired.launch)
+            except ClusterError as error:
+                logger.warning("people with certificates are not served; trying again: %s", error)
 
     async def _open_operations(self, launch: Launch) -> None:
         """Serve people with certificates, if the spec says so. Raises SpecError, DeployError."""

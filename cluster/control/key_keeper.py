@@ -22,6 +22,7 @@ from cluster.control.desired import namespace
 from cluster.control.ray_store import StoreEntry
 from cluster.index.key_channel import KeyPublisher
 from cluster.index.redis_client import RedisReach, connect_redis
+from cluster.process.supervisor import Supervisor
 from cluster.words.api_key import ApiKey, KeyBook, KeyChange
 from cluster.words.credentials import Purpose
 from cluster.words.errors import DeployError
@@ -52,7 +53,7 @@ class KeyKeeper:
         )
         self._reach = RedisReach("routers hear of the API keys when it is back")
         self._is_closing = False
-        self._telling = asyncio.create_task(self._tell_forever())
+        self._telling = Supervisor().start("telling routers the keys", self._tell_forever)
 
     async def add(self, key: ApiKey) -> KeyChange:
         """Routers take it within a second of being told. Raises SpecError when its name is taken, and DeployError when

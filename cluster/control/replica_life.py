@@ -63,6 +63,7 @@ class ReplicaLife:
         if state == "loading":
             raise ReplicaFailed("was still loading")
         self._enter(ReplicaState.READY)
+        self.serving_since = time.monotonic()  # whoever lets it go has to let it drain
         if state != "ready":
             self.leave()
 

@@ -10,6 +10,7 @@ was left.
 from __future__ import annotations
 
 import contextlib
+import logging
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -35,6 +36,8 @@ from cluster.words.spec import RouterSpec, Spec
 
 if TYPE_CHECKING:  # Ray must not be imported before local_ray.join()
     from ray import serve
+
+logger = logging.getLogger(__name__)
 
 _SEE_ALL_S = 60.0  # from every replica being ready until the router has heard of all
 _STOP_S = 60.0
@@ -103,8 +106,7 @@ def take_down(state: State, *, force: bool = False) -> None:
     if state.local_ray is not None:
         local_ray.stop(state.local_ray)
     else:
-        with contextlib.suppress(DeployError) if force else contextlib.nullcontext():
-            _remove_from_ray(state)
+        _remove_from_ray(state, force=force)
     states.forget(state.name)
 
 
@@ -250,16 +252,27 @@ def _doors_now(place: _Place, spec: Spec) -> Doors:
     return plan_doors(spec.router, live_nodes(), is_one_machine=False)
 
 
-def _remove_from_ray(state: State) -> None:
+def _remove_from_ray(state: State, *, force: bool) -> None:
     import ray
 
     from cluster.host import driver, router_app
 
-    driver.connect(state.ray_address, state.name)
-    router_app.stop_router(state.name, owns_serve=state.owns_serve)
-    controller = driver.start_controller(state.name)  # the one that is there; or one to clean up after one that is not
-    driver.ask(controller, "stop", within_s=_STOP_S)
-    ray.kill(controller)
+    try:
+        driver.connect(state.ray_address, state.name)
+    except DeployError:
+        if not force:
+            raise
+        return
+    try:
+        router_app.stop_router(state.name, owns_serve=state.owns_serve)
+        controller = driver.start_controller(state.name)  # the one that is there, or one to clean up after it
+        driver.ask(controller, "stop", within_s=_STOP_S)
+        ray.kill(controller)
+    except DeployError as error:
+        if not force:
+            raise
+        logger.warning("its parts are removed without its controller: %s", error)
+        driver.remove_remains(state.name)
     driver.stop_index(state.name)
     ray.shutdown()
 

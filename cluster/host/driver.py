@@ -12,9 +12,11 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from cluster.control import controller
+from cluster.control import authority_store, controller
+from cluster.control import desired as desired_store
 from cluster.control.controller import Controller
 from cluster.control.desired import namespace
+from cluster.control.gang import find_replicas, remove_leftovers
 from cluster.control.node_task import run_on
 from cluster.control.placement import Node, on_the_head
 from cluster.host.certified_controller import CertifiedController
@@ -110,6 +112,16 @@ def this_ip() -> str:
     """The address of this machine in the cluster."""
     ip: str = ray.util.get_node_ip_address()
     return ip
+
+
+def remove_remains(name: str) -> None:
+    """The controller, which does not do it, every replica, and what Ray keeps of the deployment."""
+    with contextlib.suppress(ValueError):
+        ray.kill(ray.get_actor(controller.ACTOR_NAME, namespace=namespace(name)))
+    for replica in find_replicas(name):
+        remove_leftovers(replica, name)
+    desired_store.forget(name)
+    authority_store.forget(name)
 
 
 def stop_index(name: str) -> None:

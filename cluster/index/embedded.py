@@ -31,8 +31,8 @@ class EmbeddedIndex:
         while True:
             try:
                 self._server.start()  # blocks this loop for some 0.1 s; nothing else happens on it
-            except DeployError as error:
-                logger.error("%s", error)
+            except (DeployError, OSError) as error:  # no memory, no file left: perhaps for a moment
+                logger.error("the embedded Redis does not start: %s", error)
                 if not self._first_start.done():
                     self._first_start.set_exception(error)
             else:

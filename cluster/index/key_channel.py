@@ -46,9 +46,10 @@ class KeyPublisher:
     async def forget_others(self, kept: Set[str]) -> None:
         """Nothing is counted any more for keys whose ids are not `kept`, whoever has told of them."""
         known: set[Any] = await self._redis.smembers(_counted(self._name))
-        for key_id in {each.decode() for each in known} - kept:
-            await self._redis.delete(*places_of(self._name, key_id))
-            await self._redis.srem(_counted(self._name), key_id)
+        for member in known:  # others may have written there what no key is called
+            if (key_id := member.decode(errors="replace")) not in kept:
+                await self._redis.delete(*places_of(self._name, key_id))
+                await self._redis.srem(_counted(self._name), member)
 
     async def close(self) -> None:
         await self._redis.aclose()

@@ -40,6 +40,7 @@ class Presence:
         self._changes: dict[bytes, Tier | None] = {}
         self._changed = asyncio.Event()
         self._is_whole = False  # Redis has everything up to what waits here
+        self._is_leaving = False
         self._reach = RedisReach("serving goes on without it")
 
     def publish(self, changes: Mapping[bytes, Tier | None]) -> None:
@@ -49,22 +50,25 @@ class Presence:
 
     async def run(self) -> None:
         """Until cancelled."""
-        await asyncio.gather(self._every(RENEW_S, self._renew), self._flush_forever())
+        async with asyncio.TaskGroup() as group:  # one that dies takes the other along
+            group.create_task(self._every(RENEW_S, self._renew))
+            group.create_task(self._flush_forever())
 
     async def leave(self) -> None:
         """Out of membership and index, at once, as far as Redis can be reached; the connection is closed."""
+        self._is_leaving = True
         await self._try(self._leave)
         await self._redis.aclose()
 
     async def _flush_forever(self) -> None:
-        while True:
+        while not self._is_leaving:  # redis-py may swallow a cancellation
             await self._changed.wait()
             self._changed.clear()
             await asyncio.sleep(_FLUSH_S)
             await self._try(self._flush)
 
     async def _every(self, seconds: float, action: Callable[[], Awaitable[None]]) -> None:
-        while True:
+        while not self._is_leaving:
             await self._try(action)
             await asyncio.sleep(seconds)
 

@@ -9,6 +9,7 @@ a dead replica's entries are forgotten with its name, and its sets die by themse
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -96,6 +97,7 @@ class IndexReader:
         self._last_id: bytes | None = None  # of the last event folded in; None: nothing yet
         self._position = 0  # how many events the stream had had when that one was added
         self._members: set[str] = set()  # of whom events are taken
+        self._is_changing = asyncio.Lock()  # what is loaded is not older than what was folded in meanwhile
         self.num_refused = 0  # events that make no sense
 
     async def follow(self, replicas: Iterable[str], *, wait_ms: int) -> None:
@@ -115,7 +117,8 @@ class IndexReader:
         for _, events in answer or []:
             for event_id, event in events:
                 try:
-                    await self._fold(event)
+                    async with self._is_changing:
+                        await self._fold(event)
                 except (KeyError, ValueError, ResponseError) as error:  # the same event would only fail again
                     self._refuse(event_id, error)
                 self._last_id = event_id
@@ -135,14 +138,18 @@ class IndexReader:
         Other clients have their turn meanwhile. What changes meanwhile comes as an event afterwards.
         """
         for replica in replicas:
-            self._members.add(replica)
-            held = {}
-            for tier, name in reversed(_set_names(self._name, replica).items()):  # the upper ones have the last word
-                held[tier] = [prefix_hash async for prefix_hash in self._redis.sscan_iter(name, count=_SCAN_BLOCKS)]
-            self._index.drop(replica)
-            for tier, hashes in held.items():
-                if hashes:
-                    self._index.store(replica, hashes, tier)
+            async with self._is_changing:
+                await self._load(replica)
+
+    async def _load(self, replica: str) -> None:
+        self._members.add(replica)
+        held = {}
+        for tier, name in reversed(_set_names(self._name, replica).items()):  # the upper ones have the last word
+            held[tier] = [prefix_hash async for prefix_hash in self._redis.sscan_iter(name, count=_SCAN_BLOCKS)]
+        self._index.drop(replica)
+        for tier, hashes in held.items():
+            if hashes:
+                self._index.store(replica, hashes, tier)
 
     async def forget(self, replica: str) -> None:
         """A replica's lease has ended: drop it here and in Redis, however much it held."""
@@ -155,7 +162,7 @@ class IndexReader:
         if replica not in self._members:  # whoever writes to Redis may invent any number of them
             return
         if b"reset" in event:
-            await self.load([replica])
+            await self._load(replica)
             return
         for tier in Tier:
             if packed := event.get(_FIELDS[tier].encode()):

@@ -74,7 +74,8 @@ class ReplicaService:
         self._presence_task: Future[None] | None = None
         self._tasks = Supervisor(died=self._task_died)
         self._status = pb.Status(replica=replica)
-        self._num_requests = 0
+        self._num_requests = 0  # after the last step
+        self._is_counted = False  # they are all that there will ever be
         self.is_draining = False
 
     def start(self, *, index_url: str, name: str, key: bytes, member: Member, other_ranks: Sequence[str]) -> None:
@@ -103,14 +104,20 @@ class ReplicaService:
 
     def status(self) -> RankStatus:
         status = self._status
-        state = "ready" if not self.is_draining else "draining" if self._num_requests else "drained"
+        is_drained = self._is_counted and not self._num_requests
+        state = "ready" if not self.is_draining else "drained" if is_drained else "draining"
         blocks = {"total": status.blocks_total, "free": status.blocks_free, "cached": status.blocks_cached}
         return {"state": state, "running": status.running, "waiting": status.waiting, "blocks": blocks}  # type: ignore[typeddict-item]
+
+    def check_takes_work(self) -> None:
+        """Raises ReplicaLost when it leaves. What is let in is posted in the same turn of the event loop."""
+        if self.is_draining:
+            raise ReplicaLost("this replica takes no new work")
 
     def drain(self) -> None:
         """Take no new work. Routers are told at once, by their frames."""
         self.is_draining = True
-        self.post(self._publish)
+        self._host.post(self.post, self._count_what_is_left)  # by the event loop: behind what it has just let in
 
     def stop(self, *, timeout_s: float = 5.0) -> None:
         """Leave the index and the membership, and end the step loop."""
@@ -153,6 +160,10 @@ class ReplicaService:
     def _idle(self) -> None:
         self._worker.replica.heartbeat()
         self._publish()
+
+    def _count_what_is_left(self) -> None:
+        self._publish()
+        self._is_counted = True
 
     def _publish(self) -> None:
         """Everything that is new since the last step goes to the event loop in one call."""

@@ -91,7 +91,14 @@ class RankTiers:
 
     def _load_forever(self) -> None:
         while (order := self._orders.get()) is not None:
-            self._on_loaded(self._load(order))
+            self._on_loaded(self._load_or_none(order))
+
+    def _load_or_none(self, order: LoadOrder) -> LoadResult:
+        try:
+            return self._load(order)
+        except Exception:  # an edge: whoever waits must hear of it, and so must the next one
+            logger.exception("load %s failed", order.id)
+            return LoadResult(order.id, 0, {}, {})
 
     def _load(self, order: LoadOrder) -> LoadResult:
         num_bytes: dict[Tier, int] = {}

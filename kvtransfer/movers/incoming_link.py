@@ -89,8 +89,8 @@ class IncomingLink:
         self._refused: tuple[str, int] | None = None  # the last handoff refused: say so once, not per segment
 
     async def converse(self, frames: AsyncIterator[pb.SenderFrame]) -> AsyncIterator[pb.ReceiverFrame]:
-        self.has_begun = True
         threading.Thread(target=self._run, name=f"kv-recv-{self._prefix}", daemon=True).start()
+        self.has_begun = True
         listener = asyncio.create_task(self._listen(frames))
         try:
             while (answer := await self._answers.get()) is not None:
@@ -109,7 +109,8 @@ class IncomingLink:
                 self._frames.put(self._checked(message))
         except (RequestError, LinkClosed) as error:
             logger.warning("link closed prefix=%s: %s", self._prefix, error)
-        self._answers.put_nowait(None)
+        finally:
+            self._answers.put_nowait(None)
 
     def _checked(self, message: pb.SenderFrame) -> _Frame:
         """What is announced, if it could be meant. Raises RequestError, LinkClosed."""

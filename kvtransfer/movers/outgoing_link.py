@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 _MAX_REASON = 1000  # characters of what the other side says
+_READ_S = 0.2  # for what has come and is not read yet
 
 # What waits for the link's thread, and behind what on the device it must come.
 _Job = tuple[Outlet, Segment | Ending, Mark]
@@ -174,6 +175,9 @@ class OutgoingLink:
             self.fail(LinkClosed(f"{self._address} answers what cannot be meant: {error}"))
         except TransferError as error:
             self.fail(error)
+        except Exception as error:  # an edge: a link that nobody serves must not be handed out
+            logger.exception("link to %s: its conversation ended", self._address)
+            self.fail(LinkClosed(f"link to {self._address}: {error!r}"))
 
     async def _outgoing_frames(self) -> AsyncIterator[pb.SenderFrame]:
         layout = self._config.pool.layout
@@ -206,6 +210,10 @@ class OutgoingLink:
         self._changed(outlet)
 
     def _check_answered(self, outlet: Outlet) -> None:
+        """Not at once: where this process stood still until now, the answer has come and was not read."""
+        self._loop.call_later(_READ_S, self._fail_unless_answered, outlet)
+
+    def _fail_unless_answered(self, outlet: Outlet) -> None:
         if not outlet.is_ended:
             self.fail(LinkClosed(f"{self._address} did not acknowledge handoff {outlet.passage.handoff.id}"))
 

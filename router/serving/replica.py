@@ -19,7 +19,7 @@ from router.serving.worker import Worker
 
 logger = logging.getLogger(__name__)
 
-_SILENCE_S = 3.0  # a worker sends a frame every second at least
+_LOOK_S, _QUIET_LOOKS = 0.5, 7  # after so many without a frame it is lost; it sends one every second at least
 _RECONNECT_S = 0.2
 
 TokenSink = Callable[[list[SampledToken] | ReplicaLost], None]
@@ -28,7 +28,16 @@ TokenSink = Callable[[list[SampledToken] | ReplicaLost], None]
 class Replica:
     """Follows the frames of `worker`, which it owns, for as long as it is a member. Lives on the event loop."""
 
-    def __init__(self, member: Member, worker: Worker, *, on_change: Callable[[], None], tasks: Supervisor) -> None:
+    def __init__(
+        self,
+        member: Member,
+        worker: Worker,
+        *,
+        on_change: Callable[[], None],
+        tasks: Supervisor,
+        look_s: float = _LOOK_S,
+    ) -> None:
+        """look_s: how often it is looked whether a frame has come."""
         self.member = member
         self.worker = worker
         self.status = pb.Status(replica=member.replica)
@@ -40,8 +49,10 @@ class Replica:
         self.promised_streams = 0
         self._has_told_nonsense = False
         self._num_frames = 0  # of this life
+        self._num_quiet_looks = 0  # since the last of them
         self._framed = asyncio.Event()  # set by each, and by their end
         self._on_change = on_change
+        self._look_s = look_s
         self._load: ReplicaLoad | None = None  # None: something has changed
         self._sinks: dict[int, TokenSink] = {}
         self._loss: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # of this life; done while dead
@@ -124,7 +135,7 @@ class Replica:
             except ClusterError as error:
                 reason = str(error)
             except TimeoutError:
-                reason = f"silent for {_SILENCE_S} s"
+                reason = f"silent for {self._look_s * (_QUIET_LOOKS - 1)} s"
             except Exception as error:  # a frame that cannot be read: whoever sends it is not to be relied upon
                 logger.exception("replica=%s sent a frame that cannot be read", self.id)
                 reason = f"a frame cannot be read: {error!r}"
@@ -132,21 +143,31 @@ class Replica:
             await asyncio.sleep(_RECONNECT_S)
 
     async def _read_frames(self) -> None:
+        """Until they end. Raises TimeoutError when none comes any more."""
         frames, self._num_frames = self.worker.frames(), 0
-        try:
-            while True:
-                async with asyncio.timeout(_SILENCE_S):
-                    frame = await anext(frames, None)
-                if frame is None:
-                    return
-                if frame.number > self._num_frames:
-                    raise ReplicaLost(f"{self.id}: a frame is missing before number {frame.number}")
-                if frame.number == self._num_frames:  # not one that came before
-                    self._take(frame)
-                    self._num_frames += 1
-                    self._framed.set()
-        finally:
-            frames.cancel()
+        async with asyncio.timeout(None) as silence:
+            watch = asyncio.create_task(self._watch_silence(silence))
+            try:
+                async for frame in frames:
+                    self._num_quiet_looks = 0
+                    if frame.number > self._num_frames:
+                        raise ReplicaLost(f"{self.id}: a frame is missing before number {frame.number}")
+                    if frame.number == self._num_frames:  # not one that came before
+                        self._take(frame)
+                        self._num_frames += 1
+                        self._framed.set()
+            finally:
+                watch.cancel()
+                frames.cancel()
+
+    async def _watch_silence(self, silence: asyncio.Timeout) -> None:
+        """Looks are counted, not seconds: where this process itself stood still, what has come meanwhile is read first,
+        and its replicas are not all taken for lost."""
+        self._num_quiet_looks = 0
+        while self._num_quiet_looks < _QUIET_LOOKS:
+            await asyncio.sleep(self._look_s)
+            self._num_quiet_looks += 1
+        silence.reschedule(asyncio.get_running_loop().time())
 
     def _take(self, frame: pb.Frame) -> None:
         has_status = frame.HasField("status")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from cluster.words.errors import ReplicaFailed
 from cluster.words.launch import Launch
 from cluster.words.request import Role
 from cluster.words.spec_file import parse_spec
-from tests.waiting import WITHIN_S
+from tests.waiting import WITHIN_S, becomes
 
 STATUS = {"state": "ready", "running": 0, "waiting": 0, "blocks": {"total": 1, "free": 1, "cached": 0}}
 
@@ -57,22 +58,20 @@ class FakeRank:
     """An actor's handle; each call is answered when the test says so."""
 
     def __init__(self) -> None:
-        self._calls: asyncio.Queue[tuple[str, asyncio.Future[Any]]] = asyncio.Queue()
+        self._calls: defaultdict[str, asyncio.Queue[asyncio.Future[Any]]] = defaultdict(asyncio.Queue)
 
     def __getattr__(self, method: str) -> Any:
         def remote() -> asyncio.Future[Any]:
             answer = asyncio.get_running_loop().create_future()
-            self._calls.put_nowait((method, answer))
+            self._calls[method].put_nowait(answer)
             return answer
 
         call = SimpleNamespace(remote=remote)
         return SimpleNamespace(options=lambda concurrency_group: call)
 
-    async def call(self, method: str) -> asyncio.Future[Any]:
-        """The next one, which is to be of this method."""
-        called, answer = await self._calls.get()
-        assert called == method
-        return answer
+    async def answer(self, method: str, answer: Any) -> None:
+        """The next call of it."""
+        (await self._calls[method].get()).set_result(answer)
 
 
 def make_desired(spec: dict[str, Any]) -> Desired:
@@ -97,25 +96,48 @@ async def test_a_start_that_takes_too_long_is_explained(monkeypatch: pytest.Monk
     assert [gang.is_removed for gang in gangs] == [True]
 
 
+class Adopted:
+    """A replica of one such rank, which an earlier life of the controller started."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rank = FakeRank()
+        self.removed: list[bool] = []  # whether it was serving
+        self.pool = ReplicaPool(Role.DECODE, changed=lambda: None)
+
+        async def remove(gang: Gang, *, is_serving: bool) -> None:
+            self.removed.append(is_serving)
+
+        monkeypatch.setattr(Gang, "remove", remove)
+        monkeypatch.setattr(gang, "get_placement_group", lambda name: None)
+        monkeypatch.setattr(gang, "placement_group_table", lambda group: {"bundles_to_node_id": {0: "a node"}})
+        monkeypatch.setattr(gang, "live_nodes", list)
+        monkeypatch.setattr(ray, "get_actor", lambda name, namespace: self.rank)
+
+    async def join(self) -> None:
+        life = ReplicaLife("decode-0", make_desired({}))
+        adoption = asyncio.create_task(life.adopt())
+        await self.rank.answer("bind", {"pid": 1, "host": "node", "address": "127.0.0.1:1", "device": "cpu"})
+        await self.rank.answer("status", STATUS)
+        await adoption
+        self.pool.add(life)
+
+
 async def test_a_replica_that_answers_just_as_it_is_removed_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    rank, removed = FakeRank(), asyncio.Event()
-
-    async def remove(gang: Gang, *, is_serving: bool) -> None:
-        removed.set()
-
-    monkeypatch.setattr(Gang, "remove", remove)
-    monkeypatch.setattr(gang, "get_placement_group", lambda name: None)
-    monkeypatch.setattr(gang, "placement_group_table", lambda group: {"bundles_to_node_id": {0: "a node"}})
-    monkeypatch.setattr(gang, "live_nodes", list)
-    monkeypatch.setattr(ray, "get_actor", lambda name, namespace: rank)
-    life = ReplicaLife("decode-0", make_desired({}))
-    adoption = asyncio.create_task(life.adopt())
-    (await rank.call("bind")).set_result({"pid": 1, "host": "node", "address": "127.0.0.1:1", "device": "cpu"})
-    (await rank.call("status")).set_result(STATUS)
-    await adoption
-    pool = ReplicaPool(Role.DECODE, changed=lambda: None)
-    pool.add(life)
-    (await rank.call("status")).set_result(STATUS)  # which nobody has heard yet
+    adopted = Adopted(monkeypatch)
+    await adopted.join()
+    await adopted.rank.answer("status", STATUS)  # which nobody has heard yet
     async with asyncio.timeout(WITHIN_S):
-        await pool.stop()
-    assert removed.is_set() and not pool.ids
+        await adopted.pool.stop()
+    assert adopted.removed == [True] and not adopted.pool.ids
+
+
+async def test_an_adopted_replica_that_is_one_too_many_drains(monkeypatch: pytest.MonkeyPatch) -> None:
+    adopted = Adopted(monkeypatch)
+    await adopted.join()
+    adopted.pool.retire("decode-0")  # before it has lived for a moment
+    async with asyncio.timeout(WITHIN_S):
+        await adopted.rank.answer("status", STATUS)
+        await adopted.rank.answer("drain", None)
+        await adopted.rank.answer("status", STATUS | {"state": "drained"})
+        await becomes(lambda: not adopted.pool.ids)
+    assert adopted.removed == [True]

@@ -45,3 +45,16 @@ async def test_a_full_server_evicts_blocks_and_no_keys(tmp_path: Path) -> None:
         await publisher.close()
     finally:
         server.stop()
+
+
+async def test_what_others_write_among_what_is_counted_is_forgotten(redis_url: str) -> None:
+    book = KeyBook(version=1, keys=(new_key("acme", new_secret(), rpm=5),))
+    client = connect_redis(redis_url)
+    await client.flushall()
+    publisher = KeyPublisher(client, name="d", seal_key=_SEAL_KEY)
+    await publisher.publish(book)
+    [counted] = await client.keys("*counted*")
+    await client.sadd(counted, b"\xff")
+    await publisher.forget_others({book.keys[0].id})
+    assert await client.smembers(counted) == {book.keys[0].id.encode()}
+    await publisher.close()

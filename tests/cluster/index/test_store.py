@@ -292,6 +292,43 @@ async def test_replicas_that_are_no_members_hold_nothing(redis: Redis) -> None:
     assert index.match(_HASHES) == {"a": 1}
 
 
+async def test_what_is_loaded_is_not_older_than_what_came_meanwhile(redis: Redis) -> None:
+    class Slow:
+        """A server that takes its time over a scan."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(redis, name)
+
+        async def sscan_iter(self, name: str, *, count: int) -> AsyncIterator[bytes]:
+            async for prefix_hash in redis.sscan_iter(name, count=count):
+                scanned.set()
+                await go_on.wait()
+                yield prefix_hash
+
+        async def xread(self, *arguments: Any, **more: Any) -> Any:
+            answer = await redis.xread(*arguments, **more)
+            read.set()
+            return answer
+
+    scanned, read, go_on = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    slow: Any = Slow()
+    index, reader = _reader(slow)
+    writer = IndexWriter(redis, name="c", replica="a")
+    await reader.follow([], wait_ms=1)
+    await writer.publish({_HASHES[0]: Tier.DEVICE})
+    await reader.follow([], wait_ms=1)
+    loading = asyncio.create_task(reader.load(["a"]))
+    await scanned.wait()
+    await writer.publish({_HASHES[1]: Tier.DEVICE})
+    read.clear()
+    following = asyncio.create_task(reader.follow(["a"], wait_ms=1))
+    await read.wait()
+    await asyncio.sleep(0)  # it has what it needs
+    go_on.set()
+    await asyncio.gather(loading, following)
+    assert index.match(_HASHES) == {"a": 2}
+
+
 async def test_following_waits_for_news(redis: Redis) -> None:
     index, reader = _reader(redis)
     await reader.follow(["a"], wait_ms=1)

@@ -22,7 +22,7 @@ from engine.kv.pool import KVPool
 from engine.tiers.block_file import Stamp
 from engine.tiers.disk_store import DiskStore
 from engine.tiers.host_store import HostStore
-from engine.tiers.orders import LoadResult
+from engine.tiers.orders import LoadOrder, LoadResult, LoadSource, Save, TierOrders
 from engine.tiers.rank_tiers import RankTiers
 from engine.tiers.table import Load, TierTable, worth_loading
 
@@ -240,3 +240,24 @@ def test_loading_that_takes_longer_than_computing_is_not_done(
     tiers: list[Tier], compute_s: float, expected: int
 ) -> None:
     assert worth_loading(tiers, {Tier.HOST: 0.5 if compute_s == 1.0 else 0.1, Tier.DISK: 2.0}, compute_s) == expected
+
+
+def test_a_load_that_fails_is_answered_and_the_next_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: queue.SimpleQueue[LoadResult] = queue.SimpleQueue()
+    pool = KVPool(_LAYOUT, num_blocks=_NUM_BLOCKS, device=_CPU)
+    host = HostStore(num_places=1, block_bytes=_LAYOUT.block_bytes, device=_CPU)
+    tiers = RankTiers(pool, host=host, disk=None, on_loaded=answers.put)
+    saved, source = Save(Tier.HOST, 0, 0, b"hash"), LoadSource(Tier.HOST, 0, b"hash", 1)
+    copy_in = pool.copy_in
+
+    def out_of_memory(*arguments: object) -> None:
+        monkeypatch.setattr(pool, "copy_in", copy_in)
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(pool, "copy_in", out_of_memory)
+    try:
+        tiers.carry_out(TierOrders(saves=[saved], loads=[LoadOrder(1, [source]), LoadOrder(2, [source])]))
+        results = [answers.get(timeout=_WAIT_S) for _ in range(2)]
+    finally:
+        tiers.close()
+    assert [(result.id, result.num_blocks) for result in results] == [(1, 0), (2, 1)]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -14,6 +16,7 @@ from grpc import aio
 from cluster.index.membership import Member, Membership
 from cluster.index.redis_client import connect_redis
 from cluster.process.ports import free_port
+from cluster.process.supervisor import Supervisor
 from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
 from cluster.words.errors import ReplicaLost
@@ -187,3 +190,41 @@ async def test_what_is_no_frame_ends_the_reader_no_more_than_the_replica() -> No
     finally:
         await replicas.close()
         await server.stop(None)
+
+
+async def test_a_router_that_stood_still_reads_first_what_has_come_meanwhile() -> None:
+    """Else all its replicas would be lost at once, and every stream with them."""
+
+    class Frames:
+        """What a call brings: frames, and a word when it is given up."""
+
+        def __init__(self) -> None:
+            self.queue: asyncio.Queue[pb.Frame] = asyncio.Queue()
+            self.is_cancelled = False
+
+        def __aiter__(self) -> Frames:
+            return self
+
+        async def __anext__(self) -> pb.Frame:
+            return await self.queue.get()
+
+        def cancel(self) -> None:
+            self.is_cancelled = True
+
+    frames, loop, changed = Frames(), asyncio.get_running_loop(), asyncio.Event()
+    worker: Any = SimpleNamespace(frames=lambda: frames, close=partial(asyncio.sleep, 0))
+    replica = Replica(
+        _member("decode-0", Role.DECODE, 1), worker, on_change=changed.set, tasks=Supervisor(), look_s=0.02
+    )
+    frames.queue.put_nowait(pb.Frame(number=0, status=pb.Status(replica="decode-0")))
+    await changed.wait()
+    sent = pb.Frame(number=1, status=pb.Status(replica="decode-0", running=3))
+    arrival = threading.Timer(0.1, loop.call_soon_threadsafe, [frames.queue.put_nowait, sent])
+    arrival.start()
+    arrival.join()
+    threading.Event().wait(10 * 0.02)  # longer than a replica may be silent
+    await becomes(lambda: replica.status.running == 3 or frames.is_cancelled)
+    assert replica.is_alive and not frames.is_cancelled
+    await becomes(lambda: frames.is_cancelled)  # and then it says nothing more
+    assert not replica.is_alive
+    await replica.close()

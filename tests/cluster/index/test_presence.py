@@ -1,0 +1,50 @@
+"""A replica's lease and what it tells of its blocks, to the end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from cluster.index.membership import Member, Membership
+from cluster.index.presence import Presence
+from cluster.index.redis_client import connect_redis
+from cluster.words.request import Role
+from cluster.words.tier import Tier
+from tests.waiting import WITHIN_S
+
+_KEY = bytes(32)
+_MEMBER = Member(
+    replica="decode-0",
+    role=Role.DECODE,
+    address="127.0.0.1:1",
+    layout="",
+    num_blocks=8,
+    block_size=16,
+    bytes_per_token=1,
+    max_tokens=128,
+)
+
+
+async def test_who_leaves_does_not_come_back_where_a_cancellation_is_swallowed(redis_url: str) -> None:
+    asked = asyncio.Event()
+
+    async def snapshot() -> Mapping[bytes, Tier]:
+        asked.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:  # as redis-py may
+            pass
+        return {}
+
+    redis = connect_redis(redis_url)
+    await redis.flushall()
+    presence = Presence(redis, name="c", key=_KEY, member=_MEMBER, snapshot=snapshot)
+    task = asyncio.create_task(presence.run())
+    await asked.wait()
+    task.cancel()
+    await presence.leave()
+    async with asyncio.timeout(WITHIN_S):
+        await asyncio.gather(task, return_exceptions=True)
+    assert asyncio.all_tasks() == {asyncio.current_task()}, "it goes on"
+    assert await Membership(redis, name="c", key=_KEY).members() == []
+    await redis.aclose()
