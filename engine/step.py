@@ -85,7 +85,9 @@ class Runner(Protocol[Logits]):
 
 
 class KVConnector(Protocol):
-    """Brings KV to the blocks of an engine from elsewhere, and takes it elsewhere. Called in every step."""
+    """Brings KV to the blocks of an engine from elsewhere, and takes it elsewhere. In every step it has two moments:
+    before the rows are chosen, since a prompt whose KV is brought is none to compute; and after, since who ships what a
+    step computes must know its rows. Only a prefill replica needs the second."""
 
     def begin_step(self, admitted: Seq[Prompt]) -> None:
         """Before the rows are chosen. These prompts have their blocks from now on; where KV for them is elsewhere, it

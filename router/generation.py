@@ -1,4 +1,4 @@
-"""What the doors of the router hand in, and what they get back: one request under way."""
+"""What the text side of the router asks of the serving side, and what it gets back: one request under way."""
 
 from __future__ import annotations
 
@@ -45,6 +45,6 @@ class Generation(Protocol):
 
 
 class TokenService(Protocol):
-    """Where the doors of the router hand their requests in, as tokens."""
+    """Where the text side hands requests in, as tokens. The doors hand theirs to router.text.completion.Completions."""
 
     def start(self, request: SequenceRequest) -> Generation: ...

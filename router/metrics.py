@@ -127,7 +127,7 @@ class Metrics:
 
 
 class TokenHistogram(Collector):
-    """As prometheus_client's, for what each token adds to: on one thread, without locks."""
+    """A histogram like prometheus_client's, for what each token adds to: on one thread, without locks."""
 
     def __init__(self, name: str, meaning: str, *, buckets: Sequence[float], registry: CollectorRegistry) -> None:
         self._name, self._meaning = name, meaning

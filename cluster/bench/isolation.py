@@ -40,7 +40,7 @@ class Workload:
 
 @dataclass
 class _Seen:
-    """By the client, in one phase."""
+    """What the client has seen in one phase."""
 
     gaps_s: list[float] = field(default_factory=list)  # between two events of a stream
     num_tokens: int = 0  # of the streams

@@ -32,7 +32,8 @@ def scale(
 ) -> None:
     """Change the size of one pool or both, and return when it is done.
 
-    A replica that leaves takes no new requests and finishes those that it has; the other pool is not touched.
+    A replica that leaves takes no new requests. A prefill replica finishes those that it has, a decode replica hands
+    them over; the other pool is not touched.
     """
     wanted = _parse_sizes(sizes)
     change = _change(name, "scale", wanted, roles=wanted, timeout=timeout, wait_for_nodes=wait_for_nodes)
@@ -45,9 +46,9 @@ def drain(
     name: Name = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds; default timeouts.start_s + timeouts.drain_s.")] = None,
 ) -> None:
-    """Let one replica finish its requests and leave; a fresh one takes its place. Returns when both are done.
+    """Let one replica finish its requests, or hand them over, and leave; a fresh one takes its place.
 
-    The pool keeps its size: to make it smaller, use `cluster scale`.
+    Returns when both are done. The pool keeps its size: to make it smaller, use `cluster scale`.
     """
     role = replica.partition("-")[0]
     change = _change(name, "drain", replica, roles=[role], timeout=timeout)

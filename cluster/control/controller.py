@@ -107,7 +107,7 @@ class Controller:
         return {role.value: (before[role], number) for role, number in wanted.items()}
 
     async def drain(self, replica: str) -> None:
-        """Let one replica finish its work and leave; a fresh one under a new id takes its place in the pool."""
+        """Let one replica finish its work, or hand it over, and leave; a fresh one under a new id takes its place."""
         pool = self._pool_of(replica)
         if pool.get(replica) is None:
             raise SpecError(f"{replica} has left already")

@@ -27,7 +27,7 @@ async def read_there(node_id: str, path: Path, *, lines: int, start: int | None)
 
 
 class RouterLogs:
-    """Of all routers of a deployment, also those that are gone, on all nodes that may have routers.
+    """The logs of all routers of a deployment, also those that are gone, on all nodes that may have routers.
 
     Each log keeps its number as long as this lives, whichever nodes go and come back: so that whoever follows them goes
     on behind what it has read of each. Owned by the controller's event loop.

@@ -1,7 +1,7 @@
-"""The process of a rank: a Ray actor that imports the rank's class by path and hands every call on to it.
+"""The process of a rank: a Ray actor that imports by path what makes the rank, and hands every call on to it.
 
-The controller starts this class, not the rank's own, so that neither it nor the command line ever imports torch, and so
-that what goes wrong while importing is reported like everything else.
+The controller starts this class, which imports the code of the role in a process of its own: so neither the controller
+nor the command line ever imports torch, and what goes wrong while importing is reported like everything else.
 """
 
 from __future__ import annotations

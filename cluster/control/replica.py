@@ -21,7 +21,7 @@ class ReplicaState(StrEnum):
     STARTING = "starting"  # its processes start
     LOADING = "loading"  # it loads weights
     READY = "ready"
-    DRAINING = "draining"  # takes no new requests, finishes those that it has
+    DRAINING = "draining"  # takes no new requests, finishes those that it has or hands them over
 
 
 @dataclass

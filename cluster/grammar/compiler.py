@@ -71,7 +71,7 @@ class GrammarCompiler:
 
 
 class CompiledGrammar:
-    """Of one request, for its choices: they share what their masks may cost."""
+    """The compiled grammar of one request, for the masks of its choices: they share what these may cost."""
 
     def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, *, anew: Callable[[], LLMatcher] | None) -> None:
         """anew: compiles it again, soon; None: it takes long."""

@@ -85,7 +85,7 @@ class GrammarMask:
 
 @dataclass(slots=True)
 class _Cost:
-    """Of the masks of one request, in its thread's time."""
+    """What the masks of one request have cost, in its thread's time."""
 
     spent_s: float = 0.0
     num_masks: int = 0

@@ -24,7 +24,10 @@ from cluster.words.process_name import ProcessName
 
 
 class CertifiedController:
-    """For cluster.host.driver.ask, in place of Ray's handle. A connection for each call."""
+    """A controller that is asked by a person's certificate: for cluster.host.driver.ask, in place of Ray's handle.
+
+    A connection for each call.
+    """
 
     def __init__(self, file: PersonFile) -> None:
         self._file = file

@@ -20,7 +20,7 @@ _OPEN_TO_OTHERS = 0o077
 
 @dataclass(frozen=True, kw_only=True)
 class PersonFile:
-    """What is in it."""
+    """What is in the file of a person: where the controller is, and the person's identity."""
 
     address: str  # HOST:PORT of the controller
     identity: Identity

@@ -26,7 +26,7 @@ _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatev
 
 @dataclass(frozen=True)
 class AdminAnswer:
-    """Of one router."""
+    """What one router answers at the port that it has for operators."""
 
     address: str  # "host:port", on the router's node
     status: int  # of HTTP

@@ -43,7 +43,7 @@ class RefusalReason(StrEnum):
 
 
 class OtherVersion(ValueError):
-    """Of the wire: we do not understand each other."""
+    """This member speaks another version of the wire: we do not understand each other."""
 
 
 class _Unsigned(ValueError):

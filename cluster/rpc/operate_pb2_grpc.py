@@ -96,7 +96,7 @@ class OperationsServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """One replica finishes its work and leaves; another takes its place.
+        """One replica finishes its work, or hands it over, and leaves; another takes its place.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -23,9 +23,8 @@ class DoorAccess:
     """The key is never printed."""
 
     api_key: str | None = field(default=None, repr=False)
-    certificate: str | None = (
-        None  # a PEM file of what is believed: over https:// beside the system's, over grpcs:// in its place
-    )
+    # A PEM file of what is believed: over https:// beside what the system believes, over grpcs:// in its place.
+    certificate: str | None = None
     is_tls: bool = False  # of the gRPC door; https:// says it of the other
 
     @property

@@ -23,7 +23,7 @@ _Context: TypeAlias = aio.ServicerContext[Any, Any]
 
 
 class Guard(aio.ServerInterceptor):  # type: ignore[misc]  # gRPC takes nothing else
-    """Of the server of `callee`. Refuses with PERMISSION_DENIED whatever has no row in cluster.identity.rules."""
+    """Stands before the handlers of `callee`. What has no row in cluster.identity.rules gets PERMISSION_DENIED."""
 
     def __init__(self, callee: ProcessName) -> None:
         self._callee = callee

@@ -1,9 +1,10 @@
-"""What the control plane asks of a rank. `prefill_worker.actor` and `decode_worker.actor` answer it.
+"""What the control plane asks of a rank. `cluster.worker.rank_process.RankProcess` answers it, whatever the role.
 
-A rank is a plain class, named by its import path; `cluster.control.rank_actor` runs it in a process of its own. The
-life of a replica with two ranks, as its ranks see it:
+A rank is what `make_rank(launch, identity=…)` of `prefill_worker.actor` or `decode_worker.actor` makes: a plain object.
+`cluster.control.rank_actor` imports that function by its path, and runs the rank in a process of its own. The life of a
+replica with two ranks, as its ranks see it:
 
- 1  __init__, bind       on every rank: open the gRPC server on any free port, say where it is
+ 1  make_rank, bind      on every rank: open the gRPC server on any free port, say where it is
  2  load(addresses)      on every rank at once: form the gang, load the weights, begin to serve; progress() meanwhile
  3  run_forever          blocks until stop(), or raises: this is how the controller learns of a failure
  4  status               of rank 0, every second
@@ -45,7 +46,7 @@ class RankStatus(TypedDict):
 
 
 class Progress(TypedDict):
-    stage: str  # a few words: "reading weights"
+    stage: str  # a few words: "loading weights"
     fraction: float  # of the whole of load(), 0 to 1
 
 
@@ -53,8 +54,8 @@ class Rank(Protocol):
     """One process of a replica. Methods are called from several threads: `status` and `progress` while `load` runs."""
 
     def __init__(self, launch: Launch, *, identity: Identity) -> None:
-        """Quick: nothing is loaded yet. identity: of this rank, whose replica and number it names; whoever gives it
-        renews it."""
+        """As `make_rank` is called. Quick: nothing is loaded yet. identity: of this rank, whose replica and number it
+        names; whoever gives it renews it."""
         ...
 
     def bind(self) -> Binding:
@@ -74,7 +75,7 @@ class Rank(Protocol):
     def status(self) -> RankStatus: ...
 
     def drain(self) -> None:
-        """Take no new request from now on; finish those that are here. Returns at once."""
+        """Take no new request from now on; finish those that are here, or hand them over. Returns at once."""
         ...
 
     def stop(self) -> None:

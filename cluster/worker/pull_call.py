@@ -41,7 +41,7 @@ class HolderChannels:
         self._closing: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
-        """That are open."""
+        """How many connections are open."""
         return len(self._lines)
 
     async def ask(self, pull: Pull[Any], others: OtherRanks, missed: Callable[[str], None]) -> None:

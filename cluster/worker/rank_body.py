@@ -51,7 +51,12 @@ W = TypeVar("W", bound=RoleWorker)
 
 
 class RankBody(Generic[W]):
-    """Rank 0 schedules and answers routers; every rank receives, computes and ships its own heads."""
+    """Rank 0 schedules and answers routers; every rank receives, computes and ships its own heads.
+
+    Its servicers answer from `register` on, before there is anything behind them. So what `load` makes is put into
+    slots that are empty until then: `live` of the role's servicer, `granting`, `receiver`, `on_report`, `service`, and
+    what `Inbox.open` takes.
+    """
 
     def __init__(self, role: RoleParts[W], spec: Spec) -> None:
         self.role = role

@@ -27,7 +27,7 @@ _MOST_ADAPTERS = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class StepLimits:
-    """What there is on this rank."""
+    """What there is on this rank, and may be named in a step."""
 
     layout: KVLayout
     num_blocks: int

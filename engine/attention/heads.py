@@ -42,7 +42,7 @@ class Heads(Protocol):
 
 
 class TorchHeads:
-    """By torch operations. Attention gathers the blocks of each step."""
+    """Heads by torch operations. Attention gathers the blocks of each step."""
 
     def __init__(self, batch: Batch, pool: KVPool, cos_T1F: Tensor, sin_T1F: Tensor, windows: Windows) -> None:
         """windows: of any layer."""

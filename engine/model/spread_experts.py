@@ -18,9 +18,8 @@ logger = logging.getLogger(__name__)
 # T tokens, E hidden_size, X experts, C experts chosen for each token, N = choices of our tokens, M = choices that come
 # to us, P copies of an expert at most
 
-STEPS_BETWEEN_PLANS = (
-    1000  # each layer's experts are placed anew so often; one layer after another, never two in a step
-)
+# The experts of each layer are placed anew so often; one layer after another, never two in a step.
+STEPS_BETWEEN_PLANS = 1000
 _WORTH_MOVING = 1.1  # by how much the busiest rank must have more to do than it would have
 
 

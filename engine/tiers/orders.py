@@ -9,7 +9,7 @@ from cluster.words.tier import Tier
 
 
 class Spill(NamedTuple):
-    """From the host to the disk."""
+    """An order to copy one block from the host to the disk."""
 
     source: int  # place
     target: int  # place
@@ -17,7 +17,7 @@ class Spill(NamedTuple):
 
 
 class Save(NamedTuple):
-    """From the device to the uppermost tier below it."""
+    """An order to copy one block from the device to the uppermost tier below it."""
 
     tier: Tier
     block: int
@@ -26,7 +26,7 @@ class Save(NamedTuple):
 
 
 class LoadSource(NamedTuple):
-    """Of one block that is loaded."""
+    """Where one block is loaded from, and where to."""
 
     tier: Tier
     place: int
@@ -36,7 +36,7 @@ class LoadSource(NamedTuple):
 
 @dataclass(frozen=True)
 class LoadOrder:
-    """Back to the device, in order, as far as it goes."""
+    """An order to load blocks back to the device, one after the other, as far as it goes."""
 
     id: int
     sources: list[LoadSource]

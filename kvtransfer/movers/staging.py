@@ -19,9 +19,8 @@ class StagingRing:
     def __init__(self, device: torch.device, *, num_buffers: int) -> None:
         self._device = device
         self._free = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(num_buffers)]
-        self._started: deque[tuple[Tensor, Operation, float]] = (
-            deque()
-        )  # whole buffers, and the time that each may take
+        # Whole buffers, and the time that each may take.
+        self._started: deque[tuple[Tensor, Operation, float]] = deque()
         self._taken = self._free[0]
 
     @property

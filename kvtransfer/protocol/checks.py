@@ -45,7 +45,7 @@ def check_opening(opening: Opening, layout: KVLayout, *, num_blocks: int) -> Non
 
 
 def check_blocks(blocks: Iterable[int], *, num_blocks: int) -> None:
-    """Of a pool."""
+    """Blocks of a pool that has so many."""
     check(all(0 <= block < num_blocks for block in blocks), "block_ids", f"must be below {num_blocks}")
 
 

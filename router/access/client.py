@@ -18,9 +18,8 @@ class Client:
     """A client whose key is known; or, where none is needed, anybody."""
 
     key: ApiKey | None  # None: it showed none
-    salt_key: bytes = field(
-        repr=False
-    )  # of the deployment: without it nobody can tell beforehand a hash that a tenant or salt keys
+    # Of the deployment: without it nobody can tell beforehand a hash that a tenant or salt keys.
+    salt_key: bytes = field(repr=False)
     is_cache_told: bool = True  # False among strangers, who share prefixes: it would tell what another one has sent
 
     def bound(self, request: CompletionRequest) -> CompletionRequest:

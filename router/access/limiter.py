@@ -16,7 +16,7 @@ WINDOW = 62
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """Of one key, at one moment."""
+    """How much of its limits one key has used, at one moment."""
 
     num_requests: int  # in the window, with this one
     requests_reset_s: float  # until none of them counts any more

@@ -14,7 +14,7 @@ Held: TypeAlias = tuple[Limiter, Reservation]  # what was taken, and of whom
 
 
 class Visit:
-    """Of a request that was let in; Limits gives it, and takes everything back."""
+    """A request at a door, once it was let in, and what it has taken; Limits gives it, and takes everything back."""
 
     def __init__(self, place: Held | None, take_tokens: Callable[[Visit, int], Awaitable[Reservation]]) -> None:
         """place: None where there is nothing to count."""

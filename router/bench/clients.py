@@ -86,7 +86,7 @@ class _Http(asyncio.Protocol):
 
 
 class _Http2(asyncio.Protocol):
-    """As much of RFC 9113 as a server of calls needs to see."""
+    """A client over HTTP/2: as much of RFC 9113 as a server of calls needs to see."""
 
     def __init__(self, calls: Sequence[tuple[TimedStream, Sequence[int]]], num_tokens: int) -> None:
         self._streams = {2 * i + 1: stream for i, (stream, _) in enumerate(calls)}

@@ -135,14 +135,14 @@ class BodyReader:
 
 
 class _Name:
-    """Of a field; no dataclass, for msgspec would read an object into that."""
+    """The name of a field; no dataclass, for msgspec would read an object into that."""
 
     def __init__(self, text: str) -> None:
         self.text = text
 
 
 class _Names:
-    """Of the fields of one body: each once. A parser would count the last of two of a name, and make both."""
+    """The names of the fields of one body, each once: a parser would count the last of two of a name, and make both."""
 
     def __init__(self) -> None:
         self._seen = set[str]()

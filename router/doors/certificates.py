@@ -18,7 +18,8 @@ _Stamp = tuple[int, int, int, int]
 
 
 class Certificates:
-    """Of one door. Looked at when a client connects: what is new counts from then on. gRPC does on its own threads."""
+    """The certificate and key of one door. Their files are looked at when a client connects: what is new counts from
+    then on. gRPC looks on threads of its own."""
 
     def __init__(self, certificate: str, key: str) -> None:
         """PEM files: the chain from the door's own certificate on, and its private key. Raises DeployError."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectionLimits:
-    """Of one door. docs/SECURITY.md §3 shows them to operators."""
+    """The limits of connections to one door. docs/SECURITY.md §3 shows them to operators."""
 
     header_bytes: int = 16 << 10  # names and values of one request, with its path
     headers: int = 100  # gRPC counts bytes alone

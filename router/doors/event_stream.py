@@ -53,7 +53,7 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncGenerator[bytes, None], *, more_headers: Mapping[str, str]) -> None:
-        """more_headers: read when the status is sent; until then the events may add to them."""
+        """more_headers: of this answer, beside those that every stream has."""
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events

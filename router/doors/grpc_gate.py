@@ -99,8 +99,8 @@ class _Reading:
 
 
 class _Room:
-    """For so many messages at a time. More wait, and where `max_waiting` do, the next one ends. For each that waits the
-    oldest of those on their way ends, unless it comes before it has had `spared_s`: who is slow keeps nobody out."""
+    """Room for so many messages at a time. More wait, and where `max_waiting` do, the next ends. For each that waits
+    the oldest on their way ends, unless it comes before it has had `spared_s`: who is slow keeps nobody out."""
 
     def __init__(self, at_a_time: int, max_waiting: int, *, spared_s: float) -> None:
         self._free = asyncio.Semaphore(at_a_time)
@@ -140,7 +140,7 @@ class _Room:
 
 
 class _Messages:
-    """Of one call, mostly one."""
+    """The messages of one call, which mostly has one: each comes within its time, while it has a place in each room."""
 
     def __init__(self, within_s: float, rooms: Sequence[_Room]) -> None:
         """rooms: of each of which it takes a place while it is on its way."""

@@ -22,7 +22,7 @@ Endpoint: TypeAlias = Callable[[Request, Visit], Awaitable[Response]]
 
 
 class HttpVisits:
-    """Those of one router."""
+    """Holds a key's place while a request over HTTP is answered; one for all of a router's door."""
 
     def __init__(self, completions: Completions, limits: Limits, bodies: BodyReader) -> None:
         self._completions = completions
@@ -41,7 +41,7 @@ class HttpVisits:
             yield visit
 
     async def read(self, kind: type[Body], request: Request, make: Callable[[Body], T]) -> T:
-        """As BodyReader does."""
+        """The body of this request, read as BodyReader does; what is refused is in the trail."""
         key = client_of(request).key
         with self.noted(request):
             return await self._bodies.read(kind, request, make, key_id=key.id if key else "")

@@ -71,6 +71,7 @@ def create_app(
     add_tokens_api(app, completions, visits)
     app.add_api_route("/v1/models", door.models, methods=["GET"])
     app.add_api_route("/v1/models/{model_id:path}", door.model, methods=["GET"])
+    # A POST of these two never comes so far, see _Straight: the routes refuse other methods, and redirect a slash more.
     app.add_api_route("/v1/completions", door.text, methods=["POST"])
     app.add_api_route("/v1/chat/completions", door.chat, methods=["POST"])
 

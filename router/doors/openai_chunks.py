@@ -13,7 +13,8 @@ _TEXT, _IDS = "\x00", "\x01"  # stand for those of a chunk; an id has visible ch
 
 
 class ChoiceChunks:
-    """What brings text, and nothing but text, is the same for every token but for that: it is written once."""
+    """Writes the chunks of one choice. Those that bring text and nothing else differ in that alone: the rest is written
+    once."""
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ _OTHER_WORK = 16  # tokens for each that an aged request takes
 
 
 class Ageing(Generic[T]):
-    """Those of one level that may be next, the one that has waited for longest first."""
+    """The items of one level that may be next, the one that has waited for longest first."""
 
     def __init__(self) -> None:
         self._waiting: OpenHeap[T] = OpenHeap()

@@ -30,7 +30,7 @@ class Running:
 
 
 class DecodeStreams:
-    """Of one attempt. What goes wrong where a choice decodes fails its `choices`; a move that fails costs nothing."""
+    """The streams of one attempt. Where one of them breaks, its `choices` fail; a move that fails costs nothing."""
 
     def __init__(
         self,

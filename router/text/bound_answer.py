@@ -22,7 +22,7 @@ _WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 
 @dataclass(frozen=True)
 class _Calls:
-    """How a family writes them, in Lark."""
+    """How a family of models writes calls, in Lark."""
 
     opening: str
     arguments: str  # what it calls them

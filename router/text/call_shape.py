@@ -15,7 +15,7 @@ _AS_PYTHON = "{'probe'"
 
 @dataclass(frozen=True)
 class CallShape:
-    """Of one template."""
+    """The shape in which one template wants the calls of earlier messages."""
 
     has_objects: bool = True  # arguments are objects; False: JSON text
     no_content: str | None = None  # the content of a message that has calls alone

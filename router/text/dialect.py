@@ -11,7 +11,7 @@ from router.parsers.thinking import END_THINK, THINK
 
 @dataclass(frozen=True)
 class Dialect:
-    """Of one model."""
+    """What one model writes beside text: the format of its calls, and whether it thinks."""
 
     calls: str | None = None  # one of CALL_FORMATS; None: we read none
     thinks: bool = False

@@ -22,7 +22,7 @@ _MARK = 16  # tokens that are enough for a mark at the end of a prompt
 
 
 class PromptEncoder:
-    """Of one model. Belongs to one event loop."""
+    """Makes prompts into the tokens of one model. Belongs to one event loop."""
 
     def __init__(
         self,
