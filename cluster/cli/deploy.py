@@ -60,16 +60,21 @@ def deploy(
     }
     set_by_flags = [f"{path}={value}" for path, value in flags.items() if value is not None]
     spec = load_spec(topology, overrides=[*(overrides or []), *set_by_flags])
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that it cleans up as on Ctrl-C
-    with reporter(is_new=True) as report:
-        state = deployment.deploy(
-            spec,
-            address=address or None,
-            deadline=begin + (timeout or spec.timeouts.start_s),
-            wait_for_nodes=wait_for_nodes,
-            parts=Parts(),
-            reporter=report,
-        )
+    for number in deployment.ENDINGS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, lambda number, _: sys.exit(128 + number))  # so that it cleans up as on Ctrl-C
+    try:
+        with reporter(is_new=True) as report:
+            state = deployment.deploy(
+                spec,
+                address=address or None,
+                deadline=begin + (timeout or spec.timeouts.start_s),
+                wait_for_nodes=wait_for_nodes,
+                parts=Parts(),
+                reporter=report,
+            )
+    except BrokenPipeError:  # elsewhere that only ends the output
+        raise DeployError("nobody reads this output any more; what was started is removed again") from None
     from cluster.host.doors import openai_urls
     from cluster.host.status import with_open_doors  # it imports Ray
 

@@ -31,7 +31,7 @@ from cluster.control.replica_life import ReplicaLife
 from cluster.control.report import ControllerReport
 from cluster.process.log import LogPart, log_path, read_log, redirect_output
 from cluster.words.api_key import ApiKey, KeyBook, KeyChange
-from cluster.words.errors import ClusterError, DeployError, ReplicaFailed, SpecError
+from cluster.words.errors import ClusterError, DeployError, RankUnreachable, ReplicaFailed, SpecError
 from cluster.words.launch import Launch
 from cluster.words.papers import Certificate, Identity
 from cluster.words.person import People, PersonRole
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 ACTOR_NAME = CONTROLLER
 _ROUTER = "router"
 _RECONCILE_S = 1.0
-_ADOPT_S = 10.0  # `cluster status` waits for it
+_ADOPT_S = 30.0  # `cluster status` waits for it
 
 
 class Controller:
@@ -215,7 +215,8 @@ class Controller:
                 raise ReplicaFailed("nothing is desired")
             life = ReplicaLife(replica, self._desired)
             async with asyncio.timeout(_ADOPT_S):
-                await life.adopt()
+                while not await _is_reached(life):
+                    await asyncio.sleep(_RECONCILE_S)
         except (ReplicaFailed, TimeoutError) as error:
             logger.warning("%s is removed, not adopted: %s", replica, error)
             remove_leftovers(replica, self._name)
@@ -299,6 +300,16 @@ def _check_same_model(old: Spec, new: Spec) -> None:
     for section in ("name", "model", "kv", "index", "security"):
         if getattr(old, section) != getattr(new, section):
             raise SpecError(f"{section}: cannot change while deployed; take {old.name} down first")
+
+
+async def _is_reached(life: ReplicaLife) -> bool:
+    """Adopt it, unless the network is in the way: that may be for a moment, as where this host has just come back."""
+    try:
+        await life.adopt()
+    except RankUnreachable as error:
+        logger.warning("%s serves, perhaps: %s", life.view.id, error)
+        return False
+    return True
 
 
 def _own_log(log_dir: str) -> Path:

@@ -9,8 +9,9 @@ import asyncio
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import ray
@@ -37,6 +38,7 @@ _UNAVAILABLE_S = 1.0
 _GRACE_S = 0.3  # when one rank fails, others follow; the first to be heard is not always the first to fall
 _STOP_S = 2.0
 _NODE_ID = "ray.io/node-id"  # a label that Ray gives to every node
+NOWHERE: Mapping[str, int] = MappingProxyType({})
 _choosing = asyncio.Lock()  # a node for one replica at a time: the next one sees where the last one has gone
 
 _CAUSE_OF_DEATH = re.compile(r"(?:is dead because|died because|Worker exit detail:)\s*(?P<cause>.*?)(?:\. |\n|$)")
@@ -54,13 +56,15 @@ class Home:
 class Gang:
     """Owned by the controller's event loop. A call that fails raises ReplicaFailed, which names the rank."""
 
-    def __init__(self, replica: str, desired: Desired) -> None:
+    def __init__(self, replica: str, desired: Desired, *, failures: Mapping[str, int] = NOWHERE) -> None:
+        """failures: how many of its pool's last starts failed on each node, by its name."""
         self.home: Home | None = None  # None before it is placed
         self._replica = replica
         self._desired = desired
         self._role = role_of(replica)
         self._pool = desired.spec.pool(self._role)
         self._group: PlacementGroup | None = None
+        self._failures = failures
         self._ranks: list[Any] = []  # actor handles, in rank order
 
     async def place(self, waiting: Callable[[str], None]) -> None:
@@ -81,7 +85,10 @@ class Gang:
         taken = Counter(
             group["bundles_to_node_id"].get(0) for replica, group in groups if role_of(replica) is self._role
         )
-        return preferred_node(self._pool, live_nodes(), taken=taken)
+        nodes = live_nodes()
+        for node in nodes:  # one on which starts fail has no replica, and would be chosen again and again
+            taken[node.id] += self._failures.get(node.name, 0)
+        return preferred_node(self._pool, nodes, taken=taken)
 
     def _reserve(self, labels: dict[str, str]) -> PlacementGroup:
         size = self._pool.tensor_parallel
@@ -121,8 +128,8 @@ class Gang:
         name = self._desired.spec.name
         try:
             self._group = get_placement_group(_group_name(self._replica, name))
-            for rank in range(self._pool.tensor_parallel):
-                self._ranks.append(ray.get_actor(rank_name(self._replica, rank), namespace=namespace(name)))
+            names = [rank_name(self._replica, rank) for rank in range(self._pool.tensor_parallel)]
+            self._ranks = [ray.get_actor(each, namespace=namespace(name)) for each in names]
         except ValueError as error:
             raise ReplicaFailed(f"not whole: {error}") from None
         self._note_home(self._group)

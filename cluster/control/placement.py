@@ -81,7 +81,8 @@ def why_pending(pool: PoolSpec, nodes: Sequence[Node]) -> str:
 def preferred_node(pool: PoolSpec, nodes: Sequence[Node], *, taken: Mapping[str, int]) -> Node | None:
     """Where the pool's next replica goes: a host that fails should take few of them along. None: there is no room now.
 
-    taken: how many replicas of the pool each node has, by its id; of nodes with equally few the one with the most room.
+    taken: how many replicas of the pool each node has, or has just lost as they started, by its id; of nodes with
+    equally few the one with the most room.
     """
     need = _gang(pool)
     room = {node.id: _times(need, node.available) for node in nodes}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -56,7 +56,7 @@ class ReplicaPool:
         for replica in plan.retire:
             self.retire(replica)
         for _ in range(plan.start):
-            self.add(ReplicaLife(new_id(), desired))
+            self.add(ReplicaLife(new_id(), desired, failures=self._recent_failures()))
 
     def add(self, life: ReplicaLife) -> None:
         """Let this one live: new, or adopted."""
@@ -128,6 +128,11 @@ class ReplicaPool:
                 self._past_homes[life.view.id] = life.home
             del self._members[life.view.id]
             self._changed()
+
+    def _recent_failures(self) -> Counter[str]:
+        """Of starts since all was well: how many there were on each node, by its name."""
+        recent = list(self._failures)[-self._backoff.rounds :] if self._backoff.rounds else []
+        return Counter(failure.node for failure in recent)
 
     def _note_failure(self, member: _Member, reason: str, *, will_repeat: bool) -> None:
         view, now = member.life.view, time.monotonic()

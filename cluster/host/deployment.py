@@ -26,7 +26,7 @@ from cluster.host.reporter import Reporter
 from cluster.host.state import Command, State
 from cluster.process.background import BackgroundThread
 from cluster.process.log import clear_logs
-from cluster.process.ports import free_ports
+from cluster.process.ports import free_ports, is_free
 from cluster.process.stopwatch import Stopwatch
 from cluster.words.credentials import Credentials
 from cluster.words.errors import DeployError
@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # Ray must not be imported before local_ray.join()
 
 logger = logging.getLogger(__name__)
 
+ENDINGS = (signal.SIGTERM, signal.SIGHUP)  # by which a command is told to end, but for Ctrl-C
 _SEE_ALL_S = 60.0  # from every replica being ready until the router has heard of all
 _STOP_S = 60.0
 _SERVE_S = 60.0
@@ -88,7 +89,8 @@ def deploy(
         doors = _start(place, spec, parts=parts, deadline=deadline, reporter=reporter, watch=watch)
     except BaseException:
         with _undisturbed():
-            reporter.say("removing what was started")
+            with contextlib.suppress(OSError):  # whoever listened may have gone: that may be why
+                reporter.say("removing what was started")
             take_down(state, force=True)
         raise
     state = replace(state, deploying=None, grpc=doors.grpc, http=doors.http)
@@ -148,19 +150,26 @@ def _join_ray(spec: Spec, address: str, *, wait_for_nodes: bool) -> _Place:
     """Connect to a Ray that is not ours, and check that the deployment may start there."""
     import ray
 
-    from cluster.control.placement import live_nodes
+    from cluster.control.placement import live_nodes, router_nodes
     from cluster.host import driver, router_app
 
     driver.connect(address, spec.name)
     if driver.find_controller(spec.name) is not None:
         raise DeployError(f"{spec.name} is deployed on this Ray already, from another machine or user")
     owns_serve, nodes = not router_app.is_serve_running(), live_nodes()
-    is_one_machine = len({node.ip for node in nodes}) == 1 and not wait_for_nodes
+    is_one_machine = len({node.ip for node in nodes}) == 1 and not (wait_for_nodes or driver.is_of_ray_up())
     preflight.check_network(spec, nodes, is_one_machine=is_one_machine)
     doors = plan_doors(spec.router, nodes, is_one_machine=is_one_machine)
     if is_one_machine:
         preflight.check_ports(spec.router, doors.host or LOOPBACK)
         preflight.check_certificate(spec.router)
+    else:
+        homes = router_nodes(nodes)
+        preflight.check_door_ports(
+            spec.router,
+            [node.ip for node in homes],
+            lambda port: driver.run_on_each(homes, is_free, spec.router.host or "0.0.0.0", port),
+        )
     preflight.check_nodes(spec, nodes, wait_for_nodes=wait_for_nodes)
     gcs: str = ray.get_runtime_context().gcs_address
     return _Place(
@@ -279,9 +288,10 @@ def _remove_from_ray(state: State, *, force: bool) -> None:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """A second Ctrl-C must not leave half of it behind."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """A second Ctrl-C must not leave half of it behind, nor the end of the connection over which it came."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, *ENDINGS)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
@@ -28,6 +29,7 @@ from cluster.words.errors import ClusterError, DeployError
 
 T = TypeVar("T")
 
+_BOOTSTRAP = Path("~/ray_bootstrap_config.yaml")  # where `ray up` puts its cluster file on a head
 _PORT = 6379  # Ray's own default
 _PROBE_S = 3.0
 _ASK_S = 60.0  # longer than a controller needs to come back after its death
@@ -51,7 +53,7 @@ def connect(address: str, name: str) -> None:
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
         raise DeployError(f"Ray at {address}: {' '.join(str(error).split())}") from error
 
 
@@ -106,6 +108,11 @@ def answers_of(nodes: Sequence[Node], function: Callable[..., T], *args: Any, wi
         with contextlib.suppress(RayError):
             answers.append(ray.get(reference))
     return answers
+
+
+def is_of_ray_up() -> bool:
+    """Whether this is the head of a Ray that `ray up` has started: what is one machine now will soon be several."""
+    return _BOOTSTRAP.expanduser().exists()
 
 
 def this_ip() -> str:

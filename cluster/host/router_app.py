@@ -72,15 +72,15 @@ def router_nodes_of(name: str) -> list[Node]:
 
 
 def stop_router(name: str, *, owns_serve: bool) -> None:
-    """Delete the application, and Serve with it when it was started for this deployment. Requests under way are cut
-    off: by itself Serve would wait for them as long as a router may drain."""
+    """Delete the application, and Serve with it when it was started for this deployment and nobody else has come since.
+    Requests under way are cut off: by itself Serve would wait for them as long as a router may drain."""
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     if not is_serve_running():
         return
     if name in serve.status().applications:
         serve.delete(name, _blocking=False)
         _end_replicas(name)
-    if owns_serve:
+    if owns_serve and is_only_application(name):
         serve.shutdown()
     elif name in serve.status().applications:
         serve.delete(name)

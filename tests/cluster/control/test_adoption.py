@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from ray.exceptions import RpcError
 
 from cluster.control import controller, ray_internals
 from cluster.control.controller import Controller
-from cluster.words.errors import DeployError
+from cluster.control.desired import Desired
+from cluster.control.replica import ReplicaState, ReplicaStatus, role_of
+from cluster.words.credentials import Credentials
+from cluster.words.errors import DeployError, RankUnreachable
+from cluster.words.launch import Launch
+from cluster.words.spec_file import parse_spec
 
 
 async def test_what_lives_is_looked_for_until_ray_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,3 +38,39 @@ async def test_what_lives_is_looked_for_until_ray_says_it(monkeypatch: pytest.Mo
     assert removed == ["decode-3"], "nobody wants it: but it was found"
     await starting.stop()
     assert not answers
+
+
+async def test_a_replica_that_cannot_be_reached_for_a_moment_is_adopted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the controller's host has just come back, the others are not all there at once."""
+    removed: list[str] = []
+
+    class Life:
+        home = serving_since = None
+        num_tries = 0
+
+        def __init__(self, replica: str, desired: Desired) -> None:
+            self.view = ReplicaStatus(id=replica, role=role_of(replica))
+
+        async def adopt(self) -> None:
+            self.num_tries += 1
+            if self.num_tries == 1:
+                raise RankUnreachable("rank 0 cannot be reached")
+            self.view.state = ReplicaState.READY
+
+        async def live(self) -> None:
+            await asyncio.Event().wait()
+
+    spec = parse_spec({"prefill": {"replicas": 0}, "decode": {"replicas": 1}})
+    launch = Launch(spec=spec, log_dir="", credentials=Credentials.new(index_url="redis://127.0.0.1:1"))
+    for function in ("put", "get", "delete"):
+        monkeypatch.setattr(ray_internals, function, lambda *key, namespace: None)
+    monkeypatch.setattr(controller, "redirect_output", lambda path, who: None)
+    monkeypatch.setattr(controller.desired_store, "load", lambda name: Desired(launch=launch))
+    monkeypatch.setattr(controller, "find_replicas", lambda name: [] if removed else ["decode-0"])
+    monkeypatch.setattr(controller, "remove_leftovers", lambda replica, name: removed.append(replica))
+    monkeypatch.setattr(controller, "ReplicaLife", Life)
+    starting = Controller.__new__(Controller)
+    await starting.__init__("a")  # type: ignore[misc,func-returns-value]
+    pools = (await starting.status())["pools"]
+    assert [replica["state"] for replica in pools["decode"]["replicas"]] == ["ready"] and not removed
+    await starting.stop()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +32,7 @@ class FakeGang:
     home = None
     stage = ""
 
-    def __init__(self, replica: str, desired: Desired) -> None:
+    def __init__(self) -> None:
         self.is_removed = False
 
     async def place(self, waiting: Callable[[str], None]) -> None:
@@ -82,8 +82,8 @@ def make_desired(spec: dict[str, Any]) -> Desired:
 async def test_a_start_that_takes_too_long_is_explained(monkeypatch: pytest.MonkeyPatch, stage: str, at: str) -> None:
     gangs: list[FakeGang] = []
 
-    def make(replica: str, desired: Desired) -> FakeGang:
-        gangs.append(FakeGang(replica, desired))
+    def make(replica: str, desired: Desired, failures: Mapping[str, int]) -> FakeGang:
+        gangs.append(FakeGang())
         gangs[-1].stage = stage
         return gangs[-1]
 

@@ -1,13 +1,16 @@
-"""Where the actors of a deployment are started."""
+"""What a driver finds, starts and ends in a Ray."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 
 from cluster.control.placement import on_the_head
+from cluster.host import driver
 from cluster.host.driver import start_controller
 
 
@@ -31,3 +34,31 @@ def test_a_controller_starts_again_where_its_files_are(monkeypatch: pytest.Monke
     start_controller("a")
     assert made.chosen["resources"] == on_the_head()["resources"]
     assert made.chosen["max_restarts"] == -1 and "scheduling_strategy" not in made.chosen
+
+
+@pytest.mark.filterwarnings("ignore")  # Serve's own, of pydantic
+@pytest.mark.parametrize(("others", "is_shut_down"), [((), True), (("blue",), False)])
+def test_a_deployment_that_leaves_takes_no_routers_of_another_along(
+    monkeypatch: pytest.MonkeyPatch, others: tuple[str, ...], is_shut_down: bool
+) -> None:
+    """Also where Ray Serve was started for it: the other one came afterwards."""
+    from ray import serve
+
+    from cluster.host import router_app
+
+    applications, shut_down = {name: None for name in ("green", *others)}, []
+    monkeypatch.setattr(router_app, "is_serve_running", lambda: True)
+    monkeypatch.setattr(router_app.ray_internals, "serve_details", lambda: {"applications": {}})
+    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications=applications))
+    monkeypatch.setattr(serve, "delete", lambda name, _blocking=True: applications.pop(name) if _blocking else None)
+    monkeypatch.setattr(serve, "shutdown", lambda: shut_down.append(True))
+    router_app.stop_router("green", owns_serve=True)
+    assert bool(shut_down) == is_shut_down
+    assert is_shut_down or list(applications) == ["blue"]
+
+
+def test_a_head_that_ray_up_has_made_will_not_stay_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert not driver.is_of_ray_up()
+    (tmp_path / "ray_bootstrap_config.yaml").touch()
+    assert driver.is_of_ray_up()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cluster.control.placement import Node
-from cluster.host.preflight import check_index, check_model, check_network
+from cluster.host.preflight import check_door_ports, check_index, check_model, check_network
 from cluster.index import redis_server
 from cluster.process.ports import free_port
 from cluster.words.errors import DeployError, SpecError
@@ -126,3 +127,17 @@ def test_what_has_no_protection_does_not_leave_private_networks(tree: dict[str, 
         check_network(spec, public[:1], is_one_machine=True)
     trusting = spec.model_copy(update={"kv": spec.kv.model_copy(update={"trust_network": True})})
     check_network(trusting, public)
+
+
+def test_a_door_of_another_deployment_is_seen_on_every_host() -> None:
+    """The kernel would let the two share it."""
+    spec = parse_spec({"router": {"replicas": 2}})
+    looks: list[int] = []
+
+    def look(port: int) -> list[bool]:
+        looks.append(port)
+        return [True, port != 8000]
+
+    with pytest.raises(DeployError, match=re.escape("HTTP port 8000 on 10.0.0.2 is in use; choose another with")):
+        check_door_ports(spec.router, ["10.0.0.1", "10.0.0.2"], look)
+    assert looks == [50051, 8000]
