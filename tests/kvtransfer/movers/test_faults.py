@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 
 from cluster.words.errors import HandoffExpired, LinkClosed
 from cluster.words.handoff import Handoff
 from cluster.words.probe import Milestone
+from kvtransfer.movers import outgoing_link
 from kvtransfer.movers.sender import Sender
 from kvtransfer.protocol.passage import Passage, Shipment
 from tests.kvtransfer.movers.receiving_process import (
@@ -124,6 +130,27 @@ async def test_a_passage_is_aborted_at_once_while_the_link_is_stuck() -> None:
             peer.signal(signal.SIGCONT)
             shipping.ship(peer, 2)
             assert (await shipping.ended()).error is None, "the link lives on"
+
+
+async def test_a_link_that_cannot_begin_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the reason: who waits for it hears of it, and the next handoff finds a new one."""
+    num_threads = 0
+
+    def thread(**more: Any) -> threading.Thread:
+        nonlocal num_threads
+        num_threads += 1
+        if num_threads == 1:
+            raise RuntimeError("can't start new thread")
+        return threading.Thread(**more)
+
+    monkeypatch.setattr(outgoing_link, "threading", SimpleNamespace(Lock=threading.Lock, Thread=thread))
+    with receiving_process() as peer:
+        async with _shipping() as shipping:
+            shipping.ship(peer, 0)
+            error = (await shipping.ended()).error
+            assert isinstance(error, LinkClosed) and "can't start new thread" in str(error)
+            shipping.ship(peer, 1)
+            assert (await shipping.ended()).error is None
 
 
 async def test_a_receiver_that_comes_back_is_found_again_under_a_new_epoch() -> None:

@@ -1,0 +1,88 @@
+"""Rank 0's word for its replica's state, while the step thread is at work."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cluster.index.membership import Member
+from cluster.rpc import worker_pb2 as pb
+from cluster.wire.frames import FrameHub
+from cluster.wire.rank_host import RankHost
+from cluster.words.errors import ReplicaLost
+from cluster.words.request import Role
+from cluster.worker.replica_service import ReplicaService
+from tests.identities import in_clear, rank
+from tests.waiting import WITHIN_S, until
+
+_MEMBER = Member(
+    replica="decode-0",
+    role=Role.DECODE,
+    address="127.0.0.1:1",
+    layout="",
+    num_blocks=8,
+    block_size=16,
+    bytes_per_token=1,
+    max_tokens=128,
+)
+
+
+class SlowWorker:
+    """Each step begins when the last one ends, and takes as long as the test wants."""
+
+    def __init__(self) -> None:
+        self.replica: Any = SimpleNamespace(
+            take_changes=dict, heartbeat=lambda: None, stop=lambda: None, held=dict[bytes, Any]
+        )
+        self.num_requests = 0
+        self.is_stepping = threading.Event()
+        self.may_end = threading.Event()
+
+    def landed(self, rank: int, landing: Any, /) -> None: ...
+
+    def shipped(self, rank: int, shipment: Any, /) -> None: ...
+
+    def step(self) -> bool:
+        if not self.num_requests:
+            return False
+        self.is_stepping.set()
+        assert self.may_end.wait(WITHIN_S)
+        return True
+
+    def status(self) -> pb.Status:
+        return pb.Status(running=self.num_requests)
+
+    def take_tokens(self) -> Mapping[str, Sequence[pb.StreamTokens]]:
+        return {}
+
+
+@pytest.fixture
+def served(redis_url: str) -> Iterator[tuple[SlowWorker, ReplicaService]]:
+    host, worker = RankHost("127.0.0.1", in_clear(rank("decode-0"))), SlowWorker()
+    service = ReplicaService(worker, host, FrameHub(), replica="decode-0")
+    service.start(index_url=redis_url, name="c", key=bytes(32), member=_MEMBER, other_ranks=[])
+    try:
+        yield worker, service
+    finally:
+        worker.may_end.set()
+        service.stop()
+        host.stop()
+
+
+def test_what_was_let_in_before_a_drain_counts(served: tuple[SlowWorker, ReplicaService]) -> None:
+    """Though its first step is still under way: who calls the replica drained ends its processes."""
+    worker, service = served
+    service.check_takes_work()
+    service.post(lambda: setattr(worker, "num_requests", 1))
+    assert worker.is_stepping.wait(WITHIN_S)
+    service.drain()
+    assert service.status()["state"] == "draining"
+    with pytest.raises(ReplicaLost, match="takes no new work"):
+        service.check_takes_work()
+    service.post(lambda: setattr(worker, "num_requests", 0))
+    worker.may_end.set()
+    until(lambda: service.status()["state"] == "drained")
