@@ -12,7 +12,9 @@ import pytest
 import ray
 
 from cluster.control.authority_store import issue_identity
+from cluster.control.gang import find_replicas
 from cluster.control.replica import Failure
+from cluster.host import driver
 from cluster.identity.key_pair import KeyPair
 from cluster.words.errors import DeployError, SpecError
 from cluster.words.process_name import ProcessName
@@ -87,6 +89,15 @@ def test_a_restarted_controller_removes_half_a_gang(deploy: Deploy) -> None:
     ray.kill(deployment.controller, no_restart=False)
     deployment.until(lambda pools: ids(pools["prefill"]) == ["prefill-1"])
     await_death(pids(loading["prefill"]))
+
+
+def test_what_a_controller_does_not_remove_is_removed_without_it(three_nodes: str, tmp_path: Path) -> None:
+    deployment = Deployment(tmp_path / "logs", SMALL)
+    pools = deployment.until_ready()
+    driver.remove_remains(deployment.name)
+    await_death(pids(pools["prefill"]) + pids(pools["decode"]))
+    until(lambda: driver.find_controller(deployment.name) is None)
+    assert not find_replicas(deployment.name)
 
 
 def test_scaling_touches_only_the_pool_named(deploy: Deploy) -> None:
