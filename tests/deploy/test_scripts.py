@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 _SCRIPTS = Path(__file__).parents[2] / "deploy" / "ray"
-_TOOLS = """basename bash cat chmod cp dirname env find grep hostname id mkdir mv realpath rm sha256sum sort touch
+_TOOLS = """basename bash cat chmod cp dirname env find flock grep hostname id mkdir mv realpath rm sha256sum sort touch
 xargs""".split()
 _HEAD = "10.0.0.10"
 # What it can do depends on two files in its home.
@@ -143,6 +144,65 @@ def test_setup_fetches_the_package_that_makes_environments(bare: Host) -> None:
         "apt-get update -qq",
         "apt-get install -qq -y python3.12-venv",
     ]
+
+
+def test_an_upgrade_that_was_cut_short_is_not_what_was_installed_before(bare: Host) -> None:
+    assert set_up(bare)
+    pip = bare.kept / "venv" / "bin" / "pip"
+    able = pip.read_text()
+    pip.write_text("#!/bin/bash\nexit 1\n")
+    (bare.checkout / "constraints.txt").write_text("ray==9\n")
+    assert bare.run("setup.sh").returncode == 1
+    pip.write_text(able)
+    (bare.checkout / "constraints.txt").write_text("")
+    assert set_up(bare), "some of it may be of the other version"
+
+
+def test_a_profile_gets_a_line_on_top_and_stays_what_and_where_it_was(bare: Host) -> None:
+    elsewhere = bare.home / "dotfiles" / "bashrc"
+    elsewhere.parent.mkdir()
+    elsewhere.write_text("alias l=ls\n")
+    elsewhere.chmod(0o640)
+    (bare.home / ".bashrc").symlink_to(elsewhere)
+    for _ in range(2):
+        set_up(bare)
+        assert (bare.home / ".bashrc").is_symlink()
+        assert elsewhere.read_text() == ". ~/.xpyd/env\nalias l=ls\n"
+        assert elsewhere.stat().st_mode & 0o777 == 0o640
+    assert (bare.home / ".profile").read_text() == ". ~/.xpyd/env\n"
+    assert not (bare.home / ".bash_profile").exists(), "it would hide the other one"
+
+
+def test_a_full_disk_leaves_a_profile_as_it_was(bare: Host) -> None:
+    profile = bare.home / ".bashrc"
+    profile.write_text("alias l=ls\n")
+    cat = bare.root / "bin" / "cat"
+    real = cat.resolve()
+    cat.unlink()
+    bare.tool(
+        "cat",
+        f"""
+[ "$*" = {profile} ] || exec {real} "$@"
+echo alias
+exit 1
+""",
+    )
+    done = bare.run("setup.sh")
+    assert done.returncode == 1 and f"cannot write {profile}; write '. ~/.xpyd/env' at its top" in done.stderr
+    assert profile.read_text() == "alias l=ls\n"
+    assert sorted(path.name for path in bare.home.glob(".bash*")) == [".bashrc"]
+
+
+def test_setups_of_one_home_come_one_after_the_other(bare: Host) -> None:
+    with (bare.kept / "lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        flock = bare.root / "bin" / "flock"
+        real = flock.resolve()
+        flock.unlink()
+        bare.tool("flock", f'[ "$1 $2" = "-w 1800" ] && exec {real} -n $3')
+        done = bare.run("setup.sh")
+    assert done.returncode == 1 and "another setup.sh runs" in done.stderr and not bare.count("pip")
+    assert set_up(bare)
 
 
 @contextmanager
