@@ -294,16 +294,16 @@ def test_the_same_from_another_clone_is_no_change(stored: Host) -> None:
 @pytest.mark.parametrize(
     "file",
     [
-        "xpyd.egg-info/PKG-INFO",
-        "cluster/__pycache__/a.cpython-312.pyc",
-        "cluster/.ruff_cache/a.json",
-        "on-prem.yaml",
-        "ann.json",
-        "tests/test_a.py",
+        "xpyd/xpyd.egg-info/PKG-INFO",
+        "xpyd/cluster/__pycache__/a.cpython-312.pyc",
+        "xpyd/cluster/.ruff_cache/a.json",
+        "xpyd/on-prem.yaml",
+        "xpyd/ann.json",
+        "xpyd/tests/test_names.py",
     ],
 )
 def test_what_a_host_or_its_operator_writes_beside_the_code_is_no_change(stored: Host, file: str) -> None:
-    path = stored.checkout / file
+    path = stored.home / file
     path.parent.mkdir(exist_ok=True)
     path.write_text("{}")
     assert join(stored) == []
