@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
+import shlex
 import shutil
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,8 @@ import pytest
 import yaml
 
 from cluster.control.placement import Node, ResourceDemand, check_fit
+from cluster.host.preflight import check_index, check_network
+from cluster.host.state import state_dir
 from cluster.words.request import Role
 from cluster.words.spec import Spec
 from cluster.words.spec_file import load_spec
@@ -130,6 +135,54 @@ def test_the_parts_of_the_kubernetes_cluster_find_each_other() -> None:
     assert {spec.pool(role).labels["pool"] for role in Role} == pools
     doors = {entry["port"] for entry in things["Service", "xpyd-doors"]["spec"]["ports"]}
     assert doors == {spec.router.grpc_port, spec.router.http_port}
+
+
+def test_the_spec_for_kubernetes_is_accepted_as_its_readme_makes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readme = (DEPLOY / "kuberay" / "README.md").read_text()
+    [make] = re.findall(r"^{ cat .*> spec.yaml$", readme, re.MULTILINE)
+    [deploy] = re.findall(r"^kubectl exec .* -- (cluster deploy .*)$", readme, re.MULTILINE)
+    (tmp_path / "deploy").symlink_to(DEPLOY)
+    (tmp_path / "password").write_text("s3cret")
+    subprocess.run(["bash", "-c", make], cwd=tmp_path, check=True, timeout=10)
+    words = shlex.split(deploy)
+    overrides = [word for before, word in pairwise(words) if before == "--set"]
+    spec = load_spec(str(tmp_path / "spec.yaml"), overrides=overrides)
+    assert words[2] == "/etc/xpyd/spec.yaml"
+
+    asked = []
+    monkeypatch.setattr("cluster.index.redis_server.ping", lambda url, *, within_s: asked.append(url))
+    check_index(spec.index, trust_network=spec.kv.trust_network)
+    [store] = [thing for thing in KUBERAY if (thing["kind"], thing["metadata"]["name"]) == ("Service", "xpyd-index")]
+    assert asked == [f"redis://:s3cret@xpyd-index:{store['spec']['ports'][0]['port']}/0"]
+    check_network(spec, [Node(id="a", name="a", ip="100.64.0.7", total={}, available={})])  # no private network
+    plain = load_spec(str(DEPLOY / "topologies" / "2P4D-h200.yaml"))
+    ours = {"index": spec.index, "kv": plain.kv.model_copy(update={"trust_network": True})}
+    assert spec == plain.model_copy(update=ours), "nothing else has changed"
+
+
+def test_what_a_deployment_remembers_outlives_the_heads_pod(monkeypatch: pytest.MonkeyPatch) -> None:
+    [cluster] = [thing for thing in KUBERAY if thing["kind"] == "RayCluster"]
+    pod = cluster["spec"]["headGroupSpec"]["template"]["spec"]
+    [claim] = [volume for volume in pod["volumes"] if "persistentVolumeClaim" in volume]
+    [place] = [mount for mount in pod["containers"][0]["volumeMounts"] if mount["name"] == claim["name"]]
+    monkeypatch.setenv("HOME", "/home/ray")
+    monkeypatch.delenv("CLUSTER_STATE_DIR", raising=False)
+    assert Path(place["mountPath"]) in state_dir("llama-70b").parents
+    assert pod["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch", "files keep their modes"
+    claims = {thing["metadata"]["name"] for thing in KUBERAY if thing["kind"] == "PersistentVolumeClaim"}
+    assert claim["persistentVolumeClaim"]["claimName"] in claims
+    for group in cluster["spec"]["workerGroupSpecs"]:
+        assert claim not in group["template"]["spec"]["volumes"], "one node at a time has it"
+
+
+def test_every_pod_mounts_what_it_has() -> None:
+    [cluster] = [thing for thing in KUBERAY if thing["kind"] == "RayCluster"]
+    for group in (cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        mounted = {mount["name"] for container in pod["containers"] for mount in container["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in pod["volumes"]}
 
 
 def test_the_image_has_every_package_of_the_project() -> None:

@@ -100,6 +100,12 @@ def main_options(
 
 def _run_at(address: str, command: list[str]) -> None:
     """By ssh, in place of this process. `deploy` goes to the Ray that runs there, and has a spec of that machine."""
+    host, _, port = address.rpartition(":")
+    if ":" not in host and port.isdigit():
+        raise SpecError(
+            f"--address {address}: ssh takes USER@HOST, without Ray's port; write {host} "
+            f"(or ssh://{address}, where {port} is a port of its sshd)"
+        )
     if command[0] == "deploy":
         here = [word for word in command[1:] if word.endswith((".yaml", ".yml")) and os.path.isfile(word)]
         if here:
@@ -110,7 +116,9 @@ def _run_at(address: str, command: list[str]) -> None:
         if not any(word.partition("=")[0] == "--address" for word in command):
             command = [*command, "--address", "auto"]
     terminal = ["-t"] if sys.stdin.isatty() and sys.stdout.isatty() else []
-    os.execvp("ssh", ["ssh", *terminal, address, shlex.join(["cluster", *command])])
+    # What is set over there names another address, or this very one again, for ever.
+    there = ["env", "-u", ADDRESS, "-u", CERTIFICATE, "cluster", *command]
+    os.execvp("ssh", ["ssh", *terminal, "--", address, shlex.join(there)])
 
 
 _UsageError = typer.BadParameter.__base__  # typer carries its own copy of click, or uses click: this is right for both

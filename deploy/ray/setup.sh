@@ -6,6 +6,9 @@ umask 077
 checkout=$(cd "$(dirname "$0")/../.." && pwd)
 venv=~/.xpyd/venv
 mkdir -p ~/.xpyd
+# By hand beside `ray up`: one after the other.
+exec 9>~/.xpyd/lock
+flock -w 1800 9 || { echo "$(hostname): another setup.sh runs for half an hour already" >&2; exit 1; }
 
 # The newest; but one of the head's version, where there is one: Ray lets no other join.
 PATH=${PATH//"$HOME/.xpyd/venv/bin:"/} python=
@@ -25,6 +28,7 @@ has_ray() {  # importing it would take seconds
 
 wanted=$({ cat "$checkout/pyproject.toml" "$checkout/constraints.txt"; "$python" -V; } | sha256sum)
 if [ "$(cat ~/.xpyd/installed 2>/dev/null)" != "$wanted" ] || ! has_ray; then
+    rm -f ~/.xpyd/installed  # until all of it is
     if ! has_ray || [ "$("$venv/bin/python" -V)" != "$("$python" -V)" ]; then
         # Debian and Ubuntu keep the pip of a new environment in a package of its own.
         package=$(basename "$(realpath "$python")")-venv
@@ -38,15 +42,25 @@ if [ "$(cat ~/.xpyd/installed 2>/dev/null)" != "$wanted" ] || ! has_ray; then
     echo "$wanted" >~/.xpyd/installed
 fi
 
-cat >~/.xpyd/env <<'ENV'
+cat >~/.xpyd/env.new <<'ENV'
 case :$PATH: in *:$HOME/.xpyd/venv/bin:*) ;; *) PATH=$HOME/.xpyd/venv/bin:$PATH ;; esac
 export PATH RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$HOME/.xpyd/ray-token
 ENV
+mv -f ~/.xpyd/env.new ~/.xpyd/env
+# Whole or not at all, with the rights that it had, and where a link leads: some keep these files elsewhere.
+put_on_top() {
+    local new=$1.xpyd-new
+    if { echo '. ~/.xpyd/env' && { [ ! -e "$1" ] || cat "$1"; }; } >"$new" &&
+        { [ ! -e "$1" ] || chmod --reference="$1" "$new"; } && mv -f "$new" "$1"; then return; fi
+    rm -f "$new"
+    echo "$(hostname): cannot write $1; write '. ~/.xpyd/env' at its top" >&2
+    exit 1
+}
 for profile in ~/.bashrc ~/.profile ~/.bash_profile; do
     # At the top: what comes below is often for interactive shells only. A ~/.bash_profile would hide a ~/.profile.
     if [ "$profile" = ~/.bash_profile ] && [ ! -e "$profile" ]; then continue; fi
-    grep -qs xpyd/env "$profile" && continue
-    { echo '. ~/.xpyd/env'; cat "$profile" 2>/dev/null || true; } >"$profile.new"
-    mv "$profile.new" "$profile"
+    if grep -qs xpyd/env "$profile"; then continue; fi
+    target=$(realpath -m "$profile")
+    put_on_top "$target"
 done
 if [ -e ~/.xpyd/ray-token ]; then chmod 600 ~/.xpyd/ray-token; fi

@@ -6,14 +6,31 @@ head=$1 started=~/.xpyd/ray-started labels=; shift
 for option; do case $option in --labels-file=*) labels=${option#*=} ;; esac; done
 store=$(cat ~/.xpyd/ray-store 2>/dev/null || true)
 
-# Since it was started: what runs, what is installed, or this host's labels. Not what each host writes into its checkout
-# by itself (caches, xpyd.egg-info), which may come from another host; nor the cluster file, nor documents.
-changed() {
-    find ~/xpyd -name '.*' -prune -o -type f -regex '.*\.\(py\|h\|cpp\|json\|sh\)' -cnewer "$started" -print -quit
-    find ~/.xpyd/installed ${labels:+"$labels"} -cnewer "$started" 2>/dev/null
+# What Ray here is started for and runs, as one hash: the head, its token, the options, and by their contents the
+# packages, what is installed, and this host's labels. No times, for `ray up` from another clone of the same commit
+# writes every file anew; nor what a host or its operator writes beside the packages, the cluster file, or documents.
+what_runs() {
+    local packages=(~/xpyd/*/__init__.py) file
+    {
+        echo "$head $*"
+        {
+            find "${packages[@]%/*}" -name '.*' -prune -o -type f -regex '.*\.\(py\|h\|cpp\|json\)' -print0
+            for file in ~/xpyd/deploy/ray/worker.sh ~/.xpyd/{installed,env,ray-token} "$labels"; do
+                if [ -e "$file" ]; then printf '%s\0' "$file"; fi
+            done
+        } | LC_ALL=C sort -z | xargs -0 sha256sum
+    } | sha256sum
+}
+has_joined() {  # a Ray of another head's, or one that `cluster deploy` has started here, does not count
+    local pid
+    for pid in $(pgrep -u "$(id -u)" -x raylet); do
+        if grep -qszFx -e "--gcs-address=$head:6379" "/proc/$pid/cmdline"; then return; fi
+    done
+    return 1
 }
 
-if [ -n "$store" ] && pgrep -u "$(id -u)" -x raylet >/dev/null && [ -e "$started" ] && [ -z "$(changed)" ]; then
+runs=$(what_runs "$@") || true
+if [ -n "$store" ] && [ "$(cat "$started" 2>/dev/null)" = "$runs" ] && has_joined; then
     echo "Ray runs here as it should"
     exit
 fi
@@ -26,7 +43,7 @@ if [ -s ~/.xpyd/head-python ]; then
     fi
 fi
 ray stop
-touch "$started"
+echo "$runs" >"$started"
 ulimit -n 65536 || true
 # After so long without its head a worker ends, with its replicas: `ray down` stops Ray on the head only (stop.sh stops
 # it everywhere). With a store it is how long the head may be away.

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 _SCRIPTS = Path(__file__).parents[2] / "deploy" / "ray"
-_TOOLS = "bash cat chmod dirname basename env find grep id mkdir mv realpath rm sha256sum touch cp hostname".split()
+_TOOLS = """basename bash cat chmod cp dirname env find flock grep hostname id mkdir mv realpath rm sha256sum sort touch
+xargs""".split()
+_HEAD = "10.0.0.10"
 # What it can do depends on two files in its home.
 _PYTHON = """
 case "$*" in
@@ -141,30 +146,100 @@ def test_setup_fetches_the_package_that_makes_environments(bare: Host) -> None:
     ]
 
 
+def test_an_upgrade_that_was_cut_short_is_not_what_was_installed_before(bare: Host) -> None:
+    assert set_up(bare)
+    pip = bare.kept / "venv" / "bin" / "pip"
+    able = pip.read_text()
+    pip.write_text("#!/bin/bash\nexit 1\n")
+    (bare.checkout / "constraints.txt").write_text("ray==9\n")
+    assert bare.run("setup.sh").returncode == 1
+    pip.write_text(able)
+    (bare.checkout / "constraints.txt").write_text("")
+    assert set_up(bare), "some of it may be of the other version"
+
+
+def test_a_profile_gets_a_line_on_top_and_stays_what_and_where_it_was(bare: Host) -> None:
+    elsewhere = bare.home / "dotfiles" / "bashrc"
+    elsewhere.parent.mkdir()
+    elsewhere.write_text("alias l=ls\n")
+    elsewhere.chmod(0o640)
+    (bare.home / ".bashrc").symlink_to(elsewhere)
+    for _ in range(2):
+        set_up(bare)
+        assert (bare.home / ".bashrc").is_symlink()
+        assert elsewhere.read_text() == ". ~/.xpyd/env\nalias l=ls\n"
+        assert elsewhere.stat().st_mode & 0o777 == 0o640
+    assert (bare.home / ".profile").read_text() == ". ~/.xpyd/env\n"
+    assert not (bare.home / ".bash_profile").exists(), "it would hide the other one"
+
+
+def test_a_full_disk_leaves_a_profile_as_it_was(bare: Host) -> None:
+    profile = bare.home / ".bashrc"
+    profile.write_text("alias l=ls\n")
+    cat = bare.root / "bin" / "cat"
+    real = cat.resolve()
+    cat.unlink()
+    bare.tool(
+        "cat",
+        f"""
+[ "$*" = {profile} ] || exec {real} "$@"
+echo alias
+exit 1
+""",
+    )
+    done = bare.run("setup.sh")
+    assert done.returncode == 1 and f"cannot write {profile}; write '. ~/.xpyd/env' at its top" in done.stderr
+    assert profile.read_text() == "alias l=ls\n"
+    assert sorted(path.name for path in bare.home.glob(".bash*")) == [".bashrc"]
+
+
+def test_setups_of_one_home_come_one_after_the_other(bare: Host) -> None:
+    with (bare.kept / "lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        flock = bare.root / "bin" / "flock"
+        real = flock.resolve()
+        flock.unlink()
+        bare.tool("flock", f'[ "$1 $2" = "-w 1800" ] && exec {real} -n $3')
+        done = bare.run("setup.sh")
+    assert done.returncode == 1 and "another setup.sh runs" in done.stderr and not bare.count("pip")
+    assert set_up(bare)
+
+
+@contextmanager
+def raylet_of(head: str) -> Iterator[int]:
+    """A process with the arguments of one."""
+    command = ["bash", "-c", "read", "raylet", "--head=no", f"--gcs-address={head}:6379", "--labels="]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:  # it ends with what it would read
+        yield process.pid
+
+
 @pytest.fixture
-def worker(host: Host) -> Host:
+def worker(host: Host) -> Iterator[Host]:
+    """Its Ray runs, whenever somebody looks."""
     host.tool("ray", "echo reconnect=$RAY_gcs_rpc_server_reconnect_timeout_s >>$HOME/../told")
-    host.tool("pgrep")
-    (host.checkout / "a.py").touch()
-    (host.kept / "installed").touch()
-    (host.root / "labels.yaml").touch()
-    return host
+    (host.checkout / "cluster").mkdir()
+    for file in (host.checkout / "cluster" / "__init__.py", host.kept / "installed", host.root / "labels.yaml"):
+        file.touch()
+    with raylet_of(_HEAD) as pid:
+        host.tool("pgrep", f"echo {pid}")
+        yield host
 
 
-def join(host: Host) -> list[str]:
+@pytest.fixture
+def stored(worker: Host) -> Host:
+    """With a store, where Ray has been started."""
+    (worker.kept / "ray-store").write_text("10.0.0.9:6379 secret\n")
+    assert "reconnect=600" in join(worker)
+    return worker
+
+
+def join(host: Host, head: str = _HEAD) -> list[str]:
     """What is asked of Ray."""
-    done = host.run("worker.sh", "10.0.0.10", f"--labels-file={host.root}/labels.yaml")
+    done = host.run("worker.sh", head, f"--labels-file={host.root}/labels.yaml")
     assert done.returncode == 0, done.stderr
-    return [line for line in host.told if line.startswith(("ray", "reconnect"))]
-
-
-def replace(path: Path) -> None:
-    """As rsync does: its content may be as old as before."""
-    path.parent.mkdir(exist_ok=True)
-    new = path.with_name("new")
-    new.touch()
-    os.utime(new, (1, 1))
-    new.rename(path)
+    asked = [line for line in host.told if line.startswith(("ray", "reconnect"))]
+    assert asked or "as it should" in done.stdout
+    return asked
 
 
 def test_without_a_store_a_worker_starts_anew(worker: Host) -> None:
@@ -174,34 +249,74 @@ def test_without_a_store_a_worker_starts_anew(worker: Host) -> None:
         assert join(worker) == ["ray stop", "reconnect=", started, "reconnect=10"]
 
 
-def test_with_a_store_a_worker_is_left_alone_until_what_it_runs_has_changed(worker: Host) -> None:
-    (worker.kept / "ray-store").write_text("10.0.0.9:6379 secret\n")
-    assert "reconnect=600" in join(worker)
-    assert join(worker) == []
-    changes = (
-        worker.checkout / "a.py",
-        worker.checkout / "deploy" / "ray" / "worker.sh",
-        worker.kept / "installed",
-        worker.root / "labels.yaml",
-    )
-    for changed in changes:
-        content = changed.read_bytes()
-        replace(changed)
-        changed.write_bytes(content)
-        assert join(worker), changed
-        assert join(worker) == []
-    worker.tool("pgrep", "exit 1")
-    assert join(worker), "it runs no more"
+@pytest.mark.parametrize(
+    "file",
+    [
+        "xpyd/cluster/__init__.py",
+        "xpyd/cluster/cpu/wire.h",
+        "xpyd/cluster/simulator/h100.json",
+        "xpyd/deploy/ray/worker.sh",
+        ".xpyd/installed",
+        ".xpyd/ray-token",
+        "../labels.yaml",
+    ],
+)
+def test_with_a_store_a_worker_is_left_alone_until_what_it_runs_has_changed(stored: Host, file: str) -> None:
+    assert join(stored) == []
+    path = stored.home / file
+    path.parent.mkdir(exist_ok=True)
+    with path.open("a") as changed:
+        changed.write("# another line\n")
+    assert join(stored)
+    assert join(stored) == []
+
+
+def test_code_that_has_gone_or_has_another_name_is_a_change(stored: Host) -> None:
+    package = stored.checkout / "cluster"
+    (package / "a.py").touch()
+    assert join(stored)
+    (package / "a.py").rename(package / "b.py")
+    assert join(stored)
+    (package / "b.py").unlink()
+    assert join(stored) and join(stored) == []
+
+
+def test_the_same_from_another_clone_is_no_change(stored: Host) -> None:
+    """rsync writes a file anew where only its time differs."""
+    for path in [*stored.checkout.rglob("*.py"), *stored.checkout.rglob("*.sh"), stored.kept / "installed"]:
+        new = path.with_name("new")
+        shutil.copyfile(path, new)
+        os.utime(new, (1, 1))
+        new.rename(path)
+    assert join(stored) == []
 
 
 @pytest.mark.parametrize(
-    "file", ["xpyd.egg-info/PKG-INFO", "__pycache__/a.cpython-312.pyc", ".ruff_cache/a.json", "on-prem.yaml"]
+    "file",
+    [
+        "xpyd/xpyd.egg-info/PKG-INFO",
+        "xpyd/cluster/__pycache__/a.cpython-312.pyc",
+        "xpyd/cluster/.ruff_cache/a.json",
+        "xpyd/on-prem.yaml",
+        "xpyd/ann.json",
+        "xpyd/tests/test_names.py",
+    ],
 )
-def test_what_a_host_or_its_operator_writes_beside_the_code_is_no_change(worker: Host, file: str) -> None:
-    (worker.kept / "ray-store").write_text("10.0.0.9:6379\n")
-    assert join(worker)
-    replace(worker.checkout / file)
-    assert join(worker) == []
+def test_what_a_host_or_its_operator_writes_beside_the_code_is_no_change(stored: Host, file: str) -> None:
+    path = stored.home / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("{}")
+    assert join(stored) == []
+
+
+def test_a_worker_whose_ray_is_gone_or_of_another_head_joins(stored: Host) -> None:
+    with raylet_of("10.0.0.1") as other, raylet_of("10.0.0.100") as longer:
+        stored.tool("pgrep", f"echo {other}; echo {longer}")
+        assert join(stored), "neither is of this head"
+        assert join(stored, "10.0.0.1") and join(stored, "10.0.0.1") == []
+    assert join(stored, "10.0.0.1"), "it runs no more"
+    stored.tool("pgrep", "exit 1")
+    assert join(stored, "10.0.0.1"), "there is none"
 
 
 def test_a_worker_with_another_python_says_so_and_stays_out(worker: Host) -> None:
