@@ -21,7 +21,6 @@ from cluster.words.errors import DeployError, NotDeployed, SpecError
 from cluster.words.records import known_fields
 
 _FILE = "state.json"
-_LOCK = "deploy.lock"
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ def operator_key_file(name: str) -> Path:
 def reserve(name: str) -> Iterator[None]:
     """Nobody else of this machine's user reserves `name` meanwhile: whoever finds it free may take it. Raises
     DeployError where somebody has it."""
-    file = state_dir(name) / _LOCK
+    file = _root() / f"{name}.lock"
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = file.open("w")
@@ -92,9 +91,15 @@ def reserve(name: str) -> Iterator[None]:
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with this process, whatever becomes of it
-        except BlockingIOError:
-            raise DeployError(f"{name} is being deployed by another command, which has just begun") from None
-        yield
+            has_it = os.path.samestat(os.fstat(lock.fileno()), file.stat())
+        except (BlockingIOError, FileNotFoundError):
+            has_it = False
+        if not has_it:  # or somebody had it, and has removed it since we opened it: it keeps nobody out any more
+            raise DeployError(f"{name} is being deployed by another command, which has just begun")
+        try:
+            yield
+        finally:
+            file.unlink(missing_ok=True)
 
 
 def save(state: State) -> None:

@@ -95,8 +95,27 @@ def test_a_name_is_reserved_once(state_root: Path) -> None:
             pass
     with state.reserve("a"):
         assert state.deployed_names() == []
-    (state_root / "c").touch()
-    with pytest.raises(DeployError, match="c"), state.reserve("c"):
+    assert list(state_root.iterdir()) == []
+
+
+def test_a_name_that_was_reserved_meanwhile_is_not_reserved_twice(
+    state_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever had it removes its lock; who has opened that one before locks what is no longer there."""
+
+    def flock(lock: object, operation: int) -> None:
+        (state_root / "a.lock").unlink()
+        (state_root / "a.lock").touch()
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.raises(DeployError, match="a is being deployed by another command"), state.reserve("a"):
+        pass
+
+
+def test_where_nothing_can_be_remembered_nothing_is_reserved(state_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (state_root / "file").touch()
+    monkeypatch.setenv("CLUSTER_STATE_DIR", str(state_root / "file"))
+    with pytest.raises(DeployError, match=r"a\.lock: File exists"), state.reserve("a"):
         pass
 
 
