@@ -55,7 +55,7 @@ def _ask(name: str | None, admin: str | None, request_id: str) -> dict[str, Any]
         answers = ask_routers(state, path)
     if not answers:
         raise ClusterError("no router answers; see `cluster status`")
-    found = [answer.json() for answer in answers if answer.status == 200]
+    found = [tree for answer in answers if answer.status == 200 and (tree := answer.json())]
     if not found:
         raise ClusterError(f"no router remembers request {request_id}")
     return found[0]

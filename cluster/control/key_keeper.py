@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from cluster.control.ray_store import StoreEntry
 from cluster.index.key_channel import KeyPublisher
 from cluster.index.redis_client import RedisReach, connect_redis
 from cluster.process.supervisor import Supervisor
+from cluster.process.whole_file import write_whole
 from cluster.words.api_key import ApiKey, KeyBook, KeyChange
 from cluster.words.credentials import Purpose
 from cluster.words.errors import DeployError
@@ -39,6 +39,20 @@ def key_file(log_dir: str) -> Path:
     return Path(log_dir).parent / _FILE
 
 
+def read_book(file: Path) -> KeyBook:
+    """What a key file holds; an empty book where there is no such file. Raises DeployError where it cannot be read:
+    an empty book in its place would lock all clients out, and be written over it."""
+    try:
+        return KeyBook.from_json(file.read_bytes())
+    except FileNotFoundError:
+        return KeyBook()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no book of API keys"
+        raise DeployError(
+            f"{file}: {why}; put back a copy of it, or delete it and make new keys for all clients"
+        ) from None
+
+
 class KeyKeeper:
     """Owned by the controller, on its event loop."""
 
@@ -48,6 +62,8 @@ class KeyKeeper:
         self._entry = StoreEntry("keys", namespace=namespace(name))
         self.book = self._load()
         self._problem = ""  # of saving it
+        if self.book.version and self._save():  # either place may have lost them: a head with a new disk, the file
+            logger.warning("%s", self._problem)
         self._publisher = KeyPublisher(
             connect_redis(credentials.index_url), name=name, seal_key=credentials.key(Purpose.API_KEYS)
         )
@@ -60,11 +76,11 @@ class KeyKeeper:
         it cannot be saved: then nothing has changed."""
         book = self.book.with_key(key)
         try:
-            self._write(book)
+            write_whole(self._file, book.to_json())
             self._entry.put(book.to_json())
         except DeployError as error:
             with suppress(DeployError):
-                self._write(self.book)
+                write_whole(self._file, self.book.to_json())
             raise DeployError(f"the key is not made: {error}") from error
         self.book = book
         return KeyChange(key=key, is_told=await self._tell())
@@ -112,11 +128,9 @@ class KeyKeeper:
             return False
 
     def _load(self) -> KeyBook:
-        """What was saved last; an empty book where nothing ever was."""
-        stored = self._entry.get()
-        if stored is None and self._file.exists():
-            stored = self._file.read_bytes()
-        return KeyBook.from_json(stored) if stored else KeyBook()
+        """What was saved last; an empty book where nothing ever was. Raises DeployError."""
+        stored = self._entry.get()  # newer than the file, where there is one: the file is of an earlier deployment
+        return read_book(self._file) if stored is None else KeyBook.from_json(stored)
 
     def _save(self) -> str:
         """What is not saved yet, and what follows from that; empty: all is."""
@@ -126,7 +140,7 @@ class KeyKeeper:
         except DeployError as error:
             problems.append(f"{error}; until it does, a controller that restarts would not know of it")
         try:
-            self._write(self.book)
+            write_whole(self._file, self.book.to_json())
         except DeployError as error:
             problems.append(f"{error}; until that is mended, the next deployment of this name would not know of it")
         self._problem = "; and ".join(problems)
@@ -135,16 +149,3 @@ class KeyKeeper:
     def _save_if_needed(self) -> None:
         if self._problem and not self._save():
             logger.info("the API keys are saved, version %d", self.book.version)
-
-    def _write(self, book: KeyBook) -> None:
-        """All of it or nothing. Raises DeployError."""
-        new = self._file.with_suffix(f".{os.getpid()}")
-        try:
-            new.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            new.touch(mode=0o600)
-            new.write_text(book.to_json())
-            new.replace(self._file)
-        except OSError as error:
-            with suppress(OSError):
-                new.unlink(missing_ok=True)
-            raise DeployError(f"{self._file}: {error.strerror}") from error

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -61,24 +61,10 @@ def deploy(
     Raises ClusterError. Then, and when it is interrupted, nothing that it started is left.
     """
     watch = Stopwatch()
-    preflight.check_is_free(spec.name, reporter.say)
-    preflight.check_index(spec.index, trust_network=spec.kv.trust_network)
-    if address is None:
-        here = preflight.this_node()
-        doors = plan_doors(spec.router, [here], is_one_machine=True)
-        preflight.check_authority(spec.security)
-        preflight.check_ports(spec.router, doors.host or LOOPBACK)
-        preflight.check_certificate(spec.router)
-        preflight.check_nodes(spec, [here], wait_for_nodes=wait_for_nodes)
-        router = _router(spec, doors)
-        preflight.check_model(spec, reporter.say)
-        local = local_ray.prepare()
-        place = _Place(local.address, doors, router, local=local)
-    else:
-        preflight.check_model(spec, reporter.say)
-        place = _join_ray(spec, address, wait_for_nodes=wait_for_nodes)
-    state = place.state(spec.name)
-    states.save(state)
+    with states.reserve(spec.name):  # two at once would both find it free
+        place = _check(spec, address, wait_for_nodes=wait_for_nodes, say=reporter.say)
+        state = place.state(spec.name)
+        states.save(state)
     clear_logs(str(states.log_dir(spec.name)))
     watch.lap("checks")
     try:
@@ -87,16 +73,16 @@ def deploy(
             _start_ray(state, state.local_ray)
             watch.lap("Ray")
         doors = _start(place, spec, parts=parts, deadline=deadline, reporter=reporter, watch=watch)
+        up = replace(state, deploying=None, grpc=doors.grpc, http=doors.http)
+        states.save(up)  # a full disk, too, must not leave a deployment that counts as interrupted
     except BaseException:
         with _undisturbed():
             with contextlib.suppress(OSError):  # whoever listened may have gone: that may be why
                 reporter.say("removing what was started")
             take_down(state, force=True)
         raise
-    state = replace(state, deploying=None, grpc=doors.grpc, http=doors.http)
-    states.save(state)
     reporter.say(f"it took: {watch}")
-    return state
+    return up
 
 
 def take_down(state: State, *, force: bool = False) -> None:
@@ -144,6 +130,25 @@ class _Place:
             certificate=self.router.tls_cert,
             deploying=Command.current(),
         )
+
+
+def _check(spec: Spec, address: str | None, *, wait_for_nodes: bool, say: Callable[[str], None]) -> _Place:
+    """Whatever can be found wrong before anything is started; returns where the deployment will be."""
+    preflight.check_is_free(spec.name, say)
+    preflight.check_index(spec.index, trust_network=spec.kv.trust_network)
+    if address is not None:
+        preflight.check_model(spec, say)
+        return _join_ray(spec, address, wait_for_nodes=wait_for_nodes)
+    here = preflight.this_node()
+    doors = plan_doors(spec.router, [here], is_one_machine=True)
+    preflight.check_authority(spec.security)
+    preflight.check_ports(spec.router, doors.host or LOOPBACK)
+    preflight.check_certificate(spec.router)
+    preflight.check_nodes(spec, [here], wait_for_nodes=wait_for_nodes)
+    router = _router(spec, doors)
+    preflight.check_model(spec, say)
+    local = local_ray.prepare()
+    return _Place(local.address, doors, router, local=local)
 
 
 def _join_ray(spec: Spec, address: str, *, wait_for_nodes: bool) -> _Place:
@@ -238,7 +243,7 @@ def _start(place: _Place, spec: Spec, *, parts: Parts, deadline: float, reporter
     wanted = {role.value: spec.pool(role).replicas for role in Role}
     router_admin.await_seen(place.state(spec.name), wanted, within_s=_SEE_ALL_S)
     if place.router.keys == "required":
-        operator_key.make(controller, spec.name)
+        operator_key.make(controller, spec.name, say=reporter.say)
     watch.lap("router sees all")
     return doors
 

@@ -1,27 +1,34 @@
 """Asking each router of a deployment what it tells operators alone.
 
-By urllib: `cluster status` need not wait half a second until httpx is imported.
+Any user of a router's host may listen at a port that routers could have, and answer what he likes: whoever does not
+answer as a router of this deployment would is passed over, and nobody is waited for, or listened to, without end.
+
+By http.client: `cluster status` need not wait half a second until httpx is imported.
 """
 
 from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
-from http.client import HTTPException
+from functools import partial
+from http.client import HTTPConnection, HTTPException
 from typing import Any
 
 from cluster.host.state import State
 from cluster.words.errors import DeployError
 
-_ANSWER_S = 3.0
+_ANSWER_S = 3.0  # for all of it
 _NODE_S = 10.0
 _POLL_S = 0.1
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever proxy the environment names
+_MAX_HEALTH_BYTES = 1 << 20
+_MAX_BYTES = 64 << 20  # the metrics of 4096 replicas have some megabytes
+_MAX_AT_ONCE = 32
 
 
 @dataclass(frozen=True)
@@ -38,8 +45,18 @@ class AdminAnswer:
         return f"{self.address} on {self.node}" if self.node else self.address
 
     def json(self) -> dict[str, Any]:
-        found: Any = json.loads(self.body)
+        """Empty where it is something else than one object."""
+        try:
+            found: Any = json.loads(self.body)
+        except (ValueError, RecursionError):
+            return {}
         return found if isinstance(found, dict) else {}
+
+    def replicas(self) -> dict[str, int] | None:
+        """Usable ones by role, of an answer to /health; None where it is no such answer."""
+        told = self.json().get("replicas")
+        is_count = isinstance(told, dict) and all(type(count) is int and count >= 0 for count in told.values())
+        return told if is_count else None
 
 
 def ask_routers(state: State, path: str) -> list[AdminAnswer]:
@@ -65,13 +82,9 @@ def ask_here(deployment: str, addresses: Sequence[str], path: str, is_named: boo
     """As ask_routers, of the routers on this machine: whatever else listens at one of `addresses` is passed over.
     is_named: answers say the name of this machine."""
     node = socket.gethostname() if is_named else ""
-    found = []
-    for address in addresses:
-        health = _get(address, "/health")
-        if health is not None and _deployment_of(health) == deployment:
-            answer = health if path == "/health" else _get(address, path)
-            found += [replace(answer, node=node)] if answer else []
-    return found
+    with ThreadPoolExecutor(_MAX_AT_ONCE) as threads:  # those that stall keep nobody from being heard
+        answers = threads.map(partial(_ask_router, deployment, path), addresses)
+        return [replace(answer, node=node) for answer in answers if answer]
 
 
 def ask_at(address: str, path: str) -> list[AdminAnswer]:
@@ -82,7 +95,7 @@ def ask_at(address: str, path: str) -> list[AdminAnswer]:
 
 def seen_by(routers: Sequence[AdminAnswer]) -> dict[str, int] | None:
     """How many replicas of each role all of them see, by their answers to /health; None when there are none."""
-    seen: list[dict[str, int]] = [answer.json()["replicas"] for answer in routers]
+    seen = [replicas for answer in routers if (replicas := answer.replicas()) is not None]
     return {role: min(one.get(role, 0) for one in seen) for role in seen[0]} if seen else None
 
 
@@ -101,21 +114,37 @@ def await_seen(state: State, wanted: Mapping[str, int], *, within_s: float) -> N
         time.sleep(_POLL_S)
 
 
-def _get(address: str, path: str) -> AdminAnswer | None:
-    """None when nobody answers in HTTP."""
+def _ask_router(deployment: str, path: str, address: str) -> AdminAnswer | None:
+    """None unless a router of this deployment answers there."""
+    health = _get(address, "/health", max_bytes=_MAX_HEALTH_BYTES)
+    if health is None or health.json().get("deployment") != deployment or health.replicas() is None:
+        return None
+    return health if path == "/health" else _get(address, path)
+
+
+def _get(address: str, path: str, *, max_bytes: int = _MAX_BYTES) -> AdminAnswer | None:
+    """None when nobody answers in HTTP, in time and in so many bytes; no proxy is asked, whatever the environment
+    names, and nobody is followed elsewhere."""
+    is_late = threading.Event()
     try:
-        with _DIRECT.open(f"http://{address}{path}", timeout=_ANSWER_S) as answer:
-            return AdminAnswer(address, answer.status, answer.read())
-    except urllib.error.HTTPError as error:  # 503: it answers, and says what it lacks
-        with error:
-            return AdminAnswer(address, error.code, error.read())
+        with closing(HTTPConnection(address, timeout=_ANSWER_S)) as connection:
+            connection.connect()
+            # A timeout of the socket's is of each read: who sends a byte now and then would never run into it.
+            end = threading.Timer(_ANSWER_S, _hang_up, [connection.sock, is_late])
+            end.start()
+            try:
+                connection.request("GET", path)
+                answer = connection.getresponse()  # 503: it answers, and says what it lacks
+                body = answer.read(max_bytes + 1)
+            finally:
+                end.cancel()
+                end.join()
     except (OSError, ValueError, HTTPException):  # also of what is no address, and what is no HTTP
         return None
+    return None if is_late.is_set() or len(body) > max_bytes else AdminAnswer(address, answer.status, body)
 
 
-def _deployment_of(health: AdminAnswer) -> str | None:
-    try:
-        name = health.json().get("deployment")
-    except ValueError:
-        return None
-    return name if isinstance(name, str) else None
+def _hang_up(connection: socket.socket, is_late: threading.Event) -> None:
+    is_late.set()
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

@@ -6,15 +6,18 @@ is written before anything is started: whatever became of the command that wrote
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cluster.host.local_ray import LocalRay
 from cluster.process import processes
-from cluster.words.errors import NotDeployed, SpecError
+from cluster.process.whole_file import write_whole
+from cluster.words.errors import DeployError, NotDeployed, SpecError
 from cluster.words.records import known_fields
 
 _FILE = "state.json"
@@ -75,28 +78,49 @@ def operator_key_file(name: str) -> Path:
     return state_dir(name) / "operator.key"
 
 
+@contextmanager
+def reserve(name: str) -> Iterator[None]:
+    """Nobody else of this machine's user reserves `name` meanwhile: whoever finds it free may take it. Raises
+    DeployError where somebody has it."""
+    file = _root() / f"{name}.lock"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = file.open("w")
+    except OSError as error:
+        raise DeployError(f"{file}: {error.strerror}") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with this process, whatever becomes of it
+            has_it = os.path.samestat(os.fstat(lock.fileno()), file.stat())
+        except (BlockingIOError, FileNotFoundError):
+            has_it = False
+        if not has_it:  # or somebody had it, and has removed it since we opened it: it keeps nobody out any more
+            raise DeployError(f"{name} is being deployed by another command, which has just begun")
+        try:
+            yield
+        finally:
+            file.unlink(missing_ok=True)
+
+
 def save(state: State) -> None:
-    """Atomically: a reader never sees half a file."""
-    directory = state_dir(state.name)
-    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    new = directory / f"{_FILE}.{os.getpid()}"
-    new.write_text(json.dumps(asdict(state), indent=1))
-    new.replace(directory / _FILE)
+    """Atomically: a reader never sees half a file. Raises DeployError."""
+    write_whole(state_dir(state.name) / _FILE, json.dumps(asdict(state), indent=1))
 
 
 def load(name: str) -> State | None:
-    """What is remembered of `name`, also by a newer version; None when it is not deployed from here."""
+    """What is remembered of `name`, also by a newer version; None when it is not deployed from here. Raises
+    DeployError where it cannot be read."""
+    file = state_dir(name) / _FILE
     try:
-        tree = json.loads((state_dir(name) / _FILE).read_text())
+        return _parse(file.read_text())
     except FileNotFoundError:
         return None
-    local_ray, deploying, admin = tree.pop("local_ray"), tree.pop("deploying"), tree.pop("admin", ())
-    return State(
-        local_ray=LocalRay(**known_fields(LocalRay, local_ray)) if local_ray else None,
-        deploying=Command(**known_fields(Command, deploying)) if deploying else None,
-        admin=tuple(admin),
-        **known_fields(State, tree),
-    )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not what `cluster deploy` has written"
+        raise DeployError(
+            f"{file}: {why}; see that nothing of {name} runs any more (`cluster --address RAY down`, or end its Ray), "
+            "and delete the file"
+        ) from None
 
 
 def forget(name: str) -> None:
@@ -125,6 +149,18 @@ def choose(name: str | None, deployed: Sequence[str]) -> str:
     return name or deployed[0]
 
 
+def _parse(text: str) -> State:
+    tree = json.loads(text)
+    local_ray, deploying, admin = tree.pop("local_ray"), tree.pop("deploying"), tree.pop("admin", ())
+    return State(
+        local_ray=LocalRay(**known_fields(LocalRay, local_ray)) if local_ray else None,
+        deploying=Command(**known_fields(Command, deploying)) if deploying else None,
+        admin=tuple(admin),
+        **known_fields(State, tree),
+    )
+
+
 def _root() -> Path:
+    """Absolute: it is sent to processes that stand in other directories."""
     directory = os.environ.get("CLUSTER_STATE_DIR")
-    return Path(directory) if directory else Path.home() / ".local" / "state" / "xpyd"
+    return Path(directory).expanduser().absolute() if directory else Path.home() / ".local" / "state" / "xpyd"

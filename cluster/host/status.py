@@ -40,7 +40,7 @@ def read_status(state: State, controller: Any) -> DeploymentReport:
     seen = seen_by(routers)
     ready = all(pools[role]["ready"] >= pools[role]["desired"] for role in Role)
     if state.admin:
-        ready = ready and seen is not None and all(seen[role] >= pools[role]["desired"] for role in Role)
+        ready = ready and seen is not None and all(seen.get(role, 0) >= pools[role]["desired"] for role in Role)
     admin = [answer.where for answer in routers]
     doors = with_open_doors(state)
     endpoints: Endpoints = {"grpc": doors.grpc, "http": doors.http, "admin": admin}

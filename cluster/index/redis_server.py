@@ -7,6 +7,7 @@ the server.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import secrets
 import shutil
@@ -91,7 +92,7 @@ class RedisServer:
             "appendonly no",
             f"maxmemory {_MAX_MEMORY_BYTES}",
             "maxmemory-policy volatile-lru",
-            f"dir {self._log.parent}",
+            f"dir {json.dumps(str(self._log.parent), ensure_ascii=False)}",  # quoted as the server reads it
         ]
         return "\n".join(lines) + "\n"
 

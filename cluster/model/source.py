@@ -29,6 +29,7 @@ from filelock import FileLock, Timeout
 from cluster.model import config as model_config
 from cluster.model.gguf_import import IMPORT_VERSION, import_gguf
 from cluster.model.gguf_table import TABLE
+from cluster.process.whole_file import move_whole
 from cluster.words.errors import SpecError
 
 logger = logging.getLogger(__name__)
@@ -189,7 +190,7 @@ def _made_once(place: Path, fill: Callable[[Path], None]) -> Path:
                     content = Path(scratch) / "content"
                     content.mkdir()
                     fill(content)
-                    content.rename(place)
+                    move_whole(content, place)
     except Timeout:
         raise SpecError(f"{place}: another process has been making it for more than {_LOCK_S:.0f} s") from None
     return place

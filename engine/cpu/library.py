@@ -24,6 +24,7 @@ import torch
 from filelock import FileLock
 
 from cluster.model.source import cache_root
+from cluster.process.whole_file import move_whole
 from engine.cpu.structs import Call, Payload, Step, StoredRows, TokenChoices, Wire
 
 logger = logging.getLogger(__name__)
@@ -112,7 +113,7 @@ def _compiled(compiler: str) -> Path:
             with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
                 built = Path(scratch) / path.name
                 _run(compiler, *FLAGS, str(_SOURCES / "kernels.cpp"), "-o", str(built))
-                built.replace(path)
+                move_whole(built, path)
     return path
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import redis
@@ -21,6 +18,7 @@ from cluster.words.credentials import Credentials
 from cluster.words.errors import DeployError
 from cluster.words.launch import Launch
 from cluster.words.spec_file import parse_spec
+from tests.disks import fill_disk
 from tests.waiting import becomes
 
 
@@ -88,10 +86,6 @@ async def test_who_is_asked_twice_to_revoke_says_the_same(keep: Callable[[str], 
     assert again.book == KeyBook(version=3, keys=(other,))
 
 
-def _full(*_: Any, **__: Any) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 async def test_a_revoked_key_is_refused_although_the_disk_is_full(
     keep: Callable[[str], KeyKeeper], redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,7 +94,7 @@ async def test_a_revoked_key_is_refused_although_the_disk_is_full(
     keeper = keep(redis_url)
     await keeper.add(key)
     with monkeypatch.context() as meanwhile:
-        meanwhile.setattr(Path, "write_text", _full)
+        fill_disk(meanwhile)
         change = await keeper.revoke(key)
         assert change.is_told and "keys.json: No space left on device" in change.problem
         assert keeper.book == keep(redis_url).book == KeyBook(version=2)
@@ -117,8 +111,57 @@ async def test_where_it_cannot_be_saved_no_key_is_made(
     keeper = keep(redis_url)
     await keeper.add(first)
     with monkeypatch.context() as meanwhile:
-        meanwhile.setattr(Path, "write_text", _full)
+        fill_disk(meanwhile)
         with pytest.raises(DeployError, match=r"the key is not made: .*keys\.json: No space left on device"):
             await keeper.add(second)
     assert keeper.book == keep(redis_url).book == KeyBook(version=1, keys=(first,))
     assert [path.name for path in tmp_path.iterdir()] == ["keys.json"]
+
+
+async def test_a_keeper_that_comes_back_sees_that_the_file_says_what_ray_knows(
+    keep: Callable[[str], KeyKeeper], redis_url: str, tmp_path: Path
+) -> None:
+    """The head may have a new disk; the next deployment has nothing but the file."""
+    key, file = new_key("a", new_secret()), tmp_path / "keys.json"
+    book = (await keep(redis_url).add(key)) and KeyBook(version=1, keys=(key,))
+    file.unlink()
+    assert keep(redis_url).book == KeyBook.from_json(file.read_bytes()) == book
+    for other in ("", KeyBook(version=7, keys=(new_key("b", new_secret()),)).to_json()):
+        file.write_text(other)
+        assert keep(redis_url).book == KeyBook.from_json(file.read_bytes()) == book
+
+
+async def test_it_is_mended_later_where_that_cannot_be_done_at_once(
+    keep: Callable[[str], KeyKeeper], redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await keep(redis_url).add(new_key("a", new_secret()))
+    (tmp_path / "keys.json").unlink()
+    with monkeypatch.context() as meanwhile:
+        fill_disk(meanwhile)
+        book = keep(redis_url).book
+    await becomes((tmp_path / "keys.json").exists)
+    assert KeyBook.from_json((tmp_path / "keys.json").read_bytes()) == book
+
+
+async def test_what_the_file_alone_knew_ray_knows_then(
+    keep: Callable[[str], KeyKeeper], redis_url: str, tmp_path: Path
+) -> None:
+    book = KeyBook(version=1, keys=(new_key("a", new_secret()),))
+    (tmp_path / "keys.json").write_text(book.to_json())
+    assert keep(redis_url).book == book
+    (tmp_path / "keys.json").unlink()
+    assert keep(redis_url).book == book
+
+
+@pytest.mark.parametrize(
+    "left", ["", '{"version": 1, "keys": [', '{"version": 1}', "[]", '{"version": 1, "keys": [1]}']
+)
+async def test_what_is_left_of_a_file_is_no_empty_book(
+    keep: Callable[[str], KeyKeeper], redis_url: str, tmp_path: Path, left: str
+) -> None:
+    (tmp_path / "keys.json").write_text(left)
+    with pytest.raises(
+        DeployError, match=r"keys\.json: it is no book of API keys; put back a copy of it, or delete it"
+    ):
+        keep(redis_url)
+    assert (tmp_path / "keys.json").read_text() == left

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import cluster.host
 from cluster.cli.app import run
 from cluster.control.desired import Parts
 from cluster.control.report import Pools
-from cluster.host import deployment, local_ray
+from cluster.host import deployment, driver, local_ray, pool_watch, router_admin
 from cluster.host import state as states
+from cluster.words.errors import DeployError
 from cluster.words.spec_file import parse_spec
+from tests.disks import fill_disk
 
 
 class Deaf:
@@ -50,3 +55,54 @@ def test_a_deployment_that_was_removed_for_that_is_no_success(
     monkeypatch.setattr(deployment, "deploy", deploy)
     assert run(["deploy", "1P1D"]) == 2
     assert "nobody reads this output any more; what was started is removed again" in capsys.readouterr().err
+
+
+class Silent:
+    """Implements cluster.host.reporter.Reporter, and forgets what it is told."""
+
+    def say(self, line: str) -> None: ...
+
+    def show(self, pools: Pools) -> None: ...
+
+
+def deploy_a() -> states.State:
+    end = time.monotonic()
+    return deployment.deploy(
+        parse_spec({"name": "a"}), address=None, deadline=end, wait_for_nodes=False, parts=Parts(), reporter=Silent()
+    )
+
+
+def test_of_two_commands_at_once_the_second_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """While the first one fetches the model, nothing is remembered of it yet."""
+
+    def check_model(spec: object, say: Callable[[str], None]) -> None:
+        with pytest.raises(DeployError, match="a is being deployed by another command, which has just begun"):
+            deploy_a()
+        raise DeployError("the first has come so far")
+
+    monkeypatch.setenv("CLUSTER_STATE_DIR", str(tmp_path))
+    monkeypatch.setattr(deployment.preflight, "check_model", check_model)
+    for _ in range(2):  # whoever was refused, or failed, is in nobody's way
+        with pytest.raises(DeployError, match="the first has come so far"):
+            deploy_a()
+
+
+def test_what_cannot_be_remembered_is_removed_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stopped: list[local_ray.LocalRay] = []
+    monkeypatch.setenv("CLUSTER_STATE_DIR", str(tmp_path))
+    monkeypatch.setattr(deployment.preflight, "check_model", lambda spec, say: None)
+    for module, names in (
+        (local_ray, "start join"),
+        (driver, "connect run_on_each start_controller start_index ask"),
+        (pool_watch, "await_ready"),
+        (deployment, "router_application"),
+    ):
+        for name in names.split():
+            monkeypatch.setattr(module, name, lambda *arguments, **more: "")
+    serve = SimpleNamespace(start_serve=lambda: None, start_router=lambda *arguments: None)
+    monkeypatch.setattr(cluster.host, "router_app", serve, raising=False)  # the true one loads Ray Serve
+    monkeypatch.setattr(router_admin, "await_seen", lambda *arguments, **more: fill_disk(monkeypatch))
+    monkeypatch.setattr(local_ray, "stop", stopped.append)
+    with pytest.raises(DeployError, match=r"state\.json: No space left on device"):
+        deploy_a()
+    assert stopped and states.load("a") is None

@@ -20,6 +20,7 @@ from cluster.process import processes
 from cluster.process.ports import free_port
 from cluster.words.errors import DeployError, NotDeployed, SpecError
 from cluster.words.spec import RouterSpec
+from tests.disks import fill_disk
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +65,68 @@ def test_what_a_newer_version_has_remembered_beyond_this_is_passed_over() -> Non
         level["of a newer version"] = {"a": [1]}
     file.write_text(json.dumps(tree))
     assert state.load("a") == saved
+
+
+@pytest.mark.parametrize("left", ["", '{"name": "a", ', "[]", "{}", '{"local_ray": null, "deploying": null}'])
+def test_what_is_left_of_a_file_is_named(left: str) -> None:
+    state.save(deployed("a"))
+    file = state.state_dir("a") / "state.json"
+    file.write_text(left)
+    for ask in (lambda: state.find(None), lambda: state.load("a"), lambda: check_is_free("a", print)):
+        with pytest.raises(
+            DeployError, match=f"{file}: it is not what `cluster deploy` has written; see that nothing of a"
+        ):
+            ask()
+    state.forget("a")
+    check_is_free("a", print)
+
+
+def test_what_cannot_be_saved_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    state.save(deployed("a"))
+    fill_disk(monkeypatch)
+    with pytest.raises(DeployError, match=r"state\.json: No space left on device"):
+        state.save(deployed("a", grpc="elsewhere"))
+    assert state.load("a") == deployed("a")
+
+
+def test_a_name_is_reserved_once(state_root: Path) -> None:
+    with state.reserve("a"), state.reserve("b"):
+        with pytest.raises(DeployError, match="a is being deployed by another command"), state.reserve("a"):
+            pass
+    with state.reserve("a"):
+        assert state.deployed_names() == []
+    assert list(state_root.iterdir()) == []
+
+
+def test_a_name_that_was_reserved_meanwhile_is_not_reserved_twice(
+    state_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever had it removes its lock; who has opened that one before locks what is no longer there."""
+
+    def flock(lock: object, operation: int) -> None:
+        (state_root / "a.lock").unlink()
+        (state_root / "a.lock").touch()
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.raises(DeployError, match="a is being deployed by another command"), state.reserve("a"):
+        pass
+
+
+def test_where_nothing_can_be_remembered_nothing_is_reserved(state_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (state_root / "file").touch()
+    monkeypatch.setenv("CLUSTER_STATE_DIR", str(state_root / "file"))
+    with pytest.raises(DeployError, match=r"a\.lock: File exists"), state.reserve("a"):
+        pass
+
+
+def test_where_it_remembers_is_one_place_wherever_a_process_stands(
+    state_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for said, meant in (("kept", tmp_path / "kept"), ("~/kept", tmp_path / "home" / "kept")):
+        monkeypatch.setenv("CLUSTER_STATE_DIR", said)
+        assert state.log_dir("a") == meant / "a" / "logs"
 
 
 def test_one_of_several_must_be_named() -> None:

@@ -61,6 +61,17 @@ def test_it_listens_on_the_address_that_it_was_given(address: RedisAddress, tmp_
         server.stop()
 
 
+def test_its_directory_may_be_called_anything(address: RedisAddress, tmp_path: Path) -> None:
+    directory = tmp_path / 'of "anybody" \\ für alle'
+    server = RedisServer(address, log=directory / "index.log")
+    server.start()
+    try:
+        with connect(address) as client:
+            assert client.config_get("dir") == {"dir": str(directory)}
+    finally:
+        server.stop()
+
+
 def test_a_port_in_use_is_explained(address: RedisAddress, tmp_path: Path) -> None:
     server = RedisServer(address, log=tmp_path / "index.log")
     server.start()

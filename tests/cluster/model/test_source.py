@@ -24,6 +24,7 @@ from cluster.model import config as model_config
 from cluster.model import source as model_source
 from cluster.model.source import resolve
 from cluster.words.errors import SpecError
+from tests.disks import FakeDisk
 
 COMMIT = "c0ffee" * 6 + "beef"
 RESOLVE = """
@@ -105,6 +106,16 @@ def test_a_gguf_file_is_imported_once(model_file: Path) -> None:
     assert said == ["reading Tiny-Q.gguf"]
     os.utime(model_file, ns=(1, 1))
     assert resolve(str(model_file)) != directory  # another file by the same name
+
+
+def test_it_is_on_the_disk_before_it_is_there(model_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is there counts as whole for ever."""
+    place = resolve(str(model_file))
+    names = {path.name for path in place.iterdir()}
+    shutil.rmtree(place)
+    disk = FakeDisk(monkeypatch, renamed=place)
+    assert resolve(str(model_file)) == place
+    assert {path.name for path, is_there in disk.synced if not is_there} == {*names, "content"}
 
 
 def test_a_directory_is_taken_as_it_is(model_dir: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from engine.layers.layers import Before, GatedSiLU, RMSNorm, TorchMatrix
 from engine.layers.packed_matrix import PackedMatrix
 from engine.model import transformer
 from engine.model.cpu_program import can_compile
+from tests.disks import FakeDisk
 from tests.engine.steps import prompts
 from tests.engine.tiny_models import MakeModel, MakeRunner
 
@@ -203,6 +205,30 @@ def test_without_a_compiler_torch_computes(monkeypatch: pytest.MonkeyPatch) -> N
         assert open_kernels(dtype=torch.bfloat16, device=CPU) is None
     finally:
         library.load_kernels.cache_clear()
+
+
+def test_a_library_is_on_the_disk_before_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is there counts as compiled for ever; half of one would be no library, and torch alone would compute."""
+    compiler = tmp_path / "c++"
+    compiler.write_text('#!/bin/sh\nfor made; do :; done\n[ "$made" = --version ] || echo no library > "$made"\n')
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("CLUSTER_CACHE", str(tmp_path))
+
+    def compiled() -> Path:
+        library.load_kernels.cache_clear()
+        assert library.load_kernels() is None
+        [made] = (tmp_path / "kernels").glob("*.so")
+        return made
+
+    try:
+        place = compiled()
+        place.unlink()
+        disk = FakeDisk(monkeypatch, renamed=place)
+        assert compiled() == place
+    finally:
+        library.load_kernels.cache_clear()
+    assert [(path.name, is_there) for path, is_there in disk.synced] == [(place.name, False), ("kernels", True)]
 
 
 def test_they_are_for_bf16_on_a_cpu() -> None:
