@@ -2,7 +2,8 @@
 
 - its control store as a place to keep something, as durable as its own knowledge of the actors;
 - what each node has left: public are the sums over the cluster only;
-- on which nodes Ray Serve's replicas run: public over its dashboard's HTTP only.
+- on which nodes Ray Serve's replicas run: public over its dashboard's HTTP only;
+- its words about lost nodes, which every driver prints to stdout, where `--json` is read.
 
 Imports Ray: not before local_ray.join().
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ray._private import worker
 from ray._private.state import available_resources_per_node
 from ray.experimental import internal_kv
 
@@ -42,3 +44,9 @@ def serve_details() -> dict[str, Any]:
     assert client is not None, "it raises, unless it is asked not to"
     found: dict[str, Any] = client.get_serve_details()
     return found
+
+
+def keep_off_stdout() -> None:
+    """From now on this driver prints nothing that Ray's nodes say of themselves. What it means for a deployment is in
+    its controller's failures."""
+    worker.print_to_stdstream = lambda data, ignore_prefix: None

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from cluster.control import authority_store, controller
+from cluster.control import authority_store, controller, ray_internals
 from cluster.control import desired as desired_store
 from cluster.control.controller import Controller
 from cluster.control.desired import namespace
@@ -45,6 +45,7 @@ def connect(address: str, name: str) -> None:
         address = address if ":" in address else f"{address}:{_PORT}"
         _probe(address)
     logging.getLogger("ray").setLevel(logging.ERROR)
+    ray_internals.keep_off_stdout()
     os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "1")  # one try of 45 s; by default there are twenty
     try:
         ray.init(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import ray
 
+from cluster.control import ray_internals
 from cluster.control.placement import on_the_head
 from cluster.host import driver
 from cluster.host.driver import start_controller
@@ -62,3 +64,27 @@ def test_a_head_that_ray_up_has_made_will_not_stay_alone(monkeypatch: pytest.Mon
     assert not driver.is_of_ray_up()
     (tmp_path / "ray_bootstrap_config.yaml").touch()
     assert driver.is_of_ray_up()
+
+
+def test_what_rays_nodes_say_is_no_part_of_an_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`cluster status --json` has been followed by Ray's account of a host that had just been lost."""
+    from ray._private import worker
+
+    monkeypatch.setattr(worker, "print_to_stdstream", worker.print_to_stdstream)
+    ray_internals.keep_off_stdout()
+    said = [{"job_id": None, "error_message": "Raylet is terminated."}]
+
+    class Subscriber:
+        def subscribe(self) -> None: ...
+
+        def poll(self) -> tuple[bytes, Any]:
+            if not said:
+                raise OSError
+            return b"", said.pop()
+
+    driver_of_ray: Any = SimpleNamespace(gcs_error_subscriber=Subscriber(), current_job_id=ray.JobID.nil())
+    monkeypatch.setattr(worker, "_internal_kv_initialized", lambda: False)
+    worker.listen_error_messages(driver_of_ray, threading.Event())
+    assert not said and not capsys.readouterr().out
