@@ -108,6 +108,7 @@ class Controller:
 
     async def drain(self, replica: str) -> None:
         """Let one replica finish its work, or hand it over, and leave; a fresh one under a new id takes its place."""
+        await self._has_adopted.wait()
         pool = self._pool_of(replica)
         if pool.get(replica) is None:
             raise SpecError(f"{replica} has left already")
@@ -124,6 +125,7 @@ class Controller:
             return {0: read_log(_own_log(self._known.launch.log_dir), lines=lines, start=(starts or {}).get(0))}
         if replica == _ROUTER:
             return await self._router_logs.read(self._known.launch.log_dir, lines=lines, starts=starts or {})
+        await self._has_adopted.wait()
         home = self._pool_of(replica).home(replica)
         if home is None:
             raise DeployError(f"{replica} has not been placed on a node yet: there is no log")
@@ -306,8 +308,8 @@ async def _is_reached(life: ReplicaLife) -> bool:
     """Adopt it, unless the network is in the way: that may be for a moment, as where this host has just come back."""
     try:
         await life.adopt()
-    except RankUnreachable as error:
-        logger.warning("%s serves, perhaps: %s", life.view.id, error)
+    except (RankUnreachable, TimeoutError) as error:
+        logger.warning("%s serves, perhaps: %s", life.view.id, str(error) or "it does not answer")
         return False
     return True
 

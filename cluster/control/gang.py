@@ -85,10 +85,7 @@ class Gang:
         taken = Counter(
             group["bundles_to_node_id"].get(0) for replica, group in groups if role_of(replica) is self._role
         )
-        nodes = live_nodes()
-        for node in nodes:  # one on which starts fail has no replica, and would be chosen again and again
-            taken[node.id] += self._failures.get(node.name, 0)
-        return preferred_node(self._pool, nodes, taken=taken)
+        return preferred_node(self._pool, live_nodes(), taken=taken, failures=self._failures)
 
     def _reserve(self, labels: dict[str, str]) -> PlacementGroup:
         size = self._pool.tensor_parallel

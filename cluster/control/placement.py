@@ -78,16 +78,24 @@ def why_pending(pool: PoolSpec, nodes: Sequence[Node]) -> str:
     return f"no room at present; {_each_needs(need)}"
 
 
-def preferred_node(pool: PoolSpec, nodes: Sequence[Node], *, taken: Mapping[str, int]) -> Node | None:
+def preferred_node(
+    pool: PoolSpec, nodes: Sequence[Node], *, taken: Mapping[str, int], failures: Mapping[str, int] | None = None
+) -> Node | None:
     """Where the pool's next replica goes: a host that fails should take few of them along. None: there is no room now.
 
-    taken: how many replicas of the pool each node has, or has just lost as they started, by its id; of nodes with
-    equally few the one with the most room.
+    taken: how many replicas of the pool each node has, by its id; of nodes with equally few the one with the most
+    room. failures: how many of the pool's last starts failed on each, by its name: those come last, or the one where
+    starts fail, which has no replica, would be chosen until the pool gives up.
     """
+    failures = failures or {}
     need = _gang(pool)
     room = {node.id: _times(need, node.available) for node in nodes}
     free = [node for node in _candidates(pool, nodes) if room[node.id] >= 1]
-    return min(free, key=lambda node: (taken.get(node.id, 0), -room[node.id], node.id), default=None)
+
+    def rank(node: Node) -> tuple[int, int, int, str]:
+        return failures.get(node.name, 0), taken.get(node.id, 0), -room[node.id], node.id
+
+    return min(free, key=rank, default=None)
 
 
 def matches(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:

@@ -29,6 +29,10 @@ class _Member:
     started_at: float
     task: asyncio.Task[None] | None = None
 
+    @property
+    def stays(self) -> bool:
+        return self.life.view.state is not ReplicaState.DRAINING
+
     def is_stable(self, now: float) -> bool:
         since = self.life.serving_since
         return since is not None and now - since >= STABLE_S
@@ -43,20 +47,22 @@ class ReplicaPool:
         self._members: dict[str, _Member] = {}
         self._backoff = Backoff()
         self._failures: deque[Failure] = deque(maxlen=_KEPT_FAILURES)
+        self._failed_starts: Counter[str] = Counter()  # since all was well, by the node's name
         self._past_homes: dict[str, Home] = {}
 
     def reconcile(self, desired: Desired, new_id: Callable[[], str]) -> None:
         """Start and retire what `desired` asks for. Starts at most what the backoff allows; never blocks."""
         now = time.monotonic()
         members = list(self._members.values())
-        if members and all(member.is_stable(now) for member in members):
-            self._backoff.reset()
+        num_stable = sum(member.is_stable(now) for member in members if member.stays)
+        if members and num_stable >= desired.spec.pool(self.role).replicas:  # not while one is missing
+            self.retry()
         views = [member.life.view for member in members]
         plan = plan_pool(desired.spec.pool(self.role).replicas, views, can_start=self._backoff.allows(now))
         for replica in plan.retire:
             self.retire(replica)
         for _ in range(plan.start):
-            self.add(ReplicaLife(new_id(), desired, failures=self._recent_failures()))
+            self.add(ReplicaLife(new_id(), desired, failures=Counter(self._failed_starts)))
 
     def add(self, life: ReplicaLife) -> None:
         """Let this one live: new, or adopted."""
@@ -74,8 +80,9 @@ class ReplicaPool:
             member.task.cancel()
 
     def retry(self) -> None:
-        """Forget earlier failures to start: an operator has changed something."""
+        """Forget earlier failures to start: an operator has changed something, or all is well."""
         self._backoff.reset()
+        self._failed_starts.clear()
 
     async def stop(self) -> None:
         """Remove every replica at once, without draining."""
@@ -129,11 +136,6 @@ class ReplicaPool:
             del self._members[life.view.id]
             self._changed()
 
-    def _recent_failures(self) -> Counter[str]:
-        """Of starts since all was well: how many there were on each node, by its name."""
-        recent = list(self._failures)[-self._backoff.rounds :] if self._backoff.rounds else []
-        return Counter(failure.node for failure in recent)
-
     def _note_failure(self, member: _Member, reason: str, *, will_repeat: bool) -> None:
         view, now = member.life.view, time.monotonic()
         failure = Failure(
@@ -143,3 +145,4 @@ class ReplicaPool:
         self._failures.append(failure)
         if view.state is not ReplicaState.DRAINING and not member.is_stable(now):
             self._backoff.failed(started_at=member.started_at, now=now)
+            self._failed_starts[view.node] += 1

@@ -26,7 +26,7 @@ from cluster.host.reporter import Reporter
 from cluster.host.state import Command, State
 from cluster.process.background import BackgroundThread
 from cluster.process.log import clear_logs
-from cluster.process.ports import free_ports, is_free
+from cluster.process.ports import free_ports
 from cluster.process.stopwatch import Stopwatch
 from cluster.words.credentials import Credentials
 from cluster.words.errors import DeployError
@@ -173,7 +173,7 @@ def _join_ray(spec: Spec, address: str, *, wait_for_nodes: bool) -> _Place:
         preflight.check_door_ports(
             spec.router,
             [node.ip for node in homes],
-            lambda port: driver.run_on_each(homes, is_free, spec.router.host or "0.0.0.0", port),
+            lambda port: driver.run_on_each(homes, driver.is_door_free, spec.router.host, port),
         )
     preflight.check_nodes(spec, nodes, wait_for_nodes=wait_for_nodes)
     gcs: str = ray.get_runtime_context().gcs_address
@@ -268,6 +268,7 @@ def _doors_now(place: _Place, spec: Spec) -> Doors:
 
 def _remove_from_ray(state: State, *, force: bool) -> None:
     import ray
+    from ray.exceptions import RayError
 
     from cluster.host import driver, router_app
 
@@ -282,7 +283,7 @@ def _remove_from_ray(state: State, *, force: bool) -> None:
         controller = driver.start_controller(state.name)  # the one that is there, or one to clean up after it
         driver.ask(controller, "stop", within_s=_STOP_S)
         ray.kill(controller)
-    except DeployError as error:
+    except (DeployError, RayError) as error:
         if not force:
             raise
         logger.warning("its parts are removed without its controller: %s", error)

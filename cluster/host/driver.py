@@ -19,17 +19,18 @@ from cluster.control.controller import Controller
 from cluster.control.desired import namespace
 from cluster.control.gang import find_replicas, remove_leftovers
 from cluster.control.node_task import run_on
+from cluster.control.person_book import PersonBook
 from cluster.control.placement import Node, on_the_head
+from cluster.control.ray_store import StoreEntry
 from cluster.host.certified_controller import CertifiedController
 from cluster.index import embedded as embedded_index
 from cluster.index.embedded import EmbeddedIndex
 from cluster.index.redis_server import RedisAddress
-from cluster.process.ports import free_port
+from cluster.process.ports import free_port, is_free
 from cluster.words.errors import ClusterError, DeployError
 
 T = TypeVar("T")
 
-_BOOTSTRAP = Path("~/ray_bootstrap_config.yaml")  # where `ray up` puts its cluster file on a head
 _PORT = 6379  # Ray's own default
 _PROBE_S = 3.0
 _ASK_S = 60.0  # longer than a controller needs to come back after its death
@@ -112,8 +113,17 @@ def answers_of(nodes: Sequence[Node], function: Callable[..., T], *args: Any, wi
 
 
 def is_of_ray_up() -> bool:
-    """Whether this is the head of a Ray that `ray up` has started: what is one machine now will soon be several."""
-    return _BOOTSTRAP.expanduser().exists()
+    """Whether the Ray of this machine was started by `ray up`: what is one machine now will soon be several."""
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if b"\0--autoscaling-config=" in file.read_bytes():  # of its autoscaler
+                return True
+    return False
+
+
+def is_door_free(host: str | None, port: int) -> bool:
+    """On a node of the cluster: whether a router could listen there, by default at the node's own address."""
+    return is_free(host or this_ip(), port)
 
 
 def this_ip() -> str:
@@ -123,11 +133,13 @@ def this_ip() -> str:
 
 
 def remove_remains(name: str) -> None:
-    """The controller, which does not do it, every replica, and what Ray keeps of the deployment."""
+    """The controller, which does not do it, every replica, and what Ray keeps of the deployment. Raises RayError."""
     with contextlib.suppress(ValueError):
         ray.kill(ray.get_actor(controller.ACTOR_NAME, namespace=namespace(name)))
     for replica in find_replicas(name):
         remove_leftovers(replica, name)
+    PersonBook(name).forget()
+    StoreEntry("keys", namespace=namespace(name)).delete()
     desired_store.forget(name)
     authority_store.forget(name)
 

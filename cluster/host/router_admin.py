@@ -24,7 +24,7 @@ from cluster.host.state import State
 from cluster.words.errors import DeployError
 
 _ANSWER_S = 3.0  # for all of it
-_NODE_S = 10.0
+_NODE_S = 15.0  # two answers, each to connect to and to read
 _POLL_S = 0.1
 _MAX_HEALTH_BYTES = 1 << 20
 _MAX_BYTES = 64 << 20  # the metrics of 4096 replicas have some megabytes

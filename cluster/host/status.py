@@ -12,7 +12,7 @@ from cluster.host.router_admin import ask_routers, seen_by
 from cluster.host.state import State
 from cluster.words.request import Role
 
-_ASK_S = 15.0
+_ASK_S = 45.0  # a controller that has just come back first finds its replicas
 
 
 class Endpoints(TypedDict):

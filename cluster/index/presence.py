@@ -57,6 +57,7 @@ class Presence:
     async def leave(self) -> None:
         """Out of membership and index, at once, as far as Redis can be reached; the connection is closed."""
         self._is_leaving = True
+        self._changed.set()
         await self._try(self._leave)
         await self._redis.aclose()
 
@@ -65,7 +66,8 @@ class Presence:
             await self._changed.wait()
             self._changed.clear()
             await asyncio.sleep(_FLUSH_S)
-            await self._try(self._flush)
+            if not self._is_leaving:
+                await self._try(self._flush)
 
     async def _every(self, seconds: float, action: Callable[[], Awaitable[None]]) -> None:
         while not self._is_leaving:

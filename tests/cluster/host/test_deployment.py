@@ -15,7 +15,9 @@ from cluster.control.desired import Parts
 from cluster.control.report import Pools
 from cluster.host import deployment, driver, local_ray, pool_watch, router_admin
 from cluster.host import state as states
+from cluster.process.ports import free_port
 from cluster.words.errors import DeployError
+from cluster.words.spec import Spec
 from cluster.words.spec_file import parse_spec
 from tests.disks import fill_disk
 
@@ -30,6 +32,10 @@ class Deaf:
         raise BrokenPipeError
 
 
+def _spec() -> Spec:
+    return parse_spec({"name": "a", "router": {"grpc_port": free_port(), "http_port": free_port()}})
+
+
 def test_what_was_started_is_removed_where_nobody_listens_any_more(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -37,7 +43,7 @@ def test_what_was_started_is_removed_where_nobody_listens_any_more(
     monkeypatch.setenv("CLUSTER_STATE_DIR", str(tmp_path))
     monkeypatch.setattr(deployment.preflight, "check_model", lambda spec, say: None)
     monkeypatch.setattr(local_ray, "stop", stopped.append)
-    spec = parse_spec({"name": "a"})
+    spec = _spec()
     with pytest.raises(BrokenPipeError):
         deployment.deploy(
             spec, address=None, deadline=time.monotonic(), wait_for_nodes=False, parts=Parts(), reporter=Deaf()
@@ -68,7 +74,7 @@ class Silent:
 def deploy_a() -> states.State:
     end = time.monotonic()
     return deployment.deploy(
-        parse_spec({"name": "a"}), address=None, deadline=end, wait_for_nodes=False, parts=Parts(), reporter=Silent()
+        _spec(), address=None, deadline=end, wait_for_nodes=False, parts=Parts(), reporter=Silent()
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from cluster.control import ray_internals
 from cluster.control.placement import on_the_head
 from cluster.host import driver
 from cluster.host.driver import start_controller
+from tests.waiting import until
 
 
 class FakeActorClass:
@@ -59,11 +61,13 @@ def test_a_deployment_that_leaves_takes_no_routers_of_another_along(
     assert is_shut_down or list(applications) == ["blue"]
 
 
-def test_a_head_that_ray_up_has_made_will_not_stay_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
+def test_a_head_that_ray_up_has_made_will_not_stay_alone() -> None:
     assert not driver.is_of_ray_up()
-    (tmp_path / "ray_bootstrap_config.yaml").touch()
-    assert driver.is_of_ray_up()
+    command = [sys.executable, "-c", "input()", "--autoscaling-config=/home/ubuntu/ray_bootstrap_config.yaml"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as autoscaler:
+        until(driver.is_of_ray_up)
+        autoscaler.communicate(b"\n")
+    assert not driver.is_of_ray_up()
 
 
 def test_what_rays_nodes_say_is_no_part_of_an_answer(
@@ -85,6 +89,5 @@ def test_what_rays_nodes_say_is_no_part_of_an_answer(
             return b"", said.pop()
 
     driver_of_ray: Any = SimpleNamespace(gcs_error_subscriber=Subscriber(), current_job_id=ray.JobID.nil())
-    monkeypatch.setattr(worker, "_internal_kv_initialized", lambda: False)
     worker.listen_error_messages(driver_of_ray, threading.Event())
     assert not said and not capsys.readouterr().out
