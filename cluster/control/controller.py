@@ -26,6 +26,7 @@ from cluster.control.operations import Operations
 from cluster.control.person_book import PersonBook
 from cluster.control.placement import ResourceDemand, check_fit, live_nodes
 from cluster.control.pool import ReplicaPool
+from cluster.control.remains import remove_remains
 from cluster.control.replica import number_of, replica_id, role_of
 from cluster.control.replica_life import ReplicaLife
 from cluster.control.report import ControllerReport
@@ -176,14 +177,10 @@ class Controller:
         self._loop.cancel()
         if self._operations:
             await self._operations.close()
-        self._people.forget()
         await asyncio.gather(*(pool.stop() for pool in self._pools.values()))
-        for replica in find_replicas(self._name):
-            remove_leftovers(replica, self._name)
         if self._keys:
             await self._keys.close()
-        desired_store.forget(self._name)
-        authority_store.forget(self._name)
+        remove_remains(self._name)
 
     async def _reconcile_forever(self) -> None:
         while True:

@@ -59,7 +59,7 @@ class KeyKeeper:
     def __init__(self, launch: Launch) -> None:
         name, credentials = launch.spec.name, launch.credentials
         self._file = key_file(launch.log_dir)
-        self._entry = StoreEntry("keys", namespace=namespace(name))
+        self._entry = _entry(name)
         self.book = self._load()
         self._problem = ""  # of saving it
         if self.book.version and self._save():  # either place may have lost them: a head with a new disk, the file
@@ -93,13 +93,12 @@ class KeyKeeper:
         return KeyChange(key=key, is_told=is_told, problem=self._save())
 
     async def close(self) -> None:
-        """The deployment is taken down; the file stays."""
+        """The deployment is taken down."""
         self._is_closing = True
         self._telling.cancel()
         await asyncio.gather(self._telling, return_exceptions=True)
         self._save_if_needed()
         await self._publisher.close()
-        self._entry.delete()
 
     async def _tell_forever(self) -> None:
         cleared: KeyBook | None = None
@@ -149,3 +148,12 @@ class KeyKeeper:
     def _save_if_needed(self) -> None:
         if self._problem and not self._save():
             logger.info("the API keys are saved, version %d", self.book.version)
+
+
+def forget(name: str) -> None:
+    """What Ray's store has; the file stays."""
+    _entry(name).delete()
+
+
+def _entry(name: str) -> StoreEntry:
+    return StoreEntry("keys", namespace=namespace(name))

@@ -25,7 +25,7 @@ class PersonBook:
 
     def __init__(self, deployment: str) -> None:
         self._deployment = deployment
-        self._entry = StoreEntry("people", namespace=namespace(deployment))
+        self._entry = _entry(deployment)
         stored = self._entry.get()
         self.people = People.from_json(stored) if stored else People()
 
@@ -59,9 +59,14 @@ class PersonBook:
         person = self.people.find(fingerprint_of(certificate))
         return person.process_name(self._deployment) if person else None
 
-    def forget(self) -> None:
-        self._entry.delete()
-
     def _save(self, people: People) -> None:
         self._entry.put(people.to_json())
         self.people = people
+
+
+def forget(deployment: str) -> None:
+    _entry(deployment).delete()
+
+
+def _entry(deployment: str) -> StoreEntry:
+    return StoreEntry("people", namespace=namespace(deployment))

@@ -287,7 +287,7 @@ def _remove_from_ray(state: State, *, force: bool) -> None:
         if not force:
             raise
         logger.warning("its parts are removed without its controller: %s", error)
-        driver.remove_remains(state.name)
+        driver.remove_by_force(state.name)
     driver.stop_index(state.name)
     ray.shutdown()
 

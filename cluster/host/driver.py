@@ -13,15 +13,12 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from cluster.control import authority_store, controller, ray_internals
-from cluster.control import desired as desired_store
+from cluster.control import controller, ray_internals
 from cluster.control.controller import Controller
 from cluster.control.desired import namespace
-from cluster.control.gang import find_replicas, remove_leftovers
 from cluster.control.node_task import run_on
-from cluster.control.person_book import PersonBook
 from cluster.control.placement import Node, on_the_head
-from cluster.control.ray_store import StoreEntry
+from cluster.control.remains import remove_remains
 from cluster.host.certified_controller import CertifiedController
 from cluster.index import embedded as embedded_index
 from cluster.index.embedded import EmbeddedIndex
@@ -132,16 +129,11 @@ def this_ip() -> str:
     return ip
 
 
-def remove_remains(name: str) -> None:
-    """The controller, which does not do it, every replica, and what Ray keeps of the deployment. Raises RayError."""
+def remove_by_force(name: str) -> None:
+    """The controller, which does not do it, and what is left then. Raises RayError."""
     with contextlib.suppress(ValueError):
         ray.kill(ray.get_actor(controller.ACTOR_NAME, namespace=namespace(name)))
-    for replica in find_replicas(name):
-        remove_leftovers(replica, name)
-    PersonBook(name).forget()
-    StoreEntry("keys", namespace=namespace(name)).delete()
-    desired_store.forget(name)
-    authority_store.forget(name)
+    remove_remains(name)
 
 
 def stop_index(name: str) -> None:

@@ -94,7 +94,7 @@ def test_a_restarted_controller_removes_half_a_gang(deploy: Deploy) -> None:
 def test_what_a_controller_does_not_remove_is_removed_without_it(three_nodes: str, tmp_path: Path) -> None:
     deployment = Deployment(tmp_path / "logs", SMALL)
     pools = deployment.until_ready()
-    driver.remove_remains(deployment.name)
+    driver.remove_by_force(deployment.name)
     await_death(pids(pools["prefill"]) + pids(pools["decode"]))
     until(lambda: driver.find_controller(deployment.name) is None)
     assert not find_replicas(deployment.name)
