@@ -11,7 +11,6 @@ import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import ray
@@ -26,7 +25,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.control.desired import Desired, namespace
-from cluster.control.placement import Node, bundle, live_nodes, preferred_node, why_pending
+from cluster.control.placement import NO_FAILURES, Node, bundle, live_nodes, preferred_node, why_pending
 from cluster.control.rank_actor import CONCURRENCY_GROUPS, RankActor
 from cluster.control.replica import parse_rank_name, rank_name, role_of
 from cluster.words.errors import RankUnreachable, ReplicaFailed
@@ -38,7 +37,6 @@ _UNAVAILABLE_S = 1.0
 _GRACE_S = 0.3  # when one rank fails, others follow; the first to be heard is not always the first to fall
 _STOP_S = 2.0
 _NODE_ID = "ray.io/node-id"  # a label that Ray gives to every node
-NOWHERE: Mapping[str, int] = MappingProxyType({})
 _choosing = asyncio.Lock()  # a node for one replica at a time: the next one sees where the last one has gone
 
 _CAUSE_OF_DEATH = re.compile(r"(?:is dead because|died because|Worker exit detail:)\s*(?P<cause>.*?)(?:\. |\n|$)")
@@ -56,7 +54,7 @@ class Home:
 class Gang:
     """Owned by the controller's event loop. A call that fails raises ReplicaFailed, which names the rank."""
 
-    def __init__(self, replica: str, desired: Desired, *, failures: Mapping[str, int] = NOWHERE) -> None:
+    def __init__(self, replica: str, desired: Desired, *, failures: Mapping[str, int] = NO_FAILURES) -> None:
         """failures: how many of its pool's last starts failed on each node, by its name."""
         self.home: Home | None = None  # None before it is placed
         self._replica = replica

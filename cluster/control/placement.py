@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from cluster.words.errors import DeployError
@@ -11,6 +12,7 @@ from cluster.words.request import Role
 from cluster.words.spec import PoolSpec
 
 Amounts = Mapping[str, float]  # by Ray's resource name
+NO_FAILURES: Mapping[str, int] = MappingProxyType({})
 
 _ROUTER_LABELS = {"pool": "router"}
 _HEAD = "node:__internal_head__"  # a resource that Ray gives to its head, and to no other node
@@ -79,7 +81,7 @@ def why_pending(pool: PoolSpec, nodes: Sequence[Node]) -> str:
 
 
 def preferred_node(
-    pool: PoolSpec, nodes: Sequence[Node], *, taken: Mapping[str, int], failures: Mapping[str, int] | None = None
+    pool: PoolSpec, nodes: Sequence[Node], *, taken: Mapping[str, int], failures: Mapping[str, int] = NO_FAILURES
 ) -> Node | None:
     """Where the pool's next replica goes: a host that fails should take few of them along. None: there is no room now.
 
@@ -87,7 +89,6 @@ def preferred_node(
     room. failures: how many of the pool's last starts failed on each, by its name: those come last, or the one where
     starts fail, which has no replica, would be chosen until the pool gives up.
     """
-    failures = failures or {}
     need = _gang(pool)
     room = {node.id: _times(need, node.available) for node in nodes}
     free = [node for node in _candidates(pool, nodes) if room[node.id] >= 1]

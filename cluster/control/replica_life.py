@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import cast
 
 from cluster.control.desired import Desired
-from cluster.control.gang import NOWHERE, Gang, Home
+from cluster.control.gang import Gang, Home
+from cluster.control.placement import NO_FAILURES
 from cluster.control.replica import ReplicaState, ReplicaStatus, role_of
 from cluster.process.log import LogPart
 from cluster.words.errors import RankUnreachable, ReplicaFailed
@@ -26,7 +27,7 @@ _SILENT_S = 60.0  # rank 0 has not answered for so long: it hangs
 class ReplicaLife:
     """Owned by the controller's event loop. `view` is always fit to show."""
 
-    def __init__(self, replica: str, desired: Desired, *, failures: Mapping[str, int] = NOWHERE) -> None:
+    def __init__(self, replica: str, desired: Desired, *, failures: Mapping[str, int] = NO_FAILURES) -> None:
         """failures: how many of its pool's last starts failed on each node, by its name."""
         self.view = ReplicaStatus(id=replica, role=role_of(replica))
         self.serving_since: float | None = None  # time.monotonic()

@@ -109,9 +109,7 @@ class IndexReader:
         if self._last_id is None or num_trimmed > self._position:
             self._last_id, self._position = newest_id, num_added
             for replica in replicas:
-                async with self._is_changing:
-                    if replica in self._members:  # it may have been forgotten meanwhile
-                        await self._load(replica)
+                await self._load(replica)
         elif num_added < self._position or _is_before(newest_id, self._last_id):
             # Redis began anew. What we know holds until each replica has written all that it has again.
             self._last_id, self._position = b"0-0", 0
@@ -142,10 +140,14 @@ class IndexReader:
         """
         for replica in replicas:
             self._members.add(replica)
-            async with self._is_changing:
-                await self._load(replica)
+            await self._load(replica)
 
     async def _load(self, replica: str) -> None:
+        async with self._is_changing:
+            if replica in self._members:  # it may have been forgotten meanwhile
+                await self._read_sets(replica)
+
+    async def _read_sets(self, replica: str) -> None:
         held = {}
         for tier, name in reversed(_set_names(self._name, replica).items()):  # the upper ones have the last word
             held[tier] = [prefix_hash async for prefix_hash in self._redis.sscan_iter(name, count=_SCAN_BLOCKS)]
@@ -166,7 +168,7 @@ class IndexReader:
         if replica not in self._members:  # whoever writes to Redis may invent any number of them
             return
         if b"reset" in event:
-            await self._load(replica)
+            await self._read_sets(replica)
             return
         for tier in Tier:
             if packed := event.get(_FIELDS[tier].encode()):
