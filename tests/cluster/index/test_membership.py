@@ -13,18 +13,10 @@ from cluster.index.membership import Member, Membership, OtherVersion, RefusalRe
 from cluster.words.request import Role
 from cluster.words.seal import seal
 from cluster.words.wire_version import WIRE_VERSION
+from tests.members import make_member
 
 _KEY = bytes(32)
-_MEMBER = Member(
-    replica="decode-0",
-    role=Role.DECODE,
-    address="127.0.0.1:1",
-    layout="abc",
-    num_blocks=10,
-    block_size=16,
-    bytes_per_token=64,
-    max_tokens=100,
-)
+_MEMBER = make_member()
 
 
 @pytest.fixture

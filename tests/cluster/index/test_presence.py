@@ -5,24 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from cluster.index.membership import Member, Membership
+from cluster.index.membership import Membership
 from cluster.index.presence import Presence
 from cluster.index.redis_client import connect_redis
-from cluster.words.request import Role
 from cluster.words.tier import Tier
+from tests.members import make_member
 from tests.waiting import WITHIN_S
 
 _KEY = bytes(32)
-_MEMBER = Member(
-    replica="decode-0",
-    role=Role.DECODE,
-    address="127.0.0.1:1",
-    layout="",
-    num_blocks=8,
-    block_size=16,
-    bytes_per_token=1,
-    max_tokens=128,
-)
 
 
 async def test_who_leaves_does_not_come_back_where_a_cancellation_is_swallowed(redis_url: str) -> None:
@@ -38,7 +28,7 @@ async def test_who_leaves_does_not_come_back_where_a_cancellation_is_swallowed(r
 
     redis = connect_redis(redis_url)
     await redis.flushall()
-    presence = Presence(redis, name="c", key=_KEY, member=_MEMBER, snapshot=snapshot)
+    presence = Presence(redis, name="c", key=_KEY, member=make_member(), snapshot=snapshot)
     task = asyncio.create_task(presence.run())
     await asked.wait()
     task.cancel()

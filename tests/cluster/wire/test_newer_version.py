@@ -21,9 +21,9 @@ from cluster.wire.status import make_plausible
 from cluster.words.api_key import KeyBook, new_key, new_secret
 from cluster.words.errors import RequestError
 from cluster.words.person import People, Person, PersonRole
-from cluster.words.request import Role
 from kvtransfer.movers.wire_messages import frame_from_proto, part_from_report
 from kvtransfer.protocol.plan import HeadCopy
+from tests.members import make_member
 
 _COPY = HeadCopy(sender=0, receiver=0, sender_head=0, receiver_head=0, num_heads=1)
 _KINDS: list[type[Message]] = [
@@ -88,17 +88,7 @@ def test_every_reader_has_its_message() -> None:
 
 
 def test_more_fields_of_a_record_at_every_level_are_passed_over() -> None:
-    member = Member(
-        replica="decode-0",
-        role=Role.DECODE,
-        address="127.0.0.1:1",
-        layout="abc",
-        num_blocks=10,
-        block_size=16,
-        bytes_per_token=64,
-        max_tokens=100,
-    )
-    assert Member.from_json(_with_more(asdict(member))) == member
+    assert Member.from_json(_with_more(asdict(make_member()))) == make_member()
     key = new_key("a", new_secret(), rpm=7, priorities=(1, 2))
     book = KeyBook().with_key(key)
     assert KeyBook.from_json(_with_more(json.loads(book.to_json()))) == book

@@ -9,26 +9,14 @@ from typing import Any
 
 import pytest
 
-from cluster.index.membership import Member
 from cluster.rpc import worker_pb2 as pb
 from cluster.wire.frames import FrameHub
 from cluster.wire.rank_host import RankHost
 from cluster.words.errors import ReplicaLost
-from cluster.words.request import Role
 from cluster.worker.replica_service import ReplicaService
 from tests.identities import in_clear, rank
+from tests.members import make_member
 from tests.waiting import WITHIN_S, until
-
-_MEMBER = Member(
-    replica="decode-0",
-    role=Role.DECODE,
-    address="127.0.0.1:1",
-    layout="",
-    num_blocks=8,
-    block_size=16,
-    bytes_per_token=1,
-    max_tokens=128,
-)
 
 
 class SlowWorker:
@@ -64,7 +52,7 @@ class SlowWorker:
 def served(redis_url: str) -> Iterator[tuple[SlowWorker, ReplicaService]]:
     host, worker = RankHost("127.0.0.1", in_clear(rank("decode-0"))), SlowWorker()
     service = ReplicaService(worker, host, FrameHub(), replica="decode-0")
-    service.start(index_url=redis_url, name="c", key=bytes(32), member=_MEMBER, other_ranks=[])
+    service.start(index_url=redis_url, name="c", key=bytes(32), member=make_member(), other_ranks=[])
     try:
         yield worker, service
     finally:

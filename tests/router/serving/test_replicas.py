@@ -13,19 +13,20 @@ import pytest
 from google.protobuf.message import Message
 from grpc import aio
 
-from cluster.index.membership import Member, Membership
+from cluster.index.membership import Membership
 from cluster.index.redis_client import connect_redis
 from cluster.process.ports import free_port
 from cluster.process.supervisor import Supervisor
 from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
 from cluster.words.errors import ReplicaLost
-from cluster.words.request import FinishReason, Role, SequenceRequest
+from cluster.words.request import FinishReason, SequenceRequest
 from router.serving.discovery import Discovery
 from router.serving.grpc_worker import GrpcWorker
 from router.serving.replica import Replica
 from router.serving.replicas import Replicas
 from tests.identities import in_clear, router
+from tests.members import make_member
 from tests.waiting import becomes
 
 _NAME = "here"
@@ -49,19 +50,6 @@ async def _serve(port: int) -> aio.Server:
     return server
 
 
-def _member(replica: str, role: Role, port: int) -> Member:
-    return Member(
-        replica=replica,
-        role=role,
-        address=f"127.0.0.1:{port}",
-        layout="",
-        num_blocks=8,
-        block_size=16,
-        bytes_per_token=1,
-        max_tokens=128,
-    )
-
-
 async def _until_alive(replicas: Replicas, *, alive: bool) -> None:
     while any(replica.is_alive for replica in replicas) is not alive:
         await replicas.changed(timeout_s=10)
@@ -75,7 +63,7 @@ async def _call(replica: Replica) -> None:
 async def test_who_still_calls_a_replica_that_has_left_loses_it_like_any_other(redis_url: str) -> None:
     port = free_port()
     worker = await _serve(port)
-    member = _member("prefill-0", Role.PREFILL, port)
+    member = make_member("prefill-0", address=f"127.0.0.1:{port}")
     redis = connect_redis(redis_url)
     await redis.flushall()
     membership = Membership(redis, name=_NAME, key=_KEY)
@@ -128,7 +116,7 @@ async def test_one_odd_stream_in_a_frame_ends_alone_and_what_a_newer_version_add
     port = server.add_insecure_port("127.0.0.1:0")
     rpc.add_WorkerServicer_to_server(Newer(), server)
     await server.start()
-    member = _member("decode-0", Role.DECODE, port)
+    member = make_member("decode-0", address=f"127.0.0.1:{port}")
     replicas = Replicas(lambda member: GrpcWorker(member.replica, member.address, identity=_ROUTER))
     replicas.add(member)
     heard: dict[int, list[Any]] = {7: [], 8: [], 9: []}
@@ -181,7 +169,7 @@ async def test_what_is_no_frame_ends_the_reader_no_more_than_the_replica() -> No
     rpc.add_WorkerServicer_to_server(Garbled(), server)
     await server.start()
     replicas = Replicas(lambda member: GrpcWorker(member.replica, member.address, identity=_ROUTER))
-    replicas.add(_member("decode-0", Role.DECODE, port))
+    replicas.add(make_member("decode-0", address=f"127.0.0.1:{port}"))
     try:
         while num_calls < 2:
             await asyncio.wait_for(again.wait(), 10)
@@ -213,9 +201,7 @@ async def test_a_router_that_stood_still_reads_first_what_has_come_meanwhile() -
 
     frames, loop, changed = Frames(), asyncio.get_running_loop(), asyncio.Event()
     worker: Any = SimpleNamespace(frames=lambda: frames, close=partial(asyncio.sleep, 0))
-    replica = Replica(
-        _member("decode-0", Role.DECODE, 1), worker, on_change=changed.set, tasks=Supervisor(), look_s=0.02
-    )
+    replica = Replica(make_member(), worker, on_change=changed.set, tasks=Supervisor(), look_s=0.02)
     frames.queue.put_nowait(pb.Frame(number=0, status=pb.Status(replica="decode-0")))
     await changed.wait()
     sent = pb.Frame(number=1, status=pb.Status(replica="decode-0", running=3))
