@@ -20,7 +20,7 @@ from enum import StrEnum
 from redis.asyncio import Redis
 
 from cluster.words.records import known_fields
-from cluster.words.request import Role
+from cluster.words.request import Role, SequenceRequest
 from cluster.words.seal import SEAL_BYTES, is_sealed, seal
 from cluster.words.wire_version import WIRE_VERSION
 
@@ -71,7 +71,13 @@ class Member:
     max_running: int = 64  # sequences in one step
     max_batch_tokens: int = 2048  # in one step; longer prompts are computed in chunks
     keeps_grammars: bool = False  # its version knows the grammar of a request; older ones would pass it over
+    keeps_token_rules: bool = False  # and the token rules of its sampling
     wire_version: int = WIRE_VERSION
+
+    def understands(self, request: SequenceRequest) -> bool:
+        """Nothing of it that would change its tokens is passed over there."""
+        has_grammar, has_rules = request.grammar is not None, request.sampling.token_rules is not None
+        return (self.keeps_grammars or not has_grammar) and (self.keeps_token_rules or not has_rules)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

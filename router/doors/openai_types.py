@@ -6,11 +6,13 @@ used. Reference: https://platform.openai.com/docs/api-reference; the extensions 
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
 from cluster.words.errors import RequestError, UnsupportedField
+from cluster.words.token_rules import MAX_BIAS
 from router.doors.openai_fields import Ignored, Only, OpenAIObject, Unsupported
 from router.doors.openai_forced import forced_grammar
 from router.doors.openai_grammar import ResponseFormat, StructuredOutputs, grammar_of
@@ -21,6 +23,8 @@ MAX_PROMPTS_TIMES_N = 1024  # choices of one HTTP request
 DEFAULT_TEXT_TOKENS = 16  # of /v1/completions, by OpenAI's reference; a chat goes on for as long as the context lasts
 
 Prompt = str | tuple[int, ...]
+Biases = tuple[tuple[int, float], ...]  # (token id, what is added to its logit)
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
 def _prompts(value: Any) -> tuple[Prompt, ...]:
@@ -33,6 +37,14 @@ def _prompts(value: Any) -> tuple[Prompt, ...]:
 
 def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(token_id) is int for token_id in value)
+
+
+def _biases(value: Any) -> Biases:
+    if not isinstance(value, dict) or not all(isinstance(key, str) and _TOKEN_ID.fullmatch(key) for key in value):
+        raise ValueError('must be an object whose keys are token ids, such as {"42": -5}')
+    if not all(type(bias) in (int, float) and -MAX_BIAS <= bias <= MAX_BIAS for bias in value.values()):
+        raise ValueError(f"must have numbers from {-MAX_BIAS:g} to {MAX_BIAS:g}")
+    return tuple(sorted((int(key), float(bias)) for key, bias in value.items()))
 
 
 def _strings(value: Any) -> Any:
@@ -76,6 +88,12 @@ class _Sampled(OpenAIObject):
     """Extension: no stop token before so many."""
     stop_token_ids: list[int] | None = None
     """Extension."""
+    logit_bias: Annotated[Biases, PlainValidator(_biases)] | None = None
+    """By token id: what is added to its logit. Logprobs are told as they are without it, and without the next two."""
+    allowed_token_ids: list[int] | None = None
+    """Extension: no other is chosen. An answer ends by itself only where an end-of-sequence token is among them."""
+    bad_words: list[str] | None = None
+    """Extension: no answer contains any of these as the tokenizer writes it, at the beginning or behind a space."""
     ignore_eos: bool | None = None
     """Extension: the model's end-of-sequence tokens do not end the answer."""
     include_stop_str_in_output: bool | None = None
@@ -106,9 +124,6 @@ class _Sampled(OpenAIObject):
     prompt_cache_retention: Ignored = None
     prompt_cache_options: Ignored = None
     # Of the API or of other servers, and not supported: they would change the answer.
-    logit_bias: Unsupported = None
-    allowed_token_ids: Unsupported = None
-    bad_words: Unsupported = None
     prompt_logprobs: Unsupported = None
     logprob_token_ids: Unsupported = None
     logits_processors: Unsupported = None
@@ -139,12 +154,13 @@ class _Sampled(OpenAIObject):
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options: only with stream: true", param="stream_options")
         same = ("model", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "n", "top_k", "min_p",
-                "repetition_penalty", "min_tokens", "ignore_eos", "skip_special_tokens", "priority", "user",
-                "cache_salt", "truncate_prompt_tokens", "add_special_tokens")  # fmt: skip
+                "repetition_penalty", "min_tokens", "logit_bias", "ignore_eos", "skip_special_tokens", "priority",
+                "user", "cache_salt", "truncate_prompt_tokens", "add_special_tokens")  # fmt: skip
         fields = {name: getattr(self, name) for name in same}
         fields["include_stop"] = self.include_stop_str_in_output
         fields["stop"] = None if self.stop is None else tuple(self.stop)
-        fields["stop_token_ids"] = None if self.stop_token_ids is None else tuple(self.stop_token_ids)
+        for name in ("stop_token_ids", "allowed_token_ids", "bad_words"):
+            fields[name] = None if (given := getattr(self, name)) is None else tuple(given)
         fields |= grammar_of(self.response_format, self.structured_outputs)
         return {name: value for name, value in fields.items() if value is not None}
 

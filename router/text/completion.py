@@ -101,7 +101,11 @@ class Completions:
                 grammar = await self._bound(request, request.grammar, self.prompts.end_of(prompt_ids))
                 await self._grammars.check(replace(request, grammar=grammar))
             sampling = sampling_of(
-                request, self.model, num_prompt_tokens=len(prompt_ids), eos_token_ids=self.tokenizer.eos_token_ids
+                request,
+                self.model,
+                num_prompt_tokens=len(prompt_ids),
+                eos_token_ids=self.tokenizer.eos_token_ids,
+                bad_words=await self.prompts.bad_words_of(request) if request.bad_words else (),
             )
         except ClusterError as error:
             self.metrics.requests.labels(outcome_of(error).code).inc()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from cluster.words.errors import ContextLengthExceeded, RequestError, UnknownModel
 from cluster.words.grammar import Grammar
 from cluster.words.request import Sampling, random_seed
+from cluster.words.token_rules import MAX_BAD_WORDS, TokenRules
 from router.text.chat import Chat
 
 MAX_REQUEST_BYTES = 10 * 1024 * 1024  # what either door reads of one request
@@ -19,6 +20,7 @@ MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKENS = 1024
+MAX_BAD_WORD_CHARS = 128
 MAX_SALT_CHARS = 1024
 MAX_USER_CHARS = 256
 MAX_MESSAGES = 4096  # and no more than the context has tokens
@@ -86,6 +88,9 @@ class CompletionRequest:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+    allowed_token_ids: tuple[int, ...] | None = None  # None: all
+    bad_words: tuple[str, ...] = ()  # that no answer contains
     ignore_eos: bool = False
     include_stop: bool = False  # the text keeps the stop string, or the stop token, that ended it
     skip_special_tokens: bool = True
@@ -130,6 +135,7 @@ def check(request: CompletionRequest, model: ModelCard) -> None:
         raise RequestError(f"n: a replica runs at most {model.max_choices} choices at once, not {request.n}", param="n")
     check_total(request.n * (request.max_tokens or 1), model, param=request.max_tokens_field)
     _check_stops(request)
+    _check_token_rules(request)
     _check_grammar(request)
     if isinstance(request.prompt, Chat):
         _check_chat(request.prompt, model)
@@ -159,9 +165,17 @@ def truncated(prompt_ids: tuple[int, ...], request: CompletionRequest, model: Mo
 
 
 def sampling_of(
-    request: CompletionRequest, model: ModelCard, *, num_prompt_tokens: int, eos_token_ids: frozenset[int]
+    request: CompletionRequest,
+    model: ModelCard,
+    *,
+    num_prompt_tokens: int,
+    eos_token_ids: frozenset[int],
+    bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> Sampling:
-    """The resolved sampling of a checked request. Raises ContextLengthExceeded, or RequestError for an empty prompt."""
+    """The resolved sampling of a checked request. Raises ContextLengthExceeded, or RequestError for an empty prompt.
+
+    bad_words: those of the request, as tokens.
+    """
     if num_prompt_tokens == 0:
         raise RequestError("prompt: must not be empty", param="prompt")
     room = model.max_context - num_prompt_tokens
@@ -190,6 +204,7 @@ def sampling_of(
         seed=seed,
         stop_token_ids=tuple(sorted(ends)),
         num_logprobs=request.logprobs,
+        token_rules=_token_rules(request, model, bad_words),
     )
 
 
@@ -213,6 +228,32 @@ def _check_grammar(request: CompletionRequest) -> None:
         if value:
             text = f"{name}: cannot be together with {request.grammar_field}, which says where the answer ends"
             raise RequestError(text, param=name)
+
+
+def _check_token_rules(request: CompletionRequest) -> None:
+    """What can be known before bad words are tokens; the rest is in `sampling_of`."""
+    if request.allowed_token_ids == ():
+        raise RequestError("allowed_token_ids: must not be empty; left out, all are allowed", param="allowed_token_ids")
+    if len(request.bad_words) > MAX_BAD_WORDS:
+        text = f"bad_words: at most {MAX_BAD_WORDS} are taken, not {len(request.bad_words)}"
+        raise RequestError(text, param="bad_words")
+    for word in request.bad_words:
+        if not word.strip() or len(word) > MAX_BAD_WORD_CHARS:
+            text = f"bad_words: a word has 1 to {MAX_BAD_WORD_CHARS} characters, and not spaces alone"
+            raise RequestError(text, param="bad_words")
+
+
+def _token_rules(
+    request: CompletionRequest, model: ModelCard, bad_words: tuple[tuple[int, ...], ...]
+) -> TokenRules | None:
+    """Raises RequestError."""
+    rules = TokenRules(
+        logit_bias=request.logit_bias, allowed_token_ids=request.allowed_token_ids or (), bad_words=bad_words
+    )
+    if rules.says_nothing:
+        return None
+    rules.check(model.vocab_size)
+    return rules
 
 
 def _check_stops(request: CompletionRequest) -> None:

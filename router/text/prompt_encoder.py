@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from cluster.words.errors import ContextLengthExceeded, RequestError, UnsupportedField
+from cluster.words.token_rules import MAX_BAD_WORD_TOKENS
 from router.text.chat import Chat
 from router.text.chat_template import ChatTemplate
 from router.text.completion_request import CompletionRequest, ModelCard, check, check_token_ids
@@ -18,6 +19,7 @@ _LONG_TEXT = 2 * 1024  # characters, some 3 ms of tokenising; more is done on an
 _MANY_TOKENS = 4096  # some 2 ms of decoding
 _MESSAGE = 64  # characters that take as long as a template needs for one message, or a call in it
 _EFFORT = "reasoning_effort"
+_MAX_KNOWN = 64  # lists of bad words: the prompts of one body have the same, and may be a thousand
 _MARK = 16  # tokens that are enough for a mark at the end of a prompt
 
 
@@ -39,6 +41,7 @@ class PromptEncoder:
         self._chat_template = chat_template
         self._model = model
         self._threads = threads
+        self._written = lru_cache(_MAX_KNOWN)(partial(_written, tokenizer))
 
     def least_tokens(self, request: CompletionRequest) -> int:
         """Tokens that it needs at least, told from its size alone: a text has as many as if each were the longest."""
@@ -90,6 +93,14 @@ class PromptEncoder:
             return await self._threads.run(request.key_id, self._encode, prompt, request.add_special_tokens)
         return self._encode(prompt, request.add_special_tokens)
 
+    async def bad_words_of(self, request: CompletionRequest) -> tuple[tuple[int, ...], ...]:
+        """Those of a request that has been checked, as an answer may come to contain them: at its beginning, or behind
+        a space. Raises RequestError where they are too many tokens."""
+        words = request.bad_words
+        if sum(map(len, words)) > _LONG_TEXT:
+            return await self._threads.run(request.key_id, self._written, words)
+        return self._written(words)
+
     def _has_unread_calls(self, chat: Chat) -> bool:
         return bool(chat.tools) and self._chat_template.knows_tools and not self.dialect.calls and chat.forced is None
 
@@ -122,6 +133,19 @@ class PromptEncoder:
             # The template wrote them itself.
             return tuple(self.tokenizer.encode(text, add_special_tokens=bool(add_special_tokens)))
         return tuple(self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens is not False))
+
+
+def _written(tokenizer: Tokenizer, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    found, num_tokens = dict[tuple[int, ...], None](), 0
+    for word in words:
+        short, long = (tuple(tokenizer.encode(space + word.lstrip(), add_special_tokens=False)) for space in ("", " "))
+        found[short] = None
+        if long[-len(short) :] != short:  # else it ends with the other, and so it is never whole
+            found[long] = None
+        num_tokens += len(short) + len(long)
+        if num_tokens > 2 * MAX_BAD_WORD_TOKENS:
+            raise RequestError(f"bad_words: at most {MAX_BAD_WORD_TOKENS} tokens are taken", param="bad_words")
+    return tuple(found)
 
 
 def num_chars(prompt: str | Chat | tuple[int, ...]) -> int:

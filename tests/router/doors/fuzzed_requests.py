@@ -101,6 +101,9 @@ _sampling = st.fixed_dictionaries(
         "seed": _uint64,
         "stop": st.lists(_text, max_size=18),
         "stop_token_ids": st.lists(_uint32, max_size=5),
+        "allowed_token_ids": st.lists(_uint32, max_size=5),
+        "logit_bias": st.dictionaries(_uint32, _float, max_size=5),
+        "bad_words": st.lists(_text, max_size=5),
         **dict.fromkeys(("ignore_eos", "skip_special_tokens", "include_stop"), st.booleans()),
     },
 )

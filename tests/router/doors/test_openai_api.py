@@ -177,7 +177,7 @@ async def test_logprobs_of_a_text(door: OpenAIDoor, byte_level: Tokenizer) -> No
     assert logprobs.top_logprobs is not None and logprobs.top_logprobs[0] == {"a": -0.5}
 
 
-async def test_extensions_reach_the_workers(door: OpenAIDoor) -> None:
+async def test_extensions_reach_the_workers(door: OpenAIDoor, byte_level: Tokenizer) -> None:
     extensions = {
         "top_k": 5,
         "min_p": 0.25,
@@ -190,6 +190,8 @@ async def test_extensions_reach_the_workers(door: OpenAIDoor) -> None:
         "cache_salt": "acme",
         "priority": -3,
         "return_token_ids": True,
+        "allowed_token_ids": [300, 5],
+        "bad_words": ["Paris", " of course"],
     }
     answer = await door.client.chat.completions.create(
         model="tiny",
@@ -200,6 +202,7 @@ async def test_extensions_reach_the_workers(door: OpenAIDoor) -> None:
         top_p=0.5,
         presence_penalty=0.5,
         frequency_penalty=-0.5,
+        logit_bias={"11": -100, "2": 3},
         extra_body=extensions,
     )
     (sent,) = door.fake.started
@@ -208,6 +211,11 @@ async def test_extensions_reach_the_workers(door: OpenAIDoor) -> None:
     assert (sampling.stop_token_ids, sampling.min_tokens, sampling.max_tokens) == ((300,), 2, 4)
     assert (sampling.temperature, sampling.top_p) == (0.5, 0.5)
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.5)
+    assert sampling.token_rules is not None
+    assert sampling.token_rules.logit_bias == ((2, 3.0), (11, -100.0))
+    assert sampling.token_rules.allowed_token_ids == (300, 5)
+    written = ("Paris", " Paris", "of course", " of course")
+    assert sampling.token_rules.bad_words == tuple(tuple(byte_level.encode(text)) for text in written)
     assert sent.salt and sent.salt != "acme" and sent.priority == -3
     assert answer.model_extra is not None and answer.model_extra["prompt_token_ids"] == list(sent.token_ids)
     assert answer.choices[0].model_extra is not None
