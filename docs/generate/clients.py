@@ -17,6 +17,7 @@ from router.doors.openai_fields import Only
 from router.doors.openai_messages import MAX_CALLS, MAX_PARTS, MAX_TOOLS, ChatMessage
 from router.doors.openai_types import MAX_PROMPTS_TIMES_N, ChatBody, TextBody
 from router.text import completion_request as rules
+from router.text.bad_words import MAX_BAD_WORD_CHARS
 
 _NOT_FOR_CLIENTS = (tree.SpecError, tree.DeployError, tree.NotDeployed, tree.ReplicaFailed, tree.RequestFailed)
 _LIMITS = {
@@ -24,11 +25,12 @@ _LIMITS = {
     "stop_token_ids": f"{rules.MAX_STOP_TOKENS:,}",
     "logit_bias": f"{token_rules.MAX_LOGIT_BIAS:,}, each from {-token_rules.MAX_BIAS:g} to {token_rules.MAX_BIAS:g}",
     "allowed_token_ids": f"1 to {token_rules.MAX_ALLOWED_TOKENS:,}",
-    "bad_words": f"{token_rules.MAX_BAD_WORDS} of 1 to {rules.MAX_BAD_WORD_CHARS} characters; "
+    "bad_words": f"{token_rules.MAX_BAD_WORDS} of 1 to {MAX_BAD_WORD_CHARS} characters; "
     f"{token_rules.MAX_BAD_WORD_TOKENS:,} tokens",
     "cache_salt": f"{rules.MAX_SALT_CHARS:,} characters",
     "prompt": f"prompts times `n`: {MAX_PROMPTS_TIMES_N:,}",
     "n": f"1 to {rules.MAX_CHOICES}, and to `decode.max_running`",
+    "best_of": f"`n` to {rules.MAX_CHOICES}, and to `decode.max_running`",
     "max_tokens": "1 to the context; times `n` and prompts: `decode.max_running` contexts",
     "user": f"{rules.MAX_USER_CHARS} characters",
     "messages": f"{rules.MAX_MESSAGES:,}",

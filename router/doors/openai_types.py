@@ -176,18 +176,20 @@ class TextBody(_Sampled):
     """The prompt before the answer; not together with `logprobs`."""
     suffix: Annotated[str | None, AfterValidator(Only(("",)))] = None
     best_of: int | None = None
-    """Only as much as `n`."""
+    """So many choices are computed, and counted; the `n` with the likeliest tokens on average are answered. More than
+    `n` not with `stream`."""
 
     def requests(self, request_id: str, *, peer: str = "") -> list[CompletionRequest]:
         """One request per prompt. Raises RequestError."""
         if self.echo and self.logprobs is not None:
             raise UnsupportedField("echo: logprobs of the prompt are not supported here", param="echo")
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise UnsupportedField("best_of: must equal n; a choice among more is not supported here", param="best_of")
-        if len(self.prompt) * min(max(1, self.n or 1), MAX_CHOICES) > MAX_PROMPTS_TIMES_N:
+        if self.stream and self.best_of is not None and self.best_of > (self.n or 1):
+            raise RequestError("best_of: more than n is not with stream: true", param="best_of")
+        num_choices = self.n or 1 if self.best_of is None else self.best_of
+        if len(self.prompt) * min(max(1, num_choices), MAX_CHOICES) > MAX_PROMPTS_TIMES_N:
             raise RequestError(f"prompt: prompts times n is at most {MAX_PROMPTS_TIMES_N}", param="prompt")
         max_tokens = DEFAULT_TEXT_TOKENS if self.max_tokens is None else self.max_tokens
-        shared = {**self._shared(), "max_tokens": max_tokens, "logprobs": self.logprobs}
+        shared = {**self._shared(), "max_tokens": max_tokens, "logprobs": self.logprobs, "best_of": self.best_of}
         return [CompletionRequest(id=request_id, peer=peer, prompt=prompt, **shared) for prompt in self.prompt]
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from cluster.words.errors import ContextLengthExceeded, RequestError, UnknownModel
 from cluster.words.grammar import Grammar
 from cluster.words.request import Sampling, random_seed
-from cluster.words.token_rules import MAX_BAD_WORDS, TokenRules
+from cluster.words.token_rules import TokenRules
+from router.text.bad_words import check_bad_words
 from router.text.chat import Chat
 
 MAX_REQUEST_BYTES = 10 * 1024 * 1024  # what either door reads of one request
@@ -20,7 +21,6 @@ MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKENS = 1024
-MAX_BAD_WORD_CHARS = 128
 MAX_SALT_CHARS = 1024
 MAX_USER_CHARS = 256
 MAX_MESSAGES = 4096  # and no more than the context has tokens
@@ -40,6 +40,7 @@ RANGES: Mapping[str, tuple[float, float, bool]] = {
     "presence_penalty": (-2, 2, True),
     "frequency_penalty": (-2, 2, True),
     "n": (1, MAX_CHOICES, True),
+    "best_of": (1, MAX_CHOICES, True),
     "logprobs": (0, MAX_LOGPROBS, True),
     "max_tokens": (1, 2**31 - 1, True),
     "min_tokens": (0, 2**31 - 1, True),
@@ -95,6 +96,7 @@ class CompletionRequest:
     include_stop: bool = False  # the text keeps the stop string, or the stop token, that ended it
     skip_special_tokens: bool = True
     n: int = 1
+    best_of: int | None = None  # choices of which the n best are answered; None: n
     logprobs: int | None = None  # None: none; k: of the chosen token and of the k likeliest
     grammar: Grammar | None = None  # what every answer keeps to
     grammar_field: str = "grammar"  # what the client calls it
@@ -109,6 +111,16 @@ class CompletionRequest:
     salt: str = ""  # what keys its prefix hashes
     max_answer: int | None = None  # tokens of one answer; None: no limit but the context
     is_cache_told: bool = True  # whether it hears how much of its prompt was cached
+
+    @property
+    def num_choices(self) -> int:
+        """That run."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def is_ranked(self) -> bool:
+        """More run than are answered."""
+        return self.num_choices > self.n
 
 
 def check(request: CompletionRequest, model: ModelCard) -> None:
@@ -131,11 +143,11 @@ def check(request: CompletionRequest, model: ModelCard) -> None:
             f"min_tokens: must not exceed {most}, but is {request.min_tokens}",
             param="min_tokens",
         )
-    if request.n > model.max_choices:
-        raise RequestError(f"n: a replica runs at most {model.max_choices} choices at once, not {request.n}", param="n")
-    check_total(request.n * (request.max_tokens or 1), model, param=request.max_tokens_field)
+    _check_choices(request, model)
     _check_stops(request)
-    _check_token_rules(request)
+    check_bad_words(request.bad_words)
+    if request.allowed_token_ids == ():
+        raise RequestError("allowed_token_ids: must not be empty; left out, all are allowed", param="allowed_token_ids")
     _check_grammar(request)
     if isinstance(request.prompt, Chat):
         _check_chat(request.prompt, model)
@@ -203,9 +215,19 @@ def sampling_of(
         frequency_penalty=request.frequency_penalty,
         seed=seed,
         stop_token_ids=tuple(sorted(ends)),
-        num_logprobs=request.logprobs,
+        num_logprobs=0 if request.is_ranked and request.logprobs is None else request.logprobs,
         token_rules=_token_rules(request, model, bad_words),
     )
+
+
+def _check_choices(request: CompletionRequest, model: ModelCard) -> None:
+    num, called = request.num_choices, "n" if request.best_of is None else "best_of"
+    if num < request.n:
+        raise RequestError(f"best_of: must not be less than n, {request.n}, but is {num}", param="best_of")
+    if num > model.max_choices:
+        text = f"{called}: a replica runs at most {model.max_choices} choices at once, not {num}"
+        raise RequestError(text, param=called)
+    check_total(num * (request.max_tokens or 1), model, param=request.max_tokens_field)
 
 
 def _check_chat(chat: Chat, model: ModelCard) -> None:
@@ -228,19 +250,6 @@ def _check_grammar(request: CompletionRequest) -> None:
         if value:
             text = f"{name}: cannot be together with {request.grammar_field}, which says where the answer ends"
             raise RequestError(text, param=name)
-
-
-def _check_token_rules(request: CompletionRequest) -> None:
-    """What can be known before bad words are tokens; the rest is in `sampling_of`."""
-    if request.allowed_token_ids == ():
-        raise RequestError("allowed_token_ids: must not be empty; left out, all are allowed", param="allowed_token_ids")
-    if len(request.bad_words) > MAX_BAD_WORDS:
-        text = f"bad_words: at most {MAX_BAD_WORDS} are taken, not {len(request.bad_words)}"
-        raise RequestError(text, param="bad_words")
-    for word in request.bad_words:
-        if not word.strip() or len(word) > MAX_BAD_WORD_CHARS:
-            text = f"bad_words: a word has 1 to {MAX_BAD_WORD_CHARS} characters, and not spaces alone"
-            raise RequestError(text, param="bad_words")
 
 
 def _token_rules(

@@ -7,7 +7,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from cluster.words.errors import ContextLengthExceeded, RequestError, UnsupportedField
-from cluster.words.token_rules import MAX_BAD_WORD_TOKENS
+from router.text.bad_words import bad_words_as_tokens
 from router.text.chat import Chat
 from router.text.chat_template import ChatTemplate
 from router.text.completion_request import CompletionRequest, ModelCard, check, check_token_ids
@@ -41,14 +41,14 @@ class PromptEncoder:
         self._chat_template = chat_template
         self._model = model
         self._threads = threads
-        self._written = lru_cache(_MAX_KNOWN)(partial(_written, tokenizer))
+        self._bad_words_as_tokens = lru_cache(_MAX_KNOWN)(partial(bad_words_as_tokens, tokenizer))
 
     def least_tokens(self, request: CompletionRequest) -> int:
         """Tokens that it needs at least, told from its size alone: a text has as many as if each were the longest."""
         prompt = request.prompt
         if isinstance(prompt, tuple):
-            return len(prompt) + request.n
-        return max(1, -(-num_chars(prompt) // self.tokenizer.longest_token)) + request.n
+            return len(prompt) + request.num_choices
+        return max(1, -(-num_chars(prompt) // self.tokenizer.longest_token)) + request.num_choices
 
     async def tokenize(self, request: CompletionRequest) -> tuple[int, ...]:
         """The tokens of its prompt alone, bounded like any. Raises RequestError and its kin."""
@@ -81,7 +81,7 @@ class PromptEncoder:
             text = "tools: how this model writes calls is not known here; the operator can say so (model.tool_parser)"
             raise RequestError(text, param="tools")
         # What could not fit even if every token were the longest one is not worth tokenising.
-        if self.least_tokens(request) - request.n > self._model.max_context:
+        if self.least_tokens(request) - request.num_choices > self._model.max_context:
             raise ContextLengthExceeded(
                 f"this model's context holds {self._model.max_context} tokens; {num_chars(prompt)} characters are more",
                 param="messages" if isinstance(prompt, Chat) else "prompt",
@@ -98,8 +98,8 @@ class PromptEncoder:
         a space. Raises RequestError where they are too many tokens."""
         words = request.bad_words
         if sum(map(len, words)) > _LONG_TEXT:
-            return await self._threads.run(request.key_id, self._written, words)
-        return self._written(words)
+            return await self._threads.run(request.key_id, self._bad_words_as_tokens, words)
+        return self._bad_words_as_tokens(words)
 
     def _has_unread_calls(self, chat: Chat) -> bool:
         return bool(chat.tools) and self._chat_template.knows_tools and not self.dialect.calls and chat.forced is None
@@ -133,19 +133,6 @@ class PromptEncoder:
             # The template wrote them itself.
             return tuple(self.tokenizer.encode(text, add_special_tokens=bool(add_special_tokens)))
         return tuple(self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens is not False))
-
-
-def _written(tokenizer: Tokenizer, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    found, num_tokens = dict[tuple[int, ...], None](), 0
-    for word in words:
-        short, long = (tuple(tokenizer.encode(space + word.lstrip(), add_special_tokens=False)) for space in ("", " "))
-        found[short] = None
-        if long[-len(short) :] != short:  # else it ends with the other, and so it is never whole
-            found[long] = None
-        num_tokens += len(short) + len(long)
-        if num_tokens > 2 * MAX_BAD_WORD_TOKENS:
-            raise RequestError(f"bad_words: at most {MAX_BAD_WORD_TOKENS} tokens are taken", param="bad_words")
-    return tuple(found)
 
 
 def num_chars(prompt: str | Chat | tuple[int, ...]) -> int:

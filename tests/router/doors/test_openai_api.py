@@ -116,6 +116,26 @@ async def test_many_prompts_times_n(door: OpenAIDoor, byte_level: Tokenizer, as_
     assert len({sent.id for sent in door.fake.started}) == 4
 
 
+async def test_the_best_of_more_choices_are_those_with_the_likeliest_tokens(
+    door: OpenAIDoor, byte_level: Tokenizer
+) -> None:
+    """On average: the best is the longest, too. All that were computed are counted."""
+    said = ["aa<|im_end|>", "bbb<|im_end|>", "c<|im_end|>", "ddddddddd<|im_end|>"]
+    door.fake.script = lambda request, choice: byte_level.encode(said[choice])
+    door.fake.logprobs = (-0.9, -0.25, -0.5, -0.125)
+    fields: dict[str, Any] = {"model": "tiny", "prompt": ["x", "y"], "max_tokens": 20, "n": 2, "best_of": 4}
+    answer = await door.client.completions.create(**fields)
+    assert [choice.text for choice in answer.choices] == ["ddddddddd", "bbb"] * 2
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert all(choice.logprobs is None and choice.finish_reason == "stop" for choice in answer.choices)
+    assert answer.usage and answer.usage.completion_tokens == 2 * sum(len(byte_level.encode(text)) for text in said)
+    shown = await door.client.completions.create(**fields, logprobs=0)
+    assert shown.choices[1].logprobs and set(shown.choices[1].logprobs.token_logprobs or ()) == {-0.25}
+    assert {sent.choices for sent in door.fake.started} == {(0, 1, 2, 3)}
+    same = await door.client.completions.create(**fields | {"best_of": 2})
+    assert [choice.text for choice in same.choices] == ["aa", "bbb"] * 2
+
+
 async def test_one_prompt_as_token_ids(door: OpenAIDoor, byte_level: Tokenizer) -> None:
     answer = await door.client.completions.create(model="tiny", prompt=byte_level.encode("ab"), max_tokens=4)
     assert answer.choices[0].text == "abab"

@@ -59,13 +59,16 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"bad_words": ["a"] * 129}, "bad_words", "at most 128"),
     ({"bad_words": [rare * 128 for rare in "龍龎龏龐"]}, "bad_words", "at most 1024 tokens"),
     ({"bad_words": "a"}, "bad_words", "should be a valid array"),
+    ({"best_of": 1, "n": 2}, "best_of", "must not be less than n"),
+    ({"best_of": 2, "stream": True}, "best_of", "not with stream"),
+    ({"best_of": 129}, "best_of", "from 1 to 128"),
+    ({"best_of": 100, "prompt": ["a"] * 11}, "prompt", "at most 1024"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1 or at least 1"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "only with stream"),
 ]
 UNSUPPORTED = [
     ({"tools": [{}]}, "tools", "does not take it"),
     ({"suffix": "x"}, "suffix", "is not supported here"),
-    ({"best_of": 2}, "best_of", "must equal n"),
     ({"echo": True, "logprobs": 1}, "echo", "not supported"),
 ]
 
