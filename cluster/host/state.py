@@ -46,6 +46,7 @@ class State:
     name: str
     ray_address: str
     local_ray: LocalRay | None  # the Ray that was started for it
+    claim: str = ""  # the id of its claim on that Ray; "": of a version that made none
     owns_serve: bool = False  # Ray Serve was started for it
     grpc: str  # "host:port", or several of them: "host:port,host:port"
     http: str  # "http://host:port", likewise
