@@ -28,7 +28,7 @@ def find_state(name: str | None, *, by_certificate: bool = False, to_remove: boo
         deployment = PersonFile.load(certificate).identity.name.deployment
         if not by_certificate or name not in (None, deployment):
             raise SpecError(
-                f"by the certificate of --as (or {CERTIFICATE}) there are status, logs, scale, drain and keys of "
+                f"--as (or {CERTIFICATE}): by that certificate there are status, logs, scale, drain and keys of "
                 f"{deployment}; do all else without it, from a host of its Ray"
             )
         return State(name=deployment, ray_address="", local_ray=None, grpc="", http="", deploying=None)
