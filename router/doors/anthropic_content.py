@@ -100,8 +100,7 @@ class StreamedContent:
 
     def call(self, call: CallSaid) -> None:
         if call.broken is not None:
-            self.close()
-            if call.rest:
+            if call.rest:  # which begins another block
                 self.text(call.rest)
             return
         if call.id:
