@@ -18,6 +18,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "errors": clients.errors,
     "fields": clients.fields,
     "messages": clients.messages,
+    "anthropic-fields": clients.anthropic_fields,
     "limits": clients.limits,
     "metrics": metrics.table_text,
     "floors": floors.drawing,

@@ -13,6 +13,7 @@ from cluster.words import errors as tree
 from cluster.words import token_rules
 from cluster.words.errors import ClusterError, outcome_of
 from docs.generate.table import table
+from router.doors.anthropic_types import MessagesBody
 from router.doors.openai_fields import Only
 from router.doors.openai_messages import MAX_CALLS, MAX_PARTS, MAX_TOOLS, ChatMessage
 from router.doors.openai_types import MAX_PROMPTS_TIMES_N, ChatBody, TextBody
@@ -36,13 +37,14 @@ _LIMITS = {
     "messages": f"{rules.MAX_MESSAGES:,}",
     "role": f"{rules.MAX_ROLE_CHARS} characters",
     "content": f"{MAX_PARTS:,} parts",
+    "system": f"{MAX_PARTS:,} blocks",
     "tools": f"{MAX_TOOLS}",
     "tool_calls": f"{MAX_CALLS}",
     "top_logprobs": f"0 to {rules.MAX_LOGPROBS}",
 }
 _ORDER = ("yes", "only", "ignored", "refused")
 _OF = ("text:", "chat:")
-_SAME_AS = {"max_completion_tokens": "max_tokens"}
+_SAME_AS = {"max_completion_tokens": "max_tokens", "stop_sequences": "stop"}
 
 
 def errors() -> str:
@@ -83,6 +85,13 @@ def fields() -> str:
 def messages() -> str:
     rows = [(f"`{name}`", *_support(name, field)) for name, field in ChatMessage.model_fields.items()]
     return table(("field of a message", "taken", "bounds", "notes"), rows)
+
+
+def anthropic_fields() -> str:
+    """What the body of Anthropic's endpoint takes."""
+    rows = [(f"`{name}`", *_support(name, field)) for name, field in MessagesBody.model_fields.items()]
+    rows.sort(key=lambda row: (_ORDER.index(row[1].split()[0]), not row[3].startswith("required")))
+    return table(("field", "`/v1/messages`", "bounds", "notes"), rows)
 
 
 def limits() -> str:

@@ -1,12 +1,10 @@
-"""The OpenAI door: /v1/models, /v1/completions and /v1/chat/completions over HTTP, streaming and not."""
+"""The HTTP door: the OpenAI API's /v1/models, /v1/completions and /v1/chat/completions, streaming and not; and what
+other APIs it speaks."""
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 
 from fastapi import FastAPI, Request
 from starlette.datastructures import Headers, MutableHeaders
@@ -17,20 +15,22 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cluster.words.errors import ClusterError, RequestError, UnknownModel
 from router.access.access import Access
 from router.access.visit import Visit
+from router.doors.anthropic_api import AnthropicDoor
+from router.doors.anthropic_errors import AnthropicErrors
 from router.doors.body import BodyReader
 from router.doors.connections import HTTP_DOOR
-from router.doors.event_stream import EventStream, to_json, while_connected
+from router.doors.error_form import ErrorForm
+from router.doors.event_stream import EventStream, whole_answer
 from router.doors.health_api import HealthProbes, add_health
-from router.doors.http_visits import HttpVisits, client_of, peer_of
+from router.doors.http_visits import HttpVisits
 from router.doors.openai_answer import OpenAIAnswer
-from router.doors.openai_errors import CLIENT_GONE, answer_to, error_response, handle_errors
-from router.doors.openai_fields import ignored_header
+from router.doors.openai_errors import OpenAIErrors, answer_to, error_response, handle_errors
 from router.doors.openai_forms import JSON, ChatForm, Form, TextForm
 from router.doors.openai_types import ChatBody, TextBody
+from router.doors.opened import Asked, Opener
 from router.doors.tokens_api import add_tokens_api
 from router.text.completion import Completion, Completions
-from router.text.completion_request import REQUEST_ID, CompletionRequest, ModelCard, check_total
-from router.text.prompt_encoder import num_chars
+from router.text.completion_request import REQUEST_ID, ModelCard
 
 _HEALTH = "/health"  # for this, and what is below it, nobody needs a key
 _MAX_REPEATED = 2**23  # characters of prompts in one answer, an id as eight of them
@@ -61,9 +61,11 @@ def create_app(
     )
     visits = HttpVisits(completions, access.limits, bodies)
     door = _Door(completions, visits)
-    app.add_middleware(_Straight, endpoints={"/v1/completions": door.text, "/v1/chat/completions": door.chat})
+    anthropic = AnthropicDoor(completions, visits)
+    answering = {"/v1/completions": door.text, "/v1/chat/completions": door.chat, **anthropic.endpoints}
+    app.add_middleware(_Straight, endpoints=answering)
     app.add_middleware(_Gate, access=access)
-    app.add_middleware(_RequestIds)  # the one added last comes first
+    app.add_middleware(_RequestIds, anthropic=frozenset(anthropic.endpoints))  # the one added last comes first
     if cors_origins:  # a browser asks beforehand, without a key
         app.add_middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["GET", "POST"],
                            allow_headers=["*"], expose_headers=["*"])  # fmt: skip
@@ -71,9 +73,9 @@ def create_app(
     add_tokens_api(app, completions, visits)
     app.add_api_route("/v1/models", door.models, methods=["GET"])
     app.add_api_route("/v1/models/{model_id:path}", door.model, methods=["GET"])
-    # A POST of these two never comes so far, see _Straight: the routes refuse other methods, and redirect a slash more.
-    app.add_api_route("/v1/completions", door.text, methods=["POST"])
-    app.add_api_route("/v1/chat/completions", door.chat, methods=["POST"])
+    # A POST of these never comes so far, see _Straight: the routes refuse other methods, and redirect a slash more.
+    for path, endpoint in answering.items():
+        app.add_api_route(path, endpoint, methods=["POST"])
 
     @app.get(_HEALTH)
     async def report_health() -> Response:
@@ -89,11 +91,12 @@ def create_app(
 
 
 class _Door:
-    """The endpoints. Every prompt of a body is checked and tokenised before any is dispatched."""
+    """The endpoints."""
 
     def __init__(self, completions: Completions, visits: HttpVisits) -> None:
         self._completions = completions
         self._visits = visits
+        self._opener = Opener(completions, visits)
 
     async def models(self) -> Response:
         return JSONResponse({"object": "list", "data": [_model(self._completions.model)]})
@@ -111,15 +114,15 @@ class _Door:
         return self._visits.answer(request, self._chat)
 
     async def _text(self, request: Request, visit: Visit) -> Response:
-        asked = await self._visits.read(TextBody, request, partial(_Asked.of, request))
-        opened = await self._open(asked, request, visit)
+        asked = await self._opener.read(TextBody, request)
+        opened = await self._opener.open(asked, request, visit)
         with self._visits.noted(request):
             forms = await self._text_forms(asked.body, opened)
         return await self._answer(request, asked, opened, forms, headers=await visit.charge(opened))
 
     async def _chat(self, request: Request, visit: Visit) -> Response:
-        asked = await self._visits.read(ChatBody, request, partial(_Asked.of, request))
-        opened = await self._open(asked, request, visit)
+        asked = await self._opener.read(ChatBody, request)
+        opened = await self._opener.open(asked, request, visit)
         if asked.body.stream:  # else the answer has the prompt once
             with self._visits.noted(request):
                 _check_repeated(asked.body, opened, 0)
@@ -136,23 +139,10 @@ class _Door:
             forms.append(TextForm(tokenizer, echo=echo))
         return forms
 
-    async def _open(self, asked: _Asked, request: Request, visit: Visit) -> list[Completion]:
-        opened, model = list[Completion](), self._completions.model
-        with self._visits.noted(request):
-            requests = [client_of(request).bound(one) for one in asked.requests]
-            visit.check(sum(self._completions.prompts.least_tokens(one) for one in requests))
-        num_all = sum(num_chars(one.prompt) for one in requests)
-        for one in requests:
-            opened.append(await self._completions.open(one, num_beside=num_all - num_chars(one.prompt)))
-            num_answers = sum(completion.max_answer_tokens for completion in opened)
-            check_total(num_answers, model, param=one.max_tokens_field)
-            await asyncio.sleep(0)  # between a thousand prompts, others have their turn
-        return opened
-
     async def _answer(
         self,
         request: Request,
-        asked: _Asked,
+        asked: Asked[TextBody] | Asked[ChatBody],
         opened: list[Completion],
         forms: Sequence[Form],
         *,
@@ -170,28 +160,8 @@ class _Door:
         if asked.ignored:
             headers = {**headers, **asked.ignored}
         if body.stream:
-            return EventStream(answer.chunks(), more_headers=headers)
-        whole = await while_connected(request.receive, answer.whole())
-        if whole is None:
-            return Response(status_code=CLIENT_GONE)
-        return Response(to_json(whole), media_type="application/json", headers=dict(headers))
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """A body, and what visits all of it to be known."""
-
-    body: TextBody | ChatBody
-    requests: Sequence[CompletionRequest]  # whose length has been looked at
-    ignored: Mapping[str, str]  # headers that name fields
-
-    @classmethod
-    def of(cls, request: Request, body: TextBody | ChatBody) -> _Asked:
-        """Raises RequestError."""
-        requests = body.requests(request.state.request_id, peer=peer_of(request))
-        for one in requests:
-            num_chars(one.prompt)  # a chat keeps it
-        return cls(body, requests, ignored_header(body))
+            return EventStream(answer.chunks(), more_headers=headers, errors=request.state.errors)
+        return await whole_answer(request.receive, answer.whole(), headers)
 
 
 class _Gate:
@@ -204,9 +174,10 @@ class _Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] != _HEALTH and not scope["path"].startswith(f"{_HEALTH}/"):
             try:
-                client = self._access.identify(Headers(scope=scope).get("authorization"))
+                headers = Headers(scope=scope)
+                client = self._access.identify(headers.get("authorization"), api_key=headers.get("x-api-key"))
             except ClusterError as error:
-                await error_response(error)(scope, receive, send)
+                await error_response(error, scope["state"]["errors"])(scope, receive, send)
                 return
             scope.setdefault("state", {})["client"] = client
         await self._app(scope, receive, send)
@@ -234,10 +205,13 @@ class _Straight:
 
 
 class _RequestIds:
-    """ASGI middleware: a client's X-Request-Id, or one of ours, on the request and on its answer."""
+    """ASGI middleware: a client's X-Request-Id, or one of ours, on the request and on its answer. And the form in which
+    it hears of errors, on the request."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, anthropic: frozenset[str]) -> None:
+        """anthropic: paths whose clients have Anthropic's form, and its name of that header."""
         self._app = app
+        self._anthropic = anthropic
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -245,11 +219,16 @@ class _RequestIds:
             return
         asked = Headers(scope=scope).get("x-request-id", "")
         request_id = asked if REQUEST_ID.fullmatch(asked) else uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
+        is_anthropic = scope["path"] in self._anthropic
+        errors: ErrorForm = AnthropicErrors(request_id) if is_anthropic else OpenAIErrors()
+        scope.setdefault("state", {}).update(request_id=request_id, errors=errors)
 
         def send_with_id(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                if is_anthropic:
+                    headers["request-id"] = request_id
             return send(message)
 
         await self._app(scope, receive, send_with_id)

@@ -17,6 +17,7 @@ from router.doors.openai_fields import Ignored, Only, OpenAIObject, Unsupported
 from router.doors.openai_forced import forced_grammar
 from router.doors.openai_grammar import ResponseFormat, StructuredOutputs, grammar_of
 from router.doors.openai_messages import ChatSettings, Messages, ToolChoice
+from router.doors.opened import AskingBody
 from router.text.completion_request import MAX_CHOICES, MAX_LOGPROBS, CompletionRequest
 
 MAX_PROMPTS_TIMES_N = 1024  # choices of one HTTP request
@@ -57,7 +58,7 @@ class StreamOptions(OpenAIObject):
     include_usage: bool | None = None
 
 
-class _Sampled(OpenAIObject):
+class _Sampled(AskingBody):
     """What both endpoints share."""
 
     model: str | None = None
@@ -236,17 +237,14 @@ class ChatBody(_Sampled, ChatSettings):
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         fields = {**self._shared(), "max_tokens": max_tokens, "max_tokens_field": field, "logprobs": logprobs}
         if forced is not None:
-            fields["grammar"] = forced_grammar(forced, self.tools or (), is_parallel=is_parallel)
+            has_format = bool(self.structured_outputs or (self.response_format and self.response_format.type != "text"))
+            tools = self.tools or ()
+            fields["grammar"] = forced_grammar(forced, tools, is_parallel=is_parallel, has_format=has_format)
             fields["grammar_field"] = "tools"
         return [CompletionRequest(id=request_id, peer=peer, prompt=chat, **fields)]
 
     def _forced(self) -> str | None:
-        """The tool that the answer is bound to call, "" for any; None: it is bound to nothing. Raises RequestError."""
+        """The tool that the answer is bound to call, "" for any; None: it is bound to nothing."""
         if self.tool_choice is None or self.tool_choice in ("none", "auto"):
             return None
-        if not self.tools:
-            raise RequestError("tool_choice: needs tools", param="tool_choice")
-        if self.structured_outputs or (self.response_format and self.response_format.type != "text"):
-            text = "tool_choice: an answer that is bound to be a call keeps to no other format"
-            raise RequestError(text, param="tool_choice")
         return "" if isinstance(self.tool_choice, str) else self.tool_choice.name

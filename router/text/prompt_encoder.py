@@ -18,7 +18,7 @@ from router.text.tokenizer import Tokenizer
 _LONG_TEXT = 2 * 1024  # characters, some 3 ms of tokenising; more is done on another thread
 _MANY_TOKENS = 4096  # some 2 ms of decoding
 _MESSAGE = 64  # characters that take as long as a template needs for one message, or a call in it
-_EFFORT = "reasoning_effort"
+_EFFORT, _THINKING = "reasoning_effort", "enable_thinking"  # of templates
 _MAX_KNOWN = 64  # lists of bad words: the prompts of one body have the same, and may be a thousand
 _MARK = 16  # tokens that are enough for a mark at the end of a prompt
 
@@ -107,15 +107,25 @@ class PromptEncoder:
     def _variables(self, chat: Chat) -> Mapping[str, Any]:
         """Of the template. The client's own word for one of them counts."""
         effort, known = chat.reasoning_effort, self._chat_template.variables
+        variables = {**self._thinking(), **chat.variables} if chat.thinks else chat.variables
         if effort is None:
-            return chat.variables
+            return variables
         if _EFFORT in known:
-            return {_EFFORT: effort, **chat.variables}
-        if effort == "none" and "enable_thinking" in known:
-            return {"enable_thinking": False, **chat.variables}
+            return {_EFFORT: effort, **variables}
+        if effort == "none" and _THINKING in known:
+            return {_THINKING: False, **variables}
         if effort == "none" and not self.dialect.thinks:
-            return chat.variables
-        raise UnsupportedField(f"{_EFFORT}: this model's chat template knows no {effort!r}", param=_EFFORT)
+            return variables
+        text = f"{chat.effort_field}: this model's chat template knows no {effort!r}"
+        raise UnsupportedField(text, param=chat.effort_field)
+
+    def _thinking(self) -> Mapping[str, Any]:
+        """Where it is asked for. Raises UnsupportedField."""
+        if _THINKING in self._chat_template.variables:
+            return {_THINKING: True}
+        if not self.dialect.thinks and _EFFORT not in self._chat_template.variables:
+            raise UnsupportedField("thinking: this model does not think", param="thinking")
+        return {}
 
     def end_of(self, prompt_ids: tuple[int, ...]) -> str:
         """The last few characters, special tokens and all."""

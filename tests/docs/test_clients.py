@@ -33,7 +33,7 @@ from tests.waiting import becomes
 
 _HERMES = (ROOT / "tests" / "router" / "text" / "templates" / "hermes_tools.jinja").read_text()
 _PAGE = (ROOT / "docs" / "CLIENTS.md").read_text()
-_SECURE, _OPENAI, _TOOLS, _GRPC = re.findall(r"^```python\n(.*?)^```", _PAGE, re.DOTALL | re.MULTILINE)
+_SECURE, _OPENAI, _TOOLS, _ANTHROPIC, _GRPC = re.findall(r"^```python\n(.*?)^```", _PAGE, re.DOTALL | re.MULTILINE)
 
 
 @pytest.mark.timeout(300)
@@ -84,7 +84,8 @@ async def test_a_key_and_an_authority_are_taken_as_the_page_says(
     service.close()
 
 
-async def test_a_tool_is_called_and_answered_as_the_page_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize("example", [_TOOLS, _ANTHROPIC], ids=["openai", "anthropic"])
+async def test_a_tool_is_called_and_answered_as_the_page_says(tmp_path: Path, example: str) -> None:
     service = _service(tmp_path, chat_template=_HERMES)
     fake, tokenizer = service.token_service, service.tokenizer
     assert isinstance(fake, FakeTokenService)
@@ -92,7 +93,7 @@ async def test_a_tool_is_called_and_answered_as_the_page_says(tmp_path: Path) ->
     fake.script = lambda *_: tokenizer.encode(f"{says[len(fake.started) - 1]}<|im_end|>")
     app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
     async with serve_http(app) as (host, port):
-        program = _TOOLS.replace("127.0.0.1:8000", f"{host}:{port}").replace("my-model", "tiny")
+        program = example.replace("127.0.0.1:8000", f"{host}:{port}").replace("my-model", "tiny")
         assert await _run(program) == "No.\n"
     prompt = tokenizer.decode(fake.started[-1].token_ids, skip_special_tokens=False)
     assert "It is sunny in Rome." in prompt
