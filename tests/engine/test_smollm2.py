@@ -16,6 +16,7 @@ from engine.config import EngineConfig
 from engine.runner import ModelRunner
 from engine.tools.offline import generate
 from tests.engine.gguf_files import read_model
+from tests.engine.scored_prompts import ScoredPrompts, check_told
 from tests.engine.steps import prompts, step
 
 QUESTION = (
@@ -56,6 +57,16 @@ def test_logits_equal_transformers(smollm2_dir: Path, reference: PreTrainedModel
         [*first, *second], [expected[0][19], expected[1][68], expected[0][-1], expected[1][-1]], strict=True
     ):
         torch.testing.assert_close(row, wanted, atol=5e-4, rtol=1e-4)
+
+
+def test_what_is_told_of_a_prompt_equals_transformers(
+    smollm2_dir: Path, reference: PreTrainedModel, tokenizer: Tokenizer
+) -> None:
+    engine, question = ScoredPrompts(load(smollm2_dir, "float32"), max_batch_tokens=16), tokenizer.encode(QUESTION).ids
+    for _ in ("a cold cache", "a warm one"):
+        told, none = engine.tell([(question, 2), (question[:20], None)])
+        check_told(told, reference, question, 2, within=1e-3)
+        assert not none
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
