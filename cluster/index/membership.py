@@ -71,6 +71,7 @@ class Member:
     max_running: int = 64  # sequences in one step
     max_batch_tokens: int = 2048  # in one step; longer prompts are computed in chunks
     keeps_grammars: bool = False  # its version knows the grammar of a request; older ones would pass it over
+    tells_prompt_logprobs: bool = False  # likewise
     wire_version: int = WIRE_VERSION
 
     def to_json(self) -> str:

@@ -238,4 +238,5 @@ def _member(setup: RankSetup, runner: ModelRunner, *, max_tokens: int) -> Member
         max_running=setup.pool.max_running,
         max_batch_tokens=setup.pool.max_batch_tokens,
         keeps_grammars=True,
+        tells_prompt_logprobs=True,
     )
