@@ -29,7 +29,13 @@ from router.doors.openai_forms import JSON, ChatForm, Form, TextForm
 from router.doors.openai_types import ChatBody, TextBody
 from router.doors.tokens_api import add_tokens_api
 from router.text.completion import Completion, Completions
-from router.text.completion_request import REQUEST_ID, CompletionRequest, ModelCard, check_total
+from router.text.completion_request import (
+    REQUEST_ID,
+    CompletionRequest,
+    ModelCard,
+    check_prompt_numbers,
+    check_total,
+)
 from router.text.prompt_encoder import num_chars
 
 _HEALTH = "/health"  # for this, and what is below it, nobody needs a key
@@ -129,11 +135,13 @@ class _Door:
     async def _text_forms(self, body: TextBody | ChatBody, opened: Sequence[Completion]) -> list[Form]:
         forms, num_echoed, tokenizer = list[Form](), 0, self._completions.tokenizer
         has_echo = isinstance(body, TextBody) and body.echo
+        num_echo_logprobs = body.logprobs if isinstance(body, TextBody) and body.echo else None
+        has_answer = not (isinstance(body, TextBody) and body.is_prompt_all)
         for one in opened:
             echo = await self._completions.prompts.text_of(one.request, one.prompt_ids) if has_echo else ""
             num_echoed += len(echo) * one.n
             _check_repeated(body, opened, num_echoed)
-            forms.append(TextForm(tokenizer, echo=echo))
+            forms.append(TextForm(tokenizer, echo=echo, num_echo_logprobs=num_echo_logprobs, has_answer=has_answer))
         return forms
 
     async def _open(self, asked: _Asked, request: Request, visit: Visit) -> list[Completion]:
@@ -146,6 +154,8 @@ class _Door:
             opened.append(await self._completions.open(one, num_beside=num_all - num_chars(one.prompt)))
             num_answers = sum(completion.max_answer_tokens for completion in opened)
             check_total(num_answers, model, param=one.max_tokens_field)
+            num_numbers = sum(completion.n * completion.num_prompt_numbers for completion in opened)
+            check_prompt_numbers(num_numbers, param=one.prompt_logprobs_field)
             await asyncio.sleep(0)  # between a thousand prompts, others have their turn
         return opened
 
@@ -166,6 +176,9 @@ class _Door:
             forms=forms,
             include_usage=bool(body.stream_options and body.stream_options.include_usage),
             return_token_ids=bool(body.return_token_ids),
+            num_prompt_logprobs=body.prompt_logprobs,
+            tokenizer=self._completions.tokenizer,
+            threads=self._completions.threads,
         )
         if asked.ignored:
             headers = {**headers, **asked.ignored}

@@ -48,7 +48,6 @@ UNSUPPORTED = [
     ({"tools": [{}]}, "tools", "does not take it"),
     ({"suffix": "x"}, "suffix", "is not supported here"),
     ({"best_of": 2}, "best_of", "must equal n"),
-    ({"echo": True, "logprobs": 1}, "echo", "not supported"),
 ]
 
 
