@@ -161,8 +161,8 @@ class TextBody(_Sampled):
     logprobs: int | None = None
     """So many of the likeliest tokens beside each chosen one."""
     echo: bool | None = None
-    """The prompt before the answer; with `logprobs`, so are theirs, and bounds are those of `prompt_logprobs`. With
-    `max_tokens: 0` it is all that is answered; not with `stream`."""
+    """The prompt before the answer; with `logprobs`, those of its tokens as well, as many as of `prompt_logprobs`. With
+    `max_tokens: 0`, and without `stream`, it is all that is answered."""
     suffix: Annotated[str | None, AfterValidator(Only(("",)))] = None
     best_of: int | None = None
     """Only as much as `n`."""

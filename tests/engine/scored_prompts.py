@@ -35,7 +35,7 @@ class ScoredPrompts:
                 id=str(number),
                 token_ids=tuple(tokens),
                 num_prompt_tokens=len(tokens),
-                sampling=Sampling(temperature=0.0, max_tokens=3),
+                sampling=Sampling(temperature=0.0, max_tokens=2),
                 choices=tuple(range(n)),
                 num_prompt_logprobs=num_top,
             )
