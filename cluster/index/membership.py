@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
+from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
 
 from cluster.words.records import known_fields
@@ -95,6 +96,12 @@ class Member:
             raise ValueError(str(error)) from None
 
 
+def living_members(redis: BlockingRedis, name: str) -> list[str]:
+    """The replicas that hold a lease under this deployment's name, whoever has signed it. Raises redis.RedisError."""
+    replicas = sorted(_text(replica) for replica in redis.smembers(_set_of(name)))
+    return [replica for replica in replicas if redis.exists(_record_of(name) + replica)]
+
+
 class Membership:
     """The members of one deployment. Raises redis.RedisError when Redis is away."""
 
@@ -111,8 +118,8 @@ class Membership:
         self._count_refused = count_refused
         self._redis = redis
         self._key = key
-        self._set = f"{name}:members"
-        self._record = f"{name}:member:"
+        self._set = _set_of(name)
+        self._record = _record_of(name)
         self._refused: OrderedDict[str, None] = OrderedDict()
 
     async def renew(self, member: Member) -> bool:
@@ -166,6 +173,14 @@ class Membership:
         if len(self._refused) > _MAX_REMEMBERED:
             self._refused.popitem(last=False)
         logger.warning("member record of %.100r is ignored (%s): %s", replica, why, reason)
+
+
+def _set_of(name: str) -> str:
+    return f"{name}:members"
+
+
+def _record_of(name: str) -> str:
+    return f"{name}:member:"
 
 
 def _text(value: str | bytes) -> str:
