@@ -13,6 +13,7 @@ from cluster.rpc import worker_pb2_grpc as rpc
 from cluster.wire.call_errors import abort_with, refuses
 from cluster.wire.call_events import CallEvents
 from cluster.wire.messages import handoff_to_proto
+from cluster.wire.prompt_logprobs import prompt_logprobs_to_proto
 from cluster.words.errors import ClusterError, ReplicaLost
 from cluster.words.handoff import Handoff
 from cluster.worker.request_check import check_streams, holder_of
@@ -44,7 +45,7 @@ class DecodeServicer(rpc.DecodeWorkerServicer):
         except ClusterError as error:
             await abort_with(context, error)
         prompt = Prompt(sequence, source=_source(request))
-        call = _Call(live.service.post)
+        call = _Call(prompt, live.service.post)
         live.service.post(lambda: live.worker.submit(prompt, request.router, call, holder=holder))
         try:
             async for event in call.events:
@@ -83,8 +84,9 @@ class DecodeServicer(rpc.DecodeWorkerServicer):
 class _Call:
     """Brings what happens to a request from the step thread to the call that holds its lease."""
 
-    def __init__(self, post: Callable[[Command], None]) -> None:
+    def __init__(self, prompt: Prompt, post: Callable[[Command], None]) -> None:
         """post: to the step thread."""
+        self._prompt = prompt
         self.events: CallEvents[pb.GenerateEvent | Opening] = CallEvents()
         self._post = post
 
@@ -95,6 +97,8 @@ class _Call:
         self.events.put(pb.GenerateEvent(reserved=pb.Reserved(handoff=reserved, cached_tokens=num_cached)))
 
     def started(self, num_tokens: int, *, epoch: int, num_pulled: int) -> None:
+        for part in prompt_logprobs_to_proto(self._prompt.take_scores()):
+            self.events.put(pb.GenerateEvent(prompt_logprobs=part))
         started = pb.Started(num_tokens=num_tokens, epoch=epoch, pulled_tokens=num_pulled)
         self.events.put(pb.GenerateEvent(started=started))
 

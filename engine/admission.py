@@ -67,7 +67,7 @@ class AdmitWithRoomToGrow:
         if not self.num_running:
             return True
         num_blocks = sequence.num_blocks_for(len(sequence.tokens) + max(1, prompt.room))
-        needed = self._blocks.num_needed(sequence.hashes(), num_blocks)
+        needed = self._blocks.num_needed([] if sequence.is_scored else sequence.hashes(), num_blocks)
         return needed + len(self._decoding.running) <= self._blocks.num_available
 
 

@@ -108,6 +108,8 @@ class Engine(Generic[Logits]):
             num_computed=sum(num_tokens for _, num_tokens in step.prompts),
             fetched=step.fetched,
         )
+        if step.scored:
+            self._note_scores(step)
         whole = [prompt for prompt, _ in step.prompts if not prompt.sequence.num_missing]
         chosen = iter(self._sample(step, whole, logits))
         for sequence in step.decoding:
@@ -117,7 +119,7 @@ class Engine(Generic[Logits]):
                 self._fail(sequence, result)
         for prompt in whole:
             firsts = [next(chosen) for _ in prompt.choices]
-            if all(firsts):
+            if all(firsts) and None not in prompt.scores:
                 self._finish(prompt, [first for first in firsts if first], result)
             else:
                 self._fail(prompt.sequence, result)
@@ -137,7 +139,20 @@ class Engine(Generic[Logits]):
                 break
             self.prompts.restart(preempted.popleft())
         prompts = self.prompts.chunks(self._config.max_batch_tokens - len(decoding), self._admission.in_time())
-        return ScheduledStep(decoding=decoding, prompts=prompts, last_rows=self._last_rows, fetched=fetched)
+        rows = (prompt.sequence.scored_row(row, num) for row, (prompt, num) in enumerate(prompts, len(decoding)))
+        return ScheduledStep(
+            decoding=decoding,
+            prompts=prompts,
+            last_rows=self._last_rows,
+            scored=[row for row in rows if row],
+            fetched=fetched,
+        )
+
+    def _note_scores(self, step: ScheduledStep) -> None:
+        assert step.scores, "whoever computed this step has not told what was asked of its prompts"
+        for row, scores in zip(step.scored, step.scores(), strict=True):
+            prompt, _ = step.prompts[row.row - len(step.decoding)]
+            prompt.scores.append(scores)
 
     def _sample(self, step: ScheduledStep, whole: Seq[Prompt], logits: Logits | None) -> Seq[Chosen | None]:
         """The next token of every sequence that decodes; then, for each prompt that is whole, one for every choice."""
@@ -160,6 +175,8 @@ class Engine(Generic[Logits]):
             if adapter not in self._adapters:
                 raise RequestError(f"the model has no adapter {adapter!r}", param="adapter")
             prompt.sequence.adapter = self._adapters[adapter]
+        if prompt.is_received:
+            prompt.sequence.is_scored = False  # whoever computes it tells
         num_tokens, limit = len(prompt.sequence.tokens), prompt.sequence.max_context
         if self._config.decodes and num_tokens >= limit:
             raise ContextLengthExceeded(f"{num_tokens} tokens leave no room in {limit}", param="prompt")
@@ -203,6 +220,7 @@ class Engine(Generic[Logits]):
     def _finish(self, prompt: Prompt, chosen: list[Chosen], result: StepResult) -> None:
         """The KV of a prompt is whole."""
         sequence = prompt.sequence
+        sequence.is_scored = False
         if prompt.is_restart:
             self.prompts.remove(prompt)
             self.decoding.start(sequence)

@@ -9,6 +9,7 @@ import numpy as np
 
 from engine.batch.batch import Batch, KeptRows
 from engine.batch.rows import Ints, RowChanges, num_blocks
+from engine.scoring import ScoredRow
 from engine.sequence import Sequence
 
 
@@ -21,7 +22,7 @@ class LastRows:
         self._sequences: list[Sequence] = []
         self._tables: list[list[int]] = []  # the sequences' own, which grow at their ends only
 
-    def changes(self, sequences: list[Sequence], query_lens: Seq[int]) -> RowChanges:
+    def changes(self, sequences: list[Sequence], query_lens: Seq[int], scored: Seq[ScoredRow] = ()) -> RowChanges:
         """From the last step to one in which each of these computes its next so many tokens."""
         starts = np.array([sequence.num_computed for sequence in sequences])
         tables = [sequence.blocks for sequence in sequences]
@@ -42,6 +43,7 @@ class LastRows:
             adapters=np.array([sequences[row].adapter for row in np.flatnonzero(is_new)], dtype=np.int64),
             token_ids=np.array(_tokens(sequences, query_lens)),
             blocks=np.array(list(chain.from_iterable(added)), dtype=np.int64),
+            scored=np.array([(one.row, len(one.next_tokens)) for one in scored], dtype=np.int64).reshape(-1, 2),
         )
 
     def apply(self, changes: RowChanges) -> Batch:

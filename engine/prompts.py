@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from bisect import insort
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from cluster.words.errors import CapacityError, ContextLengthExceeded
+from cluster.words.prompt_logprobs import PromptLogprobs
 from engine.kv.block_manager import BlockManager
 from engine.sequence import Sequence
 
@@ -47,6 +48,7 @@ class Prompt:
     num_fetched: int = 0  # tokens after these whose KV came from where it was offered
     num_loaded: int = 0  # of these, those that were here in a lower tier
     number: int = 0  # of its arrival
+    scores: list[PromptLogprobs | None] = field(default_factory=list)  # of its chunks; None: the logits were not finite
 
     @property
     def id(self) -> str:
@@ -71,6 +73,12 @@ class Prompt:
     def fetch_end(self) -> int:
         """Positions before this one are to be fetched, where they are not here."""
         return self.sequence.num_reusable(self.num_offered)
+
+    def take_scores(self) -> PromptLogprobs:
+        """Of all its tokens but the first, where it was asked for: else of none. They are not kept here."""
+        scores, self.scores = self.scores, []
+        told = [one for one in scores if one is not None]
+        return PromptLogprobs.joined(told, num_top=told[0].num_top if told else 0)
 
     @property
     def is_received(self) -> bool:

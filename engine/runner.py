@@ -20,9 +20,10 @@ from engine.cpu.library import open_copies, open_kernels
 from engine.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from engine.kv.pool import KVPool
 from engine.layers.shards import ShardReader
-from engine.model.transformer import OnLayer, Transformer
+from engine.model.transformer import OnLayer, OnLogits, Transformer
 from engine.orders import Orders
 from engine.parallel import TensorParallel
+from engine.scorer import Scorer
 from engine.step import ScheduledStep
 from engine.weights.open_checkpoint import open_checkpoint
 
@@ -94,25 +95,27 @@ class ModelRunner:
         return min(self.config.max_context, self.pool.num_blocks * self.layout.block_size)
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, on_layer: OnLayer | None = None) -> Tensor:
+    def forward(self, batch: Batch, on_layer: OnLayer | None = None, on_logits: OnLogits | None = None) -> Tensor:
         """Compute one step. Returns the logits of the positions that rows want, (positions, vocabulary) fp32, row by
         row, on every rank; the next step may overwrite them.
 
         `on_layer(i)` is called as soon as layer i's keys and values of this batch are in the pool, before the layer's
-        attention is computed. On a GPU that means: enqueued on the current stream. Raises RequestError for a row with
-        an adapter, for this model has none.
+        attention is computed. On a GPU that means: enqueued on the current stream. `on_logits` gets the logits of
+        positions that are scored, in slices, before those that are returned. Raises RequestError for a row with an
+        adapter, for this model has none.
         """
         if batch.adapters.any():
             raise RequestError(f"the model has no adapter {batch.adapters.max()}", param="adapter")
         if self._graphs is not None and on_layer is None and (logits_RV := self._graphs(batch)) is not None:
             return logits_RV
-        return self._model(batch, self.pool, on_layer)
+        return self._model(batch, self.pool, on_layer, on_logits)
 
     def execute(self, step: ScheduledStep | None, orders: Orders) -> Tensor | None:
         """Implements engine.step.Runner for an engine whose only rank this is, or in which each rank leads itself."""
         for source, target in orders.copies:
             self.pool.copy_block(source, target)
-        return self.forward(step.batch) if step else None
+        scorer = Scorer.of(step)
+        return self.forward(step.batch, on_logits=scorer.add if scorer else None) if step else None
 
     def warm_up(self, max_tokens: int) -> None:
         """Before anything else, on every rank: compute prompts of up to so many tokens on a GPU, so that no request

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from cluster.words.request import TokenLogprob
 from engine.likeliest import likeliest
+from engine.logprobs import logprobs_of, row_sums
 from engine.ruled_tokens import RuledTokens
 from engine.sampling import Chosen, SamplingRow
 
@@ -159,7 +160,7 @@ def _keep_top_p(scaled_NV: Tensor, top_p: Seq[float]) -> Tensor:
     wanted_N1 = _place([top_p[i] for i in rows], torch.float64, scaled_NV.device).unsqueeze(-1)
     rows_N = _place(rows, torch.int64, scaled_NV.device)
     chosen_NV = scaled_NV[rows_N]
-    mass_N1 = _sum(chosen_NV.exp()) * wanted_N1
+    mass_N1 = row_sums(chosen_NV.exp()) * wanted_N1
     for num_greatest in (min(_FEW, chosen_NV.shape[-1]), chosen_NV.shape[-1]):
         greatest_NK = chosen_NV.topk(num_greatest, dim=-1).values
         reached_NK = greatest_NK.exp().cumsum(dim=-1, dtype=torch.float64)
@@ -175,11 +176,9 @@ def _keep_top_p(scaled_NV: Tensor, top_p: Seq[float]) -> Tensor:
 
 def _logprobs(logits_NV: Tensor, chosen_N: Tensor, rows: Seq[SamplingRow]) -> list[TokenLogprob]:
     """Of rows that all want them."""
-    norms_N1 = _logsumexp(logits_NV)
-    chosen = (logits_NV.gather(-1, chosen_N.unsqueeze(-1)) - norms_N1).squeeze(-1).tolist()
     counts = [row.sampling.num_logprobs or 0 for row in rows]
-    top_NK = logits_NV.topk(min(max(counts), logits_NV.shape[-1]), dim=-1)
-    ids, values = top_NK.indices.tolist(), (top_NK.values - norms_N1).tolist()
+    found = logprobs_of(logits_NV, chosen_N, num_top=max(counts))
+    chosen, ids, values = found.logprobs_N.tolist(), found.top_ids_NK.tolist(), found.top_logprobs_NK.tolist()
     return [
         TokenLogprob(logprob=chosen[n], top=tuple(zip(ids[n][:count], values[n][:count], strict=True)))
         for n, count in enumerate(counts)
@@ -197,13 +196,3 @@ def _place(
 ) -> Tensor:
     """On the device; nothing waits for the copy but what comes behind it there."""
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
-
-
-def _logsumexp(logits_NV: Tensor) -> Tensor:
-    most_N1 = logits_NV.amax(dim=-1, keepdim=True)
-    return most_N1 + _sum((logits_NV - most_N1).exp()).log().float()
-
-
-def _sum(x_NV: Tensor) -> Tensor:
-    """-> (N, 1) fp64. Torch's own sum shares one row out among threads, but not a row among others: other bits."""
-    return x_NV.cumsum(dim=-1, dtype=torch.float64)[:, -1:]

@@ -11,6 +11,7 @@ from cluster.words.request import SampledToken, SequenceRequest, TokenLogprob, c
 from engine.kv.block_manager import BlockManager
 from engine.ruled_tokens import RuledTokens
 from engine.sampling import SamplingRow
+from engine.scoring import ScoredRow
 
 
 class Sequence:
@@ -44,6 +45,8 @@ class Sequence:
             num_prompt_tokens=request.num_prompt_tokens,
             ruled=ruled,
         )
+        # The log-probabilities of its prompt are still to be told.
+        self.is_scored = request.num_prompt_logprobs is not None
         self.num_computed = 0
         self.blocks: list[int] = []
         self.max_context = max_context
@@ -65,7 +68,9 @@ class Sequence:
 
     def num_reusable(self, num_tokens: int) -> int:
         """How many leading tokens need not be computed here where so many are held: full blocks, and not the last
-        token, for its logits are wanted."""
+        token, for its logits are wanted. Of a prompt that is scored all logits are."""
+        if self.is_scored:
+            return 0
         return min(num_tokens, len(self.tokens) - 1) // self.block_size * self.block_size
 
     def hashes(self) -> list[bytes]:
@@ -76,6 +81,8 @@ class Sequence:
 
     def is_behind(self, others: Collection[Sequence], blocks: BlockManager) -> bool:
         """One of `others`, which are being computed, will seal the first block that this one would not find now."""
+        if self.is_scored:
+            return False
         # While somebody brings the next block, all before it are in their table, and need not be looked for again.
         for known in dict.fromkeys((self._depth, 0)):
             self._depth = blocks.match(self.hashes(), after=known)
@@ -83,6 +90,14 @@ class Sequence:
             if wanted and any(other.hashes()[self._depth : self._depth + 1] == wanted for other in others):
                 return True
         return False
+
+    def scored_row(self, row: int, num_tokens: int) -> ScoredRow | None:
+        """What is to be told of its next so many positions, which are that row of a step; None: nothing."""
+        if not self.is_scored:
+            return None
+        start = self.num_computed + 1
+        next_tokens = self.tokens[start : min(start + num_tokens, self.request.num_prompt_tokens)]
+        return ScoredRow(row, next_tokens, self.request.num_prompt_logprobs or 0) if next_tokens else None
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -153,7 +168,7 @@ class Sequence:
             max_context=self.max_context,
             ruled=self.sampling_row.ruled,
         )
-        twin.adapter = self.adapter
+        twin.adapter, twin.is_scored = self.adapter, self.is_scored
         if mask := self.sampling_row.mask:
             twin.sampling_row.mask = mask.fork()
         return twin

@@ -13,6 +13,7 @@ from engine.batch.rows import RowChanges
 from engine.last_rows import LastRows
 from engine.orders import Orders
 from engine.prompts import Prompt
+from engine.scoring import ScoredRow, Scores
 from engine.sequence import Sequence
 
 Logits = TypeVar("Logits", covariant=True)
@@ -25,6 +26,8 @@ class ScheduledStep:
     decoding: list[Sequence]  # each computes its last token
     prompts: list[tuple[Prompt, int]]  # and how many tokens of each
     last_rows: LastRows
+    scored: list[ScoredRow] = field(default_factory=list)  # of the prompts that ask for it
+    scores: Scores | None = None  # of these; whoever computes the step sets it
     fetched: list[Prompt] = field(default_factory=list)  # those that only fetch, and have got what there is
     orders: Orders = field(default_factory=Orders)
 
@@ -41,7 +44,7 @@ class ScheduledStep:
         """What is different from the rows of the step before; made when a runner asks for it, or for the batch."""
         sequences = self.decoding + [prompt.sequence for prompt, _ in self.prompts]
         query_lens = [1] * len(self.decoding) + [num_tokens for _, num_tokens in self.prompts]
-        return self.last_rows.changes(sequences, query_lens)
+        return self.last_rows.changes(sequences, query_lens, self.scored)
 
     @cached_property
     def batch(self) -> Batch:
@@ -79,7 +82,8 @@ class Runner(Protocol[Logits]):
     def execute(self, step: ScheduledStep | None, orders: Orders, /) -> Logits | None:
         """Carry out the orders, then compute the step, if there is one.
 
-        Returns the logits that its rows want, (positions, vocabulary) fp32; the next step may overwrite them.
+        Returns the logits that its rows want, (positions, vocabulary) fp32; the next step may overwrite them. Where
+        rows are scored, the step has its `scores` then.
         """
         ...
 

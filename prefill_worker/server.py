@@ -12,6 +12,7 @@ from cluster.rpc import worker_pb2_grpc as rpc
 from cluster.wire.call_errors import abort_with
 from cluster.wire.call_events import CallEvents
 from cluster.wire.messages import tokens_to_proto
+from cluster.wire.prompt_logprobs import prompt_logprobs_to_proto
 from cluster.words.errors import ClusterError, ReplicaLost
 from cluster.words.handoff import Handoff
 from cluster.words.request import SampledToken
@@ -63,6 +64,8 @@ class _Call:
 
     def first_tokens(self, tokens: list[SampledToken]) -> None:
         prompt = self._prompt
+        for part in prompt_logprobs_to_proto(prompt.take_scores()):
+            self.events.put(pb.PrefillEvent(prompt_logprobs=part))
         first_tokens = pb.FirstTokens(
             tokens=tokens_to_proto(tokens),
             cached_tokens=prompt.num_found,

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from cluster.words.prompt_logprobs import PromptLogprobs
 from cluster.words.request import SampledToken, SequenceRequest
 
 
@@ -37,6 +38,11 @@ class Generation(Protocol):
     def __aiter__(self) -> AsyncIterator[Arrived]:
         """By choice, the tokens that have come since the last ones were taken: mostly one. Until every choice has
         finished; the last token of each has a finish_reason. Raises ClusterError."""
+        ...
+
+    @property
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        """Of the prompt's tokens after the first, where the request asks for it: there before any token comes."""
         ...
 
     async def stop(self, choice: int) -> None:

@@ -113,6 +113,7 @@ class RouterService:
             Chooser(policy, max_local_tokens=spec.router.max_local_prefill),
             model=model_config.fingerprint(model_dir),
             block_size=spec.kv.block_size,
+            vocab_size=config.vocab_size,
             queue_s=spec.timeouts.queue_s,
             max_waiting=spec.router.max_waiting,
             metrics=metrics,

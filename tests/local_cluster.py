@@ -246,6 +246,7 @@ async def local_cluster(
         Chooser(policy, max_local_tokens=spec.router.max_local_prefill),
         model=fingerprint,
         block_size=spec.kv.block_size,
+        vocab_size=model_config.load(model_dir).vocab_size,
         queue_s=spec.timeouts.queue_s,
         max_waiting=spec.router.max_waiting,
         metrics=Metrics(),

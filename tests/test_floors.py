@@ -37,7 +37,7 @@ cluster.rpc:
 cluster.wire: cluster(identity rpc words)
 cluster.words:
 cluster.worker: cluster(grammar index model process rpc wire words) engine(batch config engine kv orders pace
-    parallel prompts rate runner sampler sequence step tiers) kvtransfer(links movers protocol)
+    parallel prompts rate runner sampler scorer sequence step tiers) kvtransfer(links movers protocol)
 decode_worker.actor: cluster(rpc words worker) engine(config) decode_worker(server worker)
 decode_worker.answers: cluster(rpc wire words worker) engine(prompts sequence step) kvtransfer(protocol)
     decode_worker(moves)
@@ -58,10 +58,11 @@ engine.engine: cluster(words) engine(admission decoding kv last_rows orders pace
 engine.expert_placement:
 engine.kernels: engine(cpu)
 engine.kv: cluster(words) engine(batch cpu kernels)
-engine.last_rows: engine(batch sequence)
+engine.last_rows: engine(batch scoring sequence)
 engine.layers: cluster(words) engine(cpu kernels parallel weights)
 engine.learnt_timing: cluster(words) engine(batch)
 engine.likeliest: engine(batch cpu penalties)
+engine.logprobs:
 engine.model: cluster(model) engine(attention batch cpu expert_placement kernels kv layers parallel weights)
 engine.orders: cluster(words) engine(tiers)
 engine.pace: cluster(words) engine(batch learnt_timing rate)
@@ -71,12 +72,14 @@ engine.prompts: cluster(words) engine(kv sequence)
 engine.quantization: cluster(model words) engine(batch config kernels kv layers model parallel weights)
 engine.rate:
 engine.ruled_tokens: cluster(words)
-engine.runner: cluster(model words) engine(batch config cpu decode_graphs kv layers model orders parallel step
-    weights)
-engine.sampler: cluster(words) engine(likeliest ruled_tokens sampling)
+engine.runner: cluster(model words) engine(batch config cpu decode_graphs kv layers model orders parallel scorer
+    step weights)
+engine.sampler: cluster(words) engine(likeliest logprobs ruled_tokens sampling)
 engine.sampling: cluster(words) engine(penalties ruled_tokens)
-engine.sequence: cluster(words) engine(kv ruled_tokens sampling)
-engine.step: cluster(words) engine(batch last_rows orders prompts sequence)
+engine.scorer: cluster(words) engine(logprobs scoring step)
+engine.scoring: cluster(words)
+engine.sequence: cluster(words) engine(kv ruled_tokens sampling scoring)
+engine.step: cluster(words) engine(batch last_rows orders prompts scoring sequence)
 engine.tiers: cluster(process words) engine(kv rate sequence)
 engine.tools: cluster(process words) engine(batch config engine kernels kv learnt_timing orders pace prompts runner
     sampler sequence step weights)

@@ -73,12 +73,17 @@ class Member:
     max_batch_tokens: int = 2048  # in one step; longer prompts are computed in chunks
     keeps_grammars: bool = False  # its version knows the grammar of a request; older ones would pass it over
     keeps_token_rules: bool = False  # and the token rules of its sampling
+    tells_prompt_logprobs: bool = False  # and the log-probabilities of its prompt
     wire_version: int = WIRE_VERSION
 
     def understands(self, request: SequenceRequest) -> bool:
-        """Nothing of it that would change its tokens is passed over there."""
-        has_grammar, has_rules = request.grammar is not None, request.sampling.token_rules is not None
-        return (self.keeps_grammars or not has_grammar) and (self.keeps_token_rules or not has_rules)
+        """Nothing of it that would change its tokens, or what is told of them, is passed over there."""
+        needed = (
+            (request.grammar is not None, self.keeps_grammars),
+            (request.sampling.token_rules is not None, self.keeps_token_rules),
+            (request.num_prompt_logprobs is not None, self.tells_prompt_logprobs),
+        )
+        return all(knows for is_asked, knows in needed if is_asked)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

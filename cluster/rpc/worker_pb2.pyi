@@ -68,7 +68,7 @@ class Grammar(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
 
 class Sequence(_message.Message):
-    __slots__ = ("id", "token_ids", "num_prompt_tokens", "sampling", "choices", "stream", "salt", "adapter", "priority", "deadline_s", "grammar")
+    __slots__ = ("id", "token_ids", "num_prompt_tokens", "sampling", "choices", "stream", "salt", "adapter", "priority", "deadline_s", "grammar", "num_prompt_logprobs")
     ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -80,6 +80,7 @@ class Sequence(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_prompt_tokens: int
@@ -91,7 +92,8 @@ class Sequence(_message.Message):
     priority: int
     deadline_s: float
     grammar: Grammar
-    def __init__(self, id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., choices: _Optional[_Iterable[int]] = ..., stream: _Optional[int] = ..., salt: _Optional[str] = ..., adapter: _Optional[str] = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ...) -> None: ...
+    num_prompt_logprobs: int
+    def __init__(self, id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., choices: _Optional[_Iterable[int]] = ..., stream: _Optional[int] = ..., salt: _Optional[str] = ..., adapter: _Optional[str] = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., num_prompt_logprobs: _Optional[int] = ...) -> None: ...
 
 class Handoff(_message.Message):
     __slots__ = ("id", "epoch", "replica", "ranks", "layout", "num_tokens", "first_token", "ttl_s", "max_tokens")
@@ -160,12 +162,26 @@ class PrefillRequest(_message.Message):
     def __init__(self, sequence: _Optional[_Union[Sequence, _Mapping]] = ..., handoff: _Optional[_Union[Handoff, _Mapping]] = ..., holder: _Optional[_Union[Holder, _Mapping]] = ..., fetch_only: bool = ...) -> None: ...
 
 class PrefillEvent(_message.Message):
-    __slots__ = ("first_tokens", "shipped")
+    __slots__ = ("first_tokens", "shipped", "prompt_logprobs")
     FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SHIPPED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     first_tokens: FirstTokens
     shipped: Shipped
-    def __init__(self, first_tokens: _Optional[_Union[FirstTokens, _Mapping]] = ..., shipped: _Optional[_Union[Shipped, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: PromptLogprobs
+    def __init__(self, first_tokens: _Optional[_Union[FirstTokens, _Mapping]] = ..., shipped: _Optional[_Union[Shipped, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
+
+class PromptLogprobs(_message.Message):
+    __slots__ = ("logprobs", "ranks", "top_ids", "top_logprobs")
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    TOP_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    logprobs: bytes
+    ranks: bytes
+    top_ids: bytes
+    top_logprobs: bytes
+    def __init__(self, logprobs: _Optional[bytes] = ..., ranks: _Optional[bytes] = ..., top_ids: _Optional[bytes] = ..., top_logprobs: _Optional[bytes] = ...) -> None: ...
 
 class FirstTokens(_message.Message):
     __slots__ = ("tokens", "cached_tokens", "pulled_tokens")
@@ -202,14 +218,16 @@ class GenerateRequest(_message.Message):
     def __init__(self, sequence: _Optional[_Union[Sequence, _Mapping]] = ..., prefill_here: bool = ..., router: _Optional[str] = ..., continues: bool = ..., holder: _Optional[_Union[Holder, _Mapping]] = ...) -> None: ...
 
 class GenerateEvent(_message.Message):
-    __slots__ = ("reserved", "started", "finished")
+    __slots__ = ("reserved", "started", "finished", "prompt_logprobs")
     RESERVED_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     reserved: Reserved
     started: Started
     finished: Finished
-    def __init__(self, reserved: _Optional[_Union[Reserved, _Mapping]] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: PromptLogprobs
+    def __init__(self, reserved: _Optional[_Union[Reserved, _Mapping]] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class Reserved(_message.Message):
     __slots__ = ("handoff", "cached_tokens")

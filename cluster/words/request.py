@@ -74,6 +74,9 @@ class SequenceRequest:
     salt: str = ""  # what keys its prefix hashes: 32 hex digits, or nothing
     adapter: str = ""
     grammar: Grammar | None = None  # what every choice must keep to
+    # Of the prompt's own tokens, as Sampling.num_logprobs. Whoever computes the prompt then computes all of it, and
+    # takes nothing from a cache: log-probabilities are not kept there.
+    num_prompt_logprobs: int | None = None
     tenant: str = ""  # whom the router's queue shares out to; workers are not told
     user: str = ""  # and among whom it shares out what a tenant has
     priority: int = 0  # smaller first

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from cluster.words.handoff import HandoffKey
@@ -11,6 +13,7 @@ from cluster.worker.step_message import decode_step, encode_step
 from engine.batch.batch import Batch, KeptRows
 from engine.orders import BeginOrder, Orders
 from engine.runner import ModelRunner
+from engine.scorer import Scorer
 from engine.step import ScheduledStep
 from engine.tiers.rank_tiers import RankTiers
 from kvtransfer.movers.sender import Sender
@@ -51,7 +54,8 @@ class GangRunner:
             self.runner.parallel.broadcast_bytes(encode_step(step.changes if step else None, orders))
         batch = step.batch if step else None
         self._carry_out(orders)
-        return self._compute(batch, self._shipped(batch, orders)) if batch else None
+        scorer = Scorer.of(step)
+        return self._compute(batch, self._shipped(batch, orders), scorer.add if scorer else None) if batch else None
 
     def follow(self) -> None:
         """On the other ranks: do what rank 0 says until it says stop. Raises ReplicaFailed where that cannot be."""
@@ -77,16 +81,18 @@ class GangRunner:
         if passage := self.sender.find(key):
             passage.commit(passage.handoff.num_tokens, first_tokens)
 
-    def _compute(self, batch: Batch, shipped: list[tuple[Passage, int, int]]) -> Tensor:
+    def _compute(
+        self, batch: Batch, shipped: list[tuple[Passage, int, int]], on_logits: Callable[[Tensor], None] | None = None
+    ) -> Tensor:
         self.probe(Milestone.COMPUTING, "")
         if not shipped:
-            return self.runner.forward(batch)
+            return self.runner.forward(batch, on_logits=on_logits)
 
         def on_layer(layer: int) -> None:
             for passage, start, end in shipped:
                 passage.layer_ready(layer, start, end)
 
-        return self.runner.forward(batch, on_layer)
+        return self.runner.forward(batch, on_layer, on_logits)
 
     def _carry_out(self, orders: Orders) -> None:
         for order in orders.tiers:

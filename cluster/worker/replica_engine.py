@@ -71,7 +71,7 @@ class ReplicaEngine:
         """Queue a prompt, of which `holder` may hold more than is here. Raises what Engine.add does."""
         self._gang.probe(Milestone.QUEUED, prompt.id)
         try:
-            if not prompt.is_received:
+            if not (prompt.is_received or prompt.sequence.is_scored):
                 self.fetches.offer(prompt, holder, tokens_per_s=self.pace.prompt_tokens_per_s)
             self.engine.add(prompt)
         except ClusterError:

@@ -16,6 +16,7 @@ from cluster.words.checking import check as _check
 from cluster.words.checking import check_address, check_name
 from cluster.words.errors import ContextLengthExceeded
 from cluster.words.handoff import Holder
+from cluster.words.prompt_logprobs import MAX_PROMPT_NUMBERS
 from cluster.words.request import Sampling, SequenceRequest
 
 _MAX_ID = 512  # a handoff's id is longer by the replica's, and checked, too
@@ -42,6 +43,9 @@ def check_request(request: SequenceRequest, *, vocab_size: int, max_tokens: int)
     _check(len(set(choices)) == len(choices) and min(choices) >= 0, "choices", "must be different, and not negative")
     _check(0 <= request.stream <= _STREAMS - len(choices), "stream", f"must be below {_STREAMS}")
     _check_sampling(request.sampling, vocab_size)
+    if (num_top := request.num_prompt_logprobs) is not None:
+        most = MAX_PROMPT_NUMBERS // request.num_prompt_tokens - 1
+        _check(0 <= num_top <= most, "num_prompt_logprobs", f"must be 0 to {most} for so long a prompt")
     if request.grammar:
         request.grammar.check("grammar")
 

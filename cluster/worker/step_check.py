@@ -67,6 +67,10 @@ def _check_rows(changes: RowChanges, limits: StepLimits, last_rows: KeptRows) ->
     check(int(query_lens.sum()) == num_tokens, "query_lens", f"must add up to {num_tokens}")
     _check_range(changes.num_logits, num_tokens + 1, "num_logits")
     check(bool((changes.num_logits <= query_lens).all()), "num_logits", "must be query_lens or less")
+    rows, counts = changes.scored.T
+    _check_range(rows, len(kept), "scored")
+    check(len(np.unique(rows)) == len(rows), "scored", "must name each row once")
+    check(bool(((counts >= 1) & (counts <= query_lens[rows])).all()), "scored", "must be query_lens or less")
     _check_range(changes.starts, limits.max_context, "starts")
     _check_range(changes.adapters, _MOST_ADAPTERS, "adapters")
     _check_range(changes.token_ids, limits.vocab_size, "token_ids")

@@ -11,6 +11,8 @@ from engine.batch.rows import Ints, Row, RowChanges, num_blocks
 
 # T tokens of this step, R sequences (rows), B blocks of the longest context
 
+_NONE = np.zeros(0, dtype=np.int64)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
@@ -24,6 +26,7 @@ class Batch:
     block_tables: Ints  # (R, B) padded with 0; columns of an array that may be wider
     adapters: Ints  # (R,)
     logits_rows: Ints  # indices into T of the positions whose logits are wanted, row by row
+    scored_rows: Ints  # and of those whose logits are wanted in slices: see engine.scoring
     number: int  # of the step
     new_cells: tuple[Ints, Ints] | None  # of block_tables, since the step before; None: its rows lay elsewhere
 
@@ -90,6 +93,7 @@ class KeptRows:
             block_tables=tables[:, :width],
             adapters=self._adapters_R,
             logits_rows=np.repeat(skipped, num_logits) + np.arange(num_logits.sum()),
+            scored_rows=_scored_rows(changes, begins=last - query_lens) if len(changes.scored) else _NONE,
             number=changes.number,
             new_cells=new_cells if stays else None,
         )
@@ -110,3 +114,13 @@ class KeptRows:
         adapters[goes_on], adapters[kept < 0] = self._adapters_R[kept[goes_on]], changes.adapters
         self._adapters_R = adapters
         return False
+
+
+def _scored_rows(changes: RowChanges, *, begins: Ints) -> Ints:
+    """begins: of each row, in T."""
+    rows, counts = changes.scored.T
+    assert (counts <= changes.query_lens[rows]).all(), "logits of a position that is not computed"
+    ends = np.cumsum(counts)
+    within = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
+    scored: Ints = np.repeat(begins[rows], counts) + within
+    return scored

@@ -51,15 +51,16 @@ class DeviceBatch:
     logits_rows: Tensor | None  # None: those of all tokens are wanted
     singles: SingleRows | None
     prompts: PromptRows | None
+    scored_rows: Tensor | None = None  # None: there are none
 
     @classmethod
     def of(cls, batch: Batch, device: torch.device) -> DeviceBatch:
         """Start the copy; nothing waits for it but what comes behind it on the device."""
         begins_R = np.cumsum(batch.query_lens) - batch.query_lens
         single, several = np.flatnonzero(batch.query_lens == 1), np.flatnonzero(batch.query_lens != 1)
-        token_ids, positions, slots, logits_rows, *singles, rows, firsts, begins, lengths, tables, contexts = upload(
+        token_ids, positions, slots, logits_rows, scored_rows, *more = upload(
             [
-                *(batch.token_ids, batch.positions, batch.slots, batch.logits_rows),
+                *(batch.token_ids, batch.positions, batch.slots, batch.logits_rows, batch.scored_rows),
                 *(begins_R[single], batch.block_tables[single], batch.context_lens[single]),
                 *cut_tiles(batch.query_lens[several], batch.context_lens[several]),
                 *(begins_R[several], batch.query_lens[several]),
@@ -67,6 +68,7 @@ class DeviceBatch:
             ],
             device,
         )
+        *singles, rows, firsts, begins, lengths, tables, contexts = more
         longest = int(batch.context_lens[single].max(initial=0))
         tiles = QueryTiles(rows, firsts, begins, lengths)
         return cls(
@@ -76,6 +78,7 @@ class DeviceBatch:
             logits_rows,
             SingleRows(singles[0], singles[1], singles[2], longest) if len(single) else None,
             PromptRows(tiles, tables, contexts, batch.context_lens[several].tolist()) if len(several) else None,
+            scored_rows if len(scored_rows) else None,
         )
 
 

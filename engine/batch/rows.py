@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 
-# T tokens of this step, R rows, N those of them that are new, B blocks that tables get in this step
+# T tokens of this step, R rows, N those of them that are new, B blocks that tables get in this step, S rows that are
+# scored
 
 
 class Row(NamedTuple):
@@ -45,6 +46,8 @@ class RowChanges:
     adapters: Ints  # (N,)
     token_ids: Ints  # (T,)
     blocks: Ints  # (B,) row by row
+    # (S, 2) rows of whose first so many positions the logits are wanted, too: see engine.scoring. Mostly none.
+    scored: Ints = field(default_factory=lambda: np.zeros((0, 2), dtype=np.int64))
 
     @classmethod
     def of(cls, rows: Seq[Row], *, block_size: int) -> RowChanges:
@@ -68,19 +71,22 @@ class RowChanges:
         return bool((self.kept < 0).all())
 
     def encode(self) -> Ints:
-        """All of it as one int64 array for the ranks that follow: the number, R, N, T, B, then the arrays."""
-        sizes = (len(self.kept), len(self.starts), len(self.token_ids), len(self.blocks))
-        rows = (self.kept, self.query_lens, self.num_logits)
-        return np.concatenate([(self.number, *sizes), *rows, self.starts, self.adapters, self.token_ids, self.blocks])
+        """All of it as one int64 array for the ranks that follow: the number, R, N, T, B, 2 S, then the arrays."""
+        sizes = (len(self.kept), len(self.starts), len(self.token_ids), len(self.blocks), self.scored.size)
+        rows, new = (self.kept, self.query_lens, self.num_logits), (self.starts, self.adapters)
+        return np.concatenate(
+            [(self.number, *sizes), *rows, *new, self.token_ids, self.blocks, self.scored.reshape(-1)]
+        )
 
     @classmethod
     def decode(cls, data: Ints) -> RowChanges:
         """The inverse of `encode`. Raises ValueError for what no rows make; its numbers may still be any."""
-        number, rows, new, tokens, blocks = (int(n) for n in data[:5])
-        sizes = (rows, rows, rows, new, new, tokens, blocks)
-        if min(sizes) < 0 or sum(sizes) != len(data) - 5:
+        number, rows, new, tokens, blocks, scored = (int(n) for n in data[:6])
+        sizes = (rows, rows, rows, new, new, tokens, blocks, scored)
+        if min(sizes) < 0 or sum(sizes) != len(data) - 6 or scored % 2:
             raise ValueError(f"{len(data)} numbers are not {rows} rows of {tokens} tokens and {blocks} blocks")
-        kept, query_lens, num_logits, starts, adapters, token_ids, added = np.split(data[5:], np.cumsum(sizes)[:-1])
+        parts = np.split(data[6:], np.cumsum(sizes)[:-1])
+        kept, query_lens, num_logits, starts, adapters, token_ids, added, spans = parts
         return cls(
             number=number,
             kept=kept,
@@ -90,6 +96,7 @@ class RowChanges:
             adapters=adapters,
             token_ids=token_ids,
             blocks=added,
+            scored=spans.reshape(-1, 2),
         )
 
 

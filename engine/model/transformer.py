@@ -33,9 +33,12 @@ from engine.model.latent_layer import LatentLayer
 from engine.weights.checkpoint import Shape, check_tensors
 
 # T tokens of the step, R rows whose logits are wanted, E hidden_size, H query heads of this rank, D head_dim,
-# F half of its rotated part, V vocabulary
+# F half of its rotated part, V vocabulary, S positions that are scored, N of them in a slice
+
+SLICE_BYTES = 32 << 20  # of logits; a long chunk's would not fit beside the pool
 
 OnLayer = Callable[[int], None]
+OnLogits = Callable[[Tensor], None]
 HeadsT = TypeVar("HeadsT", contravariant=True)
 
 
@@ -86,14 +89,17 @@ class Transformer:
         self._rotary = Rotary(config, reader.device)
         self._compiled: CompiledLayers | None = None
 
-    def __call__(self, batch: Batch, pool: KVPool, on_layer: OnLayer | None) -> Tensor:
-        """Compute a step. Its KV is in the pool afterwards; `on_layer` is told each layer whose KV is.
+    def __call__(
+        self, batch: Batch, pool: KVPool, on_layer: OnLayer | None, on_logits: OnLogits | None = None
+    ) -> Tensor:
+        """Compute a step. Its KV is in the pool afterwards; `on_layer` is told each layer whose KV is, and `on_logits`
+        the logits (N, V) of the positions that are scored, slice by slice.
 
         Returns the logits (R, V) in fp32, on every rank.
         """
         device = pool.device
         if device.type == "cuda":
-            return self.compute(DeviceBatch.of(batch, device), pool, on_layer)
+            return self.compute(DeviceBatch.of(batch, device), pool, on_layer, on_logits)
         x_TE = self._embedding(torch.from_numpy(batch.token_ids).to(device))
         cos_T1F, sin_T1F = self._rotary(torch.from_numpy(batch.positions).to(device), x_TE.dtype)
         if latent := self._config.latent:
@@ -107,9 +113,13 @@ class Transformer:
         else:
             heads = TorchHeads(batch, pool, cos_T1F, sin_T1F, self._config.sliding_windows)
             x_TE = _pass(self._layers, x_TE, heads, on_layer)
+        if len(batch.scored_rows):
+            self._score(x_TE[torch.from_numpy(batch.scored_rows).to(device)], on_logits)
         return self._logits(x_TE[torch.from_numpy(batch.logits_rows).to(device)])
 
-    def compute(self, batch: DeviceBatch, pool: KVPool, on_layer: OnLayer | None = None) -> Tensor:
+    def compute(
+        self, batch: DeviceBatch, pool: KVPool, on_layer: OnLayer | None = None, on_logits: OnLogits | None = None
+    ) -> Tensor:
         """The same of a batch that is on the device, by the GPU's kernels (on a CPU: their references).
 
         Where `hindrance` knows of none, nothing here waits for the device, or depends on a number that is there.
@@ -122,6 +132,8 @@ class Transformer:
             x_TE = _pass(self._latent_layers, x_TE, latent_heads, on_layer)
         else:
             x_TE = _pass(self._layers, x_TE, KernelHeads(batch, pool, cos_T1F, sin_T1F), on_layer)
+        if batch.scored_rows is not None:
+            self._score(x_TE.index_select(0, batch.scored_rows), on_logits)
         return self._logits(x_TE if batch.logits_rows is None else x_TE.index_select(0, batch.logits_rows))
 
     @property
@@ -133,6 +145,14 @@ class Transformer:
         if not is_plain(self._head) or not all(layer.is_fixed for layer in layers):
             return "its matrices stay quantised, or its experts are called one by one"
         return None
+
+    def _score(self, scored_SE: Tensor, on_logits: OnLogits | None) -> None:
+        """on_logits: None on a rank whose share of the vocabulary is all that is wanted of it."""
+        num_rows = max(1, SLICE_BYTES // (4 * self._config.vocab_size))
+        for scored_NE in torch.split(scored_SE, num_rows):
+            logits_NV = self._logits(scored_NE)
+            if on_logits is not None:
+                on_logits(logits_NV)
 
     def _logits(self, wanted_RE: Tensor) -> Tensor:
         return self._parallel.all_gather(self._head(wanted_RE, before=self._norm), self._config.vocab_size).float()

@@ -82,6 +82,7 @@ class MeasuredRouter:
             Chooser(make_policy("cost", pulls=True), max_local_tokens=_CONTEXT),
             model="bench",
             block_size=_BLOCK_SIZE,
+            vocab_size=tokenizer.vocab_size,
             queue_s=60.0,
             max_waiting=10_000,
             metrics=metrics,

@@ -26,8 +26,14 @@ from router.doors.connections import GRPC_DOOR, ConnectionLimits
 from router.doors.grpc_errors import status_of
 from router.doors.grpc_gate import KeyInterceptor, authorization_of
 from router.doors.grpc_health import DoorHealth
-from router.doors.grpc_messages import detokenize_request_of, request_of, response_of, tokenize_request_of
-from router.text.completion import Completions
+from router.doors.grpc_messages import (
+    detokenize_request_of,
+    prompt_of,
+    request_of,
+    response_of,
+    tokenize_request_of,
+)
+from router.text.completion import Completion, Completions
 from router.text.completion_request import MAX_REQUEST_BYTES, CompletionRequest
 from router.text.prompt_encoder import num_chars
 
@@ -177,11 +183,23 @@ class InferenceServicer(pb_grpc.InferenceServicer):
             completion = await self._completions.open(asked)
             if told := await visit.charge([completion]):  # of its limits, before the first token
                 await context.send_initial_metadata(tuple(told.items()))
+            is_first = True
             async with completion.run() as arrivals:
                 async for events in arrivals:
+                    if is_first:
+                        await self._tell_prompt(completion, context)
+                        is_first = False
                     for event in events:
                         message = response_of(event, request_id=asked.id, tokenizer=self._completions.tokenizer)
                         await context.write(message)
+
+    async def _tell_prompt(self, completion: Completion, context: _Context) -> None:
+        """Of its tokens, if that is asked for; each message is made on another thread, for that takes its time."""
+        tokenizer, key_id, start = self._completions.tokenizer, completion.request.key_id, 1
+        for part in () if completion.prompt_logprobs is None else completion.prompt_logprobs.parts():
+            ids = completion.prompt_ids[start : start + len(part)]
+            await context.write(await self._completions.threads.run(key_id, prompt_of, ids, part, tokenizer))
+            start += len(part)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: _Context) -> pb.TokenizeResponse:
         async with _statuses(context), self._counted():

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from cluster.rpc import inference_pb2 as pb
 from cluster.words.errors import ContextLengthExceeded, RequestError
 from cluster.words.grammar import ANY_OBJECT, Grammar, GrammarKind
+from cluster.words.prompt_logprobs import PromptLogprobs
 from cluster.words.token_rules import MAX_ALLOWED_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 from router.doors.grpc_chat import chat_of, forced_grammar_of, tool_calls_of
 from router.doors.openai_messages import MAX_CALLS, MAX_TOOLS
@@ -84,6 +86,25 @@ def response_of(event: Event, *, request_id: str, tokenizer: Tokenizer) -> pb.Ge
         case Summary():
             usage = pb.Usage(**asdict(event.usage))
             return pb.GenerateResponse(summary=pb.Summary(request_id=request_id, usage=usage, trace=_trace(event)))
+
+
+def prompt_of(prompt_ids: Sequence[int], told: PromptLogprobs, tokenizer: Tokenizer) -> pb.GenerateResponse:
+    """What is said of these tokens of a prompt."""
+    message = pb.PromptLogprobs()
+    for token_id, logprob, rank, ids, values in zip(
+        prompt_ids, *(column.tolist() for column in told.columns), strict=True
+    ):
+        message.tokens.add(
+            token_id=token_id,
+            token=tokenizer.token_text(token_id),
+            logprob=logprob,
+            rank=rank,
+            top=[
+                pb.TopLogprob(token_id=other, token=tokenizer.token_text(other), logprob=value)
+                for other, value in zip(ids, values, strict=True)
+            ],
+        )
+    return pb.GenerateResponse(prompt_logprobs=message)
 
 
 def field_of(param: str) -> str:

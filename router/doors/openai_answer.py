@@ -6,14 +6,18 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from cluster.words.request import FinishReason
 from router.doors.event_stream import DONE, data
 from router.doors.openai_calls import WholeChoice
 from router.doors.openai_chunks import ChoiceChunks
 from router.doors.openai_forms import JSON, Form, ending
+from router.doors.openai_prompt import PromptSaid, said_of
 from router.text.completion import Completion
 from router.text.events import Delta, Event, Finished, Summary, TokenUsage
+from router.text.text_threads import TextThreads
+from router.text.tokenizer import Tokenizer
 from router.text.unread import UnreadLimit
 
 _MAX_QUEUED = 64  # times that events came; a slow client holds the completions up, not our memory
@@ -31,6 +35,9 @@ class OpenAIAnswer:
     forms: Sequence[Form]
     include_usage: bool  # in the stream; a whole answer always has it
     return_token_ids: bool
+    num_prompt_logprobs: int | None  # likeliest tokens in `prompt_logprobs`; None: it is not asked for
+    tokenizer: Tokenizer
+    threads: TextThreads
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def whole(self) -> JSON:
@@ -47,9 +54,14 @@ class OpenAIAnswer:
                             choices[self._index(number, choice)].finished = event
                         case Summary():
                             usage += event.usage
-        answer = self._head(self.forms[0].whole)
-        answer["choices"] = [{"index": index, **self._written(choice)} for index, choice in enumerate(choices)]
+        if not self.forms[0].has_answer:
+            usage = replace(usage, completion_tokens=0)
+        said = [await self._said(number) for number in range(len(self.completions))]
+        answer, n = self._head(self.forms[0].whole), self.completions[0].n
+        answer["choices"] = [{"index": i, **self._written(choice, said[i // n])} for i, choice in enumerate(choices)]
         answer["usage"] = _usage(usage)
+        if self.forms[0].is_prompt_shared and said[0].listed is not None:
+            answer["prompt_logprobs"] = said[0].listed
         if self.return_token_ids:
             self._add_prompt_ids(answer, answer["choices"])
         return answer
@@ -58,6 +70,7 @@ class OpenAIAnswer:
         """Server-sent events, the last of them [DONE]. Raises ClusterError."""
         usage = TokenUsage()
         chunks: dict[int, ChoiceChunks] = {}
+        said: dict[int, PromptSaid] = {}
         async with _run_all(self.completions) as arrivals:
             async for number, events in arrivals:
                 written: list[bytes] = []
@@ -67,7 +80,9 @@ class OpenAIAnswer:
                         continue
                     index = self._index(number, event.choice)
                     if (choice := chunks.get(index)) is None:
-                        choice = chunks[index] = self._chunks_of(number, index)
+                        if number not in said:
+                            said[number] = await self._said(number)
+                        choice = chunks[index] = self._chunks_of(number, index, said[number])
                         written.append(choice.opening())
                     written.append(choice.chunk(event))
                 if any(written):
@@ -82,7 +97,19 @@ class OpenAIAnswer:
     def _head(self, kind: str) -> JSON:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def _chunks_of(self, number: int, index: int) -> ChoiceChunks:
+    async def _said(self, number: int) -> PromptSaid:
+        """Of a prompt, whose events have begun to come."""
+        form = self.forms[number]
+        return await said_of(
+            self.completions[number],
+            self.tokenizer,
+            self.threads,
+            num_listed=self.num_prompt_logprobs,
+            num_echoed=form.num_echo_logprobs,
+            echo=form.echo,
+        )
+
+    def _chunks_of(self, number: int, index: int, said: PromptSaid) -> ChoiceChunks:
         form = self.forms[number]
         return ChoiceChunks(
             index,
@@ -90,13 +117,19 @@ class OpenAIAnswer:
             head=self._head(form.chunk),
             is_usage_null=self.include_usage,
             prompt_ids=self.completions[number].prompt_ids if self.return_token_ids else None,
+            echoed=said.echoed,
         )
 
-    def _written(self, choice: _Choice) -> JSON:
+    def _written(self, choice: _Choice, said: PromptSaid) -> JSON:
+        if not choice.form.has_answer:
+            finished = Finished(0, FinishReason.LENGTH)
+            choice = _Choice(choice.form, finished=finished)
         assert choice.finished is not None
         written = choice.form.message(choice.whole)
         has_logprobs = bool(choice.deltas) and choice.deltas[0].has_logprobs
-        written["logprobs"] = choice.form.logprobs(choice.deltas) if has_logprobs else None
+        written["logprobs"] = said.before(choice.form.logprobs(choice.deltas) if has_logprobs else None)
+        if said.listed is not None and not choice.form.is_prompt_shared:
+            written["prompt_logprobs"] = said.listed
         if self.return_token_ids:
             written["token_ids"] = [token.token_id for delta in choice.deltas for token in delta.tokens]
         return written | ending(choice.finished)

@@ -132,11 +132,13 @@ class _Door:
     async def _text_forms(self, body: TextBody | ChatBody, opened: Sequence[Completion]) -> list[Form]:
         forms, num_echoed, tokenizer = list[Form](), 0, self._completions.tokenizer
         has_echo = isinstance(body, TextBody) and body.echo
+        num_echo_logprobs = body.logprobs if isinstance(body, TextBody) and body.echo else None
+        has_answer = not (isinstance(body, TextBody) and body.is_prompt_all)
         for one in opened:
             echo = await self._completions.prompts.text_of(one.request, one.prompt_ids) if has_echo else ""
             num_echoed += len(echo) * one.n
             _check_repeated(body, opened, num_echoed)
-            forms.append(TextForm(tokenizer, echo=echo))
+            forms.append(TextForm(tokenizer, echo=echo, num_echo_logprobs=num_echo_logprobs, has_answer=has_answer))
         return forms
 
     async def _answer(
@@ -156,6 +158,9 @@ class _Door:
             forms=forms,
             include_usage=bool(body.stream_options and body.stream_options.include_usage),
             return_token_ids=bool(body.return_token_ids),
+            num_prompt_logprobs=body.prompt_logprobs,
+            tokenizer=self._completions.tokenizer,
+            threads=self._completions.threads,
         )
         if asked.ignored:
             headers = {**headers, **asked.ignored}

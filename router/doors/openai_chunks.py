@@ -24,15 +24,17 @@ class ChoiceChunks:
         head: Mapping[str, Any],
         is_usage_null: bool,
         prompt_ids: Sequence[int] | None,
+        echoed: JSON | None = None,
     ) -> None:
         """head: of each chunk. is_usage_null: each says that its usage is null. prompt_ids: of the prompt, where the
-        client wants token ids; None: it does not."""
+        client wants token ids; None: it does not. echoed: logprobs of the prompt, where it is repeated with them."""
         self._index = index
         self._form = form
         self._head = head
         self._more: JSON = {"usage": None} if is_usage_null else {}
         self._prompt_ids = prompt_ids
         self._has_ids = prompt_ids is not None
+        self._echoed = echoed
         self._before, behind = self._chunk(form.piece(_TEXT), **self._ids(_IDS)).split(to_json(_TEXT))
         self._between, _, self._behind = behind.partition(to_json(_IDS)) if self._has_ids else (b"", b"", behind)
 
@@ -40,11 +42,11 @@ class ChoiceChunks:
         """Before any text of the model; empty where nothing is said then."""
         opening, form = self._form.opening(), self._form
         if self._prompt_ids is None:
-            return self._chunk(opening) if opening else b""
+            return self._chunk(opening, logprobs=self._echoed) if opening else b""
         ids: JSON = {"prompt_token_ids": list(self._prompt_ids)}
         if form.is_prompt_shared:
             return self._chunk(opening or form.piece(""), of_chunk=ids)
-        return self._chunk(opening or form.piece(""), **ids)
+        return self._chunk(opening or form.piece(""), logprobs=self._echoed, **ids)
 
     def chunk(self, event: Delta | Finished) -> bytes:
         """Empty where nothing is said of it."""

@@ -7,12 +7,11 @@ from typing import Any, Protocol
 
 from cluster.words.request import TokenLogprob
 from router.doors.openai_calls import WholeChoice, chunk_of
+from router.doors.openai_prompt import finite
 from router.text.events import Delta, Finished
 from router.text.tokenizer import Tokenizer
 
 JSON = dict[str, Any]
-
-_LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity; OpenAI writes this
 
 
 class Form(Protocol):
@@ -21,7 +20,10 @@ class Form(Protocol):
     whole: str  # the `object` of a whole answer
     chunk: str  # and of a chunk
     id_prefix: str
-    is_prompt_shared: bool  # whether prompt_token_ids (an extension) belong to the answer, or to each choice
+    is_prompt_shared: bool  # whether what extensions say of the prompt belongs to the answer, or to each choice
+    has_answer: bool  # False: the prompt alone is repeated
+    echo: str  # the prompt's text, where the answer is to repeat it
+    num_echo_logprobs: int | None  # and so many likeliest tokens with its own; None: nothing of them
 
     def opening(self) -> JSON | None:
         """What the first chunk of a choice says before any text of the model."""
@@ -51,13 +53,21 @@ class TextForm:
     id_prefix = "cmpl-"
     is_prompt_shared = False
 
-    def __init__(self, tokenizer: Tokenizer, *, echo: str = "") -> None:
-        """echo: the prompt's text, where the answer is to repeat it."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        echo: str = "",
+        num_echo_logprobs: int | None = None,
+        has_answer: bool = True,
+    ) -> None:
+        self.echo = echo
+        self.num_echo_logprobs = num_echo_logprobs
+        self.has_answer = has_answer
         self._tokenizer = tokenizer
-        self._echo = echo
 
     def opening(self) -> JSON | None:
-        return {"text": self._echo} if self._echo else None
+        return {"text": self.echo} if self.echo or self.num_echo_logprobs is not None else None
 
     def piece(self, text: str) -> JSON:
         return {"text": text}
@@ -66,20 +76,20 @@ class TextForm:
         return {"text": delta.text}
 
     def message(self, whole: WholeChoice) -> JSON:
-        return {"text": self._echo + whole.text}
+        return {"text": self.echo + whole.text}
 
     def logprobs(self, deltas: Sequence[Delta]) -> JSON:
         text_of, tokens = self._tokenizer.token_text, _tokens(deltas)
         return {
             "tokens": [text_of(token_id) for token_id, _ in tokens],
-            "token_logprobs": [_finite(logprob.logprob) for _, logprob in tokens],
+            "token_logprobs": [finite(logprob.logprob) for _, logprob in tokens],
             "top_logprobs": [
                 # The chosen token is there even when it is not among the likeliest, as OpenAI has it.
-                {text_of(token_id): _finite(logprob.logprob)}
-                | {text_of(other): _finite(value) for other, value in logprob.top}
+                {text_of(token_id): finite(logprob.logprob)}
+                | {text_of(other): finite(value) for other, value in logprob.top}
                 for token_id, logprob in tokens
             ],
-            "text_offset": [len(self._echo) + offset for delta in deltas for offset in delta.text_offsets],
+            "text_offset": [len(self.echo) + offset for delta in deltas for offset in delta.text_offsets],
         }
 
 
@@ -90,6 +100,9 @@ class ChatForm:
     chunk = "chat.completion.chunk"
     id_prefix = "chatcmpl-"
     is_prompt_shared = True
+    has_answer = True
+    echo = ""
+    num_echo_logprobs: int | None = None
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -126,7 +139,7 @@ class ChatForm:
 
     def _entry(self, token_id: int, logprob: float) -> JSON:
         text, raw = self._tokenizer.token_text(token_id), self._tokenizer.token_bytes(token_id)
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(raw)}
+        return {"token": text, "logprob": finite(logprob), "bytes": list(raw)}
 
 
 def ending(finished: Finished) -> JSON:
@@ -137,7 +150,3 @@ def ending(finished: Finished) -> JSON:
 def _tokens(deltas: Sequence[Delta]) -> list[tuple[int, TokenLogprob]]:
     """Logprobs were asked for."""
     return [(token.token_id, token.logprob) for delta in deltas for token in delta.tokens if token.logprob is not None]
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, _LOWEST_LOGPROB)

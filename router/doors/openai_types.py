@@ -109,6 +109,9 @@ class _Sampled(AskingBody):
     """Extension: `prompt_token_ids` and `token_ids` beside the text."""
     truncate_prompt_tokens: int | None = None
     """Extension: the prompt's last so many tokens are kept; -1: as many as leave the answer its room."""
+    prompt_logprobs: int | None = None
+    """Extension: of each of the prompt's tokens its log-probability and rank, and so many of the likeliest. Times the
+    prompt's tokens at most 262,144, each token itself counted, too; not with `stream`."""
     response_format: ResponseFormat | None = None
     """`text`, `json_object` or `json_schema`: the answer keeps to it, or ends by `length`. A `strict` schema that can
     not be enforced whole is refused; of others, what cannot be is passed over."""
@@ -125,7 +128,6 @@ class _Sampled(AskingBody):
     prompt_cache_retention: Ignored = None
     prompt_cache_options: Ignored = None
     # Of the API or of other servers, and not supported: they would change the answer.
-    prompt_logprobs: Unsupported = None
     logprob_token_ids: Unsupported = None
     logits_processors: Unsupported = None
     custom_logit_processor: Unsupported = None
@@ -154,9 +156,11 @@ class _Sampled(AskingBody):
                 raise UnsupportedField(f"{name}: this endpoint does not take it", param=name)
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options: only with stream: true", param="stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            raise UnsupportedField("prompt_logprobs: not with stream: true", param="prompt_logprobs")
         same = ("model", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "n", "top_k", "min_p",
                 "repetition_penalty", "min_tokens", "logit_bias", "ignore_eos", "skip_special_tokens", "priority",
-                "user", "cache_salt", "truncate_prompt_tokens", "add_special_tokens")  # fmt: skip
+                "user", "cache_salt", "truncate_prompt_tokens", "add_special_tokens", "prompt_logprobs")  # fmt: skip
         fields = {name: getattr(self, name) for name in same}
         fields["include_stop"] = self.include_stop_str_in_output
         fields["stop"] = None if self.stop is None else tuple(self.stop)
@@ -174,16 +178,20 @@ class TextBody(_Sampled):
     logprobs: int | None = None
     """So many of the likeliest tokens beside each chosen one."""
     echo: bool | None = None
-    """The prompt before the answer; not together with `logprobs`."""
+    """The prompt before the answer; with `logprobs`, those of its tokens as well, as many as of `prompt_logprobs`. With
+    `max_tokens: 0`, and without `stream`, it is all that is answered."""
     suffix: Annotated[str | None, AfterValidator(Only(("",)))] = None
     best_of: int | None = None
     """So many choices are computed, and counted; the `n` with the likeliest tokens on average are answered. More than
     `n` not with `stream`."""
 
+    @property
+    def is_prompt_all(self) -> bool:
+        """There is no answer behind the prompt that is repeated."""
+        return bool(self.echo) and self.max_tokens == 0
+
     def requests(self, request_id: str, *, peer: str = "") -> list[CompletionRequest]:
         """One request per prompt. Raises RequestError."""
-        if self.echo and self.logprobs is not None:
-            raise UnsupportedField("echo: logprobs of the prompt are not supported here", param="echo")
         if self.stream and self.best_of is not None and self.best_of > (self.n or 1):
             raise RequestError("best_of: more than n is not with stream: true", param="best_of")
         num_choices = self.n or 1 if self.best_of is None else self.best_of
@@ -191,6 +199,14 @@ class TextBody(_Sampled):
             raise RequestError(f"prompt: prompts times n is at most {MAX_PROMPTS_TIMES_N}", param="prompt")
         max_tokens = DEFAULT_TEXT_TOKENS if self.max_tokens is None else self.max_tokens
         shared = {**self._shared(), "max_tokens": max_tokens, "logprobs": self.logprobs, "best_of": self.best_of}
+        if self.is_prompt_all:
+            if self.stream:
+                raise UnsupportedField("max_tokens: 0 is not with stream: true", param="max_tokens")
+            shared["max_tokens"] = 1  # which is computed, and not said
+        if self.echo and self.logprobs is not None:
+            shared["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
+            if self.prompt_logprobs is None or self.prompt_logprobs < self.logprobs:
+                shared["prompt_logprobs_field"] = "logprobs"
         return [CompletionRequest(id=request_id, peer=peer, prompt=prompt, **shared) for prompt in self.prompt]
 
 

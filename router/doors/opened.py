@@ -14,7 +14,7 @@ from router.access.visit import Visit
 from router.doors.http_visits import HttpVisits, client_of, peer_of
 from router.doors.openai_fields import OpenAIObject, ignored_header
 from router.text.completion import Completion, Completions
-from router.text.completion_request import CompletionRequest, check_total
+from router.text.completion_request import CompletionRequest, check_prompt_numbers, check_total
 from router.text.prompt_encoder import num_chars
 
 
@@ -68,5 +68,7 @@ class Opener:
             opened.append(await self._completions.open(one, num_beside=num_all - num_chars(one.prompt)))
             num_answers = sum(completion.max_answer_tokens for completion in opened)
             check_total(num_answers, model, param=one.max_tokens_field)
+            num_numbers = sum(completion.n * completion.num_prompt_numbers for completion in opened)
+            check_prompt_numbers(num_numbers, param=one.prompt_logprobs_field)
             await asyncio.sleep(0)  # between a thousand prompts, others have their turn
         return opened

@@ -23,6 +23,7 @@ from router.serving.decode_streams import DecodeStreams
 from router.serving.dispatch import Dispatch, may_retry
 from router.serving.move import DecodeStream
 from router.serving.pair import Booking, Pair
+from router.serving.prompt_parts import PromptParts
 from router.serving.replica import Replica
 from router.serving.request_state import RequestState
 
@@ -48,7 +49,12 @@ class Attempt:
         self._dispatch = dispatch
         self._avoid = avoid
         self._used = {replica.id for replica in (pair.prefill, pair.decode) if replica}
-        self._choices = Choices(state, request.choices, has_prefill=pair.prefill is not None)
+        self._choices = Choices(
+            state,
+            request.choices,
+            has_prefill=pair.prefill is not None,
+            is_scored=request.num_prompt_logprobs is not None,
+        )
         self._tasks = AttemptTasks(self._choices, request_id=request.id)
         self.streams = DecodeStreams(
             state, request, self._choices, self._tasks, booking=pair.decode_booking, dispatch=dispatch
@@ -90,9 +96,10 @@ class Attempt:
 
     async def _lease(self, decode: Replica, leased: Mapping[int, DecodeStream]) -> None:
         prefill_here = self._pair.prefill is None
-        booking, num_frames = Booking(decode, num_requests=1), 0
+        request = self._request if prefill_here else replace(self._request, num_prompt_logprobs=None)
+        booking, num_frames, parts = Booking(decode, num_requests=1), 0, self._dispatch.prompt_parts(request)
         call = decode.worker.generate(
-            self._request,
+            request,
             prefill_here=prefill_here,
             holder=self._holder_for(decode) if prefill_here else None,
             timeout_s=self._state.remaining_s(),
@@ -102,7 +109,10 @@ class Attempt:
                 match event.WhichOneof("event"):
                     case "reserved":
                         self._reserved(decode, event.reserved)
+                    case "prompt_logprobs":
+                        parts.add(event.prompt_logprobs)
                     case "started":
+                        self._told(parts)
                         self._choices.started(epoch=event.started.epoch)
                         if prefill_here:
                             self._pair.prompt_booking.end(is_computed=True)
@@ -149,13 +159,16 @@ class Attempt:
 
     async def _call_prefill(self, prefill: Replica, handoff: Handoff | None) -> None:
         """Raises ClusterError if the prompt's KV did not arrive."""
-        booking = Booking(prefill, num_requests=1)
+        booking, parts = Booking(prefill, num_requests=1), self._dispatch.prompt_parts(self._request)
         call = prefill.worker.prefill(
             self._request, handoff=handoff, holder=self._holder_for(prefill), timeout_s=self._state.remaining_s()
         )
         try:
             async for event in call:
-                if event.WhichOneof("event") == "first_tokens":
+                if event.WhichOneof("event") == "prompt_logprobs":
+                    parts.add(event.prompt_logprobs)
+                elif event.WhichOneof("event") == "first_tokens":
+                    self._told(parts)
                     self._pair.prompt_booking.end(is_computed=True)
                     self._route.prefill_replica = prefill.id
                     self._route.cached_tokens = event.first_tokens.cached_tokens
@@ -170,6 +183,11 @@ class Attempt:
         finally:
             booking.end()
             call.cancel()
+
+    def _told(self, parts: PromptParts) -> None:
+        """Raises TransferError where not all has been."""
+        if (told := parts.whole()) is not None:
+            self._state.prompt_logprobs = told
 
     def _holder_for(self, replica: Replica) -> Holder | None:
         holder = self._pair.holder

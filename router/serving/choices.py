@@ -18,12 +18,16 @@ from router.serving.request_state import RequestState
 class Choices:
     """Appends every token to the request's state once, those of a choice in order. Belongs to the event loop."""
 
-    def __init__(self, state: RequestState, choices: Sequence[int], *, has_prefill: bool) -> None:
-        """has_prefill: the first tokens come from a prefill replica."""
+    def __init__(
+        self, state: RequestState, choices: Sequence[int], *, has_prefill: bool, is_scored: bool = False
+    ) -> None:
+        """has_prefill: the first tokens come from a prefill replica. is_scored: whoever computes the prompt tells of
+        its tokens, too, and none of the answer is appended before."""
         self.error: ClusterError | None = None
         self._state = state
         self._choices = choices
-        self._is_joined = not has_prefill
+        self._has_prefill = has_prefill
+        self._is_joined = not (has_prefill or is_scored)
         self._first_epoch: int | None = None  # of the handoff, as told by P with the first tokens
         self._started_epoch: int | None = None  # and by D, when it began
         self.prefill_spoke = asyncio.Event()  # what D says is kept back until then
@@ -68,7 +72,7 @@ class Choices:
         self.prefill_spoke.set()
 
     def started(self, *, epoch: int) -> None:
-        """D has the KV, and the first tokens that came with it."""
+        """D has the KV, and the first tokens that came with it; or it has told what it computed itself."""
         self._started_epoch = epoch
         self._join()
 
@@ -93,9 +97,9 @@ class Choices:
         self._ended.set()
 
     def _join(self) -> None:
-        if self._is_joined or self._first_epoch is None or self._started_epoch is None:
+        if self._is_joined or self._started_epoch is None or (self._has_prefill and self._first_epoch is None):
             return
-        if self._first_epoch != self._started_epoch:
+        if self._has_prefill and self._first_epoch != self._started_epoch:
             told, begun = self._first_epoch, self._started_epoch
             self.fail(
                 TransferError(f"decoding began with the first tokens of epoch {begun}, the client has those of {told}")

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
+from cluster.index.prefix_index import Depths
 from cluster.words.errors import (
     CapacityError,
     ClusterError,
@@ -28,6 +29,7 @@ from router.routing.replica_load import ReplicaLoad
 from router.serving.gate import AdmissionGate
 from router.serving.move import DecodeStream
 from router.serving.pair import Booking, Pair, PromptBooking
+from router.serving.prompt_parts import PromptParts
 from router.serving.replica import Replica
 from router.serving.replicas import Replicas
 
@@ -53,16 +55,19 @@ class Dispatch:
         *,
         model: str,
         block_size: int,
+        vocab_size: int,
         queue_s: float,
         max_waiting: int,
         metrics: Metrics,
     ) -> None:
-        """model: fingerprint, as in the prefix hashes. queue_s: how long a request may wait for a replica with room."""
+        """model: fingerprint, as in the prefix hashes. vocab_size: of that model.
+        queue_s: how long a request may wait for a replica with room."""
         self.replicas = replicas
         self.decisions = Decisions()
         self._chooser = chooser
         self._model = model
         self._block_size = block_size
+        self._vocab_size = vocab_size
         self._queue_s = queue_s
         self._metrics = metrics
         self._answers = AnswerLength()
@@ -119,7 +124,7 @@ class Dispatch:
         if pair.decode is None:
             return None
         asked = self._asked(request)
-        depths = self.replicas.index.depths(asked.hashes)
+        depths = self._depths(asked)
         decision = self._chooser.choose_prefill(
             asked.need, self._loads(Role.PREFILL, asked), pair.decode.load(), depths, avoid=avoid
         )
@@ -130,13 +135,17 @@ class Dispatch:
     def another_decode(self, request: SequenceRequest) -> DecodeStream | None:
         """A decode replica for a choice that runs on one that drains, with room if any has; and a stream key there."""
         asked = self._asked(request)
-        depths = self.replicas.index.depths(asked.hashes)
+        depths = self._depths(asked)
         decodes = self._loads(Role.DECODE, asked)
         for some in (with_room(decodes, asked.need), decodes):
             decision = self._chooser.choose(asked.need, [], some, depths)
             if decision and (replica := self._replica(decision.decode)):
                 return DecodeStream(replica, self.replicas.new_streams(1))
         return None
+
+    def prompt_parts(self, request: SequenceRequest) -> PromptParts:
+        """For what a replica will say of its prompt."""
+        return PromptParts(request, vocab_size=self._vocab_size)
 
     def num_blocks(self, request: SequenceRequest) -> int:
         """That it is predicted to need on a decode replica."""
@@ -168,7 +177,7 @@ class Dispatch:
         """The pair that is decided on, booked; None where there is none."""
         if not decodes:
             return None
-        depths = self.replicas.index.depths(asked.hashes)
+        depths = self._depths(asked)
         prefills = self._loads(Role.PREFILL, asked)
         decision = self._chooser.choose(
             asked.need, prefills, decodes, depths, avoid=avoid, prefill_needs_room=prefill_needs_room
@@ -228,6 +237,10 @@ class Dispatch:
         """Of those that would not pass over what is asked."""
         usable = self.replicas.usable(role)
         return [replica.load() for replica in usable if replica.member.understands(asked.request)]
+
+    def _depths(self, asked: _Asked) -> Mapping[str, Depths]:
+        """Who has how much of the prompt that need not be computed again: nobody, where all of it must be."""
+        return {} if asked.request.num_prompt_logprobs is not None else self.replicas.index.depths(asked.hashes)
 
     def _replica(self, name: str | None) -> Replica | None:
         return self.replicas.get(name) if name else None

@@ -11,6 +11,7 @@ import itertools
 import logging
 
 from cluster.words.errors import ClusterError
+from cluster.words.prompt_logprobs import PromptLogprobs
 from cluster.words.request import SequenceRequest
 from router.generation import Arrived, Generation
 from router.serving.attempt import Attempt
@@ -56,6 +57,10 @@ class Relay:
         if tokens := await self._state.outbox.take():
             return tokens
         raise StopAsyncIteration
+
+    @property
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        return self._state.prompt_logprobs
 
     async def stop(self, choice: int) -> None:
         if attempt := self._attempts.get(choice):

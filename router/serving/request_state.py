@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cluster.words.errors import DeadlineExceeded
+from cluster.words.prompt_logprobs import PromptLogprobs
 from cluster.words.request import SampledToken, SequenceRequest
 from router.generation import RequestRoute
 from router.serving.outbox import Outbox
@@ -25,6 +26,7 @@ class RequestState:
         self.request = request
         self.route = RequestRoute()
         self.tokens: dict[int, list[int]] = {choice: [] for choice in request.choices}
+        self.prompt_logprobs: PromptLogprobs | None = None  # before the first token, where they are asked for
         self.unfinished = set(request.choices)
         self.outbox = Outbox()  # for the client
         self._now = asyncio.get_running_loop().time
@@ -70,6 +72,7 @@ class RequestState:
             token_ids=self.request.token_ids + tuple(self.tokens[choices[0]]),
             choices=tuple(choices),
             stream=stream,
+            num_prompt_logprobs=self.request.num_prompt_logprobs if self.prompt_logprobs is None else None,
             deadline_s=self.remaining_s(),
         )
 

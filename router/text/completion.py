@@ -25,8 +25,9 @@ from cluster.words.errors import (
     outcome_of,
 )
 from cluster.words.grammar import Grammar
+from cluster.words.prompt_logprobs import PromptLogprobs
 from cluster.words.request import Sampling, SequenceRequest
-from router.generation import RequestRoute, TokenService
+from router.generation import Generation, RequestRoute, TokenService
 from router.metrics import Metrics
 from router.text.answer_events import AnswerEvents
 from router.text.answer_reader import AnswerReader
@@ -35,7 +36,15 @@ from router.text.bound_answer import bound_answer, may_think
 from router.text.chat import Chat
 from router.text.chat_template import ChatTemplate
 from router.text.choice_text import ChoiceText
-from router.text.completion_request import CompletionRequest, ModelCard, check, sampling_of, truncated
+from router.text.completion_request import (
+    CompletionRequest,
+    ModelCard,
+    check,
+    check_prompt_numbers,
+    num_prompt_numbers,
+    sampling_of,
+    truncated,
+)
 from router.text.dialect import Dialect
 from router.text.events import Event, Summary, TokenUsage
 from router.text.grammar_check import GrammarCheck
@@ -97,6 +106,8 @@ class Completions:
             check(request, self.model)
             clock = TokenClock(self.metrics, num_choices=request.num_choices)
             prompt_ids = truncated(await self.prompts.encode(request, num_beside=num_beside), request, self.model)
+            num_numbers = num_prompt_numbers(request, len(prompt_ids))
+            check_prompt_numbers(num_numbers, param=request.prompt_logprobs_field)
             grammar = None
             if request.grammar:
                 grammar = await self._bound(request, request.grammar, self.prompts.end_of(prompt_ids))
@@ -168,6 +179,7 @@ class Completion:
             for choice in range(request.num_choices)
         ]
         self._route = RequestRoute()
+        self._generation: Generation | None = None
 
     def _reader(self, service: Completions) -> AnswerReader | None:
         if not isinstance(self.request.prompt, Chat):
@@ -190,7 +202,7 @@ class Completion:
                 self._unread,
                 self._token_service.start(self._sequence()) as generation,
             ):
-                self._route = generation.route
+                self._route, self._generation = generation.route, generation
                 events = AnswerEvents(
                     generation,
                     self._choices,
@@ -207,6 +219,16 @@ class Completion:
             self._account(error)
             raise
         self._account(None)
+
+    @property
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        """Of its prompt's tokens after the first, where the request asks for it: there when the first event comes."""
+        return self._generation.prompt_logprobs if self._generation else None
+
+    @property
+    def num_prompt_numbers(self) -> int:
+        """Log-probabilities that are told of its prompt."""
+        return num_prompt_numbers(self.request, len(self.prompt_ids))
 
     def bound_answers(self, max_tokens: int) -> None:
         """No answer is longer. Before it runs."""
@@ -257,6 +279,7 @@ class Completion:
             num_prompt_tokens=len(self.prompt_ids),
             sampling=self._sampling,
             grammar=self._grammar,
+            num_prompt_logprobs=self.request.prompt_logprobs,
             choices=tuple(range(self.num_choices)),
             salt=self.request.salt,
             tenant=self.request.tenant,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from cluster.words.errors import ContextLengthExceeded, RequestError, UnknownModel
 from cluster.words.grammar import Grammar
+from cluster.words.prompt_logprobs import MAX_PROMPT_NUMBERS
 from cluster.words.request import Sampling, random_seed
 from cluster.words.token_rules import TokenRules
 from router.text.bad_words import check_bad_words
@@ -42,6 +43,7 @@ RANGES: Mapping[str, tuple[float, float, bool]] = {
     "n": (1, MAX_CHOICES, True),
     "best_of": (1, MAX_CHOICES, True),
     "logprobs": (0, MAX_LOGPROBS, True),
+    "prompt_logprobs": (0, MAX_LOGPROBS, True),
     "max_tokens": (1, 2**31 - 1, True),
     "min_tokens": (0, 2**31 - 1, True),
     "seed": (-(2**63), 2**64 - 1, True),
@@ -98,6 +100,8 @@ class CompletionRequest:
     n: int = 1
     best_of: int | None = None  # choices of which the n best are answered; None: n
     logprobs: int | None = None  # None: none; k: of the chosen token and of the k likeliest
+    prompt_logprobs: int | None = None  # the same of the prompt's own tokens
+    prompt_logprobs_field: str = "prompt_logprobs"  # what the client calls it
     grammar: Grammar | None = None  # what every answer keeps to
     grammar_field: str = "grammar"  # what the client calls it
     user: str = ""  # whose share it takes of what its tenant has
@@ -161,6 +165,21 @@ def check_total(num_tokens: int, model: ModelCard, *, param: str = "max_tokens")
     if num_tokens > model.max_answer_tokens:
         raise RequestError(
             f"{param}: times n and prompts at most {model.max_answer_tokens}, not {num_tokens}", param=param
+        )
+
+
+def num_prompt_numbers(request: CompletionRequest, num_tokens: int) -> int:
+    """Log-probabilities that are told of a prompt of so many tokens."""
+    return 0 if request.prompt_logprobs is None else num_tokens * (1 + request.prompt_logprobs)
+
+
+def check_prompt_numbers(number: int, *, param: str) -> None:
+    """Of all choices in which they are told. Raises RequestError."""
+    if number > MAX_PROMPT_NUMBERS:
+        raise RequestError(
+            f"{param}: with one more for each token itself, times the prompt's tokens, n and prompts at most "
+            f"{MAX_PROMPT_NUMBERS}, not {number}",
+            param=param,
         )
 
 

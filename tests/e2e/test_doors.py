@@ -9,12 +9,16 @@ import grpc
 import httpx
 import openai
 import pytest
+import torch
 from openai import AsyncOpenAI
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from cluster.model.config import weight_files
 from cluster.process.ports import free_port
 from cluster.rpc import inference_pb2 as pb
 from cluster.rpc import inference_pb2_grpc as rpc
 from router.service import RouterService
+from tests.engine.gguf_files import read_model
 from tests.identities import router
 from tests.local_cluster import local_cluster
 from tests.waiting import becomes
@@ -41,6 +45,7 @@ async def test_chat_streams_seeds_stops_and_errors_at_both_doors(smollm2_dir: Pa
                 await _check_health(url)
                 async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
                     await _check_openai(client)
+                await _check_lm_eval(url, smollm2_dir)
                 await _check_grpc(service.grpc_port)
                 await _check_admin("http://{}:{}".format(*service.admin_address))
         finally:
@@ -88,6 +93,28 @@ async def _check_openai(client: AsyncOpenAI) -> None:
         await client.completions.create(model="smollm2", prompt="x", temperature=-1)
     with pytest.raises(openai.BadRequestError, match="8192"):
         await client.completions.create(model="smollm2", prompt="word " * 9000)
+
+
+async def _check_lm_eval(url: str, smollm2_dir: Path) -> None:
+    """Log-likelihoods as lm-eval's local-completions asks for them (see tests/router/doors/test_prompt_logprobs.py) are
+    transformers', also of a prompt that is cached."""
+    model = LlamaForCausalLM(LlamaConfig.from_pretrained(smollm2_dir)).eval()
+    read_model(weight_files(smollm2_dir)[0], model)
+    prompts = [[504, 3575, 282, 4649, 314, 7042, 30], list(range(700, 760))]
+    async with httpx.AsyncClient(timeout=60) as client:
+        for _ in ("a cold cache", "a warm one"):
+            body = {"model": "smollm2", "prompt": prompts, "temperature": 0, "max_tokens": 1, "logprobs": 1,
+                    "seed": 1234, "echo": True}  # fmt: skip
+            answer = (await client.post(f"{url}/v1/completions", json=body)).json()
+            for choice, ids in zip(answer["choices"], prompts, strict=True):
+                with torch.inference_mode():
+                    expected = model(torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1)
+                told, top = choice["logprobs"]["token_logprobs"], choice["logprobs"]["top_logprobs"]
+                assert len(told) == len(top) == len(ids) + 1 and told[0] is None
+                own = expected.gather(-1, torch.tensor(ids[1:])[:, None]).squeeze(-1)
+                torch.testing.assert_close(torch.tensor(told[1:-1]), own, atol=1e-3, rtol=0)
+                likeliest = torch.tensor([max(each.values()) for each in top[1:-1]])
+                torch.testing.assert_close(likeliest, expected.amax(-1), atol=1e-3, rtol=0)
 
 
 async def _check_grpc(port: int) -> None:

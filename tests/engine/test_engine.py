@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
+from cluster.words.prompt_logprobs import PromptLogprobs
 from cluster.words.request import Sampling, SequenceRequest, choice_seed
 from engine.batch.batch import Batch, KeptRows
 from engine.batch.rows import RowChanges
@@ -25,7 +26,8 @@ from engine.step import Prefilled, ScheduledStep
 
 _BLOCK = 4
 _NUM_BLOCKS = 24
-POISON = 99
+POISON = 99  # as a token: no token is found behind it
+UNTOLD = 98  # nothing is to be said of it
 
 
 def _next(tokens: Sequence[int], seed: int) -> int:
@@ -50,13 +52,34 @@ class FakePool:
         self._check_follower(step.changes, batch)
         for slot, token in zip(batch.slots.tolist(), batch.token_ids.tolist(), strict=True):
             self.tokens[slot] = token
+        self._score(step, batch)
+        return self._read(batch, batch.logits_rows.tolist())
+
+    def _read(self, batch: Batch, places: list[int]) -> list[tuple[int, ...]]:
+        """What the pool holds for each of these tokens of the step, from position 0 to its own."""
         row_of = np.repeat(np.arange(len(batch.query_lens)), batch.query_lens)
+        ends = (batch.positions[places] + 1).tolist()
         return [
             tuple(self.tokens[_slot(batch.block_tables[row_of[i]].tolist(), position)] for position in range(end))
-            for i, end in zip(
-                batch.logits_rows.tolist(), (batch.positions[batch.logits_rows] + 1).tolist(), strict=True
-            )
+            for i, end in zip(places, ends, strict=True)
         ]
+
+    def _score(self, step: ScheduledStep, batch: Batch) -> None:
+        """That each token is as likely as there are few before it; nothing of UNTOLD."""
+        found = iter(self._read(batch, batch.scored_rows.tolist()))
+        scores: list[PromptLogprobs | None] = []
+        for row in step.scored:
+            read = [next(found) for _ in row.next_tokens]
+            told = PromptLogprobs(
+                logprobs_P=np.array([-len(tokens) for tokens in read], np.float32),
+                ranks_P=np.array([hash(tokens) % 50 for tokens in read], np.int32),
+                top_ids_PK=np.array(row.next_tokens, np.int32)[:, None],
+                top_logprobs_PK=np.zeros((len(read), 1), np.float32),
+            )
+            scores.append(None if UNTOLD in row.next_tokens else told)
+        assert next(found, None) is None
+        if step.scored:
+            step.scores = lambda: scores
 
     def _check_follower(self, changes: RowChanges, batch: Batch) -> None:
         """A rank that hears of the changes only, and may have heard of nothing before, makes the same batch."""
@@ -84,13 +107,16 @@ def choose(
     ]
 
 
-def _prompt(tokens: Sequence[int], *, max_tokens: int = 8, choices: int = 1, **fields: object) -> Prompt:
+def _prompt(
+    tokens: Sequence[int], *, max_tokens: int = 8, choices: int = 1, is_scored: bool = False, **fields: object
+) -> Prompt:
     request = SequenceRequest(
         id="r",
         token_ids=tuple(tokens),
         num_prompt_tokens=len(tokens),
         sampling=Sampling(max_tokens=max_tokens, seed=7),
         choices=tuple(range(choices)),
+        num_prompt_logprobs=1 if is_scored else None,
     )
     sequence = TokenSequence(request, 0, model="m", block_size=_BLOCK, max_context=_NUM_BLOCKS * _BLOCK)
     return Prompt(sequence, **fields)  # type: ignore[arg-type]
@@ -115,12 +141,19 @@ def test_the_loop_gives_every_sequence_its_tokens_and_all_blocks_back() -> None:
     assert (blocks.num_available, engine.num_running, engine.num_waiting) == (_NUM_BLOCKS, 0, 0)
 
 
+@pytest.mark.parametrize("is_scored", [True, False])
 @pytest.mark.parametrize("decodes", [True, False])
-def test_a_prompt_without_a_next_token_fails_alone_and_its_kv_is_not_found_again(decodes: bool) -> None:
+def test_a_prompt_without_a_next_token_fails_alone_and_its_kv_is_not_found_again(
+    decodes: bool, is_scored: bool
+) -> None:
+    """Nor one of whose own tokens nothing can be said."""
     blocks = BlockManager(_NUM_BLOCKS)
     config = SchedulerConfig(max_batch_tokens=20, max_running=8, max_waiting=9, decodes=decodes)
     engine = Engine(FakePool(), choose, blocks, config, block_size=_BLOCK)
-    good, bad = _prompt(range(9)), _prompt([*range(20, 28), POISON], choices=2)
+    good, bad = (
+        _prompt(range(9)),
+        _prompt([*range(20, 28), UNTOLD if is_scored else POISON], choices=2, is_scored=is_scored),
+    )
     engine.add(good)
     engine.add(bad)
     result = engine.step()
@@ -211,16 +244,26 @@ class EngineMachine(RuleBasedStateMachine):
         offered=st.integers(0, 40),
         source=st.sampled_from(KVSource),
         fetch_only=st.booleans(),
+        is_scored=st.booleans(),
     )
     def add(
-        self, kind: int, length: int, max_tokens: int, choices: int, offered: int, source: KVSource, fetch_only: bool
+        self,
+        kind: int,
+        length: int,
+        max_tokens: int,
+        choices: int,
+        offered: int,
+        source: KVSource,
+        fetch_only: bool,
+        is_scored: bool,
     ) -> None:
         source = source if self.decodes else KVSource.HERE
         is_here = source is KVSource.HERE
         choices = 1 if source is KVSource.DECODE else choices
         fields = {"source": source, "num_offered": min(offered, length) if is_here else 0}
         fields["fetch_only"] = fetch_only and not self.decodes
-        prompt = _prompt([kind] * length, max_tokens=max_tokens, choices=choices, **fields)
+        is_scored &= not fields["fetch_only"]
+        prompt = _prompt([kind] * length, max_tokens=max_tokens, choices=choices, is_scored=is_scored, **fields)
         if len(self.prompts) < 20:
             self.engine.add(prompt)
             self.prompts.append(prompt)
@@ -312,10 +355,20 @@ class EngineMachine(RuleBasedStateMachine):
     def _start(self, prefilled: Prefilled) -> None:
         prompt = prefilled.prompt
         self.prompts.remove(prompt)
+        self._check_scores(prompt)
         for choice, token in zip(prompt.choices, prefilled.tokens, strict=False):
             tokens = prompt.sequence.request.token_ids
             assert token.token_id == _next(tokens, choice_seed(7, choice))
         self.running += [sequence for sequence in prefilled.sequences if not self._is_over(sequence)]
+
+    def _check_scores(self, prompt: Prompt) -> None:
+        """Of each token once, and from all that is before it; where others compute the prompt, they tell."""
+        request, told = prompt.sequence.request, prompt.take_scores()
+        is_told = request.num_prompt_logprobs is not None and not prompt.is_received
+        tokens = request.token_ids if is_told else ()
+        assert told.top_ids_PK.ravel().tolist() == list(tokens[1:])
+        assert told.ranks_P.tolist() == [hash(tokens[:end]) % 50 for end in range(1, len(tokens))]
+        assert told.logprobs_P.tolist() == [-end for end in range(1, len(tokens))]
 
     def _check(self, sequence: TokenSequence) -> None:
         assert sequence.tokens[-1] == _next(sequence.tokens[:-1], sequence.sampling_row.seed), "not from its own tokens"
@@ -362,6 +415,10 @@ def _without_room(self: Decoding) -> list[TokenSequence]:
     return list(self.running)
 
 
+def _reuse_the_scored(self: TokenSequence, num_tokens: int) -> int:
+    return min(num_tokens, len(self.tokens) - 1) // _BLOCK * _BLOCK
+
+
 def _stay_reserved(self: PromptQueue, prompt: Prompt) -> None:
     for place in (self.waiting, self.fetching, self.computing):
         if prompt in place:
@@ -379,6 +436,7 @@ _execute, _fetched = FakePool.execute, PromptQueue.fetched
         (PromptQueue, "fetched", _one_token_more),
         (Decoding, "make_room", _without_room),
         (PromptQueue, "remove", _stay_reserved),
+        (TokenSequence, "num_reusable", _reuse_the_scored),
     ],
 )
 def test_a_planted_fault_is_found(

@@ -16,6 +16,7 @@ from engine.config import EngineConfig
 from engine.runner import ModelRunner
 from engine.tools.offline import generate
 from tests.engine.gguf_files import read_model
+from tests.engine.scored_prompts import ScoredPrompts, check_told
 from tests.engine.steps import prompts, step
 
 QUESTION = (
@@ -34,6 +35,12 @@ def gguf(smollm2_dir: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
+def runner(smollm2_dir: Path) -> ModelRunner:
+    """In float32."""
+    return load(smollm2_dir, "float32")
+
+
+@pytest.fixture(scope="module")
 def tokenizer(smollm2_dir: Path) -> Tokenizer:
     return Tokenizer.from_file(str(smollm2_dir / "tokenizer.json"))
 
@@ -45,8 +52,7 @@ def reference(gguf: Path, smollm2_dir: Path) -> PreTrainedModel:
     return model
 
 
-def test_logits_equal_transformers(smollm2_dir: Path, reference: PreTrainedModel, tokenizer: Tokenizer) -> None:
-    runner = load(smollm2_dir, "float32")
+def test_logits_equal_transformers(runner: ModelRunner, reference: PreTrainedModel, tokenizer: Tokenizer) -> None:
     sequences = [tokenizer.encode(QUESTION).ids, *prompts(70, vocab_size=49152)]
     with torch.inference_mode():
         expected = [reference(torch.tensor([tokens])).logits[0] for tokens in sequences]
@@ -58,9 +64,21 @@ def test_logits_equal_transformers(smollm2_dir: Path, reference: PreTrainedModel
         torch.testing.assert_close(row, wanted, atol=5e-4, rtol=1e-4)
 
 
+def test_what_is_told_of_a_prompt_equals_transformers(
+    runner: ModelRunner, reference: PreTrainedModel, tokenizer: Tokenizer
+) -> None:
+    engine, question = ScoredPrompts(runner, max_batch_tokens=16), tokenizer.encode(QUESTION).ids
+    for _ in ("a cold cache", "a warm one"):
+        told, none = engine.tell([(question, 2), (question[:20], None)])
+        check_told(told, reference, question, 2, within=1e-3)
+        assert not none
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_it_knows_the_capital_of_france(dtype: str, smollm2_dir: Path, tokenizer: Tokenizer) -> None:
-    runner = load(smollm2_dir, dtype)
+def test_it_knows_the_capital_of_france(
+    dtype: str, smollm2_dir: Path, runner: ModelRunner, tokenizer: Tokenizer
+) -> None:
+    runner = runner if dtype == "float32" else load(smollm2_dir, dtype)
     greedy = Sampling(temperature=0.0, max_tokens=20, stop_token_ids=runner.config.eos_token_ids)
     (answer,) = generate(runner, [tokenizer.encode(QUESTION).ids], greedy)
     assert "Paris" in tokenizer.decode([token.token_id for token in answer])

@@ -7,6 +7,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from cluster.words.prompt_logprobs import PromptLogprobs
 from cluster.words.request import SampledToken, SequenceRequest, TokenLogprob, finish_reason
 from router.generation import Arrived, RequestRoute
 
@@ -100,6 +103,20 @@ class FakeGeneration:
             position += 1
         self.route.blocks_shipped, self.route.wire_bytes = 2, 1000  # told a little after the last token
         assert num_sent <= len(request.choices) * request.sampling.max_tokens
+
+    @property
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        """Token i has log-probability -i, and is the second likeliest behind the one whose id is higher by one."""
+        if (num_top := self._request.num_prompt_logprobs) is None:
+            return None
+        places = np.arange(1, len(self._request.token_ids), dtype=np.float32)
+        others = np.array(self._request.token_ids[1:])[:, None] + 1 - np.arange(num_top)
+        return PromptLogprobs(
+            logprobs_P=-places,
+            ranks_P=np.full(len(places), 2, np.int32),
+            top_ids_PK=np.where(others < 0, others + 10_000, others).astype(np.int32),
+            top_logprobs_PK=(-places[:, None] + 0.5 - 0.5 * np.arange(num_top)).astype(np.float32),
+        )
 
     async def stop(self, choice: int) -> None:
         """One more token follows: it was on the wire already."""

@@ -42,6 +42,7 @@ _FULL = SequenceRequest(
     priority=-1,
     deadline_s=1.5,
     grammar=Grammar(kind=GrammarKind.REGEX, text="a+"),
+    num_prompt_logprobs=0,
 )
 _BARE = SequenceRequest(id="r", token_ids=(1,), num_prompt_tokens=1)
 

@@ -57,7 +57,9 @@ class FakeGangRank:
     def copy_block(self, source: int, target: int) -> None:
         self.did.append((source, target))
 
-    def forward(self, batch: Batch, on_layer: Callable[[int], None] = lambda layer: None) -> str:
+    def forward(
+        self, batch: Batch, on_layer: Callable[[int], None] = lambda layer: None, on_logits: object = None
+    ) -> str:
         self.did.append(batch.token_ids.tolist())
         self.batches.append(batch)
         for layer in range(_NUM_LAYERS):
@@ -160,7 +162,8 @@ def _changes(**fields: object) -> RowChanges:
 
 
 def test_a_rank_knows_what_a_row_had_before() -> None:
-    steps = deque([encode_step(_step([10, 11, 12, 13, 14, 15]).changes, Orders()), encode_step(_changes(), Orders())])
+    steps = deque([encode_step(_step([10, 11, 12, 13, 14, 15]).changes, Orders())])
+    steps.append(encode_step(_changes(scored=[[1, 2], [0, 1]]), Orders()))
     rank, follower = _follower(deque([*steps, encode_step(None, Orders(stop=True))]))
     follower.follow()
     assert rank.did == [[10, 11, 12, 13, 14, 15], [20, 21, 16, 17, 18]]
@@ -168,6 +171,7 @@ def test_a_rank_knows_what_a_row_had_before() -> None:
     assert batch.positions.tolist() == [3, 4, 6, 7, 8] and batch.context_lens.tolist() == [5, 9]
     assert batch.slots.tolist() == [5 * 4 + 3, 6 * 4, 4 * 4 + 2, 4 * 4 + 3, 7 * 4]
     assert batch.block_tables.tolist() == [[5, 6, 0], [3, 4, 7]] and batch.logits_rows.tolist() == [1]
+    assert batch.scored_rows.tolist() == [2, 3, 0]
 
 
 @pytest.mark.parametrize(
@@ -187,6 +191,11 @@ def test_a_rank_knows_what_a_row_had_before() -> None:
         ("query_lens", [1 << 62, 1 << 62]),
         ("num_logits", [3, 0]),
         ("num_logits", [-1, 0]),
+        ("scored", [[2, 1]]),
+        ("scored", [[-1, 1]]),
+        ("scored", [[0, 3]]),
+        ("scored", [[0, 0]]),
+        ("scored", [[0, 1], [0, 1]]),
         ("token_ids", [20, 21, 16, 17, 100]),
         ("token_ids", [20, 21, 16, 17, -1]),
         ("blocks", [5, 6, 12]),
@@ -196,7 +205,7 @@ def test_a_rank_knows_what_a_row_had_before() -> None:
         ("blocks", [5, 6, 7, 8]),
     ],
 )
-def test_rows_that_cannot_be_never_reach_the_model(array: str, value: int | list[int]) -> None:
+def test_rows_that_cannot_be_never_reach_the_model(array: str, value: object) -> None:
     first = encode_step(_step([10, 11, 12, 13, 14, 15]).changes, Orders())
     changes = _changes(**{array: value})
     changes = replace(changes, adapters=np.resize(changes.adapters, len(changes.starts)))

@@ -137,6 +137,7 @@ async def test_every_sampling_field_reaches_the_workers(door: Door, byte_level: 
         logit_bias={11: -100.0, 2: 0.5},
         allowed_token_ids=[300, 5],
         bad_words=["Paris"],
+        prompt_logprobs=3,
     )
     assert {field.name for field, _ in sampling.ListFields()} | {"skip_special_tokens"} == {
         field.name for field in pb.SamplingParams.DESCRIPTOR.fields
@@ -150,11 +151,30 @@ async def test_every_sampling_field_reaches_the_workers(door: Door, byte_level: 
     for name in ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
                  "presence_penalty", "frequency_penalty", "seed"):  # fmt: skip
         assert getattr(sent.sampling, name) == getattr(sampling, name), name
-    assert (sent.sampling.stop_token_ids, sent.sampling.num_logprobs) == ((300,), 1)
+    assert (sent.sampling.stop_token_ids, sent.sampling.num_logprobs, sent.num_prompt_logprobs) == ((300,), 1, 3)
     bad_words = tuple(tuple(byte_level.encode(text)) for text in ("Paris", " Paris"))
     assert sent.sampling.token_rules == TokenRules(
         logit_bias=((2, 0.5), (11, -100.0)), allowed_token_ids=(300, 5), bad_words=bad_words
     )
+
+
+async def test_what_is_said_of_a_prompt_comes_before_the_answer(door: Door, byte_level: Tokenizer) -> None:
+    ids = byte_level.encode("capital")
+    sampling = pb.SamplingParams(max_tokens=2, n=2, prompt_logprobs=2)
+    first, *others = await door.generate(pb.GenerateRequest(prompt="capital", sampling=sampling))
+    assert len(ids) > 1 and {other.WhichOneof("event") for other in others} == {"delta", "finished", "summary"}
+    assert [token.token_id for token in first.prompt_logprobs.tokens] == ids[1:]
+    for place, token in enumerate(first.prompt_logprobs.tokens, 1):
+        assert (token.logprob, token.rank, token.token) == (-place, 2, byte_level.token_text(token.token_id))
+        assert [(top.token_id, top.logprob) for top in token.top] == [
+            (token.token_id + 1, 0.5 - place),
+            (token.token_id, -place),
+        ]
+    code, _, details = await door.refused(
+        pb.GenerateRequest(prompt="ab", sampling=pb.SamplingParams(prompt_logprobs=21))
+    )
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert details["BadRequest"].field_violations[0].field == "sampling.prompt_logprobs"
 
 
 async def test_defaults_are_those_beside_the_fields(door: Door, byte_level: Tokenizer) -> None:

@@ -69,7 +69,6 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
 UNSUPPORTED = [
     ({"tools": [{}]}, "tools", "does not take it"),
     ({"suffix": "x"}, "suffix", "is not supported here"),
-    ({"echo": True, "logprobs": 1}, "echo", "not supported"),
 ]
 
 

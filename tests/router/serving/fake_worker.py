@@ -13,14 +13,19 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+
 from cluster.rpc import worker_pb2 as pb
 from cluster.wire.messages import handoff_to_proto, tokens_to_proto
+from cluster.wire.prompt_logprobs import prompt_logprobs_to_proto
 from cluster.words.errors import CapacityError, ClusterError, HandoffExpired, ReplicaLost
 from cluster.words.handoff import Handoff, Holder
+from cluster.words.prompt_logprobs import PromptLogprobs
 from cluster.words.request import Role, SampledToken, SequenceRequest, finish_reason
 from tests.router.serving.virtual_time import pass_time
 
 MAX_CONTEXT = 1000
+VOCAB_SIZE = 10_000
 _DELAYS_S = (0.0, 0.0, 0.001, 0.01, 0.1)
 _HEARTBEAT_S = 1.0
 
@@ -38,6 +43,30 @@ def next_token(request: SequenceRequest, choice: int, tokens: Sequence[int]) -> 
         max_context=MAX_CONTEXT,
     )
     return SampledToken(token_id=token_id, finish_reason=reason)
+
+
+def told_of_prompt(request: SequenceRequest) -> PromptLogprobs | None:
+    """What the model says of a prompt's tokens: that each is as likely as its id says."""
+    if (num_top := request.num_prompt_logprobs) is None:
+        return None
+    ids = np.array(request.token_ids[1 : request.num_prompt_tokens], np.int32)
+    top_ids = np.repeat(ids[:, None], num_top, axis=1)
+    return PromptLogprobs(
+        logprobs_P=-ids.astype(np.float32),
+        ranks_P=1 + ids,
+        top_ids_PK=top_ids,
+        top_logprobs_PK=-top_ids.astype(np.float32),
+    )
+
+
+def _in_messages(request: SequenceRequest) -> list[pb.PromptLogprobs]:
+    """A token in each, so that a call may break off between them."""
+    told = told_of_prompt(request)
+    if told is None:
+        return []
+    columns = told.columns
+    ones = [PromptLogprobs.of(*(column[i : i + 1] for column in columns)) for i in range(len(told))]
+    return [message for one in ones for message in prompt_logprobs_to_proto(one)]
 
 
 class FakeCall(Generic[Event]):
@@ -227,6 +256,9 @@ class FakeWorker:
         if fetch_only:
             return call.end()
         tokens = [next_token(request, choice, request.token_ids) for choice in request.choices]
+        for message in _in_messages(request):
+            await self._pause()
+            call.put(pb.PrefillEvent(prompt_logprobs=message))
         first = pb.PrefillEvent(first_tokens=pb.FirstTokens(tokens=tokens_to_proto(tokens), cached_tokens=1))
         try:
             if handoff and self._random.random() < 0.5:  # the KV may be there before the word of it
@@ -293,6 +325,9 @@ class FakeWorker:
         lease.call.put(pb.GenerateEvent(reserved=pb.Reserved(handoff=ticket)))
         if prefill_here:
             await self._pause()
+            for message in _in_messages(request):
+                await self._pause()
+                lease.call.put(pb.GenerateEvent(prompt_logprobs=message))
             firsts = [next_token(request, choice, request.token_ids) for choice in request.choices]
             self._start(lease, 0, firsts, tell=True)
 

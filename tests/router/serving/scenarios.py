@@ -89,6 +89,27 @@ async def the_prefill_replica_dies_while_it_ships(world: World) -> None:
             worker.kill()
 
 
+async def the_prefill_replica_dies_while_it_tells_of_the_prompt(world: World) -> None:
+    client = await _prefilling(world, num_prompt_logprobs=2)
+    await pass_time(world.random.choice((0.0, 0.001, 0.01, 0.05, 0.2)))
+    for worker in world.workers.values():
+        if worker.role is Role.PREFILL and worker.num_held():
+            worker.kill()
+    await pass_time(10)
+    assert client.is_over and client.error is None, client.error
+
+
+async def a_decode_replica_that_computes_the_prompt_dies(world: World) -> None:
+    """Before it has told of the prompt, or after: then it is not told again."""
+    _deploy(world, prefills=0, decodes=2)
+    await pass_time(0.1)
+    clients = [world.ask(num_tokens=9, n=n, max_tokens=30, num_prompt_logprobs=1) for n in (1, 2)]
+    await pass_time(world.random.choice((0.001, 0.05, 0.2, 0.5)))
+    next(worker for worker in world.workers.values() if worker.num_held() or world.random.random() < 0.5).kill()
+    await pass_time(20)
+    assert all(client.is_over and client.error is None for client in clients)
+
+
 async def two_are_full(world: World) -> None:
     _deploy(world, prefills=1, decodes=3)
     await pass_time(0.1)
@@ -113,6 +134,8 @@ SCENARIOS: list[Scenario] = [
     a_frame_is_lost,
     the_prefill_replica_dies,
     the_prefill_replica_dies_while_it_ships,
+    the_prefill_replica_dies_while_it_tells_of_the_prompt,
+    a_decode_replica_that_computes_the_prompt_dies,
     two_are_full,
 ]
 
@@ -142,11 +165,11 @@ def _deploy(world: World, *, prefills: int, decodes: int) -> None:
             world.add(role)
 
 
-async def _prefilling(world: World) -> Client:
+async def _prefilling(world: World, *, num_prompt_logprobs: int | None = None) -> Client:
     """A request whose prompt has just been sent to a prefill replica."""
     _deploy(world, prefills=2, decodes=1)
     await pass_time(0.1)
-    client = world.ask(num_tokens=9, n=2, max_tokens=30)
+    client = world.ask(num_tokens=9, n=2, max_tokens=30, num_prompt_logprobs=num_prompt_logprobs)
     while not any(worker.num_held() for worker in world.workers.values() if worker.role is Role.PREFILL):
         await pass_time(0.001)
     return client

@@ -17,7 +17,7 @@ from router.routing.cost_policy import CostPolicy
 from router.serving.core import RouterCore
 from router.serving.dispatch import Dispatch
 from router.serving.replicas import Replicas
-from tests.router.serving.fake_worker import MAX_CONTEXT, FakeWorker, next_token
+from tests.router.serving.fake_worker import MAX_CONTEXT, VOCAB_SIZE, FakeWorker, next_token, told_of_prompt
 from tests.router.serving.virtual_time import pass_time
 
 _BLOCK = 4
@@ -51,12 +51,20 @@ class Client:
         try:
             async with core.start(self.request) as self.generation:
                 async for arrived in self.generation:
+                    self._check_told(self.generation)
                     for choice, tokens in arrived.items():
                         for token in tokens:
                             self._take(choice, token.token_id, is_last=token.finish_reason is not None)
         except ClusterError as error:
             self.error = error
             self.usable = frozenset(replica.id for replica in replicas.usable(Role.DECODE))
+
+    def _check_told(self, generation: Generation) -> None:
+        told, expected = generation.prompt_logprobs, told_of_prompt(self.request)
+        assert (told is None) == (expected is None), f"{self.request.id}: tokens before what is said of its prompt"
+        if told and expected:
+            for column, wanted in zip(told.columns, expected.columns, strict=True):
+                assert column.tolist() == wanted.tolist(), f"{self.request.id}: its prompt has {wanted}, not {column}"
 
     def _take(self, choice: int, token_id: int, *, is_last: bool) -> None:
         tokens, expected = self.received.setdefault(choice, []), self.expected[choice]
@@ -76,6 +84,7 @@ class World:
         self.workers: dict[str, FakeWorker] = {}
         self.clients: list[Client] = []
         self.born_at: dict[str, float] = {}
+        self.tells_prompt_logprobs = True  # those that are added from now on
         self._gone: list[FakeWorker] = []
         self._num_made = 0
         self._loop = asyncio.get_running_loop()
@@ -85,6 +94,7 @@ class World:
             Chooser(CostPolicy(pulls=True), max_local_tokens=2),
             model="model",
             block_size=_BLOCK,
+            vocab_size=VOCAB_SIZE,
             queue_s=_LONG_S,
             max_waiting=1000,
             metrics=Metrics(),
@@ -112,6 +122,7 @@ class World:
             bytes_per_token=1,
             max_tokens=MAX_CONTEXT,
             max_running=6,
+            tells_prompt_logprobs=self.tells_prompt_logprobs,
         )
         self.replicas.add(member)
         return worker
@@ -121,7 +132,15 @@ class World:
         self.replicas.remove(name)
         self._gone.append(self.workers[name])
 
-    def ask(self, *, num_tokens: int, n: int, max_tokens: int, deadline_s: float | None = None) -> Client:
+    def ask(
+        self,
+        *,
+        num_tokens: int,
+        n: int,
+        max_tokens: int,
+        deadline_s: float | None = None,
+        num_prompt_logprobs: int | None = None,
+    ) -> Client:
         number = len(self.clients)
         prompt = tuple(range(100 * number, 100 * number + num_tokens))
         request = SequenceRequest(
@@ -131,6 +150,7 @@ class World:
             sampling=Sampling(max_tokens=max_tokens, stop_token_ids=_STOP_TOKENS),
             choices=tuple(range(n)),
             deadline_s=deadline_s,
+            num_prompt_logprobs=num_prompt_logprobs,
         )
         client = Client(request, {choice: _said(request, choice) for choice in request.choices}, self._loop.time())
         client.task = asyncio.create_task(client.run(self.core, self.replicas))

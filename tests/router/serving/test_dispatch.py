@@ -235,3 +235,26 @@ def test_what_is_left_unread_is_bounded() -> None:
         assert 100 < num_tokens <= 1 + 16 * 1024 // 61
 
     scenarios.play(play, 0)
+
+
+def test_a_prompt_of_which_is_told_counts_on_no_cache_and_waits_for_a_replica_that_tells() -> None:
+    async def play(world: World) -> None:
+        world.tells_prompt_logprobs = False
+        older = _seen(world, world.add(Role.DECODE).name)
+        await pass_time(0.1)
+        tokens = tuple(range(9))
+        client = world.ask(num_tokens=9, n=1, max_tokens=30, num_prompt_logprobs=1)
+        world.replicas.index.store(older.id, block_hashes(root_hash("model"), tokens, block_size=4))
+        await pass_time(1.0)
+        assert not client.is_over and not older.promised_streams, "it would pass over what is asked"
+        world.tells_prompt_logprobs = True
+        decode = _seen(world, world.add(Role.DECODE).name)
+        world.replicas.index.store(decode.id, block_hashes(root_hash("model"), tokens, block_size=4))
+        await _until(lambda: decode.promised_streams)
+        assert decode.pending_tokens == 9
+        await _until(lambda: client.is_over)
+        assert client.error is None
+        for replica in (older, decode):
+            world.replicas.index.drop(replica.id)
+
+    scenarios.play(play, 0)

@@ -50,9 +50,14 @@ class Serving(RuleBasedStateMachine):
         self.do(make())
         self.pass_time(0.1)
 
-    @rule(num_tokens=st.integers(1, 12), n=st.integers(1, 3), max_tokens=st.sampled_from([1, 30, 300]))
-    def ask(self, num_tokens: int, n: int, max_tokens: int) -> None:
-        self.do(self._ask(num_tokens=num_tokens, n=n, max_tokens=max_tokens))
+    @rule(
+        num_tokens=st.integers(1, 12),
+        n=st.integers(1, 3),
+        max_tokens=st.sampled_from([1, 30, 300]),
+        num_prompt_logprobs=st.sampled_from([None, None, 0, 2]),
+    )
+    def ask(self, num_tokens: int, n: int, max_tokens: int, num_prompt_logprobs: int | None) -> None:
+        self.do(self._ask(num_tokens=num_tokens, n=n, max_tokens=max_tokens, num_prompt_logprobs=num_prompt_logprobs))
 
     @rule(num_tokens=st.integers(1, 12), deadline_s=st.sampled_from([0.01, 0.3, 3.0]))
     def ask_for_soon(self, num_tokens: int, deadline_s: float) -> None:
