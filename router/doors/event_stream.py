@@ -11,7 +11,8 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from router.doors.openai_errors import error_body, error_response
+from router.doors.error_form import ErrorForm
+from router.doors.openai_errors import CLIENT_GONE, error_response
 
 T = TypeVar("T")
 
@@ -20,9 +21,10 @@ DONE = b"data: [DONE]\n\n"
 to_json = msgspec.json.Encoder().encode
 
 
-def data(content: dict[str, Any]) -> bytes:
-    """One event."""
-    return b"data: %b\n\n" % to_json(content)
+def data(content: dict[str, Any], *, name: str = "") -> bytes:
+    """One event. name: empty where it has none."""
+    event = b"data: %b\n\n" % to_json(content)
+    return b"event: %b\n%b" % (name.encode(), event) if name else event
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
@@ -42,22 +44,35 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T |
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
+async def whole_answer(
+    receive: Receive, work: Coroutine[Any, Any, dict[str, Any]], headers: Mapping[str, str]
+) -> Response:
+    """What `work` makes, in one piece, for a client that stays."""
+    whole = await while_connected(receive, work)
+    if whole is None:
+        return Response(status_code=CLIENT_GONE)
+    return Response(to_json(whole), media_type="application/json", headers=dict(headers))
+
+
 class EventStream(Response):
     """Sends `events` as they come.
 
     The first event is awaited before the status is sent, so that a request which fails at once gets its real status;
-    a later failure is sent as an event in OpenAI's error form, and no [DONE] follows. The generator is run and closed
-    in one task.
+    a later failure is sent as an event, and nothing follows. The generator is run and closed in one task.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], *, more_headers: Mapping[str, str]) -> None:
-        """more_headers: of this answer, beside those that every stream has."""
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], *, more_headers: Mapping[str, str], errors: ErrorForm
+    ) -> None:
+        """more_headers: of this answer, beside those that every stream has. errors: how one is told, before the start
+        and in the middle."""
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._more_headers = more_headers
+        self._errors = errors
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await while_connected(receive, self._send_all(scope, receive, send))
@@ -70,9 +85,10 @@ class EventStream(Response):
                     event = await anext(events, None)
                 except Exception as error:  # an edge: whatever it is, the client is told in the way that is left
                     if not has_started:
-                        await error_response(error)(scope, receive, send)
+                        await error_response(error, self._errors)(scope, receive, send)
                         return
-                    event = data(error_body(error))
+                    name, content = self._errors.event(error)
+                    event = data(content, name=name)
                 if event is None:
                     break
                 if not has_started:

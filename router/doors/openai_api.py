@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 
 from fastapi import FastAPI, Request
 from starlette.datastructures import Headers, MutableHeaders
@@ -19,18 +16,17 @@ from router.access.access import Access
 from router.access.visit import Visit
 from router.doors.body import BodyReader
 from router.doors.connections import HTTP_DOOR
-from router.doors.event_stream import EventStream, to_json, while_connected
+from router.doors.event_stream import EventStream, whole_answer
 from router.doors.health_api import HealthProbes, add_health
-from router.doors.http_visits import HttpVisits, client_of, peer_of
+from router.doors.http_visits import HttpVisits
 from router.doors.openai_answer import OpenAIAnswer
-from router.doors.openai_errors import CLIENT_GONE, answer_to, error_response, handle_errors
-from router.doors.openai_fields import ignored_header
+from router.doors.openai_errors import OpenAIErrors, answer_to, error_response, handle_errors
 from router.doors.openai_forms import JSON, ChatForm, Form, TextForm
 from router.doors.openai_types import ChatBody, TextBody
+from router.doors.opened import Asked, Opener
 from router.doors.tokens_api import add_tokens_api
 from router.text.completion import Completion, Completions
-from router.text.completion_request import REQUEST_ID, CompletionRequest, ModelCard, check_total
-from router.text.prompt_encoder import num_chars
+from router.text.completion_request import REQUEST_ID, ModelCard
 
 _HEALTH = "/health"  # for this, and what is below it, nobody needs a key
 _MAX_REPEATED = 2**23  # characters of prompts in one answer, an id as eight of them
@@ -89,11 +85,12 @@ def create_app(
 
 
 class _Door:
-    """The endpoints. Every prompt of a body is checked and tokenised before any is dispatched."""
+    """The endpoints."""
 
     def __init__(self, completions: Completions, visits: HttpVisits) -> None:
         self._completions = completions
         self._visits = visits
+        self._opener = Opener(completions, visits)
 
     async def models(self) -> Response:
         return JSONResponse({"object": "list", "data": [_model(self._completions.model)]})
@@ -111,15 +108,15 @@ class _Door:
         return self._visits.answer(request, self._chat)
 
     async def _text(self, request: Request, visit: Visit) -> Response:
-        asked = await self._visits.read(TextBody, request, partial(_Asked.of, request))
-        opened = await self._open(asked, request, visit)
+        asked = await self._opener.read(TextBody, request)
+        opened = await self._opener.open(asked, request, visit)
         with self._visits.noted(request):
             forms = await self._text_forms(asked.body, opened)
         return await self._answer(request, asked, opened, forms, headers=await visit.charge(opened))
 
     async def _chat(self, request: Request, visit: Visit) -> Response:
-        asked = await self._visits.read(ChatBody, request, partial(_Asked.of, request))
-        opened = await self._open(asked, request, visit)
+        asked = await self._opener.read(ChatBody, request)
+        opened = await self._opener.open(asked, request, visit)
         if asked.body.stream:  # else the answer has the prompt once
             with self._visits.noted(request):
                 _check_repeated(asked.body, opened, 0)
@@ -136,23 +133,10 @@ class _Door:
             forms.append(TextForm(tokenizer, echo=echo))
         return forms
 
-    async def _open(self, asked: _Asked, request: Request, visit: Visit) -> list[Completion]:
-        opened, model = list[Completion](), self._completions.model
-        with self._visits.noted(request):
-            requests = [client_of(request).bound(one) for one in asked.requests]
-            visit.check(sum(self._completions.prompts.least_tokens(one) for one in requests))
-        num_all = sum(num_chars(one.prompt) for one in requests)
-        for one in requests:
-            opened.append(await self._completions.open(one, num_beside=num_all - num_chars(one.prompt)))
-            num_answers = sum(completion.max_answer_tokens for completion in opened)
-            check_total(num_answers, model, param=one.max_tokens_field)
-            await asyncio.sleep(0)  # between a thousand prompts, others have their turn
-        return opened
-
     async def _answer(
         self,
         request: Request,
-        asked: _Asked,
+        asked: Asked[TextBody] | Asked[ChatBody],
         opened: list[Completion],
         forms: Sequence[Form],
         *,
@@ -170,28 +154,8 @@ class _Door:
         if asked.ignored:
             headers = {**headers, **asked.ignored}
         if body.stream:
-            return EventStream(answer.chunks(), more_headers=headers)
-        whole = await while_connected(request.receive, answer.whole())
-        if whole is None:
-            return Response(status_code=CLIENT_GONE)
-        return Response(to_json(whole), media_type="application/json", headers=dict(headers))
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """A body, and what visits all of it to be known."""
-
-    body: TextBody | ChatBody
-    requests: Sequence[CompletionRequest]  # whose length has been looked at
-    ignored: Mapping[str, str]  # headers that name fields
-
-    @classmethod
-    def of(cls, request: Request, body: TextBody | ChatBody) -> _Asked:
-        """Raises RequestError."""
-        requests = body.requests(request.state.request_id, peer=peer_of(request))
-        for one in requests:
-            num_chars(one.prompt)  # a chat keeps it
-        return cls(body, requests, ignored_header(body))
+            return EventStream(answer.chunks(), more_headers=headers, errors=request.state.errors)
+        return await whole_answer(request.receive, answer.whole(), headers)
 
 
 class _Gate:
@@ -206,7 +170,7 @@ class _Gate:
             try:
                 client = self._access.identify(Headers(scope=scope).get("authorization"))
             except ClusterError as error:
-                await error_response(error)(scope, receive, send)
+                await error_response(error, scope["state"]["errors"])(scope, receive, send)
                 return
             scope.setdefault("state", {})["client"] = client
         await self._app(scope, receive, send)
@@ -234,7 +198,8 @@ class _Straight:
 
 
 class _RequestIds:
-    """ASGI middleware: a client's X-Request-Id, or one of ours, on the request and on its answer."""
+    """ASGI middleware: a client's X-Request-Id, or one of ours, on the request and on its answer. And the form in which
+    it hears of errors, on the request."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -245,7 +210,7 @@ class _RequestIds:
             return
         asked = Headers(scope=scope).get("x-request-id", "")
         request_id = asked if REQUEST_ID.fullmatch(asked) else uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
+        scope.setdefault("state", {}).update(request_id=request_id, errors=OpenAIErrors())
 
         def send_with_id(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":

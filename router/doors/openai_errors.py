@@ -1,4 +1,5 @@
-"""Errors in OpenAI's form: {"error": {"message", "type", "param", "code"}}, with the status of cluster.words.errors."""
+"""Errors over HTTP, with the status of cluster.words.errors; and OpenAI's form of them: {"error": {"message", "type",
+"param", "code"}}."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ from cluster.words.errors import (
     UnsupportedField,
     outcome_of,
 )
+from router.doors.error_form import ErrorForm
 from router.doors.openai_fields import UNSUPPORTED
 
 logger = logging.getLogger(__name__)
@@ -34,8 +36,21 @@ _DRAIN_S = 5.0
 _MAX_PATH = 128
 
 
+class OpenAIErrors:
+    """The form of every endpoint that has none of its own."""
+
+    def whole(self, error: BaseException) -> tuple[int, dict[str, Any]]:
+        return outcome_of(error).http, error_body(error)
+
+    def http(self, status: int, *, phrase: str, message: str) -> dict[str, Any]:
+        return http_error(phrase, message)
+
+    def event(self, error: BaseException) -> tuple[str, dict[str, Any]]:
+        return "", error_body(error)
+
+
 def handle_errors(app: FastAPI) -> None:
-    """Every answer of `app` that is an error gets OpenAI's form, an unknown route's too."""
+    """Every answer of `app` that is an error gets its request's form, an unknown route's too."""
 
     async def handle(request: Request, error: Exception) -> Response:
         return answer_to(request, error)
@@ -45,27 +60,29 @@ def handle_errors(app: FastAPI) -> None:
 
 
 def answer_to(request: Request, error: Exception) -> Response:
-    """What a request hears of an error, before anything was sent."""
+    """What a request hears of an error, before anything was sent. Its state says in which form."""
+    form: ErrorForm = request.state.errors
     if isinstance(error, HTTPException):
-        body = http_error(error.detail, f"{request.method} {request.url.path}: {error.detail}")
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        body = form.http(error.status_code, phrase=error.detail, message=message)
         return JSONResponse(body, status_code=error.status_code, headers=error.headers)
     if isinstance(error, ClientDisconnect):  # while it was sending the body
         return Response(status_code=CLIENT_GONE)
-    return error_response(error)
+    return error_response(error, form)
 
 
-def error_response(error: BaseException) -> Response:
+def error_response(error: BaseException, form: ErrorForm) -> Response:
     """The whole answer to a request that failed before anything was sent."""
-    status = outcome_of(error).http
+    status, body = form.whole(error)
     if isinstance(error, RequestTooLarge):
-        return _EarlyAnswer(error_body(error), status_code=status, headers={"connection": "close"})
+        return _EarlyAnswer(body, status_code=status, headers={"connection": "close"})
     if isinstance(error, Unauthenticated):
         headers = {"connection": "close", "www-authenticate": 'Bearer realm="cluster"'}
-        return _EarlyAnswer(error_body(error), status_code=status, headers=headers)
+        return _EarlyAnswer(body, status_code=status, headers=headers)
     headers = {"retry-after": str(math.ceil(error.retry_after_s))} if isinstance(error, CapacityError) else {}
     if isinstance(error, RateLimited):
         headers |= error.headers
-    return JSONResponse(error_body(error), status_code=status, headers=headers)
+    return JSONResponse(body, status_code=status, headers=headers)
 
 
 def error_body(error: BaseException) -> dict[str, Any]:

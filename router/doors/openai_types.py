@@ -15,6 +15,7 @@ from router.doors.openai_fields import Ignored, Only, OpenAIObject, Unsupported
 from router.doors.openai_forced import forced_grammar
 from router.doors.openai_grammar import ResponseFormat, StructuredOutputs, grammar_of
 from router.doors.openai_messages import ChatSettings, Messages, ToolChoice
+from router.doors.opened import AskingBody
 from router.text.completion_request import MAX_CHOICES, MAX_LOGPROBS, CompletionRequest
 
 MAX_PROMPTS_TIMES_N = 1024  # choices of one HTTP request
@@ -45,7 +46,7 @@ class StreamOptions(OpenAIObject):
     include_usage: bool | None = None
 
 
-class _Sampled(OpenAIObject):
+class _Sampled(AskingBody):
     """What both endpoints share."""
 
     model: str | None = None

@@ -1,0 +1,72 @@
+"""A request over HTTP that asks for answers: read, bounded and opened, for every endpoint in the same way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, TypeVar
+
+from fastapi import Request
+
+from router.access.visit import Visit
+from router.doors.http_visits import HttpVisits, client_of, peer_of
+from router.doors.openai_fields import OpenAIObject, ignored_header
+from router.text.completion import Completion, Completions
+from router.text.completion_request import CompletionRequest, check_total
+from router.text.prompt_encoder import num_chars
+
+
+class AskingBody(OpenAIObject):
+    """A body that asks for answers."""
+
+    def requests(self, request_id: str, *, peer: str = "") -> list[CompletionRequest]:
+        """At least one. Raises RequestError."""
+        raise NotImplementedError
+
+
+B = TypeVar("B", bound=AskingBody)
+
+
+@dataclass(frozen=True)
+class Asked(Generic[B]):
+    """A body, and what visits all of it to be known."""
+
+    body: B
+    requests: Sequence[CompletionRequest]  # whose length has been looked at
+    ignored: Mapping[str, str]  # headers that name fields
+
+    @classmethod
+    def of(cls, request: Request, body: B) -> Asked[B]:
+        """Raises RequestError."""
+        requests = body.requests(request.state.request_id, peer=peer_of(request))
+        for one in requests:
+            num_chars(one.prompt)  # a chat keeps it
+        return cls(body, requests, ignored_header(body))
+
+
+class Opener:
+    """Every prompt of a body is checked and tokenised before any is dispatched."""
+
+    def __init__(self, completions: Completions, visits: HttpVisits) -> None:
+        self._completions = completions
+        self._visits = visits
+
+    async def read(self, kind: type[B], request: Request) -> Asked[B]:
+        """Raises as BodyReader does."""
+        return await self._visits.read(kind, request, partial(Asked.of, request))
+
+    async def open(self, asked: Asked[B], request: Request, visit: Visit) -> list[Completion]:
+        """One for each of its requests, with nothing charged yet. Raises RequestError and its kin."""
+        opened, model = list[Completion](), self._completions.model
+        with self._visits.noted(request):
+            requests = [client_of(request).bound(one) for one in asked.requests]
+            visit.check(sum(self._completions.prompts.least_tokens(one) for one in requests))
+        num_all = sum(num_chars(one.prompt) for one in requests)
+        for one in requests:
+            opened.append(await self._completions.open(one, num_beside=num_all - num_chars(one.prompt)))
+            num_answers = sum(completion.max_answer_tokens for completion in opened)
+            check_total(num_answers, model, param=one.max_tokens_field)
+            await asyncio.sleep(0)  # between a thousand prompts, others have their turn
+        return opened
