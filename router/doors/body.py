@@ -32,11 +32,10 @@ _MAX_HELD = 256 * 2**20
 _MAX_HELD_OF_KEY = _MAX_HELD // 4
 # Of a large body, by field: values between brackets, and bytes. Other fields need neither.
 _MAX_PROMPT_VALUES = 2**18  # all prompts together, or a context if that is longer
-_MAX_MESSAGE_VALUES = 2**17
 _MAX_VALUES = 2**12
 _MAX_FIELD_BYTES = 2**18
 _MAX_TOOLS_BYTES = 2**20
-_MAX_TOOLS_VALUES = 2**15
+_MAX_VALUES_OF = {"messages": 2**17, "input": 2**17, "tools": 2**15}
 _MAX_FIELDS = 256
 _MAX_NAME = 128  # characters, of a field
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
@@ -123,9 +122,7 @@ class BodyReader:
             if value.startswith(b'"') and name == "prompt":
                 continue  # one string; its length is looked at where the context is known
             ids = max(_MAX_PROMPT_VALUES, self._max_context)
-            limit = {"prompt": ids, "tokens": ids, "messages": _MAX_MESSAGE_VALUES, "tools": _MAX_TOOLS_VALUES}.get(
-                name
-            )
+            limit = {"prompt": ids, "tokens": ids, **_MAX_VALUES_OF}.get(name)
             most = {"tools": _MAX_TOOLS_BYTES}.get(name, _MAX_FIELD_BYTES if limit is None else len(value))
             if len(value) > most:
                 raise RequestError(f"{name[:64]}: at most {most} bytes are taken", param=name[:64])

@@ -1,4 +1,4 @@
-"""The OpenAI door: /v1/models, /v1/completions and /v1/chat/completions over HTTP, streaming and not."""
+"""The HTTP door: /v1/models, /v1/completions and /v1/chat/completions, streaming and not; and what else is there."""
 
 from __future__ import annotations
 
@@ -24,13 +24,17 @@ from router.doors.openai_errors import OpenAIErrors, answer_to, error_response, 
 from router.doors.openai_forms import JSON, ChatForm, Form, TextForm
 from router.doors.openai_types import ChatBody, TextBody
 from router.doors.opened import Asked, Opener
+from router.doors.responses_api import ResponsesApi
 from router.doors.tokens_api import add_tokens_api
+from router.stored.response_store import StoreBounds
+from router.stored.responses import StoredResponses
 from router.text.completion import Completion, Completions
 from router.text.completion_request import REQUEST_ID, ModelCard
 
 _HEALTH = "/health"  # for this, and what is below it, nobody needs a key
 _MAX_REPEATED = 2**23  # characters of prompts in one answer, an id as eight of them
 _ID_CHARS = 8
+_IN_MEMORY = StoreBounds(max_bytes=64 * 2**20, ttl_s=86_400.0)
 
 
 def create_app(
@@ -42,11 +46,13 @@ def create_app(
     probes: HealthProbes | None = None,
     refuses_unknown_fields: bool = False,
     cors_origins: Sequence[str] = (),
+    stored: StoredResponses | None = None,
 ) -> FastAPI:
     """The ASGI application. is_healthy: whether requests can be served.
 
     max_body_s: how long a client may take to send its request. probes: what /health/… answers.
     refuses_unknown_fields: else they are ignored, and named in a header. cors_origins: of web pages that may ask.
+    stored: responses; None: they are stored in this process alone.
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     bodies = BodyReader(
@@ -57,17 +63,20 @@ def create_app(
     )
     visits = HttpVisits(completions, access.limits, bodies)
     door = _Door(completions, visits)
-    app.add_middleware(_Straight, endpoints={"/v1/completions": door.text, "/v1/chat/completions": door.chat})
+    responses = ResponsesApi(completions, visits, stored or StoredResponses.in_memory(_IN_MEMORY))
+    straight = {"/v1/completions": door.text, "/v1/chat/completions": door.chat, "/v1/responses": responses.create}
+    app.add_middleware(_Straight, endpoints=straight)
     app.add_middleware(_Gate, access=access)
     app.add_middleware(_RequestIds)  # the one added last comes first
     if cors_origins:  # a browser asks beforehand, without a key
-        app.add_middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["GET", "POST"],
+        app.add_middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["GET", "POST", "DELETE"],
                            allow_headers=["*"], expose_headers=["*"])  # fmt: skip
     handle_errors(app)
     add_tokens_api(app, completions, visits)
     app.add_api_route("/v1/models", door.models, methods=["GET"])
     app.add_api_route("/v1/models/{model_id:path}", door.model, methods=["GET"])
-    # A POST of these two never comes so far, see _Straight: the routes refuse other methods, and redirect a slash more.
+    responses.add_to(app)
+    # A POST of these never comes so far, see _Straight: the routes refuse other methods, and redirect a slash more.
     app.add_api_route("/v1/completions", door.text, methods=["POST"])
     app.add_api_route("/v1/chat/completions", door.chat, methods=["POST"])
 

@@ -25,7 +25,7 @@ class CallSaid:
     arguments: str = ""  # JSON, in pieces
     broken: str | None = None  # it was no call after all: all of its text
     rest: str = ""  # what of that has not been said
-    at: int = 0  # and where in the text beside it that stands
+    at: int = 0  # where in the text beside it this stands
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class AnswerReader:
                 case str():
                     said.text += piece
                 case CallBegun(number, name):
-                    said.calls.append(CallSaid(number, id=_call_id(), name=name))
+                    said.calls.append(CallSaid(number, id=_call_id(), name=name, at=len(said.text)))
                 case CallArguments(number, text):
                     _of(said, number).arguments += text
                 case CallBroken(number, raw, rest):
@@ -100,7 +100,7 @@ def _format(chat: Chat, dialect: Dialect) -> Format:
 
 def _of(said: Said, number: int) -> CallSaid:
     if not said.calls or said.calls[-1].number != number:
-        said.calls.append(CallSaid(number))
+        said.calls.append(CallSaid(number, at=len(said.text)))
     return said.calls[-1]
 
 

@@ -33,7 +33,7 @@ from tests.waiting import becomes
 
 _HERMES = (ROOT / "tests" / "router" / "text" / "templates" / "hermes_tools.jinja").read_text()
 _PAGE = (ROOT / "docs" / "CLIENTS.md").read_text()
-_SECURE, _OPENAI, _TOOLS, _GRPC = re.findall(r"^```python\n(.*?)^```", _PAGE, re.DOTALL | re.MULTILINE)
+_SECURE, _OPENAI, _TOOLS, _RESPONSES, _GRPC = re.findall(r"^```python\n(.*?)^```", _PAGE, re.DOTALL | re.MULTILINE)
 
 
 @pytest.mark.timeout(300)
@@ -94,8 +94,15 @@ async def test_a_tool_is_called_and_answered_as_the_page_says(tmp_path: Path) ->
     async with serve_http(app) as (host, port):
         program = _TOOLS.replace("127.0.0.1:8000", f"{host}:{port}").replace("my-model", "tiny")
         assert await _run(program) == "No.\n"
+        prompt = tokenizer.decode(fake.started[-1].token_ids, skip_special_tokens=False)
+        assert "It is sunny in Rome." in prompt
+        fake.started.clear()
+        says.append("Nor there.")
+        program = _RESPONSES.replace("127.0.0.1:8000", f"{host}:{port}").replace("my-model", "tiny")
+        printed = await _run(program)
+        assert printed.startswith("No.\nNor there.\n") and printed.endswith("tokens\n")
     prompt = tokenizer.decode(fake.started[-1].token_ids, skip_special_tokens=False)
-    assert "It is sunny in Rome." in prompt
+    assert "It is sunny in Rome." in prompt and "And in Paris?" in prompt
     service.close()
 
 

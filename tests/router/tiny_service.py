@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from cluster.grammar.compiler import GrammarCompiler
 from router.metrics import Metrics
 from router.text.chat_template import ChatTemplate, find_chat_template
 from router.text.completion import Completions
@@ -16,6 +17,7 @@ from tests.router.fake_token_service import FakeTokenService
 class MakeCompletions:
     def __init__(self, model_dir: Path, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self._model_dir = model_dir
         self._template = find_chat_template(model_dir)
 
     def __call__(
@@ -28,8 +30,9 @@ class MakeCompletions:
         max_choices: int = MAX_CHOICES,
         trail: Path | None = None,
         chat_template: str | None = None,
+        has_grammars: bool = False,
     ) -> Completions:
-        """chat_template None: the one of the model directory."""
+        """chat_template None: the one of the model directory. has_grammars: requests may have some."""
         tokenizer = self._tokenizer
         template = ChatTemplate(chat_template or self._template, special_tokens=tokenizer.special_tokens)
         return Completions(
@@ -47,4 +50,5 @@ class MakeCompletions:
             max_request_s=max_request_s,
             max_unread_s=max_unread_s,
             trail=RequestTrail(trail),
+            grammars=GrammarCompiler(self._model_dir, vocab_size=tokenizer.vocab_size) if has_grammars else None,
         )
