@@ -214,9 +214,9 @@ class Engine(Generic[Logits]):
             self.cancel(prompt)
 
     def _fail(self, sequence: Sequence, result: StepResult) -> None:
-        """There is no next token. Where that is not for its grammar, its KV may be why: nobody is to find it."""
+        """There is no next token. Where that is not for what is asked, its KV may be why: nobody is to find it."""
         self.end(sequence)
-        if not sequence.grammar_failure:
+        if not sequence.is_contradicted:
             for prefix_hash in sequence.hashes():
                 self.blocks.unseal(prefix_hash)
         result.failed.append(sequence)

@@ -3,7 +3,8 @@
 The choice is a function of the row's logits, tokens, seed and position only: never of the batch, the device or the
 replica, so that a sequence that moves goes on as if it had stayed.
 
-    logits -> min_tokens, mask, penalties -> temperature -> top-k -> top-p -> min-p -> draw      (transformers' order)
+    logits -> min_tokens, mask, allowed tokens, bad words, bias                     (vLLM's order, as far as it matters)
+           -> penalties -> temperature -> top-k -> top-p -> min-p -> draw           (transformers' order)
 
 A filter keeps every token whose logit reaches a threshold, so that equal tokens stay or go together. The draw is the
 inverse of the cumulative distribution, in the order of token ids, at a number in [0, 1) that is hashed from (seed,
@@ -24,9 +25,10 @@ from torch import Tensor
 
 from cluster.words.request import TokenLogprob
 from engine.likeliest import likeliest
+from engine.ruled_tokens import RuledTokens
 from engine.sampling import Chosen, SamplingRow
 
-# P positions, R rows, N those of them that draw at random, V vocabulary, E stop tokens of rows that come too early
+# P positions, R rows, N those of them that draw at random, V vocabulary, U tokens that a row says something of
 
 _NumberedRow = tuple[int, SamplingRow]
 
@@ -47,6 +49,7 @@ def sample(logits_PV: Tensor, rows: Seq[SamplingRow], positions: Seq[int] | None
     drawing = [(i, row) for i, row in asking if not row.sampling.is_greedy]
     told_NV = logits_RV[_numbers(telling, logits_RV.device)] if telling else None
     _forbid(logits_RV, asking)
+    _apply_rules(logits_RV, [(i, row, row.ruled) for i, row in asking if row.ruled is not None])
     chosen_R = likeliest(logits_RV, {i: row.penalties() for i, row in asking if row.sampling.has_penalties})
     best_R = logits_RV.gather(-1, chosen_R.unsqueeze(-1)).squeeze(-1)
     if drawing:
@@ -58,6 +61,9 @@ def sample(logits_PV: Tensor, rows: Seq[SamplingRow], positions: Seq[int] | None
         found = _logprobs(told_NV, chosen_N, [row for _, row in telling])
         logprobs = {i: logprob for (i, _), logprob in zip(telling, found, strict=True)}
     ids = ((chosen_R + 1) * best_R.isfinite() - 1).tolist()  # -1 where it is not; one wait for the device
+    if -1 in ids:
+        for i, row in asking:  # a NaN is the model's
+            row.is_contradicted = ids[i] < 0 and row.ruled is not None and bool(best_R[i] == -math.inf)
     return [(token_id, logprobs.get(i)) if token_id >= 0 else None for i, token_id in enumerate(ids)]
 
 
@@ -71,16 +77,42 @@ def _forbid(logits_RV: Tensor, rows: Seq[_NumberedRow]) -> None:
     """Stop tokens that come too early, and what is not allowed. In place."""
     vocabulary, device = logits_RV.shape[-1], logits_RV.device
     if early := [(i, row.early_stops()) for i, row in rows if row.is_early]:
-        tokens_E = np.concatenate([stops for _, stops in early])
-        rows_E = np.repeat([i for i, _ in early], [len(stops) for _, stops in early])
-        early_2E = np.stack((rows_E, tokens_E))[:, (tokens_E >= 0) & (tokens_E < vocabulary)]
-        logits_RV[tuple(_place(early_2E, torch.int64, device))] = torch.full((), -math.inf, device=device)
+        early_2U = _pairs(early)
+        _set_impossible(logits_RV, early_2U[:, (early_2U[1] >= 0) & (early_2U[1] < vocabulary)])
     if masked := [(i, row) for i, row in rows if row.mask is not None]:
         words = [row.mask.allowed(row.tokens, row.num_prompt_tokens) for _, row in masked if row.mask is not None]
         words_NW1 = _place(np.stack(words), torch.int32, device).unsqueeze(-1)
         is_allowed_NV = (words_NW1 >> torch.arange(32, device=device) & 1).flatten(1)[:, :vocabulary].bool()
         masked_N = _numbers(masked, device)
         logits_RV[masked_N] = logits_RV[masked_N].masked_fill(~is_allowed_NV, -math.inf)
+
+
+def _apply_rules(logits_RV: Tensor, rows: Seq[tuple[int, SamplingRow, RuledTokens]]) -> None:
+    """What they say of single tokens. In place."""
+    device = logits_RV.device
+    if allowed := [(i, ruled.allowed) for i, _, ruled in rows if len(ruled.allowed)]:
+        rows_U, ids_U = _place(_pairs(allowed), torch.int64, device)
+        kept_U = logits_RV[rows_U, ids_U]
+        logits_RV.index_fill_(0, _place([i for i, _ in allowed], torch.int64, device), -math.inf)
+        logits_RV[rows_U, ids_U] = kept_U
+    if forbidden := [(i, tokens) for i, row, ruled in rows if (tokens := row.forbidden(ruled))]:
+        _set_impossible(logits_RV, _pairs(forbidden))
+    if biased := [(i, ruled) for i, _, ruled in rows if len(ruled.biased)]:
+        rows_U, ids_U = _place(_pairs([(i, ruled.biased) for i, ruled in biased]), torch.int64, device)
+        biases_U = np.concatenate([ruled.biases for _, ruled in biased])
+        logits_RV[rows_U, ids_U] = logits_RV[rows_U, ids_U] + _place(biases_U, torch.float32, device)
+
+
+def _pairs(rows: Seq[tuple[int, Seq[int] | NDArray[np.int64]]]) -> NDArray[np.int64]:
+    """(2, U): the row and the token of each."""
+    rows_U = np.repeat([i for i, _ in rows], [len(tokens) for _, tokens in rows])
+    return np.stack((rows_U, np.concatenate([tokens for _, tokens in rows])))
+
+
+def _set_impossible(logits_RV: Tensor, pairs_2U: NDArray[np.int64]) -> None:
+    device = logits_RV.device
+    rows_U, ids_U = _place(pairs_2U, torch.int64, device)
+    logits_RV[rows_U, ids_U] = torch.full((), -math.inf, device=device)
 
 
 def _draw(logits_NV: Tensor, rows: Seq[SamplingRow]) -> Tensor:
@@ -159,7 +191,9 @@ def _numbers(rows: Seq[_NumberedRow], device: torch.device) -> Tensor:
 
 
 def _place(
-    values: Seq[float] | NDArray[np.int32] | NDArray[np.int64], dtype: torch.dtype, device: torch.device
+    values: Seq[float] | NDArray[np.int32] | NDArray[np.int64] | NDArray[np.float32],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Tensor:
     """On the device; nothing waits for the copy but what comes behind it there."""
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)

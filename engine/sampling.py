@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from cluster.words.request import Sampling, TokenLogprob
 from engine.penalties import Penalties
+from engine.ruled_tokens import RuledTokens
 
 Chosen = tuple[int, TokenLogprob | None]
 Logits = TypeVar("Logits", contravariant=True)
@@ -54,12 +55,16 @@ class SamplingRow:
     tokens: Seq[int]  # all so far; the one to be chosen has position len(tokens)
     num_prompt_tokens: int
     mask: TokenMask | None = None  # None: all tokens are allowed
+    ruled: RuledTokens | None = None  # what its token rules say; made here where another choice has not handed it on
+    is_contradicted: bool = field(default=False, init=False)  # a sampler has found that what is asked leaves no token
     _is_plain: bool = field(init=False, repr=False)
     _penalties: Penalties | None = field(default=None, init=False, repr=False)
     _early_stops: NDArray[np.int64] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._is_plain = self.sampling.is_plain
+        if self.ruled is None and self.sampling.token_rules is not None:
+            self.ruled = RuledTokens(self.sampling.token_rules)
 
     @property
     def is_plain(self) -> bool:
@@ -81,6 +86,10 @@ class SamplingRow:
         if self._early_stops is None:
             self._early_stops = np.array(self.sampling.stop_token_ids, np.int64)
         return self._early_stops
+
+    def forbidden(self, ruled: RuledTokens) -> list[int]:
+        """What would end a bad word."""
+        return ruled.forbidden(self.tokens, self.num_prompt_tokens)
 
     def penalties(self) -> Penalties:
         """Those of the tokens so far."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from cluster.words.errors import ClusterError, GrammarNotFollowed, LogitsNotFinite
+from cluster.words.errors import ClusterError, GrammarNotFollowed, LogitsNotFinite, NoTokenAllowed
 from cluster.words.hashing import block_hashes, root_hash
 from cluster.words.request import SampledToken, SequenceRequest, TokenLogprob, choice_seed, finish_reason
 from engine.kv.block_manager import BlockManager
+from engine.ruled_tokens import RuledTokens
 from engine.sampling import SamplingRow
 
 
@@ -28,8 +29,10 @@ class Sequence:
         block_size: int,
         max_context: int,
         hashes: Iterable[bytes] = (),
+        ruled: RuledTokens | None = None,
     ) -> None:
-        """hashes: those of the leading full blocks, as far as somebody has worked them out before."""
+        """hashes: those of the leading full blocks, as far as somebody has worked them out before. ruled: of another
+        choice of the request."""
         self.request = request
         self.choice = choice
         self.adapter = 0  # see Row
@@ -39,6 +42,7 @@ class Sequence:
             seed=choice_seed(request.sampling.seed, choice),
             tokens=self.tokens,
             num_prompt_tokens=request.num_prompt_tokens,
+            ruled=ruled,
         )
         self.num_computed = 0
         self.blocks: list[int] = []
@@ -142,7 +146,12 @@ class Sequence:
     def without_blocks(self, choice: int) -> Sequence:
         """Another choice of the same request, of which nothing is computed."""
         twin = Sequence(
-            self.request, choice, model=self.model, block_size=self.block_size, max_context=self.max_context
+            self.request,
+            choice,
+            model=self.model,
+            block_size=self.block_size,
+            max_context=self.max_context,
+            ruled=self.sampling_row.ruled,
         )
         twin.adapter = self.adapter
         if mask := self.sampling_row.mask:
@@ -152,12 +161,19 @@ class Sequence:
     @property
     def failure(self) -> ClusterError:
         """Why it has no next token, where none was to be found."""
-        if why := self.grammar_failure:
+        if why := self._grammar_failure:
             return GrammarNotFollowed(f"{self.request.id}: {why}")
+        if self.sampling_row.is_contradicted:
+            return NoTokenAllowed.of(self.request.id)
         return LogitsNotFinite.of(self.request.id)
 
     @property
-    def grammar_failure(self) -> str:
+    def is_contradicted(self) -> bool:
+        """What is asked leaves no next token: nothing is wrong with its KV."""
+        return self.sampling_row.is_contradicted or bool(self._grammar_failure)
+
+    @property
+    def _grammar_failure(self) -> str:
         mask = self.sampling_row.mask
         return mask.failure if mask else ""
 

@@ -8,8 +8,10 @@ import re
 import shlex
 import shutil
 import subprocess
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -152,7 +154,12 @@ def test_the_spec_for_kubernetes_is_accepted_as_its_readme_makes_it(
     assert words[2] == "/etc/xpyd/spec.yaml"
 
     asked = []
-    monkeypatch.setattr("cluster.index.redis_server.ping", lambda url, *, within_s: asked.append(url))
+
+    def answers(url: str, *, within_s: float) -> AbstractContextManager[SimpleNamespace]:
+        asked.append(url)
+        return nullcontext(SimpleNamespace(smembers=lambda key: set()))
+
+    monkeypatch.setattr("cluster.index.redis_server.asked_once", answers)
     check_index(spec.index, trust_network=spec.kv.trust_network)
     [store] = [thing for thing in KUBERAY if (thing["kind"], thing["metadata"]["name"]) == ("Service", "xpyd-index")]
     assert asked == [f"redis://:s3cret@xpyd-index:{store['spec']['ports'][0]['port']}/0"]

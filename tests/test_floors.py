@@ -70,11 +70,12 @@ engine.penalties: cluster(words)
 engine.prompts: cluster(words) engine(kv sequence)
 engine.quantization: cluster(model words) engine(batch config kernels kv layers model parallel weights)
 engine.rate:
+engine.ruled_tokens: cluster(words)
 engine.runner: cluster(model words) engine(batch config cpu decode_graphs kv layers model orders parallel step
     weights)
-engine.sampler: cluster(words) engine(likeliest sampling)
-engine.sampling: cluster(words) engine(penalties)
-engine.sequence: cluster(words) engine(kv sampling)
+engine.sampler: cluster(words) engine(likeliest ruled_tokens sampling)
+engine.sampling: cluster(words) engine(penalties ruled_tokens)
+engine.sequence: cluster(words) engine(kv ruled_tokens sampling)
 engine.step: cluster(words) engine(batch last_rows orders prompts sequence)
 engine.tiers: cluster(process words) engine(kv rate sequence)
 engine.tools: cluster(process words) engine(batch config engine kernels kv learnt_timing orders pace prompts runner

@@ -17,19 +17,19 @@ from cluster.words.errors import DeployError, SpecError
 ADDRESS = "CLUSTER_ADDRESS"  # in the environment: of the Ray to be asked, in place of what is remembered here
 
 
-def find_state(name: str | None, *, by_certificate: bool = False) -> State:
+def find_state(name: str | None, *, by_certificate: bool = False, to_remove: bool = False) -> State:
     """The deployment called `name`, or the only one: of this machine's user or, with an address, of that Ray; with a
     certificate, the one that it is for.
 
-    by_certificate: whether this command can do without Ray. Raises NotDeployed, SpecError when there are several, and
-    DeployError when no Ray answers there.
+    by_certificate: whether this command can do without Ray. to_remove: also where it was never ready. Raises
+    NotDeployed, SpecError when there are several, and DeployError when no Ray answers there.
     """
     if certificate := os.environ.get(CERTIFICATE):
         deployment = PersonFile.load(certificate).identity.name.deployment
         if not by_certificate or name not in (None, deployment):
             raise SpecError(
-                f"{CERTIFICATE} is set: by that certificate there are status, logs, scale, drain and keys of "
-                f"{deployment}; unset it for all else"
+                f"--as (or {CERTIFICATE}): by that certificate there are status, logs, scale, drain and keys of "
+                f"{deployment}; do all else without it, from a host of its Ray"
             )
         return State(name=deployment, ray_address="", local_ray=None, grpc="", http="", deploying=None)
     address = os.environ.get(ADDRESS)
@@ -37,7 +37,7 @@ def find_state(name: str | None, *, by_certificate: bool = False) -> State:
         return states.find(name)
     from cluster.host import remote
 
-    return remote.find(address, name)
+    return remote.find_any(address, name) if to_remove else remote.find(address, name)
 
 
 def ask_deployed(name: str | None, method: str, *args: Any, by_certificate: bool = False, **kwargs: Any) -> Any:

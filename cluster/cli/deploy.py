@@ -99,13 +99,19 @@ def down(
 
     begin = time.monotonic()
     try:
-        state = find_state(name)
+        state = find_state(name, to_remove=True)
     except NotDeployed as nothing:
         print(f"{str(nothing).partition(';')[0]}: nothing to take down")
         return
     if state.deploying is not None and state.deploying.is_running:
         _interrupt(state.deploying)
-    deployment.take_down(state, force=force)
+    other = deployment.take_down(state, force=force)
+    if other:
+        print(
+            f"{state.name}, as it was deployed from here, has ended with its Ray; the one of that name there now, by "
+            f"{other}, is left as it is (`cluster --address {state.ray_address} down` takes it down)"
+        )
+        return
     with_ray = " and the Ray that was started for it" if state.local_ray else ""
     print(f"{state.name}{with_ray} is down after {time.monotonic() - begin:.1f} s")
 

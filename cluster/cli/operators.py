@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -44,7 +45,8 @@ def create(
     keys = KeyPair()
     address, certificate = ask_deployed(name, "add_person", person, role, keys.request, days=days)
     PersonFile(address=address, identity=Identity(who, keys.papers(certificate))).save(file)
-    print(f"{person} may operate {state.name} as {role} for {certificate.life_s / 86_400:.4g} days, by {file}")
+    days_left = f"{certificate.life_s / 86_400:.4g} days"
+    print(f"{person} may operate {state.name} as {role} for {days_left}, by {socket.gethostname()}:{file.absolute()}")
 
 
 @operators.command("list")

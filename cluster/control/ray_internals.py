@@ -21,6 +21,17 @@ def put(key: bytes, value: bytes, *, namespace: bytes) -> None:
     internal_kv._internal_kv_put(key, value, overwrite=True, namespace=namespace)
 
 
+def put_new(key: bytes, value: bytes, *, namespace: bytes) -> bool:
+    """Unless there is a value; whether that was so."""
+    is_there = internal_kv._internal_kv_put(key, value, overwrite=False, namespace=namespace)
+    return not is_there
+
+
+def keys(*, namespace: bytes) -> list[bytes]:
+    found: list[bytes] = internal_kv._internal_kv_list(b"", namespace=namespace)
+    return found
+
+
 def get(key: bytes, *, namespace: bytes) -> bytes | None:
     value: bytes | None = internal_kv._internal_kv_get(key, namespace=namespace)
     return value

@@ -24,6 +24,12 @@ class StoreEntry:
         except RayError as error:
             raise DeployError(f"Ray's own store does not answer: {' '.join(str(error).split())}") from error
 
+    def put_new(self, text: str) -> bool:
+        """Where there is none yet; whether that was so. Raises RayError."""
+        from cluster.control import ray_internals
+
+        return ray_internals.put_new(self._key, text.encode(), namespace=self._namespace)
+
     def get(self) -> bytes | None:
         from cluster.control import ray_internals
 
@@ -33,3 +39,10 @@ class StoreEntry:
         from cluster.control import ray_internals
 
         ray_internals.delete(self._key, namespace=self._namespace)
+
+
+def keys_in(namespace: str) -> list[str]:
+    """Raises RayError."""
+    from cluster.control import ray_internals
+
+    return sorted(key.decode() for key in ray_internals.keys(namespace=namespace.encode()))

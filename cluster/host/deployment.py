@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from cluster.control import claims
+from cluster.control.claims import NameClaim
 from cluster.control.desired import Parts
 from cluster.control.placement import Node
 from cluster.host import local_ray, operator_key, preflight
@@ -63,7 +65,8 @@ def deploy(
     watch = Stopwatch()
     with states.reserve(spec.name):  # two at once would both find it free
         place = _check(spec, address, wait_for_nodes=wait_for_nodes, say=reporter.say)
-        state = place.state(spec.name)
+        claim = NameClaim.new()
+        state = place.state(spec.name, claim)
         states.save(state)
     clear_logs(str(states.log_dir(spec.name)))
     watch.lap("checks")
@@ -72,7 +75,8 @@ def deploy(
             reporter.say("starting a local Ray")
             _start_ray(state, state.local_ray)
             watch.lap("Ray")
-        doors = _start(place, spec, parts=parts, deadline=deadline, reporter=reporter, watch=watch)
+        claims.take(spec.name, claim)
+        doors = _start(place, spec, state, parts=parts, deadline=deadline, reporter=reporter, watch=watch)
         up = replace(state, deploying=None, grpc=doors.grpc, http=doors.http)
         states.save(up)  # a full disk, too, must not leave a deployment that counts as interrupted
     except BaseException:
@@ -85,17 +89,20 @@ def deploy(
     return up
 
 
-def take_down(state: State, *, force: bool = False) -> None:
+def take_down(state: State, *, force: bool = False) -> NameClaim | None:
     """Remove everything that deploy() started, and forget it.
 
     A Ray of our own ends with all that runs in it. On somebody else's, our parts are removed one by one; if that Ray
-    does not answer, raises DeployError, or, with `force`, takes it for gone.
+    does not answer, raises DeployError, or, with `force`, takes it for gone. Where another deployment has the name
+    there by now, it is left as it is, and its claim is returned.
     """
+    other = None
     if state.local_ray is not None:
         local_ray.stop(state.local_ray)
     else:
-        _remove_from_ray(state, force=force)
+        other = _remove_from_ray(state, force=force)
     states.forget(state.name)
+    return other
 
 
 def router_application(launch: Launch, doors: Doors) -> serve.Application:
@@ -117,9 +124,10 @@ class _Place:
     is_growing: bool = False  # it may have more of them soon
     owns_serve: bool = True
 
-    def state(self, name: str) -> State:
+    def state(self, name: str, claim: NameClaim) -> State:
         return State(
             name=name,
+            claim=claim.id,
             ray_address=self.ray_address,
             local_ray=self.local,
             owns_serve=self.owns_serve,
@@ -135,7 +143,7 @@ class _Place:
 def _check(spec: Spec, address: str | None, *, wait_for_nodes: bool, say: Callable[[str], None]) -> _Place:
     """Whatever can be found wrong before anything is started; returns where the deployment will be."""
     preflight.check_is_free(spec.name, say)
-    preflight.check_index(spec.index, trust_network=spec.kv.trust_network)
+    preflight.check_index(spec.index, name=spec.name, trust_network=spec.kv.trust_network)
     if address is not None:
         preflight.check_model(spec, say)
         return _join_ray(spec, address, wait_for_nodes=wait_for_nodes)
@@ -159,8 +167,12 @@ def _join_ray(spec: Spec, address: str, *, wait_for_nodes: bool) -> _Place:
     from cluster.host import driver, router_app
 
     driver.connect(address, spec.name)
-    if driver.find_controller(spec.name) is not None:
-        raise DeployError(f"{spec.name} is deployed on this Ray already, from another machine or user")
+    if (holder := claims.find(spec.name)) or driver.find_controller(spec.name) is not None:
+        by = f"by {holder}" if holder else "from another machine or user"
+        raise DeployError(
+            f"{spec.name} is deployed on this Ray already, or is being deployed, {by}; "
+            f"`cluster --address {address} down --name {spec.name}` takes it down"
+        )
     owns_serve, nodes = not router_app.is_serve_running(), live_nodes()
     is_one_machine = len({node.ip for node in nodes}) == 1 and not (wait_for_nodes or driver.is_of_ray_up())
     preflight.check_network(spec, nodes, is_one_machine=is_one_machine)
@@ -206,7 +218,9 @@ def _start_ray(state: State, local: local_ray.LocalRay) -> None:
     driver.connect(local.address, state.name)
 
 
-def _start(place: _Place, spec: Spec, *, parts: Parts, deadline: float, reporter: Reporter, watch: Stopwatch) -> Doors:
+def _start(
+    place: _Place, spec: Spec, state: State, *, parts: Parts, deadline: float, reporter: Reporter, watch: Stopwatch
+) -> Doors:
     """Start the index, the controller and the router; return, when everything is ready, where the doors are."""
     from cluster.host import driver, pool_watch, router_admin, router_app
 
@@ -241,7 +255,7 @@ def _start(place: _Place, spec: Spec, *, parts: Parts, deadline: float, reporter
     pool_watch.await_ready(controller, Role, deadline=deadline, reporter=reporter)
     watch.lap("replicas after that")
     wanted = {role.value: spec.pool(role).replicas for role in Role}
-    router_admin.await_seen(place.state(spec.name), wanted, within_s=_SEE_ALL_S)
+    router_admin.await_seen(state, wanted, within_s=_SEE_ALL_S)
     if place.router.keys == "required":
         operator_key.make(controller, spec.name, say=reporter.say)
     watch.lap("router sees all")
@@ -266,7 +280,8 @@ def _doors_now(place: _Place, spec: Spec) -> Doors:
     return plan_doors(spec.router, live_nodes(), is_one_machine=False)
 
 
-def _remove_from_ray(state: State, *, force: bool) -> None:
+def _remove_from_ray(state: State, *, force: bool) -> NameClaim | None:
+    """Returns the claim of another deployment that has the name, of which nothing is touched."""
     import ray
     from ray.exceptions import RayError
 
@@ -274,10 +289,13 @@ def _remove_from_ray(state: State, *, force: bool) -> None:
 
     try:
         driver.connect(state.ray_address, state.name)
-    except DeployError:
+        holder = claims.find(state.name)
+    except (DeployError, RayError):
         if not force:
             raise
-        return
+        return None
+    if (holder.id if holder else "") != state.claim:  # claimed before, and given up after, anything is there
+        return holder
     try:
         router_app.stop_router(state.name, owns_serve=state.owns_serve)
         controller = driver.start_controller(state.name)  # the one that is there, or one to clean up after it
@@ -289,7 +307,9 @@ def _remove_from_ray(state: State, *, force: bool) -> None:
         logger.warning("its parts are removed without its controller: %s", error)
         driver.remove_by_force(state.name)
     driver.stop_index(state.name)
+    claims.give_up(state.name)
     ray.shutdown()
+    return None
 
 
 @contextlib.contextmanager

@@ -30,6 +30,7 @@ T = TypeVar("T")
 
 _PORT = 6379  # Ray's own default
 _PROBE_S = 3.0
+_ELSEWHERE = " (this machine must be a node of it, and have its token; from any other: `cluster --address USER@{}`)"
 _ASK_S = 60.0  # longer than a controller needs to come back after its death
 
 
@@ -53,7 +54,8 @@ def connect(address: str, name: str) -> None:
             logging_level=logging.ERROR,
         )
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
-        raise DeployError(f"Ray at {address}: {' '.join(str(error).split())}") from error
+        there = "" if address == "auto" else _ELSEWHERE.format(address.rpartition(":")[0])
+        raise DeployError(f"Ray at {address}: {' '.join(str(error).split())}{there}") from error
 
 
 def start_controller(name: str) -> Any:

@@ -23,8 +23,8 @@ def make(controller: Any, name: str, *, say: Callable[[str], None]) -> None:
     known = [key for key in book.keys if key.name == OPERATOR]
     if len(book.keys) == len(known):
         say(
-            f"no client of {name} has an API key; if some had, keys.json of then is on another head, or in another "
-            "CLUSTER_STATE_DIR"
+            f"no client of {name} has an API key yet: `cluster keys create NAME` makes one (if some had, keys.json of "
+            "then is on another head, or in another CLUSTER_STATE_DIR)"
         )
     if known and secret and known[0].digest == digest_of(secret):
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
@@ -18,6 +19,7 @@ from cluster.words.request import Role
 from cluster.words.spec import RouterSpec, SecuritySpec, Spec
 
 _REDIS_S = 3.0
+_POLL_S = 0.2
 
 
 def check_is_free(name: str, say: Callable[[str], None]) -> None:
@@ -58,10 +60,11 @@ def check_model(spec: Spec, say: Callable[[str], None]) -> None:
             raise SpecError(f"{role}.{error}") from None
 
 
-def check_index(url: str, *, trust_network: bool = False) -> None:
+def check_index(url: str, *, name: str = "", trust_network: bool = False) -> None:
     """A Redis of the operator's own must keep others out, and answer now: routers and replicas would go on without it,
-    and never meet."""
-    from cluster.index.redis_server import ping, place_of
+    and never meet. And no other deployment may be there under `name`: they would write over each other."""
+    from cluster.index.membership import LEASE_S, living_members
+    from cluster.index.redis_server import asked_once, place_of
 
     if url == "embedded":
         return
@@ -71,9 +74,17 @@ def check_index(url: str, *, trust_network: bool = False) -> None:
             "rediss://:PASSWORD@HOST:PORT, or set kv.trust_network: true where nobody else is on that network"
         )
     try:
-        ping(url, within_s=_REDIS_S)
+        with asked_once(url, within_s=_REDIS_S) as redis:
+            deadline = time.monotonic() + LEASE_S + _POLL_S
+            while (living := living_members(redis, name)) and time.monotonic() < deadline:
+                time.sleep(_POLL_S)  # those of a deployment that has just ended
     except DeployError as error:
         raise DeployError(f"index: {error}") from None
+    if living:
+        raise DeployError(
+            f"index: {place_of(url)} serves another deployment called {name} ({', '.join(living[:3])}); "
+            "choose another name with --name, or another of its databases"
+        )
 
 
 def check_network(spec: Spec, nodes: Sequence[Node], *, is_one_machine: bool = False) -> None:

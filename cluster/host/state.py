@@ -21,6 +21,8 @@ from cluster.words.errors import DeployError, NotDeployed, SpecError
 from cluster.words.records import known_fields
 
 _FILE = "state.json"
+_RAY_MARK = Path("/tmp/ray/ray_current_cluster")  # of whoever's Ray runs on this host
+_RAY_HINT = "; what runs on the Ray of this host is asked by `cluster --address auto …`"
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class State:
     name: str
     ray_address: str
     local_ray: LocalRay | None  # the Ray that was started for it
+    claim: str = ""  # the id of its claim on that Ray; "": of a version that made none
     owns_serve: bool = False  # Ray Serve was started for it
     grpc: str  # "host:port", or several of them: "host:port,host:port"
     http: str  # "http://host:port", likewise
@@ -134,18 +137,18 @@ def deployed_names() -> list[str]:
 
 def find(name: str | None) -> State:
     """The deployment called `name`, or the only one. Raises NotDeployed, or SpecError when there are several."""
-    state = load(choose(name, deployed_names()))
+    state = load(choose(name, deployed_names(), hint=_RAY_HINT if _RAY_MARK.exists() else ""))
     assert state is not None, "it is one of those that are deployed"
     return state
 
 
-def choose(name: str | None, deployed: Sequence[str]) -> str:
-    """As find(), of these names."""
+def choose(name: str | None, deployed: Sequence[str], *, hint: str = "") -> str:
+    """As find(), of these names. hint: where else it may be."""
     if name is None and len(deployed) > 1:
         raise SpecError(f"several deployments are up: {', '.join(deployed)}; choose one with --name")
     if not deployed or (name is not None and name not in deployed):
         what = f"{name} is not deployed" if name else "nothing is deployed"
-        raise NotDeployed(f"{what}; `cluster deploy 1P1D` would do so")
+        raise NotDeployed(f"{what}; `cluster deploy 1P1D` would do so{hint}")
     return name or deployed[0]
 
 

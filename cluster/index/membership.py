@@ -17,10 +17,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
+from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
 
 from cluster.words.records import known_fields
-from cluster.words.request import Role
+from cluster.words.request import Role, SequenceRequest
 from cluster.words.seal import SEAL_BYTES, is_sealed, seal
 from cluster.words.wire_version import WIRE_VERSION
 
@@ -71,7 +72,13 @@ class Member:
     max_running: int = 64  # sequences in one step
     max_batch_tokens: int = 2048  # in one step; longer prompts are computed in chunks
     keeps_grammars: bool = False  # its version knows the grammar of a request; older ones would pass it over
+    keeps_token_rules: bool = False  # and the token rules of its sampling
     wire_version: int = WIRE_VERSION
+
+    def understands(self, request: SequenceRequest) -> bool:
+        """Nothing of it that would change its tokens is passed over there."""
+        has_grammar, has_rules = request.grammar is not None, request.sampling.token_rules is not None
+        return (self.keeps_grammars or not has_grammar) and (self.keeps_token_rules or not has_rules)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -94,6 +101,12 @@ class Member:
             raise ValueError(str(error)) from None
 
 
+def living_members(redis: BlockingRedis, name: str) -> list[str]:
+    """The replicas that hold a lease under this deployment's name, whoever has signed it. Raises redis.RedisError."""
+    replicas = sorted(_text(replica) for replica in redis.smembers(_set_of(name)))
+    return [replica for replica in replicas if redis.exists(_record_of(name) + replica)]
+
+
 class Membership:
     """The members of one deployment. Raises redis.RedisError when Redis is away."""
 
@@ -110,8 +123,8 @@ class Membership:
         self._count_refused = count_refused
         self._redis = redis
         self._key = key
-        self._set = f"{name}:members"
-        self._record = f"{name}:member:"
+        self._set = _set_of(name)
+        self._record = _record_of(name)
         self._refused: OrderedDict[str, None] = OrderedDict()
 
     async def renew(self, member: Member) -> bool:
@@ -165,6 +178,14 @@ class Membership:
         if len(self._refused) > _MAX_REMEMBERED:
             self._refused.popitem(last=False)
         logger.warning("member record of %.100r is ignored (%s): %s", replica, why, reason)
+
+
+def _set_of(name: str) -> str:
+    return f"{name}:members"
+
+
+def _record_of(name: str) -> str:
+    return f"{name}:member:"
 
 
 def _text(value: str | bytes) -> str:

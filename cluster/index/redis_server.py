@@ -15,11 +15,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from cluster.words.errors import DeployError
+
+if TYPE_CHECKING:  # whoever only starts a server does without
+    import redis
 
 _START_S = 10.0
 _PAUSE_S = 0.02
@@ -106,6 +112,14 @@ class RedisServer:
 
 def ping(url: str, *, within_s: float) -> None:
     """Raise DeployError, with the URL but not its password, unless a Redis answers there."""
+    with asked_once(url, within_s=within_s) as client:
+        client.ping()
+
+
+@contextmanager
+def asked_once(url: str, *, within_s: float) -> Iterator[redis.Redis]:
+    """A client of the Redis there, which tries nothing twice. Raises DeployError, without the URL's password, for what
+    goes wrong with it inside."""
     import redis
     from redis.backoff import NoBackoff
     from redis.retry import Retry
@@ -113,7 +127,7 @@ def ping(url: str, *, within_s: float) -> None:
     waits = {"socket_timeout": within_s, "socket_connect_timeout": within_s, "retry": Retry(NoBackoff(), 0)}
     try:
         with redis.Redis.from_url(url, **waits) as client:
-            client.ping()
+            yield client
     except (redis.RedisError, OSError, ValueError) as error:
         raise DeployError(f"no Redis answers at {place_of(url)}: {error}") from None
 

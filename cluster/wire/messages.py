@@ -11,18 +11,18 @@ from cluster.words.grammar import Grammar, GrammarKind
 from cluster.words.handoff import Handoff, Holder
 from cluster.words.request import FinishReason, SampledToken, Sampling, SequenceRequest, TokenLogprob
 from cluster.words.timing import StepTiming
+from cluster.words.token_rules import TokenRules
 
 
 def sequence_to_proto(request: SequenceRequest) -> pb.Sequence:
     grammar = to_message(pb.Grammar, request.grammar) if request.grammar else None
-    return to_message(pb.Sequence, request, sampling=to_message(pb.Sampling, request.sampling), grammar=grammar)
+    return to_message(pb.Sequence, request, sampling=_sampling_to_proto(request.sampling), grammar=grammar)
 
 
 def sequence_from_proto(message: pb.Sequence) -> SequenceRequest:
     """Raises RequestError for a grammar of a kind that we do not know: without it, other tokens would be chosen."""
     grammar = _grammar_from_proto(message.grammar) if message.HasField("grammar") else None
-    sampling = from_message(Sampling, message.sampling)
-    return from_message(SequenceRequest, message, sampling=sampling, grammar=grammar)
+    return from_message(SequenceRequest, message, sampling=_sampling_from_proto(message.sampling), grammar=grammar)
 
 
 def handoff_to_proto(handoff: Handoff) -> pb.Handoff:
@@ -54,6 +54,27 @@ def tokens_from_proto(messages: Iterable[pb.SampledToken]) -> list[SampledToken]
         )
         for message in messages
     ]
+
+
+def _sampling_to_proto(sampling: Sampling) -> pb.Sampling:
+    rules = sampling.token_rules
+    if rules is None:
+        return to_message(pb.Sampling, sampling, token_rules=None)
+    bad_words = [pb.BadWord(token_ids=word) for word in rules.bad_words]
+    told = to_message(pb.TokenRules, rules, logit_bias=dict(rules.logit_bias), bad_words=bad_words)
+    return to_message(pb.Sampling, sampling, token_rules=told)
+
+
+def _sampling_from_proto(message: pb.Sampling) -> Sampling:
+    if not message.HasField("token_rules"):
+        return from_message(Sampling, message, token_rules=None)
+    told = message.token_rules
+    rules = TokenRules(
+        logit_bias=tuple(sorted(told.logit_bias.items())),
+        allowed_token_ids=tuple(told.allowed_token_ids),
+        bad_words=tuple(tuple(word.token_ids) for word in told.bad_words),
+    )
+    return from_message(Sampling, message, token_rules=None if rules.says_nothing else rules)
 
 
 def _grammar_from_proto(message: pb.Grammar) -> Grammar:

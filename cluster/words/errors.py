@@ -21,6 +21,7 @@ ClusterError
 ├── DeadlineExceeded        the request's own deadline passed
 ├── ClientTooSlow           the client does not read its answer
 ├── GrammarNotFollowed      no next token keeps to the request's grammar, or it costs too much to find one
+├── NoTokenAllowed          what a request asks of its tokens leaves none
 ├── LogitsNotFinite         the model made no numbers of this request; another try would hardly end otherwise
 ├── StoreUnavailable        where responses are kept cannot be reached at present
 ├── ReplicaLost             a worker died, hung up or is draining; another one may serve
@@ -155,6 +156,18 @@ class GrammarNotFollowed(ClusterError):
     """No next token can be chosen by the request's grammar. Never retried: it would end so elsewhere."""
 
 
+class NoTokenAllowed(ClusterError):
+    """What the request asks of its tokens leaves none that could come next. Never retried: it would end so elsewhere.
+
+    That is its `allowed_token_ids` and `bad_words`, together with each other, with a grammar or with `min_tokens`.
+    """
+
+    @classmethod
+    def of(cls, request_id: str) -> NoTokenAllowed:
+        asked = "its allowed_token_ids and bad_words, with its grammar and min_tokens where it has them"
+        return cls(f"{request_id}: {asked}, leave no token that could come next; ask for less")
+
+
 class LogitsNotFinite(ClusterError):
     """For the next token of a sequence the model has NaN, or no token that is possible. Never retried: another replica
     holds the same model."""
@@ -217,6 +230,7 @@ _OUTCOMES: tuple[tuple[type[ClusterError], Outcome], ...] = (
     (DeadlineExceeded, Outcome("DEADLINE_EXCEEDED", 504, "timeout_error", "deadline_exceeded")),
     (ClientTooSlow, Outcome("ABORTED", 408, "timeout_error", "client_too_slow")),
     (GrammarNotFollowed, Outcome("INVALID_ARGUMENT", 400, "invalid_request_error", "grammar_not_followed")),
+    (NoTokenAllowed, Outcome("INVALID_ARGUMENT", 400, "invalid_request_error", "no_token_allowed")),
     (LogitsNotFinite, Outcome("INTERNAL", 500, "server_error", "logits_not_finite")),
     (StoreUnavailable, Outcome("UNAVAILABLE", 503, "server_error", "store_unavailable")),
     (LayoutMismatch, Outcome("FAILED_PRECONDITION", 500, "server_error", "layout_mismatch")),

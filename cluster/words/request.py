@@ -8,6 +8,7 @@ from enum import StrEnum
 from hashlib import blake2b
 
 from cluster.words.grammar import Grammar
+from cluster.words.token_rules import TokenRules
 
 
 class FinishReason(StrEnum):
@@ -43,6 +44,7 @@ class Sampling:
     seed: int = 0  # choice i of n draws from choice_seed(seed, i)
     stop_token_ids: tuple[int, ...] = ()  # end-of-sequence ids included, unless the client ignores them
     num_logprobs: int | None = None  # None: none; 0: of the chosen token only; k: and of the k likeliest
+    token_rules: TokenRules | None = None  # None: none, never such as say nothing
 
     @property
     def is_greedy(self) -> bool:
@@ -55,7 +57,8 @@ class Sampling:
     @property
     def is_plain(self) -> bool:
         """The greatest logit is all that is asked for."""
-        return self.is_greedy and not self.has_penalties and not self.min_tokens and self.num_logprobs is None
+        has_rules = self.has_penalties or self.min_tokens or self.token_rules is not None
+        return self.is_greedy and not has_rules and self.num_logprobs is None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +86,7 @@ class SequenceRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLogprob:
-    """Natural-log probabilities under the unmodified distribution (before temperature, penalties and truncation)."""
+    """Natural-log probabilities under the unmodified distribution (before rules, penalties, temperature …)."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), likeliest first

@@ -137,8 +137,10 @@ class RankBody(Generic[W]):
             parallel,
             progress=lambda fraction: setup.on_progress("loading weights", 0.1 + 0.9 * fraction),
         )
-        setup.on_progress("waiting for the other ranks", 1.0)
+        if pool.tensor_parallel > 1:
+            setup.on_progress("waiting for the other ranks", 1.0)
         parallel.wait_for_all("load", timeout_s=spec.timeouts.start_s)
+        setup.on_progress("trying its largest batch", 1.0)
         runner.warm_up(pool.max_batch_tokens)
         return runner
 
@@ -238,4 +240,5 @@ def _member(setup: RankSetup, runner: ModelRunner, *, max_tokens: int) -> Member
         max_running=setup.pool.max_running,
         max_batch_tokens=setup.pool.max_batch_tokens,
         keeps_grammars=True,
+        keeps_token_rules=True,
     )

@@ -94,7 +94,7 @@ class ReplicaEngine:
         self.totals.computed_tokens += result.num_computed
         self.totals.generated_tokens += result.num_generated
         for sequence in result.failed:
-            if not sequence.grammar_failure:
+            if not sequence.is_contradicted:
                 self._tiers.table.forget(sequence.hashes())
         for prompt in result.fetched:
             self.fetches.forget(prompt)

@@ -75,3 +75,5 @@ def _check_sampling(sampling: Sampling, vocab_size: int) -> None:
     _check(math.isfinite(sampling.presence_penalty), "presence_penalty", "must be finite")
     _check(math.isfinite(sampling.frequency_penalty), "frequency_penalty", "must be finite")
     _check(0 <= (sampling.num_logprobs or 0) <= vocab_size, "num_logprobs", f"must be 0 to {vocab_size}")
+    if sampling.token_rules:
+        sampling.token_rules.check(vocab_size)

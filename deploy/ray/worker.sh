@@ -49,4 +49,4 @@ ulimit -n 65536 || true
 # it everywhere). With a store it is how long the head may be away.
 export RAY_gcs_rpc_server_reconnect_timeout_s=$([ -n "$store" ] && echo 600 || echo 10)
 export RAY_worker_niceness=0  # what Ray starts is what this host is for
-exec env -u OMP_NUM_THREADS ray start --address="$head:6379" "$@"
+exec env -u OMP_NUM_THREADS RAY_USAGE_STATS_ENABLED=0 ray start --address="$head:6379" "$@"

@@ -20,6 +20,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "messages": clients.messages,
     "responses": clients.responses,
     "items": clients.items,
+    "anthropic-fields": clients.anthropic_fields,
     "limits": clients.limits,
     "metrics": metrics.table_text,
     "floors": floors.drawing,

@@ -10,28 +10,37 @@ from pydantic import AfterValidator
 from pydantic.fields import FieldInfo
 
 from cluster.words import errors as tree
+from cluster.words import token_rules
 from cluster.words.errors import ClusterError, outcome_of
 from docs.generate.table import table
+from router.doors.anthropic_types import MessagesBody
 from router.doors.openai_fields import Only
 from router.doors.openai_messages import MAX_CALLS, MAX_PARTS, MAX_TOOLS, ChatMessage
 from router.doors.openai_types import MAX_PROMPTS_TIMES_N, ChatBody, TextBody
 from router.doors.responses_items import MAX_ID_CHARS, InputItem
 from router.doors.responses_types import MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE, ResponsesBody
 from router.text import completion_request as rules
+from router.text.bad_words import MAX_BAD_WORD_CHARS
 
 _NOT_FOR_CLIENTS = (tree.SpecError, tree.DeployError, tree.NotDeployed, tree.ReplicaFailed, tree.RequestFailed)
 _LIMITS = {
     "stop": f"{rules.MAX_STOPS} strings of 1 to {rules.MAX_STOP_CHARS:,} characters",
     "stop_token_ids": f"{rules.MAX_STOP_TOKENS:,}",
+    "logit_bias": f"{token_rules.MAX_LOGIT_BIAS:,}, each from {-token_rules.MAX_BIAS:g} to {token_rules.MAX_BIAS:g}",
+    "allowed_token_ids": f"1 to {token_rules.MAX_ALLOWED_TOKENS:,}",
+    "bad_words": f"{token_rules.MAX_BAD_WORDS} of 1 to {MAX_BAD_WORD_CHARS} characters; "
+    f"{token_rules.MAX_BAD_WORD_TOKENS:,} tokens",
     "cache_salt": f"{rules.MAX_SALT_CHARS:,} characters",
     "prompt": f"prompts times `n`: {MAX_PROMPTS_TIMES_N:,}",
     "n": f"1 to {rules.MAX_CHOICES}, and to `decode.max_running`",
+    "best_of": f"`n` to {rules.MAX_CHOICES}, and to `decode.max_running`",
     "max_tokens": "1 to the context; times `n` and prompts: `decode.max_running` contexts",
     "max_output_tokens": "1 to the context",
     "user": f"{rules.MAX_USER_CHARS} characters",
     "messages": f"{rules.MAX_MESSAGES:,}",
     "role": f"{rules.MAX_ROLE_CHARS} characters",
     "content": f"{MAX_PARTS:,} parts",
+    "system": f"{MAX_PARTS:,} blocks",
     "tools": f"{MAX_TOOLS}",
     "tool_calls": f"{MAX_CALLS}",
     "input": f"{rules.MAX_MESSAGES:,} items",
@@ -43,6 +52,7 @@ _ORDER = ("yes", "only", "ignored", "refused")
 _OF = ("text:", "chat:")
 _SAME_AS = {
     "max_completion_tokens": "max_tokens",
+    "stop_sequences": "stop",
     "output": "content",
     "summary": "content",
 }
@@ -98,6 +108,13 @@ def responses() -> str:
 def items() -> str:
     rows = [(f"`{name}`", *_support(name, field)) for name, field in InputItem.model_fields.items()]
     return table(("field of an item", "taken", "bounds", "notes"), rows)
+
+
+def anthropic_fields() -> str:
+    """What the body of Anthropic's endpoint takes."""
+    rows = [(f"`{name}`", *_support(name, field)) for name, field in MessagesBody.model_fields.items()]
+    rows.sort(key=lambda row: (_ORDER.index(row[1].split()[0]), not row[3].startswith("required")))
+    return table(("field", "`/v1/messages`", "bounds", "notes"), rows)
 
 
 def limits() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from cluster.words.errors import ContextLengthExceeded, LogitsNotFinite
+from cluster.words.errors import ContextLengthExceeded
 from cluster.words.request import SampledToken, Sampling, SequenceRequest
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
@@ -39,7 +39,7 @@ def generate(
         outputs[sequence] = []
     while (result := engine.step()).did_work:
         if result.failed:
-            raise LogitsNotFinite.of(result.failed[0].request.id)
+            raise result.failed[0].failure
         for prefilled in result.prefilled:
             outputs[prefilled.prompt.sequence] += prefilled.tokens
         for sequence, token in result.sampled:

@@ -75,10 +75,11 @@ class Access:
         keyring = Keyring(None, salt_key=salt_key, is_required=False)
         return cls(keyring, Limits(None, LocalLimiter()))
 
-    def identify(self, authorization: str | None) -> Client:
-        """Whom a request is from, by its `Authorization` header. Raises Unauthenticated or KeysUnknown."""
+    def identify(self, authorization: str | None, *, api_key: str | None = None) -> Client:
+        """Whom a request is from, by its headers `Authorization` and `X-Api-Key`. Raises Unauthenticated or
+        KeysUnknown."""
         try:
-            return self._keyring.identify(authorization)
+            return self._keyring.identify(authorization, api_key=api_key)
         except ClusterError as error:
             self._count(outcome_of(error).code)
             raise

@@ -35,12 +35,15 @@ class Keyring:
         self._reach = RedisReach("the API keys known go on counting")
         self._is_closing = False
 
-    def identify(self, authorization: str | None) -> Client:
-        """Whom a request is from, by its `Authorization` header. Raises Unauthenticated or KeysUnknown.
+    def identify(self, authorization: str | None, *, api_key: str | None = None) -> Client:
+        """Whom a request is from, by its `Authorization` header, or by `X-Api-Key`. Raises Unauthenticated or
+        KeysUnknown.
 
         Secrets are looked up by their digest, so that how long it takes says nothing of any of them.
         """
-        scheme, secret = (authorization or "")[: len(_SCHEME)], (authorization or "")[len(_SCHEME) :].strip()
+        if api_key and (api_key := api_key.strip()):
+            authorization = _one_of(authorization, f"{_SCHEME}{api_key}")
+        scheme, secret = _parts(authorization)
         if scheme.lower() == _SCHEME and secret and len(secret) <= _MAX_CHARS:
             if client := (self._clients or {}).get(digest_of(secret)):
                 return client
@@ -79,3 +82,15 @@ class Keyring:
     def close(self) -> None:
         """Follow no longer."""
         self._is_closing = True
+
+
+def _parts(authorization: str | None) -> tuple[str, str]:
+    return (authorization or "")[: len(_SCHEME)], (authorization or "")[len(_SCHEME) :].strip()
+
+
+def _one_of(authorization: str | None, other: str) -> str:
+    """Of two that may say the same. Raises Unauthenticated where they are different keys."""
+    scheme, secret = _parts(authorization)
+    if scheme.lower() == _SCHEME and secret and secret != _parts(other)[1]:
+        raise Unauthenticated("Authorization and X-Api-Key have different API keys: send one of them")
+    return other

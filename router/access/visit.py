@@ -75,7 +75,7 @@ def _bound(completions: Sequence[Completion], tpm: int) -> None:
         return
     unbounded = [one for one in completions if one.request.max_tokens is None]
     named = sum(one.max_answer_tokens for one in completions if one.request.max_tokens is not None)
-    room = (tpm - num_prompt - named) // max(1, sum(one.n for one in unbounded))
+    room = (tpm - num_prompt - named) // max(1, sum(one.num_choices for one in unbounded))
     if not unbounded or room < max(1, *(one.request.min_tokens for one in unbounded)):
         param = completions[0].request.max_tokens_field
         raise RequestError(

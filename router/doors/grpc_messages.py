@@ -10,6 +10,7 @@ from typing import Any
 from cluster.rpc import inference_pb2 as pb
 from cluster.words.errors import ContextLengthExceeded, RequestError
 from cluster.words.grammar import ANY_OBJECT, Grammar, GrammarKind
+from cluster.words.token_rules import MAX_ALLOWED_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 from router.doors.grpc_chat import chat_of, forced_grammar_of, tool_calls_of
 from router.doors.openai_messages import MAX_CALLS, MAX_TOOLS
 from router.text.chat import Chat
@@ -36,8 +37,10 @@ def request_of(
     where both doors meet."""
     _check_counts(message, max_context)
     fields: dict[str, Any] = {name: getattr(message.sampling, name) for name in _SAMPLING if _is_set(message, name)}
-    for name in ("stop", "stop_token_ids"):
+    for name in ("stop", "stop_token_ids", "bad_words"):
         fields[name] = tuple(getattr(message.sampling, name))
+    fields["logit_bias"] = tuple(sorted(message.sampling.logit_bias.items()))
+    fields["allowed_token_ids"] = tuple(message.sampling.allowed_token_ids) or None
     prompt = _prompt_of(message)
     return CompletionRequest(
         id=message.request_id or uuid.uuid4().hex,
@@ -94,6 +97,9 @@ def _check_counts(message: pb.GenerateRequest, max_context: int) -> None:
     _check_chat(message.chat)
     _check_count("stop", len(message.sampling.stop), MAX_STOPS)
     _check_count("stop_token_ids", len(message.sampling.stop_token_ids), MAX_STOP_TOKENS)
+    _check_count("logit_bias", len(message.sampling.logit_bias), MAX_LOGIT_BIAS)
+    _check_count("allowed_token_ids", len(message.sampling.allowed_token_ids), MAX_ALLOWED_TOKENS)
+    _check_count("bad_words", len(message.sampling.bad_words), MAX_BAD_WORDS)
     _check_context("prompt", len(message.token_ids.ids), max_context)
 
 

@@ -1,4 +1,5 @@
-"""The HTTP door: /v1/models, /v1/completions and /v1/chat/completions, streaming and not; and what else is there."""
+"""The HTTP door: the OpenAI API's /v1/models, /v1/completions and /v1/chat/completions, streaming and not; and what
+other APIs it speaks."""
 
 from __future__ import annotations
 
@@ -14,8 +15,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cluster.words.errors import ClusterError, RequestError, UnknownModel
 from router.access.access import Access
 from router.access.visit import Visit
+from router.doors.anthropic_api import AnthropicDoor
+from router.doors.anthropic_errors import AnthropicErrors
 from router.doors.body import BodyReader
 from router.doors.connections import HTTP_DOOR
+from router.doors.error_form import ErrorForm
 from router.doors.event_stream import EventStream, whole_answer
 from router.doors.health_api import HealthProbes, add_health
 from router.doors.http_visits import HttpVisits
@@ -63,11 +67,17 @@ def create_app(
     )
     visits = HttpVisits(completions, access.limits, bodies)
     door = _Door(completions, visits)
+    anthropic = AnthropicDoor(completions, visits)
     responses = ResponsesApi(completions, visits, stored or StoredResponses.in_memory(_IN_MEMORY))
-    straight = {"/v1/completions": door.text, "/v1/chat/completions": door.chat, "/v1/responses": responses.create}
-    app.add_middleware(_Straight, endpoints=straight)
+    answering = {
+        "/v1/completions": door.text,
+        "/v1/chat/completions": door.chat,
+        "/v1/responses": responses.create,
+        **anthropic.endpoints,
+    }
+    app.add_middleware(_Straight, endpoints=answering)
     app.add_middleware(_Gate, access=access)
-    app.add_middleware(_RequestIds)  # the one added last comes first
+    app.add_middleware(_RequestIds, anthropic=frozenset(anthropic.endpoints))  # the one added last comes first
     if cors_origins:  # a browser asks beforehand, without a key
         app.add_middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["GET", "POST", "DELETE"],
                            allow_headers=["*"], expose_headers=["*"])  # fmt: skip
@@ -77,8 +87,8 @@ def create_app(
     app.add_api_route("/v1/models/{model_id:path}", door.model, methods=["GET"])
     responses.add_to(app)
     # A POST of these never comes so far, see _Straight: the routes refuse other methods, and redirect a slash more.
-    app.add_api_route("/v1/completions", door.text, methods=["POST"])
-    app.add_api_route("/v1/chat/completions", door.chat, methods=["POST"])
+    for path, endpoint in answering.items():
+        app.add_api_route(path, endpoint, methods=["POST"])
 
     @app.get(_HEALTH)
     async def report_health() -> Response:
@@ -177,7 +187,8 @@ class _Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] != _HEALTH and not scope["path"].startswith(f"{_HEALTH}/"):
             try:
-                client = self._access.identify(Headers(scope=scope).get("authorization"))
+                headers = Headers(scope=scope)
+                client = self._access.identify(headers.get("authorization"), api_key=headers.get("x-api-key"))
             except ClusterError as error:
                 await error_response(error, scope["state"]["errors"])(scope, receive, send)
                 return
@@ -210,8 +221,10 @@ class _RequestIds:
     """ASGI middleware: a client's X-Request-Id, or one of ours, on the request and on its answer. And the form in which
     it hears of errors, on the request."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, anthropic: frozenset[str]) -> None:
+        """anthropic: paths whose clients have Anthropic's form, and its name of that header."""
         self._app = app
+        self._anthropic = anthropic
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -219,11 +232,16 @@ class _RequestIds:
             return
         asked = Headers(scope=scope).get("x-request-id", "")
         request_id = asked if REQUEST_ID.fullmatch(asked) else uuid.uuid4().hex
-        scope.setdefault("state", {}).update(request_id=request_id, errors=OpenAIErrors())
+        is_anthropic = scope["path"] in self._anthropic
+        errors: ErrorForm = AnthropicErrors(request_id) if is_anthropic else OpenAIErrors()
+        scope.setdefault("state", {}).update(request_id=request_id, errors=errors)
 
         def send_with_id(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                if is_anthropic:
+                    headers["request-id"] = request_id
             return send(message)
 
         await self._app(scope, receive, send_with_id)

@@ -19,7 +19,8 @@ MAX_TOOLS = 512
 _MAY_SAY_NOTHING = ("assistant", "tool")
 
 
-def _parts(value: Any) -> Any:
+def as_parts(value: Any) -> Any:
+    """A string as a list of one part; what is neither is refused."""
     if value is not None and not isinstance(value, str | list):
         raise ValueError("must be a string or a list of text parts")
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
@@ -48,7 +49,7 @@ class ChatMessage(OpenAIObject):
     """`system`, `user`, `assistant`, `tool`, or what the model's template knows; `developer` is `system` to one that
     does not."""
     content: Annotated[
-        Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)] | None, BeforeValidator(_parts)
+        Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)] | None, BeforeValidator(as_parts)
     ] = None
     """A string, or a list of parts of type `text`, each of which becomes a line of its own; no other type is
     taken. Null only of an `assistant` or a `tool`."""

@@ -6,11 +6,13 @@ used. Reference: https://platform.openai.com/docs/api-reference; the extensions 
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
 from cluster.words.errors import RequestError, UnsupportedField
+from cluster.words.token_rules import MAX_BIAS
 from router.doors.openai_fields import Ignored, Only, OpenAIObject, Unsupported
 from router.doors.openai_forced import forced_grammar
 from router.doors.openai_grammar import ResponseFormat, StructuredOutputs, grammar_of
@@ -22,6 +24,8 @@ MAX_PROMPTS_TIMES_N = 1024  # choices of one HTTP request
 DEFAULT_TEXT_TOKENS = 16  # of /v1/completions, by OpenAI's reference; a chat goes on for as long as the context lasts
 
 Prompt = str | tuple[int, ...]
+Biases = tuple[tuple[int, float], ...]  # (token id, what is added to its logit)
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
 def _prompts(value: Any) -> tuple[Prompt, ...]:
@@ -34,6 +38,14 @@ def _prompts(value: Any) -> tuple[Prompt, ...]:
 
 def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(token_id) is int for token_id in value)
+
+
+def _biases(value: Any) -> Biases:
+    if not isinstance(value, dict) or not all(isinstance(key, str) and _TOKEN_ID.fullmatch(key) for key in value):
+        raise ValueError('must be an object whose keys are token ids, such as {"42": -5}')
+    if not all(type(bias) in (int, float) and -MAX_BIAS <= bias <= MAX_BIAS for bias in value.values()):
+        raise ValueError(f"must have numbers from {-MAX_BIAS:g} to {MAX_BIAS:g}")
+    return tuple(sorted((int(key), float(bias)) for key, bias in value.items()))
 
 
 def _strings(value: Any) -> Any:
@@ -77,6 +89,12 @@ class _Sampled(AskingBody):
     """Extension: no stop token before so many."""
     stop_token_ids: list[int] | None = None
     """Extension."""
+    logit_bias: Annotated[Biases, PlainValidator(_biases)] | None = None
+    """By token id: what is added to its logit. Logprobs are told as they are without it, and without the next two."""
+    allowed_token_ids: list[int] | None = None
+    """Extension: no other is chosen. An answer ends by itself only where an end-of-sequence token is among them."""
+    bad_words: list[str] | None = None
+    """Extension: no answer contains any of these as the tokenizer writes it, at the beginning or behind a space."""
     ignore_eos: bool | None = None
     """Extension: the model's end-of-sequence tokens do not end the answer."""
     include_stop_str_in_output: bool | None = None
@@ -107,9 +125,6 @@ class _Sampled(AskingBody):
     prompt_cache_retention: Ignored = None
     prompt_cache_options: Ignored = None
     # Of the API or of other servers, and not supported: they would change the answer.
-    logit_bias: Unsupported = None
-    allowed_token_ids: Unsupported = None
-    bad_words: Unsupported = None
     prompt_logprobs: Unsupported = None
     logprob_token_ids: Unsupported = None
     logits_processors: Unsupported = None
@@ -140,12 +155,13 @@ class _Sampled(AskingBody):
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options: only with stream: true", param="stream_options")
         same = ("model", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "n", "top_k", "min_p",
-                "repetition_penalty", "min_tokens", "ignore_eos", "skip_special_tokens", "priority", "user",
-                "cache_salt", "truncate_prompt_tokens", "add_special_tokens")  # fmt: skip
+                "repetition_penalty", "min_tokens", "logit_bias", "ignore_eos", "skip_special_tokens", "priority",
+                "user", "cache_salt", "truncate_prompt_tokens", "add_special_tokens")  # fmt: skip
         fields = {name: getattr(self, name) for name in same}
         fields["include_stop"] = self.include_stop_str_in_output
         fields["stop"] = None if self.stop is None else tuple(self.stop)
-        fields["stop_token_ids"] = None if self.stop_token_ids is None else tuple(self.stop_token_ids)
+        for name in ("stop_token_ids", "allowed_token_ids", "bad_words"):
+            fields[name] = None if (given := getattr(self, name)) is None else tuple(given)
         fields |= grammar_of(self.response_format, self.structured_outputs)
         return {name: value for name, value in fields.items() if value is not None}
 
@@ -161,18 +177,20 @@ class TextBody(_Sampled):
     """The prompt before the answer; not together with `logprobs`."""
     suffix: Annotated[str | None, AfterValidator(Only(("",)))] = None
     best_of: int | None = None
-    """Only as much as `n`."""
+    """So many choices are computed, and counted; the `n` with the likeliest tokens on average are answered. More than
+    `n` not with `stream`."""
 
     def requests(self, request_id: str, *, peer: str = "") -> list[CompletionRequest]:
         """One request per prompt. Raises RequestError."""
         if self.echo and self.logprobs is not None:
             raise UnsupportedField("echo: logprobs of the prompt are not supported here", param="echo")
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise UnsupportedField("best_of: must equal n; a choice among more is not supported here", param="best_of")
-        if len(self.prompt) * min(max(1, self.n or 1), MAX_CHOICES) > MAX_PROMPTS_TIMES_N:
+        if self.stream and self.best_of is not None and self.best_of > (self.n or 1):
+            raise RequestError("best_of: more than n is not with stream: true", param="best_of")
+        num_choices = self.n or 1 if self.best_of is None else self.best_of
+        if len(self.prompt) * min(max(1, num_choices), MAX_CHOICES) > MAX_PROMPTS_TIMES_N:
             raise RequestError(f"prompt: prompts times n is at most {MAX_PROMPTS_TIMES_N}", param="prompt")
         max_tokens = DEFAULT_TEXT_TOKENS if self.max_tokens is None else self.max_tokens
-        shared = {**self._shared(), "max_tokens": max_tokens, "logprobs": self.logprobs}
+        shared = {**self._shared(), "max_tokens": max_tokens, "logprobs": self.logprobs, "best_of": self.best_of}
         return [CompletionRequest(id=request_id, peer=peer, prompt=prompt, **shared) for prompt in self.prompt]
 
 
@@ -219,17 +237,14 @@ class ChatBody(_Sampled, ChatSettings):
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         fields = {**self._shared(), "max_tokens": max_tokens, "max_tokens_field": field, "logprobs": logprobs}
         if forced is not None:
-            fields["grammar"] = forced_grammar(forced, self.tools or (), is_parallel=is_parallel)
+            has_format = bool(self.structured_outputs or (self.response_format and self.response_format.type != "text"))
+            tools = self.tools or ()
+            fields["grammar"] = forced_grammar(forced, tools, is_parallel=is_parallel, has_format=has_format)
             fields["grammar_field"] = "tools"
         return [CompletionRequest(id=request_id, peer=peer, prompt=chat, **fields)]
 
     def _forced(self) -> str | None:
-        """The tool that the answer is bound to call, "" for any; None: it is bound to nothing. Raises RequestError."""
+        """The tool that the answer is bound to call, "" for any; None: it is bound to nothing."""
         if self.tool_choice is None or self.tool_choice in ("none", "auto"):
             return None
-        if not self.tools:
-            raise RequestError("tool_choice: needs tools", param="tool_choice")
-        if self.structured_outputs or (self.response_format and self.response_format.type != "text"):
-            text = "tool_choice: an answer that is bound to be a call keeps to no other format"
-            raise RequestError(text, param="tool_choice")
         return "" if isinstance(self.tool_choice, str) else self.tool_choice.name

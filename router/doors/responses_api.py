@@ -41,7 +41,6 @@ class ResponsesApi:
         self._stored = stored
 
     def add_to(self, app: FastAPI) -> None:
-        app.add_api_route("/v1/responses", self.create, methods=["POST"])
         app.add_api_route("/v1/responses/{id}", self.stored, methods=["GET"])
         app.add_api_route("/v1/responses/{id}", self.delete, methods=["DELETE"])
         app.add_api_route("/v1/responses/{id}/input_items", self.input_items, methods=["GET"])

@@ -115,8 +115,9 @@ class DecodeStreams:
         return self._booking.num_blocks if self._booking else 0
 
     @property
-    def has_grammar(self) -> bool:
-        return self._request.grammar is not None
+    def request(self) -> SequenceRequest:
+        """As this attempt was given it."""
+        return self._request
 
     def num_tokens(self) -> int:
         """What it was given, and what all choices have brought since."""

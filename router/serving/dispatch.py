@@ -226,9 +226,8 @@ class Dispatch:
 
     def _loads(self, role: Role, asked: _Asked) -> list[ReplicaLoad]:
         """Of those that would not pass over what is asked."""
-        needs_grammars = asked.request.grammar is not None
         usable = self.replicas.usable(role)
-        return [replica.load() for replica in usable if replica.member.keeps_grammars or not needs_grammars]
+        return [replica.load() for replica in usable if replica.member.understands(asked.request)]
 
     def _replica(self, name: str | None) -> Replica | None:
         return self.replicas.get(name) if name else None

@@ -72,5 +72,4 @@ class Rebalancer:
 
     def _may_move(self, answer: DecodeStreams, source: Replica, target: Replica) -> bool:
         has_room = target.load().has_room_to_decode(num_blocks=answer.num_blocks, num_streams=1)
-        is_understood = target.member.keeps_grammars or not answer.has_grammar
-        return has_room and is_understood and answer.only_on(source) is not None
+        return has_room and target.member.understands(answer.request) and answer.only_on(source) is not None

@@ -18,6 +18,8 @@ class Chat:
     messages: tuple[Message, ...]
     variables: Mapping[str, Any] = field(default_factory=dict)
     reasoning_effort: str | None = None
+    effort_field: str = "reasoning_effort"  # what the client calls it
+    thinks: bool | None = None  # True: it is to think before it answers; None: as its template has it
     tools: tuple[Mapping[str, Any], ...] = ()  # that the model may call, as OpenAI describes them
     is_parallel: bool = True  # False: an answer ends after its first call
     forced: str | None = None  # the answer is bound to be a call of this tool; "": of any. None: it is not

@@ -30,13 +30,14 @@ from router.generation import RequestRoute, TokenService
 from router.metrics import Metrics
 from router.text.answer_events import AnswerEvents
 from router.text.answer_reader import AnswerReader
+from router.text.best_of import best_of
 from router.text.bound_answer import bound_answer, may_think
 from router.text.chat import Chat
 from router.text.chat_template import ChatTemplate
 from router.text.choice_text import ChoiceText
 from router.text.completion_request import CompletionRequest, ModelCard, check, sampling_of, truncated
 from router.text.dialect import Dialect
-from router.text.events import Summary, TokenUsage
+from router.text.events import Event, Summary, TokenUsage
 from router.text.grammar_check import GrammarCheck
 from router.text.prompt_encoder import PromptEncoder, num_chars
 from router.text.text_threads import TextThreads
@@ -94,14 +95,18 @@ class Completions:
         """
         try:
             check(request, self.model)
-            clock = TokenClock(self.metrics, num_choices=request.n)
+            clock = TokenClock(self.metrics, num_choices=request.num_choices)
             prompt_ids = truncated(await self.prompts.encode(request, num_beside=num_beside), request, self.model)
             grammar = None
             if request.grammar:
                 grammar = await self._bound(request, request.grammar, self.prompts.end_of(prompt_ids))
                 await self._grammars.check(replace(request, grammar=grammar))
             sampling = sampling_of(
-                request, self.model, num_prompt_tokens=len(prompt_ids), eos_token_ids=self.tokenizer.eos_token_ids
+                request,
+                self.model,
+                num_prompt_tokens=len(prompt_ids),
+                eos_token_ids=self.tokenizer.eos_token_ids,
+                bad_words=await self.prompts.bad_words_of(request) if request.bad_words else (),
             )
         except ClusterError as error:
             self.metrics.requests.labels(outcome_of(error).code).inc()
@@ -143,9 +148,10 @@ class Completion:
         limit_s: float,
     ) -> None:
         self.request = request
-        self.n = request.n
+        self.n = request.n  # that are answered
+        self.num_choices = request.num_choices  # that run
         self.prompt_ids = prompt_ids
-        self.max_answer_tokens = request.n * sampling.max_tokens
+        self.max_answer_tokens = request.num_choices * sampling.max_tokens
         self._sampling = sampling
         self._grammar = grammar  # what the whole of an answer keeps to
         self._token_service = service.token_service
@@ -159,7 +165,7 @@ class Completion:
             ChoiceText(
                 request, choice, service.tokenizer, reader=self._reader(service), shown=service.prompts.shown_ids
             )
-            for choice in range(request.n)
+            for choice in range(request.num_choices)
         ]
         self._route = RequestRoute()
 
@@ -171,7 +177,7 @@ class Completion:
         return AnswerReader.of(self.request.prompt, service.prompts.dialect, end, may_think=thinks)
 
     @asynccontextmanager
-    async def run(self) -> AsyncIterator[AnswerEvents]:
+    async def run(self) -> AsyncIterator[AsyncIterator[list[Event]]]:
         """Start it, once, and hold it for as long as the block lasts; leaving the block ends it everywhere.
 
         Gives the events, which are to be consumed in the task that entered. The block raises ClusterError; past the
@@ -185,13 +191,17 @@ class Completion:
                 self._token_service.start(self._sequence()) as generation,
             ):
                 self._route = generation.route
-                yield AnswerEvents(
+                events = AnswerEvents(
                     generation,
                     self._choices,
                     clock=self._clock,
                     unread=self._unread,
                     summary=self._summary,
                     request_id=self.request.id,
+                )
+                has_logprobs = self.request.logprobs is not None
+                yield (
+                    best_of(events, num_best=self.n, shows_logprobs=has_logprobs) if self.request.is_ranked else events
                 )
         except BaseException as error:
             self._account(error)
@@ -201,7 +211,7 @@ class Completion:
     def bound_answers(self, max_tokens: int) -> None:
         """No answer is longer. Before it runs."""
         self._sampling = replace(self._sampling, max_tokens=min(max_tokens, self._sampling.max_tokens))
-        self.max_answer_tokens = self.n * self._sampling.max_tokens
+        self.max_answer_tokens = self.num_choices * self._sampling.max_tokens
 
     def refuse(self, error: ClusterError) -> None:
         """It is not to be run, for its key may not ask for it at present."""
@@ -211,7 +221,7 @@ class Completion:
     @property
     def most_tokens(self) -> int:
         """That it may use, prompt and answers."""
-        return len(self.prompt_ids) + self.n * self._sampling.max_tokens
+        return len(self.prompt_ids) + self.num_choices * self._sampling.max_tokens
 
     @property
     def used_tokens(self) -> int:
@@ -247,7 +257,7 @@ class Completion:
             num_prompt_tokens=len(self.prompt_ids),
             sampling=self._sampling,
             grammar=self._grammar,
-            choices=tuple(range(self.request.n)),
+            choices=tuple(range(self.num_choices)),
             salt=self.request.salt,
             tenant=self.request.tenant,
             user=self.request.user,

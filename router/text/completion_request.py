@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from cluster.words.errors import ContextLengthExceeded, RequestError, UnknownModel
 from cluster.words.grammar import Grammar
 from cluster.words.request import Sampling, random_seed
+from cluster.words.token_rules import TokenRules
+from router.text.bad_words import check_bad_words
 from router.text.chat import Chat
 
 MAX_REQUEST_BYTES = 10 * 1024 * 1024  # what either door reads of one request
@@ -38,6 +40,7 @@ RANGES: Mapping[str, tuple[float, float, bool]] = {
     "presence_penalty": (-2, 2, True),
     "frequency_penalty": (-2, 2, True),
     "n": (1, MAX_CHOICES, True),
+    "best_of": (1, MAX_CHOICES, True),
     "logprobs": (0, MAX_LOGPROBS, True),
     "max_tokens": (1, 2**31 - 1, True),
     "min_tokens": (0, 2**31 - 1, True),
@@ -86,10 +89,14 @@ class CompletionRequest:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+    allowed_token_ids: tuple[int, ...] | None = None  # None: all
+    bad_words: tuple[str, ...] = ()  # that no answer contains
     ignore_eos: bool = False
     include_stop: bool = False  # the text keeps the stop string, or the stop token, that ended it
     skip_special_tokens: bool = True
     n: int = 1
+    best_of: int | None = None  # choices of which the n best are answered; None: n
     logprobs: int | None = None  # None: none; k: of the chosen token and of the k likeliest
     grammar: Grammar | None = None  # what every answer keeps to
     grammar_field: str = "grammar"  # what the client calls it
@@ -104,6 +111,16 @@ class CompletionRequest:
     salt: str = ""  # what keys its prefix hashes
     max_answer: int | None = None  # tokens of one answer; None: no limit but the context
     is_cache_told: bool = True  # whether it hears how much of its prompt was cached
+
+    @property
+    def num_choices(self) -> int:
+        """That run."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def is_ranked(self) -> bool:
+        """More run than are answered."""
+        return self.num_choices > self.n
 
 
 def check(request: CompletionRequest, model: ModelCard) -> None:
@@ -126,10 +143,11 @@ def check(request: CompletionRequest, model: ModelCard) -> None:
             f"min_tokens: must not exceed {most}, but is {request.min_tokens}",
             param="min_tokens",
         )
-    if request.n > model.max_choices:
-        raise RequestError(f"n: a replica runs at most {model.max_choices} choices at once, not {request.n}", param="n")
-    check_total(request.n * (request.max_tokens or 1), model, param=request.max_tokens_field)
+    _check_choices(request, model)
     _check_stops(request)
+    check_bad_words(request.bad_words)
+    if request.allowed_token_ids == ():
+        raise RequestError("allowed_token_ids: must not be empty; left out, all are allowed", param="allowed_token_ids")
     _check_grammar(request)
     if isinstance(request.prompt, Chat):
         _check_chat(request.prompt, model)
@@ -159,9 +177,17 @@ def truncated(prompt_ids: tuple[int, ...], request: CompletionRequest, model: Mo
 
 
 def sampling_of(
-    request: CompletionRequest, model: ModelCard, *, num_prompt_tokens: int, eos_token_ids: frozenset[int]
+    request: CompletionRequest,
+    model: ModelCard,
+    *,
+    num_prompt_tokens: int,
+    eos_token_ids: frozenset[int],
+    bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> Sampling:
-    """The resolved sampling of a checked request. Raises ContextLengthExceeded, or RequestError for an empty prompt."""
+    """The resolved sampling of a checked request. Raises ContextLengthExceeded, or RequestError for an empty prompt.
+
+    bad_words: those of the request, as tokens.
+    """
     if num_prompt_tokens == 0:
         raise RequestError("prompt: must not be empty", param="prompt")
     room = model.max_context - num_prompt_tokens
@@ -189,8 +215,19 @@ def sampling_of(
         frequency_penalty=request.frequency_penalty,
         seed=seed,
         stop_token_ids=tuple(sorted(ends)),
-        num_logprobs=request.logprobs,
+        num_logprobs=0 if request.is_ranked and request.logprobs is None else request.logprobs,
+        token_rules=_token_rules(request, model, bad_words),
     )
+
+
+def _check_choices(request: CompletionRequest, model: ModelCard) -> None:
+    num, called = request.num_choices, "n" if request.best_of is None else "best_of"
+    if num < request.n:
+        raise RequestError(f"best_of: must not be less than n, {request.n}, but is {num}", param="best_of")
+    if num > model.max_choices:
+        text = f"{called}: a replica runs at most {model.max_choices} choices at once, not {num}"
+        raise RequestError(text, param=called)
+    check_total(num * (request.max_tokens or 1), model, param=request.max_tokens_field)
 
 
 def _check_chat(chat: Chat, model: ModelCard) -> None:
@@ -213,6 +250,19 @@ def _check_grammar(request: CompletionRequest) -> None:
         if value:
             text = f"{name}: cannot be together with {request.grammar_field}, which says where the answer ends"
             raise RequestError(text, param=name)
+
+
+def _token_rules(
+    request: CompletionRequest, model: ModelCard, bad_words: tuple[tuple[int, ...], ...]
+) -> TokenRules | None:
+    """Raises RequestError."""
+    rules = TokenRules(
+        logit_bias=request.logit_bias, allowed_token_ids=request.allowed_token_ids or (), bad_words=bad_words
+    )
+    if rules.says_nothing:
+        return None
+    rules.check(model.vocab_size)
+    return rules
 
 
 def _check_stops(request: CompletionRequest) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from cluster.words.errors import ContextLengthExceeded, RequestError, UnsupportedField
+from router.text.bad_words import bad_words_as_tokens
 from router.text.chat import Chat
 from router.text.chat_template import ChatTemplate
 from router.text.completion_request import CompletionRequest, ModelCard, check, check_token_ids
@@ -17,7 +18,8 @@ from router.text.tokenizer import Tokenizer
 _LONG_TEXT = 2 * 1024  # characters, some 3 ms of tokenising; more is done on another thread
 _MANY_TOKENS = 4096  # some 2 ms of decoding
 _MESSAGE = 64  # characters that take as long as a template needs for one message, or a call in it
-_EFFORT = "reasoning_effort"
+_EFFORT, _THINKING = "reasoning_effort", "enable_thinking"  # of templates
+_MAX_KNOWN = 64  # lists of bad words: the prompts of one body have the same, and may be a thousand
 _MARK = 16  # tokens that are enough for a mark at the end of a prompt
 
 
@@ -39,13 +41,14 @@ class PromptEncoder:
         self._chat_template = chat_template
         self._model = model
         self._threads = threads
+        self._bad_words_as_tokens = lru_cache(_MAX_KNOWN)(partial(bad_words_as_tokens, tokenizer))
 
     def least_tokens(self, request: CompletionRequest) -> int:
         """Tokens that it needs at least, told from its size alone: a text has as many as if each were the longest."""
         prompt = request.prompt
         if isinstance(prompt, tuple):
-            return len(prompt) + request.n
-        return max(1, -(-num_chars(prompt) // self.tokenizer.longest_token)) + request.n
+            return len(prompt) + request.num_choices
+        return max(1, -(-num_chars(prompt) // self.tokenizer.longest_token)) + request.num_choices
 
     async def tokenize(self, request: CompletionRequest) -> tuple[int, ...]:
         """The tokens of its prompt alone, bounded like any. Raises RequestError and its kin."""
@@ -78,7 +81,7 @@ class PromptEncoder:
             text = "tools: how this model writes calls is not known here; the operator can say so (model.tool_parser)"
             raise RequestError(text, param="tools")
         # What could not fit even if every token were the longest one is not worth tokenising.
-        if self.least_tokens(request) - request.n > self._model.max_context:
+        if self.least_tokens(request) - request.num_choices > self._model.max_context:
             raise ContextLengthExceeded(
                 f"this model's context holds {self._model.max_context} tokens; {num_chars(prompt)} characters are more",
                 param="messages" if isinstance(prompt, Chat) else "prompt",
@@ -90,21 +93,39 @@ class PromptEncoder:
             return await self._threads.run(request.key_id, self._encode, prompt, request.add_special_tokens)
         return self._encode(prompt, request.add_special_tokens)
 
+    async def bad_words_of(self, request: CompletionRequest) -> tuple[tuple[int, ...], ...]:
+        """Those of a request that has been checked, as an answer may come to contain them: at its beginning, or behind
+        a space. Raises RequestError where they are too many tokens."""
+        words = request.bad_words
+        if sum(map(len, words)) > _LONG_TEXT:
+            return await self._threads.run(request.key_id, self._bad_words_as_tokens, words)
+        return self._bad_words_as_tokens(words)
+
     def _has_unread_calls(self, chat: Chat) -> bool:
         return bool(chat.tools) and self._chat_template.knows_tools and not self.dialect.calls and chat.forced is None
 
     def _variables(self, chat: Chat) -> Mapping[str, Any]:
         """Of the template. The client's own word for one of them counts."""
         effort, known = chat.reasoning_effort, self._chat_template.variables
+        variables = {**self._thinking(), **chat.variables} if chat.thinks else chat.variables
         if effort is None:
-            return chat.variables
+            return variables
         if _EFFORT in known:
-            return {_EFFORT: effort, **chat.variables}
-        if effort == "none" and "enable_thinking" in known:
-            return {"enable_thinking": False, **chat.variables}
+            return {_EFFORT: effort, **variables}
+        if effort == "none" and _THINKING in known:
+            return {_THINKING: False, **variables}
         if effort == "none" and not self.dialect.thinks:
-            return chat.variables
-        raise UnsupportedField(f"{_EFFORT}: this model's chat template knows no {effort!r}", param=_EFFORT)
+            return variables
+        text = f"{chat.effort_field}: this model's chat template knows no {effort!r}"
+        raise UnsupportedField(text, param=chat.effort_field)
+
+    def _thinking(self) -> Mapping[str, Any]:
+        """Where it is asked for. Raises UnsupportedField."""
+        if _THINKING in self._chat_template.variables:
+            return {_THINKING: True}
+        if not self.dialect.thinks and _EFFORT not in self._chat_template.variables:
+            raise UnsupportedField("thinking: this model does not think", param="thinking")
+        return {}
 
     def end_of(self, prompt_ids: tuple[int, ...]) -> str:
         """The last few characters, special tokens and all."""

@@ -44,7 +44,7 @@ class RequestTrail:
         self._write(
             **_who(request),
             outcome=outcome,
-            n=request.n,
+            n=request.num_choices,
             max_tokens=max_tokens,
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=usage.cached_tokens,

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cluster.words.request import Role, Sampling
+from cluster.words.token_rules import TokenRules
 from engine.config import EngineConfig
 from engine.cpu.library import open_kernels
 from engine.runner import ModelRunner
@@ -23,10 +24,11 @@ CPU = torch.device("cpu")
 NUM_REQUESTS, NUM_TOKENS = 64, 40
 LENGTHS = [3 + 7 * i for i in range(NUM_REQUESTS - 4)] + [530, 577, 608, 700]  # the last are more than a chunk of 512
 PROMPTS = prompts(*LENGTHS)
+RULES = TokenRules(logit_bias=((5, 2.0),), bad_words=((5, 5), (7,)))
 SAMPLINGS = [
     Sampling(max_tokens=NUM_TOKENS, temperature=0.0)
     if i % 2
-    else Sampling(max_tokens=NUM_TOKENS, temperature=0.8, top_p=0.9, seed=i)
+    else Sampling(max_tokens=NUM_TOKENS, temperature=0.8, top_p=0.9, seed=i, token_rules=RULES if i % 4 else None)
     for i in range(NUM_REQUESTS)
 ]
 WIDE = {"max_position_embeddings": 1024}

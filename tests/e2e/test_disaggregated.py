@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from cluster.words.request import SampledToken, Sampling, choice_seed
+from cluster.words.token_rules import TokenRules
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
 from tests.local_cluster import local_cluster
@@ -67,7 +69,7 @@ async def test_kv_heads_are_replicated_where_there_are_more_ranks_than_heads(
         assert [(await cluster.generate(p, _GREEDY)).ids for p in asked] == expected
 
 
-async def test_sampled_with_logprobs_penalties_and_seeds(
+async def test_sampled_with_logprobs_penalties_seeds_and_rules(
     checkpoint: Checkpoint, reference: Reference, redis_url: str
 ) -> None:
     model_dir, asked = checkpoint("qwen3"), prompts(40, 17)
@@ -83,6 +85,21 @@ async def test_sampled_with_logprobs_penalties_and_seeds(
                 assert ours.logprob and theirs.logprob
                 assert [token for token, _ in ours.logprob.top] == [token for token, _ in theirs.logprob.top]
                 assert ours.logprob.logprob == pytest.approx(theirs.logprob.logprob, abs=1e-4)
+
+        prompt, plain = asked[0], _ids(reference(model_dir, asked[:1], _GREEDY)[0])
+        rules = {
+            "biased": TokenRules(logit_bias=((5, 100.0), (plain[0], -100.0))),
+            "restricted": TokenRules(allowed_token_ids=(3, 9, 27, 81)),
+            "without bad words": TokenRules(bad_words=((plain[0],), (plain[-2], plain[-1]))),
+        }
+        ruled = [replace(one, token_rules=rule) for rule in rules.values() for one in (_GREEDY, sampling)]
+        expected = reference(model_dir, [prompt] * len(ruled), ruled)
+        answers = await asyncio.gather(*(cluster.generate(prompt, one, id=str(i)) for i, one in enumerate(ruled)))
+        assert [answer.ids for answer in answers] == [_ids(tokens) for tokens in expected]
+        assert all(answer.route.blocks_shipped for answer in answers)
+        biased, restricted, without = (answers[i].ids for i in (0, 2, 4))
+        assert set(biased) == {5} and set(restricted) <= {3, 9, 27, 81}
+        assert plain[0] not in without and tuple(plain[-2:]) not in pairwise(without)
 
 
 async def test_several_choices_share_one_handoff(checkpoint: Checkpoint, reference: Reference, redis_url: str) -> None:
@@ -137,7 +154,8 @@ async def test_one_token_needs_no_decode_replica(checkpoint: Checkpoint, referen
 async def test_preemption_changes_no_token(checkpoint: Checkpoint, reference: Reference, redis_url: str) -> None:
     """A pool of 20 blocks cannot hold six sequences that grow to 6 blocks each, where the router expected 3 of each."""
     model_dir, asked = checkpoint("llama"), prompts(33, 34, 35, 36, 37, 38)
-    sampling = replace(_GREEDY, max_tokens=60)
+    rules = TokenRules(logit_bias=((5, 1.0),), bad_words=((5, 5), (7,)))
+    sampling = replace(_GREEDY, max_tokens=60, token_rules=rules)
     expected = [_ids(tokens) for tokens in reference(model_dir, asked, sampling)]
     bytes_per_block = 3 * 2 * 2 * 16 * 4 * 16  # layers, k and v, kv heads, head_dim, float32, block
     gib = 20.5 * bytes_per_block / 2**30

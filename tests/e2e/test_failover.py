@@ -13,6 +13,7 @@ import pytest
 from cluster.words.errors import LinkClosed, ReplicaLost
 from cluster.words.probe import Milestone
 from cluster.words.request import Role, SampledToken, Sampling, SequenceRequest, choice_seed
+from cluster.words.token_rules import TokenRules
 from tests.e2e.conftest import Checkpoint, Reference, exact_tree
 from tests.engine.steps import prompts
 from tests.local_cluster import Answer, LocalCluster, local_cluster
@@ -20,7 +21,10 @@ from tests.rank_in_process import Fault
 from tests.waiting import WITHIN_S
 
 _GREEDY = Sampling(max_tokens=40, temperature=0.0)
-_SAMPLED = Sampling(max_tokens=40, temperature=1.0, top_p=0.9, repetition_penalty=1.1, num_logprobs=2)
+_RULES = TokenRules(logit_bias=((5, 2.0),), bad_words=((5, 5), (7,)))
+_SAMPLED = Sampling(
+    max_tokens=40, temperature=1.0, top_p=0.9, repetition_penalty=1.1, num_logprobs=2, token_rules=_RULES
+)
 _PROMPTS = prompts(20, 33, 47, 70, 35, 64)
 _SAMPLINGS = [_GREEDY] * 3 + [replace(_SAMPLED, seed=seed) for seed in range(3)]
 

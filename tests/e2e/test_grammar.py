@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 from jsonschema import Draft202012Validator
 
-from cluster.words.errors import GrammarNotFollowed, RequestError
+from cluster.words.errors import GrammarNotFollowed, NoTokenAllowed, RequestError
 from cluster.words.grammar import Grammar, GrammarKind
 from cluster.words.probe import Milestone
 from cluster.words.request import FinishReason, Role, Sampling
+from cluster.words.token_rules import TokenRules
 from router.text.tokenizer import Tokenizer
 from tests.ceiling import Ceiling
 from tests.character_tokenizer import CHARACTERS, END, save_tokenizer
@@ -33,6 +34,7 @@ _LETTERS = "[a-c][1-9]{12,20}(xy|z){6,8}"
 _GRAMMAR = Grammar(kind=GrammarKind.REGEX, text=_LETTERS)
 _MAX_ANSWER = 64
 _SHORT = Grammar(kind=GrammarKind.REGEX, text="a[bc]")
+_A, _B, _C, _Z, _FIVE = map(CHARACTERS.index, "abcz5")
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +86,8 @@ async def test_a_choice_that_moves_goes_on_where_it_was(
     ceiling = Ceiling(12)
     ceiling.arm(monkeypatch.setattr)
     async with local_cluster(model_dir, redis_url, **exact_tree(1, 1)) as cluster:
-        moving = asyncio.create_task(cluster.generate(_PROMPTS[0], _SAMPLED, grammar=_GRAMMAR))
+        ruled = replace(_SAMPLED, token_rules=TokenRules(logit_bias=((_FIVE, 2.0),), bad_words=((_FIVE, _FIVE), (_Z,))))
+        moving = asyncio.create_task(cluster.generate(_PROMPTS[0], ruled, grammar=_GRAMMAR))
         source = cluster.pools[Role.DECODE][0]
         await cluster.until(lambda: cluster.seen(source).status.running)
         target = await cluster.add(Role.DECODE)
@@ -93,20 +96,27 @@ async def test_a_choice_that_moves_goes_on_where_it_was(
             ceiling.lift()
             moved = await moving
         assert moved.route.decode_replica == target.id
-        _check(moved)
-        stayed = await cluster.generate(_PROMPTS[0], _SAMPLED, grammar=_GRAMMAR)
+        _check(moved, "[a-c](?!.*55)[1-9]{12,20}(xy){6,8}")
+        stayed = await cluster.generate(_PROMPTS[0], ruled, grammar=_GRAMMAR)
         assert stayed.ids == moved.ids
 
 
 async def test_a_grammar_that_fails_is_its_requests_failure_alone(model_dir: Path, redis_url: str) -> None:
-    """The first has no token that could end it, the second is none, the third is of a kind that nobody knows."""
+    """The first has no token that could end it, the second is none; and two leave no token with what else is asked, one
+    the prefill replica, and one the decode replica."""
     async with local_cluster(model_dir, redis_url, **exact_tree(1, 1)) as cluster:
         endless = cluster.generate(_PROMPTS[0], replace(_SAMPLED, stop_token_ids=()), id="a", grammar=_SHORT)
         no_grammar = Grammar(kind=GrammarKind.REGEX, text="(")
         wrong = cluster.generate(_PROMPTS[1], _SAMPLED, id="b", grammar=no_grammar)
         good = cluster.generate(_PROMPTS[2], _SAMPLED, id="c", grammar=_GRAMMAR)
         plain = cluster.generate(_PROMPTS[3], _SAMPLED, id="d")
-        failed, refused, kept, free = await asyncio.gather(endless, wrong, good, plain, return_exceptions=True)
+        torn = [
+            cluster.generate(_PROMPTS[0], replace(_SAMPLED, token_rules=rules), id=str(i), grammar=_SHORT)
+            for i, rules in enumerate((TokenRules(allowed_token_ids=(_Z,)), TokenRules(bad_words=((_A, _B), (_A, _C)))))
+        ]
+        asked = (endless, wrong, good, plain, *torn)
+        failed, refused, kept, free, *lost = await asyncio.gather(*asked, return_exceptions=True)
+        assert [type(one) for one in lost] == [NoTokenAllowed] * 2
         assert isinstance(failed, GrammarNotFollowed)
         assert isinstance(refused, RequestError) and refused.param == "grammar"
         assert isinstance(kept, Answer) and isinstance(free, Answer)
@@ -114,11 +124,15 @@ async def test_a_grammar_that_fails_is_its_requests_failure_alone(model_dir: Pat
         await cluster.idle()
 
 
-async def test_a_worker_of_a_version_without_grammars_is_not_asked_for_one(model_dir: Path, redis_url: str) -> None:
+async def test_a_worker_is_not_asked_for_what_its_version_does_not_know(model_dir: Path, redis_url: str) -> None:
+    ruled = replace(_SAMPLED, token_rules=TokenRules(bad_words=((_Z,),)))
     async with local_cluster(model_dir, redis_url, **exact_tree(1, 2)) as cluster:
         old = cluster.seen(cluster.pools[Role.DECODE][0])
         old.member = replace(old.member, keeps_grammars=False)
         answers = [await cluster.generate(prompt, _SAMPLED, grammar=_GRAMMAR) for prompt in _PROMPTS]
+        assert old.id not in {answer.route.decode_replica for answer in answers}
+        old.member = replace(old.member, keeps_grammars=True, keeps_token_rules=False)
+        answers = [await cluster.generate(prompt, ruled, grammar=_GRAMMAR) for prompt in _PROMPTS]
         assert old.id not in {answer.route.decode_replica for answer in answers}
 
 

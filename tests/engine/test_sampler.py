@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from transformers import (
 )
 
 from cluster.words.request import Sampling
+from cluster.words.token_rules import TokenRules
 from engine import sampler
 from engine.sampler import uniform
 from engine.sampling import SamplingRow
@@ -45,6 +47,14 @@ def random_logits(seed: int, rows: int = 1, vocabulary: int = V) -> torch.Tensor
 def naive_distribution(logits: np.ndarray, r: SamplingRow) -> np.ndarray:
     """Every rule as its own definition says it, in fp64."""
     s, x = r.sampling, logits.astype(np.float64).copy()
+    rules, output = s.token_rules or TokenRules(), tuple(r.tokens[r.num_prompt_tokens :])
+    if rules.allowed_token_ids:
+        x[[token for token in range(len(x)) if token not in rules.allowed_token_ids]] = -math.inf
+    for word in rules.bad_words:
+        if len(word) <= len(output) + 1 and (*output[len(output) + 1 - len(word) :], word[-1]) == word:
+            x[word[-1]] = -math.inf
+    for token, bias in rules.logit_bias:
+        x[token] += bias
     for token in set(r.tokens):
         x[token] = x[token] / s.repetition_penalty if x[token] > 0 else x[token] * s.repetition_penalty
     for token, count in Counter(r.tokens[r.num_prompt_tokens :]).items():
@@ -65,6 +75,16 @@ def naive_distribution(logits: np.ndarray, r: SamplingRow) -> np.ndarray:
     return p / p.sum()
 
 
+# Whatever is forbidden, and too early, 1 and 39 are left.
+rules = st.one_of(
+    st.none(),
+    st.builds(
+        TokenRules,
+        logit_bias=st.sampled_from([(), ((3, 5.0), (9, -100.0), (39, 2.5)), ((30, 100.0),)]),
+        allowed_token_ids=st.sampled_from([(), (1, 5, 9, 30, 31, 39)]),
+        bad_words=st.sampled_from([(), ((9,), (30, 31)), ((4, 5, 30), (5, 30), (31,))]),
+    ),
+)
 samplings = st.builds(
     Sampling,
     temperature=st.floats(0.1, 3.0),
@@ -76,6 +96,7 @@ samplings = st.builds(
     frequency_penalty=st.sampled_from([0.0, -0.5, 0.8]),
     min_tokens=st.sampled_from([0, 2, 50]),
     stop_token_ids=st.sampled_from([(), (3,), (0, 5, 7)]),
+    token_rules=rules,
 )
 histories = st.lists(st.integers(0, V - 1), max_size=12)
 
@@ -189,6 +210,52 @@ def test_where_nothing_is_allowed_there_is_no_token() -> None:
     assert sample(logits, [row(early)]) == [None]
 
 
+class FakeMask:
+    """Implements engine.sampling.TokenMask: allows one token."""
+
+    failure = ""
+
+    def __init__(self, token_id: int) -> None:
+        self._words = np.zeros((V + 31) // 32, dtype=np.int32)
+        self._words[token_id >> 5] = 1 << (token_id & 31)
+
+    def allowed(self, tokens: Any, start: int) -> Any:
+        return self._words
+
+    def fork(self) -> FakeMask:
+        return self
+
+
+_ALLOWED = TokenRules(allowed_token_ids=(5, 6), logit_bias=((6, 3.0),))
+TOO_MUCH = {
+    "bad words": (Sampling(token_rules=replace(_ALLOWED, bad_words=((5,), (3, 6)))), None),
+    "too early": (Sampling(token_rules=_ALLOWED, min_tokens=9, stop_token_ids=(5, 6)), None),
+    "mask": (Sampling(token_rules=_ALLOWED, temperature=0.0), FakeMask(7)),
+    "mask and bad words": (Sampling(token_rules=TokenRules(bad_words=((7,),)), num_logprobs=1), FakeMask(7)),
+}
+
+
+@pytest.mark.parametrize(("asked", "mask"), TOO_MUCH.values(), ids=TOO_MUCH)
+def test_a_row_of_which_too_much_is_asked_says_so_and_hurts_nobody_else(asked: Sampling, mask: FakeMask | None) -> None:
+    wanted, logits = Sampling(token_rules=_ALLOWED), random_logits(4, rows=4)
+    lost, beside, sick, plain = (row(one, output=[3]) for one in (asked, wanted, wanted, Sampling(temperature=0.0)))
+    lost.mask = mask
+    alone = [sample(logits[i : i + 1], [r])[0] for i, r in ((1, beside), (3, plain))]
+    logits[2] = math.nan
+    none, *rest = sample(logits, [lost, beside, sick, plain])
+    assert none is None and lost.is_contradicted
+    assert rest == [alone[0], None, alone[1]]
+    assert not sick.is_contradicted, "it is the model's"
+
+
+def test_a_mask_and_rules_go_together() -> None:
+    logits = random_logits(5)
+    both = row(Sampling(temperature=0.0, token_rules=TokenRules(logit_bias=((6, 100.0),), bad_words=((8,),))))
+    assert sample(logits, [both])[0][0] == 6
+    both.mask = FakeMask(7)
+    assert sample(logits, [both])[0][0] == 7
+
+
 def test_extreme_temperatures() -> None:
     logits = random_logits(3)
     best = int(logits.argmax())
@@ -231,7 +298,8 @@ def test_greedy_obeys_penalties_and_min_tokens() -> None:
 
 def test_logprobs_are_of_the_unmodified_distribution() -> None:
     logits = random_logits(1, rows=3)
-    wanted = Sampling(temperature=0.2, top_k=1, repetition_penalty=2.0, num_logprobs=4)
+    rules = TokenRules(logit_bias=((4, 9.0),), allowed_token_ids=(2, 4, 5), bad_words=((2,),))
+    wanted = Sampling(temperature=0.2, top_k=1, repetition_penalty=2.0, num_logprobs=4, token_rules=rules)
     rows = [row(wanted), row(Sampling(temperature=0.0)), row(Sampling(temperature=0.0, num_logprobs=0))]
     (token, logprob), (_, none), (best, only) = sample(logits, rows)
     expected = logits.log_softmax(dim=-1)

@@ -25,6 +25,7 @@ class FakeTokenService:
     script: Script = echo
     max_context: int = 256
     together: int = 1  # so many tokens of all choices come at once
+    logprobs: Sequence[float] = ()  # of each token of a choice; -0.5 of those that come after
     refuse: Exception | None = None  # on entering
     hang_after: int | None = None  # tokens of all choices, then silence until `go_on`
     fail_after: tuple[int, Exception] | None = None  # tokens of all choices, then this error
@@ -120,5 +121,6 @@ class FakeGeneration:
         logprob = None
         if sampling.num_logprobs is not None:
             top = tuple((token_id + i, -0.5 - i) for i in range(sampling.num_logprobs))
-            logprob = TokenLogprob(logprob=-0.5, top=top)
+            told = self._fake.logprobs[choice] if choice < len(self._fake.logprobs) else -0.5
+            logprob = TokenLogprob(logprob=told, top=top)
         return SampledToken(token_id=token_id, logprob=logprob, finish_reason=reason)

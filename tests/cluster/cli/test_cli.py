@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -169,15 +171,25 @@ def test_a_ray_that_is_not_ours_is_left_as_it_was(three_nodes: str, tmp_path: Pa
     elsewhere = ClusterCommand(tmp_path / "elsewhere", cluster.ray_environment)
     refused = elsewhere.run(*deploy, *ports(), is_fake=True)
     assert refused.code == 2
-    assert refused.err.endswith("cluster: guest is deployed on this Ray already, from another machine or user\n")
+    who = f"by {getpass.getuser()} on {socket.gethostname()}"
+    assert (
+        f"cluster: guest is deployed on this Ray already, or is being deployed, {who}; `cluster --addr" in refused.err
+    )
     status = cluster.run("status", "--json")
     assert status.code == 0, "the one that was refused has taken nothing down"
     asked = elsewhere.run("--address", three_nodes, "status", "--json")
     assert asked.code == 0 and json.loads(asked.out)["endpoints"] == json.loads(status.out)["endpoints"]
 
-    assert cluster.run("down").code == 0
+    assert elsewhere.run("--address", three_nodes, "down").code == 0
     assert (ray.util.list_named_actors(all_namespaces=True), len(living_groups())) == before
+    assert elsewhere.run(*deploy, *ports(), is_fake=True).code == 0
+    stale = cluster.run("down")
+    assert stale.code == 0 and "has ended with its Ray; the one of that name there now, by " in stale.out
     assert cluster.run("status").code == 3
+    assert elsewhere.run("status").code == 0, "it was not the one that was to be taken down"
+    assert elsewhere.run("down").code == 0
+    assert (ray.util.list_named_actors(all_namespaces=True), len(living_groups())) == before
+    assert elsewhere.run("status").code == 3
 
 
 def living_groups() -> list[str]:

@@ -11,6 +11,7 @@ import pytest
 
 import cluster.host
 from cluster.cli.app import run
+from cluster.control import claims
 from cluster.control.desired import Parts
 from cluster.control.report import Pools
 from cluster.host import deployment, driver, local_ray, pool_watch, router_admin
@@ -100,6 +101,7 @@ def test_what_cannot_be_remembered_is_removed_again(monkeypatch: pytest.MonkeyPa
     for module, names in (
         (local_ray, "start join"),
         (driver, "connect run_on_each start_controller start_index ask"),
+        (claims, "take"),
         (pool_watch, "await_ready"),
         (deployment, "router_application"),
     ):

@@ -56,7 +56,7 @@ def test_this_machine_has_the_secret_of_the_operators_key(monkeypatch: pytest.Mo
 
 def test_a_deployment_that_knows_no_keys_of_clients_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     book, said = make(KeyBook(), monkeypatch)
-    assert "no client of a has an API key; if some had, keys.json of then is on another head" in said[0]
+    assert "no client of a has an API key yet: `cluster keys create NAME` makes one (if some had, keys.json" in said[0]
     assert make(book.with_key(new_key("acme", new_secret())), monkeypatch)[1] == []
 
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from redis.asyncio import Redis
 
 from cluster.control.placement import Node
 from cluster.host.preflight import check_door_ports, check_index, check_model, check_network
-from cluster.index import redis_server
+from cluster.index import membership, redis_server
+from cluster.index.membership import Membership
 from cluster.process.ports import free_port
 from cluster.words.errors import DeployError, SpecError
 from cluster.words.spec_file import parse_spec
 from tests.cluster.model.test_config import write
+from tests.members import make_member
 
 
 @pytest.mark.parametrize(
@@ -94,9 +100,26 @@ def test_a_redis_that_is_protected_or_trusted_is_only_asked_whether_it_is_there(
     monkeypatch: pytest.MonkeyPatch, url: str, trust: bool
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(redis_server, "ping", lambda url, within_s: asked.append(url))
+
+    def answers(url: str, within_s: float) -> AbstractContextManager[SimpleNamespace]:
+        asked.append(url)
+        return nullcontext(SimpleNamespace(smembers=lambda key: set()))
+
+    monkeypatch.setattr(redis_server, "asked_once", answers)
     check_index(url, trust_network=trust)
     assert asked == [url]
+
+
+async def test_a_redis_takes_a_deployments_name_once(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is written under it, both would write."""
+    async with Redis.from_url(redis_url) as redis:
+        await Membership(redis, name="green", key=bytes(32)).renew(make_member("decode-0"))
+        monkeypatch.setattr(membership, "LEASE_S", 0.0)  # for which it is looked at
+        with pytest.raises(DeployError, match=r"serves another deployment called green \(decode-0\); choose another"):
+            await asyncio.to_thread(check_index, redis_url, name="green")
+        await asyncio.to_thread(check_index, redis_url, name="blue")
+        await Membership(redis, name="green", key=bytes(32)).leave("decode-0")
+        await asyncio.to_thread(check_index, redis_url, name="green")
 
 
 def _node(ip: str, *, is_head: bool = True) -> Node:

@@ -13,6 +13,7 @@ from cluster.words.grammar import Grammar, GrammarKind
 from cluster.words.handoff import Handoff, Holder
 from cluster.words.request import FinishReason, SampledToken, Sampling, SequenceRequest, TokenLogprob
 from cluster.words.timing import StepTiming
+from cluster.words.token_rules import TokenRules
 
 _SAMPLING = Sampling(
     max_tokens=3,
@@ -27,6 +28,7 @@ _SAMPLING = Sampling(
     seed=2**63 - 1,
     stop_token_ids=(5, 6),
     num_logprobs=0,
+    token_rules=TokenRules(logit_bias=((3, -100.0), (7, 0.5)), allowed_token_ids=(9, 2), bad_words=((1,), (2, 3))),
 )
 _FULL = SequenceRequest(
     id="r",
@@ -61,6 +63,7 @@ def test_all_of_a_sampling_travels_and_of_a_sequence_all_but_whose_it_is() -> No
     def names(kind: type) -> set[str]:
         return {field.name for field in fields(kind)}
 
+    assert names(TokenRules) == {field.name for field in pb.TokenRules.DESCRIPTOR.fields}
     assert names(Sampling) == {field.name for field in pb.Sampling.DESCRIPTOR.fields}
     assert names(SequenceRequest) - {field.name for field in pb.Sequence.DESCRIPTOR.fields} == {"tenant", "user"}
 

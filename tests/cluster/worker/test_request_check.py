@@ -12,9 +12,11 @@ from cluster.rpc import worker_pb2 as pb
 from cluster.words.errors import ContextLengthExceeded, RequestError
 from cluster.words.grammar import Grammar, GrammarKind
 from cluster.words.request import Sampling, SequenceRequest
+from cluster.words.token_rules import TokenRules
 from cluster.worker.request_check import check_request, holder_of
 from router.access.client import salt_of
 
+_TEN = tuple(range(10))
 _GOOD = SequenceRequest(id="r", token_ids=(1, 9), num_prompt_tokens=2, choices=(0, 3), stream=4)
 
 
@@ -24,6 +26,8 @@ def test_what_a_router_sends_passes() -> None:
     check_request(
         replace(_GOOD, sampling=Sampling(temperature=0.0, top_p=0.5, num_logprobs=0)), vocab_size=10, max_tokens=64
     )
+    rules = TokenRules(logit_bias=((9, -100.0), (0, 100.0)), allowed_token_ids=_TEN * 102, bad_words=((1, 9),) * 512)
+    check_request(replace(_GOOD, sampling=Sampling(token_rules=rules)), vocab_size=10, max_tokens=64)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +80,30 @@ def test_what_a_step_cannot_compute_names_the_field(field: str, value: Any) -> N
 )
 def test_how_a_token_cannot_be_chosen_names_the_field(field: str, value: Any) -> None:
     request = replace(_GOOD, sampling=replace(Sampling(), **{field: value}))
+    with pytest.raises(RequestError) as refused:
+        check_request(request, vocab_size=10, max_tokens=64)
+    assert refused.value.param == field
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("logit_bias", ((10, 1.0),)),
+        ("logit_bias", ((1, 1.0), (1, 2.0))),
+        ("logit_bias", ((1, 100.5),)),
+        ("logit_bias", ((1, 1.0), (2, math.nan), (3, 1.0))),
+        ("logit_bias", ((1, -math.inf),)),
+        ("logit_bias", tuple((i, 1.0) for i in range(1025))),
+        ("allowed_token_ids", (3, 10)),
+        ("allowed_token_ids", _TEN * 103),
+        ("bad_words", ((1, 2), ())),
+        ("bad_words", ((1, 2), (10,))),
+        ("bad_words", (_TEN,) * 103),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_token_rules_that_a_step_cannot_keep_name_the_field(field: str, value: Any) -> None:
+    request = replace(_GOOD, sampling=Sampling(token_rules=TokenRules(**{field: value})))
     with pytest.raises(RequestError) as refused:
         check_request(request, vocab_size=10, max_tokens=64)
     assert refused.value.param == field

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from cluster.model import config as model_config
 from cluster.words.request import Sampling
+from cluster.words.token_rules import TokenRules
 from engine import decode_graphs, likeliest, runner, sampler
 from engine.batch import device_batch
 from engine.batch.batch import Batch
@@ -187,6 +188,7 @@ def choose(logits: Tensor) -> None:
         Sampling(temperature=0.7, top_k=20, min_p=0.1),
         Sampling(temperature=1.0, repetition_penalty=1.1, presence_penalty=0.5),
         Sampling(temperature=1.0, min_tokens=5, stop_token_ids=(7,)),
+        Sampling(token_rules=TokenRules(logit_bias=((7, 1.0),), allowed_token_ids=(7, 9), bad_words=((3, 9),))),
     )
     rows = [
         SamplingRow(sampling=sampling, seed=1, tokens=[1, 2, 3], num_prompt_tokens=2)

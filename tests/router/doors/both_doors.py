@@ -14,6 +14,9 @@ from grpc_status import rpc_status
 from cluster.rpc import inference_pb2 as pb
 from cluster.rpc.inference_pb2_grpc import InferenceStub
 
+# Refusals that tell of a field without its name; a client of OpenAI's has that beside the message.
+_UNNAMED = ("model's context", "chat template", "is not served here")
+
 
 @dataclass
 class BothDoors:
@@ -36,9 +39,11 @@ class BothDoors:
         if answer.status_code != 200:
             error = answer.json()["error"]
             assert answer.status_code in (400, 404), (text, answer.text)
-            named = str(error["param"]).partition(".")[0].partition("[")[0]
+            path = error["param"] if "param" in error else error["message"].partition(":")[0]  # Anthropic's has none
+            named = str(path).partition(".")[0].partition("[")[0]
             renamed = {"max_completion_tokens": "max_tokens", "max_tokens": "max_completion_tokens"}
             is_named = named in body or renamed.get(named) in body or "not valid JSON" in error["message"]
+            is_named = is_named or ("param" not in error and any(words in error["message"] for words in _UNNAMED))
             assert is_named, (text, error)
         await self._check_good()
 

@@ -77,9 +77,28 @@ _MESSAGES = st.one_of(
 )
 
 
-def json_bodies(fields: list[str], *, input_field: str) -> st.SearchStrategy[dict[str, str]]:
-    """Bodies as the JSON text of each field; the input is mostly right, so that the others are looked at."""
-    inputs = _PROMPTS if input_field == "prompt" else _MESSAGES
+_BLOCKS = st.one_of(
+    st.builds('{{"type":"text","text":{0}}}'.format, _VALUES),
+    st.builds('{{"type":{0},"text":"a"}}'.format, _VALUES),
+    st.builds('{{"type":"thinking","thinking":{0}}}'.format, _VALUES),
+    st.builds('{{"type":"tool_use","id":{0},"name":{1},"input":{{"a":{2}}}}}'.format, _VALUES, _VALUES, _VALUES),
+    st.builds('{{"type":"tool_result","tool_use_id":{0},"content":{1}}}'.format, _VALUES, _VALUES),
+)
+_TURNS = st.one_of(
+    st.just('[{"role":"user","content":"hi"}]'),
+    st.builds('[{{"role":"user","content":{0}}}]'.format, _VALUES),
+    st.builds('[{{"role":"user","content":[{0},{1}]}}]'.format, _BLOCKS, _BLOCKS),
+    st.builds('[{{"role":"assistant","content":[{0}]}},{{"role":"user","content":[{1}]}}]'.format, _BLOCKS, _BLOCKS),
+    _VALUES,
+)
+
+
+def json_bodies(fields: list[str], *, input_field: str, has_turns: bool = False) -> st.SearchStrategy[dict[str, str]]:
+    """Bodies as the JSON text of each field; the input is mostly right, so that the others are looked at.
+
+    has_turns: its messages are of Anthropic's API.
+    """
+    inputs = _PROMPTS if input_field == "prompt" else _TURNS if has_turns else _MESSAGES
     others = st.dictionaries(st.sampled_from([*fields, "no_such_field"]), _VALUES, min_size=1, max_size=3)
     return st.builds(lambda body, given: {"max_tokens": "2", **body, input_field: given}, others, inputs)
 
@@ -101,6 +120,9 @@ _sampling = st.fixed_dictionaries(
         "seed": _uint64,
         "stop": st.lists(_text, max_size=18),
         "stop_token_ids": st.lists(_uint32, max_size=5),
+        "allowed_token_ids": st.lists(_uint32, max_size=5),
+        "logit_bias": st.dictionaries(_uint32, _float, max_size=5),
+        "bad_words": st.lists(_text, max_size=5),
         **dict.fromkeys(("ignore_eos", "skip_special_tokens", "include_stop"), st.booleans()),
     },
 )

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, example, given, settings
 from cluster.rpc import inference_pb2 as pb
 from cluster.rpc.inference_pb2_grpc import InferenceStub
 from router.access.access import Access
+from router.doors.anthropic_types import MessagesBody
 from router.doors.grpc_api import open_grpc_api
 from router.doors.openai_api import create_app
 from router.doors.openai_types import ChatBody, TextBody
@@ -27,6 +28,7 @@ _FEW = settings(max_examples=100, database=None, suppress_health_check=list(Heal
 _MANY = settings(_FEW, max_examples=3_400)
 _TEXT = json_bodies(sorted(TextBody.model_fields.keys() - {"prompt"}), input_field="prompt")
 _CHAT = json_bodies(sorted(ChatBody.model_fields.keys() - {"messages"}), input_field="messages")
+_TURNS = json_bodies(sorted(MessagesBody.model_fields.keys() - {"messages"}), input_field="messages", has_turns=True)
 
 
 @asynccontextmanager
@@ -71,6 +73,13 @@ def test_chats(doors: BothDoors, body: dict[str, str]) -> None:
 
 
 @_FEW
+@given(_TURNS)
+@example({"messages": '[{"role":"assistant","content":[{"type":"tool_use","name":"a","input":{"a":"\\ud800"}}]}]'})
+def test_messages(doors: BothDoors, body: dict[str, str]) -> None:
+    doors.post("/v1/messages", body)
+
+
+@_FEW
 @given(grpc_requests())
 @example(_GRPC_KILLER)
 def test_grpc(doors: BothDoors, request_: pb.GenerateRequest) -> None:
@@ -91,6 +100,14 @@ def test_thousands_of_texts(doors: BothDoors, body: dict[str, str]) -> None:
 @given(_CHAT)
 def test_thousands_of_chats(doors: BothDoors, body: dict[str, str]) -> None:
     doors.post("/v1/chat/completions", body)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@_MANY
+@given(_TURNS)
+def test_thousands_of_messages(doors: BothDoors, body: dict[str, str]) -> None:
+    doors.post("/v1/messages", body)
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from grpc_status import rpc_status
 from cluster.rpc import inference_pb2 as pb
 from cluster.rpc.inference_pb2_grpc import InferenceStub
 from cluster.words.errors import CapacityError, DeployError, LayoutMismatch, ReplicaLost
+from cluster.words.token_rules import TokenRules
 from router.access.access import Access
 from router.doors.grpc_api import GrpcApi, open_grpc_api
 from router.text.completion import Completions
@@ -112,7 +113,7 @@ async def test_text_and_token_ids(door: Door, byte_level: Tokenizer, as_ids: boo
     assert text_of(await door.generate(message)) == "abab"
 
 
-async def test_every_sampling_field_reaches_the_workers(door: Door) -> None:
+async def test_every_sampling_field_reaches_the_workers(door: Door, byte_level: Tokenizer) -> None:
     sampling = pb.SamplingParams(
         max_tokens=4,
         min_tokens=2,
@@ -133,6 +134,9 @@ async def test_every_sampling_field_reaches_the_workers(door: Door) -> None:
         include_stop=True,
         truncate_prompt_tokens=-1,
         add_special_tokens=False,
+        logit_bias={11: -100.0, 2: 0.5},
+        allowed_token_ids=[300, 5],
+        bad_words=["Paris"],
     )
     assert {field.name for field, _ in sampling.ListFields()} | {"skip_special_tokens"} == {
         field.name for field in pb.SamplingParams.DESCRIPTOR.fields
@@ -147,6 +151,10 @@ async def test_every_sampling_field_reaches_the_workers(door: Door) -> None:
                  "presence_penalty", "frequency_penalty", "seed"):  # fmt: skip
         assert getattr(sent.sampling, name) == getattr(sampling, name), name
     assert (sent.sampling.stop_token_ids, sent.sampling.num_logprobs) == ((300,), 1)
+    bad_words = tuple(tuple(byte_level.encode(text)) for text in ("Paris", " Paris"))
+    assert sent.sampling.token_rules == TokenRules(
+        logit_bias=((2, 0.5), (11, -100.0)), allowed_token_ids=(300, 5), bad_words=bad_words
+    )
 
 
 async def test_defaults_are_those_beside_the_fields(door: Door, byte_level: Tokenizer) -> None:
@@ -155,6 +163,7 @@ async def test_defaults_are_those_beside_the_fields(door: Door, byte_level: Toke
     sampling = sent.sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (1, 0, 1, 0)
     assert (sampling.max_tokens, sampling.min_tokens, sampling.num_logprobs) == (254, 0, None)
+    assert sampling.token_rules is None
     assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1, 0, 0)
     assert set(sampling.stop_token_ids) == byte_level.eos_token_ids
     assert (sent.choices, sent.salt, sent.priority) == ((0,), "", 0)

@@ -116,6 +116,26 @@ async def test_many_prompts_times_n(door: OpenAIDoor, byte_level: Tokenizer, as_
     assert len({sent.id for sent in door.fake.started}) == 4
 
 
+async def test_the_best_of_more_choices_are_those_with_the_likeliest_tokens(
+    door: OpenAIDoor, byte_level: Tokenizer
+) -> None:
+    """On average: the best is the longest, too. All that were computed are counted."""
+    said = ["aa<|im_end|>", "bbb<|im_end|>", "c<|im_end|>", "ddddddddd<|im_end|>"]
+    door.fake.script = lambda request, choice: byte_level.encode(said[choice])
+    door.fake.logprobs = (-0.9, -0.25, -0.5, -0.125)
+    fields: dict[str, Any] = {"model": "tiny", "prompt": ["x", "y"], "max_tokens": 20, "n": 2, "best_of": 4}
+    answer = await door.client.completions.create(**fields)
+    assert [choice.text for choice in answer.choices] == ["ddddddddd", "bbb"] * 2
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert all(choice.logprobs is None and choice.finish_reason == "stop" for choice in answer.choices)
+    assert answer.usage and answer.usage.completion_tokens == 2 * sum(len(byte_level.encode(text)) for text in said)
+    shown = await door.client.completions.create(**fields, logprobs=0)
+    assert shown.choices[1].logprobs and set(shown.choices[1].logprobs.token_logprobs or ()) == {-0.25}
+    assert {sent.choices for sent in door.fake.started} == {(0, 1, 2, 3)}
+    same = await door.client.completions.create(**fields | {"best_of": 2})
+    assert [choice.text for choice in same.choices] == ["aa", "bbb"] * 2
+
+
 async def test_one_prompt_as_token_ids(door: OpenAIDoor, byte_level: Tokenizer) -> None:
     answer = await door.client.completions.create(model="tiny", prompt=byte_level.encode("ab"), max_tokens=4)
     assert answer.choices[0].text == "abab"
@@ -177,7 +197,7 @@ async def test_logprobs_of_a_text(door: OpenAIDoor, byte_level: Tokenizer) -> No
     assert logprobs.top_logprobs is not None and logprobs.top_logprobs[0] == {"a": -0.5}
 
 
-async def test_extensions_reach_the_workers(door: OpenAIDoor) -> None:
+async def test_extensions_reach_the_workers(door: OpenAIDoor, byte_level: Tokenizer) -> None:
     extensions = {
         "top_k": 5,
         "min_p": 0.25,
@@ -190,6 +210,8 @@ async def test_extensions_reach_the_workers(door: OpenAIDoor) -> None:
         "cache_salt": "acme",
         "priority": -3,
         "return_token_ids": True,
+        "allowed_token_ids": [300, 5],
+        "bad_words": ["Paris", " of course"],
     }
     answer = await door.client.chat.completions.create(
         model="tiny",
@@ -200,6 +222,7 @@ async def test_extensions_reach_the_workers(door: OpenAIDoor) -> None:
         top_p=0.5,
         presence_penalty=0.5,
         frequency_penalty=-0.5,
+        logit_bias={"11": -100, "2": 3},
         extra_body=extensions,
     )
     (sent,) = door.fake.started
@@ -208,6 +231,11 @@ async def test_extensions_reach_the_workers(door: OpenAIDoor) -> None:
     assert (sampling.stop_token_ids, sampling.min_tokens, sampling.max_tokens) == ((300,), 2, 4)
     assert (sampling.temperature, sampling.top_p) == (0.5, 0.5)
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.5)
+    assert sampling.token_rules is not None
+    assert sampling.token_rules.logit_bias == ((2, 3.0), (11, -100.0))
+    assert sampling.token_rules.allowed_token_ids == (300, 5)
+    written = ("Paris", " Paris", "of course", " of course")
+    assert sampling.token_rules.bad_words == tuple(tuple(byte_level.encode(text)) for text in written)
     assert sent.salt and sent.salt != "acme" and sent.priority == -3
     assert answer.model_extra is not None and answer.model_extra["prompt_token_ids"] == list(sent.token_ids)
     assert answer.choices[0].model_extra is not None

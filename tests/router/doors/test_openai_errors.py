@@ -40,14 +40,35 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"stop": [1]}, "stop[0]", "should be a valid string"),
     ({"stop": {}}, "stop", "must be a string or a list"),
     ({"stop": ""}, "stop", "1 to 1024 characters"),
+    *(
+        ({"logit_bias": bias}, "logit_bias", "whose keys are token ids")
+        for bias in ({"a": 1}, {"-1": 1}, {"01": 1}, [1])
+    ),
+    *(
+        ({"logit_bias": {"1": bias}}, "logit_bias", "from -100 to 100")
+        for bias in (100.5, -101, 10**400, "x", True, None)
+    ),
+    ({"logit_bias": {"1000000": 1}}, "logit_bias", "1000000 is no token id"),
+    ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "at most 1024"),
+    ({"allowed_token_ids": []}, "allowed_token_ids", "must not be empty"),
+    ({"allowed_token_ids": [5, 1_000_000]}, "allowed_token_ids", "1000000 is no token id"),
+    ({"allowed_token_ids": [-1]}, "allowed_token_ids", "-1 is no token id"),
+    ({"allowed_token_ids": ["5"]}, "allowed_token_ids[0]", "should be a valid integer"),
+    ({"allowed_token_ids": [5] * 1025}, "allowed_token_ids", "at most 1024"),
+    *(({"bad_words": [word]}, "bad_words", "1 to 128 characters") for word in ("", "  ", "a" * 129)),
+    ({"bad_words": ["a"] * 129}, "bad_words", "at most 128"),
+    ({"bad_words": [rare * 128 for rare in "龍龎龏龐"]}, "bad_words", "at most 1024 tokens"),
+    ({"bad_words": "a"}, "bad_words", "should be a valid array"),
+    ({"best_of": 1, "n": 2}, "best_of", "must not be less than n"),
+    ({"best_of": 2, "stream": True}, "best_of", "not with stream"),
+    ({"best_of": 129}, "best_of", "from 1 to 128"),
+    ({"best_of": 100, "prompt": ["a"] * 11}, "prompt", "at most 1024"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1 or at least 1"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "only with stream"),
 ]
 UNSUPPORTED = [
-    ({"logit_bias": {"1": 5}}, "logit_bias", "is not supported here"),
     ({"tools": [{}]}, "tools", "does not take it"),
     ({"suffix": "x"}, "suffix", "is not supported here"),
-    ({"best_of": 2}, "best_of", "must equal n"),
     ({"echo": True, "logprobs": 1}, "echo", "not supported"),
 ]
 
