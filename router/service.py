@@ -39,6 +39,8 @@ from router.serving.discovery import Discovery
 from router.serving.dispatch import Dispatch
 from router.serving.grpc_worker import GrpcWorker
 from router.serving.replicas import Replicas
+from router.stored.response_store import StoreBounds
+from router.stored.responses import StoredResponses
 from router.text.chat_template import ChatTemplate, find_chat_template
 from router.text.completion import Completions
 from router.text.completion_request import MAX_CHOICES, ModelCard
@@ -61,6 +63,7 @@ class RouterService:
         discovery: Discovery,
         metrics: Metrics,
         access: Access,
+        stored: StoredResponses,
         *,
         tasks: Supervisor,
         drain_s: float,
@@ -71,6 +74,7 @@ class RouterService:
         self._discovery = discovery
         self._metrics = metrics
         self._access = access
+        self._stored = stored
         self._grpc: GrpcApi | None = None
         self._http: HttpListener | None = None
         self._admin: HttpListener | None = None
@@ -154,7 +158,15 @@ class RouterService:
             count=lambda outcome: metrics.requests.labels(outcome).inc(),
             known=keys,
         )
-        service = cls(completions, core, discovery, metrics, access, tasks=tasks, drain_s=spec.timeouts.drain_s)
+        stored = StoredResponses.in_redis(
+            credentials.index_url,
+            name=spec.name,
+            key=credentials.key(Purpose.RESPONSES),
+            bounds=StoreBounds(
+                max_bytes=spec.router.stored_responses_mib * 2**20, ttl_s=spec.router.stored_responses_s
+            ),
+        )
+        service = cls(completions, core, discovery, metrics, access, stored, tasks=tasks, drain_s=spec.timeouts.drain_s)
         await service._open_doors(spec, host=host)
         await service._open_admin(spec, router=identity.name.router)
         discovery.start()
@@ -209,6 +221,7 @@ class RouterService:
         if self._admin:
             await self._admin.close(grace_s=0)
         await self._access.close()
+        await self._stored.close()
         await self._discovery.close()
         await self._tasks.close()
         await self._replicas.close()
@@ -231,6 +244,7 @@ class RouterService:
             is_healthy=lambda: self.health()[Role.DECODE] > 0,
             probes=self.probes,
             refuses_unknown_fields=router.unknown_fields == "refuse",
+            stored=self._stored,
             cors_origins=[one.strip() for one in router.cors_origins.split(",") if one.strip()],
         )
         self._http = await HttpListener.open(

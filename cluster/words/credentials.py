@@ -17,6 +17,7 @@ class Purpose(StrEnum):
     LINKS = "link"  # the two ends of a link prove by it where they belong
     API_KEYS = "api keys"  # seals the book of clients' keys
     SALTS = "cache salts"  # keys the salts of prefix hashes
+    RESPONSES = "responses"  # names stored responses, and seals them
 
 
 @dataclass(frozen=True, kw_only=True)

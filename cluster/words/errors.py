@@ -12,6 +12,7 @@ ClusterError
 ├── KeysUnknown             a router has not heard yet which keys there are
 ├── RequestError            the client sent something wrong; retrying will not help
 │   ├── UnknownModel
+│   ├── UnknownResponse     none is stored under that id, for whoever asks
 │   ├── UnsupportedField    known, and not served here
 │   ├── ContextLengthExceeded
 │   └── RequestTooLarge
@@ -22,6 +23,7 @@ ClusterError
 ├── GrammarNotFollowed      no next token keeps to the request's grammar, or it costs too much to find one
 ├── NoTokenAllowed          what a request asks of its tokens leaves none
 ├── LogitsNotFinite         the model made no numbers of this request; another try would hardly end otherwise
+├── StoreUnavailable        where responses are kept cannot be reached at present
 ├── ReplicaLost             a worker died, hung up or is draining; another one may serve
 └── TransferError           KV blocks did not arrive; the handoff may be tried again
     ├── LayoutMismatch      the two sides disagree about blocks; never retried
@@ -101,6 +103,10 @@ class UnknownModel(RequestError):
     """The model named in the request is not served here."""
 
 
+class UnknownResponse(RequestError):
+    """No response of that id is stored here for whoever asks: it was not, it is too long ago, or it was deleted."""
+
+
 class UnsupportedField(RequestError):
     """The field is known, and what it says cannot be served here."""
 
@@ -171,6 +177,10 @@ class LogitsNotFinite(ClusterError):
         return cls(f"{request_id}: the model's output for this request is not finite; no token can be chosen")
 
 
+class StoreUnavailable(ClusterError):
+    """Where responses are stored cannot be reached at present."""
+
+
 class ReplicaLost(ClusterError):
     """A replica cannot go on with this request: it died, it hung up, or it is draining."""
 
@@ -210,6 +220,7 @@ _OUTCOMES: tuple[tuple[type[ClusterError], Outcome], ...] = (
     (Unauthenticated, Outcome("UNAUTHENTICATED", 401, "invalid_request_error", "invalid_api_key")),
     (KeysUnknown, Outcome("UNAVAILABLE", 503, "server_error", "keys_unknown")),
     (UnknownModel, Outcome("NOT_FOUND", 404, "invalid_request_error", "model_not_found")),
+    (UnknownResponse, Outcome("NOT_FOUND", 404, "invalid_request_error", "response_not_found")),
     (UnsupportedField, Outcome("INVALID_ARGUMENT", 400, "invalid_request_error", "unsupported_parameter")),
     (ContextLengthExceeded, Outcome("INVALID_ARGUMENT", 400, "invalid_request_error", "context_length_exceeded")),
     (RequestTooLarge, Outcome("RESOURCE_EXHAUSTED", 413, "invalid_request_error", "request_too_large")),
@@ -221,6 +232,7 @@ _OUTCOMES: tuple[tuple[type[ClusterError], Outcome], ...] = (
     (GrammarNotFollowed, Outcome("INVALID_ARGUMENT", 400, "invalid_request_error", "grammar_not_followed")),
     (NoTokenAllowed, Outcome("INVALID_ARGUMENT", 400, "invalid_request_error", "no_token_allowed")),
     (LogitsNotFinite, Outcome("INTERNAL", 500, "server_error", "logits_not_finite")),
+    (StoreUnavailable, Outcome("UNAVAILABLE", 503, "server_error", "store_unavailable")),
     (LayoutMismatch, Outcome("FAILED_PRECONDITION", 500, "server_error", "layout_mismatch")),
     (TransferError, Outcome("UNAVAILABLE", 503, "server_error", "transfer_failed")),
     (ReplicaLost, Outcome("UNAVAILABLE", 503, "server_error", "replica_lost")),

@@ -243,6 +243,11 @@ class RouterSpec(_Section):
     cors_origins: str = ""
     """Origins of web pages whose scripts may ask the OpenAI API, such as `https://chat.example.com`, with commas
     between; `*`: any. Empty: a browser lets none."""
+    stored_responses_mib: Annotated[int, Field(ge=0, json_schema_extra={"unit": "MiB"})] = 64
+    """Of the index's Redis, for what `/v1/responses` answered, which clients may ask for again or go on from. A tenant
+    has half of it at most, and the oldest go first. 0: none is stored, and answers say `"store": false`."""
+    stored_responses_s: Annotated[float, Field(gt=0, le=2_592_000, json_schema_extra={"unit": "s"})] = 86_400.0
+    """For so long at most."""
     max_waiting: Count = 1024
     """Requests queued in one router. One is refused where all that wait and those of its own user, added up, are so
     many, so that one who is alone has half of it; a tenant that is alone, with all its users, has three quarters."""

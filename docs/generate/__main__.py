@@ -18,6 +18,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "errors": clients.errors,
     "fields": clients.fields,
     "messages": clients.messages,
+    "responses": clients.responses,
+    "items": clients.items,
     "anthropic-fields": clients.anthropic_fields,
     "limits": clients.limits,
     "metrics": metrics.table_text,

@@ -17,6 +17,8 @@ from router.doors.anthropic_types import MessagesBody
 from router.doors.openai_fields import Only
 from router.doors.openai_messages import MAX_CALLS, MAX_PARTS, MAX_TOOLS, ChatMessage
 from router.doors.openai_types import MAX_PROMPTS_TIMES_N, ChatBody, TextBody
+from router.doors.responses_items import MAX_ID_CHARS, InputItem
+from router.doors.responses_types import MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE, ResponsesBody
 from router.text import completion_request as rules
 from router.text.bad_words import MAX_BAD_WORD_CHARS
 
@@ -33,6 +35,7 @@ _LIMITS = {
     "n": f"1 to {rules.MAX_CHOICES}, and to `decode.max_running`",
     "best_of": f"`n` to {rules.MAX_CHOICES}, and to `decode.max_running`",
     "max_tokens": "1 to the context; times `n` and prompts: `decode.max_running` contexts",
+    "max_output_tokens": "1 to the context",
     "user": f"{rules.MAX_USER_CHARS} characters",
     "messages": f"{rules.MAX_MESSAGES:,}",
     "role": f"{rules.MAX_ROLE_CHARS} characters",
@@ -40,11 +43,19 @@ _LIMITS = {
     "system": f"{MAX_PARTS:,} blocks",
     "tools": f"{MAX_TOOLS}",
     "tool_calls": f"{MAX_CALLS}",
+    "input": f"{rules.MAX_MESSAGES:,} items",
+    "metadata": f"{MAX_METADATA} pairs, of {MAX_METADATA_KEY} and {MAX_METADATA_VALUE} characters",
+    **dict.fromkeys(("id", "call_id", "previous_response_id"), f"{MAX_ID_CHARS} characters"),
     "top_logprobs": f"0 to {rules.MAX_LOGPROBS}",
 }
 _ORDER = ("yes", "only", "ignored", "refused")
 _OF = ("text:", "chat:")
-_SAME_AS = {"max_completion_tokens": "max_tokens", "stop_sequences": "stop"}
+_SAME_AS = {
+    "max_completion_tokens": "max_tokens",
+    "stop_sequences": "stop",
+    "output": "content",
+    "summary": "content",
+}
 
 
 def errors() -> str:
@@ -85,6 +96,18 @@ def fields() -> str:
 def messages() -> str:
     rows = [(f"`{name}`", *_support(name, field)) for name, field in ChatMessage.model_fields.items()]
     return table(("field of a message", "taken", "bounds", "notes"), rows)
+
+
+def responses() -> str:
+    """What the body of /v1/responses takes."""
+    rows = [(f"`{name}`", *_support(name, field)) for name, field in ResponsesBody.model_fields.items()]
+    rows.sort(key=lambda row: _ORDER.index(row[1].split()[0]))
+    return table(("field of `/v1/responses`", "taken", "bounds", "notes"), rows)
+
+
+def items() -> str:
+    rows = [(f"`{name}`", *_support(name, field)) for name, field in InputItem.model_fields.items()]
+    return table(("field of an item", "taken", "bounds", "notes"), rows)
 
 
 def anthropic_fields() -> str:

@@ -28,13 +28,17 @@ from router.doors.openai_errors import OpenAIErrors, answer_to, error_response, 
 from router.doors.openai_forms import JSON, ChatForm, Form, TextForm
 from router.doors.openai_types import ChatBody, TextBody
 from router.doors.opened import Asked, Opener
+from router.doors.responses_api import ResponsesApi
 from router.doors.tokens_api import add_tokens_api
+from router.stored.response_store import StoreBounds
+from router.stored.responses import StoredResponses
 from router.text.completion import Completion, Completions
 from router.text.completion_request import REQUEST_ID, ModelCard
 
 _HEALTH = "/health"  # for this, and what is below it, nobody needs a key
 _MAX_REPEATED = 2**23  # characters of prompts in one answer, an id as eight of them
 _ID_CHARS = 8
+_IN_MEMORY = StoreBounds(max_bytes=64 * 2**20, ttl_s=86_400.0)
 
 
 def create_app(
@@ -46,11 +50,13 @@ def create_app(
     probes: HealthProbes | None = None,
     refuses_unknown_fields: bool = False,
     cors_origins: Sequence[str] = (),
+    stored: StoredResponses | None = None,
 ) -> FastAPI:
     """The ASGI application. is_healthy: whether requests can be served.
 
     max_body_s: how long a client may take to send its request. probes: what /health/… answers.
     refuses_unknown_fields: else they are ignored, and named in a header. cors_origins: of web pages that may ask.
+    stored: responses; None: they are stored in this process alone.
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     bodies = BodyReader(
@@ -62,17 +68,24 @@ def create_app(
     visits = HttpVisits(completions, access.limits, bodies)
     door = _Door(completions, visits)
     anthropic = AnthropicDoor(completions, visits)
-    answering = {"/v1/completions": door.text, "/v1/chat/completions": door.chat, **anthropic.endpoints}
+    responses = ResponsesApi(completions, visits, stored or StoredResponses.in_memory(_IN_MEMORY))
+    answering = {
+        "/v1/completions": door.text,
+        "/v1/chat/completions": door.chat,
+        "/v1/responses": responses.create,
+        **anthropic.endpoints,
+    }
     app.add_middleware(_Straight, endpoints=answering)
     app.add_middleware(_Gate, access=access)
     app.add_middleware(_RequestIds, anthropic=frozenset(anthropic.endpoints))  # the one added last comes first
     if cors_origins:  # a browser asks beforehand, without a key
-        app.add_middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["GET", "POST"],
+        app.add_middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["GET", "POST", "DELETE"],
                            allow_headers=["*"], expose_headers=["*"])  # fmt: skip
     handle_errors(app)
     add_tokens_api(app, completions, visits)
     app.add_api_route("/v1/models", door.models, methods=["GET"])
     app.add_api_route("/v1/models/{model_id:path}", door.model, methods=["GET"])
+    responses.add_to(app)
     # A POST of these never comes so far, see _Straight: the routes refuse other methods, and redirect a slash more.
     for path, endpoint in answering.items():
         app.add_api_route(path, endpoint, methods=["POST"])

@@ -87,8 +87,11 @@ class ChatMessage(OpenAIObject):
 Messages = Annotated[list[ChatMessage], Field(fail_fast=True, max_length=MAX_MESSAGES)]
 
 
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
+
+
 class FunctionAsTool(OpenAIObject):
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
+    name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -125,6 +128,9 @@ def _tool_choice(value: Any) -> Any:
 ToolChoice = Annotated[str | ToolNamed | None, PlainValidator(_tool_choice)]
 
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
 class ChatSettings(OpenAIObject):
     """How the model's template is to show messages, and what besides."""
 
@@ -134,7 +140,7 @@ class ChatSettings(OpenAIObject):
     """Extension. Default true, unless `continue_final_message`: the prompt ends where an answer begins."""
     continue_final_message: bool | None = None
     """Extension: the answer goes on with the last message's text."""
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: ReasoningEffort | None = None
     """For a template that knows it, which may refuse some; `none` also for one that knows `enable_thinking`, and where
     the model does not think."""
     tools: Annotated[list[ToolGiven], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None

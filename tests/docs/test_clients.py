@@ -33,7 +33,8 @@ from tests.waiting import becomes
 
 _HERMES = (ROOT / "tests" / "router" / "text" / "templates" / "hermes_tools.jinja").read_text()
 _PAGE = (ROOT / "docs" / "CLIENTS.md").read_text()
-_SECURE, _OPENAI, _TOOLS, _ANTHROPIC, _GRPC = re.findall(r"^```python\n(.*?)^```", _PAGE, re.DOTALL | re.MULTILINE)
+_EXAMPLES = re.findall(r"^```python\n(.*?)^```", _PAGE, re.DOTALL | re.MULTILINE)
+_SECURE, _OPENAI, _TOOLS, _RESPONSES, _ANTHROPIC, _GRPC = _EXAMPLES
 
 
 @pytest.mark.timeout(300)
@@ -84,17 +85,17 @@ async def test_a_key_and_an_authority_are_taken_as_the_page_says(
     service.close()
 
 
-@pytest.mark.parametrize("example", [_TOOLS, _ANTHROPIC], ids=["openai", "anthropic"])
+@pytest.mark.parametrize("example", [_TOOLS, _RESPONSES, _ANTHROPIC], ids=["chat", "responses", "anthropic"])
 async def test_a_tool_is_called_and_answered_as_the_page_says(tmp_path: Path, example: str) -> None:
     service = _service(tmp_path, chat_template=_HERMES)
     fake, tokenizer = service.token_service, service.tokenizer
     assert isinstance(fake, FakeTokenService)
-    says = ['<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>', "No."]
+    says = ['<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>', "No.", "Nor there."]
     fake.script = lambda *_: tokenizer.encode(f"{says[len(fake.started) - 1]}<|im_end|>")
     app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
     async with serve_http(app) as (host, port):
         program = example.replace("127.0.0.1:8000", f"{host}:{port}").replace("my-model", "tiny")
-        assert await _run(program) == "No.\n"
+        assert (await _run(program)).splitlines()[0] == "No."
     prompt = tokenizer.decode(fake.started[-1].token_ids, skip_special_tokens=False)
     assert "It is sunny in Rome." in prompt
     service.close()

@@ -1,0 +1,148 @@
+"""POST /v1/responses, and what is stored of its answers: GET and DELETE /v1/responses/{id}, and its input items."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI, Request
+from msgspec import Raw
+from starlette.responses import Response
+
+from cluster.words.errors import RequestError, UnsupportedField
+from router.access.visit import Visit
+from router.doors.event_stream import EventStream, to_json, whole_answer
+from router.doors.http_visits import HttpVisits, client_of
+from router.doors.openai_forms import ChatForm
+from router.doors.opened import Opener
+from router.doors.responses_answer import ResponseAnswer
+from router.doors.responses_errors import ResponsesErrors
+from router.doors.responses_turn import StoredTurn, Turn, id_of
+from router.doors.responses_types import ResponsesBody
+from router.stored.responses import StoredResponses
+from router.text.completion import Completions
+from router.text.completion_request import MAX_REQUEST_BYTES
+
+JSON = dict[str, Any]
+
+_SMALL = 16 * 1024  # bytes of a stored response that are read at once; more, on another thread
+_LISTED, _MAX_LISTED = 20, 100  # items of a page
+
+
+class ResponsesApi:
+    """The endpoints. A key's limits count each call as a request."""
+
+    def __init__(self, completions: Completions, visits: HttpVisits, stored: StoredResponses) -> None:
+        self._completions = completions
+        self._visits = visits
+        self._opener = Opener(completions, visits)
+        self._stored = stored
+
+    def add_to(self, app: FastAPI) -> None:
+        app.add_api_route("/v1/responses/{id}", self.stored, methods=["GET"])
+        app.add_api_route("/v1/responses/{id}", self.delete, methods=["DELETE"])
+        app.add_api_route("/v1/responses/{id}/input_items", self.input_items, methods=["GET"])
+
+    async def create(self, request: Request) -> Response:
+        request.state.errors = ResponsesErrors()
+        return self._visits.answer(request, self._create)
+
+    async def stored(self, request: Request) -> Response:
+        return self._visits.answer(request, self._read)
+
+    async def delete(self, request: Request) -> Response:
+        return self._visits.answer(request, self._delete)
+
+    async def input_items(self, request: Request) -> Response:
+        return self._visits.answer(request, self._list)
+
+    async def _create(self, request: Request, visit: Visit) -> Response:
+        id = f"resp_{secrets.token_hex(16)}"
+        turn = await self._visits.read(ResponsesBody, request, partial(Turn.of, request, id))
+        if turn.asked is None:
+            turn = await self._completed(turn, request)
+        assert turn.asked
+        (completion,) = await self._opener.open(turn.asked, request, visit)
+        headers = {**await visit.charge([completion]), **turn.asked.ignored}
+        body, tenant = turn.asked.body, _tenant(request)
+
+        async def keep(response: JSON) -> bool:
+            value = to_json({"response": response, "input": [*turn.history, *turn.items]})
+            return await self._stored.put(tenant, id, value)
+
+        answer = ResponseAnswer(
+            id=id,
+            model=self._completions.model.id,
+            completion=completion,
+            form=ChatForm(self._completions.tokenizer),
+            told_again=turn.told_again,
+            keep=keep,
+            stores=body.store is not False and self._stored.stores,
+            is_streamed=bool(body.stream),
+        )
+        if body.stream:
+            return EventStream(answer.events(), more_headers=headers, errors=ResponsesErrors(answer))
+        return await whole_answer(request.receive, answer.whole(), headers)
+
+    async def _completed(self, turn: Turn, request: Request) -> Turn:
+        """With what it goes on from. Raises UnknownResponse, StoreUnavailable and what a body may raise."""
+        stored, num_bytes = dict[str, bytes](), 0
+        with self._visits.noted(request):
+            for id, field in turn.needed.items():
+                stored[id] = await self._stored.get(_tenant(request), id, param=field)
+                num_bytes += len(stored[id])
+                if num_bytes > MAX_REQUEST_BYTES:
+                    text = f"input: what its items refer to has more than {MAX_REQUEST_BYTES} bytes"
+                    raise RequestError(text, param="input")
+            if num_bytes <= _SMALL:
+                return turn.completed(stored, request)
+            key = client_of(request).key
+            return await self._completions.threads.run(key.id if key else "", turn.completed, stored, request)
+
+    async def _read(self, request: Request, visit: Visit) -> Response:
+        if request.query_params.get("stream") in ("true", "True", "1"):
+            raise UnsupportedField("stream: what is stored is not streamed again", param="stream")
+        return _answer(StoredTurn.of(await self._found(request)).response, await visit.charge([]))
+
+    async def _delete(self, request: Request, visit: Visit) -> Response:
+        id = request.path_params["id"]
+        with self._visits.noted(request):
+            await self._stored.delete(_tenant(request), id)
+        return _answer({"id": id, "object": "response", "deleted": True}, await visit.charge([]))
+
+    async def _list(self, request: Request, visit: Visit) -> Response:
+        items = StoredTurn.of(await self._found(request)).input
+        with self._visits.noted(request):
+            listed, has_more = _page(items, request.query_params)
+        ids = [id_of(item) for item in listed] or [""]
+        page = {"object": "list", "data": listed, "first_id": ids[0], "last_id": ids[-1], "has_more": has_more}
+        return _answer(page, await visit.charge([]))
+
+    async def _found(self, request: Request) -> bytes:
+        with self._visits.noted(request):
+            return await self._stored.get(_tenant(request), request.path_params["id"])
+
+
+def _page(items: Sequence[Raw], query: Mapping[str, str]) -> tuple[list[Raw], bool]:
+    """Those that are asked for, and whether there are more. Raises RequestError."""
+    limit, order, after = query.get("limit", str(_LISTED)), query.get("order", "desc"), query.get("after")
+    if not (limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= _MAX_LISTED):
+        raise RequestError(f"limit: must be from 1 to {_MAX_LISTED}", param="limit")
+    if order not in ("asc", "desc"):
+        raise RequestError("order: must be asc or desc", param="order")
+    ordered = list(items) if order == "asc" else list(reversed(items))
+    begin = 0
+    if after:
+        begin = next((n for n, item in enumerate(ordered, 1) if id_of(item) == after), len(ordered))
+    return ordered[begin : begin + int(limit)], begin + int(limit) < len(ordered)
+
+
+def _tenant(request: Request) -> str:
+    key = client_of(request).key
+    return key.tenant if key else ""
+
+
+def _answer(content: object, headers: Mapping[str, str]) -> Response:
+    return Response(to_json(content), media_type="application/json", headers=dict(headers))

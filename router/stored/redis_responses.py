@@ -1,0 +1,152 @@
+"""Stored responses in the deployment's Redis, for all of its routers.
+
+    <name>:response:<tenant>:<id>     the value behind its seal; it expires
+    <name>:responses:of:<tenant>      sorted set of the tenant's entries, by the time at which they were put
+    <name>:responses:all              the same of all tenants
+    <name>:responses:bytes            hash: what each tenant has, and `all`
+
+Tenants and ids are keyed hashes here: who sees the names learns neither, and nobody can name another tenant's. An entry
+of a set is <tenant>:<id>:<bytes>. Sets and sums do not expire (see cluster/index/key_channel.py): what is put takes out
+of them some of what is too old, whoever's it is.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import Any
+
+from redis.asyncio import Redis
+
+from cluster.words.seal import SEAL_BYTES, is_sealed, seal
+from router.stored.response_store import ENTRY_BYTES, StoreBounds
+
+_REDIS_TIME = -1
+_NAME_BYTES = 16
+
+# KEYS sorted set of all, sums. ARGV[1] the deployment's name.
+_DROP = """
+local function drop(entry)
+    redis.call('ZREM', KEYS[1], entry)
+    local tenant, id, size = string.match(entry, '^(%x+):(%x+):(%d+)$')
+    if not tenant then
+        return
+    end
+    redis.call('ZREM', ARGV[1] .. ':responses:of:' .. tenant, entry)
+    redis.call('DEL', ARGV[1] .. ':response:' .. tenant .. ':' .. id)
+    for _, whose in ipairs({tenant, 'all'}) do
+        if redis.call('HINCRBY', KEYS[2], whose, -size) <= 0 then
+            redis.call('HDEL', KEYS[2], whose)
+        end
+    end
+end
+"""
+
+# ARGV name, now (ms; below 0: Redis's), tenant, id, value, bytes that it counts, ttl (ms), bytes of a tenant, of all.
+# Where nothing is left to drop, a sum that says otherwise is wrong, and begins anew.
+_PUT = (
+    _DROP
+    + """
+local now, tenant, size, ttl = tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[6]), tonumber(ARGV[7])
+if now < 0 then
+    local t = redis.call('TIME')
+    now = t[1] * 1000 + math.floor(t[2] / 1000)
+end
+for _, entry in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now - ttl, 'LIMIT', 0, 100)) do
+    drop(entry)
+end
+local own = ARGV[1] .. ':responses:of:' .. tenant
+for whose, set in pairs({[tenant] = own, all = KEYS[1]}) do
+    local most = tonumber(ARGV[whose == 'all' and 9 or 8])
+    while tonumber(redis.call('HGET', KEYS[2], whose) or 0) + size > most do
+        local oldest = redis.call('ZRANGE', set, 0, 0)[1]
+        if not oldest then
+            redis.call('HDEL', KEYS[2], whose)
+            break
+        end
+        redis.call('ZREM', set, oldest)
+        drop(oldest)
+    end
+end
+local entry = tenant .. ':' .. ARGV[4] .. ':' .. ARGV[6]
+redis.call('SET', ARGV[1] .. ':response:' .. tenant .. ':' .. ARGV[4], ARGV[5], 'PX', ttl)
+redis.call('ZADD', own, now, entry)
+redis.call('ZADD', KEYS[1], now, entry)
+redis.call('HINCRBY', KEYS[2], tenant, size)
+redis.call('HINCRBY', KEYS[2], 'all', size)
+"""
+)
+
+# ARGV name, tenant, id, and what an entry counts beside its value.
+_DELETE = (
+    _DROP
+    + """
+local size = redis.call('STRLEN', ARGV[1] .. ':response:' .. ARGV[2] .. ':' .. ARGV[3])
+if size == 0 then
+    return 0
+end
+drop(ARGV[2] .. ':' .. ARGV[3] .. ':' .. string.format('%d', size + tonumber(ARGV[4])))
+return 1
+"""
+)
+
+
+class RedisResponses:
+    """Implements ResponseStore for all routers of the deployment `name`."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        bounds: StoreBounds,
+        *,
+        name: str,
+        key: bytes,
+        now_ms: Callable[[], int] = lambda: _REDIS_TIME,
+    ) -> None:
+        """key: of the deployment's, for names and seals. now_ms: a clock in place of Redis's own."""
+        self._redis = redis
+        self._bounds = bounds
+        self._name = name
+        self._key = key
+        self._now_ms = now_ms
+        self._put: Any = redis.register_script(_PUT)
+        self._delete: Any = redis.register_script(_DELETE)
+        self._tables = [f"{name}:responses:all", f"{name}:responses:bytes"]
+
+    async def put(self, tenant: str, id: str, value: bytes) -> None:
+        place = self._place(tenant, id)
+        size, bounds = len(value) + ENTRY_BYTES, self._bounds
+        sealed = seal(self._key, _bytes(place), value) + value
+        ttl_ms = round(bounds.ttl_s * 1e3)
+        most = bounds.max_of_tenant, bounds.max_bytes
+        await self._put(keys=self._tables, args=[self._name, self._now_ms(), *place, sealed, size, ttl_ms, *most])
+
+    async def get(self, tenant: str, id: str) -> bytes | None:
+        """None also where the seal is not this deployment's."""
+        place = self._place(tenant, id)
+        found: Any = await self._redis.get("{}:response:{}:{}".format(self._name, *place))
+        if not isinstance(found, bytes):
+            return None
+        shown, value = found[:SEAL_BYTES], found[SEAL_BYTES:]
+        return value if is_sealed(shown, self._key, _bytes(place), value) else None
+
+    async def delete(self, tenant: str, id: str) -> bool:
+        place = self._place(tenant, id)
+        beside = ENTRY_BYTES - SEAL_BYTES
+        return bool(await self._delete(keys=self._tables, args=[self._name, *place, beside]))
+
+    def _place(self, tenant: str, id: str) -> tuple[str, str]:
+        """Hashes of the tenant, and of the id among that tenant's."""
+        return self._hashed(tenant), self._hashed(tenant, id)
+
+    def _hashed(self, *words: str) -> str:
+        digest = blake2b(key=self._key, digest_size=_NAME_BYTES, person=b"responses")
+        for word in words:
+            encoded = word.encode()
+            digest.update(struct.pack("<I", len(encoded)) + encoded)
+        return digest.hexdigest()
+
+
+def _bytes(place: tuple[str, str]) -> bytes:
+    return "".join(place).encode()

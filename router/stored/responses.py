@@ -1,0 +1,107 @@
+"""What a router stores of responses, and what becomes of it while the store is away."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as RedisUnreachable
+from redis.exceptions import RedisError
+from redis.exceptions import TimeoutError as RedisTimeout
+
+from cluster.index.redis_client import RedisReach, connect_redis
+from cluster.words.errors import StoreUnavailable, UnknownResponse
+from router.stored.memory_responses import MemoryResponses
+from router.stored.redis_responses import RedisResponses
+from router.stored.response_store import ResponseStore, StoreBounds
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_WITHIN_S = 1.0  # of an answer of Redis, for which a request waits
+_TRY_AGAIN_S = 1.0  # after it was found to be away: nobody waits meanwhile
+_MAX_ID = 64  # characters of one that is told again
+
+
+class StoredResponses:
+    """Of one router; lives on its event loop. What is stored belongs to a tenant, and is not there for another one."""
+
+    def __init__(
+        self, store: ResponseStore | None, bounds: StoreBounds, *redises: Redis, try_again_s: float = _TRY_AGAIN_S
+    ) -> None:
+        """store: None: nothing is stored. redises: closed with this."""
+        self._store = store
+        self._bounds = bounds
+        self._redises = redises
+        self._try_again_s = try_again_s
+        self._reach = RedisReach("responses are not stored")
+        self._away_until = 0.0
+
+    @classmethod
+    def in_redis(cls, url: str, *, name: str, key: bytes, bounds: StoreBounds) -> StoredResponses:
+        """Of all routers of the deployment `name`; where the bounds leave no room, none."""
+        if not bounds.max_bytes:
+            return cls(None, bounds)
+        redis = connect_redis(url, within_s=_WITHIN_S)
+        return cls(RedisResponses(redis, bounds, name=name, key=key), bounds, redis)
+
+    @classmethod
+    def in_memory(cls, bounds: StoreBounds) -> StoredResponses:
+        """Of this router alone."""
+        return cls(MemoryResponses(bounds), bounds)
+
+    @property
+    def stores(self) -> bool:
+        return self._store is not None
+
+    async def put(self, tenant: str, id: str, value: bytes) -> bool:
+        """Whether it is stored; not so where it is too large, or the store is away."""
+        if self._store is None or not self._bounds.takes(value):
+            return False
+        store = self._store
+        try:
+            await self._asked(lambda: store.put(tenant, id, value))
+        except StoreUnavailable:
+            return False
+        return True
+
+    async def get(self, tenant: str, id: str, *, param: str | None = None) -> bytes:
+        """param: the field that names it. Raises UnknownResponse, StoreUnavailable."""
+        store = self._store
+        value = await self._asked(lambda: store.get(tenant, id)) if store else None
+        if value is None:
+            raise self._unknown(id, param)
+        return value
+
+    async def delete(self, tenant: str, id: str) -> None:
+        """Raises UnknownResponse, StoreUnavailable."""
+        store = self._store
+        if store is None or not await self._asked(lambda: store.delete(tenant, id)):
+            raise self._unknown(id, None)
+
+    async def close(self) -> None:
+        for redis in self._redises:
+            await redis.aclose()
+
+    def _unknown(self, id: str, param: str | None) -> UnknownResponse:
+        why = "" if self._store else "; none is stored here (router.stored_responses_mib)"
+        return UnknownResponse(f"{param or 'response'}: there is no response {id[:_MAX_ID]!r}{why}", param=param)
+
+    async def _asked(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """Raises StoreUnavailable, within a second or two."""
+        if time.monotonic() >= self._away_until:
+            try:
+                answer = await ask()
+            except (RedisUnreachable, RedisTimeout) as error:
+                self._reach.missed(error)
+                self._away_until = time.monotonic() + self._try_again_s
+            except RedisError as error:  # it is there, and cannot do this: it may be full
+                logger.warning("Redis does not store responses: %s", error)
+            else:
+                self._reach.found()
+                return answer
+        raise StoreUnavailable("where responses are stored cannot be reached at present; try again in a moment")
