@@ -12,6 +12,7 @@ from cluster.words.checking import check
 
 MAX_SCHEMA_BYTES = 64 * 1024
 MAX_GRAMMAR_BYTES = 8 * 1024  # of a regular expression or a grammar beside schemas: a mask costs what they are long
+_MAX_INTEGER, _MAX_DIGITS = 2**53 - 1, 17  # with a sign
 _SCHEMA_RULE = re.compile(r"^(\w+: %json )(.+)$", re.MULTILINE)
 
 
@@ -34,6 +35,7 @@ class Grammar:
     @classmethod
     def of_choice(cls, texts: Sequence[str], param: str) -> Grammar:
         """The answer is one of these. Raises RequestError where they are too many, before anything is made of them."""
+        check(bool(texts), param, "must not be empty")
         fits = len(texts) + sum(map(len, texts[:MAX_GRAMMAR_BYTES])) <= MAX_GRAMMAR_BYTES
         check(fits, param, f"at most {MAX_GRAMMAR_BYTES} bytes are taken")
         return cls(kind=GrammarKind.LARK, text="start: " + " | ".join(json.dumps(t, ensure_ascii=False) for t in texts))
@@ -43,8 +45,12 @@ class Grammar:
         check(bool(self.text), param, "must not be empty")
         is_small = self.kind is GrammarKind.REGEX
         _check_size(self.text, param, MAX_GRAMMAR_BYTES if is_small else MAX_SCHEMA_BYTES)
+        schemas = [self.text] if self.kind is GrammarKind.JSON_SCHEMA else []
         if self.kind is GrammarKind.LARK:
             _check_size(_SCHEMA_RULE.sub(_without_schema, self.text), param, MAX_GRAMMAR_BYTES)
+            schemas = [rule[2] for rule in _SCHEMA_RULE.finditer(self.text)]
+        for schema in schemas:
+            _check_integers(schema, param)
 
 
 ANY_OBJECT = Grammar(kind=GrammarKind.JSON_SCHEMA, text='{"type": "object"}')
@@ -52,6 +58,22 @@ ANY_OBJECT = Grammar(kind=GrammarKind.JSON_SCHEMA, text='{"type": "object"}')
 
 def _check_size(text: str, param: str, most: int) -> None:
     check(len(text.encode(errors="surrogatepass")) <= most, param, f"at most {most} bytes are taken")
+
+
+def _check_integers(schema: str, param: str) -> None:
+    """Masks know numbers as fp64 does: beyond its integers they would let through another one."""
+
+    def check_one(digits: str) -> int:
+        is_exact = len(digits) <= _MAX_DIGITS and abs(int(digits)) <= _MAX_INTEGER
+        check(
+            is_exact, param, f"integers are kept to from {-_MAX_INTEGER} to {_MAX_INTEGER}; write larger ones as text"
+        )
+        return 0
+
+    try:
+        json.loads(schema, parse_int=check_one)
+    except (ValueError, RecursionError):
+        return  # whoever compiles it says what is wrong
 
 
 def _without_schema(rule: re.Match[str]) -> str:

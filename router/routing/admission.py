@@ -52,7 +52,7 @@ class AdmissionQueue:
         wait_s = self.wait_s(queued)
         if wait_s > _CAUTION * within_s:
             raise CapacityError(
-                f"it would wait {wait_s:.1f} s for its turn, and has {within_s:.1f} s",
+                f"it would wait {wait_s:.1f} s for its turn, more than half of the {within_s:.1f} s that it has",
                 retry_after_s=self._retry_s(queued, _CAUTION * within_s),
             )
         if not len(self):

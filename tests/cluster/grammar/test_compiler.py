@@ -150,3 +150,21 @@ def test_a_lark_grammar_is_told_from_llama_cpps(compiler: GrammarCompiler) -> No
 def test_a_model_whose_tokenizer_is_not_understood_has_no_grammars(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="tokenizer"):
         GrammarCompiler(tmp_path, vocab_size=8).compile(Grammar(kind=GrammarKind.REGEX, text="a"))
+
+
+@pytest.mark.parametrize("number", [2**53, -(2**53), 10**30])
+def test_a_number_that_masks_would_take_for_another_is_refused(compiler: GrammarCompiler, number: int) -> None:
+    """llguidance knows them as fp64 does: of 2^53 + 1 it would let through 2^53 and nothing else."""
+    schema = json.dumps({"type": "object", "properties": {"id": {"const": number}}})
+    for kind, text in (
+        (GrammarKind.JSON_SCHEMA, schema),
+        (GrammarKind.LARK, f"start: answer\nanswer: %json {schema}"),
+    ):
+        with pytest.raises(
+            RequestError, match="integers are kept to from -9007199254740991 to 9007199254740991; write"
+        ):
+            compiler.compile(Grammar(kind=kind, text=text))
+    compiler.compile(Grammar(kind=GrammarKind.LENIENT_JSON_SCHEMA, text=schema))  # passed over, as what has no mask
+    exact = 2**53 - 1 if number > 0 else 1 - 2**53
+    for said, follows in ((str(exact)[:-1], str(exact)[-1]), (str(exact), "$")):
+        assert _allowed(_mask(compiler, GrammarKind.JSON_SCHEMA, json.dumps({"const": exact})), said) == follows
