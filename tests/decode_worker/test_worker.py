@@ -133,8 +133,8 @@ def test_a_request_whose_logits_are_not_finite_ends_alone(
     rank = RankOfOne(rank.runner)
     worker, forward, steps = _worker(rank), rank.runner.forward, itertools.count()
 
-    def poison(batch: Batch) -> Tensor:
-        logits = forward(batch).clone()
+    def poison(batch: Batch, **others: Any) -> Tensor:
+        logits = forward(batch, **others).clone()
         if next(steps) == step:
             logits[0] = math.nan
         return logits
