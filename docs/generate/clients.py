@@ -18,7 +18,7 @@ from router.doors.openai_fields import Only
 from router.doors.openai_messages import MAX_CALLS, MAX_PARTS, MAX_TOOLS, ChatMessage
 from router.doors.openai_types import MAX_PROMPTS_TIMES_N, ChatBody, TextBody
 from router.doors.responses_items import MAX_ID_CHARS, InputItem
-from router.doors.responses_types import MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE, ResponsesBody
+from router.doors.responses_types import ResponsesBody
 from router.text import completion_request as rules
 from router.text.bad_words import MAX_BAD_WORD_CHARS
 
@@ -44,7 +44,6 @@ _LIMITS = {
     "tools": f"{MAX_TOOLS}",
     "tool_calls": f"{MAX_CALLS}",
     "input": f"{rules.MAX_MESSAGES:,} items",
-    "metadata": f"{MAX_METADATA} pairs, of {MAX_METADATA_KEY} and {MAX_METADATA_VALUE} characters",
     **dict.fromkeys(("id", "call_id", "previous_response_id"), f"{MAX_ID_CHARS} characters"),
     "top_logprobs": f"0 to {rules.MAX_LOGPROBS}",
 }

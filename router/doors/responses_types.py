@@ -19,9 +19,8 @@ from router.doors.opened import AskingBody
 from router.doors.responses_items import JSON, Id, Items, Kinds, messages_of
 from router.text.completion_request import MAX_LOGPROBS, CompletionRequest
 
-MAX_METADATA = 16  # pairs
-MAX_METADATA_KEY = 64  # characters
-MAX_METADATA_VALUE = 512
+_MAX_PAIRS = 16  # of metadata
+_MAX_KEY, _MAX_VALUE = 64, 512  # characters
 _LOGPROBS = "message.output_text.logprobs"
 _SAME = ("model", "temperature", "top_p", "user", "tool_choice", "parallel_tool_calls", "seed", "top_k", "min_p",
          "presence_penalty", "frequency_penalty", "repetition_penalty", "cache_salt", "priority",
@@ -115,14 +114,14 @@ class ResponsesBody(AskingBody):
     metadata: (
         Annotated[
             dict[
-                Annotated[str, Field(max_length=MAX_METADATA_KEY)],
-                Annotated[str, Field(max_length=MAX_METADATA_VALUE)],
+                Annotated[str, Field(max_length=_MAX_KEY)],
+                Annotated[str, Field(max_length=_MAX_VALUE)],
             ],
-            Field(max_length=MAX_METADATA),
+            Field(max_length=_MAX_PAIRS),
         ]
         | None
     ) = None
-    """Told again with the answer."""
+    """Told again with the answer: 16 pairs, of 64 and 512 characters."""
     user: str | None = None
     """Whose share it takes of what its tenant has."""
     seed: int | None = None

@@ -442,13 +442,13 @@ def test_what_an_assistant_said_without_a_break_is_one_message() -> None:
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
     thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]}
     items = [
-        {"role": "user", "content": "a"}, thought, {"role": "assistant", "content": "b"}, call, call,
+        {"role": "user", "content": "a"}, thought, call, call,
         {"role": "assistant", "content": "c"}, thought, {"role": "user", "content": "d"},
     ]  # fmt: skip
     told = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     assert _asked(input=items).prompt.messages == (
         {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "b", "reasoning_content": "Hm.", "tool_calls": [told, told]},
+        {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": [told, told]},
         {"role": "assistant", "content": "c"},
         {"role": "user", "content": "d"},
     )
