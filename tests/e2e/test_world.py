@@ -27,6 +27,7 @@ _WALL_CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", 
 # Shown to clients, written into a prompt or into a trail; compared with nothing.
 _SHOWN = {
     ("router/doors/openai_answer.py", "time.time"),
+    ("router/doors/responses_answer.py", "time.time"),
     ("router/text/completion_request.py", "time.time"),
     ("router/text/template_sandbox.py", "datetime.now"),
     ("router/text/trail.py", "time.time"),

@@ -83,7 +83,7 @@ async def test_an_answer_repeats_so_much_of_prompts(
 async def test_what_visits_all_of_a_large_body_is_not_for_the_event_loop(
     door: OpenAIDoor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    threads = _noted_threads(monkeypatch, (ChatBody, "requests"), (openai_api, "ignored_header"))
+    threads = _noted_threads(monkeypatch, (ChatBody, "requests"), (opened, "ignored_header"))
     for content, names in (("x", {"MainThread"}), ("x" * 20_000, {"text"})):
         await door.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": content}]})
         assert {name.partition("_")[0] for name in threads} == names and len(threads) == 2
