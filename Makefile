@@ -12,17 +12,20 @@ REQUIREMENTS := pyproject.toml constraints.txt
 # Two processes, each with whole files in their order: the longest come first. More would starve the Ray that tests start.
 SUITE := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test lint test-repeat test-slow test-gpu docs proto clean
+.PHONY: demo test style lint test-repeat test-slow test-gpu docs proto clean
 
 demo: $(VENV)/installed
 	@PATH="$(abspath $(BIN)):$$PATH" deploy/demo.sh
 
-test: lint
-	$(BIN)/python -m pytest $(SUITE)
+# Types are looked at with what the suite leaves idle; its summary comes last.
+test: style
+	@nice -n 19 $(BIN)/mypy & types=$$!; $(BIN)/python -m pytest $(SUITE); tests=$$?; wait $$types && exit $$tests
 
-lint: $(VENV)/installed-for-tests
+style: $(VENV)/installed-for-tests
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
+
+lint: style
 	$(BIN)/mypy
 
 test-repeat: $(VENV)/installed-for-tests

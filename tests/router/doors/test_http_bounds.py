@@ -12,7 +12,7 @@ import pytest
 from cluster.rpc import inference_pb2 as pb
 from cluster.rpc.inference_pb2_grpc import InferenceStub
 from router.access.access import Access
-from router.doors import grpc_api, openai_api
+from router.doors import grpc_api, opened
 from router.doors.grpc_api import open_grpc_api
 from router.doors.openai_api import create_app
 from router.doors.openai_types import ChatBody
