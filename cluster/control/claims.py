@@ -4,7 +4,6 @@ its Ray does not take down the one that has its name now."""
 
 from __future__ import annotations
 
-import getpass
 import json
 import secrets
 import socket
@@ -26,12 +25,7 @@ class NameClaim:
     host: str
 
     @classmethod
-    def new(cls) -> NameClaim:
-        """Of this process's user."""
-        try:
-            user = getpass.getuser()
-        except (KeyError, OSError):  # in a container without an /etc/passwd
-            user = "somebody"
+    def new(cls, user: str) -> NameClaim:
         return cls(id=secrets.token_hex(8), user=user, host=socket.gethostname())
 
     def __str__(self) -> str:

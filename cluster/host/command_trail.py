@@ -28,7 +28,7 @@ def note_command(arguments: Sequence[str], *, exit_code: int, seconds: float, er
         return
     line = {
         "time": round(time.time(), 3),
-        "user": _user(),
+        "user": user_name(),
         "host": socket.gethostname(),
         "certificate": os.environ.get(CERTIFICATE, ""),  # the file by which somebody operates, in place of Ray
         "from": os.environ.get("SSH_CONNECTION", "").partition(" ")[0],
@@ -48,7 +48,8 @@ def _command(arguments: Sequence[str]) -> str:
     return rest[0] if rest else ""
 
 
-def _user() -> str:
+def user_name() -> str:
+    """Of this process, and who became that user by sudo."""
     try:
         name = getpass.getuser()
     except (OSError, KeyError):  # a user id without a name, as in containers

@@ -23,6 +23,7 @@ from cluster.control.desired import Parts
 from cluster.control.placement import Node
 from cluster.host import local_ray, operator_key, preflight
 from cluster.host import state as states
+from cluster.host.command_trail import user_name
 from cluster.host.doors import LOOPBACK, Doors, admin_addresses, keys_of, plan_doors
 from cluster.host.reporter import Reporter
 from cluster.host.state import Command, State
@@ -65,7 +66,7 @@ def deploy(
     watch = Stopwatch()
     with states.reserve(spec.name):  # two at once would both find it free
         place = _check(spec, address, wait_for_nodes=wait_for_nodes, say=reporter.say)
-        claim = NameClaim.new()
+        claim = NameClaim.new(user_name())
         state = place.state(spec.name, claim)
         states.save(state)
     clear_logs(str(states.log_dir(spec.name)))

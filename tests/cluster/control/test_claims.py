@@ -26,7 +26,7 @@ def _state(name: str, address: str, claim: str) -> State:
 
 
 def test_one_of_many_at_once_has_it(three_nodes: str) -> None:
-    name, wanted = f"t{uuid.uuid4().hex[:8]}", [NameClaim.new() for _ in range(8)]
+    name, wanted = f"t{uuid.uuid4().hex[:8]}", [NameClaim.new("ann") for _ in range(8)]
 
     def is_taken_by(claim: NameClaim) -> bool:
         try:
@@ -53,7 +53,7 @@ def test_nobody_takes_down_what_another_has_deployed(
 
     monkeypatch.setenv("CLUSTER_STATE_DIR", str(tmp_path))
     monkeypatch.setattr(ray, "shutdown", lambda: None)  # this process stays
-    deployment, claim = Deployment(tmp_path / "logs", _SMALL), NameClaim.new()
+    deployment, claim = Deployment(tmp_path / "logs", _SMALL), NameClaim.new("ann")
     claims.take(deployment.name, claim)
     deployment.until_ready()
     for stale in ("0123456789abcdef", ""):  # "": by a version that made no claims
@@ -76,7 +76,7 @@ def test_what_was_cut_short_is_removed_from_anywhere(
     monkeypatch.setenv("CLUSTER_STATE_DIR", str(tmp_path))
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     name = f"t{uuid.uuid4().hex[:8]}"
-    claims.take(name, NameClaim.new())
+    claims.take(name, NameClaim.new("ann"))
     with pytest.raises(DeployError, match=f"{name}: it has no controller on Ray at .* removes what there is of it"):
         remote.find(three_nodes, name)
     assert deploying.take_down(remote.find_any(three_nodes, name)) is None
