@@ -104,6 +104,11 @@ class Metrics:
         self.requests_waiting = Gauge(
             "requests_waiting", "Requests queued until a replica has room.", registry=registry
         )
+        self.tenants_at_share = Gauge(
+            "tenants_at_share",
+            "Tenants of which requests wait because others of theirs run: see `router.tenant_share`.",
+            registry=registry,
+        )
         self.queue_time = Histogram(
             "queue_time_seconds", "Until a replica admits the request.", buckets=_WAIT, registry=registry
         )

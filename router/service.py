@@ -111,6 +111,18 @@ class RouterService:
             tasks=tasks,
             count_refused=lambda why: metrics.members_refused.labels(why).inc(),
         )
+        access = await Access.follow(
+            credentials.index_url,
+            name=spec.name,
+            seal_key=credentials.key(Purpose.API_KEYS),
+            salt_key=credentials.key(Purpose.SALTS),
+            is_required=spec.router.needs_keys(host),
+            is_cache_told=is_loopback(host),
+            num_routers=spec.router.replicas,
+            tasks=tasks,
+            count=lambda outcome: metrics.requests.labels(outcome).inc(),
+            known=keys,
+        )
         policy = make_policy(spec.router.policy, pulls=True)
         dispatch = Dispatch(
             replicas,
@@ -121,6 +133,7 @@ class RouterService:
             queue_s=spec.timeouts.queue_s,
             max_waiting=spec.router.max_waiting,
             metrics=metrics,
+            tenant_share=lambda: spec.router.tenant_share if access.has_many_tenants else 1.0,
         )
         core = RouterCore(dispatch)
         tokenizer = Tokenizer(model_dir)
@@ -145,18 +158,6 @@ class RouterService:
             max_unread_s=spec.timeouts.unread_s,
             trail=RequestTrail(trail),
             grammars=await asyncio.to_thread(GrammarCompiler, model_dir, vocab_size=config.vocab_size),
-        )
-        access = await Access.follow(
-            credentials.index_url,
-            name=spec.name,
-            seal_key=credentials.key(Purpose.API_KEYS),
-            salt_key=credentials.key(Purpose.SALTS),
-            is_required=spec.router.needs_keys(host),
-            is_cache_told=is_loopback(host),
-            num_routers=spec.router.replicas,
-            tasks=tasks,
-            count=lambda outcome: metrics.requests.labels(outcome).inc(),
-            known=keys,
         )
         stored = StoredResponses.in_redis(
             credentials.index_url,

@@ -8,9 +8,7 @@ from typing import Any
 from cluster.control.key_keeper import key_file, read_book
 from cluster.host import state as states
 from cluster.process.whole_file import write_whole
-from cluster.words.api_key import KeyBook, digest_of, new_key, new_secret
-
-OPERATOR = "operator"
+from cluster.words.api_key import OPERATOR, KeyBook, digest_of, new_key, new_secret
 
 
 def make(controller: Any, name: str, *, say: Callable[[str], None]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from cluster.words.errors import SpecError
 from cluster.words.records import known_fields
 
+OPERATOR = "operator"  # the name of the key with which the operator's machine asks, and its tenant
 _PREFIX = "sk-"
 _SECRET_BYTES = 32
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

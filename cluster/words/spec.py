@@ -251,6 +251,10 @@ class RouterSpec(_Section):
     max_waiting: Count = 1024
     """Requests queued in one router. One is refused where all that wait and those of its own user, added up, are so
     many, so that one who is alone has half of it; a tenant that is alone, with all its users, has three quarters."""
+    tenant_share: Annotated[float, Field(gt=0, le=1)] = 0.75
+    """Of the choices that a decode replica runs at once, and of its KV blocks: what one tenant may have of those that
+    the others leave, where API keys are of several tenants. So there is room for whoever comes next, and `n` is bounded
+    by it, too. 1: all."""
 
     @field_validator("tls_cert", "tls_key")
     @classmethod

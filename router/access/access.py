@@ -84,6 +84,11 @@ class Access:
             self._count(outcome_of(error).code)
             raise
 
+    @property
+    def has_many_tenants(self) -> bool:
+        """Whether there are others from whom one could take what they need."""
+        return self._keyring.has_many_tenants
+
     async def close(self) -> None:
         self._keyring.close()
         self.limits.close()

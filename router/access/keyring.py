@@ -9,7 +9,7 @@ from redis.exceptions import RedisError
 
 from cluster.index.key_channel import KeyReader
 from cluster.index.redis_client import RedisReach
-from cluster.words.api_key import KeyBook, digest_of
+from cluster.words.api_key import OPERATOR, KeyBook, digest_of
 from cluster.words.errors import KeysUnknown, Unauthenticated
 from router.access.client import Client
 
@@ -32,6 +32,7 @@ class Keyring:
         self._is_required = is_required
         self._anybody = Client(key=None, salt_key=salt_key, is_cache_told=is_cache_told)
         self._clients: dict[str, Client] | None = None  # by the digest of the secret; None: not heard yet
+        self._has_many_tenants = False
         self._reach = RedisReach("the API keys known go on counting")
         self._is_closing = False
 
@@ -57,10 +58,18 @@ class Keyring:
             raise Unauthenticated("an API key is sent as Authorization: Bearer sk-…, and this came without Bearer")
         raise Unauthenticated("this API key is not known here, or was revoked")
 
+    @property
+    def has_many_tenants(self) -> bool:
+        """Whether several may ask; the operator's own machine, and who may ask without a key where nobody has one, are
+        none of them."""
+        return self._has_many_tenants
+
     def take(self, book: KeyBook) -> None:
         """From now on these keys count, and no others."""
         salt_key = self._anybody.salt_key
         self._clients = {key.digest: Client(key=key, salt_key=salt_key) for key in book.keys}
+        tenants = {key.tenant for key in book.keys if key.name != OPERATOR}
+        self._has_many_tenants = len(tenants) > (1 if self._is_required else 0)
 
     async def read(self) -> None:
         """Look whether the controller says something new."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from cluster.index.prefix_index import Depths
@@ -22,11 +22,11 @@ from cluster.words.errors import (
 from cluster.words.hashing import block_hashes, root_hash
 from cluster.words.request import Role, SequenceRequest
 from router.metrics import Metrics
-from router.routing.chooser import AnswerLength, Chooser, Decision, Need, with_room
+from router.routing.chooser import AnswerLength, Chooser, Decision, Need, is_kept_out_by_itself, with_room
 from router.routing.decisions import Decisions
 from router.routing.fair_shares import QueuedRequest
-from router.routing.replica_load import ReplicaLoad
-from router.serving.gate import AdmissionGate
+from router.routing.replica_load import ReplicaLoad, most_choices
+from router.serving.gate import AdmissionGate, NoRoom
 from router.serving.move import DecodeStream
 from router.serving.pair import Booking, Pair, PromptBooking
 from router.serving.prompt_parts import PromptParts
@@ -59,9 +59,11 @@ class Dispatch:
         queue_s: float,
         max_waiting: int,
         metrics: Metrics,
+        tenant_share: Callable[[], float] = lambda: 1.0,
     ) -> None:
         """model: fingerprint, as in the prefix hashes. vocab_size: of that model.
-        queue_s: how long a request may wait for a replica with room."""
+        queue_s: how long a request may wait for a replica with room. tenant_share: of what the others leave of a decode
+        replica, for one tenant; now."""
         self.replicas = replicas
         self.decisions = Decisions()
         self._chooser = chooser
@@ -70,11 +72,13 @@ class Dispatch:
         self._vocab_size = vocab_size
         self._queue_s = queue_s
         self._metrics = metrics
+        self._tenant_share = tenant_share
         self._answers = AnswerLength()
         self._gate: AdmissionGate[Pair] = AdmissionGate(max_waiting=max_waiting, queue_s=queue_s)
         self._now = asyncio.get_running_loop().time
         replicas.on_change = self._gate.wake
         metrics.requests_waiting.set_function(lambda: len(self._gate))
+        metrics.tenants_at_share.set_function(lambda: self._gate.num_tenants_at_share)
 
     async def admit(self, request: SequenceRequest) -> Pair:
         """The cheapest pair with room, at the request's turn. What is booked for it, `give_back` takes back.
@@ -84,7 +88,7 @@ class Dispatch:
         """
         began_at = self._now()
         asked = self._asked(request)
-        self._check_fit(request)
+        self._check_fit(request, share=self._tenant_share())
         queued = QueuedRequest(request.tenant, request.priority, cost=self._cost(request), user=request.user)
         pair = await self._gate.enter(
             queued, lambda: self._choose_with_room(asked), within_s=request.deadline_s, give_back=self.give_back
@@ -101,7 +105,7 @@ class Dispatch:
         wait_s = self._queue_s if request.deadline_s is None else min(self._queue_s, request.deadline_s)
         give_up_at = self._now() + wait_s
         while True:
-            self._check_fit(request)
+            self._check_fit(request, share=1.0)
             decodes = self._loads(Role.DECODE, asked)
             # A prompt may wait behind others where the beginning of it is.
             for some in (with_room(decodes, asked.need), decodes):
@@ -162,9 +166,14 @@ class Dispatch:
         for number in num_tokens:
             self._answers.add(number)
 
-    def _choose_with_room(self, asked: _Asked) -> Pair | None:
-        self._check_fit(asked.request)  # the first replica may have come only now
-        return self._choose(asked, with_room(self._loads(Role.DECODE, asked), asked.need), prefill_needs_room=True)
+    def _choose_with_room(self, asked: _Asked) -> Pair | NoRoom:
+        share = self._tenant_share()
+        self._check_fit(asked.request, share=share)  # the first replica may have come only now
+        decodes = self._loads(Role.DECODE, asked)
+        if roomy := with_room(decodes, asked.need, share=share):
+            return self._choose(asked, roomy, prefill_needs_room=True) or NoRoom.FOR_ANYBODY
+        is_own_doing = is_kept_out_by_itself(decodes, asked.need, share=share)
+        return NoRoom.FOR_ITS_TENANT if is_own_doing else NoRoom.FOR_ANYBODY
 
     def _choose(
         self,
@@ -190,7 +199,9 @@ class Dispatch:
         if (decision.decode and not decode) or (decision.prefill and not self._replica(decision.prefill)):
             raise ClusterError(f"the routing policy named {decision.options[0]}: no such replica")
         need = asked.need
-        booking = Booking(decode, num_blocks=need.num_blocks, num_streams=need.num_streams) if decode else None
+        booking = None
+        if decode:
+            booking = Booking(decode, tenant=need.tenant, num_blocks=need.num_blocks, num_streams=need.num_streams)
         return self._booked(asked, decision, decode=decode, decode_booking=booking)
 
     def _booked(
@@ -222,6 +233,7 @@ class Dispatch:
         per_choice = -(-(num_tokens + self._predicted_tokens(request)) // self._block_size) - prompt_blocks
         return Need(
             num_tokens=num_tokens,
+            tenant=request.tenant,
             num_streams=num_streams,
             num_blocks=prompt_blocks + per_choice * num_streams,
             max_new_tokens=request.sampling.max_tokens - request.num_generated,
@@ -245,8 +257,9 @@ class Dispatch:
     def _replica(self, name: str | None) -> Replica | None:
         return self.replicas.get(name) if name else None
 
-    def _check_fit(self, request: SequenceRequest) -> None:
-        """Raises RequestError where replicas are there, and none could ever hold the request."""
+    def _check_fit(self, request: SequenceRequest, *, share: float) -> None:
+        """Raises RequestError where replicas are there, and none could ever hold the request. share: of it, that one
+        tenant may have."""
         members = [replica.member for replica in self.replicas.usable(Role.DECODE)]
         if not members:
             return
@@ -254,9 +267,10 @@ class Dispatch:
             raise ContextLengthExceeded(
                 f"{len(request.token_ids)} tokens leave no room in the {limit} that a replica holds", param="prompt"
             )
-        if len(request.choices) > (most := max(member.max_running for member in members)):
+        if len(request.choices) > (most := max(most_choices(member.max_running, share=share) for member in members)):
+            of_whom = "" if share == 1.0 else " of one tenant"
             raise RequestError(
-                f"n: a replica runs at most {most} choices at once, not {len(request.choices)}", param="n"
+                f"n: a replica runs at most {most} choices{of_whom} at once, not {len(request.choices)}", param="n"
             )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 import pytest
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, BadRequestError
 
 from cluster.index.key_channel import KeyPublisher
 from cluster.index.redis_client import connect_redis
@@ -15,10 +17,11 @@ from cluster.process.ports import free_port
 from cluster.rpc import inference_pb2 as pb
 from cluster.rpc import inference_pb2_grpc as rpc
 from cluster.words.credentials import Purpose
+from cluster.words.request import Role
 from router.service import RouterService
 from tests.e2e.conftest import Checkpoint
 from tests.identities import router
-from tests.local_cluster import local_cluster
+from tests.local_cluster import LocalReplica, local_cluster
 from tests.router.access.keys import IssuedKey, book_of, issue
 from tests.waiting import becomes
 
@@ -28,8 +31,8 @@ _PROMPT = [5 + i % 20 for i in range(100)]  # six full blocks
 class Asked:
     """One router with keys, at both of its doors."""
 
-    def __init__(self, service: RouterService, url: str, stub: rpc.InferenceStub) -> None:
-        self.service = service
+    def __init__(self, decode: LocalReplica, url: str, stub: rpc.InferenceStub) -> None:
+        self._decode = decode
         self._url = url
         self._stub = stub
 
@@ -42,6 +45,16 @@ class Asked:
         assert answer.usage and answer.usage.prompt_tokens_details
         return answer.usage.prompt_tokens_details.cached_tokens or 0
 
+    def num_running(self) -> int:
+        """Answers, on the decode replica."""
+        return int(self._decode.ranks[0].status()["running"])
+
+    async def text(self, issued: IssuedKey, *, n: int, num_tokens: int) -> None:
+        async with AsyncOpenAI(base_url=f"{self._url}/v1", api_key=issued.secret, max_retries=0) as client:
+            await client.completions.create(
+                model="tiny", prompt=_PROMPT, n=n, max_tokens=num_tokens, extra_body={"ignore_eos": True}
+            )
+
     async def over_grpc(self, issued: IssuedKey, *, cache_salt: str = "") -> int:
         asked = pb.GenerateRequest(token_ids=pb.TokenIds(ids=_PROMPT), cache_salt=cache_salt)
         asked.sampling.max_tokens = 2
@@ -51,12 +64,17 @@ class Asked:
 
 
 @asynccontextmanager
-async def router_with(checkpoint: Checkpoint, redis_url: str, *issued: IssuedKey) -> AsyncIterator[Asked]:
-    tree = {
+async def router_with(
+    checkpoint: Checkpoint, redis_url: str, *issued: IssuedKey, max_context: int = 128, **more: Any
+) -> AsyncIterator[Asked]:
+    """max_context: of the model. more: sections of the spec."""
+    tree: dict[str, Any] = {
         "model": {"served_name": "tiny", "dtype": "float32"},
+        **more,
         "router": {"grpc_port": free_port(), "http_port": free_port(), "keys": "required"},
     }
-    async with local_cluster(checkpoint("llama"), redis_url, **tree) as cluster:
+    model_dir = checkpoint("llama", max_position_embeddings=max_context)
+    async with local_cluster(model_dir, redis_url, **tree) as cluster:
         seal_key = cluster.credentials.key(Purpose.API_KEYS)
         publisher = KeyPublisher(connect_redis(redis_url), name=cluster.spec.name, seal_key=seal_key)
         await publisher.publish(book_of(*issued))
@@ -68,7 +86,8 @@ async def router_with(checkpoint: Checkpoint, redis_url: str, *issued: IssuedKey
         try:
             async with grpc.aio.insecure_channel(f"127.0.0.1:{service.grpc_port}") as channel:
                 await becomes(lambda: all(service.health().values()))
-                yield Asked(service, "http://{}:{}".format(*service.http_address), rpc.InferenceStub(channel))
+                [decode] = cluster.pools[Role.DECODE]
+                yield Asked(decode, "http://{}:{}".format(*service.http_address), rpc.InferenceStub(channel))
         finally:
             await service.close()
             await publisher.close()
@@ -89,3 +108,23 @@ async def test_nobody_is_served_what_another_tenants_prompt_left(checkpoint: Che
         assert await asked.over_http(other, user="team") == 0
         assert await asked.over_grpc(other, cache_salt="team") == 0
         assert await asked.over_http(other, cache_salt="s") == 0
+
+
+@pytest.mark.timeout(180)
+async def test_a_tenant_that_asks_for_everything_keeps_nobody_else_waiting(
+    checkpoint: Checkpoint, redis_url: str
+) -> None:
+    greedy, modest = issue("greedy"), issue("modest")
+    more = {"decode": {"max_running": 4}, "timeouts": {"queue_s": 120}}
+    async with router_with(checkpoint, redis_url, greedy, modest, max_context=4096, **more) as asked:
+        with pytest.raises(BadRequestError, match="at most 3 choices of one tenant") as refused:
+            await asked.text(greedy, n=4, num_tokens=2)
+        assert refused.value.param == "n"
+        flood = [asyncio.create_task(asked.text(greedy, n=n, num_tokens=3000)) for n in (3, 1, 3)]
+        await becomes(asked.num_running)
+        for _ in range(3):
+            await asked.text(modest, n=1, num_tokens=2)
+        assert not any(task.done() for task in flood)
+        for task in flood:
+            task.cancel()
+        await asyncio.gather(*flood, return_exceptions=True)

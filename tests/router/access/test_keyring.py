@@ -14,6 +14,7 @@ from redis.asyncio import Redis
 from cluster.index.key_channel import KeyPublisher, KeyReader
 from cluster.index.redis_client import connect_redis
 from cluster.process.ports import free_port
+from cluster.words.api_key import OPERATOR
 from cluster.words.errors import KeysUnknown, Unauthenticated
 from router.access.access import Access
 from router.access.keyring import Keyring
@@ -86,6 +87,26 @@ def test_where_none_is_needed_a_key_that_is_shown_counts() -> None:
     assert ring.identify(known.header).key == known.key
     for header in (None, "Bearer none", issue("b").header):
         assert ring.identify(header).key is None
+
+
+@pytest.mark.parametrize(
+    ("is_required", "tenants", "expected"),
+    [
+        (True, [], False),
+        (True, ["a"], False),
+        (True, ["a", "a"], False),
+        (True, ["a", "b"], True),
+        (False, [], False),
+        (False, ["a"], True),  # and those without a key
+    ],
+)
+def test_whether_there_are_several_tenants_leaves_the_operator_out(
+    is_required: bool, tenants: list[str], expected: bool
+) -> None:
+    ring = Keyring(None, salt_key=SALT_KEY, is_required=is_required)
+    issued = [issue(f"{tenant}-{number}", tenant=tenant) for number, tenant in enumerate(tenants)]
+    ring.take(book_of(issue(OPERATOR), *issued))
+    assert ring.has_many_tenants is expected
 
 
 def test_before_it_has_heard_of_any_it_says_so(ring: Keyring) -> None:

@@ -84,6 +84,7 @@ class World:
         self.workers: dict[str, FakeWorker] = {}
         self.clients: list[Client] = []
         self.born_at: dict[str, float] = {}
+        self.tenant_share = 1.0
         self.tells_prompt_logprobs = True  # those that are added from now on
         self._gone: list[FakeWorker] = []
         self._num_made = 0
@@ -98,6 +99,7 @@ class World:
             queue_s=_LONG_S,
             max_waiting=1000,
             metrics=Metrics(),
+            tenant_share=lambda: self.tenant_share,
         )
         self.core = RouterCore(dispatch)
         self._loops = [
@@ -140,6 +142,7 @@ class World:
         max_tokens: int,
         deadline_s: float | None = None,
         num_prompt_logprobs: int | None = None,
+        tenant: str = "",
     ) -> Client:
         number = len(self.clients)
         prompt = tuple(range(100 * number, 100 * number + num_tokens))
@@ -151,6 +154,7 @@ class World:
             choices=tuple(range(n)),
             deadline_s=deadline_s,
             num_prompt_logprobs=num_prompt_logprobs,
+            tenant=tenant,
         )
         client = Client(request, {choice: _said(request, choice) for choice in request.choices}, self._loop.time())
         client.task = asyncio.create_task(client.run(self.core, self.replicas))
@@ -205,6 +209,9 @@ class World:
         for replica in self.replicas:
             booked = replica.pending_tokens, replica.num_requests, replica.promised_blocks, replica.promised_streams
             assert booked == (0, 0, 0, 0), f"{replica.id}: booked {booked} for nobody"
+            assert not replica.promised_to, (
+                f"{replica.id}: promised {replica.promised_to} to tenants of whom nobody asks"
+            )
             assert replica.num_subscribed == 0, f"{replica.id}: a stream that nobody needs"
         for worker in self._well():
             assert worker.num_held() == 0, f"{worker.name}: a call that nobody ended"
