@@ -20,6 +20,7 @@ from router.text.text_threads import TextThreads
 from router.text.tokenizer import Tokenizer
 from router.text.unread import UnreadLimit
 
+_MAX_RUNNING = 64  # choices of one answer at a time: what waits for these is in nobody's way
 _MAX_QUEUED = 64  # times that events came; a slow client holds the completions up, not our memory
 NumberedEvents = AsyncIterator[tuple[int, list[Event]]]  # by completion, those together that came together
 _Queue = asyncio.Queue[tuple[int, list[Event] | Exception]]
@@ -177,7 +178,8 @@ async def _run_all(completions: Sequence[Completion]) -> AsyncIterator[NumberedE
             yield _number(arrivals)
         return
     queue: _Queue = asyncio.Queue(_MAX_QUEUED)
-    tasks = [asyncio.ensure_future(_pump(number, one, queue)) for number, one in enumerate(completions)]
+    turn = asyncio.Semaphore(max(1, _MAX_RUNNING // completions[0].num_choices))
+    tasks = [asyncio.ensure_future(_pump(number, one, queue, turn)) for number, one in enumerate(completions)]
     try:
         async with UnreadLimit(completions[0].max_unread_s, request_id=completions[0].request.id) as unread:
             yield unread.watched(_drain(queue, len(tasks)))
@@ -192,9 +194,9 @@ async def _number(arrivals: AsyncIterator[list[Event]]) -> NumberedEvents:
         yield 0, events
 
 
-async def _pump(number: int, completion: Completion, queue: _Queue) -> None:
+async def _pump(number: int, completion: Completion, queue: _Queue, turn: asyncio.Semaphore) -> None:
     try:
-        async with completion.run() as arrivals:
+        async with completion.run(turn) as arrivals:
             async for events in arrivals:
                 await queue.put((number, events))
     except Exception as error:  # carried to the one who reads the queue, and raised there

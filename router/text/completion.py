@@ -12,7 +12,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -189,16 +189,19 @@ class Completion:
         return AnswerReader.of(self.request.prompt, service.prompts.dialect, end, may_think=thinks)
 
     @asynccontextmanager
-    async def run(self) -> AsyncIterator[AsyncIterator[list[Event]]]:
+    async def run(
+        self, turn: AbstractAsyncContextManager[None] | None = None
+    ) -> AsyncIterator[AsyncIterator[list[Event]]]:
         """Start it, once, and hold it for as long as the block lasts; leaving the block ends it everywhere.
 
-        Gives the events, which are to be consumed in the task that entered. The block raises ClusterError; past the
-        deadline that is DeadlineExceeded, and ClientTooSlow where events are not consumed in time, whatever the block
-        was waiting for.
+        turn: where it waits before it starts. Gives the events, which are to be consumed in the task that entered. The
+        block raises ClusterError; past the deadline that is DeadlineExceeded, and ClientTooSlow where events are not
+        consumed in time, whatever the block was waiting for.
         """
         try:
             async with (
                 self._until_deadline(),
+                turn or nullcontext(),
                 self._unread,
                 self._token_service.start(self._sequence()) as generation,
             ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from cluster.words.errors import SpecError
 from router.text.token_bytes import TokenBytes
+
+# A text is worked on by the thread that asks, not by a pool of the library's own beside those (TextThreads).
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class Tokenizer:
@@ -38,10 +42,11 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`; special tokens written in it count. add_special_tokens: BOS where the model wants it."""
+        # The library's `encode` of one text holds the interpreter's lock until its end, that of a batch does not.
         if not add_special_tokens:
-            return list(self._fast.encode(text, add_special_tokens=False).ids)
-        ids = self._fast.encode(text, add_special_tokens=self._post_process).ids
-        return [*self._prefix, *ids, *self._suffix]
+            return list(self._fast.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+        [encoding] = self._fast.encode_batch_fast([text], add_special_tokens=self._post_process)
+        return [*self._prefix, *encoding.ids, *self._suffix]
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of a run of tokens that continues other text, so that a leading space stays.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from cluster.words.request import SequenceRequest, choice_seed
 from router.text.tokenizer import Tokenizer
 from tests.router.openai_door import USER, OpenAIDoor, open_openai_door
 from tests.router.tiny_service import MakeCompletions
+from tests.waiting import becomes, stays
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -114,6 +116,20 @@ async def test_many_prompts_times_n(door: OpenAIDoor, byte_level: Tokenizer, as_
         texts_of[chunk.choices[0].index] += chunk.choices[0].text
     assert texts_of == ["aba", "aba", "xyz", "xyz"]
     assert len({sent.id for sent in door.fake.started}) == 4
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_of_very_many_prompts_a_part_runs_at_a_time(door: OpenAIDoor, n: int) -> None:
+    """The others wait for these, and are in nobody's queue: an idle cluster refuses none of them."""
+    most = 64 // n
+    door.fake.hang_after = 0
+    prompt: Any = [[number] for number in range(200)]
+    asking = asyncio.create_task(door.client.completions.create(model="tiny", prompt=prompt, max_tokens=1, n=n))
+    await becomes(lambda: len(door.fake.started) == most)
+    await stays(lambda: len(door.fake.started) == most, for_s=0.05)
+    door.fake.go_on.set()
+    answer = await asking
+    assert len(answer.choices) == 200 * n and len(door.fake.started) == 200
 
 
 async def test_the_best_of_more_choices_are_those_with_the_likeliest_tokens(

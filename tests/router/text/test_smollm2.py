@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -29,6 +32,24 @@ def test_a_chat_becomes_the_same_tokens(smollm2_dir: Path, messages: list[dict[s
     template = ChatTemplate(find_chat_template(smollm2_dir), special_tokens=ours.special_tokens)
     expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert ours.encode(template.render(messages), add_special_tokens=False) == expected
+
+
+def test_others_run_while_a_long_text_is_tokenised(smollm2_dir: Path) -> None:
+    ours, _ = load(smollm2_dir)
+    text = "Words, of which there are many. " * 10_000
+    took_s = 0.0
+
+    def encode() -> None:
+        nonlocal took_s
+        began_at = time.perf_counter()
+        ours.encode(text)
+        took_s = time.perf_counter() - began_at
+
+    thread, looks = threading.Thread(target=encode), [time.perf_counter()]
+    thread.start()
+    while thread.is_alive():
+        looks.append(time.perf_counter())
+    assert max(after - before for before, after in pairwise(looks)) < took_s / 2
 
 
 def test_it_ends_with_im_end(smollm2_dir: Path) -> None:
