@@ -75,7 +75,8 @@ class _Sampled(AskingBody):
     stop: Annotated[list[str], BeforeValidator(_strings)] | None = None
     """A string or a list; the text ends before the first of them."""
     n: int | None = None
-    """Choices; they share the prompt's KV."""
+    """Choices; they share the prompt's KV. Of several prompts, 64 choices run at a time. Where several tenants have API
+    keys, one of them has a part of `decode.max_running` (`router.tenant_share`)."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     """With `stream` alone. `include_usage`: one more chunk before `[DONE]`, with the usage of all choices."""
