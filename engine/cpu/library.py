@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import platform
 import shutil
 import subprocess
 import tempfile
@@ -25,6 +24,7 @@ from filelock import FileLock
 
 from cluster.model.source import cache_root
 from cluster.process.whole_file import move_whole
+from engine.cpu.processor import description
 from engine.cpu.structs import Call, Payload, Step, StoredRows, TokenChoices, Wire
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ def load_kernels() -> Kernels | None:
 def _compiled(compiler: str) -> Path:
     """The library for these sources, this compiler and this processor; compiled unless it is there."""
     sources = sorted((*_SOURCES.glob("*.h"), *_SOURCES.glob("*.cpp")))
-    facts = [compiler, _run(compiler, "--version"), *FLAGS, _processor(), *(path.read_text() for path in sources)]
+    facts = [compiler, _run(compiler, "--version"), *FLAGS, description(), *(path.read_text() for path in sources)]
     key = blake2b("\0".join(facts).encode(), digest_size=8).hexdigest()
     path = cache_root() / "kernels" / f"{key}.so"
     if path.exists():
@@ -119,12 +119,3 @@ def _compiled(compiler: str) -> Path:
 
 def _run(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_S).stdout
-
-
-def _processor() -> str:
-    """What -march=native depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() + platform.machine()
-    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))

@@ -29,6 +29,7 @@ from torch import Tensor
 from cluster.words.errors import SpecError
 from cluster.words.request import Sampling, SequenceRequest
 from engine.config import EngineConfig, device_for
+from engine.cpu.processor import instruction_sets
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
 from engine.orders import Orders
@@ -89,7 +90,7 @@ def bench_engine(
         "weights": weights,
         "pool_dtype": runner.layout.dtype,
         "threads": torch.get_num_threads(),
-        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "instructions": " ".join(instruction_sets()),
     }
 
 
