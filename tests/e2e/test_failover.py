@@ -122,8 +122,15 @@ async def test_one_death_after_another(checkpoint: Checkpoint, reference: Refere
         await cluster.idle()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-@pytest.mark.parametrize("role", Role)
+@pytest.mark.parametrize(
+    ("role", "number"),
+    [
+        pytest.param(Role.PREFILL, signal.SIGKILL, id="prefill-killed"),
+        pytest.param(Role.PREFILL, signal.SIGSTOP, id="prefill-stopped", marks=pytest.mark.slow),
+        pytest.param(Role.DECODE, signal.SIGKILL, id="decode-killed"),
+        pytest.param(Role.DECODE, signal.SIGSTOP, id="decode-stopped"),
+    ],
+)
 async def test_one_rank_of_two_is_enough_to_lose_the_replica(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, role: Role, number: signal.Signals
 ) -> None:

@@ -267,7 +267,7 @@ def test_a_restarted_controller_issues_certificates_as_before(deploy: Deploy) ->
         deployment.call("certify", rank("decode-0", deployment="neighbour"), keys.request)
 
 
-@pytest.mark.parametrize("tls", ["auto", "files", "off"])
+@pytest.mark.parametrize("tls", ["auto", *(pytest.param(tls, marks=pytest.mark.slow) for tls in ("files", "off"))])
 def test_each_rank_has_papers_of_its_own_if_any(deploy: Deploy, tls: str, tmp_path: Path) -> None:
     security = {"tls": tls}
     if tls == "files":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 
 from hypothesis import strategies as st
 
@@ -93,14 +94,50 @@ _TURNS = st.one_of(
 )
 
 
-def json_bodies(fields: list[str], *, input_field: str, has_turns: bool = False) -> st.SearchStrategy[dict[str, str]]:
-    """Bodies as the JSON text of each field; the input is mostly right, so that the others are looked at.
+# Of /v1/responses.
+_ITEMS = st.one_of(
+    st.just('"hi"'),
+    st.builds('[{{"role":{0},"content":{1}}}]'.format, _VALUES, _VALUES),
+    st.builds('[{{"type":{0},"role":"user","content":"hi"}}]'.format, _VALUES),
+    st.builds('[{{"role":"user","content":[{{"type":"input_text","text":{0}}}]}}]'.format, _VALUES),
+    st.builds(
+        '[{{"type":"function_call","call_id":{0},"name":{1},"arguments":{2}}}]'.format, _VALUES, _VALUES, _VALUES
+    ),
+    st.builds('[{{"type":"function_call_output","call_id":{0},"output":{1}}}]'.format, _VALUES, _VALUES),
+    st.builds(
+        '[{{"type":"reasoning","id":{0},"summary":{1}}},{{"role":"user","content":"hi"}}]'.format, _VALUES, _VALUES
+    ),
+    st.builds('[{{"type":"item_reference","id":{0}}}]'.format, _VALUES),
+    _VALUES,
+)
 
-    has_turns: its messages are of Anthropic's API.
+
+def json_bodies(
+    fields: Iterable[str],
+    *,
+    input_field: str,
+    inputs: st.SearchStrategy[str] | None = None,
+    max_field: str = "max_tokens",
+) -> st.SearchStrategy[dict[str, str]]:
+    """Bodies as the JSON text of each field but the input, which is mostly right, so that the others are looked at.
+
+    inputs: None: prompts, or messages of a chat. max_field: bounds the answer.
     """
-    inputs = _PROMPTS if input_field == "prompt" else _TURNS if has_turns else _MESSAGES
-    others = st.dictionaries(st.sampled_from([*fields, "no_such_field"]), _VALUES, min_size=1, max_size=3)
-    return st.builds(lambda body, given: {"max_tokens": "2", **body, input_field: given}, others, inputs)
+    if inputs is None:
+        inputs = _PROMPTS if input_field == "prompt" else _MESSAGES
+    names = sorted({*fields, "no_such_field"} - {input_field})
+    others = st.dictionaries(st.sampled_from(names), _VALUES, min_size=1, max_size=3)
+    return st.builds(lambda body, given: {max_field: "2", **body, input_field: given}, others, inputs)
+
+
+def anthropic_bodies(fields: Iterable[str]) -> st.SearchStrategy[dict[str, str]]:
+    """Of /v1/messages."""
+    return json_bodies(fields, input_field="messages", inputs=_TURNS)
+
+
+def responses_bodies(fields: Iterable[str]) -> st.SearchStrategy[dict[str, str]]:
+    """Of /v1/responses."""
+    return json_bodies(fields, input_field="input", inputs=_ITEMS, max_field="max_output_tokens")
 
 
 _uint32, _uint64 = (st.sampled_from([i for i in _INTS if 0 <= i < 2**bits]) for bits in (32, 64))

@@ -18,17 +18,19 @@ from router.doors.anthropic_types import MessagesBody
 from router.doors.grpc_api import open_grpc_api
 from router.doors.openai_api import create_app
 from router.doors.openai_types import ChatBody, TextBody
+from router.doors.responses_types import ResponsesBody
 from tests.router.doors.both_doors import BothDoors
-from tests.router.doors.fuzzed_requests import grpc_requests, json_bodies
+from tests.router.doors.fuzzed_requests import anthropic_bodies, grpc_requests, json_bodies, responses_bodies
 from tests.router.fake_token_service import FakeTokenService
 from tests.router.http_server import serve_http
 from tests.router.tiny_service import MakeCompletions
 
-_FEW = settings(max_examples=100, database=None, suppress_health_check=list(HealthCheck))
+_FEW = settings(max_examples=40, database=None, suppress_health_check=list(HealthCheck))
 _MANY = settings(_FEW, max_examples=3_400)
-_TEXT = json_bodies(sorted(TextBody.model_fields.keys() - {"prompt"}), input_field="prompt")
-_CHAT = json_bodies(sorted(ChatBody.model_fields.keys() - {"messages"}), input_field="messages")
-_TURNS = json_bodies(sorted(MessagesBody.model_fields.keys() - {"messages"}), input_field="messages", has_turns=True)
+_TEXT = json_bodies(TextBody.model_fields, input_field="prompt")
+_CHAT = json_bodies(ChatBody.model_fields, input_field="messages")
+_TURNS = anthropic_bodies(MessagesBody.model_fields)
+_ITEMS = responses_bodies(ResponsesBody.model_fields)
 
 
 @asynccontextmanager
@@ -80,6 +82,12 @@ def test_messages(doors: BothDoors, body: dict[str, str]) -> None:
 
 
 @_FEW
+@given(_ITEMS)
+def test_responses(doors: BothDoors, body: dict[str, str]) -> None:
+    doors.post("/v1/responses", body)
+
+
+@_FEW
 @given(grpc_requests())
 @example(_GRPC_KILLER)
 def test_grpc(doors: BothDoors, request_: pb.GenerateRequest) -> None:
@@ -108,6 +116,14 @@ def test_thousands_of_chats(doors: BothDoors, body: dict[str, str]) -> None:
 @given(_TURNS)
 def test_thousands_of_messages(doors: BothDoors, body: dict[str, str]) -> None:
     doors.post("/v1/messages", body)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@_MANY
+@given(_ITEMS)
+def test_thousands_of_responses(doors: BothDoors, body: dict[str, str]) -> None:
+    doors.post("/v1/responses", body)
 
 
 @pytest.mark.slow
