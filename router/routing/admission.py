@@ -40,10 +40,6 @@ class AdmissionQueue:
         """That it remembers."""
         return len(self._all)
 
-    def num_waiting(self, tenant: str | None = None) -> int:
-        """Of one tenant, or of all."""
-        return len(self) if tenant is None else self._all.num_waiting_of(tenant)
-
     @property
     def cost(self) -> float:
         """Of all that wait, in tokens."""
@@ -65,7 +61,7 @@ class AdmissionQueue:
         self._move(queued, Place.READY)
 
     def peek(self) -> QueuedRequest | None:
-        """Who goes next, of those that are not set aside, and whose tenant is not parked."""
+        """Who goes next, of those that are not set aside."""
         return self._all.first() if self._all.is_ready else None
 
     def pop(self, queued: QueuedRequest | None = None, *, now: float) -> QueuedRequest:
@@ -83,13 +79,6 @@ class AdmissionQueue:
     def put_back(self, queued: QueuedRequest) -> None:
         if queued.is_waiting:
             self._move(queued, Place.READY)
-
-    def park(self, tenant: str) -> None:
-        """Others may pass whoever waits of a tenant, or comes, until it is unparked. They keep their places."""
-        self._all.park(tenant, is_parked=True)
-
-    def unpark(self, tenant: str) -> None:
-        self._all.park(tenant, is_parked=False)
 
     def remove(self, queued: QueuedRequest, *, now: float) -> None:
         """It waits no more: its client has gone, or its time is up."""

@@ -25,7 +25,6 @@ class Need:
     """What a request, or what is left of one, asks of whoever serves it."""
 
     num_tokens: int  # prompt, and tokens so far
-    tenant: str = ""
     num_streams: int = 1
     num_blocks: int = 0  # on a decode replica, with the answer that is predicted
     max_new_tokens: int = 1 << 31
@@ -156,21 +155,10 @@ class Chooser:
         )
 
 
-def with_room(decodes: Sequence[ReplicaLoad], need: Need, *, share: float = 1.0) -> list[ReplicaLoad]:
-    """The decode replicas that would take it up at once, and of which its tenant would then have no more than `share`
-    of what the others leave."""
-    asked = {"num_blocks": need.num_blocks, "num_streams": need.num_streams}
-    return [
-        load
-        for load in decodes
-        if load.has_room_to_decode(**asked) and load.is_within_share(need.tenant, **asked, share=share)
-    ]
-
-
-def is_kept_out_by_itself(decodes: Sequence[ReplicaLoad], need: Need, *, share: float) -> bool:
-    """Whether one of them would take it up if its tenant had nothing else there. Not where a tenant may have all."""
-    asked = {"num_blocks": need.num_blocks, "num_streams": need.num_streams}
-    return share < 1.0 and any(load.is_kept_out_by_itself(need.tenant, **asked, share=share) for load in decodes)
+def with_room(decodes: Sequence[ReplicaLoad], need: Need) -> list[ReplicaLoad]:
+    """The decode replicas that would take it up at once."""
+    blocks, streams = need.num_blocks, need.num_streams
+    return [load for load in decodes if load.has_room_to_decode(num_blocks=blocks, num_streams=streams)]
 
 
 def _preferred(loads: Sequence[ReplicaLoad], avoid: Set[str]) -> Sequence[ReplicaLoad]:

@@ -158,15 +158,6 @@ class Shares:
             return 0
         return flow.part.num_waiting_of(*names) if names and isinstance(flow.part, Shares) else flow.part.num_waiting
 
-    def park(self, name: str, *, is_parked: bool) -> None:
-        """None of this flow may be next, whoever of it waits or comes; or they may again. It keeps its place."""
-        if flow := self._flows.get(name):
-            self._ready.discard(flow)
-            self._ageing.discard(flow)
-            self._idle.discard(flow)
-            flow.is_parked = is_parked
-            self._put(flow)
-
     def move(self, queued: QueuedRequest, to: Place, *names: str, is_served: bool = False) -> None:
         flow = self._flows.get(names[0]) or self._new_flow(names[0])
         part, num_ready = flow.part, len(self._ready)
@@ -222,11 +213,11 @@ class Shares:
 
     def _put(self, flow: _Flow) -> None:
         """Where a flow belongs by what it has."""
-        if flow.part.is_ready and not flow.is_parked:
+        if flow.part.is_ready:
             self._ready.add(flow.key, flow)
             self._ageing.add(flow, flow.since)
         elif flow.part.num_waiting:
-            return  # all aside, or parked
+            return  # all aside
         elif flow.due > self._time:
             flow.part = self._make_part()  # with nobody of it waiting, nobody in it has a claim from the past
             self._idle.add(flow.key, flow)
@@ -250,7 +241,6 @@ class _Flow:
     due: float  # virtual time
     part: Part
     since: Key = (0.0, 0)  # when it began to wait, or had its last turn
-    is_parked: bool = False  # none of it may be next
 
     @property
     def key(self) -> Key:

@@ -6,7 +6,7 @@ whichever replica is free first. The blocks that it is predicted to need are pro
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.index.membership import Member
@@ -34,7 +34,6 @@ class ReplicaLoad:
     available_blocks: int  # free, or cached and unused
     promised_blocks: int  # to requests of this router: what they hold and what they are predicted to grow by
     promised_streams: int
-    promised_to: Mapping[str, tuple[int, int]]  # blocks and streams of these, by tenant
     num_streams: int  # running and waiting as it last said, or of ours if that is more
     num_told_streams: int  # as it last said
     num_waiting: int  # of these, requests that it could not take up yet
@@ -51,38 +50,18 @@ class ReplicaLoad:
         return self.member.replica
 
     def has_room_to_decode(self, *, num_blocks: int, num_streams: int) -> bool:
-        """Whether it would take them up at once, or only let them wait there instead of here. Blocks of an idle
-        replica are enough for everything; what does not fit at all is refused elsewhere."""
-        if num_streams > self._free_streams:
-            return False
-        is_idle = self._free_streams == self.member.max_running
-        return is_idle or (num_blocks <= self._free_blocks and not self.num_waiting)
-
-    def is_within_share(self, tenant: str, *, num_blocks: int, num_streams: int, share: float) -> bool:
-        """Whether `tenant` would then have no more than `share` of what the others leave of it.
-
-        So something is left over for whoever comes next, however many tenants take all that they may (the dynamic
-        thresholds of Choudhury and Hahne, 1998). Who has nothing there may always have one choice, and for one request
-        whatever blocks it needs.
-        """
-        blocks, streams = self.promised_to.get(tenant, (0, 0))
-        if not streams:
-            return num_streams <= most_choices(self._free_streams, share=share)
-        has_streams = streams + num_streams <= share * (streams + self._free_streams)
-        return has_streams and blocks + num_blocks <= share * (blocks + self._free_blocks)
-
-    def is_kept_out_by_itself(self, tenant: str, *, num_blocks: int, num_streams: int, share: float) -> bool:
-        """Whether `tenant` would have room here if it had nothing else."""
-        blocks, streams = self.promised_to.get(tenant, (0, 0))
-        has_streams = num_streams <= most_choices(streams + self._free_streams, share=share)
-        return streams > 0 and has_streams and num_blocks <= blocks + self._free_blocks
+        """Whether it would take them up at once, or only let them wait there instead of here. An idle replica has room
+        for everything; what does not fit at all is refused elsewhere."""
+        if self.free_streams == self.member.max_running:
+            return True
+        return num_blocks <= self.free_blocks and num_streams <= self.free_streams and not self.num_waiting
 
     @property
-    def _free_streams(self) -> int:
+    def free_streams(self) -> int:
         return self.member.max_running - max(self.num_told_streams, self.promised_streams)
 
     @property
-    def _free_blocks(self) -> int:
+    def free_blocks(self) -> int:
         return self.member.num_blocks - max(self.member.num_blocks - self.available_blocks, self.promised_blocks)
 
     @property
@@ -105,11 +84,6 @@ class UsualRates:
             _mean([load.decode_step_s for load in loads], _DEFAULT_STEP_S),
             _mean([load.link_bytes_per_s for load in loads], _DEFAULT_LINK_BYTES_PER_S),
         )
-
-
-def most_choices(num_free: int, *, share: float) -> int:
-    """Of one request, where nothing else of its tenant runs, and so many places are free."""
-    return max(1, int(share * num_free))
 
 
 def candidate_of(load: ReplicaLoad, held: Depths, usual: UsualRates) -> CandidateReplica:

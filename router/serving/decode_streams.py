@@ -152,9 +152,7 @@ class DecodeStreams:
             move = ChoiceMove(source, target)
             request = self._state.continuation([choice], stream=target.key)
             num_blocks = self._dispatch.num_blocks(request)
-            booking = Booking(
-                target.replica, tenant=request.tenant, num_requests=1, num_blocks=num_blocks, num_streams=1
-            )
+            booking = Booking(target.replica, num_requests=1, num_blocks=num_blocks, num_streams=1)
             num_tokens = None
             try:
                 num_tokens = await move.run(request)

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence, Set
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from cluster.index.prefix_index import Depths
@@ -22,16 +23,18 @@ from cluster.words.errors import (
 from cluster.words.hashing import block_hashes, root_hash
 from cluster.words.request import Role, SequenceRequest
 from router.metrics import Metrics
-from router.routing.chooser import AnswerLength, Chooser, Decision, Need, is_kept_out_by_itself, with_room
+from router.routing.chooser import AnswerLength, Chooser, Decision, Need, with_room
 from router.routing.decisions import Decisions
 from router.routing.fair_shares import QueuedRequest
-from router.routing.replica_load import ReplicaLoad, most_choices
-from router.serving.gate import AdmissionGate, NoRoom
+from router.routing.replica_load import ReplicaLoad
+from router.routing.tenant_share import NO_PLACES, Places, most_choices
+from router.serving.gate import AdmissionGate
 from router.serving.move import DecodeStream
 from router.serving.pair import Booking, Pair, PromptBooking
 from router.serving.prompt_parts import PromptParts
 from router.serving.replica import Replica
 from router.serving.replicas import Replicas
+from router.serving.tenant_shares import TenantShares
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +65,8 @@ class Dispatch:
         tenant_share: Callable[[], float] = lambda: 1.0,
     ) -> None:
         """model: fingerprint, as in the prefix hashes. vocab_size: of that model.
-        queue_s: how long a request may wait for a replica with room. tenant_share: of what the others leave of a decode
-        replica, for one tenant; now."""
+        queue_s: how long a request may wait for a replica with room. tenant_share: of what the others leave of the
+        decode replicas, for one tenant; now."""
         self.replicas = replicas
         self.decisions = Decisions()
         self._chooser = chooser
@@ -75,13 +78,23 @@ class Dispatch:
         self._tenant_share = tenant_share
         self._answers = AnswerLength()
         self._gate: AdmissionGate[Pair] = AdmissionGate(max_waiting=max_waiting, queue_s=queue_s)
+        self._shares = TenantShares(
+            share=tenant_share, free=self._free_places, max_waiting=max_waiting, queue_s=queue_s
+        )
         self._now = asyncio.get_running_loop().time
-        replicas.on_change = self._gate.wake
-        metrics.requests_waiting.set_function(lambda: len(self._gate))
-        metrics.tenants_at_share.set_function(lambda: self._gate.num_tenants_at_share)
+        replicas.on_change = self._room_changed
+        metrics.requests_waiting.set_function(lambda: len(self._gate) + self._shares.num_waiting)
+        metrics.tenants_at_share.set_function(lambda: self._shares.num_lines)
 
-    async def admit(self, request: SequenceRequest) -> Pair:
-        """The cheapest pair with room, at the request's turn. What is booked for it, `give_back` takes back.
+    @property
+    def held(self) -> Mapping[str, Places]:
+        """Places that requests of each tenant have, admitted by this router and not over yet."""
+        return self._shares.held
+
+    @asynccontextmanager
+    async def admit(self, request: SequenceRequest) -> AsyncIterator[Pair]:
+        """The cheapest pair with room, at the request's turn; its tenant has so much less until the block ends. What is
+        booked for it, `give_back` takes back.
 
         Raises CapacityError, at once where its turn is predicted to come too late, and RequestError when no replica
         could ever hold the request.
@@ -89,12 +102,18 @@ class Dispatch:
         began_at = self._now()
         asked = self._asked(request)
         self._check_fit(request, share=self._tenant_share())
-        queued = QueuedRequest(request.tenant, request.priority, cost=self._cost(request), user=request.user)
-        pair = await self._gate.enter(
-            queued, lambda: self._choose_with_room(asked), within_s=request.deadline_s, give_back=self.give_back
-        )
-        self._metrics.queue_time.observe(self._now() - began_at)
-        return pair
+        limit_s = self._queue_s if request.deadline_s is None else min(request.deadline_s, self._queue_s)
+        places = Places(asked.need.num_streams, asked.need.num_blocks)
+        async with self._shares.enter(self._queued(request), places, within_s=limit_s) as held:
+            pair = await self._gate.enter(
+                self._queued(request),
+                lambda: self._choose_with_room(asked),
+                within_s=limit_s - (self._now() - began_at),
+                give_back=self.give_back,
+            )
+            self._shares.booked(held)
+            self._metrics.queue_time.observe(self._now() - began_at)
+            yield pair
 
     async def choose(self, request: SequenceRequest, *, avoid: Set[str]) -> Pair:
         """The cheapest pair for a request that was admitted before, room or no room. Waits while there is none at all.
@@ -121,7 +140,7 @@ class Dispatch:
     def give_back(self, pair: Pair) -> None:
         """A pair is not used any more."""
         pair.release()
-        self._gate.wake()
+        self._room_changed()
 
     def another_prefill(self, request: SequenceRequest, pair: Pair, *, avoid: Set[str]) -> Pair | None:
         """The same pair with another prefill replica, for a request whose decode replica waits for its prompt."""
@@ -166,14 +185,24 @@ class Dispatch:
         for number in num_tokens:
             self._answers.add(number)
 
-    def _choose_with_room(self, asked: _Asked) -> Pair | NoRoom:
-        share = self._tenant_share()
-        self._check_fit(asked.request, share=share)  # the first replica may have come only now
-        decodes = self._loads(Role.DECODE, asked)
-        if roomy := with_room(decodes, asked.need, share=share):
-            return self._choose(asked, roomy, prefill_needs_room=True) or NoRoom.FOR_ANYBODY
-        is_own_doing = is_kept_out_by_itself(decodes, asked.need, share=share)
-        return NoRoom.FOR_ITS_TENANT if is_own_doing else NoRoom.FOR_ANYBODY
+    def _room_changed(self) -> None:
+        self._shares.room_changed()
+        self._gate.wake()
+
+    def _free_places(self) -> Places:
+        """Of all decode replicas."""
+        free = NO_PLACES
+        for replica in self.replicas.usable(Role.DECODE):
+            load = replica.load()
+            free = free.plus(Places(load.free_streams, load.free_blocks))
+        return free
+
+    def _queued(self, request: SequenceRequest) -> QueuedRequest:
+        return QueuedRequest(request.tenant, request.priority, cost=self._cost(request), user=request.user)
+
+    def _choose_with_room(self, asked: _Asked) -> Pair | None:
+        self._check_fit(asked.request, share=self._tenant_share())  # the first replica may have come only now
+        return self._choose(asked, with_room(self._loads(Role.DECODE, asked), asked.need), prefill_needs_room=True)
 
     def _choose(
         self,
@@ -199,9 +228,7 @@ class Dispatch:
         if (decision.decode and not decode) or (decision.prefill and not self._replica(decision.prefill)):
             raise ClusterError(f"the routing policy named {decision.options[0]}: no such replica")
         need = asked.need
-        booking = None
-        if decode:
-            booking = Booking(decode, tenant=need.tenant, num_blocks=need.num_blocks, num_streams=need.num_streams)
+        booking = Booking(decode, num_blocks=need.num_blocks, num_streams=need.num_streams) if decode else None
         return self._booked(asked, decision, decode=decode, decode_booking=booking)
 
     def _booked(
@@ -233,7 +260,6 @@ class Dispatch:
         per_choice = -(-(num_tokens + self._predicted_tokens(request)) // self._block_size) - prompt_blocks
         return Need(
             num_tokens=num_tokens,
-            tenant=request.tenant,
             num_streams=num_streams,
             num_blocks=prompt_blocks + per_choice * num_streams,
             max_new_tokens=request.sampling.max_tokens - request.num_generated,
@@ -267,8 +293,9 @@ class Dispatch:
             raise ContextLengthExceeded(
                 f"{len(request.token_ids)} tokens leave no room in the {limit} that a replica holds", param="prompt"
             )
-        if len(request.choices) > (most := max(most_choices(member.max_running, share=share) for member in members)):
-            of_whom = "" if share == 1.0 else " of one tenant"
+        places = [member.max_running for member in members]
+        if len(request.choices) > (most := min(max(places), most_choices(sum(places), share=share))):
+            of_whom = "" if most == max(places) else " of one tenant"
             raise RequestError(
                 f"n: a replica runs at most {most} choices{of_whom} at once, not {len(request.choices)}", param="n"
             )

@@ -2,16 +2,13 @@
 
 In order, as a rule. A request that finds no room holds up all behind it, for `hold_s`; then, for as long, whoever fits
 may pass it, and so on in turns. So what needs much room can wait for it while nobody takes it away, and never for
-longer than that at the expense of others. A request that waits for what others of its tenant have holds up those of its
-tenant in the same way, and nobody else.
+longer than that at the expense of others.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import Enum
 from typing import Generic, TypeVar
 
 from cluster.words.errors import CapacityError
@@ -24,55 +21,37 @@ _HOLD_S = 2.0
 _LOOKS = 4  # at requests that may pass, in one wake: each costs a decision
 
 
-class NoRoom(Enum):
-    """Why a request has to wait."""
-
-    FOR_ANYBODY = "no replica had room"
-    FOR_ITS_TENANT = "its tenant had its share of the replicas"
-
-
-@dataclass(eq=False)
-class _Turns:
-    """Whether whoever finds no room holds up the others, or they may pass."""
-
-    tenant: str | None  # among whose requests; None: among all
-    may_pass: bool = False
-    timer: asyncio.TimerHandle | None = None  # of changing that; None: nobody holds up others
-    aside: dict[QueuedRequest, None] = field(default_factory=dict)  # who found no room while others may pass; in order
-    num_looks: int = 0  # in this wake
-
-
 class AdmissionGate(Generic[T]):
     """Lets requests pass in the order of an AdmissionQueue. Belongs to the event loop.
 
-    Each brings a `choose`, which takes what it needs and returns it, or says why it cannot. It is asked when it is the
-    request's turn, again after every `wake`.
+    Each brings a `choose`, which takes what it needs and returns it, or None while there is no room. It is asked when
+    it is the request's turn, again after every `wake`.
     """
 
-    def __init__(self, *, max_waiting: int, queue_s: float, hold_s: float = _HOLD_S) -> None:
-        """queue_s: how long a request may wait, and what a prediction is held against."""
+    def __init__(
+        self, *, max_waiting: int, queue_s: float, hold_s: float = _HOLD_S, lacking: str = "no replica had room"
+    ) -> None:
+        """queue_s: how long a request may wait, and what a prediction is held against. lacking: said to whoever waited
+        for so long."""
         self._queue = AdmissionQueue(max_waiting=max_waiting)
         self._queue_s = queue_s
         self._hold_s = hold_s
+        self._lacking = lacking
         self._loop = asyncio.get_running_loop()
         self._now = self._loop.time
-        self._waiting: dict[QueuedRequest, tuple[Callable[[], T | NoRoom], asyncio.Future[T]]] = {}
-        self._turns: dict[str | None, _Turns] = {}  # as long as somebody has found no room; by tenant
-        self._parked: set[str] = set()  # tenants of whom one holds up the others
+        self._waiting: dict[QueuedRequest, tuple[Callable[[], T | None], asyncio.Future[T]]] = {}
+        self._aside: dict[QueuedRequest, None] = {}  # those that found no room while others may pass; in order
+        self._may_pass = False
+        self._turn: asyncio.TimerHandle | None = None  # of changing that; None: nobody holds up others
 
     def __len__(self) -> int:
         """How many wait."""
         return len(self._queue)
 
-    @property
-    def num_tenants_at_share(self) -> int:
-        """Tenants of which somebody waits for what others of it have."""
-        return len(self._turns.keys() - {None})
-
     async def enter(
         self,
         queued: QueuedRequest,
-        choose: Callable[[], T | NoRoom],
+        choose: Callable[[], T | None],
         *,
         within_s: float | None,
         give_back: Callable[[T], None],
@@ -83,21 +62,20 @@ class AdmissionGate(Generic[T]):
         `choose` raises. Where the prediction was wrong it comes after min(within_s, queue_s). What was taken for a
         request that has been cancelled meanwhile goes to `give_back`.
         """
-        if not len(self._queue) and not isinstance(taken := choose(), NoRoom):
+        if not len(self._queue) and (taken := choose()) is not None:
             return taken
         limit_s = self._queue_s if within_s is None else min(within_s, self._queue_s)
         self._queue.add(queued, within_s=limit_s, now=self._now())
         future: asyncio.Future[T] = self._loop.create_future()
         self._waiting[queued] = (choose, future)
         try:
-            if self._queue.peek() is queued:
-                self.wake()  # what those before it wait for it may not need
+            if not self._turn:
+                self.wake()  # its time of holding up others begins
             await asyncio.wait({future}, timeout=limit_s)
             if future.done():
                 return future.result()
             hint_s = max(1.0, self._queue.wait_s(queued))
-            why = NoRoom.FOR_ITS_TENANT if queued.tenant in self._turns else NoRoom.FOR_ANYBODY
-            raise CapacityError(f"{why.value} within {limit_s:g} s", retry_after_s=hint_s)
+            raise CapacityError(f"{self._lacking} within {limit_s:.3g} s", retry_after_s=hint_s)
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and not future.exception():
                 give_back(future.result())
@@ -109,29 +87,28 @@ class AdmissionGate(Generic[T]):
 
     def wake(self) -> None:
         """Something may have become free."""
-        while self._parked:
-            self._queue.unpark(self._parked.pop())
-        for turns in list(self._turns.values()):
-            turns.num_looks = 0
-            if turns.aside and self._try(next(iter(turns.aside))) is True:
-                self._begin_anew(turns)
+        if self._aside and self._try(next(iter(self._aside))):
+            self._begin_anew()
+        num_looks = 0
         while (queued := self._queue.peek()) is not None:
-            outcome = self._try(queued)
-            if outcome is True:
-                self._has_got(queued)
-            elif isinstance(outcome, NoRoom) and not self._is_passed(queued, outcome):
-                if outcome is NoRoom.FOR_ANYBODY:
+            if self._try(queued):
+                if not self._may_pass:
+                    self._begin_anew()
+            elif queued.is_waiting:
+                if not self._turn:
+                    self._turn = self._loop.call_later(self._hold_s, self._take_turns)
+                if not self._may_pass or num_looks == _LOOKS:
                     return
-                self._parked.add(queued.tenant)
-                self._queue.park(queued.tenant)
-        for turns in list(self._turns.values()):
-            if not self._queue.num_waiting(turns.tenant):
-                self._begin_anew(turns)
-            elif turns.tenant not in self._parked:
-                self._put_back(turns, but=1)  # all were asked; the next time they are again
+                num_looks += 1
+                self._queue.set_aside(queued)
+                self._aside[queued] = None
+        if not len(self._queue):
+            self._begin_anew()
+        else:
+            self._put_back(but=1)  # all were asked; the next time they are again
 
-    def _try(self, queued: QueuedRequest) -> NoRoom | bool:
-        """True: it has got what it needs. False: it is refused, and waits no more either."""
+    def _try(self, queued: QueuedRequest) -> bool:
+        """Whether it has got what it needs. If it is refused, it waits no more either."""
         choose, future = self._waiting[queued]
         try:
             taken = choose()
@@ -139,57 +116,33 @@ class AdmissionGate(Generic[T]):
             future.set_exception(error)
             self._leave(queued)
             return False
-        if isinstance(taken, NoRoom):
-            return taken
-        self._forget_aside(queued)
+        if taken is None:
+            return False
+        self._aside.pop(queued, None)
         self._queue.pop(queued, now=self._now())
         future.set_result(taken)
         return True
 
-    def _has_got(self, queued: QueuedRequest) -> None:
-        """It was the one that held up others."""
-        for turns in (self._turns.get(None), self._turns.get(queued.tenant)):
-            if turns and not turns.may_pass:
-                self._begin_anew(turns)
-
-    def _is_passed(self, queued: QueuedRequest, why: NoRoom) -> bool:
-        """Whether it is set aside for others; it holds them up otherwise."""
-        among = None if why is NoRoom.FOR_ANYBODY else queued.tenant
-        turns = self._turns.setdefault(among, _Turns(among))
-        if not turns.timer:
-            turns.timer = self._loop.call_later(self._hold_s, self._take_turns, turns)
-        if not turns.may_pass or turns.num_looks == _LOOKS:
-            return False
-        turns.num_looks += 1
-        self._queue.set_aside(queued)
-        turns.aside[queued] = None
-        return True
-
     def _leave(self, queued: QueuedRequest) -> None:
-        self._forget_aside(queued)
+        self._aside.pop(queued, None)
         self._queue.remove(queued, now=self._now())
 
-    def _forget_aside(self, queued: QueuedRequest) -> None:
-        for among in (None, queued.tenant):
-            if turns := self._turns.get(among):
-                turns.aside.pop(queued, None)
-
-    def _begin_anew(self, turns: _Turns) -> None:
+    def _begin_anew(self) -> None:
         """Nobody holds up others. Who only goes away does not bring this about: its like may come again and again."""
-        if turns.timer:
-            turns.timer.cancel()
-        self._put_back(turns)
-        self._turns.pop(turns.tenant, None)
+        if self._turn:
+            self._turn.cancel()
+        self._turn, self._may_pass = None, False
+        self._put_back()
 
-    def _take_turns(self, turns: _Turns) -> None:
+    def _take_turns(self) -> None:
         """Whoever holds up others has done so for its time; or they have passed it for theirs."""
-        turns.may_pass = not turns.may_pass
-        turns.timer = self._loop.call_later(self._hold_s, self._take_turns, turns)
-        self._put_back(turns)
+        self._may_pass = not self._may_pass
+        self._turn = self._loop.call_later(self._hold_s, self._take_turns)
+        self._put_back()
         self.wake()
 
-    def _put_back(self, turns: _Turns, *, but: int = 0) -> None:
+    def _put_back(self, *, but: int = 0) -> None:
         """All but so many of the first."""
-        for queued in list(turns.aside)[but:]:
-            del turns.aside[queued]
+        for queued in list(self._aside)[but:]:
+            del self._aside[queued]
             self._queue.put_back(queued)

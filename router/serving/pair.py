@@ -22,23 +22,21 @@ class Booking:
         self,
         replica: Replica,
         *,
-        tenant: str = "",
         prompt_tokens: int = 0,
         num_requests: int = 0,
         num_blocks: int = 0,
         num_streams: int = 0,
     ) -> None:
-        """tenant: whose blocks and streams they are. prompt_tokens: that it must compute. num_requests: under way
-        there. num_blocks: with the answer that is predicted."""
+        """prompt_tokens: that it must compute. num_requests: under way there. num_blocks: with the answer that is
+        predicted."""
         self.num_blocks = num_blocks
-        self._tenant = tenant
         self._amounts = (prompt_tokens, num_requests, num_blocks, num_streams)
         self._replica: Replica | None = replica
-        replica.book(tenant, *self._amounts)
+        replica.book(*self._amounts)
 
     def end(self) -> None:
         if self._replica:
-            self._replica.book(self._tenant, *(-amount for amount in self._amounts))
+            self._replica.book(*(-amount for amount in self._amounts))
         self._replica = None
 
 

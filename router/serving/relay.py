@@ -71,8 +71,8 @@ class Relay:
     async def _run(self) -> None:
         state = self._state
         try:
-            pair = await self._dispatch.admit(state.request)
-            await self._serve(state.request.choices, pair)
+            async with self._dispatch.admit(state.request) as pair:
+                await self._serve(state.request.choices, pair)
         except* ClusterError as errors:
             state.outbox.end(_first(errors))
         except* Exception as errors:  # the edge of this task: no answer must look like an empty one

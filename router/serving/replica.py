@@ -47,7 +47,6 @@ class Replica:
         self.num_requests = 0  # of ours, under way there
         self.promised_blocks = 0  # to requests of ours
         self.promised_streams = 0
-        self.promised_to: dict[str, tuple[int, int]] = {}  # blocks and streams of these, by tenant
         self._has_told_nonsense = False
         self._num_frames = 0  # of this life
         self._num_quiet_looks = 0  # since the last of them
@@ -78,16 +77,12 @@ class Replica:
             self._load = self._weighed()
         return self._load
 
-    def book(self, tenant: str, prompt_tokens: int, num_requests: int, num_blocks: int, num_streams: int) -> None:
+    def book(self, prompt_tokens: int, num_requests: int, num_blocks: int, num_streams: int) -> None:
         """So much more, or less, is asked of it: see Booking."""
         self.pending_tokens += prompt_tokens
         self.num_requests += num_requests
         self.promised_blocks += num_blocks
         self.promised_streams += num_streams
-        if num_streams:
-            blocks, streams = self.promised_to.pop(tenant, (0, 0))
-            if left := streams + num_streams:
-                self.promised_to[tenant] = (blocks + num_blocks, left)
         self._load = None
 
     def subscribe(self, stream: int, sink: TokenSink) -> None:
@@ -222,7 +217,6 @@ class Replica:
             available_blocks=status.blocks_free + status.blocks_cached,
             promised_blocks=self.promised_blocks,
             promised_streams=self.promised_streams,
-            promised_to=self.promised_to,
             num_streams=max(told, self.num_requests),
             num_told_streams=told,
             num_waiting=status.waiting,

@@ -109,8 +109,8 @@ def test_a_choice_is_booked_where_it_is_going_and_goes_where_there_is_room() -> 
         await _until(lambda: client.received)
         full, free = (_seen(world, world.add(Role.DECODE).name) for _ in range(2))
         await pass_time(0.1)
-        full.book("", 0, 0, 990, 1)
-        free.book("", 1000, 0, 0, 0)  # the policy likes it less, for its queue
+        full.book(0, 0, 990, 1)
+        free.book(1000, 0, 0, 0)  # the policy likes it less, for its queue
         source.drain()
         await _until(lambda: free.promised_streams or full.promised_streams > 1)
         assert (free.promised_streams, full.promised_streams) == (1, 1)
@@ -118,8 +118,8 @@ def test_a_choice_is_booked_where_it_is_going_and_goes_where_there_is_room() -> 
         assert num_blocks * 4 > len(client.request.token_ids) + len(client.received[0])
         await _until(lambda: _seen(world, source.name).promised_streams == 0)
         assert free.promised_streams == 1 and free.promised_blocks >= num_blocks
-        full.book("", 0, 0, -990, -1)
-        free.book("", -1000, 0, 0, 0)
+        full.book(0, 0, -990, -1)
+        free.book(-1000, 0, 0, 0)
 
     scenarios.play(play, 0)
 
@@ -185,9 +185,9 @@ def test_a_tenant_that_asks_for_everything_leaves_room_for_others() -> None:
         world.tenant_share = 0.75
         decode = _seen(world, world.add(Role.DECODE).name)  # which runs six choices
         await pass_time(0.1)
-        greedy = [world.ask(num_tokens=9, n=n, max_tokens=300, tenant="greedy") for n in (4, 1, 1)]
+        greedy = [world.ask(num_tokens=9, n=n, max_tokens=300, tenant="greedy") for n in (4, 1, 4, 1)]
         await _until(lambda: greedy[0].received)
-        assert decode.promised_to["greedy"][1] == 4
+        assert world.core.dispatch.held["greedy"].num_streams == decode.promised_streams == 4
         for _ in range(3):
             modest = world.ask(num_tokens=9, n=1, max_tokens=3, tenant="modest")
             await pass_time(1.0)
@@ -201,6 +201,24 @@ def test_a_tenant_that_asks_for_everything_leaves_room_for_others() -> None:
                 async for _ in generation:
                     pass
         await _until(lambda: all(client.is_over for client in greedy))
+
+    scenarios.play(play, 0)
+
+
+def test_a_tenant_that_asks_for_little_is_not_refused_for_what_another_waits_for() -> None:
+    """How fast the other one gets on says nothing of when its own turn comes."""
+
+    async def play(world: World) -> None:
+        world.tenant_share = 0.75
+        world.add(Role.DECODE)
+        await pass_time(0.1)
+        greedy = [world.ask(num_tokens=9, n=1, max_tokens=900, tenant="greedy") for _ in range(40)]
+        await pass_time(60)
+        assert sum(client.is_over for client in greedy) >= 4, "nothing has been measured"
+        modest = world.ask(num_tokens=9, n=1, max_tokens=900, deadline_s=30.0, tenant="modest")
+        await _until(lambda: modest.received)
+        for client in greedy:
+            world.cancel(client)
 
     scenarios.play(play, 0)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Coroutine
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 from cluster.words.errors import CapacityError, RequestError
 from router.routing.fair_shares import QueuedRequest
-from router.serving.gate import AdmissionGate, NoRoom
+from router.serving.gate import AdmissionGate
 from tests.router.serving.virtual_time import VirtualTimeLoop, pass_time
 
 
@@ -21,9 +20,9 @@ class Room:
     def __init__(self, places: int) -> None:
         self.free = places
 
-    def choose(self) -> str | NoRoom:
+    def choose(self) -> str | None:
         if not self.free:
-            return NoRoom.FOR_ANYBODY
+            return None
         self.free -= 1
         return "place"
 
@@ -102,10 +101,10 @@ async def test_a_request_that_can_never_be_served_hears_so_at_its_turn_and_holds
     gate, room = AdmissionGate[str](max_waiting=100, queue_s=10), Room(0)
     is_wrong = False
 
-    def choose() -> str | NoRoom:
+    def choose() -> str | None:
         if is_wrong:
             raise RequestError("too long")
-        return NoRoom.FOR_ANYBODY
+        return None
 
     wrong = asyncio.create_task(gate.enter(QueuedRequest("", 0, 1.0), choose, within_s=None, give_back=room.give_back))
     await asyncio.sleep(0)
@@ -123,8 +122,8 @@ async def test_an_error_that_nobody_foresaw_ends_its_own_request_only() -> None:
     """Who wakes the gate is a replica's reader of frames, which must live."""
     gate, room = AdmissionGate[str](max_waiting=100, queue_s=10), Room(0)
 
-    def choose() -> str | NoRoom:
-        return 1 / 0 if room.free else NoRoom.FOR_ANYBODY  # type: ignore[return-value]
+    def choose() -> str | None:
+        return 1 / 0 if room.free else None  # type: ignore[return-value]
 
     bad = asyncio.create_task(gate.enter(QueuedRequest("", 0, 1.0), choose, within_s=None, give_back=room.give_back))
     await asyncio.sleep(0)
@@ -138,34 +137,29 @@ async def test_an_error_that_nobody_foresaw_ends_its_own_request_only() -> None:
 
 
 class Places:
-    """Room for so many streams at a time; a request may need several, and one tenant have no more than `most`."""
+    """Room for so many streams at a time; a request may need several."""
 
-    def __init__(self, number: int, *, hold_s: float = 2.0, queue_s: float = 60.0, most: int = 1000) -> None:
+    def __init__(self, number: int, *, hold_s: float = 2.0, queue_s: float = 60.0) -> None:
         self.free = number
-        self.most = most
-        self.taken: Counter[str] = Counter()  # by tenant
         self.gate: AdmissionGate[int] = AdmissionGate(max_waiting=1000, queue_s=queue_s, hold_s=hold_s)
         self.entered: list[tuple[str, float]] = []  # and when
 
     async def ask(self, name: str, size: int, *, for_s: float = 0.0, tenant: str = "") -> None:
-        def choose() -> int | NoRoom:
-            if self.taken[tenant] and self.taken[tenant] + size > self.most:
-                return NoRoom.FOR_ITS_TENANT
+        def choose() -> int | None:
             if size > self.free:
-                return NoRoom.FOR_ANYBODY
+                return None
             self.free -= size
-            self.taken[tenant] += size
             return size
 
-        queued = QueuedRequest(tenant, 0, float(size))
-        await self.gate.enter(queued, choose, within_s=None, give_back=lambda size: self._leave(tenant, size))
+        await self.gate.enter(
+            QueuedRequest(tenant, 0, float(size)), choose, within_s=None, give_back=lambda size: self._leave(size)
+        )
         self.entered.append((name, asyncio.get_running_loop().time()))
         await pass_time(for_s)
-        self._leave(tenant, size)
+        self._leave(size)
 
-    def _leave(self, tenant: str, size: int) -> None:
+    def _leave(self, size: int) -> None:
         self.free += size
-        self.taken[tenant] -= size
         self.gate.wake()
 
 
@@ -258,74 +252,5 @@ def test_everyone_behind_is_looked_at_however_many_find_no_room() -> None:
                 task.cancel()
             await asyncio.gather(*large, return_exceptions=True)
             assert (len(places.gate), places.free) == (0, 1)
-
-    _play(scenario())
-
-
-def test_who_has_its_share_holds_up_nobody_of_another_tenant() -> None:
-    async def scenario() -> None:
-        places = Places(8, most=6, queue_s=1000)
-        async with asyncio.TaskGroup() as group:
-            for number in range(50):
-                group.create_task(places.ask(f"greedy-{number}", 3, for_s=5, tenant="greedy"))
-                await pass_time(0)
-            assert (places.free, len(places.gate), places.gate.num_tenants_at_share) == (2, 48, 1)
-            began_at = asyncio.get_running_loop().time()
-            for number in range(20):
-                await places.ask(f"modest-{number}", 1, for_s=0.1, tenant="modest")
-            assert asyncio.get_running_loop().time() - began_at == pytest.approx(2.0), "it never waits"
-        assert places.gate.num_tenants_at_share == 0, "what nobody waits for is remembered"
-        order = [name for name, _ in places.entered if name.startswith("greedy")]
-        assert order == [f"greedy-{number}" for number in range(50)], "among themselves they keep their turns"
-        assert asyncio.get_running_loop().time() == pytest.approx(25 * 5)
-        assert (len(places.gate), places.free, +places.taken) == (0, 8, Counter())
-
-    _play(scenario())
-
-
-def test_who_needs_room_that_nobody_has_is_not_passed_for_having_waited_behind_a_share() -> None:
-    """Two tenants have their share, and one needs much: it gets it within the time for which it may hold up others."""
-
-    async def scenario() -> None:
-        places = Places(8, most=6, hold_s=2.0)
-        async with asyncio.TaskGroup() as group:
-            for tenant in "ab":
-                for number in range(40):
-                    group.create_task(places.ask(f"{tenant}-{number}", 1, for_s=1.0, tenant=tenant))
-            await pass_time(0.5)
-            async with asyncio.timeout(5):
-                await places.ask("large", 6, tenant="c")
-        assert (len(places.gate), places.free) == (0, 8)
-
-    _play(scenario())
-
-
-def test_a_wait_for_ones_own_share_that_lasts_too_long_says_so() -> None:
-    async def scenario() -> None:
-        places = Places(8, most=4, queue_s=10)
-        async with asyncio.TaskGroup() as group:
-            group.create_task(places.ask("long", 4, for_s=100, tenant="a"))
-            await pass_time(0)
-            with pytest.raises(CapacityError, match="its tenant had its share of the replicas within 10 s"):
-                await places.ask("late", 1, tenant="a")
-            assert len(places.gate) == 0
-
-    _play(scenario())
-
-
-def test_inside_a_tenant_that_has_its_share_small_ones_may_pass_large_ones_in_turns() -> None:
-    async def scenario() -> None:
-        places = Places(8, most=6, hold_s=2.0)
-        async with asyncio.TaskGroup() as group:
-            group.create_task(places.ask("runs", 2, for_s=40, tenant="a"))
-            await pass_time(0)
-            large = group.create_task(places.ask("large", 5, tenant="a"))
-            await pass_time(0)
-            async with asyncio.timeout(20):
-                for number in range(6):
-                    await places.ask(f"small-{number}", 1, for_s=0.5, tenant="a")
-            assert not large.done()
-        assert places.entered[-1] == ("large", 40.0)
-        assert (len(places.gate), places.free) == (0, 8)
 
     _play(scenario())

@@ -1,0 +1,145 @@
+"""Where requests wait until their tenant has less than its share: before the gate at which all wait for room.
+
+So what one tenant waits for is in nobody else's way: neither in the queue, nor in the prediction of when a turn comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from router.routing.fair_shares import QueuedRequest
+from router.routing.tenant_share import NO_PLACES, Places, is_within_share
+from router.serving.gate import AdmissionGate
+
+
+@dataclass(eq=False)
+class Held:
+    """By one request, of its tenant's share."""
+
+    tenant: str
+    places: Places
+    is_booked: bool = False  # a replica counts them, too
+
+
+class TenantShares:
+    """Counts what each tenant has been let in with, by this router. Belongs to the event loop.
+
+    A line of its own holds those of a tenant who wait, while there are any: with users' shares, priorities and turns as
+    at the gate behind it.
+    """
+
+    def __init__(
+        self, *, share: Callable[[], float], free: Callable[[], Places], max_waiting: int, queue_s: float
+    ) -> None:
+        """share: of what the others leave; now. free: places of all decode replicas, by their own word and what this
+        router has booked there; now. max_waiting: of one tenant, as AdmissionQueue has it."""
+        self._share = share
+        self._free_at_replicas = free
+        self._max_waiting = max_waiting
+        self._queue_s = queue_s
+        self._held: dict[str, Places] = {}
+        self._unbooked: dict[str, Places] = {}  # of these, on their way to a replica
+        self._lines: dict[str, AdmissionGate[Held]] = {}
+        self._last_free = NO_PLACES
+        self._left: Places | None = None  # free, while the lines are asked in turn
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(map(len, self._lines.values()))
+
+    @property
+    def num_lines(self) -> int:
+        """Tenants of which somebody waits."""
+        return len(self._lines)
+
+    @property
+    def held(self) -> dict[str, Places]:
+        """By tenant; a copy, without those who have nothing."""
+        return dict(self._held)
+
+    @asynccontextmanager
+    async def enter(self, queued: QueuedRequest, places: Places, *, within_s: float | None) -> AsyncIterator[Held]:
+        """Hold so much of its tenant's share for as long as the block lasts, from its turn on.
+
+        Raises CapacityError, as AdmissionGate.enter does.
+        """
+        tenant = queued.tenant
+
+        def take() -> Held | None:
+            own = self._held.get(tenant, NO_PLACES)
+            is_on_its_way = tenant in self._unbooked
+            if not is_within_share(own, places, self._free(), share=self._share(), is_on_its_way=is_on_its_way):
+                return None
+            _add(self._held, tenant, places)
+            _add(self._unbooked, tenant, places)
+            if self._left:
+                self._left = self._left.less(places)
+            return Held(tenant, places)
+
+        held = None if tenant in self._lines else take()
+        if held is None:
+            held = await self._wait(queued, take, within_s)
+        try:
+            yield held
+        finally:
+            self._give_back(held)
+
+    def booked(self, held: Held) -> None:
+        """A replica counts it from now on."""
+        held.is_booked = True
+        _take(self._unbooked, held)
+
+    def room_changed(self) -> None:
+        """The replicas have told something, or something that was booked there is over."""
+        if not self._lines:
+            return
+        before, self._last_free = self._last_free, self._free()
+        if self._last_free.num_streams > before.num_streams or self._last_free.num_blocks > before.num_blocks:
+            self._wake()
+
+    async def _wait(self, queued: QueuedRequest, take: Callable[[], Held | None], within_s: float | None) -> Held:
+        line = self._lines.get(queued.tenant)
+        if line is None:
+            line = self._lines[queued.tenant] = AdmissionGate(
+                max_waiting=self._max_waiting, queue_s=self._queue_s, lacking="its tenant had its share of the replicas"
+            )
+        try:
+            return await line.enter(queued, take, within_s=within_s, give_back=self._give_back)
+        finally:
+            if not len(line) and self._lines.get(queued.tenant) is line:
+                del self._lines[queued.tenant]
+
+    def _give_back(self, held: Held) -> None:
+        _take(self._held, held)
+        if not held.is_booked:
+            _take(self._unbooked, held)
+        self._wake()
+
+    def _wake(self) -> None:
+        """Each line asks for itself: whoever has least is let in by what is left first."""
+        if not self._lines:
+            return
+        self._left = self._last_free = self._free()
+        for line in list(self._lines.values()):
+            line.wake()
+        self._left = None
+
+    def _free(self) -> Places:
+        if self._left:
+            return self._left
+        free = self._free_at_replicas()
+        for places in self._unbooked.values():
+            free = free.less(places)
+        return free
+
+
+def _add(account: dict[str, Places], tenant: str, places: Places) -> None:
+    account[tenant] = account.get(tenant, NO_PLACES).plus(places)
+
+
+def _take(account: dict[str, Places], held: Held) -> None:
+    left = account.pop(held.tenant).less(held.places)
+    if left.num_streams:
+        account[held.tenant] = left
