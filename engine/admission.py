@@ -29,7 +29,8 @@ class Admission(Protocol):
 
 class AdmitWithRoomToGrow:
     """Whoever fits gets blocks at once, for others may be waiting to fill them, as long as each sequence that decodes
-    is left one to grow into. Those that were preempted come before all."""
+    is left one to grow into. Those that were preempted come before all, but for prompts of tenants who have less than
+    theirs; for these, sequences of whoever has more are preempted."""
 
     def __init__(self, blocks: BlockManager, prompts: PromptQueue, decoding: Decoding, *, max_running: int) -> None:
         self._blocks = blocks
@@ -45,16 +46,17 @@ class AdmitWithRoomToGrow:
 
     def ahead(self) -> list[Prompt]:
         admitted = []
+        held_up = {sequence.request.tenant for sequence in self._decoding.preempted}
         for prompt in tuple(self._prompts.waiting):
-            if self._decoding.preempted:
-                break
+            tenant, num_blocks = _wanted(prompt)
+            if held_up and not self._decoding.is_poorer(tenant, num_blocks, than=held_up):
+                continue
             if not prompt.is_received and self._prompts.is_on_its_way(prompt):
                 continue  # others go on meanwhile
-            if not self._has_room(prompt):
-                break
-            if not self._prompts.admit(prompt):
-                break
-            admitted.append(prompt)
+            if self._has_room(prompt) and self._prompts.admit(prompt):
+                admitted.append(prompt)
+            else:
+                held_up.add(tenant)
         return admitted
 
     def in_time(self) -> Iterator[Prompt]:
@@ -66,9 +68,16 @@ class AdmitWithRoomToGrow:
             return False
         if not self.num_running:
             return True
-        num_blocks = sequence.num_blocks_for(len(sequence.tokens) + max(1, prompt.room))
+        tenant, num_blocks = _wanted(prompt)
         needed = self._blocks.num_needed([] if sequence.is_scored else sequence.hashes(), num_blocks)
-        return needed + len(self._decoding.running) <= self._blocks.num_available
+        missing = needed + len(self._decoding.running) - self._blocks.num_available
+        return missing <= 0 or self._decoding.make_way(tenant, num_blocks, num_missing=missing)
+
+
+def _wanted(prompt: Prompt) -> tuple[str, int]:
+    """By whom, and how many blocks to begin with."""
+    sequence = prompt.sequence
+    return sequence.request.tenant, sequence.num_blocks_for(len(sequence.tokens) + max(1, prompt.room))
 
 
 class AdmitInTime:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterable, Set
 
 from engine.kv.block_manager import BlockManager
 from engine.sequence import Sequence
@@ -11,8 +12,9 @@ from engine.sequence import Sequence
 class Decoding:
     """Owned by the step thread.
 
-    Sequences grow block by block. When none is left, the youngest is preempted: it gives its blocks back and later
-    computes its KV again (often from the cache, where its own blocks still lie).
+    Sequences grow block by block. When none is left, the youngest of the tenant that has most of them is preempted: it
+    gives its blocks back and later computes its KV again (often from the cache, where its own blocks still lie). So
+    whoever asks for long answers takes nothing from those who have less.
     """
 
     def __init__(self, blocks: BlockManager) -> None:
@@ -44,9 +46,55 @@ class Decoding:
             if has_room or self._blocks.extend(blocks, sequence.num_blocks_for(num_tokens)):
                 num_kept += 1
                 continue
-            victim = kept.pop()
-            del self.running[victim]
-            victim.release(self._blocks)
-            self.preempted.appendleft(victim)
-            self.num_preemptions += 1
+            victim = _youngest_of_most(kept)
+            num_kept -= kept.index(victim) < num_kept
+            kept.remove(victim)
+            self._preempt(victim)
         return kept
+
+    def is_poorer(self, tenant: str, num_blocks: int, *, than: Set[str]) -> bool:
+        """Whether with so many blocks more it would have no more than each of these tenants has, and is none of
+        them."""
+        if tenant in than:
+            return False
+        held = _blocks_by_tenant(self.running)
+        return all(held[tenant] + num_blocks <= held[other] for other in than)
+
+    def make_way(self, tenant: str, num_blocks: int, *, num_missing: int) -> bool:
+        """See that so many blocks more are available for a tenant that wants `num_blocks`, if they can be taken from
+        tenants who then still have as many as it would have; the youngest of whoever has most first."""
+        held, victims = _blocks_by_tenant(self.running), list[Sequence]()
+        own = held.pop(tenant, 0) + num_blocks
+        candidates = [one for one in self.running if one.request.tenant != tenant]
+        while num_missing > 0:
+            richer = [one for one in candidates if held[one.request.tenant] - len(one.blocks) >= own]
+            if not richer:
+                return False
+            victim = _youngest_of_most(richer, held)
+            victims.append(victim)
+            candidates.remove(victim)
+            held[victim.request.tenant] -= len(victim.blocks)
+            num_missing -= len(victim.blocks)
+        for victim in victims:
+            self._preempt(victim)
+        return True
+
+    def _preempt(self, victim: Sequence) -> None:
+        del self.running[victim]
+        victim.release(self._blocks)
+        self.preempted.appendleft(victim)
+        self.num_preemptions += 1
+
+
+def _blocks_by_tenant(sequences: Iterable[Sequence]) -> Counter[str]:
+    held = Counter[str]()
+    for sequence in sequences:
+        held[sequence.request.tenant] += len(sequence.blocks)
+    return held
+
+
+def _youngest_of_most(sequences: list[Sequence], held: Counter[str] | None = None) -> Sequence:
+    """Oldest first. held: blocks by tenant; None: of these."""
+    held = _blocks_by_tenant(sequences) if held is None else held
+    most = max(held[sequence.request.tenant] for sequence in sequences)
+    return next(sequence for sequence in reversed(sequences) if held[sequence.request.tenant] == most)

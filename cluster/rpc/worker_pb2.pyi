@@ -68,7 +68,7 @@ class Grammar(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
 
 class Sequence(_message.Message):
-    __slots__ = ("id", "token_ids", "num_prompt_tokens", "sampling", "choices", "stream", "salt", "adapter", "priority", "deadline_s", "grammar", "num_prompt_logprobs")
+    __slots__ = ("id", "token_ids", "num_prompt_tokens", "sampling", "choices", "stream", "salt", "adapter", "priority", "deadline_s", "grammar", "tenant", "num_prompt_logprobs")
     ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -80,6 +80,7 @@ class Sequence(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -92,8 +93,9 @@ class Sequence(_message.Message):
     priority: int
     deadline_s: float
     grammar: Grammar
+    tenant: str
     num_prompt_logprobs: int
-    def __init__(self, id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., choices: _Optional[_Iterable[int]] = ..., stream: _Optional[int] = ..., salt: _Optional[str] = ..., adapter: _Optional[str] = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., num_prompt_logprobs: _Optional[int] = ...) -> None: ...
+    def __init__(self, id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., choices: _Optional[_Iterable[int]] = ..., stream: _Optional[int] = ..., salt: _Optional[str] = ..., adapter: _Optional[str] = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., tenant: _Optional[str] = ..., num_prompt_logprobs: _Optional[int] = ...) -> None: ...
 
 class Handoff(_message.Message):
     __slots__ = ("id", "epoch", "replica", "ranks", "layout", "num_tokens", "first_token", "ttl_s", "max_tokens")

@@ -77,8 +77,8 @@ class SequenceRequest:
     # Of the prompt's own tokens, as Sampling.num_logprobs. Whoever computes the prompt then computes all of it, and
     # takes nothing from a cache: log-probabilities are not kept there.
     num_prompt_logprobs: int | None = None
-    tenant: str = ""  # whom the router's queue shares out to; workers are not told
-    user: str = ""  # and among whom it shares out what a tenant has
+    tenant: str = ""  # whom the router's queue and a replica's blocks are shared out to
+    user: str = ""  # among whom the queue shares out what a tenant has; workers are not told
     priority: int = 0  # smaller first
     deadline_s: float | None = None  # remaining, when the message was sent
 

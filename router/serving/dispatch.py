@@ -202,7 +202,19 @@ class Dispatch:
 
     def _choose_with_room(self, asked: _Asked) -> Pair | None:
         self._check_fit(asked.request, share=self._tenant_share())  # the first replica may have come only now
-        return self._choose(asked, with_room(self._loads(Role.DECODE, asked), asked.need), prefill_needs_room=True)
+        decodes = self._loads(Role.DECODE, asked)
+        return self._choose(
+            asked, with_room(decodes, asked.need) or self._owed(asked, decodes), prefill_needs_room=True
+        )
+
+    def _owed(self, asked: _Asked, decodes: Sequence[ReplicaLoad]) -> Sequence[ReplicaLoad]:
+        """Those that make way for it (engine.admission), where answers of others have grown into what its tenant is
+        owed: the blocks that no other one may have alone."""
+        own = self._shares.held.get(asked.request.tenant, NO_PLACES)
+        all_blocks = sum(load.member.num_blocks for load in decodes)
+        if own.num_blocks > (1 - self._tenant_share()) * all_blocks:
+            return []
+        return [load for load in decodes if asked.need.num_streams <= load.free_streams]
 
     def _choose(
         self,

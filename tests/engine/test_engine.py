@@ -108,7 +108,13 @@ def choose(
 
 
 def _prompt(
-    tokens: Sequence[int], *, max_tokens: int = 8, choices: int = 1, is_scored: bool = False, **fields: object
+    tokens: Sequence[int],
+    *,
+    max_tokens: int = 8,
+    choices: int = 1,
+    is_scored: bool = False,
+    tenant: str = "",
+    **fields: object,
 ) -> Prompt:
     request = SequenceRequest(
         id="r",
@@ -117,6 +123,7 @@ def _prompt(
         sampling=Sampling(max_tokens=max_tokens, seed=7),
         choices=tuple(range(choices)),
         num_prompt_logprobs=1 if is_scored else None,
+        tenant=tenant,
     )
     sequence = TokenSequence(request, 0, model="m", block_size=_BLOCK, max_context=_NUM_BLOCKS * _BLOCK)
     return Prompt(sequence, **fields)  # type: ignore[arg-type]
@@ -216,6 +223,68 @@ def test_what_was_preempted_waits_while_others_have_been_promised_its_place() ->
     assert engine.step().num_computed > 0 and not engine.decoding.preempted
 
 
+def _run(engine: Engine[list[tuple[int, ...]]], num_steps: int) -> None:
+    for _ in range(num_steps):
+        engine.step()
+
+
+def _engine(blocks: BlockManager) -> Engine[list[tuple[int, ...]]]:
+    config = SchedulerConfig(max_batch_tokens=40, max_running=20, max_waiting=20)
+    return Engine(FakePool(), choose, blocks, config, block_size=_BLOCK)
+
+
+def test_long_answers_of_one_tenant_take_no_blocks_from_another_who_has_less() -> None:
+    blocks = BlockManager(_NUM_BLOCKS)
+    engine = _engine(blocks)
+    for number in range(5):
+        engine.add(_prompt([number] * 3, max_tokens=60, tenant="greedy"))
+    _run(engine, 2)
+    modest = _prompt([9] * 3, max_tokens=30, tenant="modest")  # the youngest of all
+    engine.add(modest)
+    _run(engine, 31)
+    assert engine.decoding.num_preemptions > 0, "nothing was short"
+    assert modest.sequence.num_generated == 30 and not modest.sequence.blocks, "it was held up"
+    while engine.step().did_work:
+        pass
+    blocks.check_integrity()
+
+
+def test_a_tenant_who_has_nothing_is_given_blocks_of_one_who_has_all() -> None:
+    blocks = BlockManager(_NUM_BLOCKS)
+    engine = _engine(blocks)
+    greedy = [_prompt([number] * 3, max_tokens=60, tenant="greedy") for number in range(5)]
+    for prompt in greedy:
+        engine.add(prompt)
+    while not engine.decoding.preempted:
+        engine.step()
+    same = _prompt([8] * 3, max_tokens=4, tenant="greedy")
+    modest = _prompt([9] * 12, max_tokens=4, tenant="modest")
+    engine.add(same)
+    engine.add(modest)
+    _run(engine, 5)
+    assert modest.sequence.num_generated == 4 and not modest.sequence.blocks
+    assert same in engine.prompts.waiting, "its own tenant's others come first"
+    while engine.step().did_work:
+        pass
+    for prompt in (*greedy, same):
+        tokens = prompt.sequence.tokens
+        assert all(
+            tokens[end] == _next(tokens[:end], prompt.sequence.sampling_row.seed) for end in range(12, len(tokens))
+        )
+    blocks.check_integrity()
+
+
+def test_nobody_is_preempted_for_what_would_not_be_enough() -> None:
+    blocks = BlockManager(_NUM_BLOCKS)
+    engine = _engine(blocks)
+    for number in range(2):
+        engine.add(_prompt([number] * 40, max_tokens=4, tenant="one"))
+    engine.step()
+    engine.add(_prompt([9] * 60, max_tokens=4, tenant="other"))
+    engine.step()
+    assert engine.decoding.num_preemptions == 0
+
+
 class EngineMachine(RuleBasedStateMachine):
     """Prompts come, are fetched, shipped, cancelled, paused and computed in any order."""
 
@@ -245,6 +314,7 @@ class EngineMachine(RuleBasedStateMachine):
         source=st.sampled_from(KVSource),
         fetch_only=st.booleans(),
         is_scored=st.booleans(),
+        tenant=st.sampled_from("ab"),
     )
     def add(
         self,
@@ -256,6 +326,7 @@ class EngineMachine(RuleBasedStateMachine):
         source: KVSource,
         fetch_only: bool,
         is_scored: bool,
+        tenant: str,
     ) -> None:
         source = source if self.decodes else KVSource.HERE
         is_here = source is KVSource.HERE
@@ -263,6 +334,7 @@ class EngineMachine(RuleBasedStateMachine):
         fields = {"source": source, "num_offered": min(offered, length) if is_here else 0}
         fields["fetch_only"] = fetch_only and not self.decodes
         is_scored &= not fields["fetch_only"]
+        fields["tenant"] = tenant
         prompt = _prompt([kind] * length, max_tokens=max_tokens, choices=choices, is_scored=is_scored, **fields)
         if len(self.prompts) < 20:
             self.engine.add(prompt)

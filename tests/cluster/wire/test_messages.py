@@ -66,7 +66,7 @@ def test_all_of_a_sampling_travels_and_of_a_sequence_all_but_whose_it_is() -> No
 
     assert names(TokenRules) == {field.name for field in pb.TokenRules.DESCRIPTOR.fields}
     assert names(Sampling) == {field.name for field in pb.Sampling.DESCRIPTOR.fields}
-    assert names(SequenceRequest) - {field.name for field in pb.Sequence.DESCRIPTOR.fields} == {"tenant", "user"}
+    assert names(SequenceRequest) - {field.name for field in pb.Sequence.DESCRIPTOR.fields} == {"user"}
 
 
 def test_a_ticket_a_holder_and_a_timing() -> None:

@@ -205,6 +205,23 @@ def test_a_tenant_that_asks_for_everything_leaves_room_for_others() -> None:
     scenarios.play(play, 0)
 
 
+@pytest.mark.parametrize("tenant_share", [0.75, 1.0])
+def test_who_has_little_goes_where_the_answers_of_others_have_grown_into_everything(tenant_share: float) -> None:
+    """For the replica makes way for it."""
+
+    async def play(world: World) -> None:
+        world.tenant_share = tenant_share
+        decode = _seen(world, world.add(Role.DECODE).name)
+        await pass_time(0.1)
+        decode.book(0, 0, 999, 1)
+        modest = world.ask(num_tokens=9, n=1, max_tokens=3, tenant="modest")
+        await pass_time(5)
+        assert modest.is_over == (tenant_share < 1)
+        decode.book(0, 0, -999, -1)
+
+    scenarios.play(play, 0)
+
+
 def test_a_tenant_that_asks_for_little_is_not_refused_for_what_another_waits_for() -> None:
     """How fast the other one gets on says nothing of when its own turn comes."""
 
