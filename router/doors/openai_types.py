@@ -253,9 +253,10 @@ class ChatBody(_Sampled, ChatSettings):
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         fields = {**self._shared(), "max_tokens": max_tokens, "max_tokens_field": field, "logprobs": logprobs}
         if forced is not None:
-            has_format = bool(self.structured_outputs or (self.response_format and self.response_format.type != "text"))
-            tools = self.tools or ()
-            fields["grammar"] = forced_grammar(forced, tools, is_parallel=is_parallel, has_format=has_format)
+            if self.structured_outputs:  # of all of an answer; a response_format is of its text, of which there is none
+                text = "tool_choice: an answer that is bound to be a call keeps to no structured_outputs beside that"
+                raise RequestError(text, param="tool_choice")
+            fields["grammar"] = forced_grammar(forced, self.tools or (), is_parallel=is_parallel)
             fields["grammar_field"] = "tools"
         return [CompletionRequest(id=request_id, peer=peer, prompt=chat, **fields)]
 
