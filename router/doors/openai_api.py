@@ -28,6 +28,7 @@ from router.doors.openai_errors import OpenAIErrors, answer_to, error_response, 
 from router.doors.openai_forms import JSON, ChatForm, Form, TextForm
 from router.doors.openai_types import ChatBody, TextBody
 from router.doors.opened import Asked, Opener
+from router.doors.render_api import RenderApi
 from router.doors.responses_api import ResponsesApi
 from router.doors.tokens_api import add_tokens_api
 from router.stored.response_store import StoreBounds
@@ -83,6 +84,7 @@ def create_app(
                            allow_headers=["*"], expose_headers=["*"])  # fmt: skip
     handle_errors(app)
     add_tokens_api(app, completions, visits)
+    RenderApi(completions, visits).add_to(app)
     app.add_api_route("/v1/models", door.models, methods=["GET"])
     app.add_api_route("/v1/models/{model_id:path}", door.model, methods=["GET"])
     responses.add_to(app)
