@@ -27,6 +27,7 @@ from router.doors.openai_answer import OpenAIAnswer
 from router.doors.openai_errors import OpenAIErrors, answer_to, error_response, handle_errors
 from router.doors.openai_forms import JSON, ChatForm, Form, TextForm
 from router.doors.openai_types import ChatBody, TextBody
+from router.doors.openapi import OpenapiDoor
 from router.doors.opened import Asked, Opener
 from router.doors.render_api import RenderApi
 from router.doors.responses_api import ResponsesApi
@@ -85,6 +86,7 @@ def create_app(
     handle_errors(app)
     add_tokens_api(app, completions, visits)
     RenderApi(completions, visits).add_to(app)
+    OpenapiDoor(completions).add_to(app)
     app.add_api_route("/v1/models", door.models, methods=["GET"])
     app.add_api_route("/v1/models/{model_id:path}", door.model, methods=["GET"])
     responses.add_to(app)

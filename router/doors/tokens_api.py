@@ -18,7 +18,7 @@ from router.text.completion import Completions
 from router.text.completion_request import CompletionRequest
 from router.text.prompt_encoder import num_chars
 
-_PACKAGE = "xpyd"
+PACKAGE = "xpyd"
 
 
 class TokenizeBody(ChatSettings):
@@ -63,11 +63,14 @@ class _TokensApi:
     async def tokenizer_info(self) -> Response:
         """What a client needs to write a prompt as the model knows it: lm-eval asks, and then needs no tokenizer."""
         prompts = self._completions.prompts
-        tokens = {**dict.fromkeys(("bos_token", "eos_token", "pad_token")), **self._completions.tokenizer.special_tokens}
+        tokens = {
+            **dict.fromkeys(("bos_token", "eos_token", "pad_token")),
+            **self._completions.tokenizer.special_tokens,
+        }
         return JSONResponse({**tokens, "chat_template": prompts.chat_template.source or None})
 
     async def version(self) -> Response:
-        return JSONResponse({"version": version(_PACKAGE)})
+        return JSONResponse({"version": version(PACKAGE)})
 
     async def _tokenize(self, request: Request, visit: Visit) -> Response:
         def made(body: TokenizeBody) -> tuple[TokenizeBody, CompletionRequest, dict[str, str]]:

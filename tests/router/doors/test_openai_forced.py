@@ -110,6 +110,8 @@ _BOUND: dict[type[AskingBody], dict[str, Any]] = {
 def test_a_format_of_text_changes_nothing_about_a_call_that_is_bound_to_come(kind: type[AskingBody]) -> None:
     """instructor sends both, and so does an agent with an output type whose first answer is to be a call."""
     fields = _BOUND[kind]
-    without = {name: value for name, value in fields.items() if name not in ("response_format", "text", "output_config")}
+    without = {
+        name: value for name, value in fields.items() if name not in ("response_format", "text", "output_config")
+    }
     asked, bare = ((kind.model_validate(body).requests("r")) for body in (fields, without))
     assert without != fields and asked == bare and asked[0].grammar_field == "tools"
