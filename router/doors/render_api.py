@@ -3,17 +3,20 @@ engine, without an answer."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from functools import partial
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from cluster.words.errors import RequestError
 from router.access.visit import Visit
 from router.doors.event_stream import to_json
 from router.doors.http_visits import HttpVisits
 from router.doors.openai_forms import JSON
 from router.doors.openai_types import ChatBody, TextBody
-from router.doors.opened import Opener
+from router.doors.opened import ID_CHARS, MAX_REPEATED, Opener
 from router.text.completion import Completion, Completions
 
 
@@ -41,16 +44,21 @@ class RenderApi:
     async def _render(self, kind: type[TextBody] | type[ChatBody], request: Request, visit: Visit) -> Response:
         asked = await self._opener.read(kind, request)
         opened = await self._opener.open(asked, request, visit)
-        rendered = [await self._rendered(one) for one in opened]
+        with self._visits.noted(request):
+            rendered = await self._rendered(opened)
         headers = {**await visit.charge([]), **asked.ignored}
         content = rendered if kind is TextBody else rendered[0]
         return Response(to_json(content), media_type="application/json", headers=headers)
 
-    async def _rendered(self, one: Completion) -> JSON:
-        """The text is an extension: vLLM has the tokens alone."""
-        return {
-            "request_id": one.request.id,
-            "model": self._completions.model.id,
-            "token_ids": one.prompt_ids,
-            "prompt": await self._completions.prompts.text_of(one.request, one.prompt_ids),
-        }
+    async def _rendered(self, opened: Sequence[Completion]) -> list[JSON]:
+        """The text is an extension: vLLM has the tokens alone. Raises RequestError."""
+        rendered, num_chars = list[JSON](), 0
+        for one in opened:
+            text = await self._completions.prompts.text_of(one.request, one.prompt_ids)
+            num_chars += len(text) + ID_CHARS * len(one.prompt_ids)
+            if num_chars > MAX_REPEATED:
+                raise RequestError("prompt: is too much for an answer to repeat; ask for fewer at once", param="prompt")
+            names = {"request_id": one.request.id, "model": self._completions.model.id}
+            rendered.append({**names, "token_ids": one.prompt_ids, "prompt": text})
+            await asyncio.sleep(0)  # between a thousand prompts, others have their turn
+        return rendered

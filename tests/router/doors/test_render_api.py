@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from router.access.access import Access
 from router.doors.openai_api import create_app
 from tests.router.access.keys import access_with, issue
 from tests.router.fake_token_service import FakeTokenService
@@ -73,4 +74,16 @@ async def test_a_key_is_asked_for_and_no_tokens_are_counted(completions: MakeCom
             answer = await http.post(f"/v1/{path}/render", json=body, headers={"authorization": known.header})
             assert answer.headers["x-ratelimit-remaining-tokens"] == "1000"
         assert answer.headers["x-ratelimit-remaining-requests"] == "8"
+    service.close()
+
+
+async def test_an_answer_repeats_so_much_of_prompts(completions: MakeCompletions) -> None:
+    service = completions(FakeTokenService(), max_context=2**15)
+    app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
+    async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
+        for number, status in ((90, 200), (110, 400)):
+            body = {"prompt": ["x" * 9000] * number, "max_tokens": 1}
+            answer = await http.post("/v1/completions/render", json=body, timeout=60)
+            assert answer.status_code == status
+        assert answer.json()["error"]["param"] == "prompt"
     service.close()
