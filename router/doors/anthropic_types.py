@@ -165,9 +165,7 @@ class MessagesBody(ConversationBody):
             fields["user"] = self.metadata.user_id
         if chat.forced is not None:
             tools = [tool.given() for tool in self.tools or ()]
-            fields["grammar"] = forced_grammar(
-                chat.forced, tools, is_parallel=self.is_parallel, has_format=format is not None
-            )
+            fields["grammar"] = forced_grammar(chat.forced, tools, is_parallel=self.is_parallel)
             fields["grammar_field"] = "tools"
         elif format is not None:
             fields["grammar"] = Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(format[1].schema_))

@@ -27,7 +27,9 @@ from router.doors.openai_answer import OpenAIAnswer
 from router.doors.openai_errors import OpenAIErrors, answer_to, error_response, handle_errors
 from router.doors.openai_forms import JSON, ChatForm, Form, TextForm
 from router.doors.openai_types import ChatBody, TextBody
-from router.doors.opened import Asked, Opener
+from router.doors.openapi import OpenapiDoor
+from router.doors.opened import ID_CHARS, MAX_REPEATED, Asked, Opener
+from router.doors.render_api import RenderApi
 from router.doors.responses_api import ResponsesApi
 from router.doors.tokens_api import add_tokens_api
 from router.stored.response_store import StoreBounds
@@ -36,8 +38,6 @@ from router.text.completion import Completion, Completions
 from router.text.completion_request import REQUEST_ID, ModelCard
 
 _HEALTH = "/health"  # for this, and what is below it, nobody needs a key
-_MAX_REPEATED = 2**23  # characters of prompts in one answer, an id as eight of them
-_ID_CHARS = 8
 _IN_MEMORY = StoreBounds(max_bytes=64 * 2**20, ttl_s=86_400.0)
 
 
@@ -83,6 +83,8 @@ def create_app(
                            allow_headers=["*"], expose_headers=["*"])  # fmt: skip
     handle_errors(app)
     add_tokens_api(app, completions, visits)
+    RenderApi(completions, visits).add_to(app)
+    OpenapiDoor(completions).add_to(app)
     app.add_api_route("/v1/models", door.models, methods=["GET"])
     app.add_api_route("/v1/models/{model_id:path}", door.model, methods=["GET"])
     responses.add_to(app)
@@ -254,8 +256,8 @@ class _RequestIds:
 
 def _check_repeated(body: TextBody | ChatBody, opened: Sequence[Completion], num_echoed: int) -> None:
     """What an answer repeats of its prompts, for each choice. Raises RequestError."""
-    num = num_echoed + (_ID_CHARS * sum(one.n * len(one.prompt_ids) for one in opened) if body.return_token_ids else 0)
-    if num > _MAX_REPEATED:
+    num = num_echoed + (ID_CHARS * sum(one.n * len(one.prompt_ids) for one in opened) if body.return_token_ids else 0)
+    if num > MAX_REPEATED:
         param = "echo" if num_echoed else "return_token_ids"
         text = f"{param}: prompts times n are too much for an answer to repeat; leave it out, or ask for fewer choices"
         raise RequestError(text, param=param)

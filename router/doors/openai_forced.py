@@ -12,16 +12,10 @@ from router.doors.openai_messages import ToolGiven
 from router.text.json_schema import moved
 
 
-def forced_grammar(name: str, tools: Sequence[ToolGiven], *, is_parallel: bool, has_format: bool = False) -> Grammar:
-    """The arguments of the tool of that name; or, where it is "", a list of calls of any. has_format: of another kind.
-
-    Raises RequestError.
-    """
+def forced_grammar(name: str, tools: Sequence[ToolGiven], *, is_parallel: bool) -> Grammar:
+    """The arguments of the tool of that name; or, where it is "", a list of calls of any. Raises RequestError."""
     if not tools:
         raise RequestError("tool_choice: needs tools", param="tool_choice")
-    if has_format:
-        text = "tool_choice: an answer that is bound to be a call keeps to no other format"
-        raise RequestError(text, param="tool_choice")
     if name:
         chosen = next((tool for tool in tools if tool.function.name == name), None)
         if chosen is None:

@@ -125,7 +125,8 @@ def _tool_choice(value: Any) -> Any:
     raise ValueError('must be "none", "auto", "required", or {"type": "function", "function": {"name": …}}')
 
 
-ToolChoice = Annotated[str | ToolNamed | None, PlainValidator(_tool_choice)]
+ToolChoiceGiven = Literal["none", "auto", "required"] | dict[str, Any] | None
+ToolChoice = Annotated[str | ToolNamed | None, PlainValidator(_tool_choice, json_schema_input_type=ToolChoiceGiven)]
 
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

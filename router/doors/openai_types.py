@@ -28,6 +28,9 @@ Biases = tuple[tuple[int, float], ...]  # (token id, what is added to its logit)
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
+_PromptsGiven = str | list[str] | list[int] | list[list[int]]
+
+
 def _prompts(value: Any) -> tuple[Prompt, ...]:
     """One prompt or many, as text or as token ids."""
     prompts = [value] if isinstance(value, str) or (_is_ids(value) and value) else value
@@ -90,7 +93,7 @@ class _Sampled(AskingBody):
     """Extension: no stop token before so many."""
     stop_token_ids: list[int] | None = None
     """Extension."""
-    logit_bias: Annotated[Biases, PlainValidator(_biases)] | None = None
+    logit_bias: Annotated[Biases, PlainValidator(_biases, json_schema_input_type=dict[str, float])] | None = None
     """By token id: what is added to its logit. Logprobs are told as they are without it, and without the next two."""
     allowed_token_ids: list[int] | None = None
     """Extension: no other is chosen. An answer ends by itself only where an end-of-sequence token is among them."""
@@ -174,7 +177,7 @@ class _Sampled(AskingBody):
 class TextBody(_Sampled):
     """POST /v1/completions"""
 
-    prompt: Annotated[tuple[Prompt, ...], PlainValidator(_prompts)]
+    prompt: Annotated[tuple[Prompt, ...], PlainValidator(_prompts, json_schema_input_type=_PromptsGiven)]
     """A string, a list of strings, token ids, or a list of such lists: one choice of n for each."""
     logprobs: int | None = None
     """So many of the likeliest tokens beside each chosen one."""
@@ -254,9 +257,10 @@ class ChatBody(_Sampled, ChatSettings):
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         fields = {**self._shared(), "max_tokens": max_tokens, "max_tokens_field": field, "logprobs": logprobs}
         if forced is not None:
-            has_format = bool(self.structured_outputs or (self.response_format and self.response_format.type != "text"))
-            tools = self.tools or ()
-            fields["grammar"] = forced_grammar(forced, tools, is_parallel=is_parallel, has_format=has_format)
+            if self.structured_outputs:  # of all of an answer; a response_format is of its text, of which there is none
+                text = "tool_choice: an answer that is bound to be a call keeps to no structured_outputs beside that"
+                raise RequestError(text, param="tool_choice")
+            fields["grammar"] = forced_grammar(forced, self.tools or (), is_parallel=is_parallel)
             fields["grammar_field"] = "tools"
         return [CompletionRequest(id=request_id, peer=peer, prompt=chat, **fields)]
 

@@ -17,6 +17,9 @@ from router.text.completion import Completion, Completions
 from router.text.completion_request import CompletionRequest, check_prompt_numbers, check_total
 from router.text.prompt_encoder import num_chars
 
+MAX_REPEATED = 2**23  # characters of prompts in one answer, an id as ID_CHARS of them
+ID_CHARS = 8
+
 
 class AskingBody(OpenAIObject):
     """A body that asks for answers."""

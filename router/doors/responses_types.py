@@ -13,7 +13,15 @@ from cluster.words.errors import RequestError, UnsupportedField
 from router.doors.event_stream import to_json
 from router.doors.openai_fields import Ignored, Only, OpenAIObject, Unsupported
 from router.doors.openai_grammar import ResponseFormat
-from router.doors.openai_messages import MAX_TOOLS, FunctionAsTool, FunctionName, ReasoningEffort, ToolGiven, ToolNamed
+from router.doors.openai_messages import (
+    MAX_TOOLS,
+    FunctionAsTool,
+    FunctionName,
+    ReasoningEffort,
+    ToolChoiceGiven,
+    ToolGiven,
+    ToolNamed,
+)
 from router.doors.openai_types import ChatBody, TextBody
 from router.doors.opened import AskingBody
 from router.doors.responses_items import JSON, Id, Items, Kinds, messages_of
@@ -99,7 +107,9 @@ class ResponsesBody(AskingBody):
     """`format`: `text`, `json_object` or `json_schema`, as `response_format` of a chat."""
     tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     """Functions that the model may call; no other type is taken."""
-    tool_choice: Annotated[str | ToolNamed | None, PlainValidator(_tool_choice)] = None
+    tool_choice: Annotated[
+        str | ToolNamed | None, PlainValidator(_tool_choice, json_schema_input_type=ToolChoiceGiven)
+    ] = None
     """`auto`, the default, `none`, `required`, or a function's name."""
     parallel_tool_calls: bool | None = None
     """Default true; false: an answer ends after its first call."""

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, as vLLM has them, and GET /version."""
+"""POST /tokenize and /detokenize and GET /tokenizer_info, as vLLM has them, and GET /version."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from router.text.completion import Completions
 from router.text.completion_request import CompletionRequest
 from router.text.prompt_encoder import num_chars
 
-_PACKAGE = "xpyd"
+PACKAGE = "xpyd"
 
 
 class TokenizeBody(ChatSettings):
@@ -43,6 +43,7 @@ def add_tokens_api(app: FastAPI, completions: Completions, visits: HttpVisits) -
     api = _TokensApi(completions, visits)
     app.add_api_route("/tokenize", api.tokenize, methods=["POST"])
     app.add_api_route("/detokenize", api.detokenize, methods=["POST"])
+    app.add_api_route("/tokenizer_info", api.tokenizer_info, methods=["GET"])
     app.add_api_route("/version", api.version, methods=["GET"])
 
 
@@ -59,8 +60,17 @@ class _TokensApi:
     async def detokenize(self, request: Request) -> Response:
         return self._visits.answer(request, self._detokenize)
 
+    async def tokenizer_info(self) -> Response:
+        """What a client needs to write a prompt as the model knows it: lm-eval asks, and then needs no tokenizer."""
+        prompts = self._completions.prompts
+        tokens = {
+            **dict.fromkeys(("bos_token", "eos_token", "pad_token")),
+            **self._completions.tokenizer.special_tokens,
+        }
+        return JSONResponse({**tokens, "chat_template": prompts.chat_template.source or None})
+
     async def version(self) -> Response:
-        return JSONResponse({"version": version(_PACKAGE)})
+        return JSONResponse({"version": version(PACKAGE)})
 
     async def _tokenize(self, request: Request, visit: Visit) -> Response:
         def made(body: TokenizeBody) -> tuple[TokenizeBody, CompletionRequest, dict[str, str]]:

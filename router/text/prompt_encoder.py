@@ -38,7 +38,7 @@ class PromptEncoder:
         self.dialect = dialect
         self.shown_ids = tokenizer.ids_of(dialect.markers)  # special tokens that are for who reads answers
         self.tokenizer = tokenizer
-        self._chat_template = chat_template
+        self.chat_template = chat_template
         self._model = model
         self._threads = threads
         self._bad_words_as_tokens = lru_cache(_MAX_KNOWN)(partial(bad_words_as_tokens, tokenizer))
@@ -102,11 +102,11 @@ class PromptEncoder:
         return self._bad_words_as_tokens(words)
 
     def _has_unread_calls(self, chat: Chat) -> bool:
-        return bool(chat.tools) and self._chat_template.knows_tools and not self.dialect.calls and chat.forced is None
+        return bool(chat.tools) and self.chat_template.knows_tools and not self.dialect.calls and chat.forced is None
 
     def _variables(self, chat: Chat) -> Mapping[str, Any]:
         """Of the template. The client's own word for one of them counts."""
-        effort, known = chat.reasoning_effort, self._chat_template.variables
+        effort, known = chat.reasoning_effort, self.chat_template.variables
         variables = {**self._thinking(), **chat.variables} if chat.thinks else chat.variables
         if effort is None:
             return variables
@@ -121,9 +121,9 @@ class PromptEncoder:
 
     def _thinking(self) -> Mapping[str, Any]:
         """Where it is asked for. Raises UnsupportedField."""
-        if _THINKING in self._chat_template.variables:
+        if _THINKING in self.chat_template.variables:
             return {_THINKING: True}
-        if not self.dialect.thinks and _EFFORT not in self._chat_template.variables:
+        if not self.dialect.thinks and _EFFORT not in self.chat_template.variables:
             raise UnsupportedField("thinking: this model does not think", param="thinking")
         return {}
 
@@ -133,7 +133,7 @@ class PromptEncoder:
 
     def _encode(self, prompt: str | Chat, add_special_tokens: bool | None) -> tuple[int, ...]:
         if isinstance(prompt, Chat):
-            text = self._chat_template.render(
+            text = self.chat_template.render(
                 prompt.messages,
                 variables=self._variables(prompt),
                 tools=prompt.tools,

@@ -110,7 +110,11 @@ WRONG_CHAT: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [F, F]}, "tools", "'f' is there twice"),
     ({"tools": [F]}, "tools", "chat template knows none"),
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
-    ({"tools": [F], "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice", "no other"),
+    (
+        {"tools": [F], "tool_choice": "required", "structured_outputs": {"regex": "a"}},
+        "tool_choice",
+        "no structured_outputs",
+    ),
     ({"tools": [F], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "named 'g'"),
     ({"tools": [F], "tool_choice": {"type": "any"}}, "tool_choice", "must be"),
     ({"functions": [{"name": "f"}]}, "functions", "is not supported here"),

@@ -10,8 +10,12 @@ from jsonschema import Draft202012Validator
 
 from cluster.grammar.compiler import GrammarCompiler
 from cluster.words.errors import RequestError
+from router.doors.anthropic_types import MessagesBody
 from router.doors.openai_forced import forced_grammar
 from router.doors.openai_messages import ToolGiven
+from router.doors.openai_types import ChatBody
+from router.doors.opened import AskingBody
+from router.doors.responses_types import ResponsesBody
 from tests.character_tokenizer import save_tokenizer
 
 _SCHEMAS: dict[str, dict[str, Any]] = {
@@ -75,3 +79,39 @@ def test_a_schema_within_schemas_without_end_is_refused_by_name() -> None:
     with pytest.raises(RequestError, match="too deeply") as refused:
         forced_grammar("", [_tool("f", {"properties": {"a": schema}})], is_parallel=True)
     assert refused.value.param == "tools"
+
+
+_SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+_USER = [{"role": "user", "content": "hi"}]
+_BOUND: dict[type[AskingBody], dict[str, Any]] = {
+    ChatBody: {
+        "messages": _USER,
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": _SCHEMA}}],
+        "tool_choice": "required",
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "array"}}},
+    },
+    ResponsesBody: {
+        "input": "hi",
+        "tools": [{"type": "function", "name": "f", "parameters": _SCHEMA}],
+        "tool_choice": {"type": "function", "name": "f"},
+        "text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "array"}}},
+    },
+    MessagesBody: {
+        "messages": _USER,
+        "max_tokens": 9,
+        "tools": [{"name": "f", "input_schema": _SCHEMA}],
+        "tool_choice": {"type": "any"},
+        "output_config": {"format": {"type": "json_schema", "schema": {"type": "array"}}},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", _BOUND, ids=lambda kind: kind.__name__)
+def test_a_format_of_text_changes_nothing_about_a_call_that_is_bound_to_come(kind: type[AskingBody]) -> None:
+    """instructor sends both, and so does an agent with an output type whose first answer is to be a call."""
+    fields = _BOUND[kind]
+    without = {
+        name: value for name, value in fields.items() if name not in ("response_format", "text", "output_config")
+    }
+    asked, bare = ((kind.model_validate(body).requests("r")) for body in (fields, without))
+    assert without != fields and asked == bare and asked[0].grammar_field == "tools"

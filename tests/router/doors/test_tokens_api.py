@@ -73,6 +73,13 @@ async def test_what_is_wrong_is_named(door: OpenAIDoor, path: str, body: dict[st
     assert answer.status_code in (400, 404) and answer.json()["error"]["param"] == param
 
 
+async def test_what_a_client_needs_to_write_prompts(door: OpenAIDoor, byte_level: Tokenizer) -> None:
+    told = (await door.http.get("/tokenizer_info")).json()
+    (eos,) = byte_level.encode(told["eos_token"])
+    assert eos in byte_level.eos_token_ids and "pad_token" in told
+    assert told["chat_template"] == door.service.prompts.chat_template.source != ""
+
+
 async def test_the_version(door: OpenAIDoor) -> None:
     assert (await door.http.get("/version")).json() == {"version": version("xpyd")}
 
@@ -84,6 +91,7 @@ async def test_without_a_key_nothing_is_told(completions: MakeCompletions) -> No
         assert (await http.post("/tokenize", json={"prompt": "a"})).status_code == 401
         assert (await http.post("/detokenize", json={"tokens": [1]})).status_code == 401
         assert (await http.get("/version")).status_code == 401
+        assert (await http.get("/tokenizer_info")).status_code == 401
     service.close()
 
 

@@ -1,0 +1,64 @@
+"""POST /v1/completions/render and /v1/chat/completions/render, as vLLM has them: what a request would send to an
+engine, without an answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from cluster.words.errors import RequestError
+from router.access.visit import Visit
+from router.doors.event_stream import to_json
+from router.doors.http_visits import HttpVisits
+from router.doors.openai_forms import JSON
+from router.doors.openai_types import ChatBody, TextBody
+from router.doors.opened import ID_CHARS, MAX_REPEATED, Opener
+from router.text.completion import Completion, Completions
+
+
+class RenderApi:
+    """Takes the same bodies as the endpoints that answer, within the same bounds, by the same code. A key's limits
+    count each call as a request, and no tokens of it."""
+
+    def __init__(self, completions: Completions, visits: HttpVisits) -> None:
+        self._completions = completions
+        self._visits = visits
+        self._opener = Opener(completions, visits)
+
+    def add_to(self, app: FastAPI) -> None:
+        app.add_api_route("/v1/completions/render", self.text, methods=["POST"])
+        app.add_api_route("/v1/chat/completions/render", self.chat, methods=["POST"])
+
+    async def text(self, request: Request) -> Response:
+        """One object for each prompt, in a list."""
+        return self._visits.answer(request, partial(self._render, TextBody))
+
+    async def chat(self, request: Request) -> Response:
+        """One object."""
+        return self._visits.answer(request, partial(self._render, ChatBody))
+
+    async def _render(self, kind: type[TextBody] | type[ChatBody], request: Request, visit: Visit) -> Response:
+        asked = await self._opener.read(kind, request)
+        opened = await self._opener.open(asked, request, visit)
+        with self._visits.noted(request):
+            rendered = await self._rendered(opened)
+        headers = {**await visit.charge([]), **asked.ignored}
+        content = rendered if kind is TextBody else rendered[0]
+        return Response(to_json(content), media_type="application/json", headers=headers)
+
+    async def _rendered(self, opened: Sequence[Completion]) -> list[JSON]:
+        """The text is an extension: vLLM has the tokens alone. Raises RequestError."""
+        rendered, num_chars = list[JSON](), 0
+        for one in opened:
+            text = await self._completions.prompts.text_of(one.request, one.prompt_ids)
+            num_chars += len(text) + ID_CHARS * len(one.prompt_ids)
+            if num_chars > MAX_REPEATED:
+                raise RequestError("prompt: is too much for an answer to repeat; ask for fewer at once", param="prompt")
+            names = {"request_id": one.request.id, "model": self._completions.model.id}
+            rendered.append({**names, "token_ids": one.prompt_ids, "prompt": text})
+            await asyncio.sleep(0)  # between a thousand prompts, others have their turn
+        return rendered

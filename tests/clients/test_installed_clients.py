@@ -1,0 +1,108 @@
+"""What people use to talk to a server of this kind, as it comes from a package index, against a whole deployment."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from cluster.model.config import weight_files
+from cluster.process.ports import free_port
+from router.service import RouterService
+from tests.engine.gguf_files import read_model
+from tests.identities import router
+from tests.local_cluster import local_cluster
+from tests.waiting import becomes
+
+_HERE = Path(__file__).parent
+_TEMPLATE = _HERE.parent / "router" / "text" / "templates" / "hermes_tools.jinja"
+_OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "LANGSMITH_TRACING": "false",
+}
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of an environment that has the clients, and nothing of ours."""
+    environment = tmp_path_factory.mktemp("clients") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+    install = [environment / "bin" / "pip", "install", "--quiet", "--requirement", _HERE / "requirements.txt"]
+    subprocess.run(install, check=True)
+    return environment / "bin" / "python"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def url(smollm2_dir: Path, redis_url: str) -> AsyncIterator[str]:
+    """Where the OpenAI API of a deployment begins; in float32, for log-likelihoods are compared."""
+    tree = {
+        "model": {"served_name": "smollm2", "chat_template": str(_TEMPLATE), "dtype": "float32"},
+        "kv": {"wire_dtype": "raw"},
+        "prefill": {"kv_memory_gib": 0.1},
+        "decode": {"kv_memory_gib": 0.1},
+        "router": {"grpc_port": free_port(), "http_port": free_port()},
+    }
+    async with local_cluster(smollm2_dir, redis_url, **tree) as cluster:
+        service = await RouterService.open(
+            cluster.spec, credentials=cluster.credentials, identity=cluster.identity(router("router-1"))
+        )
+        try:
+            await becomes(lambda: all(service.health().values()))
+            yield "http://{}:{}/v1".format(*service.http_address)
+        finally:
+            await service.close()
+        await cluster.idle()
+
+
+@pytest.mark.parametrize("client", ["langchain", "litellm", "instructor", "agents"])
+async def test_a_client_does_what_it_promises(client: str, python: Path, url: str, tmp_path: Path) -> None:
+    await _run(python, client, url, tmp_path)
+
+
+async def test_lm_eval_scores_as_transformers_does(python: Path, url: str, smollm2_dir: Path, tmp_path: Path) -> None:
+    found = json.loads((await _run(python, "lm_eval", url, tmp_path)).splitlines()[-1])
+    assert found["texts"] == [" Paris", " Celsius"] and found["scores"] == [1.0, 1.0]
+    model = LlamaForCausalLM(LlamaConfig.from_pretrained(smollm2_dir)).eval()
+    read_model(weight_files(smollm2_dir)[0], model)
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
+    assert len(found["likelihoods"]) == 5
+    for context, continuation, told, is_greedy in found["likelihoods"]:
+        num_before, ids = len(tokenizer.encode(context)), tokenizer.encode(context + continuation)
+        with torch.inference_mode():
+            expected = model(torch.tensor([ids])).logits[0, num_before - 1 : -1].float().log_softmax(-1)
+        own = torch.tensor(ids[num_before:])
+        likelihood = expected.gather(-1, own[:, None]).sum().item()
+        assert told == pytest.approx(likelihood, abs=1e-3) and is_greedy == torch.equal(expected.argmax(-1), own)
+
+
+async def _run(python: Path, client: str, url: str, home: Path) -> str:
+    """What its program prints."""
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(("OPENAI_", "PYTHON"))}
+    process = await asyncio.create_subprocess_exec(
+        *(python, _HERE / f"{client}_program.py", url),
+        cwd=home,
+        env={**ours, **_OFFLINE, "HOME": str(home), "HF_HOME": str(home)},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        out, error = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode == 0, error.decode()[-4000:]
+    return out.decode()
