@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import TypedDict
 
 from cluster.index.prefix_index import Depths
 from cluster.words.errors import (
@@ -20,7 +21,7 @@ from cluster.words.errors import (
     TransferError,
 )
 from cluster.words.hashing import block_hashes, root_hash
-from cluster.words.request import Role, SequenceRequest
+from cluster.words.request import OFFLINE, Role, SequenceRequest
 from router.metrics import Metrics
 from router.routing.chooser import AnswerLength, Chooser, Decision, Need, is_kept_out_by_itself, with_room
 from router.routing.decisions import Decisions
@@ -43,6 +44,11 @@ class _Asked:
     request: SequenceRequest
     need: Need
     hashes: list[bytes]
+
+
+class _Entering(TypedDict):
+    within_s: float | None
+    give_back: Callable[[Pair], None]
 
 
 class Dispatch:
@@ -89,10 +95,12 @@ class Dispatch:
         began_at = self._now()
         asked = self._asked(request)
         self._check_fit(request, share=self._tenant_share())
-        queued = QueuedRequest(request.tenant, request.priority, cost=self._cost(request), user=request.user)
-        pair = await self._gate.enter(
-            queued, lambda: self._choose_with_room(asked), within_s=request.deadline_s, give_back=self.give_back
-        )
+        how: _Entering = {"within_s": request.deadline_s, "give_back": self.give_back}
+        if request.priority >= OFFLINE:
+            pair = await self._gate.enter_last(lambda: self._choose_with_room(asked), **how)
+        else:
+            queued = QueuedRequest(request.tenant, request.priority, cost=self._cost(request), user=request.user)
+            pair = await self._gate.enter(queued, lambda: self._choose_with_room(asked), **how)
         self._metrics.queue_time.observe(self._now() - began_at)
         return pair
 

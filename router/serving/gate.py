@@ -4,6 +4,8 @@ In order, as a rule. A request that finds no room holds up all behind it, for `h
 may pass it, and so on in turns. So what needs much room can wait for it while nobody takes it away, and never for
 longer than that at the expense of others. A request that waits for what others of its tenant have holds up those of its
 tenant in the same way, and nobody else.
+
+Whoever enters last is behind all of these: it is asked only while none of them waits, and holds up nobody.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from router.routing.fair_shares import QueuedRequest
 T = TypeVar("T")
 
 _HOLD_S = 2.0
+_MAX_LAST = 64  # of those that come last: asked in one wake, where others of their tenants keep them out
 _LOOKS = 4  # at requests that may pass, in one wake: each costs a decision
 
 
@@ -59,6 +62,7 @@ class AdmissionGate(Generic[T]):
         self._waiting: dict[QueuedRequest, tuple[Callable[[], T | NoRoom], asyncio.Future[T]]] = {}
         self._turns: dict[str | None, _Turns] = {}  # as long as somebody has found no room; by tenant
         self._parked: set[str] = set()  # tenants of whom one holds up the others
+        self._last: dict[asyncio.Future[T], Callable[[], T | NoRoom]] = {}  # in the order in which they came
 
     def __len__(self) -> int:
         """How many wait."""
@@ -107,8 +111,51 @@ class AdmissionGate(Generic[T]):
             self._leave(queued)
             self.wake()  # the next one may need less
 
+    async def enter_last(
+        self, choose: Callable[[], T | NoRoom], *, within_s: float | None, give_back: Callable[[T], None]
+    ) -> T:
+        """The same for a request that comes after all others, whenever they come: its time does not count.
+
+        Raises CapacityError after min(within_s, queue_s), and whatever `choose` raises.
+        """
+        limit_s = self._queue_s if within_s is None else min(within_s, self._queue_s)
+        future: asyncio.Future[T] = self._loop.create_future()
+        self._last[future] = choose
+        try:
+            self._ask_last()
+            await asyncio.wait({future}, timeout=limit_s)
+            if future.done():
+                return future.result()
+            raise CapacityError(f"others came before it for {limit_s:g} s", retry_after_s=1.0)
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and not future.exception():
+                give_back(future.result())
+            raise
+        finally:
+            self._last.pop(future, None)
+
     def wake(self) -> None:
         """Something may have become free."""
+        self._wake()
+        self._ask_last()
+
+    def _ask_last(self) -> None:
+        for future, choose in list(self._last.items())[:_MAX_LAST]:
+            if len(self._queue):
+                return
+            try:
+                taken = choose()
+            except Exception as error:  # as in _try
+                future.set_exception(error)
+            else:
+                if taken is NoRoom.FOR_ANYBODY:
+                    return
+                if isinstance(taken, NoRoom):
+                    continue
+                future.set_result(taken)
+            del self._last[future]
+
+    def _wake(self) -> None:
         while self._parked:
             self._queue.unpark(self._parked.pop())
         for turns in list(self._turns.values()):
