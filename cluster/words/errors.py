@@ -13,6 +13,7 @@ ClusterError
 ├── RequestError            the client sent something wrong; retrying will not help
 │   ├── UnknownModel
 │   ├── UnknownResponse     none is stored under that id, for whoever asks
+│   ├── UnknownObject       no such file or batch, for whoever asks
 │   ├── UnsupportedField    known, and not served here
 │   ├── ContextLengthExceeded
 │   └── RequestTooLarge
@@ -23,7 +24,7 @@ ClusterError
 ├── GrammarNotFollowed      no next token keeps to the request's grammar, or it costs too much to find one
 ├── NoTokenAllowed          what a request asks of its tokens leaves none
 ├── LogitsNotFinite         the model made no numbers of this request; another try would hardly end otherwise
-├── StoreUnavailable        where responses are kept cannot be reached at present
+├── StoreUnavailable        where responses and batches are kept cannot be reached at present
 ├── ReplicaLost             a worker died, hung up or is draining; another one may serve
 └── TransferError           KV blocks did not arrive; the handoff may be tried again
     ├── LayoutMismatch      the two sides disagree about blocks; never retried
@@ -107,6 +108,10 @@ class UnknownResponse(RequestError):
     """No response of that id is stored here for whoever asks: it was not, it is too long ago, or it was deleted."""
 
 
+class UnknownObject(RequestError):
+    """No file or batch of that id is here for whoever asks: it was not, it is too long ago, or it was deleted."""
+
+
 class UnsupportedField(RequestError):
     """The field is known, and what it says cannot be served here."""
 
@@ -178,7 +183,7 @@ class LogitsNotFinite(ClusterError):
 
 
 class StoreUnavailable(ClusterError):
-    """Where responses are stored cannot be reached at present."""
+    """Where responses and batches are stored cannot be reached at present."""
 
 
 class ReplicaLost(ClusterError):
@@ -221,6 +226,7 @@ _OUTCOMES: tuple[tuple[type[ClusterError], Outcome], ...] = (
     (KeysUnknown, Outcome("UNAVAILABLE", 503, "server_error", "keys_unknown")),
     (UnknownModel, Outcome("NOT_FOUND", 404, "invalid_request_error", "model_not_found")),
     (UnknownResponse, Outcome("NOT_FOUND", 404, "invalid_request_error", "response_not_found")),
+    (UnknownObject, Outcome("NOT_FOUND", 404, "invalid_request_error", "not_found")),
     (UnsupportedField, Outcome("INVALID_ARGUMENT", 400, "invalid_request_error", "unsupported_parameter")),
     (ContextLengthExceeded, Outcome("INVALID_ARGUMENT", 400, "invalid_request_error", "context_length_exceeded")),
     (RequestTooLarge, Outcome("RESOURCE_EXHAUSTED", 413, "invalid_request_error", "request_too_large")),
