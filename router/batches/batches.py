@@ -20,7 +20,7 @@ from router.batches.answering import LineDoor
 from router.batches.bounds import BatchBounds
 from router.batches.job import BatchJob, Working
 from router.batches.records import INPUT, BatchMade, BatchRecord, FileRecord
-from router.batches.redis_batches import Place, RedisBatches
+from router.batches.redis_batches import HashedPlace, RedisBatches
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Batches:
         self._at_a_time = at_a_time
         self._lease_s = lease_s
         self._door: LineDoor | None = None
-        self._jobs: dict[asyncio.Task[None], tuple[BatchJob, Place, str]] = {}
+        self._jobs: dict[asyncio.Task[None], tuple[BatchJob, HashedPlace, str]] = {}
         self._task: asyncio.Task[None] | None = None
         self._has_come = asyncio.Event()
         self._reach = RedisReach("no batch is begun")

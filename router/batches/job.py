@@ -28,7 +28,7 @@ from router.batches.answering import LineAnswer, LineDoor
 from router.batches.bounds import BatchBounds
 from router.batches.lines import AskedLine, LineCheck, lines_of, read_line
 from router.batches.records import OUTPUT, BatchProblem, BatchRecord, BatchState, FileRecord
-from router.batches.redis_batches import Place, RedisBatches
+from router.batches.redis_batches import HashedPlace, RedisBatches
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class Working:
 class BatchJob:
     """Belongs to one event loop; `run` once."""
 
-    def __init__(self, working: Working, place: Place, token: str, record: BatchRecord) -> None:
+    def __init__(self, working: Working, place: HashedPlace, token: str, record: BatchRecord) -> None:
         self._working = working
         self._store = working.store
         self._place = place

@@ -37,7 +37,7 @@ _READ_BYTES = 2**20  # of one answer of Redis, about
 _SWEPT_AT_ONCE = 20
 
 
-class Place(NamedTuple):
+class HashedPlace(NamedTuple):
     """Where something is: keyed hashes of its tenant, and of its id among that tenant's."""
 
     tenant: str
@@ -57,36 +57,36 @@ class RedisBatches:
         self._tables = [f"{name}:offline:{table}" for table in ("bytes", "ends", "open")]
         self._scripts: dict[str, Any] = {}
 
-    def place(self, tenant: str, id: str) -> Place:
-        return Place(self._hashed(tenant), self._hashed(tenant, id))
+    def place(self, tenant: str, id: str) -> HashedPlace:
+        return HashedPlace(self._hashed(tenant), self._hashed(tenant, id))
 
-    async def put_part(self, file: Place, number: int, part: bytes) -> str:
+    async def put_part(self, file: HashedPlace, number: int, part: bytes) -> str:
         """Of a file that has no record yet."""
         sealed = self._sealed(file, number, part)
         pending_ms = round(PENDING_S * 1e3)
         counted = len(part) + PART_BYTES
         return await self._run(scripts.PUT_PART, *file, number, sealed, len(part), counted, pending_ms, *self._most)
 
-    async def put_file(self, file: Place, record: FileRecord, *, keep_s: float) -> str:
+    async def put_file(self, file: HashedPlace, record: FileRecord, *, keep_s: float) -> str:
         """Its parts are all there."""
         sealed, keep_ms = self._encoded(file, _RECORD, record), round(keep_s * 1e3)
         return await self._run(scripts.PUT_FILE, *file, sealed, keep_ms, ENTRY_BYTES, self._bounds.max_files)
 
-    async def file(self, file: Place) -> FileRecord | None:
+    async def file(self, file: HashedPlace) -> FileRecord | None:
         found: Any = await self._redis.hget(self._at("file", file), "record")
         return self._decoded(file, _RECORD, found, FileRecord)
 
-    async def num_bytes(self, file: Place) -> int:
+    async def num_bytes(self, file: HashedPlace) -> int:
         """Of one that has no record yet."""
         found: Any = await self._redis.hget(self._at("file", file), "bytes")
         return int(found or 0)
 
-    async def numbers(self, file: Place) -> list[int]:
+    async def numbers(self, file: HashedPlace) -> list[int]:
         """Of its parts, in order."""
         found: Any = await self._redis.hkeys(self._at("data", file))
         return sorted(int(number) for number in found)
 
-    async def parts(self, file: Place, numbers: Sequence[int], *, part_bytes: int) -> AsyncIterator[bytes]:
+    async def parts(self, file: HashedPlace, numbers: Sequence[int], *, part_bytes: int) -> AsyncIterator[bytes]:
         """part_bytes: of one, about. Ends early where one is gone, or is not what was put."""
         at_once = max(1, _READ_BYTES // max(1, part_bytes))
         for begin in range(0, len(numbers), at_once):
@@ -98,27 +98,27 @@ class RedisBatches:
                     return
                 yield part
 
-    async def drop_file(self, file: Place) -> bool:
+    async def drop_file(self, file: HashedPlace) -> bool:
         """Whether there was one, with a record."""
         return bool(int(await self._run(scripts.DROP, "file", *file)))
 
-    async def listed(self, kind: str, tenant: str, *, after: str | None, is_newest_first: bool) -> list[Place]:
+    async def listed(self, kind: str, tenant: str, *, after: str | None, is_newest_first: bool) -> list[HashedPlace]:
         """kind: files or batches. All of a tenant's, those that come after one of them: none, where there is no such
         one."""
         hashed = self._hashed(tenant)
         found: Any = await self._redis.zrange(f"{self._name}:offline:{kind}:{hashed}", 0, -1, desc=is_newest_first)
-        places = [Place(hashed, id.decode()) for id in found]
+        places = [HashedPlace(hashed, id.decode()) for id in found]
         if after is None:
             return places
         begin = next((n for n, place in enumerate(places, 1) if place == self.place(tenant, after)), len(places))
         return places[begin:]
 
-    async def create(self, batch: Place, made: BatchMade, *, input_file: Place, keep_input_s: float) -> str:
+    async def create(self, batch: HashedPlace, made: BatchMade, *, input_file: HashedPlace, keep_input_s: float) -> str:
         sealed, keep_ms = self._encoded(batch, _RECORD, made), round(keep_input_s * 1e3)
         most = self._bounds.max_batches, *self._most
         return await self._run(scripts.CREATE, *batch, sealed, input_file.id, keep_ms, ENTRY_BYTES, *most)
 
-    async def batch(self, batch: Place) -> BatchRecord | None:
+    async def batch(self, batch: HashedPlace) -> BatchRecord | None:
         wanted = ["record", "state", "completed", "failed", "cancel"]
         made, state, completed, failed, cancel = await self._redis.hmget(self._at("batch", batch), wanted)
         if (known := self._decoded(batch, _RECORD, made, BatchMade)) is None:
@@ -131,28 +131,28 @@ class RedisBatches:
             cancelling_at=int(cancel) if cancel else None,
         )
 
-    async def cancel(self, batch: Place, *, at: int) -> bool:
+    async def cancel(self, batch: HashedPlace, *, at: int) -> bool:
         """Whether it is open. at: unix seconds, for whoever looks."""
         return bool(int(await self._run(scripts.CANCEL, *batch, at)))
 
-    async def claim(self, token: str, *, lease_s: float, tenants: Iterable[str]) -> Place | None:
+    async def claim(self, token: str, *, lease_s: float, tenants: Iterable[str]) -> HashedPlace | None:
         """One to be worked on by whoever has `token`, of none of these tenants (as they are hashed)."""
         found = await self._call(scripts.CLAIM, token, round(lease_s * 1e3), *tenants)
-        return Place(*(part.decode() for part in found)) if found else None
+        return HashedPlace(*(part.decode() for part in found)) if found else None
 
-    async def renew(self, batch: Place, token: str, *, lease_s: float) -> str:
+    async def renew(self, batch: HashedPlace, token: str, *, lease_s: float) -> str:
         """`held`, `cancel` where it is held and to be cancelled, or `lost`."""
         return await self._run(scripts.RENEW, *batch, token, round(lease_s * 1e3))
 
-    async def release(self, batch: Place, token: str) -> None:
+    async def release(self, batch: HashedPlace, token: str) -> None:
         """Somebody else may have it at once."""
         await self._call(scripts.RELEASE, *batch, token)
 
-    async def set_state(self, batch: Place, token: str, state: BatchState) -> str:
+    async def set_state(self, batch: HashedPlace, token: str, state: BatchState) -> str:
         return await self._run(scripts.SET_STATE, *batch, token, self._encoded(batch, _STATE, state))
 
     async def record(
-        self, batch: Place, token: str, made: BatchMade, *, line: int, answer: bytes, is_error: bool
+        self, batch: HashedPlace, token: str, made: BatchMade, *, line: int, answer: bytes, is_error: bool
     ) -> str:
         """The one answer to a line: also `put` where it has one already, which stays."""
         files = [self.place(made.tenant, id) for id in (made.output_file_id, made.error_file_id)]
@@ -165,7 +165,7 @@ class RedisBatches:
         return await self._run(scripts.RECORD, *where, line, sealed, len(answer), counted, which, *self._most)
 
     async def finish(
-        self, batch: Place, token: str, state: BatchState, files: Sequence[FileRecord], tenant: str
+        self, batch: HashedPlace, token: str, state: BatchState, files: Sequence[FileRecord], tenant: str
     ) -> str:
         """It has ended so; these files can be asked for from now on."""
         told = list[bytes | str]()
@@ -195,21 +195,21 @@ class RedisBatches:
             self._scripts[script] = self._redis.register_script(script)
         return await self._scripts[script](keys=self._tables, args=[self._name, *args])
 
-    def _at(self, kind: str, place: Place) -> str:
+    def _at(self, kind: str, place: HashedPlace) -> str:
         return f"{self._name}:offline:{kind}:{place.tenant}:{place.id}"
 
-    def _encoded(self, place: Place, what: int, record: FileRecord | BatchMade | BatchState) -> bytes:
+    def _encoded(self, place: HashedPlace, what: int, record: FileRecord | BatchMade | BatchState) -> bytes:
         return self._sealed(place, what, msgspec.json.encode(record))
 
-    def _decoded(self, place: Place, what: int, sealed: object, kind: type[T]) -> T | None:
+    def _decoded(self, place: HashedPlace, what: int, sealed: object, kind: type[T]) -> T | None:
         """None where it is not there, or not by this deployment."""
         value = self._opened(place, what, sealed)
         return None if value is None else msgspec.json.decode(value, type=kind)
 
-    def _sealed(self, place: Place, what: int, value: bytes) -> bytes:
+    def _sealed(self, place: HashedPlace, what: int, value: bytes) -> bytes:
         return seal(self._key, *_words(place, what), value) + value
 
-    def _opened(self, place: Place, what: int, sealed: object) -> bytes | None:
+    def _opened(self, place: HashedPlace, what: int, sealed: object) -> bytes | None:
         if not isinstance(sealed, bytes):
             return None
         shown, value = sealed[:SEAL_BYTES], sealed[SEAL_BYTES:]
@@ -223,5 +223,5 @@ class RedisBatches:
         return digest.hexdigest()
 
 
-def _words(place: Place, what: int) -> tuple[bytes, bytes]:
+def _words(place: HashedPlace, what: int) -> tuple[bytes, bytes]:
     return "".join(place).encode(), struct.pack("<q", what)

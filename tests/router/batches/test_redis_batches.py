@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from cluster.index.redis_client import connect_redis
 from router.batches.bounds import BatchBounds
 from router.batches.records import BatchMade, BatchState, FileRecord
-from router.batches.redis_batches import Place, RedisBatches
+from router.batches.redis_batches import HashedPlace, RedisBatches
 
 _KEY = bytes(range(32))
 _BOUNDS = BatchBounds(max_bytes=2**20)
@@ -30,7 +30,7 @@ def store(client: Redis) -> RedisBatches:
     return RedisBatches(client, _BOUNDS, name="d", key=_KEY)
 
 
-async def made_file(store: RedisBatches, tenant: str, id: str, *, keep_s: float = 1000.0) -> Place:
+async def made_file(store: RedisBatches, tenant: str, id: str, *, keep_s: float = 1000.0) -> HashedPlace:
     place = store.place(tenant, id)
     assert await store.put_part(place, 0, b"hello") == "put"
     record = FileRecord(id=id, name="f", purpose="batch", num_bytes=5, num_parts=1, created_at=0, expires_at=1)
@@ -38,7 +38,7 @@ async def made_file(store: RedisBatches, tenant: str, id: str, *, keep_s: float 
     return place
 
 
-async def made_batch(store: RedisBatches, tenant: str, id: str) -> tuple[Place, BatchMade]:
+async def made_batch(store: RedisBatches, tenant: str, id: str) -> tuple[HashedPlace, BatchMade]:
     file = await made_file(store, tenant, f"{id}-in")
     made = BatchMade(
         id=id,
