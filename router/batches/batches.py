@@ -18,7 +18,7 @@ from cluster.words.errors import CapacityError, RequestError, RequestTooLarge, S
 from router.access.client import Client
 from router.batches.answering import LineDoor
 from router.batches.bounds import BatchBounds
-from router.batches.job import BatchJob, Working
+from router.batches.job import BatchJob, Working, is_cancelled
 from router.batches.records import INPUT, BatchMade, BatchRecord, FileRecord
 from router.batches.redis_batches import HashedPlace, RedisBatches
 
@@ -224,6 +224,8 @@ class Batches:
                 self._reach.found()
             except RedisError as error:
                 self._reach.missed(error)
+            if is_cancelled():
+                return
             try:
                 async with asyncio.timeout(_LOOK_S):
                     await self._has_come.wait()

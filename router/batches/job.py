@@ -105,7 +105,7 @@ class BatchJob:
         """Returns where it is lost: also where nothing was heard of it for so long that it may be."""
         lease_s = self._working.lease_s
         held_until = time.monotonic() + lease_s
-        while time.monotonic() < held_until:
+        while time.monotonic() < held_until and not is_cancelled():
             asked_at = time.monotonic()
             try:
                 told = await self._store.renew(self._place, self._token, lease_s=lease_s)
@@ -302,10 +302,19 @@ class BatchJob:
                 told = await ask()
             except RedisError as error:
                 self._reach.missed(error)
-                await asyncio.sleep(_AGAIN_S)
-            else:
-                self._reach.found()
-                return told
+                if not is_cancelled():
+                    await asyncio.sleep(_AGAIN_S)
+                    continue
+            if is_cancelled():
+                raise asyncio.CancelledError
+            self._reach.found()
+            return told
+
+
+def is_cancelled() -> bool:
+    """Whether the task that asks is: redis-py may swallow that."""
+    me = asyncio.current_task()
+    return bool(me and me.cancelling())
 
 
 def _failed(code: str, message: str, param: str | None) -> _End:
