@@ -232,13 +232,15 @@ class RouterService:
         """Say that no more requests should come, let those under way finish for as long as the spec says, and go."""
         self._is_closing = True
         if self._batches:
-            await self._batches.close()
+            await self._batches.leave()
         doors = [door for door in (self._grpc, self._http) if door]
         await asyncio.gather(*(door.close(grace_s=self._drain_s) for door in doors))
         if self._admin:
             await self._admin.close(grace_s=0)
         await self._access.close()
         await self._stored.close()
+        if self._batches:
+            await self._batches.close()
         await self._discovery.close()
         await self._tasks.close()
         await self._replicas.close()

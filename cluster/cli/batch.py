@@ -21,7 +21,7 @@ from cluster.words.errors import RequestFailed, SpecError
 if TYPE_CHECKING:
     from cluster.cli.batch_door import BatchDoor
 
-_LOOK_S = 1.0
+_LOOK_S, _MAX_LOOK_S = 0.5, 5.0  # each look counts for the limits of the API key
 _AWAY_S = 120.0  # without a door that answers, before waiting is given up
 _ENDED = ("completed", "failed", "expired", "cancelled")
 _SAID = 3  # problems of a file that are shown
@@ -112,12 +112,13 @@ def _waited_for(door: BatchDoor, batch: dict[str, Any]) -> dict[str, Any]:
     """As it is at its end. Raises RequestFailed, and Exit where the user stops waiting."""
     from cluster.cli.batch_door import DoorAway
 
-    id, heard_at = batch["id"], time.monotonic()
+    id, heard_at, look_s = batch["id"], time.monotonic(), _LOOK_S
     try:
         with _progress() as show:
             while batch["status"] not in _ENDED:
                 show(batch)
-                time.sleep(_LOOK_S)
+                time.sleep(look_s)
+                look_s = min(_MAX_LOOK_S, 1.1 * look_s)
                 try:
                     batch, heard_at = door.batch(id), time.monotonic()
                 except DoorAway as error:

@@ -1,36 +1,29 @@
-"""What a router does about batches: it keeps files, makes batches of them, and works on those that nobody works on."""
+"""What a router does about batches: it keeps files, makes batches of them, and works on some."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TypeVar
+from collections.abc import AsyncIterator, Callable
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from cluster.index.redis_client import RedisReach, connect_redis
+from cluster.index.redis_client import connect_redis
 from cluster.process.supervisor import Supervisor
-from cluster.words.errors import CapacityError, RequestError, RequestTooLarge, StoreUnavailable, UnknownObject
+from cluster.words.errors import RequestError, StoreUnavailable, UnknownObject
 from router.access.client import Client
 from router.batches.answering import LineDoor
 from router.batches.bounds import BatchBounds
-from router.batches.job import BatchJob, Working, is_cancelled
+from router.batches.job import Working
+from router.batches.new_file import NewFile
 from router.batches.records import INPUT, BatchMade, BatchRecord, FileRecord
-from router.batches.redis_batches import HashedPlace, RedisBatches
-
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
+from router.batches.redis_batches import RedisBatches
+from router.batches.store_access import asked, check_room, new_file_id, store_away
+from router.batches.work import BatchWork
 
 LEASE_S = 10.0
-PART_BYTES = 256 * 2**10  # of an input file, as it is kept
-_LOOK_S = 1.0  # for a batch that nobody works on
-_SWEEP_S = 30.0
-_MAX_JOBS = 16  # at a time, each of another tenant
 _WITHIN_S = 5.0  # of an answer of Redis: parts of files are larger than what else is asked of it
 _MAX_TOLD = 64
 
@@ -57,10 +50,7 @@ class Batches:
         self._at_a_time = at_a_time
         self._lease_s = lease_s
         self._door: LineDoor | None = None
-        self._jobs: dict[asyncio.Task[None], tuple[BatchJob, HashedPlace, str]] = {}
-        self._task: asyncio.Task[None] | None = None
-        self._has_come = asyncio.Event()
-        self._reach = RedisReach("no batch is begun")
+        self._work: BatchWork | None = None
 
     @classmethod
     def in_redis(
@@ -91,14 +81,25 @@ class Batches:
     def answered_by(self, door: LineDoor) -> None:
         """Before `start`."""
         self._door = door
+        self._work = BatchWork(
+            Working(
+                store=self._store,
+                bounds=self._bounds,
+                door=door,
+                client_of=self._client_of,
+                slots=asyncio.Semaphore(self._at_a_time),
+                at_a_time=self._at_a_time,
+                lease_s=self._lease_s,
+            )
+        )
 
     def new_file(self, tenant: str) -> NewFile:
-        return NewFile(self, self._store, tenant, self._bounds)
+        return NewFile(self._store, tenant, self._bounds)
 
     async def file(self, tenant: str, id: str, *, param: str | None = None) -> FileRecord:
         """param: the field that names it. Raises UnknownObject, StoreUnavailable."""
         place = self._store.place(tenant, id)
-        if (record := await self.asked(lambda: self._store.file(place))) is None:
+        if (record := await asked(lambda: self._store.file(place))) is None:
             raise _unknown("file", id, param)
         return record
 
@@ -110,19 +111,19 @@ class Batches:
             found = [await self._store.file(place) for place in places]
             return [record for record in found if record]
 
-        return await self.asked(listed)
+        return await asked(listed)
 
     async def content(self, tenant: str, record: FileRecord) -> AsyncIterator[bytes]:
         """Of a file. Raises StoreUnavailable, in the middle, too."""
         place, num = self._store.place(tenant, record.id), 0
-        numbers = await self.asked(lambda: self._store.numbers(place))
+        numbers = await asked(lambda: self._store.numbers(place))
         part_bytes = record.num_bytes // max(1, record.num_parts)
         try:
             async for part in self._store.parts(place, numbers, part_bytes=part_bytes):
                 num += len(part)
                 yield part
         except RedisError as error:
-            raise _away() from error
+            raise store_away() from error
         if num != record.num_bytes:
             raise StoreUnavailable(f"file {record.id}: parts of it are gone")
 
@@ -130,7 +131,7 @@ class Batches:
         """Raises UnknownObject, StoreUnavailable."""
         await self.file(tenant, id)
         place = self._store.place(tenant, id)
-        if not await self.asked(lambda: self._store.drop_file(place)):
+        if not await asked(lambda: self._store.drop_file(place)):
             raise _unknown("file", id, None)
 
     async def create(
@@ -160,19 +161,20 @@ class Batches:
         )
         place, file = self._store.place(tenant, made.id), self._store.place(tenant, record.id)
         keep_s = self._bounds.window_s + self._bounds.keep_s
-        told = await self.asked(lambda: self._store.create(place, made, input_file=file, keep_input_s=keep_s))
+        told = await asked(lambda: self._store.create(place, made, input_file=file, keep_input_s=keep_s))
         if told == "unknown":
             raise _unknown("file", input_file_id, "input_file_id")
         if told == "many":
             raise RequestError(f"there are {self._bounds.max_batches} batches already; the oldest go in some days")
-        self.check_room(told)
-        self._has_come.set()
+        check_room(told, self._bounds)
+        if self._work:
+            self._work.look()
         return await self.batch(tenant, made.id)
 
     async def batch(self, tenant: str, id: str) -> BatchRecord:
         """Raises UnknownObject, StoreUnavailable."""
         place = self._store.place(tenant, id)
-        if (record := await self.asked(lambda: self._store.batch(place))) is None:
+        if (record := await asked(lambda: self._store.batch(place))) is None:
             raise _unknown("batch", id, None)
         return record
 
@@ -184,172 +186,32 @@ class Batches:
             found = [await self._store.batch(place) for place in places[:limit]]
             return [record for record in found if record], len(places) > limit
 
-        return await self.asked(listed)
+        return await asked(listed)
 
     async def cancel(self, tenant: str, id: str) -> BatchRecord:
         """Raises UnknownObject, RequestError where it has ended, StoreUnavailable."""
         record = await self.batch(tenant, id)
         place = self._store.place(tenant, id)
-        if not await self.asked(lambda: self._store.cancel(place, at=int(time.time()))):
+        if not await asked(lambda: self._store.cancel(place, at=int(time.time()))):
             record = await self.batch(tenant, id)
             if record.status != "cancelled":
                 raise RequestError(f"batch {id} is {record.status}: there is nothing left to cancel")
         return await self.batch(tenant, id)
 
     def start(self, tasks: Supervisor) -> None:
-        """Work on batches, until this is closed."""
-        self._task = tasks.start("batches", self._run_forever)
+        """Work on batches, until `leave`."""
+        assert self._work
+        self._work.start(tasks)
 
-    async def _run_forever(self) -> None:
-        """As many at a time as are of different tenants; and take out what has ended."""
-        assert self._door
-        working = Working(
-            store=self._store,
-            bounds=self._bounds,
-            door=self._door,
-            client_of=self._client_of,
-            slots=asyncio.Semaphore(self._at_a_time),
-            at_a_time=self._at_a_time,
-            lease_s=self._lease_s,
-        )
-        swept_at = time.monotonic() - _SWEEP_S
-        while True:
-            self._has_come.clear()
-            try:
-                while len(self._jobs) < _MAX_JOBS and await self._begin_one(working):
-                    pass
-                if time.monotonic() - swept_at >= _SWEEP_S:
-                    await self._store.sweep()
-                    swept_at = time.monotonic()
-                self._reach.found()
-            except RedisError as error:
-                self._reach.missed(error)
-            if is_cancelled():
-                return
-            try:
-                async with asyncio.timeout(_LOOK_S):
-                    await self._has_come.wait()
-            except TimeoutError:
-                pass
+    async def leave(self) -> None:
+        """Work on them no longer. What this router worked on is left to the others, at once."""
+        if self._work:
+            await self._work.close()
 
     async def close(self) -> None:
-        """Leave what this router works on to the others, at once."""
-        if self._task:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-        jobs = dict(self._jobs)
-        for task in jobs:
-            task.cancel()
-        await asyncio.gather(*jobs, return_exceptions=True)
-        for _, place, token in jobs.values():
-            try:
-                await self._store.release(place, token)
-            except RedisError as error:
-                self._reach.missed(error)  # its lease ends by itself
+        """After `leave`: whoever asks meanwhile is answered."""
         await self._redis.aclose()
-
-    async def _begin_one(self, working: Working) -> bool:
-        """Whether there was one."""
-        token = secrets.token_hex(16)
-        tenants = {job.tenant for job, _, _ in self._jobs.values()}
-        place = await self._store.claim(token, lease_s=self._lease_s, tenants=tenants)
-        if place is None:
-            return False
-        record = await self._store.batch(place)
-        if record is None:
-            logger.error("a batch whose record is not this deployment's is left alone")
-            return False
-        job = BatchJob(working, place, token, record)
-        task = asyncio.create_task(job.run())
-        self._jobs[task] = job, place, token
-        task.add_done_callback(self._ended)
-        return True
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        del self._jobs[task]
-        self._has_come.set()
-        if not task.cancelled() and (error := task.exception()):
-            logger.error("work on a batch failed by a bug; it is taken up again", exc_info=error)
-
-    def check_room(self, told: str) -> None:
-        """Raises RequestError or CapacityError where there is none."""
-        if told == "tenant":
-            most = self._bounds.max_of_tenant
-            text = f"your files and answers of batches have the {most} bytes that they may; delete files"
-            raise RequestError(text, param="file")
-        if told == "all":
-            raise CapacityError("there is no room for more batches at present", retry_after_s=60.0)
-
-    async def asked(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """Raises StoreUnavailable."""
-        try:
-            return await ask()
-        except RedisError as error:
-            logger.warning("Redis does not answer for batches: %s", error)
-            raise _away() from None
-
-
-class NewFile:
-    """A file while it is sent: nobody sees it before its end."""
-
-    def __init__(self, batches: Batches, store: RedisBatches, tenant: str, bounds: BatchBounds) -> None:
-        self.id = new_file_id()
-        self._batches = batches
-        self._store = store
-        self._bounds = bounds
-        self._place = store.place(tenant, self.id)
-        self._pending = bytearray()
-        self._num_parts = self._num_bytes = 0
-
-    async def add(self, content: bytes) -> None:
-        """Raises RequestTooLarge, RequestError, CapacityError, StoreUnavailable."""
-        self._num_bytes += len(content)
-        if self._num_bytes > (most := self._bounds.max_file_bytes):
-            raise RequestTooLarge(f"file: has more than the {most} bytes that are taken here", param="file")
-        self._pending += content
-        while len(self._pending) >= PART_BYTES:
-            await self._put(bytes(self._pending[:PART_BYTES]))
-            del self._pending[:PART_BYTES]
-
-    async def end(self, *, name: str, keep_s: float | None = None) -> FileRecord:
-        """keep_s: less than the bounds say. Raises as `add`."""
-        if self._pending:
-            await self._put(bytes(self._pending))
-        now, kept_s = int(time.time()), min(keep_s or self._bounds.keep_s, self._bounds.keep_s)
-        record = FileRecord(
-            id=self.id,
-            name=name,
-            purpose=INPUT,
-            num_bytes=self._num_bytes,
-            num_parts=self._num_parts,
-            created_at=now,
-            expires_at=now + int(kept_s),
-        )
-        told = await self._batches.asked(lambda: self._store.put_file(self._place, record, keep_s=kept_s))
-        if told == "many":
-            raise RequestError(f"there are {self._bounds.max_files} files already; delete some", param="file")
-        return record
-
-    async def drop(self) -> None:
-        """It is not wanted; what cannot be dropped now goes by itself."""
-        try:
-            await self._store.drop_file(self._place)
-        except RedisError as error:
-            logger.warning("Redis does not drop a file: %s", error)
-
-    async def _put(self, part: bytes) -> None:
-        number = self._num_parts
-        self._num_parts += 1
-        self._batches.check_room(await self._batches.asked(lambda: self._store.put_part(self._place, number, part)))
-
-
-def new_file_id() -> str:
-    return f"file-{secrets.token_hex(16)}"
 
 
 def _unknown(what: str, id: str, param: str | None) -> UnknownObject:
     return UnknownObject(f"{param or what}: there is no {what} {id[:_MAX_TOLD]!r}", param=param)
-
-
-def _away() -> StoreUnavailable:
-    return StoreUnavailable("where batches are kept cannot be reached at present; try again in a moment")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from redis.exceptions import RedisError
 from cluster.index.redis_client import RedisReach
 from cluster.words.errors import KeysUnknown, Unauthenticated
 from router.access.client import Client
-from router.batches.answering import LineAnswer, LineDoor
+from router.batches.answering import LineDoor, answer_line, error_line
 from router.batches.bounds import BatchBounds
 from router.batches.lines import AskedLine, LineCheck, lines_of, read_line
 from router.batches.records import OUTPUT, BatchProblem, BatchRecord, BatchState, FileRecord
@@ -80,11 +79,6 @@ class BatchJob:
         self._end: asyncio.Future[_End] = asyncio.get_running_loop().create_future()
         self._reach = RedisReach("a batch waits for it, or for another router")
         self._paused_until = 0.0  # monotonic: the key may ask for nothing before
-
-    @property
-    def tenant(self) -> str:
-        """As it is hashed."""
-        return self._place.tenant
 
     async def run(self) -> None:
         """Until it has ended, or the lease is lost."""
@@ -215,7 +209,7 @@ class BatchJob:
                 await asyncio.sleep(_AGAIN_S * 2**num_lost)
             else:
                 break
-        await self._record(line.number, _written(line, answer), is_error=answer.status != 200)
+        await self._record(line.number, answer_line(line, answer), is_error=answer.status != 200)
 
     async def _until_it_may_ask(self) -> None:
         while (left_s := self._paused_until - time.monotonic()) > 0:
@@ -235,9 +229,8 @@ class BatchJob:
 
     async def _refuse_rest(self) -> _End:
         """It is too late for them."""
-        error = {"code": "batch_expired", "message": _TOO_LATE}
         async for line in self._left():
-            await self._record(line.number, _line(line.custom_id, None, error), is_error=True)
+            await self._record(line.number, error_line(line, "batch_expired", _TOO_LATE), is_error=True)
         return _EXPIRED
 
     async def _record(self, number: int, answer: bytes, *, is_error: bool) -> None:
@@ -319,14 +312,3 @@ def is_cancelled() -> bool:
 
 def _failed(code: str, message: str, param: str | None) -> _End:
     return _End(status="failed", problem=BatchProblem(code=code, message=message, param=param))
-
-
-def _written(line: AskedLine, answer: LineAnswer) -> bytes:
-    response = {"status_code": answer.status, "request_id": answer.request_id, "body": msgspec.Raw(answer.body)}
-    return _line(line.custom_id, response, None)
-
-
-def _line(custom_id: str, response: object, error: object) -> bytes:
-    id = f"batch_req_{secrets.token_hex(16)}"
-    line = {"id": id, "custom_id": custom_id, "response": response, "error": error}
-    return msgspec.json.encode(line) + b"\n"

@@ -11,8 +11,9 @@ from starlette.responses import Response, StreamingResponse
 
 from cluster.words.errors import RequestError, RequestTooLarge
 from router.access.visit import Visit
-from router.batches.batches import Batches, NewFile
+from router.batches.batches import Batches
 from router.batches.bounds import MAX_FILES
+from router.batches.new_file import NewFile
 from router.batches.records import INPUT, FileRecord
 from router.doors.batch_types import page, page_size
 from router.doors.batches_api import has_batches, json_answer, visited

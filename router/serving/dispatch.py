@@ -7,7 +7,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import TypedDict
 
 from cluster.index.prefix_index import Depths
 from cluster.words.errors import (
@@ -44,11 +43,6 @@ class _Asked:
     request: SequenceRequest
     need: Need
     hashes: list[bytes]
-
-
-class _Entering(TypedDict):
-    within_s: float | None
-    give_back: Callable[[Pair], None]
 
 
 class Dispatch:
@@ -95,12 +89,11 @@ class Dispatch:
         began_at = self._now()
         asked = self._asked(request)
         self._check_fit(request, share=self._tenant_share())
-        how: _Entering = {"within_s": request.deadline_s, "give_back": self.give_back}
-        if request.priority >= OFFLINE:
-            pair = await self._gate.enter_last(lambda: self._choose_with_room(asked), **how)
-        else:
-            queued = QueuedRequest(request.tenant, request.priority, cost=self._cost(request), user=request.user)
-            pair = await self._gate.enter(queued, lambda: self._choose_with_room(asked), **how)
+        queued = QueuedRequest(request.tenant, request.priority, cost=self._cost(request), user=request.user)
+        enter = self._gate.enter_last if request.priority >= OFFLINE else self._gate.enter
+        pair = await enter(
+            queued, lambda: self._choose_with_room(asked), within_s=request.deadline_s, give_back=self.give_back
+        )
         self._metrics.queue_time.observe(self._now() - began_at)
         return pair
 

@@ -11,6 +11,7 @@ Whoever enters last is behind all of these: it is asked only while none of them 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -23,7 +24,6 @@ from router.routing.fair_shares import QueuedRequest
 T = TypeVar("T")
 
 _HOLD_S = 2.0
-_MAX_LAST = 64  # of those that come last: asked in one wake, where others of their tenants keep them out
 _LOOKS = 4  # at requests that may pass, in one wake: each costs a decision
 
 
@@ -62,7 +62,7 @@ class AdmissionGate(Generic[T]):
         self._waiting: dict[QueuedRequest, tuple[Callable[[], T | NoRoom], asyncio.Future[T]]] = {}
         self._turns: dict[str | None, _Turns] = {}  # as long as somebody has found no room; by tenant
         self._parked: set[str] = set()  # tenants of whom one holds up the others
-        self._last: dict[asyncio.Future[T], Callable[[], T | NoRoom]] = {}  # in the order in which they came
+        self._last = AdmissionQueue(max_waiting=max_waiting)
 
     def __len__(self) -> int:
         """How many wait."""
@@ -112,15 +112,23 @@ class AdmissionGate(Generic[T]):
             self.wake()  # the next one may need less
 
     async def enter_last(
-        self, choose: Callable[[], T | NoRoom], *, within_s: float | None, give_back: Callable[[T], None]
+        self,
+        queued: QueuedRequest,
+        choose: Callable[[], T | NoRoom],
+        *,
+        within_s: float | None,
+        give_back: Callable[[T], None],
     ) -> T:
-        """The same for a request that comes after all others, whenever they come: its time does not count.
+        """The same for a request that comes after all of those, whenever they come; among its like there are shares,
+        too. When its turn would come is not predicted.
 
-        Raises CapacityError after min(within_s, queue_s), and whatever `choose` raises.
+        Raises CapacityError, at once where too many of its like wait, and after min(within_s, queue_s); and whatever
+        `choose` raises.
         """
         limit_s = self._queue_s if within_s is None else min(within_s, self._queue_s)
+        self._last.add(queued, within_s=math.inf, now=self._now())
         future: asyncio.Future[T] = self._loop.create_future()
-        self._last[future] = choose
+        self._waiting[queued] = (choose, future)
         try:
             self._ask_last()
             await asyncio.wait({future}, timeout=limit_s)
@@ -132,7 +140,8 @@ class AdmissionGate(Generic[T]):
                 give_back(future.result())
             raise
         finally:
-            self._last.pop(future, None)
+            del self._waiting[queued]
+            self._last.remove(queued, now=self._now())
 
     def wake(self) -> None:
         """Something may have become free."""
@@ -140,20 +149,26 @@ class AdmissionGate(Generic[T]):
         self._ask_last()
 
     def _ask_last(self) -> None:
-        for future, choose in list(self._last.items())[:_MAX_LAST]:
-            if len(self._queue):
-                return
+        """Whoever finds no room is asked again at the next wake; a tenant that has its share holds up itself."""
+        parked = list[str]()
+        while not len(self._queue) and (queued := self._last.peek()) is not None:
+            choose, future = self._waiting[queued]
             try:
                 taken = choose()
             except Exception as error:  # as in _try
                 future.set_exception(error)
-            else:
-                if taken is NoRoom.FOR_ANYBODY:
-                    return
-                if isinstance(taken, NoRoom):
-                    continue
-                future.set_result(taken)
-            del self._last[future]
+                self._last.remove(queued, now=self._now())
+                continue
+            if taken is NoRoom.FOR_ANYBODY:
+                break
+            if isinstance(taken, NoRoom):
+                self._last.park(queued.tenant)
+                parked.append(queued.tenant)
+                continue
+            self._last.pop(queued, now=self._now())
+            future.set_result(taken)
+        for tenant in parked:
+            self._last.unpark(tenant)
 
     def _wake(self) -> None:
         while self._parked:

@@ -17,6 +17,7 @@ from router.access.access import Access
 from router.batches.batches import Batches
 from router.batches.bounds import BatchBounds
 from router.doors.openai_api import create_app
+from router.metrics import Metrics
 from tests.router.fake_token_service import FakeTokenService
 from tests.router.http_server import serve_http
 from tests.router.tiny_service import MakeCompletions
@@ -30,12 +31,17 @@ _KEY = bytes(range(32))
 class BatchRouter:
     """A door, and clients of it."""
 
-    def __init__(self, fake: FakeTokenService, batches: Batches, address: str) -> None:
+    def __init__(self, fake: FakeTokenService, batches: Batches, address: str, metrics: Metrics) -> None:
         self.fake = fake
         self.address = address
         self._batches = batches
+        self._metrics = metrics
         self._clients: list[openai.AsyncOpenAI] = []
         self.client = self.client_of("none")
+
+    @property
+    def metrics(self) -> str:
+        return self._metrics.render().decode()
 
     def client_of(self, key: str) -> openai.AsyncOpenAI:
         self._clients.append(openai.AsyncOpenAI(base_url=f"{self.address}/v1", api_key=key, max_retries=0))
@@ -44,6 +50,7 @@ class BatchRouter:
     async def close(self) -> None:
         for client in self._clients:
             await client.close()
+        await self._batches.leave()
         await self._batches.close()
 
 
@@ -73,7 +80,7 @@ async def batch_router(
     tasks = Supervisor()
     app = create_app(service, access=access, is_healthy=lambda: True, batches=batches)
     async with serve_http(app) as (host, port):
-        router = BatchRouter(fake, batches, f"http://{host}:{port}")
+        router = BatchRouter(fake, batches, f"http://{host}:{port}", service.metrics)
         batches.start(tasks)
         try:
             yield router

@@ -331,8 +331,9 @@ def test_inside_a_tenant_that_has_its_share_small_ones_may_pass_large_ones_in_tu
     _play(scenario())
 
 
-async def _enter_last(gate: AdmissionGate[str], room: Room, *, within_s: float | None = None) -> str:
-    return await gate.enter_last(room.choose, within_s=within_s, give_back=room.give_back)
+async def _enter_last(gate: AdmissionGate[str], room: Room, *, within_s: float | None = None, tenant: str = "") -> str:
+    queued = QueuedRequest(tenant, 0, 1.0)
+    return await gate.enter_last(queued, room.choose, within_s=within_s, give_back=room.give_back)
 
 
 async def test_who_enters_last_goes_when_nobody_else_waits() -> None:
@@ -377,4 +378,36 @@ async def test_who_enters_last_gives_up_and_gives_back_like_others() -> None:
         raise RequestError("never")
 
     with pytest.raises(RequestError):
-        await gate.enter_last(refuse, within_s=None, give_back=room.give_back)
+        await gate.enter_last(QueuedRequest("", 0, 1.0), refuse, within_s=None, give_back=room.give_back)
+
+
+async def test_those_who_enter_last_have_shares_and_bounds_of_their_own() -> None:
+    gate, room = AdmissionGate[str](max_waiting=16, queue_s=100), Room(0)
+    greedy, modest = (Room(0), Room(0))
+    flood = [asyncio.create_task(_enter_last(gate, greedy, tenant="greedy")) for _ in range(8)]
+    await asyncio.sleep(0)
+    with pytest.raises(CapacityError):
+        await _enter_last(gate, greedy, tenant="greedy")
+    other = asyncio.create_task(_enter_last(gate, modest, tenant="modest"))
+    await asyncio.sleep(0)
+    greedy.free = modest.free = room.free = 1
+    gate.wake()
+    await asyncio.wait((*flood, other), return_when=asyncio.FIRST_COMPLETED)
+    assert await other == "place", "it is not behind all of the flood"
+    for task in flood:
+        task.cancel()
+    await asyncio.gather(*flood, return_exceptions=True)
+
+
+async def test_among_those_who_enter_last_a_tenant_that_has_its_share_holds_up_nobody_else() -> None:
+    gate, room = AdmissionGate[str](max_waiting=16, queue_s=100), Room(1)
+
+    def has_its_share() -> str | NoRoom:
+        return NoRoom.FOR_ITS_TENANT
+
+    queued = QueuedRequest("greedy", 0, 1.0)
+    waits = asyncio.create_task(gate.enter_last(queued, has_its_share, within_s=None, give_back=room.give_back))
+    await asyncio.sleep(0)
+    assert await _enter_last(gate, room, tenant="modest") == "place"
+    waits.cancel()
+    await asyncio.gather(waits, return_exceptions=True)
