@@ -16,7 +16,7 @@ import typer
 from cluster.cli.connection import find_state
 from cluster.cli.deploy import Name
 from cluster.cli.door_options import ApiKeyOption, access_to
-from cluster.words.errors import RequestFailed, SpecError
+from cluster.words.errors import DoorAway, RequestFailed, SpecError
 
 if TYPE_CHECKING:
     from cluster.cli.batch_door import BatchDoor
@@ -110,8 +110,6 @@ def _say_begun(batch: dict[str, Any]) -> None:
 
 def _waited_for(door: BatchDoor, batch: dict[str, Any]) -> dict[str, Any]:
     """As it is at its end. Raises RequestFailed, and Exit where the user stops waiting."""
-    from cluster.cli.batch_door import DoorAway
-
     id, heard_at, look_s = batch["id"], time.monotonic(), _LOOK_S
     try:
         with _progress() as show:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from cluster.wire.door_access import DoorAccess
-from cluster.words.errors import RequestFailed, SpecError
+from cluster.words.errors import DoorAway, RequestFailed, SpecError
 
 if TYPE_CHECKING:
     import httpx
@@ -17,10 +17,6 @@ JSON = dict[str, Any]
 _CONNECT_S, _ANSWER_S = 3.0, 60.0
 _UPLOAD_S = 600.0
 _FOR_NOW = (408, 429, 500, 502, 503, 504)
-
-
-class DoorAway(RequestFailed):
-    """No door answers, or none can at present: it may be asked again."""
 
 
 class BatchDoor:

@@ -8,6 +8,7 @@ ClusterError
 ├── ReplicaFailed           a replica's process ended, or cannot go on; the controller starts another
 │   └── RankUnreachable     for the moment, perhaps
 ├── RequestFailed           what a client was told by a deployment       (CLI: exit code 1, or 2 where it is the user's)
+│   └── DoorAway            no door answers, or none can at present
 ├── Unauthenticated         no API key, or one that is not known (any more)
 ├── KeysUnknown             a router has not heard yet which keys there are
 ├── RequestError            the client sent something wrong; retrying will not help
@@ -82,6 +83,10 @@ class RequestFailed(ClusterError):
     def __init__(self, message: str, *, exit_code: int = 1) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+class DoorAway(RequestFailed):
+    """No door of a deployment answers, or none can at present: it may be asked again."""
 
 
 class Unauthenticated(ClusterError):

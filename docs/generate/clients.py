@@ -23,7 +23,14 @@ from router.doors.responses_types import ResponsesBody
 from router.text import completion_request as rules
 from router.text.bad_words import MAX_BAD_WORD_CHARS
 
-_NOT_FOR_CLIENTS = (tree.SpecError, tree.DeployError, tree.NotDeployed, tree.ReplicaFailed, tree.RequestFailed)
+_NOT_FOR_CLIENTS = (
+    tree.SpecError,
+    tree.DeployError,
+    tree.NotDeployed,
+    tree.ReplicaFailed,
+    tree.RequestFailed,
+    tree.DoorAway,
+)
 _LIMITS = {
     "stop": f"{rules.MAX_STOPS} strings of 1 to {rules.MAX_STOP_CHARS:,} characters",
     "stop_token_ids": f"{rules.MAX_STOP_TOKENS:,}",
