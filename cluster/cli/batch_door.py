@@ -95,8 +95,9 @@ class BatchDoor:
             if not answer.is_error:
                 return answer
             answer.read()
-            kind = DoorAway if answer.status_code in _FOR_NOW else RequestFailed
-            raise kind(_said(answer), exit_code=2 if 400 <= answer.status_code < 500 else 1)
+            if answer.status_code in _FOR_NOW:
+                raise DoorAway(_said(answer))
+            raise RequestFailed(_said(answer), exit_code=2)
         raise DoorAway(f"no router answers at {','.join(self._doors)}; see `cluster status`")
 
 

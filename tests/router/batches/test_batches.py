@@ -322,7 +322,7 @@ async def test_what_has_ended_cannot_be_cancelled(router: BatchRouter) -> None:
 
 async def test_a_window_that_is_over(completions: MakeCompletions, empty_redis: str) -> None:
     fake = FakeTokenService(hang_after=1)
-    bounds = BatchBounds(max_bytes=2**20, window_s=2.0)
+    bounds = BatchBounds(max_bytes=2**20, window_s=3.0)
     async with batch_router(completions, empty_redis, bounds=bounds, fake=fake) as router:
         lines = [chat_line(f"{number}") for number in range(6)]
         done = await ended(router.client, await sent(router.client, jsonl(lines)), status="expired")
