@@ -24,6 +24,8 @@ from cluster.words.papers import Identity
 from cluster.words.request import Role
 from cluster.words.spec import RouterSpec, Spec
 from router.access.access import Access
+from router.batches.batches import Batches
+from router.batches.bounds import BatchBounds
 from router.doors.admin_api import create_admin_app, open_admin_listener
 from router.doors.certificates import Certificates
 from router.doors.connections import HTTP_DOOR
@@ -51,6 +53,7 @@ from router.text.trail import RequestTrail
 logger = logging.getLogger(__name__)
 
 _WATCH_S = 1.0
+_MAX_LINES = 64  # of batches, that a router answers at a time; and no more than half of what one replica runs
 
 
 class RouterService:
@@ -64,6 +67,7 @@ class RouterService:
         metrics: Metrics,
         access: Access,
         stored: StoredResponses,
+        batches: Batches | None,
         *,
         tasks: Supervisor,
         drain_s: float,
@@ -75,6 +79,7 @@ class RouterService:
         self._metrics = metrics
         self._access = access
         self._stored = stored
+        self._batches = batches
         self._grpc: GrpcApi | None = None
         self._http: HttpListener | None = None
         self._admin: HttpListener | None = None
@@ -167,7 +172,16 @@ class RouterService:
                 max_bytes=spec.router.stored_responses_mib * 2**20, ttl_s=spec.router.stored_responses_s
             ),
         )
-        service = cls(completions, core, discovery, metrics, access, stored, tasks=tasks, drain_s=spec.timeouts.drain_s)
+        batches = Batches.in_redis(
+            credentials.index_url,
+            name=spec.name,
+            key=credentials.key(Purpose.BATCHES),
+            bounds=BatchBounds(max_bytes=spec.router.batch_mib * 2**20),
+            client_of=access.client_of,
+            at_a_time=min(_MAX_LINES, max(1, spec.decode.max_running // 2)),
+        )
+        drain_s = spec.timeouts.drain_s
+        service = cls(completions, core, discovery, metrics, access, stored, batches, tasks=tasks, drain_s=drain_s)
         await service._open_doors(spec, host=host)
         await service._open_admin(spec, router=identity.name.router)
         discovery.start()
@@ -217,12 +231,16 @@ class RouterService:
     async def close(self) -> None:
         """Say that no more requests should come, let those under way finish for as long as the spec says, and go."""
         self._is_closing = True
+        if self._batches:
+            await self._batches.leave()
         doors = [door for door in (self._grpc, self._http) if door]
         await asyncio.gather(*(door.close(grace_s=self._drain_s) for door in doors))
         if self._admin:
             await self._admin.close(grace_s=0)
         await self._access.close()
         await self._stored.close()
+        if self._batches:
+            await self._batches.close()
         await self._discovery.close()
         await self._tasks.close()
         await self._replicas.close()
@@ -246,6 +264,7 @@ class RouterService:
             probes=self.probes,
             refuses_unknown_fields=router.unknown_fields == "refuse",
             stored=self._stored,
+            batches=self._batches,
             cors_origins=[one.strip() for one in router.cors_origins.split(",") if one.strip()],
         )
         self._http = await HttpListener.open(
@@ -271,6 +290,8 @@ class RouterService:
     def _start(self, core: RouterCore, spec: RouterSpec) -> None:
         """What runs for as long as the router does."""
         self._tasks.start("health", self._watch)
+        if self._batches:
+            self._batches.start(self._tasks)
         if spec.rebalance:
             self._tasks.start("rebalance", core.rebalance_forever)
         if spec.backup_tokens:

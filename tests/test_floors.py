@@ -93,14 +93,15 @@ prefill_worker.server: cluster(rpc wire words worker) engine(prompts) kvtransfer
 prefill_worker.worker: cluster(rpc words worker) engine(orders prompts step) kvtransfer(protocol)
 router.access: cluster(index process words) router(text)
 router.app: cluster(control process words) router(service)
+router.batches: cluster(index process words) router(access)
 router.bench: cluster(bench index process rpc wire words) router(access doors metrics routing serving text)
-router.doors: cluster(rpc wire words) router(access metrics stored text)
+router.doors: cluster(rpc wire words) router(access batches metrics stored text)
 router.generation: cluster(words)
 router.metrics: cluster(rpc words)
 router.parsers:
 router.routing: cluster(index words)
-router.service: cluster(grammar index model process rpc words) router(access doors metrics routing serving stored
-    text)
+router.service: cluster(grammar index model process rpc words) router(access batches doors metrics routing serving
+    stored text)
 router.serving: cluster(index process rpc wire words) router(generation metrics routing)
 router.simulator: cluster(bench index words) engine(engine kv orders prompts sampling sequence step) router(routing)
 router.stored: cluster(index words)

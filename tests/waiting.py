@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -31,6 +31,15 @@ async def becomes(condition: Callable[[], T], *, within_s: float = WITHIN_S) -> 
     """As `until`, while the event loop goes on."""
     end_at = time.monotonic() + within_s
     while not (value := condition()):
+        assert time.monotonic() < end_at, f"not within {within_s:g} s; {value!r} is what it was last"
+        await asyncio.sleep(_LOOK_S)
+    return value
+
+
+async def told(ask: Callable[[], Awaitable[T]], *, within_s: float = WITHIN_S) -> T:
+    """As `becomes`, of what has to be asked for."""
+    end_at = time.monotonic() + within_s
+    while not (value := await ask()):
         assert time.monotonic() < end_at, f"not within {within_s:g} s; {value!r} is what it was last"
         await asyncio.sleep(_LOOK_S)
     return value

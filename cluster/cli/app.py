@@ -17,6 +17,7 @@ from typing import Annotated
 import typer
 
 from cluster.cli import (
+    batch,
     bench,
     chaos,
     deploy,
@@ -50,6 +51,7 @@ for command in (
     deploy.down,
     generate.generate,
     generate.chat,
+    batch.batch,
     explain.explain,
     chaos.chaos,
     simulate.simulate,

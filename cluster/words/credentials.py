@@ -18,6 +18,7 @@ class Purpose(StrEnum):
     API_KEYS = "api keys"  # seals the book of clients' keys
     SALTS = "cache salts"  # keys the salts of prefix hashes
     RESPONSES = "responses"  # names stored responses, and seals them
+    BATCHES = "batches"  # the same of batches and their files
 
 
 @dataclass(frozen=True, kw_only=True)

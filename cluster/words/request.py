@@ -10,6 +10,8 @@ from hashlib import blake2b
 from cluster.words.grammar import Grammar
 from cluster.words.token_rules import TokenRules
 
+OFFLINE = 2**31 - 1  # the last of all priorities: such a request goes when nobody of any other waits
+
 
 class FinishReason(StrEnum):
     """Why a sequence ended."""

@@ -14,6 +14,7 @@ from cluster.words import token_rules
 from cluster.words.errors import ClusterError, outcome_of
 from docs.generate.table import table
 from router.doors.anthropic_types import MessagesBody
+from router.doors.batch_types import BatchBody
 from router.doors.openai_fields import Only
 from router.doors.openai_messages import MAX_CALLS, MAX_PARTS, MAX_TOOLS, ChatMessage
 from router.doors.openai_types import MAX_PROMPTS_TIMES_N, ChatBody, TextBody
@@ -22,7 +23,14 @@ from router.doors.responses_types import ResponsesBody
 from router.text import completion_request as rules
 from router.text.bad_words import MAX_BAD_WORD_CHARS
 
-_NOT_FOR_CLIENTS = (tree.SpecError, tree.DeployError, tree.NotDeployed, tree.ReplicaFailed, tree.RequestFailed)
+_NOT_FOR_CLIENTS = (
+    tree.SpecError,
+    tree.DeployError,
+    tree.NotDeployed,
+    tree.ReplicaFailed,
+    tree.RequestFailed,
+    tree.DoorAway,
+)
 _LIMITS = {
     "stop": f"{rules.MAX_STOPS} strings of 1 to {rules.MAX_STOP_CHARS:,} characters",
     "stop_token_ids": f"{rules.MAX_STOP_TOKENS:,}",
@@ -102,6 +110,12 @@ def responses() -> str:
     rows = [(f"`{name}`", *_support(name, field)) for name, field in ResponsesBody.model_fields.items()]
     rows.sort(key=lambda row: _ORDER.index(row[1].split()[0]))
     return table(("field of `/v1/responses`", "taken", "bounds", "notes"), rows)
+
+
+def batches() -> str:
+    """What the body of /v1/batches takes."""
+    rows = [(f"`{name}`", *_support(name, field)) for name, field in BatchBody.model_fields.items()]
+    return table(("field of `/v1/batches`", "taken", "bounds", "notes"), rows)
 
 
 def items() -> str:

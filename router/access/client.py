@@ -8,6 +8,7 @@ from hashlib import blake2b
 
 from cluster.words.api_key import ApiKey
 from cluster.words.errors import RequestError
+from cluster.words.request import OFFLINE
 from router.text.completion_request import MAX_SALT_CHARS, MAX_USER_CHARS, CompletionRequest
 
 _SALT_BYTES = 16
@@ -20,6 +21,7 @@ class Client:
     key: ApiKey | None  # None: it showed none
     # Of the deployment: without it nobody can tell beforehand a hash that a tenant or salt keys.
     salt_key: bytes = field(repr=False)
+    is_offline: bool = False  # nobody waits for its answers
     is_cache_told: bool = True  # False among strangers, who share prefixes: it would tell what another one has sent
 
     def bound(self, request: CompletionRequest) -> CompletionRequest:
@@ -38,7 +40,12 @@ class Client:
             salt=salt_of(self.salt_key, tenant=tenant, cache_salt=request.cache_salt),
             is_cache_told=self.is_cache_told or bool(request.cache_salt),
         )
-        return self._within_key(bound, self.key) if self.key else bound
+        within = self._within_key(bound, self.key) if self.key else bound
+        return replace(within, priority=OFFLINE) if self.is_offline else within
+
+    def offline(self) -> Client:
+        """The same client, whose requests now come after everybody who waits."""
+        return replace(self, is_offline=True)
 
     def _within_key(self, request: CompletionRequest, key: ApiKey) -> CompletionRequest:
         asked, most = request.max_tokens, key.max_tokens

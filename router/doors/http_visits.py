@@ -62,6 +62,12 @@ def client_of(request: Request) -> Client:
     return client
 
 
+def tenant_of(request: Request) -> str:
+    """Empty without a key."""
+    key = client_of(request).key
+    return key.tenant if key else ""
+
+
 def peer_of(request: Request) -> str:
     """Who has asked, for the log; empty where the server does not say."""
     return f"{request.client.host}:{request.client.port}" if request.client else ""

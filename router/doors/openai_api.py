@@ -15,14 +15,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cluster.words.errors import ClusterError, RequestError, UnknownModel
 from router.access.access import Access
 from router.access.visit import Visit
+from router.batches.batches import Batches
 from router.doors.anthropic_api import AnthropicDoor
 from router.doors.anthropic_errors import AnthropicErrors
+from router.doors.batches_api import BatchesApi
 from router.doors.body import BodyReader
 from router.doors.connections import HTTP_DOOR
 from router.doors.error_form import ErrorForm
 from router.doors.event_stream import EventStream, whole_answer
+from router.doors.files_api import FilesApi
 from router.doors.health_api import HealthProbes, add_health
 from router.doors.http_visits import HttpVisits
+from router.doors.inner_calls import InnerCalls
 from router.doors.openai_answer import OpenAIAnswer
 from router.doors.openai_errors import OpenAIErrors, answer_to, error_response, handle_errors
 from router.doors.openai_forms import JSON, ChatForm, Form, TextForm
@@ -51,12 +55,13 @@ def create_app(
     refuses_unknown_fields: bool = False,
     cors_origins: Sequence[str] = (),
     stored: StoredResponses | None = None,
+    batches: Batches | None = None,
 ) -> FastAPI:
     """The ASGI application. is_healthy: whether requests can be served.
 
     max_body_s: how long a client may take to send its request. probes: what /health/… answers.
     refuses_unknown_fields: else they are ignored, and named in a header. cors_origins: of web pages that may ask.
-    stored: responses; None: they are stored in this process alone.
+    stored: responses; None: they are stored in this process alone. batches: None: there are none.
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     bodies = BodyReader(
@@ -75,6 +80,9 @@ def create_app(
         "/v1/responses": responses.create,
         **anthropic.endpoints,
     }
+    if batches:
+        batched = frozenset(answering) - frozenset(anthropic.endpoints)
+        batches.answered_by(InnerCalls(_Straight(app, answering), model=completions.model.id, endpoints=batched))
     app.add_middleware(_Straight, endpoints=answering)
     app.add_middleware(_Gate, access=access)
     app.add_middleware(_RequestIds, anthropic=frozenset(anthropic.endpoints))  # the one added last comes first
@@ -88,6 +96,8 @@ def create_app(
     app.add_api_route("/v1/models", door.models, methods=["GET"])
     app.add_api_route("/v1/models/{model_id:path}", door.model, methods=["GET"])
     responses.add_to(app)
+    FilesApi(visits, batches).add_to(app)
+    BatchesApi(visits, batches).add_to(app)
     # A POST of these never comes so far, see _Straight: the routes refuse other methods, and redirect a slash more.
     for path, endpoint in answering.items():
         app.add_api_route(path, endpoint, methods=["POST"])

@@ -108,7 +108,8 @@ class _Sampled(AskingBody):
     cache_salt: str | None = None
     """Extension: cached prefixes are shared with requests of the same tenant and salt only."""
     priority: int | None = None
-    """Extension: smaller goes first, among the requests of one `user`. Default 0; the nearest that the API key may."""
+    """Extension: smaller goes first, among the requests of one `user`. Default 0; the nearest that the API key may.
+    2^31 - 1 goes when nobody else waits."""
     return_token_ids: bool | None = None
     """Extension: `prompt_token_ids` and `token_ids` beside the text."""
     truncate_prompt_tokens: int | None = None

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from cluster.words.errors import RequestError, UnsupportedField
 from router.access.visit import Visit
 from router.doors.event_stream import EventStream, to_json, whole_answer
-from router.doors.http_visits import HttpVisits, client_of
+from router.doors.http_visits import HttpVisits, client_of, tenant_of
 from router.doors.openai_forms import ChatForm
 from router.doors.opened import Opener
 from router.doors.responses_answer import ResponseAnswer
@@ -66,7 +66,7 @@ class ResponsesApi:
         assert turn.asked
         (completion,) = await self._opener.open(turn.asked, request, visit)
         headers = {**await visit.charge([completion]), **turn.asked.ignored}
-        body, tenant = turn.asked.body, _tenant(request)
+        body, tenant = turn.asked.body, tenant_of(request)
 
         async def keep(response: JSON) -> bool:
             value = to_json({"response": response, "input": [*turn.history, *turn.items]})
@@ -91,7 +91,7 @@ class ResponsesApi:
         stored, num_bytes = dict[str, bytes](), 0
         with self._visits.noted(request):
             for id, field in turn.needed.items():
-                stored[id] = await self._stored.get(_tenant(request), id, param=field)
+                stored[id] = await self._stored.get(tenant_of(request), id, param=field)
                 num_bytes += len(stored[id])
                 if num_bytes > MAX_REQUEST_BYTES:
                     text = f"input: what its items refer to has more than {MAX_REQUEST_BYTES} bytes"
@@ -109,7 +109,7 @@ class ResponsesApi:
     async def _delete(self, request: Request, visit: Visit) -> Response:
         id = request.path_params["id"]
         with self._visits.noted(request):
-            await self._stored.delete(_tenant(request), id)
+            await self._stored.delete(tenant_of(request), id)
         return _answer({"id": id, "object": "response", "deleted": True}, await visit.charge([]))
 
     async def _list(self, request: Request, visit: Visit) -> Response:
@@ -122,7 +122,7 @@ class ResponsesApi:
 
     async def _found(self, request: Request) -> bytes:
         with self._visits.noted(request):
-            return await self._stored.get(_tenant(request), request.path_params["id"])
+            return await self._stored.get(tenant_of(request), request.path_params["id"])
 
 
 def _page(items: Sequence[Raw], query: Mapping[str, str]) -> tuple[list[Raw], bool]:
@@ -137,11 +137,6 @@ def _page(items: Sequence[Raw], query: Mapping[str, str]) -> tuple[list[Raw], bo
     if after:
         begin = next((n for n, item in enumerate(ordered, 1) if id_of(item) == after), len(ordered))
     return ordered[begin : begin + int(limit)], begin + int(limit) < len(ordered)
-
-
-def _tenant(request: Request) -> str:
-    key = client_of(request).key
-    return key.tenant if key else ""
 
 
 def _answer(content: object, headers: Mapping[str, str]) -> Response:

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 from cluster.words.errors import ClusterError
 from cluster.words.handoff import Holder
-from cluster.words.request import Role, Sampling, SequenceRequest
+from cluster.words.request import OFFLINE, Role, Sampling, SequenceRequest
 from router.serving.decode_streams import DecodeStreams, Running
 from router.serving.replica import Replica
 from router.serving.replicas import Replicas
@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 0.25
 _COPY_S = 10.0
 _AT_ONCE = 4  # copies on their way to one replica
-_LAST = 2**31 - 1  # of all priorities
 _ONE = Sampling(max_tokens=1, temperature=0.0)
 
 
@@ -104,7 +103,7 @@ async def _copy(running: Running, prefill: Replica) -> None:
         sampling=_ONE,
         salt=request.salt,
         adapter=request.adapter,
-        priority=_LAST,
+        priority=OFFLINE,
     )
     holder = Holder(replica=running.replica.id, address=member.address, num_tokens=num_held)
     call = prefill.worker.prefill(copy, holder=holder, fetch_only=True)

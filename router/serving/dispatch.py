@@ -21,7 +21,7 @@ from cluster.words.errors import (
     TransferError,
 )
 from cluster.words.hashing import block_hashes, root_hash
-from cluster.words.request import Role, SequenceRequest
+from cluster.words.request import OFFLINE, Role, SequenceRequest
 from router.metrics import Metrics
 from router.routing.chooser import AnswerLength, Chooser, Decision, Need, with_room
 from router.routing.decisions import Decisions
@@ -34,7 +34,7 @@ from router.serving.pair import Booking, Pair, PromptBooking
 from router.serving.prompt_parts import PromptParts
 from router.serving.replica import Replica
 from router.serving.replicas import Replicas
-from router.serving.tenant_shares import TenantShares
+from router.serving.tenant_shares import Held, TenantShares
 
 logger = logging.getLogger(__name__)
 
@@ -104,14 +104,11 @@ class Dispatch:
         self._check_fit(request, share=self._tenant_share())
         limit_s = self._queue_s if request.deadline_s is None else min(request.deadline_s, self._queue_s)
         places = Places(asked.need.num_streams, asked.need.num_blocks)
-        async with self._shares.enter(self._queued(request), places, within_s=limit_s) as held:
-            pair = await self._gate.enter(
-                self._queued(request),
-                lambda: self._choose_with_room(asked),
-                within_s=limit_s - (self._now() - began_at),
-                give_back=self.give_back,
-            )
-            self._shares.booked(held)
+        if request.priority >= OFFLINE:
+            enter = self._enter_last(asked, places, within_s=limit_s)
+        else:
+            enter = self._enter(asked, places, within_s=limit_s)
+        async with enter as pair:
             self._metrics.queue_time.observe(self._now() - began_at)
             yield pair
 
@@ -184,6 +181,44 @@ class Dispatch:
         """Answers have come to their end, with so many tokens."""
         for number in num_tokens:
             self._answers.add(number)
+
+    @asynccontextmanager
+    async def _enter(self, asked: _Asked, places: Places, *, within_s: float) -> AsyncIterator[Pair]:
+        """First its tenant's turn, then its own."""
+        give_up_at = self._now() + within_s
+        async with self._shares.enter(self._queued(asked.request), places, within_s=within_s) as held:
+            pair = await self._gate.enter(
+                self._queued(asked.request),
+                lambda: self._choose_with_room(asked),
+                within_s=give_up_at - self._now(),
+                give_back=self.give_back,
+            )
+            self._shares.booked(held)
+            yield pair
+
+    @asynccontextmanager
+    async def _enter_last(self, asked: _Asked, places: Places, *, within_s: float) -> AsyncIterator[Pair]:
+        """When nobody else waits, not even of its tenant: nothing is held for it before."""
+
+        held: Held | None = None
+
+        def choose() -> Pair | None:
+            nonlocal held
+            if (taken := self._shares.take_now(asked.request.tenant, places)) is None:
+                return None
+            if pair := self._choose_with_room(asked):
+                held = taken
+                self._shares.booked(held)
+                return pair
+            self._shares.give_back(taken)
+            return None
+
+        try:
+            queued = self._queued(asked.request)
+            yield await self._gate.enter_last(queued, choose, within_s=within_s, give_back=self.give_back)
+        finally:
+            if held:
+                self._shares.give_back(held)
 
     def _room_changed(self) -> None:
         self._shares.room_changed()

@@ -3,11 +3,14 @@
 In order, as a rule. A request that finds no room holds up all behind it, for `hold_s`; then, for as long, whoever fits
 may pass it, and so on in turns. So what needs much room can wait for it while nobody takes it away, and never for
 longer than that at the expense of others.
+
+Whoever enters last is behind all of these: it is asked only while none of them waits, and holds up nobody.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -43,6 +46,7 @@ class AdmissionGate(Generic[T]):
         self._aside: dict[QueuedRequest, None] = {}  # those that found no room while others may pass; in order
         self._may_pass = False
         self._turn: asyncio.TimerHandle | None = None  # of changing that; None: nobody holds up others
+        self._last = AdmissionQueue(max_waiting=max_waiting)
 
     def __len__(self) -> int:
         """How many wait."""
@@ -85,8 +89,64 @@ class AdmissionGate(Generic[T]):
             self._leave(queued)
             self.wake()  # the next one may need less
 
+    async def enter_last(
+        self,
+        queued: QueuedRequest,
+        choose: Callable[[], T | None],
+        *,
+        within_s: float | None,
+        give_back: Callable[[T], None],
+    ) -> T:
+        """The same for a request that comes after all of those, whenever they come; among its like there are shares,
+        too. When its turn would come is not predicted.
+
+        Raises CapacityError, at once where too many of its like wait, and after min(within_s, queue_s); and whatever
+        `choose` raises.
+        """
+        limit_s = self._queue_s if within_s is None else min(within_s, self._queue_s)
+        self._last.add(queued, within_s=math.inf, now=self._now())
+        future: asyncio.Future[T] = self._loop.create_future()
+        self._waiting[queued] = (choose, future)
+        try:
+            self._ask_last()
+            await asyncio.wait({future}, timeout=limit_s)
+            if future.done():
+                return future.result()
+            raise CapacityError(f"others came before it for {limit_s:.3g} s", retry_after_s=1.0)
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and not future.exception():
+                give_back(future.result())
+            raise
+        finally:
+            del self._waiting[queued]
+            self._last.remove(queued, now=self._now())
+
     def wake(self) -> None:
         """Something may have become free."""
+        self._wake()
+        self._ask_last()
+
+    def _ask_last(self) -> None:
+        """Whoever finds no room is asked again at the next wake."""
+        aside = list[QueuedRequest]()
+        while not len(self._queue) and len(aside) < _LOOKS and (queued := self._last.peek()) is not None:
+            choose, future = self._waiting[queued]
+            try:
+                taken = choose()
+            except Exception as error:  # as in _try
+                future.set_exception(error)
+                self._last.remove(queued, now=self._now())
+                continue
+            if taken is None:
+                self._last.set_aside(queued)
+                aside.append(queued)
+                continue
+            self._last.pop(queued, now=self._now())
+            future.set_result(taken)
+        for queued in aside:
+            self._last.put_back(queued)
+
+    def _wake(self) -> None:
         if self._aside and self._try(next(iter(self._aside))):
             self._begin_anew()
         num_looks = 0

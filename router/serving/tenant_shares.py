@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from router.routing.fair_shares import QueuedRequest
 from router.routing.tenant_share import NO_PLACES, Places, is_within_share
@@ -65,31 +66,27 @@ class TenantShares:
 
         Raises CapacityError, as AdmissionGate.enter does.
         """
-        tenant = queued.tenant
-
-        def take() -> Held | None:
-            own = self._held.get(tenant, NO_PLACES)
-            is_on_its_way = tenant in self._unbooked
-            if not is_within_share(own, places, self._free(), share=self._share(), is_on_its_way=is_on_its_way):
-                return None
-            _add(self._held, tenant, places)
-            _add(self._unbooked, tenant, places)
-            if self._left:
-                self._left = self._left.less(places)
-            return Held(tenant, places)
-
-        held = None if tenant in self._lines else take()
-        if held is None:
-            held = await self._wait(queued, take, within_s)
+        take = partial(self._take, queued.tenant, places)
+        held = self.take_now(queued.tenant, places) or await self._wait(queued, take, within_s)
         try:
             yield held
         finally:
-            self._give_back(held)
+            self.give_back(held)
+
+    def take_now(self, tenant: str, places: Places) -> Held | None:
+        """The same without a wait, for whoever gives it back; None where others of its tenant wait, or it would."""
+        return None if tenant in self._lines else self._take(tenant, places)
+
+    def give_back(self, held: Held) -> None:
+        _subtract(self._held, held)
+        if not held.is_booked:
+            _subtract(self._unbooked, held)
+        self._wake()
 
     def booked(self, held: Held) -> None:
         """A replica counts it from now on."""
         held.is_booked = True
-        _take(self._unbooked, held)
+        _subtract(self._unbooked, held)
 
     def room_changed(self) -> None:
         """The replicas have told something, or something that was booked there is over."""
@@ -106,16 +103,20 @@ class TenantShares:
                 max_waiting=self._max_waiting, queue_s=self._queue_s, lacking="its tenant had its share of the replicas"
             )
         try:
-            return await line.enter(queued, take, within_s=within_s, give_back=self._give_back)
+            return await line.enter(queued, take, within_s=within_s, give_back=self.give_back)
         finally:
             if not len(line) and self._lines.get(queued.tenant) is line:
                 del self._lines[queued.tenant]
 
-    def _give_back(self, held: Held) -> None:
-        _take(self._held, held)
-        if not held.is_booked:
-            _take(self._unbooked, held)
-        self._wake()
+    def _take(self, tenant: str, places: Places) -> Held | None:
+        own, is_on_its_way = self._held.get(tenant, NO_PLACES), tenant in self._unbooked
+        if not is_within_share(own, places, self._free(), share=self._share(), is_on_its_way=is_on_its_way):
+            return None
+        _add(self._held, tenant, places)
+        _add(self._unbooked, tenant, places)
+        if self._left:
+            self._left = self._left.less(places)
+        return Held(tenant, places)
 
     def _wake(self) -> None:
         """Each line asks for itself: whoever has least is let in by what is left first."""
@@ -139,7 +140,7 @@ def _add(account: dict[str, Places], tenant: str, places: Places) -> None:
     account[tenant] = account.get(tenant, NO_PLACES).plus(places)
 
 
-def _take(account: dict[str, Places], held: Held) -> None:
+def _subtract(account: dict[str, Places], held: Held) -> None:
     left = account.pop(held.tenant).less(held.places)
     if left.num_streams:
         account[held.tenant] = left

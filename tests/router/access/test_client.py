@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from cluster.words.api_key import new_key
 from cluster.words.errors import RequestError
+from cluster.words.request import OFFLINE
 from router.access.client import Client, salt_of
 from router.text.completion_request import CompletionRequest
 from tests.router.access.keys import SALT_KEY
@@ -84,3 +85,11 @@ def test_strangers_do_not_hear_what_was_cached_unless_they_share_a_word() -> Non
     assert not stranger.bound(request()).is_cache_told
     assert stranger.bound(request(cache_salt="ours")).is_cache_told
     assert client().bound(request()).is_cache_told
+
+
+def test_an_offline_client_comes_after_everybody_whatever_it_or_its_key_says() -> None:
+    for asked in (client(priorities=(-5, 5)), client(), ANYBODY):
+        assert asked.offline().bound(request(priority=-7)).priority == OFFLINE
+        assert asked.bound(request(priority=3)).priority == 3
+    with pytest.raises(RequestError):
+        client(max_tokens=5).offline().bound(request(max_tokens=6))

@@ -90,6 +90,7 @@ class World:
         self._num_made = 0
         self._loop = asyncio.get_running_loop()
         self.replicas = Replicas(lambda member: self.workers[member.replica])
+        self.metrics = Metrics()
         dispatch = Dispatch(
             self.replicas,
             Chooser(CostPolicy(pulls=True), max_local_tokens=2),
@@ -98,7 +99,7 @@ class World:
             vocab_size=VOCAB_SIZE,
             queue_s=_LONG_S,
             max_waiting=1000,
-            metrics=Metrics(),
+            metrics=self.metrics,
             tenant_share=lambda: self.tenant_share,
         )
         self.core = RouterCore(dispatch)
@@ -143,6 +144,7 @@ class World:
         deadline_s: float | None = None,
         num_prompt_logprobs: int | None = None,
         tenant: str = "",
+        priority: int = 0,
     ) -> Client:
         number = len(self.clients)
         prompt = tuple(range(100 * number, 100 * number + num_tokens))
@@ -155,6 +157,7 @@ class World:
             deadline_s=deadline_s,
             num_prompt_logprobs=num_prompt_logprobs,
             tenant=tenant,
+            priority=priority,
         )
         client = Client(request, {choice: _said(request, choice) for choice in request.choices}, self._loop.time())
         client.task = asyncio.create_task(client.run(self.core, self.replicas))

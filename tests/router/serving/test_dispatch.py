@@ -9,7 +9,7 @@ import pytest
 
 from cluster.words.errors import ClientTooSlow, ContextLengthExceeded, DeadlineExceeded, RequestError
 from cluster.words.hashing import block_hashes, root_hash
-from cluster.words.request import Role, Sampling, SequenceRequest
+from cluster.words.request import OFFLINE, Role, Sampling, SequenceRequest
 from router.serving.replica import Replica
 from tests.router.serving import scenarios
 from tests.router.serving.fake_worker import MAX_CONTEXT
@@ -316,5 +316,19 @@ def test_a_prompt_of_which_is_told_counts_on_no_cache_and_waits_for_a_replica_th
         assert client.error is None
         for replica in (older, decode):
             world.replicas.index.drop(replica.id)
+
+    scenarios.play(play, 0)
+
+
+def test_a_request_of_the_last_priority_is_not_among_those_who_wait() -> None:
+    async def play(world: World) -> None:
+        offline = world.ask(num_tokens=9, n=1, max_tokens=4, priority=OFFLINE)
+        await pass_time(0.1)
+        assert b"\nrequests_waiting 0.0" in world.metrics.render(), "nobody has to wait for it"
+        other = world.ask(num_tokens=9, n=1, max_tokens=4, priority=OFFLINE - 1)
+        await pass_time(0.1)
+        assert b"\nrequests_waiting 1.0" in world.metrics.render()
+        world.add(Role.DECODE)
+        await _until(lambda: offline.is_over and other.is_over)
 
     scenarios.play(play, 0)

@@ -254,3 +254,71 @@ def test_everyone_behind_is_looked_at_however_many_find_no_room() -> None:
             assert (len(places.gate), places.free) == (0, 1)
 
     _play(scenario())
+
+
+async def _enter_last(gate: AdmissionGate[str], room: Room, *, within_s: float | None = None, tenant: str = "") -> str:
+    queued = QueuedRequest(tenant, 0, 1.0)
+    return await gate.enter_last(queued, room.choose, within_s=within_s, give_back=room.give_back)
+
+
+async def test_who_enters_last_goes_when_nobody_else_waits() -> None:
+    gate, room = AdmissionGate[str](max_waiting=100, queue_s=100), Room(1)
+    assert await _enter_last(gate, room) == "place", "with room nobody waits"
+    last = [asyncio.create_task(_enter_last(gate, room)) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert len(gate) == 0, "they do not count among those who wait"
+    others = [asyncio.create_task(_enter(gate, room)) for _ in range(2)]  # who come after them
+    await asyncio.sleep(0)
+    for someone in (*others, *last):
+        room.free += 1
+        gate.wake()
+        await asyncio.wait((*others, *last), return_when=asyncio.FIRST_COMPLETED)
+        assert await someone == "place" and room.free == 0
+        others = [one for one in others if not one.done()]
+        last = [one for one in last if not one.done()]
+
+
+async def test_who_enters_last_holds_up_nobody() -> None:
+    gate, room, small = AdmissionGate[str](max_waiting=100, queue_s=100), Room(0), Room(1)
+    last = asyncio.create_task(_enter_last(gate, room))
+    await asyncio.sleep(0)
+    assert await _enter(gate, small) == "place", "at once: it needs what there is"
+    last.cancel()
+    await asyncio.gather(last, return_exceptions=True)
+
+
+async def test_who_enters_last_gives_up_and_gives_back_like_others() -> None:
+    gate, room = AdmissionGate[str](max_waiting=100, queue_s=0.01), Room(0)
+    with pytest.raises(CapacityError):
+        await _enter_last(gate, room)
+    gone = asyncio.create_task(_enter_last(gate, room, within_s=100))
+    await asyncio.sleep(0)
+    room.free += 1
+    gate.wake()
+    gone.cancel()
+    await asyncio.gather(gone, return_exceptions=True)
+    assert room.free == 1
+
+    def refuse() -> str:
+        raise RequestError("never")
+
+    with pytest.raises(RequestError):
+        await gate.enter_last(QueuedRequest("", 0, 1.0), refuse, within_s=None, give_back=room.give_back)
+
+
+async def test_those_who_enter_last_have_shares_and_bounds_of_their_own() -> None:
+    gate, room = AdmissionGate[str](max_waiting=16, queue_s=100), Room(0)
+    greedy, modest = (Room(0), Room(0))
+    flood = [asyncio.create_task(_enter_last(gate, greedy, tenant="greedy")) for _ in range(8)]
+    await asyncio.sleep(0)
+    with pytest.raises(CapacityError):
+        await _enter_last(gate, greedy, tenant="greedy")
+    other = asyncio.create_task(_enter_last(gate, modest, tenant="modest"))
+    await asyncio.sleep(0)
+    greedy.free = modest.free = room.free = 1
+    gate.wake()
+    await asyncio.wait((*flood, other), return_when=asyncio.FIRST_COMPLETED)
+    assert await other == "place", "it is not behind all of the flood"
+    for task in flood:
+        task.cancel()
+    await asyncio.gather(*flood, return_exceptions=True)

@@ -1,0 +1,141 @@
+"""/v1/files: what batches are made of, and what comes of them."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response, StreamingResponse
+
+from cluster.words.errors import RequestError, RequestTooLarge
+from router.access.visit import Visit
+from router.batches.batches import Batches
+from router.batches.bounds import MAX_FILES
+from router.batches.new_file import NewFile
+from router.batches.records import INPUT, FileRecord
+from router.doors.batch_types import page, page_size
+from router.doors.batches_api import has_batches, json_answer, visited
+from router.doors.http_visits import HttpVisits, tenant_of
+from router.doors.multipart import Field, FileBegin, MultipartReader
+
+_WITHIN_S = 600.0  # in which a file has come
+_MAX_BESIDE = 64 * 2**10  # bytes of a body beside its file
+_MAX_NAME = 256
+_LEAST_KEPT_S = 3600  # what a client may ask for at least
+
+
+class FilesApi:
+    """The endpoints. A key's limits count each call as a request."""
+
+    def __init__(self, visits: HttpVisits, batches: Batches | None) -> None:
+        self._visits = visits
+        self._batches = batches
+
+    def add_to(self, app: FastAPI) -> None:
+        for path, method, endpoint in (
+            ("/v1/files", "POST", self._create),
+            ("/v1/files", "GET", self._list),
+            ("/v1/files/{id}", "GET", self._read),
+            ("/v1/files/{id}", "DELETE", self._delete),
+            ("/v1/files/{id}/content", "GET", self._content),
+        ):
+            app.add_api_route(path, visited(self._visits, endpoint), methods=[method])
+
+    async def _create(self, request: Request, visit: Visit) -> Response:
+        with self._visits.noted(request):
+            batches = has_batches(self._batches)
+            announced = request.headers.get("content-length", "")
+            if announced.isdecimal() and int(announced) > batches.max_file_bytes + _MAX_BESIDE:
+                raise RequestTooLarge(f"file: at most {batches.max_file_bytes} bytes are taken here", param="file")
+            upload = _Upload(batches.new_file(tenant_of(request)))
+            try:
+                record = await upload.taken(request)
+            except BaseException:
+                await asyncio.shield(upload.file.drop())
+                raise
+        return json_answer(record.published(), await visit.charge([]))
+
+    async def _list(self, request: Request, visit: Visit) -> Response:
+        query = request.query_params
+        with self._visits.noted(request):
+            limit = page_size(query, default=MAX_FILES, most=10 * MAX_FILES)
+            if (order := query.get("order", "desc")) not in ("asc", "desc"):
+                raise RequestError("order: must be asc or desc", param="order")
+            batches = has_batches(self._batches)
+            after = query.get("after")
+            found = await batches.files(tenant_of(request), after=after, is_newest_first=order == "desc")
+        published = [record.published() for record in found if query.get("purpose") in (None, record.purpose)]
+        listed = page(published[:limit], has_more=len(published) > limit)
+        return json_answer(listed, await visit.charge([]))
+
+    async def _read(self, request: Request, visit: Visit) -> Response:
+        return json_answer((await self._found(request)).published(), await visit.charge([]))
+
+    async def _delete(self, request: Request, visit: Visit) -> Response:
+        id = request.path_params["id"]
+        with self._visits.noted(request):
+            await has_batches(self._batches).delete_file(tenant_of(request), id)
+        return json_answer({"id": id, "object": "file", "deleted": True}, await visit.charge([]))
+
+    async def _content(self, request: Request, visit: Visit) -> Response:
+        record = await self._found(request)
+        content = has_batches(self._batches).content(tenant_of(request), record)
+        headers = {**await visit.charge([]), "content-length": str(record.num_bytes)}
+        return StreamingResponse(content, media_type="application/octet-stream", headers=headers)
+
+    async def _found(self, request: Request) -> FileRecord:
+        with self._visits.noted(request):
+            return await has_batches(self._batches).file(tenant_of(request), request.path_params["id"])
+
+
+class _Upload:
+    """A file on its way in. What comes of it is kept as it comes: this process has little of it at a time."""
+
+    def __init__(self, file: NewFile) -> None:
+        self.file = file
+        self._fields: dict[str, str] = {}
+        self._filename: str | None = None
+        self._is_file = False  # what comes belongs to it
+
+    async def taken(self, request: Request) -> FileRecord:
+        """Raises RequestError and what NewFile raises, and HTTPException 408."""
+        reader = MultipartReader(request.headers.get("content-type", ""))
+        try:
+            async with asyncio.timeout(_WITHIN_S), aclosing(request.stream()) as pieces:
+                async for piece in pieces:
+                    await self._take(reader, piece)
+        except TimeoutError:
+            raise HTTPException(408, headers={"connection": "close"}) from None
+        if not reader.is_over:
+            raise RequestError("the body ends in the middle of a part")
+        if self._filename is None:
+            raise RequestError("file: is missing", param="file")
+        if (purpose := self._fields.get("purpose", "")) != INPUT:
+            raise RequestError(f"purpose: must be {INPUT}, not {purpose[:64]!r}", param="purpose")
+        name = self._filename.encode(errors="replace").decode()[-_MAX_NAME:]
+        return await self.file.end(name=name, keep_s=self._keep_s())
+
+    async def _take(self, reader: MultipartReader, piece: bytes) -> None:
+        for found in reader.feed(piece):
+            match found:
+                case Field(name=name, value=value):
+                    self._fields[name] = value
+                case FileBegin(name=name, filename=filename):
+                    self._is_file = name == "file"
+                    if self._is_file and self._filename is not None:
+                        raise RequestError("file: there are two", param="file")
+                    self._filename = filename if self._is_file else self._filename
+                case bytes():
+                    if self._is_file:
+                        await self.file.add(found)
+
+    def _keep_s(self) -> float | None:
+        told = self._fields.get("expires_after[seconds]")
+        if told is None:
+            return None
+        if not told.isdecimal() or len(told) > 9 or int(told) < _LEAST_KEPT_S:
+            text = f"expires_after[seconds]: must be a number from {_LEAST_KEPT_S}"
+            raise RequestError(text, param="expires_after")
+        return float(told)
