@@ -10,9 +10,11 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from numpy.typing import NDArray
 
 from cluster.words.prompt_logprobs import PromptLogprobs
 from cluster.words.request import Sampling, SequenceRequest, choice_seed
+from engine import known_tokens
 from engine.batch.batch import Batch, KeptRows
 from engine.batch.rows import RowChanges
 from engine.decoding import Decoding
@@ -26,13 +28,34 @@ from engine.step import Prefilled, ScheduledStep
 
 _BLOCK = 4
 _NUM_BLOCKS = 24
+_MAX_BATCH_TOKENS = 7  # of the machine below
 POISON = 99  # as a token: no token is found behind it
 UNTOLD = 98  # nothing is to be said of it
 
 
 def _next(tokens: Sequence[int], seed: int) -> int:
     """The token that follows these."""
-    return hash((tuple(tokens), seed)) % 50
+    return hash((tuple(tokens), seed if _depends(tokens) else 0)) % 50
+
+
+def _depends(tokens: Sequence[int]) -> bool:
+    """The token that follows depends on the choice: nobody knows it before."""
+    return hash(tuple(tokens)) % 4 == 0
+
+
+class FakeMask:
+    """Implements engine.sampling.TokenMask, for `choose` below, which asks none what is allowed."""
+
+    failure = ""
+
+    def allowed(self, tokens: Sequence[int], start: int, /) -> NDArray[np.int32]:
+        raise NotImplementedError
+
+    def only(self, tokens: Sequence[int], start: int, /) -> int | None:
+        return None if _depends(tokens) else _next(tokens, 0)
+
+    def fork(self) -> FakeMask:
+        return self
 
 
 class FakePool:
@@ -108,7 +131,13 @@ def choose(
 
 
 def _prompt(
-    tokens: Sequence[int], *, max_tokens: int = 8, choices: int = 1, is_scored: bool = False, **fields: object
+    tokens: Sequence[int],
+    *,
+    max_tokens: int = 8,
+    choices: int = 1,
+    is_scored: bool = False,
+    mask: FakeMask | None = None,
+    **fields: object,
 ) -> Prompt:
     request = SequenceRequest(
         id="r",
@@ -119,6 +148,7 @@ def _prompt(
         num_prompt_logprobs=1 if is_scored else None,
     )
     sequence = TokenSequence(request, 0, model="m", block_size=_BLOCK, max_context=_NUM_BLOCKS * _BLOCK)
+    sequence.sampling_row.mask = mask
     return Prompt(sequence, **fields)  # type: ignore[arg-type]
 
 
@@ -224,7 +254,8 @@ class EngineMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.blocks, self.pool = BlockManager(_NUM_BLOCKS), FakePool()
-        config = SchedulerConfig(max_batch_tokens=7, max_running=5, max_waiting=20, decodes=self.decodes)
+        limits = {"max_batch_tokens": _MAX_BATCH_TOKENS, "max_running": 5, "max_waiting": 20}
+        config = SchedulerConfig(**limits, decodes=self.decodes)
         self.engine = Engine(self.pool, choose, self.blocks, config, block_size=_BLOCK, connector=self)
         self.prompts: list[Prompt] = []  # not whole yet
         self.running: list[TokenSequence] = []
@@ -234,6 +265,7 @@ class EngineMachine(RuleBasedStateMachine):
         pass
 
     def orders(self, step: ScheduledStep) -> Orders:
+        assert step.num_tokens <= _MAX_BATCH_TOKENS
         return Orders()
 
     @rule(
@@ -245,6 +277,7 @@ class EngineMachine(RuleBasedStateMachine):
         source=st.sampled_from(KVSource),
         fetch_only=st.booleans(),
         is_scored=st.booleans(),
+        is_masked=st.booleans(),
     )
     def add(
         self,
@@ -256,6 +289,7 @@ class EngineMachine(RuleBasedStateMachine):
         source: KVSource,
         fetch_only: bool,
         is_scored: bool,
+        is_masked: bool,
     ) -> None:
         source = source if self.decodes else KVSource.HERE
         is_here = source is KVSource.HERE
@@ -263,6 +297,7 @@ class EngineMachine(RuleBasedStateMachine):
         fields = {"source": source, "num_offered": min(offered, length) if is_here else 0}
         fields["fetch_only"] = fetch_only and not self.decodes
         is_scored &= not fields["fetch_only"]
+        fields["mask"] = FakeMask() if is_masked else None
         prompt = _prompt([kind] * length, max_tokens=max_tokens, choices=choices, is_scored=is_scored, **fields)
         if len(self.prompts) < 20:
             self.engine.add(prompt)
@@ -271,9 +306,12 @@ class EngineMachine(RuleBasedStateMachine):
     @rule()
     def step(self) -> None:
         result = self.engine.step()
+        said: dict[TokenSequence, list[int]] = {}
         for sequence, token in result.sampled:
-            assert sequence in self.running and token.token_id == sequence.tokens[-1]
-            self._check(sequence)
+            said.setdefault(sequence, []).append(token.token_id)
+        for sequence, tokens in said.items():
+            assert sequence in self.running and tokens == sequence.tokens[-len(tokens) :]
+            self._check(sequence, len(tokens))
         for prefilled in result.prefilled:
             self._start(prefilled)
         for prompt in result.fetched:
@@ -370,8 +408,10 @@ class EngineMachine(RuleBasedStateMachine):
         assert told.ranks_P.tolist() == [hash(tokens[:end]) % 50 for end in range(1, len(tokens))]
         assert told.logprobs_P.tolist() == [-end for end in range(1, len(tokens))]
 
-    def _check(self, sequence: TokenSequence) -> None:
-        assert sequence.tokens[-1] == _next(sequence.tokens[:-1], sequence.sampling_row.seed), "not from its own tokens"
+    def _check(self, sequence: TokenSequence, num_tokens: int) -> None:
+        tokens, seed = sequence.tokens, sequence.sampling_row.seed
+        for end in range(len(tokens) - num_tokens, len(tokens)):
+            assert tokens[end] == _next(tokens[:end], seed), "not from its own tokens"
 
     def _is_over(self, sequence: TokenSequence) -> bool:
         return not (sequence in self.engine.decoding.running or sequence in self.engine.decoding.preempted) and not any(
@@ -425,7 +465,15 @@ def _stay_reserved(self: PromptQueue, prompt: Prompt) -> None:
             place.remove(prompt)
 
 
-_execute, _fetched = FakePool.execute, PromptQueue.fetched
+def _the_same_again(self: SamplingRow) -> int:
+    return self.tokens[-1]
+
+
+def _one_position_only(self: TokenSequence, num_tokens: int, blocks: BlockManager) -> None:
+    _computed(self, 1 if self.num_generated > 1 else num_tokens, blocks)
+
+
+_execute, _fetched, _computed = FakePool.execute, PromptQueue.fetched, TokenSequence.computed
 
 
 @pytest.mark.parametrize(
@@ -437,10 +485,13 @@ _execute, _fetched = FakePool.execute, PromptQueue.fetched
         (Decoding, "make_room", _without_room),
         (PromptQueue, "remove", _stay_reserved),
         (TokenSequence, "num_reusable", _reuse_the_scored),
+        (known_tokens, "_has_room", lambda sequence, blocks: True),
+        (SamplingRow, "known_token", _the_same_again),
+        (TokenSequence, "computed", _one_position_only),
     ],
 )
 def test_a_planted_fault_is_found(
-    owner: type, name: str, fault: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+    owner: object, name: str, fault: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, name, fault)
     with pytest.raises((AssertionError, LookupError, ExceptionGroup)):
