@@ -11,8 +11,8 @@ from cluster.words.errors import ContextLengthExceeded, RequestError
 from cluster.words.request import SampledToken
 from engine.admission import Admission, AdmitInTime, AdmitWithRoomToGrow
 from engine.decoding import Decoding
-from engine.kv.block_manager import BlockManager
 from engine.known_tokens import take_known
+from engine.kv.block_manager import BlockManager
 from engine.last_rows import LastRows
 from engine.orders import Orders
 from engine.pace import Pace

@@ -81,8 +81,9 @@ class GrammarMask:
         """The bytes that are forced may be written in several ways: which of them it is, the mask alone says."""
         if not self.failure:
             self.take(tokens, start)
-        if self.failure or not (self._matcher.compute_ff_tokens() or self._matcher.is_stopped()):
-            self._check(not self._matcher.is_error(), "")
+        is_forced = not self.failure and (self._matcher.compute_ff_tokens() or self._matcher.is_stopped())
+        self._check(not self._matcher.is_error(), "")
+        if self.failure or not is_forced:
             return None
         words = np.zeros(len(self._ends), dtype=np.int32)
         self._fill(words)

@@ -193,7 +193,10 @@ def main() -> None:
             row = _compare(_Asked(runner, [name] * batch), ("one by one", "forced"), options.tries)
             say({"batch": batch, "schema": name} | row)
     names = list(islice(cycle(SCHEMAS), _LARGE))
-    say({"batch": _LARGE, "schema": "all"} | _compare(_Asked(runner, names), ("one by one", "forced", "free"), options.tries))
+    say(
+        {"batch": _LARGE, "schema": "all"}
+        | _compare(_Asked(runner, names), ("one by one", "forced", "free"), options.tries)
+    )
 
 
 if __name__ == "__main__":
