@@ -294,3 +294,4 @@ def test_what_moves_gets_no_more_known_tokens_than_there_is_room_for(
     said = _run(worker)
     assert len(prompt.sequence.tokens) == (60 if fails else 36) and not rank.num_held
     assert listener.heard[-1] == "ended" and (not fails or said[1] == [7] * 40)
+    assert (worker.status().totals.forced_tokens > 25) == fails

@@ -431,7 +431,7 @@ _SETTINGS = settings(
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
-_SEARCH = settings(_SETTINGS, max_examples=300, phases=[Phase.generate], derandomize=True)  # any failure will do
+_SEARCH = settings(_SETTINGS, max_examples=1000, phases=[Phase.generate], derandomize=True)  # any failure will do
 
 
 @pytest.mark.parametrize("machine", [EngineMachine, PrefillingMachine])
