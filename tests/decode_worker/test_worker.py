@@ -272,7 +272,7 @@ def test_what_moves_gets_no_more_known_tokens_than_there_is_room_for(
     """A grammar may force more of them in one step than are on their way. Where the move fails, they go on."""
     monkeypatch.setattr(moves, "is_quicker_to_ship", lambda **_: True)
     monkeypatch.setattr(FakePassage, "is_idle", False)  # there is always more to send
-    monkeypatch.setattr(known_tokens, "_MAX_KNOWN", 3)
+    monkeypatch.setattr(known_tokens, "MAX_KNOWN", 3)
     worker, listener, moving = _worker(rank), FakeListener(), FakeMoveListener()
     prompt = rank.prompt(_PROMPT, max_tokens=40)
     prompt.sequence.sampling_row.mask = AlwaysSeven()

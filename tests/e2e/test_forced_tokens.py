@@ -121,7 +121,7 @@ async def test_where_blocks_run_out(model_dir: Path, redis_url: str, expected: l
 async def test_a_choice_that_moves_within_them(
     model_dir: Path, redis_url: str, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, num_tokens: int
 ) -> None:
-    monkeypatch.setattr("engine.known_tokens._MAX_KNOWN", 4)
+    monkeypatch.setattr("engine.known_tokens.MAX_KNOWN", 4)
     ceiling = Ceiling(num_tokens)
     ceiling.arm(monkeypatch.setattr)
     async with local_cluster(model_dir, redis_url, **exact_tree(1, 1)) as cluster:
