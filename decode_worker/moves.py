@@ -103,6 +103,8 @@ class Moves:
             listener.stays("it is being moved already, or was")
         elif handoff.num_tokens >= len(sequence.tokens):
             listener.stays(f"it has {len(sequence.tokens)} tokens, the handoff is for more")
+        elif handoff.max_tokens < sequence.num_computed:
+            listener.stays(f"it has {len(sequence.tokens)} tokens, the handoff has room for {handoff.max_tokens}")
         elif is_quicker_to_ship(
             num_bytes=(sequence.num_computed - handoff.first_token) * self._bytes_per_token,
             bytes_per_s=self._link_rate.per_s or _LINK_BYTES_PER_S,
@@ -110,6 +112,7 @@ class Moves:
             step_s=step_s,
         ):
             self._under_way[sequence] = Move(sequence, handoff, listener)
+            sequence.most_tokens = handoff.max_tokens  # KV of so many tokens finds room there
         else:
             listener.stays("it ends sooner here")
 
@@ -183,6 +186,7 @@ class Moves:
     def _fail(self, move: Move, error: TransferError) -> None:
         if self._under_way.pop(move.sequence, None) is None:
             return
+        move.sequence.most_tokens = move.sequence.max_context
         if move.departure:
             self._departures.abort(move.departure, error)
         if move.state is MoveState.PAUSED:

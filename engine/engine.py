@@ -11,6 +11,7 @@ from cluster.words.errors import ContextLengthExceeded, RequestError
 from cluster.words.request import SampledToken
 from engine.admission import Admission, AdmitInTime, AdmitWithRoomToGrow
 from engine.decoding import Decoding
+from engine.known_tokens import take_known
 from engine.kv.block_manager import BlockManager
 from engine.last_rows import LastRows
 from engine.orders import Orders
@@ -99,22 +100,27 @@ class Engine(Generic[Logits]):
 
     def complete(self, step: ScheduledStep, logits: Logits | None) -> StepResult:
         """The KV of the step's rows is in the pool: take the next token of each sequence that has nothing missing."""
-        for sequence in step.decoding:
-            sequence.computed(1, self.blocks)
+        for sequence, num_tokens in step.decoding:
+            sequence.computed(num_tokens, self.blocks)
         for prompt, num_tokens in step.prompts:
             prompt.sequence.computed(num_tokens, self.blocks)
         result = StepResult(
-            did_work=step.has_rows or bool(step.orders or step.fetched),
+            did_work=step.has_rows or bool(step.orders or step.fetched or step.known),
             num_computed=sum(num_tokens for _, num_tokens in step.prompts),
             fetched=step.fetched,
+            sampled=step.known,
+            num_known=len(step.known),
         )
+        for sequence, token in step.known:
+            if token.finish_reason:
+                self.end(sequence)
         if step.scored:
             self._note_scores(step)
         whole = [prompt for prompt, _ in step.prompts if not prompt.sequence.num_missing]
         chosen = iter(self._sample(step, whole, logits))
-        for sequence in step.decoding:
-            if token := next(chosen):
-                result.sampled.append((sequence, self._append(sequence, token)))
+        for sequence, _ in step.decoding:
+            if chosen_token := next(chosen):
+                result.sampled.append((sequence, self._append(sequence, chosen_token)))
             else:
                 self._fail(sequence, result)
         for prompt in whole:
@@ -125,7 +131,7 @@ class Engine(Generic[Logits]):
                 self._fail(prompt.sequence, result)
                 self.prompts.remove(prompt)
         if step.has_rows and self._pace:
-            self._pace.end(step.batch)
+            self._pace.end(step.batch, has_prompts=bool(step.prompts))
         return result
 
     def _schedule(self) -> ScheduledStep:
@@ -138,14 +144,19 @@ class Engine(Generic[Logits]):
             if not allocate(preempted[0], self.blocks):
                 break
             self.prompts.restart(preempted.popleft())
-        prompts = self.prompts.chunks(self._config.max_batch_tokens - len(decoding), self._admission.in_time())
-        rows = (prompt.sequence.scored_row(row, num) for row, (prompt, num) in enumerate(prompts, len(decoding)))
+        budget = self._config.max_batch_tokens - len(decoding)
+        known = take_known(decoding, budget, self.blocks)
+        prompts = self.prompts.chunks(budget - len(known), self._admission.in_time())
+        over = {sequence for sequence, token in known if token.finish_reason}
+        going_on = [(sequence, sequence.num_missing) for sequence in decoding if sequence not in over]
+        rows = (prompt.sequence.scored_row(row, num) for row, (prompt, num) in enumerate(prompts, len(going_on)))
         return ScheduledStep(
-            decoding=decoding,
+            decoding=going_on,
             prompts=prompts,
             last_rows=self._last_rows,
             scored=[row for row in rows if row],
             fetched=fetched,
+            known=known,
         )
 
     def _note_scores(self, step: ScheduledStep) -> None:
@@ -156,7 +167,7 @@ class Engine(Generic[Logits]):
 
     def _sample(self, step: ScheduledStep, whole: Seq[Prompt], logits: Logits | None) -> Seq[Chosen | None]:
         """The next token of every sequence that decodes; then, for each prompt that is whole, one for every choice."""
-        rows = [sequence.sampling_row for sequence in step.decoding]
+        rows = [sequence.sampling_row for sequence, _ in step.decoding]
         positions = list(range(len(rows)))
         for position, prompt in enumerate(whole, len(rows)):
             rows += [prompt.sequence.sampling_row_of(choice) for choice in prompt.choices]

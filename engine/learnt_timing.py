@@ -41,11 +41,11 @@ class LearntTiming:
         self._targets[kind] = self._targets[kind] * _KEEP + relative * (seconds / expected_s)
         self._num_steps += 1
 
-    def saw(self, batch: Batch, seconds: float) -> None:
-        """One step with this batch. A row of one token counts as one that decodes."""
+    def saw(self, batch: Batch, seconds: float, *, only_decodes: bool) -> None:
+        """One step with this batch. Beside prompts a row of one token counts as one that decodes."""
         queries, contexts = batch.query_lens, batch.context_lens
         num_pairs, num_context = 0, int(contexts.sum())
-        if batch.num_tokens != len(queries):  # most steps only decode
+        if not only_decodes:  # most do
             decodes = queries == 1
             own = queries * (queries + 1) // 2
             num_pairs = int((queries * (contexts - queries) + own)[~decodes].sum())

@@ -23,13 +23,14 @@ class Pace:
     def begin(self) -> None:
         self._begun_at = self._begun_at or time.monotonic()
 
-    def end(self, batch: Batch) -> None:
-        """A step with this batch is over. One of rows of one token each only decodes; any other computes prompts."""
+    def end(self, batch: Batch, *, has_prompts: bool) -> None:
+        """A step with this batch is over. Without prompts, or with rows of one token each, it only decodes."""
         now = time.monotonic()
         assert self._begun_at is not None
         seconds, self._begun_at = now - self._begun_at, now
-        self._timing.saw(batch, seconds)
-        if batch.num_tokens == len(batch.query_lens):
+        only_decodes = not has_prompts or batch.num_tokens == len(batch.query_lens)
+        self._timing.saw(batch, seconds, only_decodes=only_decodes)
+        if only_decodes:
             self._steps.add(1, seconds)
         else:
             self._tokens.add(batch.num_tokens, seconds)

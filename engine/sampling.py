@@ -41,6 +41,11 @@ class TokenMask(Protocol):
         vocabulary, 32 in a word, the lowest first. None is set once `failure` says why."""
         ...
 
+    def only(self, tokens: Seq[int], start: int, /) -> int | None:
+        """The one token that `allowed` would allow, where that is known at once; None: it may be another, or several.
+        Whoever asks need not take it."""
+        ...
+
     def fork(self) -> TokenMask:
         """The mask of another choice, with the same tokens so far."""
         ...
@@ -90,6 +95,23 @@ class SamplingRow:
     def forbidden(self, ruled: RuledTokens) -> list[int]:
         """What would end a bad word."""
         return ruled.forbidden(self.tokens, self.num_prompt_tokens)
+
+    def known_token(self) -> int | None:
+        """The token that would be chosen whatever the logits are; None: it depends on them, or they are to be told."""
+        if self.mask is None or self.sampling.num_logprobs is not None:
+            return None
+        token_id = self.mask.only(self.tokens, self.num_prompt_tokens)
+        return token_id if token_id is not None and self._permits(token_id) else None
+
+    def _permits(self, token_id: int) -> bool:
+        """Nothing else that is asked forbids it."""
+        if self.is_early and token_id in self.sampling.stop_token_ids:
+            return False
+        ruled = self.ruled
+        if ruled is None:
+            return True
+        is_allowed = not len(ruled.allowed) or bool((ruled.allowed == token_id).any())
+        return is_allowed and token_id not in self.forbidden(ruled)
 
     def penalties(self) -> Penalties:
         """Those of the tokens so far."""

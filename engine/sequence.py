@@ -50,6 +50,7 @@ class Sequence:
         self.num_computed = 0
         self.blocks: list[int] = []
         self.max_context = max_context
+        self.most_tokens = max_context  # it gets no known tokens beyond: where it moves to there is room for so many
         self.block_size = block_size
         self.model = model
         self._root = root_hash(model, adapter=request.adapter, salt=request.salt)

@@ -23,12 +23,13 @@ Logits = TypeVar("Logits", covariant=True)
 class ScheduledStep:
     """The rows of a step, in this order, and what belongs to it."""
 
-    decoding: list[Sequence]  # each computes its last token
+    decoding: list[tuple[Sequence, int]]  # each computes its last tokens: one, and those that were known
     prompts: list[tuple[Prompt, int]]  # and how many tokens of each
     last_rows: LastRows
     scored: list[ScoredRow] = field(default_factory=list)  # of the prompts that ask for it
     scores: Scores | None = None  # of these; whoever computes the step sets it
     fetched: list[Prompt] = field(default_factory=list)  # those that only fetch, and have got what there is
+    known: list[tuple[Sequence, SampledToken]] = field(default_factory=list)  # what sequences got before it
     orders: Orders = field(default_factory=Orders)
 
     @property
@@ -37,13 +38,13 @@ class ScheduledStep:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.decoding) + sum(num_tokens for _, num_tokens in self.prompts)
+        return sum(num_tokens for _, num_tokens in (*self.decoding, *self.prompts))
 
     @cached_property
     def changes(self) -> RowChanges:
         """What is different from the rows of the step before; made when a runner asks for it, or for the batch."""
-        sequences = self.decoding + [prompt.sequence for prompt, _ in self.prompts]
-        query_lens = [1] * len(self.decoding) + [num_tokens for _, num_tokens in self.prompts]
+        sequences = [sequence for sequence, _ in self.decoding] + [prompt.sequence for prompt, _ in self.prompts]
+        query_lens = [num_tokens for _, num_tokens in (*self.decoding, *self.prompts)]
         return self.last_rows.changes(sequences, query_lens, self.scored)
 
     @cached_property
@@ -68,7 +69,8 @@ class StepResult:
     num_computed: int = 0  # tokens of prompts, and of sequences that were preempted
     fetched: list[Prompt] = field(default_factory=list)  # see ScheduledStep
     prefilled: list[Prefilled] = field(default_factory=list)
-    sampled: list[tuple[Sequence, SampledToken]] = field(default_factory=list)  # the next token of each that decodes
+    sampled: list[tuple[Sequence, SampledToken]] = field(default_factory=list)  # of those that decode: mostly one each
+    num_known: int = 0  # of these, those that were known before anything was computed
     failed: list[Sequence] = field(default_factory=list)  # these have no next token, and are gone; see Sampler
 
     @property

@@ -53,7 +53,8 @@ _RATES = (
 _COUNTERS = (
     ("prompt_tokens", "replica_prompt_tokens_total", "Prompt tokens admitted."),
     ("prefix_hit_tokens", "prefix_hit_tokens_total", "Prompt tokens whose KV the replica already held."),
-    ("generated_tokens", "replica_generated_tokens_total", "Tokens sampled."),
+    ("generated_tokens", "replica_generated_tokens_total", "Tokens sampled, or forced."),
+    ("forced_tokens", "replica_forced_tokens_total", "Of these, those that grammars forced: several in one step."),
     ("host_hit_tokens", "kv_host_hit_tokens_total", "Prompt tokens whose KV came back from memory."),
     ("disk_hit_tokens", "kv_disk_hit_tokens_total", "Prompt tokens whose KV came back from files."),
     ("host_saved_bytes", "kv_host_saved_bytes_total", "KV copied to memory."),

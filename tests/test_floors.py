@@ -53,10 +53,11 @@ engine.config: cluster(model words) engine(kv)
 engine.cpu: cluster(model process)
 engine.decode_graphs: engine(batch)
 engine.decoding: engine(kv sequence)
-engine.engine: cluster(words) engine(admission decoding kv last_rows orders pace prompts sampling sequence step
-    tiers)
+engine.engine: cluster(words) engine(admission decoding known_tokens kv last_rows orders pace prompts sampling
+    sequence step tiers)
 engine.expert_placement:
 engine.kernels: engine(cpu)
+engine.known_tokens: cluster(words) engine(kv sequence)
 engine.kv: cluster(words) engine(batch cpu kernels)
 engine.last_rows: engine(batch scoring sequence)
 engine.layers: cluster(words) engine(cpu kernels parallel weights)

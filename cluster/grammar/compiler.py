@@ -44,6 +44,7 @@ class GrammarCompiler:
     def __init__(self, model_dir: Path, *, vocab_size: int) -> None:
         """vocab_size: of the logits. A model whose tokenizer is not understood has no grammars, and serves the rest."""
         self._tokenizer = _open_tokenizer(model_dir / "tokenizer.json", vocab_size)
+        self._tokens = range(vocab_size)
 
     def compile(self, grammar: Grammar, *, param: str = "grammar") -> CompiledGrammar:
         """For one request. Mostly some ms, without the interpreter. Raises RequestError that names `param`."""
@@ -67,17 +68,20 @@ class GrammarCompiler:
         def anew() -> LLMatcher:
             return LLMatcher(tokenizer, source, log_level=0, limits=_LIMITS)
 
-        return CompiledGrammar(matcher, tokenizer, anew=anew if took_s < _QUICK_S else None)
+        return CompiledGrammar(matcher, tokenizer, self._tokens, anew=anew if took_s < _QUICK_S else None)
 
 
 class CompiledGrammar:
     """The compiled grammar of one request, for the masks of its choices: they share what these may cost."""
 
-    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, *, anew: Callable[[], LLMatcher] | None) -> None:
-        """anew: compiles it again, soon; None: it takes long."""
+    def __init__(
+        self, matcher: LLMatcher, tokenizer: LLTokenizer, tokens: range, *, anew: Callable[[], LLMatcher] | None
+    ) -> None:
+        """tokens: that the model has. anew: compiles it again, soon; None: it takes long."""
         self._matcher = matcher
         self._vocab_size = tokenizer.vocab_size
-        self._tokens = ~bits_of(tokenizer.eos_tokens, tokenizer.vocab_size)
+        known = bits_of(tokens, tokenizer.vocab_size)
+        self._tokens = known & ~bits_of(tokenizer.eos_tokens, tokenizer.vocab_size)
         self._anew = anew
         self.is_quick = anew is not None  # compiling it took so little that nobody need count how often it is done
 

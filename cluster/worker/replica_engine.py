@@ -93,6 +93,7 @@ class ReplicaEngine:
             self._gang.probe(Milestone.SAMPLED, "")
         self.totals.computed_tokens += result.num_computed
         self.totals.generated_tokens += result.num_generated
+        self.totals.forced_tokens += result.num_known
         for sequence in result.failed:
             if not sequence.is_contradicted:
                 self._tiers.table.forget(sequence.hashes())

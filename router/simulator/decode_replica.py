@@ -133,7 +133,7 @@ class DecodeReplica:
         seconds = timing.step_s(
             num_tokens=step.num_tokens,
             num_pairs=sum(pairs(count, after=prompt.sequence.num_computed) for prompt, count in step.prompts),
-            num_context=sum(len(sequence.tokens) for sequence in step.decoding),
+            num_context=sum(len(sequence.tokens) for sequence, _ in step.decoding),
         )
         self._leap = _Leap(self._clock.now, num_steps, seconds, timing.context_s * len(step.decoding))
         if self._cores:
@@ -199,7 +199,7 @@ class DecodeReplica:
         assert leap and step
         self._leap = self._under_way = None
         self.busy_s += self._clock.now - leap.begin_s
-        for sequence in step.decoding if leap.num_steps > 1 else ():  # all but the last step of the leap
+        for sequence, _ in step.decoding if leap.num_steps > 1 else ():  # all but the last step of the leap
             sequence.tokens += sequence.tokens[-1:] * (leap.num_steps - 1)
             sequence.computed(leap.num_steps - 1, self.store.blocks)
         result = self._engine.complete(step, NO_LOGITS)

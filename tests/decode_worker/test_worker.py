@@ -8,17 +8,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from torch import Tensor
 
 from cluster.rpc import transfer_pb2
 from cluster.words.errors import ClusterError, ContextLengthExceeded, HandoffExpired, LogitsNotFinite, TransferError
 from cluster.words.handoff import Handoff
+from decode_worker import moves
 from decode_worker.worker import DecodeWorker
+from engine import known_tokens
 from engine.batch.batch import Batch
 from engine.prompts import KVSource
 from kvtransfer.protocol.ledger import Landing
-from tests.cluster.worker.rank_of_one import RankOfOne
+from tests.cluster.worker.rank_of_one import FakePassage, RankOfOne, shipment
 from tests.engine.steps import prompts
 
 _PROMPT = prompts(20)[0]
@@ -245,3 +248,50 @@ def test_only_what_decodes_here_can_be_moved(rank: RankOfOne) -> None:
     worker.migrate("router-0", 1, rank.handoff(20), moving)
     worker.migrate("router-0", 9, rank.handoff(20), moving)
     assert moving.stayed == ["it does not decode here"] * 2 and not rank.sender.passages
+
+
+class AlwaysSeven:
+    """Implements TokenMask: a grammar that forces all there is."""
+
+    failure = ""
+
+    def allowed(self, tokens: Sequence[int], start: int, /) -> Any:
+        return np.array([1 << 7, 0, 0, 0, 0], dtype=np.int32)
+
+    def only(self, tokens: Sequence[int], start: int, /) -> int | None:
+        return 7
+
+    def fork(self) -> AlwaysSeven:
+        return self
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_moves_gets_no_more_known_tokens_than_there_is_room_for(
+    rank: RankOfOne, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """A grammar may force more of them in one step than are on their way. Where the move fails, they go on."""
+    monkeypatch.setattr(moves, "is_quicker_to_ship", lambda **_: True)
+    monkeypatch.setattr(FakePassage, "is_idle", False)  # there is always more to send
+    monkeypatch.setattr(known_tokens, "MAX_KNOWN", 3)
+    worker, listener, moving = _worker(rank), FakeListener(), FakeMoveListener()
+    prompt = rank.prompt(_PROMPT, max_tokens=40)
+    prompt.sequence.sampling_row.mask = AlwaysSeven()
+    worker.submit(prompt, "router-0", listener)
+    while len(prompt.sequence.tokens) < 23:
+        worker.step()
+    small = replace(rank.handoff(21, id="small"), max_tokens=21)
+    worker.migrate("router-0", 1, small, moving)
+    assert "room for 21" in moving.stayed.pop()
+    handoff = replace(rank.handoff(21), max_tokens=35)
+    worker.migrate("router-0", 1, handoff, moving)
+    for _ in range(9):
+        worker.step()
+    assert prompt.sequence.num_computed == 35 == len(prompt.sequence.tokens) - 1
+    passage = rank.sender.passages[handoff.key]
+    assert passage.committed == (35, [7] * 14) and max(end for _, _, end in passage.spans) == 35
+    worker.shipped(0, shipment(handoff, TransferError("the link is closed") if fails else None))
+    assert (bool(moving.stayed), moving.num_tokens) == (fails, None if fails else 36)
+    said = _run(worker)
+    assert len(prompt.sequence.tokens) == (60 if fails else 36) and not rank.num_held
+    assert listener.heard[-1] == "ended" and (not fails or said[1] == [7] * 40)
+    assert (worker.status().totals.forced_tokens > 25) == fails

@@ -78,6 +78,9 @@ async def _check_formats(client: AsyncOpenAI) -> None:
         for choice in answer.choices:
             assert choice.finish_reason == "stop"
             Draft202012Validator(_CITY).validate(json.loads(choice.message.content))
+    cut = await client.chat.completions.create(**_ASKED, response_format=form, stop='ame"')  # within what is forced
+    assert (cut.choices[0].message.content, cut.choices[0].finish_reason) == ('{"n', "stop")
+    assert cut.usage.completion_tokens == 3  # and not one of those that were known behind them
     stream = await client.chat.completions.create(
         **_ASKED | {"max_tokens": 200}, response_format={"type": "json_object"}, stream=True
     )

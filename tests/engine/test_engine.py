@@ -10,9 +10,11 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from numpy.typing import NDArray
 
 from cluster.words.prompt_logprobs import PromptLogprobs
 from cluster.words.request import Sampling, SequenceRequest, choice_seed
+from engine import known_tokens
 from engine.batch.batch import Batch, KeptRows
 from engine.batch.rows import RowChanges
 from engine.decoding import Decoding
@@ -26,13 +28,34 @@ from engine.step import Prefilled, ScheduledStep
 
 _BLOCK = 4
 _NUM_BLOCKS = 24
+_MAX_BATCH_TOKENS = 7  # of the machine below
 POISON = 99  # as a token: no token is found behind it
 UNTOLD = 98  # nothing is to be said of it
 
 
 def _next(tokens: Sequence[int], seed: int) -> int:
     """The token that follows these."""
-    return hash((tuple(tokens), seed)) % 50
+    return hash((tuple(tokens), seed if _depends(tokens) else 0)) % 50
+
+
+def _depends(tokens: Sequence[int]) -> bool:
+    """The token that follows depends on the choice: nobody knows it before."""
+    return hash(tuple(tokens)) % 4 == 0
+
+
+class FakeMask:
+    """Implements engine.sampling.TokenMask, for `choose` below, which asks none what is allowed."""
+
+    failure = ""
+
+    def allowed(self, tokens: Sequence[int], start: int, /) -> NDArray[np.int32]:
+        raise NotImplementedError
+
+    def only(self, tokens: Sequence[int], start: int, /) -> int | None:
+        return None if _depends(tokens) else _next(tokens, 0)
+
+    def fork(self) -> FakeMask:
+        return self
 
 
 class FakePool:
@@ -114,6 +137,7 @@ def _prompt(
     choices: int = 1,
     is_scored: bool = False,
     tenant: str = "",
+    mask: FakeMask | None = None,
     **fields: object,
 ) -> Prompt:
     request = SequenceRequest(
@@ -126,6 +150,7 @@ def _prompt(
         tenant=tenant,
     )
     sequence = TokenSequence(request, 0, model="m", block_size=_BLOCK, max_context=_NUM_BLOCKS * _BLOCK)
+    sequence.sampling_row.mask = mask
     return Prompt(sequence, **fields)  # type: ignore[arg-type]
 
 
@@ -293,7 +318,8 @@ class EngineMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.blocks, self.pool = BlockManager(_NUM_BLOCKS), FakePool()
-        config = SchedulerConfig(max_batch_tokens=7, max_running=5, max_waiting=20, decodes=self.decodes)
+        limits = {"max_batch_tokens": _MAX_BATCH_TOKENS, "max_running": 5, "max_waiting": 20}
+        config = SchedulerConfig(**limits, decodes=self.decodes)
         self.engine = Engine(self.pool, choose, self.blocks, config, block_size=_BLOCK, connector=self)
         self.prompts: list[Prompt] = []  # not whole yet
         self.running: list[TokenSequence] = []
@@ -303,6 +329,7 @@ class EngineMachine(RuleBasedStateMachine):
         pass
 
     def orders(self, step: ScheduledStep) -> Orders:
+        assert step.num_tokens <= _MAX_BATCH_TOKENS
         return Orders()
 
     @rule(
@@ -315,6 +342,7 @@ class EngineMachine(RuleBasedStateMachine):
         fetch_only=st.booleans(),
         is_scored=st.booleans(),
         tenant=st.sampled_from("ab"),
+        is_masked=st.booleans(),
     )
     def add(
         self,
@@ -327,6 +355,7 @@ class EngineMachine(RuleBasedStateMachine):
         fetch_only: bool,
         is_scored: bool,
         tenant: str,
+        is_masked: bool,
     ) -> None:
         source = source if self.decodes else KVSource.HERE
         is_here = source is KVSource.HERE
@@ -335,6 +364,7 @@ class EngineMachine(RuleBasedStateMachine):
         fields["fetch_only"] = fetch_only and not self.decodes
         is_scored &= not fields["fetch_only"]
         fields["tenant"] = tenant
+        fields["mask"] = FakeMask() if is_masked else None
         prompt = _prompt([kind] * length, max_tokens=max_tokens, choices=choices, is_scored=is_scored, **fields)
         if len(self.prompts) < 20:
             self.engine.add(prompt)
@@ -343,9 +373,12 @@ class EngineMachine(RuleBasedStateMachine):
     @rule()
     def step(self) -> None:
         result = self.engine.step()
+        said: dict[TokenSequence, list[int]] = {}
         for sequence, token in result.sampled:
-            assert sequence in self.running and token.token_id == sequence.tokens[-1]
-            self._check(sequence)
+            said.setdefault(sequence, []).append(token.token_id)
+        for sequence, tokens in said.items():
+            assert sequence in self.running and tokens == sequence.tokens[-len(tokens) :]
+            self._check(sequence, len(tokens))
         for prefilled in result.prefilled:
             self._start(prefilled)
         for prompt in result.fetched:
@@ -442,8 +475,10 @@ class EngineMachine(RuleBasedStateMachine):
         assert told.ranks_P.tolist() == [hash(tokens[:end]) % 50 for end in range(1, len(tokens))]
         assert told.logprobs_P.tolist() == [-end for end in range(1, len(tokens))]
 
-    def _check(self, sequence: TokenSequence) -> None:
-        assert sequence.tokens[-1] == _next(sequence.tokens[:-1], sequence.sampling_row.seed), "not from its own tokens"
+    def _check(self, sequence: TokenSequence, num_tokens: int) -> None:
+        tokens, seed = sequence.tokens, sequence.sampling_row.seed
+        for end in range(len(tokens) - num_tokens, len(tokens)):
+            assert tokens[end] == _next(tokens[:end], seed), "not from its own tokens"
 
     def _is_over(self, sequence: TokenSequence) -> bool:
         return not (sequence in self.engine.decoding.running or sequence in self.engine.decoding.preempted) and not any(
@@ -463,7 +498,7 @@ _SETTINGS = settings(
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
-_SEARCH = settings(_SETTINGS, max_examples=300, phases=[Phase.generate], derandomize=True)  # any failure will do
+_SEARCH = settings(_SETTINGS, max_examples=1000, phases=[Phase.generate], derandomize=True)  # any failure will do
 
 
 @pytest.mark.parametrize("machine", [EngineMachine, PrefillingMachine])
@@ -497,7 +532,15 @@ def _stay_reserved(self: PromptQueue, prompt: Prompt) -> None:
             place.remove(prompt)
 
 
-_execute, _fetched = FakePool.execute, PromptQueue.fetched
+def _the_same_again(self: SamplingRow) -> int:
+    return self.tokens[-1]
+
+
+def _one_position_only(self: TokenSequence, num_tokens: int, blocks: BlockManager) -> None:
+    _computed(self, 1 if self.num_generated > 1 else num_tokens, blocks)
+
+
+_execute, _fetched, _computed = FakePool.execute, PromptQueue.fetched, TokenSequence.computed
 
 
 @pytest.mark.parametrize(
@@ -509,10 +552,13 @@ _execute, _fetched = FakePool.execute, PromptQueue.fetched
         (Decoding, "make_room", _without_room),
         (PromptQueue, "remove", _stay_reserved),
         (TokenSequence, "num_reusable", _reuse_the_scored),
+        (known_tokens, "has_room", lambda sequence, blocks: True),
+        (SamplingRow, "known_token", _the_same_again),
+        (TokenSequence, "computed", _one_position_only),
     ],
 )
 def test_a_planted_fault_is_found(
-    owner: type, name: str, fault: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+    owner: object, name: str, fault: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, name, fault)
     with pytest.raises((AssertionError, LookupError, ExceptionGroup)):

@@ -30,17 +30,18 @@ def _batch(*counts: int) -> Batch:
     return Batch.of(rows, block_size=64)
 
 
-def _step(pace: Pace, clock: Clock, seconds: float, *counts: int) -> None:
+def _step(pace: Pace, clock: Clock, seconds: float, *counts: int, has_prompts: bool = False) -> None:
     pace.begin()
     clock.now += seconds
-    pace.end(_batch(*counts))
+    pace.end(_batch(*counts), has_prompts=has_prompts)
 
 
 def test_steps_that_only_decode_and_those_that_compute_prompts_are_told_apart(clock: Clock) -> None:
     pace = Pace()
     assert (pace.decode_step_s, pace.prompt_tokens_per_s, pace.timing) == (0.0, 0.0, None)
     _step(pace, clock, 0.5, 1, 1, 1)
-    _step(pace, clock, 2.0, 40, 1)
+    _step(pace, clock, 2.0, 40, 1, has_prompts=True)
+    _step(pace, clock, 0.5, 9, 1)  # tokens that were known
     assert pace.decode_step_s == pytest.approx(0.5)
     assert pace.prompt_tokens_per_s == pytest.approx(41 / 2.0)
     assert pace.timing is not None

@@ -55,6 +55,10 @@ class OneOf:
         bits[list(self._allowed[(len(tokens) - start) % len(self._allowed)])] = 1
         return np.packbits(bits, bitorder="little").view(np.int32)
 
+    def only(self, tokens: Seq[int], start: int, /) -> int | None:
+        allowed = self._allowed[(len(tokens) - start) % len(self._allowed)]
+        return allowed[0] if len(allowed) == 1 else None
+
     def fork(self) -> OneOf:
         return self
 

@@ -222,6 +222,9 @@ class FakeMask:
     def allowed(self, tokens: Any, start: int) -> Any:
         return self._words
 
+    def only(self, tokens: Any, start: int) -> None:
+        return None
+
     def fork(self) -> FakeMask:
         return self
 

@@ -52,6 +52,27 @@ def test_a_fork_goes_its_own_way(compiler: GrammarCompiler) -> None:
     assert _allowed(fork, "ab") == "$bc"
 
 
+def test_what_is_forced_is_known_and_is_what_the_mask_allows(compiler: GrammarCompiler) -> None:
+    mask = _mask(compiler, GrammarKind.REGEX, "a(bc|bd)e?")
+    for said, follows in (("", "a"), ("a", "b"), ("ab", ""), ("abc", ""), ("abce", "$")):
+        tokens = [0, 0, *(CHARACTERS.index(character) for character in said)]
+        only = mask.only(tokens, 2)
+        assert ("" if only is None else "$" if only == END else CHARACTERS[only]) == follows
+        assert not follows or _allowed(mask, said) == follows
+    for ends in (
+        [],
+        [END, 3],
+        [END, END - 1],
+        [3, 99],
+    ):  # how it ends is not known, whichever words of bits they are in
+        assert (
+            compiler.compile(Grammar(kind=GrammarKind.REGEX, text="a")).mask(ends).only([CHARACTERS.index("a")], 0)
+            is None
+        )
+    wrong = _mask(compiler, GrammarKind.REGEX, "ab")
+    assert wrong.only([CHARACTERS.index("x")], 0) is None and wrong.failure
+
+
 def test_json_is_written_in_one_way(compiler: GrammarCompiler) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}, "b": {"type": "null"}}, "required": ["a", "b"]}
     schema["additionalProperties"] = False
@@ -168,3 +189,11 @@ def test_a_number_that_masks_would_take_for_another_is_refused(compiler: Grammar
     exact = 2**53 - 1 if number > 0 else 1 - 2**53
     for said, follows in ((str(exact)[:-1], str(exact)[-1]), (str(exact), "$")):
         assert _allowed(_mask(compiler, GrammarKind.JSON_SCHEMA, json.dumps({"const": exact})), said) == follows
+
+
+def test_no_token_is_known_or_allowed_that_the_model_does_not_have(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    compiler = GrammarCompiler(tmp_path, vocab_size=CHARACTERS.index("b"))
+    mask = compiler.compile(Grammar(kind=GrammarKind.REGEX, text="ab")).mask([END])
+    assert mask.only([CHARACTERS.index("a")], 0) is None
+    assert _allowed(mask, "a") == "" and "nothing fits" in mask.failure

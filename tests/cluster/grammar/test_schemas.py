@@ -27,10 +27,12 @@ def test_a_long_answer_may_find_out_more_than_a_matcher_holds(smollm2_dir: Path)
     compiled = compiler.compile(grammar)
     masks = [compiled.mask([0]), compiler.compile(grammar).mask([0])]
     for length, token in enumerate(tokens):
+        assert masks[0].only(tokens[:length], 0) in (None, token)
         words = masks[0].allowed(tokens[:length], 0)
         assert words[token // 32] >> token % 32 & 1, masks[0].failure
     masks.append(compiled.mask([0]))  # of another choice, which has the full matcher to begin with
     for mask in masks[1:]:
+        assert mask.only([], 0) in (None, tokens[0])
         assert mask.allowed([], 0).any(), mask.failure
 
 
@@ -52,8 +54,10 @@ def _walk(compiled: CompiledGrammar, generator: random.Random, *, end: int) -> l
     """Up to the end, or _MAX_TOKENS."""
     mask, tokens = compiled.mask([end]), list[int]()
     while len(tokens) < _MAX_TOKENS:
+        known = mask.only(tokens, 0)
         bits = np.unpackbits(mask.allowed(tokens, 0).view(np.uint8), bitorder="little").nonzero()[0]
         assert len(bits), mask.failure
+        assert known is None or bits.tolist() == [known]
         tokens.append(int(generator.choice(bits)) if end not in bits else end)
         if tokens[-1] == end:
             break

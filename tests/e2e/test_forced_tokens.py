@@ -1,0 +1,137 @@
+"""Answers of which a grammar forces most are, wherever they run, those that masks alone give."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cluster.grammar.compiler import GrammarCompiler
+from cluster.words.grammar import Grammar, GrammarKind
+from cluster.words.probe import Milestone
+from cluster.words.request import FinishReason, Role, Sampling
+from engine.config import EngineConfig
+from engine.runner import ModelRunner
+from engine.sampling import SamplingRow
+from tests.ceiling import Ceiling
+from tests.character_tokenizer import CHARACTERS, END, save_tokenizer
+from tests.e2e.conftest import Checkpoint, exact_tree
+from tests.engine.asked import Asked, answers
+from tests.engine.steps import VOCAB_SIZE, prompts
+from tests.local_cluster import LocalCluster, beside, local_cluster
+from tests.rank_in_process import Fault
+from tests.waiting import WITHIN_S
+
+_GRAMMAR = Grammar(kind=GrammarKind.REGEX, text="(a|b)-is-forced-[1-9]{2}-and-so-is-this(x|y|z)-to-its-very-end[1-9]")
+_SAMPLED = Sampling(max_tokens=70, temperature=1.0, seed=3, stop_token_ids=(END,))
+_PROMPTS = prompts(20, 33, 47, 18)
+_SAMPLINGS = (
+    _SAMPLED,
+    replace(_SAMPLED, temperature=0.0),
+    replace(_SAMPLED, max_tokens=20, seed=9),  # within what is forced
+    replace(_SAMPLED, num_logprobs=1, presence_penalty=1.0),
+)
+_PRIVATE = prompts(24, 31)
+
+
+@pytest.fixture(scope="module")
+def model_dir(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("letters") / "model"
+    shutil.copytree(checkpoint("llama"), directory)
+    save_tokenizer(directory)
+    return directory
+
+
+async def _ask(cluster: LocalCluster) -> list[list[int]]:
+    """Four that keep to the grammar, two choices each, beside two that keep to none."""
+    asked = [
+        cluster.generate(prompt, sampling, id=str(i), n=2, grammar=_GRAMMAR)
+        for i, (prompt, sampling) in enumerate(zip(_PROMPTS, _SAMPLINGS, strict=True))
+    ]
+    asked += [cluster.generate(prompt, replace(_SAMPLED, seed=i), id=f"f{i}") for i, prompt in enumerate(_PRIVATE)]
+    async with asyncio.timeout(WITHIN_S):
+        answers = await asyncio.gather(*asked)
+    return [[token.token_id for token in tokens] for answer in answers for tokens in answer.tokens.values()]
+
+
+def _num_forced(cluster: LocalCluster) -> int:
+    seen = [cluster.seen(replica) for replica in cluster.pools[Role.DECODE] if replica.is_alive]
+    return sum(replica.status.totals.forced_tokens for replica in seen)
+
+
+@pytest.fixture(scope="module")
+def expected(model_dir: Path) -> list[list[int]]:
+    """One step a token, in one process."""
+    runner = ModelRunner(EngineConfig(model_dir=model_dir, dtype="float32", kv_memory_gib=0.1))
+    grammar = GrammarCompiler(model_dir, vocab_size=VOCAB_SIZE).compile(_GRAMMAR)
+    asked = [
+        Asked(prompt, sampling, grammar, num_choices=2) for prompt, sampling in zip(_PROMPTS, _SAMPLINGS, strict=True)
+    ]
+    asked += [Asked(prompt, replace(_SAMPLED, seed=i)) for i, prompt in enumerate(_PRIVATE)]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(SamplingRow, "known_token", lambda row: None)
+        said = answers(runner, asked)
+    text = "".join(CHARACTERS[token] for token in said.ids[0][:-1])
+    assert re.fullmatch(_GRAMMAR.text, text) and said.ids[0][-1] == END and not said.num_known
+    return said.ids
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+async def test_on_one_pair_whatever_its_ranks(
+    model_dir: Path, redis_url: str, expected: list[list[int]], tp: int
+) -> None:
+    tree = exact_tree(1, 1)
+    tree["decode"] |= {"tensor_parallel": tp, "max_running": 12, "max_batch_tokens": 20}
+    async with local_cluster(model_dir, redis_url, processes=tp > 1, **tree) as cluster:
+        assert await _ask(cluster) == expected
+        await cluster.idle()
+        await cluster.until(lambda: _num_forced(cluster) >= 150)
+        cut = await cluster.generate(_PROMPTS[0], replace(_SAMPLED, max_tokens=6), grammar=_GRAMMAR)
+        assert cut.ids == expected[0][:6] and cut.tokens[0][-1].finish_reason is FinishReason.LENGTH
+        await cluster.idle()
+
+
+async def test_where_a_replica_is_killed(model_dir: Path, redis_url: str, expected: list[list[int]]) -> None:
+    async with local_cluster(model_dir, redis_url, processes=True, **exact_tree(2, 0)) as cluster:
+        doomed = await cluster.add(Role.DECODE, Fault(Milestone.COMPUTING, nth=4))
+        await cluster.add(Role.DECODE)
+        assert await _ask(cluster) == expected
+        assert doomed.has_been_hit, "the fault never happened"
+        assert await _ask(cluster) == expected
+        await cluster.idle()
+
+
+async def test_where_blocks_run_out(model_dir: Path, redis_url: str, expected: list[list[int]]) -> None:
+    """A pool of 20 blocks, where the router expects answers of one token."""
+    bytes_per_block = 3 * 2 * 2 * 16 * 4 * 16  # layers, k and v, kv heads, head_dim, float32, block
+    tree = exact_tree(1, 1)
+    tree["decode"] |= {"kv_memory_gib": 20.5 * bytes_per_block / 2**30}
+    async with local_cluster(model_dir, redis_url, **tree) as cluster:
+        cluster.core.dispatch.finished([1] * 200)
+        assert await _ask(cluster) == expected
+        await cluster.idle()
+        await cluster.until(lambda: cluster.seen(cluster.pools[Role.DECODE][0]).status.totals.preemptions)
+
+
+@pytest.mark.parametrize("num_tokens", [3, 9, 21])
+async def test_a_choice_that_moves_within_them(
+    model_dir: Path, redis_url: str, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, num_tokens: int
+) -> None:
+    monkeypatch.setattr("engine.known_tokens.MAX_KNOWN", 4)
+    ceiling = Ceiling(num_tokens)
+    ceiling.arm(monkeypatch.setattr)
+    async with local_cluster(model_dir, redis_url, **exact_tree(1, 1)) as cluster:
+        moving = asyncio.create_task(cluster.generate(_PROMPTS[0], _SAMPLED, grammar=_GRAMMAR))
+        source = cluster.pools[Role.DECODE][0]
+        await cluster.until(lambda: cluster.seen(source).status.running)
+        target = await cluster.add(Role.DECODE)
+        async with beside(cluster.drain(source)):
+            await cluster.until(lambda: cluster.seen(target).status.running)
+            ceiling.lift()
+            moved = await moving
+        assert moved.route.decode_replica == target.id and moved.route.attempts == 1
+        assert moved.ids == expected[0]

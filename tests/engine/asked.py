@@ -1,0 +1,93 @@
+"""Requests to an engine in this process, some of which keep to a grammar, and all that comes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from cluster.grammar.compiler import CompiledGrammar
+from cluster.words.request import SampledToken, Sampling, SequenceRequest
+from engine.engine import Engine, SchedulerConfig
+from engine.kv.block_manager import BlockManager
+from engine.orders import Orders
+from engine.prompts import Prompt
+from engine.runner import ModelRunner
+from engine.sampler import sample
+from engine.sequence import Sequence as TokenSequence
+from engine.step import ScheduledStep
+
+AMPLE = SchedulerConfig(max_batch_tokens=512, max_running=32, max_waiting=32)
+
+
+@dataclass
+class Asked:
+    """One request."""
+
+    prompt: list[int]
+    sampling: Sampling
+    grammar: CompiledGrammar | None = None
+    num_choices: int = 1
+
+
+@dataclass
+class Said:
+    """What came of several: the tokens of each choice, by (request, choice)."""
+
+    tokens: dict[tuple[str, int], list[SampledToken]] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+    num_steps: int = 0
+    num_known: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def ids(self) -> list[list[int]]:
+        return [[token.token_id for token in self.tokens[key]] for key in sorted(self.tokens)]
+
+
+def answers(
+    runner: ModelRunner, asked: Sequence[Asked], config: SchedulerConfig = AMPLE, num_blocks: int = 512
+) -> Said:
+    said, blocks = Said(), BlockManager(num_blocks)
+    engine = Engine(
+        _Bounded(runner, config.max_batch_tokens), sample, blocks, config, block_size=runner.layout.block_size
+    )
+    for number, one in enumerate(asked):
+        engine.add(Prompt(_sequence(one, str(number), block_size=runner.layout.block_size)))
+    while (result := engine.step()).did_work:
+        said.num_steps += 1
+        said.num_known += result.num_known
+        first = [pair for p in result.prefilled for pair in zip(p.sequences, p.tokens, strict=True)]
+        for sequence, token in (*first, *result.sampled):
+            said.tokens.setdefault((sequence.request.id, sequence.choice), []).append(token)
+        for sequence in result.failed:
+            said.failures[sequence.request.id] = type(sequence.failure).__name__
+        blocks.check_integrity()
+    assert blocks.num_available == num_blocks
+    said.num_preemptions = engine.decoding.num_preemptions
+    return said
+
+
+class _Bounded:
+    """Implements Runner, for steps of at most so many tokens; but that each row has one at least."""
+
+    def __init__(self, runner: ModelRunner, max_tokens: int) -> None:
+        self._runner, self._max_tokens = runner, max_tokens
+
+    def execute(self, step: ScheduledStep | None, orders: Orders, /) -> Tensor | None:
+        assert step is None or step.num_tokens <= max(self._max_tokens, len(step.decoding))
+        return self._runner.execute(step, orders)
+
+
+def _sequence(one: Asked, id: str, *, block_size: int) -> TokenSequence:
+    request = SequenceRequest(
+        id=id,
+        token_ids=tuple(one.prompt),
+        num_prompt_tokens=len(one.prompt),
+        sampling=one.sampling,
+        choices=tuple(range(one.num_choices)),
+    )
+    sequence = TokenSequence(request, 0, model="m", block_size=block_size, max_context=128)
+    sequence.sampling_row.mask = one.grammar.mask(one.sampling.stop_token_ids) if one.grammar else None
+    return sequence
