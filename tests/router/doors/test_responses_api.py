@@ -34,6 +34,7 @@ _THINKS = _HERMES + "{# </think> #}"
 _PARIS = '<tool_call>\n{"name": "Weather", "arguments": {"city": "Paris 🎉", "days": 3}}\n</tool_call>'
 _LYON = '<tool_call>\n{"name": "Weather", "arguments": {"city": "Lyon"}}\n</tool_call>'
 _BROKEN = '<tool_call>{"name": "Weather", "arguments": {"city": oh}} </tool_call>'
+_THOUGHTS = ("Hm.", "Oh.")
 _NEITHER = ("id", "created_at", "completed_at")  # what two answers to one question do not share
 _BOUNDS = StoreBounds(max_bytes=2**20, ttl_s=1000)
 
@@ -438,18 +439,22 @@ def test_a_body_is_a_chat_by_other_names() -> None:
     assert _asked(include=["message.output_text.logprobs"]).logprobs == 0
 
 
-def test_what_an_assistant_said_without_a_break_is_one_message() -> None:
+def test_what_an_assistant_thought_said_and_called_is_one_message() -> None:
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
-    thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]}
+    thought, another = (
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]} for text in _THOUGHTS
+    )
+    said = {"role": "assistant", "content": "c"}
     items = [
-        {"role": "user", "content": "a"}, thought, call, call,
-        {"role": "assistant", "content": "c"}, thought, {"role": "user", "content": "d"},
+        {"role": "user", "content": "a"}, thought, another, call, call,
+        said, said, thought, {"role": "user", "content": "d"}, another,
     ]  # fmt: skip
     told = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     assert _asked(input=items).prompt.messages == (
         {"role": "user", "content": "a"},
-        {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": [told, told]},
-        {"role": "assistant", "content": "c"},
+        {"role": "assistant", "content": None, "reasoning_content": "Hm.\nOh.", "tool_calls": [told, told]},
+        said,
+        said,
         {"role": "user", "content": "d"},
     )
 
@@ -477,6 +482,7 @@ _REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "an item": ({"input": [{"type": "mcp_call", "id": "x"}]}, "input[0].type", "'mcp_call' is not supported here"),
     "a call without a name": ({"input": [{"type": "function_call", "call_id": "c"}]}, "input[0].name", "is required"),
+    "a reference to nothing": ({"input": [{"type": "item_reference", "id": ""}]}, "input[0].id", "is required"),
     "a message of nobody": ({"input": [{"content": "a"}]}, "input[0].role", "is required of a message"),
     "nothing": ({"input": []}, "input", "must not be empty"),
     "a number": ({"input": 5}, "input", "must be a string or a list of items"),
