@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from typing import TypeVar
 
 from redis.asyncio import Redis
@@ -13,10 +14,12 @@ from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeout
 
 from cluster.index.redis_client import RedisReach, connect_redis
-from cluster.words.errors import StoreUnavailable, UnknownResponse
+from cluster.words.errors import CapacityError, StoreUnavailable, UnknownResponse
+from router.stored.held_bytes import HeldBytes
+from router.stored.large_transfers import LargeTransfers
 from router.stored.memory_responses import MemoryResponses
 from router.stored.redis_responses import RedisResponses
-from router.stored.response_store import ResponseStore, StoreBounds
+from router.stored.response_store import SMALL_BYTES, ResponseStore, StoreBounds
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +27,7 @@ T = TypeVar("T")
 
 _WITHIN_S = 1.0  # of an answer of Redis, for which a request waits
 _TRY_AGAIN_S = 1.0  # after it was found to be away: nobody waits meanwhile
+_MAX_HELD = 128 * 2**20  # bytes of large values
 _MAX_ID = 64  # characters of one that is told again
 
 
@@ -40,6 +44,8 @@ class StoredResponses:
         self._try_again_s = try_again_s
         self._reach = RedisReach("responses are not stored")
         self._away_until = 0.0
+        self._held = HeldBytes(_MAX_HELD, "responses")
+        self._transfers = LargeTransfers()
 
     @classmethod
     def in_redis(cls, url: str, *, name: str, key: bytes, bounds: StoreBounds) -> StoredResponses:
@@ -59,21 +65,31 @@ class StoredResponses:
         return self._store is not None
 
     async def put(self, tenant: str, id: str, value: bytes) -> bool:
-        """Whether it is stored; not so where it is too large, or the store is away."""
+        """Whether it is stored; not so where it is too large, or the store is away, or too many others are stored."""
         if self._store is None or not self._bounds.takes(value):
             return False
         store = self._store
         try:
-            await self._asked(lambda: store.put(tenant, id, value))
-        except StoreUnavailable:
+            if len(value) <= SMALL_BYTES:
+                await self._asked(lambda: store.put(tenant, id, value))
+            else:
+                async with self._transfers.turn(tenant):
+                    await self._asked(lambda: store.put(tenant, id, value))
+        except (StoreUnavailable, CapacityError):
             return False
         return True
 
-    async def get(self, tenant: str, id: str, *, param: str | None = None) -> bytes:
-        """param: the field that names it. Raises UnknownResponse, StoreUnavailable."""
-        store = self._store
-        value = await self._asked(lambda: store.get(tenant, id)) if store else None
-        if value is None:
+    async def get(self, tenant: str, id: str, held: ExitStack, *, param: str | None = None) -> bytes:
+        """held: while it is open, the value counts as held by its tenant if it is large. param: the field that names
+        it. Raises UnknownResponse, StoreUnavailable, and CapacityError where too many large ones are held."""
+        store, value = self._store, None
+        if store:
+            value = await self._asked(lambda: store.look(tenant, id))
+        if store and isinstance(value, int):
+            held.enter_context(self._held.during(tenant, value))
+            async with self._transfers.turn(tenant):
+                value = await self._asked(lambda: store.get(tenant, id))
+        if not isinstance(value, bytes):
             raise self._unknown(id, param)
         return value
 
