@@ -115,10 +115,12 @@ class RedisResponses:
         *,
         name: str,
         key: bytes,
+        large: Redis | None = None,
         now_ms: Callable[[], int] = lambda: _REDIS_TIME,
     ) -> None:
-        """key: of the deployment's, for names and seals. now_ms: a clock in place of Redis's own."""
-        self._redis = redis
+        """key: of the deployment's, for names and seals. large: a client that waits for longer, for what is large;
+        None: the same. now_ms: a clock in place of Redis's own."""
+        self._large = large or redis
         self._bounds = bounds
         self._name = name
         self._key = key
@@ -134,7 +136,8 @@ class RedisResponses:
         sealed = await _aside(len(value), self._sealed, place, value)
         ttl_ms = round(bounds.ttl_s * 1e3)
         most = bounds.max_of_tenant, bounds.max_bytes
-        await self._put(keys=self._tables, args=[self._name, self._now_ms(), *place, sealed, size, ttl_ms, *most])
+        args = [self._name, self._now_ms(), *place, sealed, size, ttl_ms, *most]
+        await self._put(keys=self._tables, args=args, client=self._large if len(value) > SMALL_BYTES else None)
 
     async def look(self, tenant: str, id: str) -> bytes | int | None:
         """As get does."""
@@ -147,7 +150,7 @@ class RedisResponses:
     async def get(self, tenant: str, id: str) -> bytes | None:
         """None also where the seal is not this deployment's."""
         place = self._place(tenant, id)
-        found: Any = await self._redis.get(self._key_of(place))
+        found: Any = await self._large.get(self._key_of(place))
         return await _aside(len(found or b""), self._opened, place, found)
 
     async def delete(self, tenant: str, id: str) -> bool:

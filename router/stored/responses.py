@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _WITHIN_S = 1.0  # of an answer of Redis, for which a request waits
+_LARGE_WITHIN_S = 5.0  # of a large one: while it comes, this process may have other things to do
 _TRY_AGAIN_S = 1.0  # after it was found to be away: nobody waits meanwhile
 _MAX_HELD = 128 * 2**20  # bytes of large values
 _MAX_ID = 64  # characters of one that is told again
@@ -52,8 +53,8 @@ class StoredResponses:
         """Of all routers of the deployment `name`; where the bounds leave no room, none."""
         if not bounds.max_bytes:
             return cls(None, bounds)
-        redis = connect_redis(url, within_s=_WITHIN_S)
-        return cls(RedisResponses(redis, bounds, name=name, key=key), bounds, redis)
+        redis, large = connect_redis(url, within_s=_WITHIN_S), connect_redis(url, within_s=_LARGE_WITHIN_S)
+        return cls(RedisResponses(redis, bounds, name=name, key=key, large=large), bounds, redis, large)
 
     @classmethod
     def in_memory(cls, bounds: StoreBounds) -> StoredResponses:
@@ -74,7 +75,7 @@ class StoredResponses:
                 await self._asked(lambda: store.put(tenant, id, value))
             else:
                 async with self._transfers.turn(tenant):
-                    await self._asked(lambda: store.put(tenant, id, value))
+                    await self._asked(lambda: store.put(tenant, id, value), is_large=True)
         except (StoreUnavailable, CapacityError):
             return False
         return True
@@ -88,7 +89,7 @@ class StoredResponses:
         if store and isinstance(value, int):
             held.enter_context(self._held.during(tenant, value))
             async with self._transfers.turn(tenant):
-                value = await self._asked(lambda: store.get(tenant, id))
+                value = await self._asked(lambda: store.get(tenant, id), is_large=True)
         if not isinstance(value, bytes):
             raise self._unknown(id, param)
         return value
@@ -107,14 +108,16 @@ class StoredResponses:
         why = "" if self._store else "; none is stored here (router.stored_responses_mib)"
         return UnknownResponse(f"{param or 'response'}: there is no response {id[:_MAX_ID]!r}{why}", param=param)
 
-    async def _asked(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """Raises StoreUnavailable, within a second or two."""
+    async def _asked(self, ask: Callable[[], Awaitable[T]], *, is_large: bool = False) -> T:
+        """Raises StoreUnavailable, within a second or two; of what is large, within some more. That this comes too late
+        says nothing of what is small."""
         if time.monotonic() >= self._away_until:
             try:
                 answer = await ask()
             except (RedisUnreachable, RedisTimeout) as error:
-                self._reach.missed(error)
-                self._away_until = time.monotonic() + self._try_again_s
+                if not (is_large and isinstance(error, RedisTimeout)):
+                    self._reach.missed(error)
+                    self._away_until = time.monotonic() + self._try_again_s
             except RedisError as error:  # it is there, and cannot do this: it may be full
                 logger.warning("Redis does not store responses: %s", error)
             else:

@@ -192,6 +192,26 @@ async def test_only_so_many_large_ones_are_moved_at_a_time() -> None:
         assert found[:3] == [large] * 3 and all(isinstance(error, UnknownResponse) for error in found[3:])
 
 
+class FakeLateStore(MemoryResponses):
+    """What is large never comes."""
+
+    async def look(self, tenant: str, id: str) -> bytes | int | None:
+        return SMALL_BYTES + 1 if id == "large" else await super().look(tenant, id)
+
+    async def get(self, tenant: str, id: str) -> bytes | None:
+        if id == "large":
+            raise redis.TimeoutError("reading")
+        return await super().get(tenant, id)
+
+
+async def test_what_is_large_and_late_is_no_sign_that_redis_is_away() -> None:
+    """Else whoever reads much has nothing stored for anybody."""
+    stored = StoredResponses(FakeLateStore(_ROOMY), _ROOMY)
+    with ExitStack() as held, pytest.raises(StoreUnavailable):
+        await stored.get("greedy", "large", held)
+    assert await stored.put("modest", "a", b"value")
+
+
 async def test_nobody_waits_for_a_turn_without_end() -> None:
     transfers = LargeTransfers(within_s=0)
     async with transfers.turn("a"), transfers.turn("a"):
