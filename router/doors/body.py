@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -17,9 +16,10 @@ from fastapi import Request
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from cluster.words.errors import CapacityError, ContextLengthExceeded, RequestError, RequestTooLarge
+from cluster.words.errors import ContextLengthExceeded, RequestError, RequestTooLarge
 from router.doors.openai_errors import explain
 from router.doors.openai_fields import OpenAIObject, unknown_fields
+from router.stored.held_bytes import HeldBytes
 from router.text.completion_request import MAX_REQUEST_BYTES
 from router.text.text_threads import TextThreads
 
@@ -27,9 +27,7 @@ Body = TypeVar("Body", bound=OpenAIObject)
 T = TypeVar("T")
 
 _SMALL = 16 * 1024  # bytes, at most 1 ms of parsing: less than it takes to reach a thread and come back
-# Bytes of the large bodies that a router has at a time: of all, and of one key. Small ones always find room.
-_MAX_HELD = 256 * 2**20
-_MAX_HELD_OF_KEY = _MAX_HELD // 4
+_MAX_HELD = 256 * 2**20  # bytes of the large bodies that a router has at a time. Small ones always find room
 # Of a large body, by field: values between brackets, and bytes. Other fields need neither.
 _MAX_PROMPT_VALUES = 2**18  # all prompts together, or a context if that is longer
 _MAX_VALUES = 2**12
@@ -52,7 +50,7 @@ class BodyReader:
         self._threads = threads
         self._max_context = max_context
         self._within_s = within_s
-        self._held: Counter[str] = Counter()  # bytes, by key
+        self._held = HeldBytes(_MAX_HELD, "requests")  # by key
 
     async def read(self, kind: type[Body], request: Request, make: Callable[[Body], T], *, key_id: str = "") -> T:
         """What `make` makes of the body, on the thread that has parsed it: nothing that visits all of a large one is
@@ -69,7 +67,7 @@ class BodyReader:
                 return make(self._parse(kind, bytes(body)))
             return await self._threads.run(key_id, self._parse_large, kind, bytes(body), make)
         finally:
-            self._hold(key_id, -_counted(body))
+            self._held.add(key_id, -_counted(body))
 
     async def _receive(self, body: bytearray, request: Request, key_id: str) -> None:
         """No more than MAX_REQUEST_BYTES are ever held."""
@@ -82,22 +80,13 @@ class BodyReader:
                 async for part in request.stream():
                     before = _counted(body)
                     body += part
-                    self._hold(key_id, _counted(body) - before)
+                    self._held.add(key_id, _counted(body) - before)
                     if len(body) > MAX_REQUEST_BYTES:
                         raise too_large
                     if _counted(body):
-                        self._check_room(key_id)
+                        self._held.check(key_id)
         except TimeoutError:
             raise HTTPException(408, headers={"connection": "close"}) from None
-
-    def _hold(self, key_id: str, num_bytes: int) -> None:
-        self._held[key_id] += num_bytes
-        if not self._held[key_id]:
-            del self._held[key_id]
-
-    def _check_room(self, key_id: str) -> None:
-        if self._held.total() > _MAX_HELD or (key_id and self._held[key_id] > _MAX_HELD_OF_KEY):
-            raise CapacityError("too many large requests are being read already", retry_after_s=1.0)
 
     def _parse_large(self, kind: type[Body], body: bytes, make: Callable[[Body], T]) -> T:
         self._check_values(body)

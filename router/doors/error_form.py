@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 
 class ErrorForm(Protocol):
-    """Of one request. Each method is called once at most, where the error is told."""
+    """Of one request, for the one error that it hears of."""
 
     def whole(self, error: BaseException) -> tuple[int, dict[str, Any]]:
         """Status and body of an answer that is nothing but the error."""

@@ -1,5 +1,5 @@
-"""The HTTP door: the OpenAI API's /v1/models, /v1/completions and /v1/chat/completions, streaming and not; and what
-other APIs it speaks."""
+"""The HTTP door: the OpenAI API's /v1/models, /v1/completions and /v1/chat/completions, streaming and not; and beside
+them what has files of its own: /v1/responses, Anthropic's /v1/messages, and the tokens of texts."""
 
 from __future__ import annotations
 

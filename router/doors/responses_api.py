@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from fastapi import FastAPI, Request
-from msgspec import Raw
 from starlette.responses import Response
 
 from cluster.words.errors import RequestError, UnsupportedField
 from router.access.visit import Visit
+from router.doors.connections import HTTP_DOOR
 from router.doors.event_stream import EventStream, to_json, whole_answer
+from router.doors.held_answer import HeldAnswer
 from router.doors.http_visits import HttpVisits, client_of, tenant_of
 from router.doors.openai_forms import ChatForm
 from router.doors.opened import Opener
@@ -21,13 +23,15 @@ from router.doors.responses_answer import ResponseAnswer
 from router.doors.responses_errors import ResponsesErrors
 from router.doors.responses_turn import StoredTurn, Turn, id_of
 from router.doors.responses_types import ResponsesBody
+from router.stored.response_store import SMALL_BYTES
 from router.stored.responses import StoredResponses
 from router.text.completion import Completions
 from router.text.completion_request import MAX_REQUEST_BYTES
 
 JSON = dict[str, Any]
+P = ParamSpec("P")
+T = TypeVar("T")
 
-_SMALL = 16 * 1024  # bytes of a stored response that are read at once; more, on another thread
 _LISTED, _MAX_LISTED = 20, 100  # items of a page
 
 
@@ -69,7 +73,7 @@ class ResponsesApi:
         body, tenant = turn.asked.body, tenant_of(request)
 
         async def keep(response: JSON) -> bool:
-            value = to_json({"response": response, "input": [*turn.history, *turn.items]})
+            value = to_json({"response": response, "input": turn.items})
             return await self._stored.put(tenant, id, value)
 
         answer = ResponseAnswer(
@@ -89,22 +93,19 @@ class ResponsesApi:
     async def _completed(self, turn: Turn, request: Request) -> Turn:
         """With what it goes on from. Raises UnknownResponse, StoreUnavailable and what a body may raise."""
         stored, num_bytes = dict[str, bytes](), 0
-        with self._visits.noted(request):
+        with self._visits.noted(request), ExitStack() as held:
             for id, field in turn.needed.items():
-                stored[id] = await self._stored.get(tenant_of(request), id, param=field)
+                stored[id] = await self._stored.get(tenant_of(request), id, held, param=field)
                 num_bytes += len(stored[id])
                 if num_bytes > MAX_REQUEST_BYTES:
                     text = f"input: what its items refer to has more than {MAX_REQUEST_BYTES} bytes"
                     raise RequestError(text, param="input")
-            if num_bytes <= _SMALL:
-                return turn.completed(stored, request)
-            key = client_of(request).key
-            return await self._completions.threads.run(key.id if key else "", turn.completed, stored, request)
+            return await self._aside(request, num_bytes, turn.completed, stored, request)
 
     async def _read(self, request: Request, visit: Visit) -> Response:
         if request.query_params.get("stream") in ("true", "True", "1"):
             raise UnsupportedField("stream: what is stored is not streamed again", param="stream")
-        return _answer(StoredTurn.of(await self._found(request)).response, await visit.charge([]))
+        return await self._shown(request, visit, lambda turn: turn.response)
 
     async def _delete(self, request: Request, visit: Visit) -> Response:
         id = request.path_params["id"]
@@ -113,30 +114,52 @@ class ResponsesApi:
         return _answer({"id": id, "object": "response", "deleted": True}, await visit.charge([]))
 
     async def _list(self, request: Request, visit: Visit) -> Response:
-        items = StoredTurn.of(await self._found(request)).input
-        with self._visits.noted(request):
-            listed, has_more = _page(items, request.query_params)
-        ids = [id_of(item) for item in listed] or [""]
-        page = {"object": "list", "data": listed, "first_id": ids[0], "last_id": ids[-1], "has_more": has_more}
-        return _answer(page, await visit.charge([]))
+        return await self._shown(request, visit, partial(_page, query=dict(request.query_params)))
 
-    async def _found(self, request: Request) -> bytes:
-        with self._visits.noted(request):
-            return await self._stored.get(tenant_of(request), request.path_params["id"])
+    async def _shown(self, request: Request, visit: Visit, part: Callable[[StoredTurn], object]) -> Response:
+        """A part of what is stored, which counts as held until it has been written."""
+
+        def written(value: bytes) -> bytes:
+            return to_json(part(StoredTurn.of(value)))
+
+        with ExitStack() as held:
+            with self._visits.noted(request):
+                value = await self._stored.get(tenant_of(request), request.path_params["id"], held)
+                body = await self._aside(request, len(value), written, value)
+            headers = await visit.charge([])
+            return HeldAnswer(body, headers, held.pop_all(), within_s=HTTP_DOOR.message_s)
+
+    async def _aside(
+        self, request: Request, num_bytes: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """What `work` makes of so many bytes: of more than a few, on another thread."""
+        if num_bytes <= SMALL_BYTES:
+            return work(*args, **kwargs)
+        key = client_of(request).key
+        return await self._completions.threads.run(key.id if key else "", work, *args, **kwargs)
 
 
-def _page(items: Sequence[Raw], query: Mapping[str, str]) -> tuple[list[Raw], bool]:
-    """Those that are asked for, and whether there are more. Raises RequestError."""
+def _page(turn: StoredTurn, query: Mapping[str, str]) -> JSON:
+    """The input items that are asked for. Raises RequestError."""
     limit, order, after = query.get("limit", str(_LISTED)), query.get("order", "desc"), query.get("after")
     if not (limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= _MAX_LISTED):
         raise RequestError(f"limit: must be from 1 to {_MAX_LISTED}", param="limit")
     if order not in ("asc", "desc"):
         raise RequestError("order: must be asc or desc", param="order")
-    ordered = list(items) if order == "asc" else list(reversed(items))
+    ordered = turn.input if order == "asc" else turn.input[::-1]
     begin = 0
     if after:
         begin = next((n for n, item in enumerate(ordered, 1) if id_of(item) == after), len(ordered))
-    return ordered[begin : begin + int(limit)], begin + int(limit) < len(ordered)
+    end = begin + int(limit)
+    listed = ordered[begin:end]
+    ids = [id_of(item) for item in listed] or [""]
+    return {
+        "object": "list",
+        "data": listed,
+        "first_id": ids[0],
+        "last_id": ids[-1],
+        "has_more": end < len(ordered),
+    }
 
 
 def _answer(content: object, headers: Mapping[str, str]) -> Response:

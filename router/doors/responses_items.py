@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -99,7 +99,8 @@ class InputItem(OpenAIObject):
     def check(self, path: str) -> None:
         """Whether it has what its type needs. Raises RequestError."""
         for name in _NEEDED.get(self.kind, ()):
-            if getattr(self, name) is None:
+            given = getattr(self, name)
+            if given is None or (name == "id" and not given):
                 raise RequestError(f"{path}.{name}: is required of a {self.kind}", param=f"{path}.{name}")
 
     def to_store(self, default_id: str) -> JSON:
@@ -124,6 +125,10 @@ class InputItem(OpenAIObject):
         return kept | {"status": "completed"}
 
     @property
+    def is_assistants(self) -> bool:
+        return self.kind in ("function_call", "reasoning") or (self.kind == "message" and self.role == "assistant")
+
+    @property
     def thinking(self) -> str:
         return _text(self.content) or _text(self.summary)
 
@@ -140,54 +145,71 @@ Items = Annotated[
 ]
 
 
+def shown(items: Sequence[InputItem]) -> list[int]:
+    """Which of them the model is shown: all but reasoning that the assistant's next word or call does not follow."""
+    numbers, is_followed = list[int](), False
+    for number, item in reversed([*enumerate(items)]):
+        if item.kind != "reasoning":
+            is_followed = item.is_assistants
+        if item.kind != "reasoning" or is_followed:
+            numbers.append(number)
+    return numbers[::-1]
+
+
 def messages_of(items: Sequence[InputItem], instructions: str | None) -> list[ChatMessage]:
-    """What an assistant said, thought and called without a break is one message."""
+    """What an assistant thought, said and called, in that order, is one message; what does not fit begins another."""
     given = [_message("system", [TextPart.model_construct(type="text", text=instructions)])] if instructions else []
-    return [*given, *_told(items)]
+    return [*given, *_told([items[number] for number in shown(items)])]
 
 
 def _told(items: Sequence[InputItem]) -> Iterator[ChatMessage]:
-    turn: ChatMessage | None = None  # the assistant's, that is not over
+    turn: _Turn | None = None  # the assistant's, that is not over
     for item in items:
-        is_assistants = item.kind in ("function_call", "reasoning") or item.role == "assistant"
-        if turn and (not is_assistants or _begins_anew(turn, item)):
-            yield from _said(turn)
+        if turn and not turn.takes(item):
+            yield turn.message()
             turn = None
-        if not is_assistants:
+        if item.is_assistants:
+            turn = turn or _Turn()
+            turn.add(item)
+        else:
             answers = item.kind == "function_call_output"
             yield _message("tool" if answers else item.role or "", item.texts, tool_call_id=item.call_id)
-            continue
-        turn = turn or _message("assistant", None)
-        if item.kind == "reasoning":
-            turn.reasoning_content = item.thinking
-        elif item.kind == "message":
-            turn.content = item.texts
-        else:
-            turn.tool_calls = [*(turn.tool_calls or ()), _call(item)]
     if turn:
-        yield from _said(turn)
+        yield turn.message()
 
 
-def _begins_anew(turn: ChatMessage, item: InputItem) -> bool:
-    """A message of a chat has thinking, then text, then calls."""
-    if item.kind == "function_call":
-        return False
-    return bool(turn.tool_calls or turn.content is not None or (item.kind == "reasoning" and turn.reasoning_content))
+@dataclass
+class _Turn:
+    """A message of the assistant's, while it is made: thoughts, then one text, then calls."""
 
+    thoughts: list[str] = field(default_factory=list)
+    texts: list[TextPart] | None = None
+    calls: list[CallInHistory] = field(default_factory=list)
 
-def _said(turn: ChatMessage) -> Iterator[ChatMessage]:
-    """Nothing, where all that there is was thought."""
-    if turn.content is not None or turn.tool_calls:
-        yield turn
+    def takes(self, item: InputItem) -> bool:
+        return item.kind == "function_call" or (item.is_assistants and self.texts is None and not self.calls)
+
+    def add(self, item: InputItem) -> None:
+        match item.kind:
+            case "reasoning":
+                self.thoughts.append(item.thinking)
+            case "function_call":
+                function = CalledFunction.model_construct(name=item.name or "", arguments=item.arguments or "")
+                self.calls.append(CallInHistory.model_construct(id=item.call_id, function=function))
+            case _:
+                self.texts = item.texts
+
+    def message(self) -> ChatMessage:
+        return ChatMessage.model_construct(
+            role="assistant",
+            content=self.texts,
+            tool_calls=self.calls or None,
+            reasoning_content="\n".join(self.thoughts) if self.thoughts else None,
+        )
 
 
 def _message(role: str, content: list[TextPart] | None, *, tool_call_id: str | None = None) -> ChatMessage:
     return ChatMessage.model_construct(role=role, content=content, tool_call_id=tool_call_id)
-
-
-def _call(item: InputItem) -> CallInHistory:
-    function = CalledFunction.model_construct(name=item.name or "", arguments=item.arguments or "")
-    return CallInHistory.model_construct(id=item.call_id, function=function)
 
 
 def _text(parts: Sequence[ItemPart] | None) -> str:

@@ -16,7 +16,7 @@ from cluster.words.errors import RequestError, UnknownResponse
 from router.doors.event_stream import to_json
 from router.doors.openai_fields import OpenAIObject
 from router.doors.opened import Asked
-from router.doors.responses_items import REFERENCE, InputItem
+from router.doors.responses_items import REFERENCE, InputItem, shown
 from router.doors.responses_types import ResponsesBody
 from router.text.completion_request import MAX_REQUEST_BYTES
 
@@ -57,11 +57,11 @@ class Turn:
     """A body, and what visits all of it to be known."""
 
     body: ResponsesBody
-    items: Sequence[Raw]  # its input, as it is stored
+    # Its input as it is stored: with what it goes on from, and nothing that the model is not shown.
+    items: Sequence[Raw]
     told_again: JSON
     needed: Mapping[str, str]  # responses, and the field that names each
     asked: Asked[ResponsesBody] | None = None  # None: what is needed is not there yet
-    history: Sequence[Raw] = ()
 
     @classmethod
     def of(cls, request: Request, id: str, body: ResponsesBody) -> Turn:
@@ -75,7 +75,7 @@ class Turn:
         if body.previous_response_id is not None:
             needed[body.previous_response_id] = PREVIOUS
         turn = cls(body=body, items=items, told_again=body.told_again(), needed=needed)
-        return turn if needed else replace(turn, asked=Asked.of(request, body))
+        return turn if needed else turn._asking(request, body)
 
     def completed(self, stored: Mapping[str, bytes], request: Request) -> Turn:
         """stored: what is needed, by id. Raises RequestError."""
@@ -85,12 +85,17 @@ class Turn:
             previous = self.body.previous_response_id
             history = turns[previous].items if previous is not None else []
             items = [self._resolved(number, item, known) for number, item in enumerate(self.items)]
-            _check_size([*history, *items])
-            whole = _Items.model_validate_json(to_json({"items": [*history, *items]})).items
+            whole = [*history, *items]
+            _check_size(whole)
+            read = _Items.model_validate_json(to_json({"items": whole})).items
         except (msgspec.MsgspecError, ValidationError):
             raise _other_form() from None
-        body = self.body.model_copy(update={"input": whole})
-        return replace(self, items=items, history=history, asked=Asked.of(request, body))
+        return replace(self, items=whole)._asking(request, self.body.model_copy(update={"input": read}))
+
+    def _asking(self, request: Request, body: ResponsesBody) -> Turn:
+        """body: with all that the items say. Raises RequestError."""
+        items = [self.items[number] for number in shown(body.input)]
+        return replace(self, items=items, asked=Asked.of(request, body))
 
     def _resolved(self, number: int, item: Raw, known: Mapping[str, Raw]) -> Raw:
         given = self.body.input[number]

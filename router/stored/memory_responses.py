@@ -6,7 +6,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 
-from router.stored.response_store import ENTRY_BYTES, StoreBounds
+from router.stored.response_store import ENTRY_BYTES, SMALL_BYTES, StoreBounds
 
 _Place = tuple[str, str]  # tenant, id
 
@@ -31,6 +31,10 @@ class MemoryResponses:
         self._entries[tenant, id] = self._now() + self._bounds.ttl_s, value
         self._of_tenant[tenant][id] = None
         self._num_bytes[tenant] += size
+
+    async def look(self, tenant: str, id: str) -> bytes | int | None:
+        value = await self.get(tenant, id)
+        return value if value is None or len(value) <= SMALL_BYTES else len(value)
 
     async def get(self, tenant: str, id: str) -> bytes | None:
         self._expire()

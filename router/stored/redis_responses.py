@@ -12,15 +12,19 @@ of them some of what is too old, whoever's it is.
 
 from __future__ import annotations
 
+import asyncio
 import struct
 from collections.abc import Callable
 from hashlib import blake2b
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from redis.asyncio import Redis
 
 from cluster.words.seal import SEAL_BYTES, is_sealed, seal
-from router.stored.response_store import ENTRY_BYTES, StoreBounds
+from router.stored.response_store import ENTRY_BYTES, MAX_VALUE_BYTES, SMALL_BYTES, StoreBounds
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _REDIS_TIME = -1
 _NAME_BYTES = 16
@@ -91,6 +95,15 @@ return 1
 """
 )
 
+# KEYS a value. ARGV the most bytes that it is given with; of a longer one their number is.
+_LOOK = """
+local size = redis.call('STRLEN', KEYS[1])
+if size > tonumber(ARGV[1]) then
+    return size
+end
+return redis.call('GET', KEYS[1])
+"""
+
 
 class RedisResponses:
     """Implements ResponseStore for all routers of the deployment `name`."""
@@ -102,39 +115,60 @@ class RedisResponses:
         *,
         name: str,
         key: bytes,
+        large: Redis | None = None,
         now_ms: Callable[[], int] = lambda: _REDIS_TIME,
     ) -> None:
-        """key: of the deployment's, for names and seals. now_ms: a clock in place of Redis's own."""
-        self._redis = redis
+        """key: of the deployment's, for names and seals. large: a client that waits for longer, for what is large;
+        None: the same. now_ms: a clock in place of Redis's own."""
+        self._large = large or redis
         self._bounds = bounds
         self._name = name
         self._key = key
         self._now_ms = now_ms
         self._put: Any = redis.register_script(_PUT)
+        self._look: Any = redis.register_script(_LOOK)
         self._delete: Any = redis.register_script(_DELETE)
         self._tables = [f"{name}:responses:all", f"{name}:responses:bytes"]
 
     async def put(self, tenant: str, id: str, value: bytes) -> None:
         place = self._place(tenant, id)
         size, bounds = len(value) + ENTRY_BYTES, self._bounds
-        sealed = seal(self._key, _bytes(place), value) + value
+        sealed = await _aside(len(value), self._sealed, place, value)
         ttl_ms = round(bounds.ttl_s * 1e3)
         most = bounds.max_of_tenant, bounds.max_bytes
-        await self._put(keys=self._tables, args=[self._name, self._now_ms(), *place, sealed, size, ttl_ms, *most])
+        args = [self._name, self._now_ms(), *place, sealed, size, ttl_ms, *most]
+        await self._put(keys=self._tables, args=args, client=self._large if len(value) > SMALL_BYTES else None)
+
+    async def look(self, tenant: str, id: str) -> bytes | int | None:
+        """As get does."""
+        place = self._place(tenant, id)
+        found: Any = await self._look(keys=[self._key_of(place)], args=[SEAL_BYTES + SMALL_BYTES])
+        if not isinstance(found, int):
+            return self._opened(place, found)
+        return found - SEAL_BYTES if found <= SEAL_BYTES + MAX_VALUE_BYTES else None  # none of ours is larger
 
     async def get(self, tenant: str, id: str) -> bytes | None:
         """None also where the seal is not this deployment's."""
         place = self._place(tenant, id)
-        found: Any = await self._redis.get("{}:response:{}:{}".format(self._name, *place))
-        if not isinstance(found, bytes):
-            return None
-        shown, value = found[:SEAL_BYTES], found[SEAL_BYTES:]
-        return value if is_sealed(shown, self._key, _bytes(place), value) else None
+        found: Any = await self._large.get(self._key_of(place))
+        return await _aside(len(found or b""), self._opened, place, found)
 
     async def delete(self, tenant: str, id: str) -> bool:
         place = self._place(tenant, id)
         beside = ENTRY_BYTES - SEAL_BYTES
         return bool(await self._delete(keys=self._tables, args=[self._name, *place, beside]))
+
+    def _key_of(self, place: tuple[str, str]) -> str:
+        return "{}:response:{}:{}".format(self._name, *place)
+
+    def _sealed(self, place: tuple[str, str], value: bytes) -> bytes:
+        return seal(self._key, _bytes(place), value) + value
+
+    def _opened(self, place: tuple[str, str], found: bytes | None) -> bytes | None:
+        if found is None:
+            return None
+        shown, value = found[:SEAL_BYTES], found[SEAL_BYTES:]
+        return value if is_sealed(shown, self._key, _bytes(place), value) else None
 
     def _place(self, tenant: str, id: str) -> tuple[str, str]:
         """Hashes of the tenant, and of the id among that tenant's."""
@@ -146,6 +180,13 @@ class RedisResponses:
             encoded = word.encode()
             digest.update(struct.pack("<I", len(encoded)) + encoded)
         return digest.hexdigest()
+
+
+async def _aside(num_bytes: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """What `work` returns, which takes 5 ms for each 4 MiB. Of large ones there are only a few at a time."""
+    if num_bytes <= SMALL_BYTES + SEAL_BYTES:
+        return work(*args, **kwargs)
+    return await asyncio.to_thread(work, *args, **kwargs)
 
 
 def _bytes(place: tuple[str, str]) -> bytes:

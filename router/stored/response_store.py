@@ -7,6 +7,7 @@ from typing import Protocol
 
 ENTRY_BYTES = 1024  # that each counts beside its value: so few bytes are never so many entries
 MAX_VALUE_BYTES = 4 * 2**20  # of one
+SMALL_BYTES = 16 * 1024  # of one that is got at once: there is always room for it, and it holds up nobody
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,10 @@ class ResponseStore(Protocol):
 
     async def put(self, tenant: str, id: str, value: bytes) -> None:
         """id: one that there was never before. value: one that the bounds take."""
+        ...
+
+    async def look(self, tenant: str, id: str) -> bytes | int | None:
+        """The value; of one with more than SMALL_BYTES, how many it has. None: there is none."""
         ...
 
     async def get(self, tenant: str, id: str) -> bytes | None: ...

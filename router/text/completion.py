@@ -22,6 +22,7 @@ from cluster.words.errors import (
     ClientTooSlow,
     ClusterError,
     DeadlineExceeded,
+    RequestError,
     outcome_of,
 )
 from cluster.words.grammar import Grammar
@@ -218,6 +219,9 @@ class Completion:
                 yield (
                     best_of(events, num_best=self.n, shows_logprobs=has_logprobs) if self.request.is_ranked else events
                 )
+        except RequestError as error:
+            self._account(error)
+            raise self.request.in_its_words(error) from None
         except BaseException as error:
             self._account(error)
             raise

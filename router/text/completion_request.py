@@ -122,6 +122,16 @@ class CompletionRequest:
         return self.n if self.best_of is None else self.best_of
 
     @property
+    def choices_field(self) -> str:
+        """What the client calls these."""
+        return "n" if self.best_of is None else "best_of"
+
+    def in_its_words(self, error: RequestError) -> RequestError:
+        """A refusal by the core, which knows of choices no more than how many run."""
+        field = self.choices_field
+        return error if error.param != "n" else RequestError(f"{field}{str(error).removeprefix('n')}", param=field)
+
+    @property
     def is_ranked(self) -> bool:
         """More run than are answered."""
         return self.num_choices > self.n
@@ -240,7 +250,7 @@ def sampling_of(
 
 
 def _check_choices(request: CompletionRequest, model: ModelCard) -> None:
-    num, called = request.num_choices, "n" if request.best_of is None else "best_of"
+    num, called = request.num_choices, request.choices_field
     if num < request.n:
         raise RequestError(f"best_of: must not be less than n, {request.n}, but is {num}", param="best_of")
     if num > model.max_choices:

@@ -13,6 +13,7 @@ from urllib.parse import unquote
 DROPPED = object()
 _TYPES = frozenset(("null", "boolean", "number", "integer", "string", "array", "object"))
 _LOOKING_AROUND = re.compile(r"\(\?<?[=!]|\\[bB1-9]|\\k<")  # and words' bounds, and back; also where it is escaped
+_MAX_DIGITS = 9  # of a number in a reference
 _OF_DOCUMENT = frozenset(("$id", "$schema"))  # what a schema says as a document of its own
 _LITERAL = frozenset(("const", "enum", "default", "examples"))  # keywords whose values are no schemas
 _NAMED = frozenset(
@@ -44,7 +45,7 @@ def _can_be_enforced(key: str, value: Any, document: Any) -> bool:
         case "type", str():
             return value in _TYPES
         case "type", list():
-            return all(one in _TYPES for one in value)
+            return all(isinstance(one, str) and one in _TYPES for one in value)
     return True
 
 
@@ -54,7 +55,7 @@ def _leads_somewhere(reference: str, document: Any) -> bool:
     found = document
     for part in reference.split("/")[1:]:
         name = unquote(part).replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+        if isinstance(found, list) and name.isdecimal() and len(name) < _MAX_DIGITS and int(name) < len(found):
             found = found[int(name)]
         elif isinstance(found, Mapping) and name in found:
             found = found[name]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import openai
@@ -19,9 +22,11 @@ from cluster.process.ports import free_port
 from cluster.words.errors import ReplicaLost
 from cluster.words.grammar import ANY_OBJECT, GrammarKind
 from router.access.access import Access
+from router.doors.held_answer import HeldAnswer
 from router.doors.openai_api import create_app
+from router.doors.responses_turn import StoredTurn
 from router.doors.responses_types import ResponsesBody
-from router.stored.response_store import StoreBounds
+from router.stored.response_store import MAX_VALUE_BYTES, StoreBounds
 from router.stored.responses import StoredResponses
 from router.text.tokenizer import Tokenizer
 from tests.router.access.keys import access_with, issue
@@ -34,6 +39,7 @@ _THINKS = _HERMES + "{# </think> #}"
 _PARIS = '<tool_call>\n{"name": "Weather", "arguments": {"city": "Paris 🎉", "days": 3}}\n</tool_call>'
 _LYON = '<tool_call>\n{"name": "Weather", "arguments": {"city": "Lyon"}}\n</tool_call>'
 _BROKEN = '<tool_call>{"name": "Weather", "arguments": {"city": oh}} </tool_call>'
+_THOUGHTS = ("Hm.", "Oh.")
 _NEITHER = ("id", "created_at", "completed_at")  # what two answers to one question do not share
 _BOUNDS = StoreBounds(max_bytes=2**20, ttl_s=1000)
 
@@ -57,6 +63,7 @@ class Served:
         self.tokenizer = tokenizer
         self.http = httpx.AsyncClient(base_url=address)
         self.address = address
+        self.place = (url := urlsplit(address)).hostname, url.port
         self.clients: list[openai.AsyncOpenAI] = []
         self.client = self.client_of("none")
         self.responses = self.client.responses
@@ -260,6 +267,68 @@ async def test_items_are_referred_to_by_their_ids(serve: Serve) -> None:
             assert refused[:2] == (400, "input") and why in refused[2]
 
 
+async def test_what_the_model_is_not_shown_is_not_stored(serve: Serve) -> None:
+    """Else what is stored of a request would be bounded by no context."""
+    async with serve() as served:
+        unseen, thought = ({"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]} for text in "xy")
+        said = {"role": "assistant", "content": "c"}
+        items: Any = [unseen, {"role": "user", "content": "a"}, thought, said, unseen, unseen]
+        first = await served.responses.create(input=items, max_output_tokens=9)
+        second = await served.responses.create(input=items[1:2], previous_response_id=first.id, max_output_tokens=9)
+        for response, told in ((first, [*"ayc"]), (second, [*"ayc", first.output_text, "a"])):
+            listed = (await served.responses.input_items.list(response.id, order="asc")).data
+            assert [item.content[0].text for item in listed] == told  # type: ignore[union-attr,index]
+
+
+async def test_large_ones_are_bounded_until_they_have_been_read(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And hold up nobody: they are parsed and written on other threads."""
+    key, threads, of = issue("acme"), set[str](), StoredTurn.of
+
+    def watched(value: bytes) -> StoredTurn:
+        threads.add(threading.current_thread().name.partition("_")[0])
+        return of(value)
+
+    monkeypatch.setattr(StoredTurn, "of", watched)
+    stored = StoredResponses.in_memory(StoreBounds(max_bytes=2**26, ttl_s=1000))
+    large = {"response": {"output": []}, "input": [{"id": "a", "text": "x" * (MAX_VALUE_BYTES - 100)}]}
+    assert await stored.put(key.key.tenant, "resp_a", json.dumps(large).encode())
+    async with serve(access=access_with(key), stored=stored) as served, AsyncExitStack() as clients:
+        headers, path = {"authorization": key.header}, "/v1/responses/resp_a/input_items"
+        readers, loop = list[socket.socket](), asyncio.get_running_loop()
+        for _ in range(8):
+            readers.append(clients.enter_context(socket.socket()))
+            readers[-1].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            readers[-1].setblocking(False)
+            await loop.sock_connect(readers[-1], served.place)
+            request = f"GET {path} HTTP/1.1\r\nhost: x\r\nauthorization: {key.header}\r\n\r\n"
+            await loop.sock_sendall(readers[-1], request.encode())
+            assert await loop.sock_recv(readers[-1], 15) == b"HTTP/1.1 200 OK"
+        for refused in [await served.http.get(one, headers=headers) for one in (path, "/v1/responses/resp_a")]:
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "overloaded")
+            assert refused.headers["retry-after"] == "1"
+        readers[0].close()
+        while (answer := await served.http.get(path, headers=headers)).status_code == 429:
+            pass  # it has not been noticed yet
+        assert answer.json()["data"] == large["input"] and len(answer.content) > MAX_VALUE_BYTES - 100
+    assert threads == {"text"}
+
+
+async def test_who_takes_too_long_to_read_is_cut_off() -> None:
+    sent, held = list[Any](), ExitStack()
+    is_over = held.enter_context(closing(FakeHold()))
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+        if len(sent) > 2:
+            await asyncio.Event().wait()
+
+    async def receive() -> Any:
+        raise AssertionError
+
+    await HeldAnswer(bytes(2**20), {}, held, within_s=0.01)({"type": "http"}, receive, send)
+    assert is_over.is_closed and all(message.get("more_body", True) for message in sent) and len(sent) == 3
+
+
 async def test_what_is_stored_is_read_and_deleted(serve: Serve) -> None:
     async with serve() as served:
         served.say("One.", "Two.", "Three.")
@@ -409,6 +478,13 @@ async def test_an_answer_in_a_format(serve: Serve) -> None:
         assert (status, param) == (400, "text.format") and message.startswith("text.format"), message
 
 
+class FakeHold:
+    is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
 def _asked(**fields: Any) -> Any:
     (request,) = ResponsesBody.model_validate_json(json.dumps({"input": "hi", **fields})).requests("r")
     return request
@@ -438,18 +514,22 @@ def test_a_body_is_a_chat_by_other_names() -> None:
     assert _asked(include=["message.output_text.logprobs"]).logprobs == 0
 
 
-def test_what_an_assistant_said_without_a_break_is_one_message() -> None:
+def test_what_an_assistant_thought_said_and_called_is_one_message() -> None:
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
-    thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]}
+    thought, another = (
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]} for text in _THOUGHTS
+    )
+    said = {"role": "assistant", "content": "c"}
     items = [
-        {"role": "user", "content": "a"}, thought, call, call,
-        {"role": "assistant", "content": "c"}, thought, {"role": "user", "content": "d"},
+        {"role": "user", "content": "a"}, thought, another, call, call,
+        said, said, thought, {"role": "user", "content": "d"}, another,
     ]  # fmt: skip
     told = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     assert _asked(input=items).prompt.messages == (
         {"role": "user", "content": "a"},
-        {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": [told, told]},
-        {"role": "assistant", "content": "c"},
+        {"role": "assistant", "content": None, "reasoning_content": "Hm.\nOh.", "tool_calls": [told, told]},
+        said,
+        said,
         {"role": "user", "content": "d"},
     )
 
@@ -477,6 +557,7 @@ _REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "an item": ({"input": [{"type": "mcp_call", "id": "x"}]}, "input[0].type", "'mcp_call' is not supported here"),
     "a call without a name": ({"input": [{"type": "function_call", "call_id": "c"}]}, "input[0].name", "is required"),
+    "a reference to nothing": ({"input": [{"type": "item_reference", "id": ""}]}, "input[0].id", "is required"),
     "a message of nobody": ({"input": [{"content": "a"}]}, "input[0].role", "is required of a message"),
     "nothing": ({"input": []}, "input", "must not be empty"),
     "a number": ({"input": 5}, "input", "must be a string or a list of items"),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -11,17 +14,20 @@ from redis.asyncio import Redis
 
 from cluster.index.redis_client import connect_redis
 from cluster.process.ports import free_port
-from cluster.words.errors import StoreUnavailable, UnknownResponse
+from cluster.words.errors import CapacityError, StoreUnavailable, UnknownResponse
+from router.stored.large_transfers import LargeTransfers
 from router.stored.memory_responses import MemoryResponses
 from router.stored.redis_responses import RedisResponses
-from router.stored.response_store import ENTRY_BYTES, MAX_VALUE_BYTES, ResponseStore, StoreBounds
+from router.stored.response_store import ENTRY_BYTES, MAX_VALUE_BYTES, SMALL_BYTES, ResponseStore, StoreBounds
 from router.stored.responses import StoredResponses
 from tests.redis_at import redis_at
+from tests.waiting import becomes
 
 _KEY = bytes(range(32))
 _TTL_S = 1000.0
 _LARGE = b"x" * (3 * ENTRY_BYTES)  # of which two fill a tenant's part
 _BOUNDS = StoreBounds(max_bytes=16 * ENTRY_BYTES, ttl_s=_TTL_S)
+_ROOMY = StoreBounds(max_bytes=2**26, ttl_s=_TTL_S)
 
 
 class Clock:
@@ -105,6 +111,119 @@ async def test_what_is_too_old_goes_when_something_comes(store: ResponseStore, c
     assert (await found(store, "acme", "a"), await found(store, "other", *"bc")) == ("", "bc")
 
 
+@pytest.mark.parametrize("kind", ["memory", "redis"])
+async def test_what_is_large_is_known_before_it_is_got(kind: str, client: Redis) -> None:
+    store: ResponseStore = MemoryResponses(_ROOMY)
+    if kind == "redis":
+        store = RedisResponses(client, _ROOMY, name="d", key=_KEY)
+    for num_bytes in (0, SMALL_BYTES, SMALL_BYTES + 1, MAX_VALUE_BYTES):
+        id, value = str(num_bytes), bytes(num_bytes)
+        assert await store.look("acme", id) is None
+        await store.put("acme", id, value)
+        assert await store.look("acme", id) == (value if num_bytes <= SMALL_BYTES else num_bytes)
+        assert await store.get("acme", id) == value
+    for name in await client.keys("d:response:*"):  # whoever writes there cannot make a router take in what it likes
+        await client.setrange(name, 2 * MAX_VALUE_BYTES, b"!")
+    if kind == "redis":
+        assert await store.look("acme", str(MAX_VALUE_BYTES)) is None
+
+
+async def test_only_so_many_large_ones_are_held() -> None:
+    """A quarter of all by one tenant; the small ones count for nothing."""
+    stored = StoredResponses.in_memory(_ROOMY)
+    for tenant in ("acme", "other", ""):
+        assert await stored.put(tenant, "a", bytes(MAX_VALUE_BYTES)) and await stored.put(tenant, "small", b"value")
+    with ExitStack() as held:
+        for _ in range(8):
+            await stored.get("acme", "a", held)
+        for _ in range(2):
+            with pytest.raises(CapacityError, match="too many large responses"), ExitStack() as more:
+                await stored.get("acme", "a", more)
+        assert await stored.get("acme", "small", held) == b"value"
+        for _ in range(24):
+            await stored.get("", "a", held)
+        with pytest.raises(CapacityError), ExitStack() as more:
+            await stored.get("other", "a", more)
+    with ExitStack() as held:
+        assert len(await stored.get("acme", "a", held)) == MAX_VALUE_BYTES
+
+
+class FakeSlowStore(MemoryResponses):
+    """Moves nothing that is large before it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(_ROOMY)
+        self.go = asyncio.Event()
+        self.moving = Counter[str]()  # by tenant
+
+    async def get(self, tenant: str, id: str) -> bytes | None:
+        self.moving[tenant] += id == "large"
+        await self.go.wait()
+        return await super().get(tenant, id)
+
+    async def look(self, tenant: str, id: str) -> bytes | int | None:
+        return SMALL_BYTES + 1 if id == "large" else b"value"
+
+    async def put(self, tenant: str, id: str, value: bytes) -> None:
+        self.moving[tenant] += len(value) > SMALL_BYTES
+        if len(value) > SMALL_BYTES:
+            await self.go.wait()
+        await super().put(tenant, id, value)
+
+
+async def test_only_so_many_large_ones_are_moved_at_a_time() -> None:
+    """Else the small answers for which routing and limits wait would be behind them."""
+    store = FakeSlowStore()
+    stored = StoredResponses(store, _ROOMY)
+    large = bytes(SMALL_BYTES + 1)
+    with ExitStack() as held:
+        puts = [asyncio.create_task(stored.put("greedy", "large", large)) for _ in range(9)]
+        gets = [
+            asyncio.create_task(stored.get(tenant, "large", held))
+            for tenant in ("greedy", "modest", "other", "third")
+            for _ in range(3)
+        ]
+        await becomes(lambda: store.moving.total() == 4)
+        assert await stored.get("last", "small", held) == b"value" and await stored.put("last", "small", b"1")
+        assert store.moving == {"greedy": 2, "modest": 2, "last": 0}
+        store.go.set()
+        assert await asyncio.gather(*puts) == [True] * 9
+        found = await asyncio.gather(*gets, return_exceptions=True)
+        assert found[:3] == [large] * 3 and all(isinstance(error, UnknownResponse) for error in found[3:])
+
+
+class FakeLateStore(MemoryResponses):
+    """What is large never comes."""
+
+    async def look(self, tenant: str, id: str) -> bytes | int | None:
+        return SMALL_BYTES + 1 if id == "large" else await super().look(tenant, id)
+
+    async def get(self, tenant: str, id: str) -> bytes | None:
+        if id == "large":
+            raise redis.TimeoutError("reading")
+        return await super().get(tenant, id)
+
+
+async def test_what_is_large_and_late_is_no_sign_that_redis_is_away() -> None:
+    """Else whoever reads much has nothing stored for anybody."""
+    stored = StoredResponses(FakeLateStore(_ROOMY), _ROOMY)
+    with ExitStack() as held, pytest.raises(StoreUnavailable):
+        await stored.get("greedy", "large", held)
+    assert await stored.put("modest", "a", b"value")
+
+
+async def test_nobody_waits_for_a_turn_without_end() -> None:
+    transfers = LargeTransfers(within_s=0)
+    async with transfers.turn("a"), transfers.turn("a"):
+        with pytest.raises(CapacityError):
+            async with transfers.turn("a"):
+                raise AssertionError("there were two already")
+        async with transfers.turn("b"):
+            pass
+    async with transfers.turn("a"):
+        pass
+
+
 async def test_in_redis_nothing_is_left_of_what_has_gone(client: Redis, clock: Clock) -> None:
     store = RedisResponses(client, _BOUNDS, name="d", key=_KEY, now_ms=clock.now_ms)
     for number in range(20):
@@ -146,10 +265,10 @@ async def test_what_others_write_there_is_not_believed(client: Redis) -> None:
 async def test_two_routers_have_the_same(redis_url: str, client: Redis) -> None:
     one, other = (StoredResponses.in_redis(redis_url, name="d", key=_KEY, bounds=_BOUNDS) for _ in range(2))
     assert await one.put("acme", "a", b"value")
-    assert await other.get("acme", "a") == b"value"
+    assert await other.get("acme", "a", ExitStack()) == b"value"
     await other.delete("acme", "a")
     with pytest.raises(UnknownResponse, match="there is no response 'a'"):
-        await one.get("acme", "a")
+        await one.get("acme", "a", ExitStack())
     for router in (one, other):
         await router.close()
 
@@ -158,7 +277,7 @@ async def test_what_is_not_stored() -> None:
     off = StoredResponses.in_redis("redis://nowhere", name="d", key=_KEY, bounds=StoreBounds(max_bytes=0, ttl_s=1))
     assert not off.stores and not await off.put("", "a", b"")
     with pytest.raises(UnknownResponse, match="stored_responses_mib"):
-        await off.get("", "a")
+        await off.get("", "a", ExitStack())
     with pytest.raises(UnknownResponse):
         await off.delete("", "a")
     roomy = StoredResponses.in_memory(StoreBounds(max_bytes=2**30, ttl_s=1))
@@ -172,14 +291,14 @@ async def test_redis_away_and_back(tmp_path: Path) -> None:
     stored = StoredResponses.in_redis(nowhere, name="d", key=_KEY, bounds=_BOUNDS)
     assert not await stored.put("", "a", b"value")
     with pytest.raises(StoreUnavailable):
-        await stored.get("", "a")
+        await stored.get("", "a", ExitStack())
     await stored.close()
     with redis_at("127.0.0.1", tmp_path) as url:
         redises = connect_redis(url)
         stored = StoredResponses(RedisResponses(redises, _BOUNDS, name="d", key=_KEY), _BOUNDS, redises, try_again_s=0)
         assert await stored.put("", "a", b"value")
     with pytest.raises(StoreUnavailable):
-        await stored.get("", "a")
+        await stored.get("", "a", ExitStack())
     with pytest.raises(StoreUnavailable):
         await stored.delete("", "a")
     await stored.close()

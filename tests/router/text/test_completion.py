@@ -49,6 +49,19 @@ def outcomes(completions: Completions) -> dict[str, float]:
     return {s.labels["outcome"]: s.value for s in samples if s.name == "requests_total"}
 
 
+@pytest.mark.parametrize("fields", [{"n": 4}, {"best_of": 4}, {"n": 2, "best_of": 4}])
+async def test_too_many_choices_are_refused_by_the_field_that_the_client_has_set(
+    completions: MakeCompletions, fields: dict[str, int]
+) -> None:
+    """Of those that run the core knows nothing but how many."""
+    said = "a replica runs at most 3 choices of one tenant at once, not 4"
+    service = completions(FakeTokenService(refuse=RequestError(f"n: {said}", param="n")))
+    field = [*fields][-1]
+    with pytest.raises(RequestError) as refused:
+        await run(service, request(**fields))
+    assert (str(refused.value), refused.value.param) == (f"{field}: {said}", field)
+
+
 async def test_the_text_of_all_tokens_and_one_account(completions: MakeCompletions, byte_level: Tokenizer) -> None:
     fake = FakeTokenService()
     service = completions(fake)
