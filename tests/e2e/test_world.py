@@ -35,6 +35,9 @@ _SHOWN = {
     ("cluster/control/operations.py", "time.time"),
     ("cluster/control/person_book.py", "time.time"),
     ("router/doors/http_connection.py", "time.time"),
+    ("router/batches/batches.py", "time.time"),
+    ("router/batches/new_file.py", "time.time"),
+    ("router/batches/job.py", "time.time"),  # also when a batch's day is over: any router may be the one to see it
 }
 
 _GREEDY = Sampling(max_tokens=40, temperature=0.0)
