@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
+from cluster.words.request import OFFLINE
 from engine.decoding import Decoding
 from engine.kv.block_manager import BlockManager
 from engine.prompts import Prompt, PromptQueue
@@ -49,7 +50,10 @@ class AdmitWithRoomToGrow:
         held_up = {sequence.request.tenant for sequence in self._decoding.preempted}
         for prompt in tuple(self._prompts.waiting):
             tenant, num_blocks = _wanted(prompt)
-            if held_up and not self._decoding.is_poorer(tenant, num_blocks, than=held_up):
+            if tenant in held_up:
+                continue
+            if held_up and (_is_offline(prompt) or not self._decoding.is_poorer(tenant, num_blocks, than=held_up)):
+                held_up.add(tenant)
                 continue
             if not prompt.is_received and self._prompts.is_on_its_way(prompt):
                 continue  # others go on meanwhile
@@ -71,13 +75,19 @@ class AdmitWithRoomToGrow:
         tenant, num_blocks = _wanted(prompt)
         needed = self._blocks.num_needed([] if sequence.is_scored else sequence.hashes(), num_blocks)
         missing = needed + len(self._decoding.running) - self._blocks.num_available
-        return missing <= 0 or self._decoding.make_way(tenant, num_blocks, num_missing=missing)
+        if missing <= 0:
+            return True
+        return not _is_offline(prompt) and self._decoding.make_way(tenant, num_blocks, num_missing=missing)
 
 
 def _wanted(prompt: Prompt) -> tuple[str, int]:
     """By whom, and how many blocks to begin with."""
     sequence = prompt.sequence
     return sequence.request.tenant, sequence.num_blocks_for(len(sequence.tokens) + max(1, prompt.room))
+
+
+def _is_offline(prompt: Prompt) -> bool:
+    return prompt.sequence.request.priority >= OFFLINE
 
 
 class AdmitInTime:

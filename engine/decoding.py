@@ -66,7 +66,8 @@ class Decoding:
         held, victims = _blocks_by_tenant(self.running), list[Sequence]()
         own = held.pop(tenant, 0) + num_blocks
         candidates = [one for one in self.running if one.request.tenant != tenant]
-        while num_missing > 0:
+        is_enough = num_missing <= 0
+        while not is_enough:
             richer = [one for one in candidates if held[one.request.tenant] - len(one.blocks) >= own]
             if not richer:
                 return False
@@ -74,7 +75,7 @@ class Decoding:
             victims.append(victim)
             candidates.remove(victim)
             held[victim.request.tenant] -= len(victim.blocks)
-            num_missing -= len(victim.blocks)
+            is_enough = self._blocks.num_freed_by(one.blocks for one in victims) >= num_missing
         for victim in victims:
             self._preempt(victim)
         return True

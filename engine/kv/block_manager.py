@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from engine.kv.eviction import Eviction, LeastRecentlyUsed, Origin
@@ -215,6 +215,11 @@ class BlockManager:
     def sealed_hashes(self) -> list[bytes]:
         """Every prefix hash that can be matched now."""
         return list(self._block_of)
+
+    def num_freed_by(self, released: Iterable[Sequence[int]]) -> int:
+        """Blocks that nobody would hold any more if each of these lists were released."""
+        counts = Counter(block for blocks in released for block in blocks)
+        return sum(self._refs[block] == count for block, count in counts.items())
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every block is in exactly one state and the hash tables mirror each other."""

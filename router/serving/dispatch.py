@@ -206,12 +206,16 @@ class Dispatch:
             nonlocal held
             if (taken := self._shares.take_now(asked.request.tenant, places)) is None:
                 return None
-            if pair := self._choose_with_room(asked):
+            pair = None
+            try:
+                pair = self._choose_with_room(asked)
+            finally:
+                if pair is None:
+                    self._shares.give_back(taken, wakes=False)
+            if pair:
                 held = taken
                 self._shares.booked(held)
-                return pair
-            self._shares.give_back(taken)
-            return None
+            return pair
 
         try:
             queued = self._queued(asked.request)
@@ -236,7 +240,7 @@ class Dispatch:
         return QueuedRequest(request.tenant, request.priority, cost=self._cost(request), user=request.user)
 
     def _choose_with_room(self, asked: _Asked) -> Pair | None:
-        self._check_fit(asked.request, share=self._tenant_share())  # the first replica may have come only now
+        self._check_fit(asked.request, share=1.0)  # the first replica may have come only now
         decodes = self._loads(Role.DECODE, asked)
         return self._choose(
             asked, with_room(decodes, asked.need) or self._owed(asked, decodes), prefill_needs_room=True
@@ -245,6 +249,8 @@ class Dispatch:
     def _owed(self, asked: _Asked, decodes: Sequence[ReplicaLoad]) -> Sequence[ReplicaLoad]:
         """Those that make way for it (engine.admission), where answers of others have grown into what its tenant is
         owed: the blocks that no other one may have alone."""
+        if asked.request.priority >= OFFLINE:
+            return []
         own = self._shares.held.get(asked.request.tenant, NO_PLACES)
         all_blocks = sum(load.member.num_blocks for load in decodes)
         if own.num_blocks > (1 - self._tenant_share()) * all_blocks:

@@ -22,6 +22,7 @@ T = TypeVar("T")
 
 _HOLD_S = 2.0
 _LOOKS = 4  # at requests that may pass, in one wake: each costs a decision
+_SKIPS = 256  # of those whose like was looked at, in one wake
 
 
 class AdmissionGate(Generic[T]):
@@ -127,9 +128,15 @@ class AdmissionGate(Generic[T]):
         self._ask_last()
 
     def _ask_last(self) -> None:
-        """Whoever finds no room is asked again at the next wake."""
-        aside = list[QueuedRequest]()
-        while not len(self._queue) and len(aside) < _LOOKS and (queued := self._last.peek()) is not None:
+        """Whoever finds no room is asked again at the next wake; of a tenant one that finds none speaks for all."""
+        aside, refused = list[QueuedRequest](), set[str]()
+        while not len(self._queue) and len(refused) < _LOOKS and (queued := self._last.peek()) is not None:
+            if len(aside) == _SKIPS:
+                break
+            if queued.tenant in refused:
+                self._last.set_aside(queued)
+                aside.append(queued)
+                continue
             choose, future = self._waiting[queued]
             try:
                 taken = choose()
@@ -138,8 +145,7 @@ class AdmissionGate(Generic[T]):
                 self._last.remove(queued, now=self._now())
                 continue
             if taken is None:
-                self._last.set_aside(queued)
-                aside.append(queued)
+                refused.add(queued.tenant)
                 continue
             self._last.pop(queued, now=self._now())
             future.set_result(taken)

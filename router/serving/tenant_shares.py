@@ -5,6 +5,8 @@ So what one tenant waits for is in nobody else's way: neither in the queue, nor 
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,6 +16,8 @@ from router.routing.fair_shares import QueuedRequest
 from router.routing.tenant_share import NO_PLACES, Places, is_within_share
 from router.serving.gate import AdmissionGate
 
+_FRESH_S = 1.0
+
 
 @dataclass(eq=False)
 class Held:
@@ -22,6 +26,7 @@ class Held:
     tenant: str
     places: Places
     is_booked: bool = False  # a replica counts them, too
+    timer: asyncio.TimerHandle | None = None  # until it ends, they are not free for others either
 
 
 class TenantShares:
@@ -41,7 +46,9 @@ class TenantShares:
         self._max_waiting = max_waiting
         self._queue_s = queue_s
         self._held: dict[str, Places] = {}
-        self._unbooked: dict[str, Places] = {}  # of these, on their way to a replica
+        self._unbooked = Counter[str]()  # requests of each tenant on their way to a replica
+        self._fresh = NO_PLACES  # of these, of those that may well get there now
+        self._loop = asyncio.get_running_loop()
         self._lines: dict[str, AdmissionGate[Held]] = {}
         self._last_free = NO_PLACES
         self._left: Places | None = None  # free, while the lines are asked in turn
@@ -77,16 +84,23 @@ class TenantShares:
         """The same without a wait, for whoever gives it back; None where others of its tenant wait, or it would."""
         return None if tenant in self._lines else self._take(tenant, places)
 
-    def give_back(self, held: Held) -> None:
-        _subtract(self._held, held)
-        if not held.is_booked:
-            _subtract(self._unbooked, held)
-        self._wake()
+    def give_back(self, held: Held, *, wakes: bool = True) -> None:
+        """wakes: others may have what it had."""
+        self.booked(held)
+        left = self._held.pop(held.tenant).less(held.places)
+        if left.num_streams:
+            self._held[held.tenant] = left
+        if wakes:
+            self._wake()
 
     def booked(self, held: Held) -> None:
         """A replica counts it from now on."""
-        held.is_booked = True
-        _subtract(self._unbooked, held)
+        self._settle(held)
+        if not held.is_booked:
+            held.is_booked = True
+            self._unbooked[held.tenant] -= 1
+            if not self._unbooked[held.tenant]:
+                del self._unbooked[held.tenant]
 
     def room_changed(self) -> None:
         """The replicas have told something, or something that was booked there is over."""
@@ -99,6 +113,7 @@ class TenantShares:
     async def _wait(self, queued: QueuedRequest, take: Callable[[], Held | None], within_s: float | None) -> Held:
         line = self._lines.get(queued.tenant)
         if line is None:
+            self._last_free = self._free()
             line = self._lines[queued.tenant] = AdmissionGate(
                 max_waiting=self._max_waiting, queue_s=self._queue_s, lacking="its tenant had its share of the replicas"
             )
@@ -109,14 +124,24 @@ class TenantShares:
                 del self._lines[queued.tenant]
 
     def _take(self, tenant: str, places: Places) -> Held | None:
-        own, is_on_its_way = self._held.get(tenant, NO_PLACES), tenant in self._unbooked
+        own, is_on_its_way = self._held.get(tenant, NO_PLACES), self._unbooked[tenant] > 0
         if not is_within_share(own, places, self._free(), share=self._share(), is_on_its_way=is_on_its_way):
             return None
-        _add(self._held, tenant, places)
-        _add(self._unbooked, tenant, places)
+        self._held[tenant] = own.plus(places)
+        self._unbooked[tenant] += 1
+        self._fresh = self._fresh.plus(places)
         if self._left:
             self._left = self._left.less(places)
-        return Held(tenant, places)
+        held = Held(tenant, places)
+        held.timer = self._loop.call_later(_FRESH_S, self._settle, held)
+        return held
+
+    def _settle(self, held: Held) -> None:
+        """Who has found no place by now waits for one that others need not keep free."""
+        if held.timer:
+            held.timer.cancel()
+            held.timer = None
+            self._fresh = self._fresh.less(held.places)
 
     def _wake(self) -> None:
         """Each line asks for itself: whoever has least is let in by what is left first."""
@@ -128,19 +153,4 @@ class TenantShares:
         self._left = None
 
     def _free(self) -> Places:
-        if self._left:
-            return self._left
-        free = self._free_at_replicas()
-        for places in self._unbooked.values():
-            free = free.less(places)
-        return free
-
-
-def _add(account: dict[str, Places], tenant: str, places: Places) -> None:
-    account[tenant] = account.get(tenant, NO_PLACES).plus(places)
-
-
-def _subtract(account: dict[str, Places], held: Held) -> None:
-    left = account.pop(held.tenant).less(held.places)
-    if left.num_streams:
-        account[held.tenant] = left
+        return self._left or self._free_at_replicas().less(self._fresh)

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from numpy.typing import NDArray
 
 from cluster.words.prompt_logprobs import PromptLogprobs
-from cluster.words.request import Sampling, SequenceRequest, choice_seed
+from cluster.words.request import OFFLINE, Sampling, SequenceRequest, choice_seed
 from engine import known_tokens
 from engine.batch.batch import Batch, KeptRows
 from engine.batch.rows import RowChanges
@@ -137,6 +137,7 @@ def _prompt(
     choices: int = 1,
     is_scored: bool = False,
     tenant: str = "",
+    priority: int = 0,
     mask: FakeMask | None = None,
     **fields: object,
 ) -> Prompt:
@@ -148,6 +149,7 @@ def _prompt(
         choices=tuple(range(choices)),
         num_prompt_logprobs=1 if is_scored else None,
         tenant=tenant,
+        priority=priority,
     )
     sequence = TokenSequence(request, 0, model="m", block_size=_BLOCK, max_context=_NUM_BLOCKS * _BLOCK)
     sequence.sampling_row.mask = mask
@@ -297,6 +299,38 @@ def test_a_tenant_who_has_nothing_is_given_blocks_of_one_who_has_all() -> None:
             tokens[end] == _next(tokens[:end], prompt.sequence.sampling_row.seed) for end in range(12, len(tokens))
         )
     blocks.check_integrity()
+
+
+def test_blocks_that_others_share_are_not_taken_for_free_ones() -> None:
+    """Of choices that share their prompt, the last one alone gives it back."""
+    blocks = BlockManager(_NUM_BLOCKS)
+    engine = _engine(blocks)
+    engine.add(_prompt([1] * 60, max_tokens=60, choices=4, tenant="one"))
+    _run(engine, 3)
+    before = blocks.num_available
+    other = _prompt([9] * 4 * (before + 3), max_tokens=4, tenant="other")
+    engine.add(other)
+    for _ in range(20):
+        num_preempted = engine.decoding.num_preemptions
+        engine.step()
+        assert engine.decoding.num_preemptions - num_preempted <= 1, "it is preempted again and again"
+        if other not in engine.prompts.waiting:
+            break
+    assert engine.decoding.num_preemptions <= 4
+
+
+def test_what_nobody_waits_for_makes_nobody_wait() -> None:
+    blocks = BlockManager(_NUM_BLOCKS)
+    engine = _engine(blocks)
+    for number in range(5):
+        engine.add(_prompt([number] * 3, max_tokens=12, tenant="greedy"))
+    _run(engine, 8)
+    offline = _prompt([9] * 20, max_tokens=4, tenant="modest", priority=OFFLINE)
+    engine.add(offline)
+    while offline in engine.prompts.waiting:
+        engine.step()
+        assert engine.decoding.num_preemptions == 0
+    assert not engine.decoding.running or offline.sequence.blocks
 
 
 def test_nobody_is_preempted_for_what_would_not_be_enough() -> None:

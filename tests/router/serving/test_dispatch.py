@@ -200,7 +200,8 @@ def test_a_tenant_that_asks_for_everything_leaves_room_for_others() -> None:
             async with world.core.start(request) as generation:
                 async for _ in generation:
                     pass
-        await _until(lambda: all(client.is_over for client in greedy))
+        await pass_time(60)
+        assert all(client.is_over for client in greedy)
 
     scenarios.play(play, 0)
 
@@ -218,6 +219,36 @@ def test_who_has_little_goes_where_the_answers_of_others_have_grown_into_everyth
         await pass_time(5)
         assert modest.is_over == (tenant_share < 1)
         decode.book(0, 0, -999, -1)
+
+    scenarios.play(play, 0)
+
+
+def test_an_offline_request_that_is_refused_while_it_waits_leaves_nothing_held() -> None:
+    async def play(world: World) -> None:
+        offline = world.ask(num_tokens=9, n=7, max_tokens=3, priority=OFFLINE, tenant="a")
+        await pass_time(0.1)
+        world.add(Role.DECODE)  # which runs six choices
+        await pass_time(1.0)
+        assert offline.task and offline.task.done() and not offline.received
+        assert not world.core.dispatch.held
+        offline.was_cancelled = True  # nobody expects an answer
+
+    scenarios.play(play, 0)
+
+
+def test_what_waits_while_a_replica_leaves_is_not_refused_for_that() -> None:
+    async def play(world: World) -> None:
+        world.tenant_share = 0.75
+        replicas = [world.add(Role.DECODE) for _ in range(2)]
+        await pass_time(0.1)
+        busy = [world.ask(num_tokens=9, n=3, max_tokens=300, tenant=tenant) for tenant in "bc"]
+        await _until(lambda: all(client.received for client in busy))
+        large = world.ask(num_tokens=9, n=6, max_tokens=3, tenant="a")
+        await pass_time(0.1)
+        replicas[0].kill()
+        world.remove(replicas[0].name)
+        await pass_time(100)
+        assert large.is_over
 
     scenarios.play(play, 0)
 

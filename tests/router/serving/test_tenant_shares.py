@@ -185,7 +185,7 @@ def test_what_is_let_in_and_not_booked_yet_is_not_free() -> None:
         async with shares.enter(QueuedRequest("a", 0, 1.0), Places(4, 4), within_s=None) as held:
             assert shares.held == {"a": Places(4, 4)}
             with pytest.raises(CapacityError):  # 4 + 3 of 8
-                async with shares.enter(QueuedRequest("a", 0, 1.0), Places(3, 3), within_s=1.0):
+                async with shares.enter(QueuedRequest("a", 0, 1.0), Places(3, 3), within_s=0.5):
                     pass
             async with shares.enter(QueuedRequest("a", 0, 1.0), Places(2, 2), within_s=None):
                 pass
