@@ -46,7 +46,7 @@ decode_worker.server: cluster(rpc wire words worker) engine(prompts) kvtransfer(
 decode_worker.ticket: cluster(words) engine(prompts)
 decode_worker.worker: cluster(rpc words worker) engine(orders prompts step) kvtransfer(protocol)
     decode_worker(answers moves ticket)
-engine.admission: engine(decoding kv prompts)
+engine.admission: cluster(words) engine(decoding kv prompts)
 engine.attention: cluster(model) engine(batch cpu kernels kv layers)
 engine.batch: engine(kernels)
 engine.config: cluster(model words) engine(kv)
