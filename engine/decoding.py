@@ -46,17 +46,15 @@ class Decoding:
             if has_room or self._blocks.extend(blocks, sequence.num_blocks_for(num_tokens)):
                 num_kept += 1
                 continue
-            victim = _youngest_of_most(kept)
-            num_kept -= kept.index(victim) < num_kept
-            kept.remove(victim)
+            victim = _youngest_of_most(kept, _blocks_by_tenant(kept))
+            at = kept.index(victim)
+            del kept[at]
+            num_kept -= at < num_kept
             self._preempt(victim)
         return kept
 
     def is_poorer(self, tenant: str, num_blocks: int, *, than: Set[str]) -> bool:
-        """Whether with so many blocks more it would have no more than each of these tenants has, and is none of
-        them."""
-        if tenant in than:
-            return False
+        """Whether with so many blocks more it would have no more than each of these others has."""
         held = _blocks_by_tenant(self.running)
         return all(held[tenant] + num_blocks <= held[other] for other in than)
 
@@ -94,8 +92,7 @@ def _blocks_by_tenant(sequences: Iterable[Sequence]) -> Counter[str]:
     return held
 
 
-def _youngest_of_most(sequences: list[Sequence], held: Counter[str] | None = None) -> Sequence:
-    """Oldest first. held: blocks by tenant; None: of these."""
-    held = _blocks_by_tenant(sequences) if held is None else held
+def _youngest_of_most(sequences: list[Sequence], held: Counter[str]) -> Sequence:
+    """sequences: oldest first. held: blocks by tenant."""
     most = max(held[sequence.request.tenant] for sequence in sequences)
     return next(sequence for sequence in reversed(sequences) if held[sequence.request.tenant] == most)

@@ -69,25 +69,16 @@ class AdmissionGate(Generic[T]):
         """
         if not len(self._queue) and (taken := choose()) is not None:
             return taken
-        limit_s = self._queue_s if within_s is None else min(within_s, self._queue_s)
+        limit_s = self._limit_s(within_s)
         self._queue.add(queued, within_s=limit_s, now=self._now())
-        future: asyncio.Future[T] = self._loop.create_future()
-        self._waiting[queued] = (choose, future)
         try:
-            if not self._turn:
-                self.wake()  # its time of holding up others begins
-            await asyncio.wait({future}, timeout=limit_s)
-            if future.done():
-                return future.result()
-            hint_s = max(1.0, self._queue.wait_s(queued))
-            raise CapacityError(f"{self._lacking} within {limit_s:.3g} s", retry_after_s=hint_s)
-        except asyncio.CancelledError:
-            if future.done() and not future.cancelled() and not future.exception():
-                give_back(future.result())
-            raise
+            taken = await self._wait(queued, choose, ask=self._hold, limit_s=limit_s, give_back=give_back)
+            if taken is None:
+                hint_s = max(1.0, self._queue.wait_s(queued))
+                raise CapacityError(f"{self._lacking} within {limit_s:.3g} s", retry_after_s=hint_s)
+            return taken
         finally:
-            del self._waiting[queued]
-            self._leave(queued)
+            self._leave(queued, self._queue)
             self.wake()  # the next one may need less
 
     async def enter_last(
@@ -104,23 +95,46 @@ class AdmissionGate(Generic[T]):
         Raises CapacityError, at once where too many of its like wait, and after min(within_s, queue_s); and whatever
         `choose` raises.
         """
-        limit_s = self._queue_s if within_s is None else min(within_s, self._queue_s)
+        limit_s = self._limit_s(within_s)
         self._last.add(queued, within_s=math.inf, now=self._now())
+        try:
+            taken = await self._wait(queued, choose, ask=self._ask_last, limit_s=limit_s, give_back=give_back)
+            if taken is None:
+                raise CapacityError(f"others came before it for {limit_s:.3g} s", retry_after_s=1.0)
+            return taken
+        finally:
+            self._leave(queued, self._last)
+
+    def _hold(self) -> None:
+        """The first that waits has its time of holding up others from now on."""
+        if not self._turn:
+            self.wake()
+
+    def _limit_s(self, within_s: float | None) -> float:
+        return self._queue_s if within_s is None else min(within_s, self._queue_s)
+
+    async def _wait(
+        self,
+        queued: QueuedRequest,
+        choose: Callable[[], T | None],
+        *,
+        ask: Callable[[], object],
+        limit_s: float,
+        give_back: Callable[[T], None],
+    ) -> T | None:
+        """What is taken for a request that is in a queue; None: nothing in time. ask: called first."""
         future: asyncio.Future[T] = self._loop.create_future()
         self._waiting[queued] = (choose, future)
         try:
-            self._ask_last()
+            ask()
             await asyncio.wait({future}, timeout=limit_s)
-            if future.done():
-                return future.result()
-            raise CapacityError(f"others came before it for {limit_s:.3g} s", retry_after_s=1.0)
+            return future.result() if future.done() else None
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and not future.exception():
                 give_back(future.result())
             raise
         finally:
             del self._waiting[queued]
-            self._last.remove(queued, now=self._now())
 
     def wake(self) -> None:
         """Something may have become free."""
@@ -130,34 +144,23 @@ class AdmissionGate(Generic[T]):
     def _ask_last(self) -> None:
         """Whoever finds no room is asked again at the next wake; of a tenant one that finds none speaks for all."""
         aside, refused = list[QueuedRequest](), set[str]()
-        while not len(self._queue) and len(refused) < _LOOKS and (queued := self._last.peek()) is not None:
-            if len(aside) == _SKIPS:
+        while not len(self._queue) and len(refused) < _LOOKS and len(aside) < _SKIPS:
+            if (queued := self._last.peek()) is None:
                 break
             if queued.tenant in refused:
                 self._last.set_aside(queued)
                 aside.append(queued)
-                continue
-            choose, future = self._waiting[queued]
-            try:
-                taken = choose()
-            except Exception as error:  # as in _try
-                future.set_exception(error)
-                self._last.remove(queued, now=self._now())
-                continue
-            if taken is None:
+            elif not self._try(queued, self._last) and queued.is_waiting:
                 refused.add(queued.tenant)
-                continue
-            self._last.pop(queued, now=self._now())
-            future.set_result(taken)
         for queued in aside:
             self._last.put_back(queued)
 
     def _wake(self) -> None:
-        if self._aside and self._try(next(iter(self._aside))):
+        if self._aside and self._try(next(iter(self._aside)), self._queue):
             self._begin_anew()
         num_looks = 0
         while (queued := self._queue.peek()) is not None:
-            if self._try(queued):
+            if self._try(queued, self._queue):
                 if not self._may_pass:
                     self._begin_anew()
             elif queued.is_waiting:
@@ -173,25 +176,25 @@ class AdmissionGate(Generic[T]):
         else:
             self._put_back(but=1)  # all were asked; the next time they are again
 
-    def _try(self, queued: QueuedRequest) -> bool:
+    def _try(self, queued: QueuedRequest, queue: AdmissionQueue) -> bool:
         """Whether it has got what it needs. If it is refused, it waits no more either."""
         choose, future = self._waiting[queued]
         try:
             taken = choose()
         except Exception as error:  # also a policy's own: it ends this request, and nobody behind it
             future.set_exception(error)
-            self._leave(queued)
+            self._leave(queued, queue)
             return False
         if taken is None:
             return False
         self._aside.pop(queued, None)
-        self._queue.pop(queued, now=self._now())
+        queue.pop(queued, now=self._now())
         future.set_result(taken)
         return True
 
-    def _leave(self, queued: QueuedRequest) -> None:
+    def _leave(self, queued: QueuedRequest, queue: AdmissionQueue) -> None:
         self._aside.pop(queued, None)
-        self._queue.remove(queued, now=self._now())
+        queue.remove(queued, now=self._now())
 
     def _begin_anew(self) -> None:
         """Nobody holds up others. Who only goes away does not bring this about: its like may come again and again."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -63,9 +63,9 @@ class TenantShares:
         return len(self._lines)
 
     @property
-    def held(self) -> dict[str, Places]:
-        """By tenant; a copy, without those who have nothing."""
-        return dict(self._held)
+    def held(self) -> Mapping[str, Places]:
+        """By tenant, without those who have nothing."""
+        return self._held
 
     @asynccontextmanager
     async def enter(self, queued: QueuedRequest, places: Places, *, within_s: float | None) -> AsyncIterator[Held]:
