@@ -95,11 +95,6 @@ class TensorParallel:
         """This rank's share [start, end) of `total` things; shares differ by one at most."""
         return total * self.rank // self.size, total * (self.rank + 1) // self.size
 
-    def meet(self) -> None:
-        """Return when every rank has come here."""
-        if self.size > 1:
-            self._run(lambda: self._control.barrier())
-
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over the ranks, in place; every rank gets the same bits."""
         if self.size > 1:

@@ -45,6 +45,7 @@ from kvtransfer.movers.pull_servicer import Granting, PullServicer
 from kvtransfer.movers.rank_servicer import RankServicer
 from kvtransfer.movers.receiver import Receiver
 from kvtransfer.movers.sender import Sender
+from kvtransfer.movers.step_count import StepCount
 from kvtransfer.movers.wire_messages import Part, part_to_report
 
 W = TypeVar("W", bound=RoleWorker)
@@ -63,7 +64,8 @@ class RankBody(Generic[W]):
         self.device: torch.device = device_for(gpus=spec.pool(role.role).resources.gpus)
         self.service: ReplicaService | None = None  # on rank 0, once loaded
         self._hub = FrameHub()
-        self._ranks = RankServicer()
+        self._steps = StepCount()
+        self._ranks = RankServicer(self._steps)
         self._prefixes = PullServicer()
         self._following: BackgroundThread | None = None
         self._others: OtherRanks | None = None
@@ -88,6 +90,7 @@ class RankBody(Generic[W]):
             setup.host,
             setup.addresses,
             rank=setup.rank,
+            steps=self._steps,
             device=self.device,
             start_s=timeouts.start_s,
             ask_s=timeouts.handoff_s,
@@ -205,7 +208,7 @@ class RankBody(Generic[W]):
         receiver = self._ranks.receiver = Receiver(config, meeting=self._ranks.meeting, on_landed=heard)
         self._sender = Sender(config, loop=setup.host.loop, on_shipped=heard)
         self._tiers = open_tiers(setup, runner, heard)
-        return receiver, GangRunner(runner, self._sender, self._tiers, probe=setup.probe)
+        return receiver, GangRunner(runner, self._sender, self._tiers, steps=self._steps, probe=setup.probe)
 
 
 def _leader_parts(setup: RankSetup, gang: GangRunner, receiver: Receiver, inbox: Inbox) -> LeaderParts:
