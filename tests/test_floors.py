@@ -53,6 +53,7 @@ engine.config: cluster(model words) engine(kv)
 engine.cpu: cluster(model process)
 engine.decode_graphs: engine(batch)
 engine.decoding: engine(kv sequence)
+engine.device_memory: cluster(words) engine(config)
 engine.engine: cluster(words) engine(admission decoding known_tokens kv last_rows orders pace prompts sampling
     sequence step tiers)
 engine.expert_placement:
@@ -64,6 +65,7 @@ engine.layers: cluster(words) engine(cpu kernels parallel weights)
 engine.learnt_timing: cluster(words) engine(batch)
 engine.likeliest: engine(batch cpu penalties)
 engine.logprobs:
+engine.memory_trial: engine(batch config decode_graphs device_memory kv)
 engine.model: cluster(model) engine(attention batch cpu expert_placement kernels kv layers parallel weights)
 engine.orders: cluster(words) engine(tiers)
 engine.pace: cluster(words) engine(batch learnt_timing rate)
@@ -73,8 +75,8 @@ engine.prompts: cluster(words) engine(kv sequence)
 engine.quantization: cluster(model words) engine(batch config kernels kv layers model parallel weights)
 engine.rate:
 engine.ruled_tokens: cluster(words)
-engine.runner: cluster(model words) engine(batch config cpu decode_graphs kv layers model orders parallel scorer
-    step weights)
+engine.runner: cluster(model words) engine(batch config cpu decode_graphs device_memory kv layers memory_trial
+    model orders parallel scorer step weights)
 engine.sampler: cluster(words) engine(likeliest logprobs ruled_tokens sampling)
 engine.sampling: cluster(words) engine(penalties ruled_tokens)
 engine.scorer: cluster(words) engine(logprobs scoring step)
