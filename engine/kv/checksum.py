@@ -7,6 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from engine import streams
 from engine.cpu.library import open_copies
 from engine.cpu.wire import sum_words
 
@@ -33,6 +34,5 @@ def checksum(payload: Tensor) -> int:
 @lru_cache(maxsize=16)
 def _odd_numbers_at_least(count: int, device: torch.device) -> Tensor:
     numbers = torch.arange(count, dtype=torch.int64, device=device) * 2 + 1
-    if device.type == "cuda":  # links use them on streams of their own
-        torch.cuda.current_stream(device).synchronize()
+    streams.streams_of(device).synchronize()  # links use them on streams of their own
     return numbers

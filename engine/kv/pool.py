@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine import streams
 from engine.batch.rows import Ints
 from engine.kernels.eight_bits import as_bytes, dequantize_rows
 from engine.kernels.kv_write import write_kv, write_rows
@@ -57,8 +58,7 @@ class KVPool:
 
     def synchronize(self) -> None:
         """Wait on the host for what the calling thread has started on the device."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        streams.streams_of(self.device).synchronize()
 
     def runs(self, tables_RB: Ints) -> Tensor:
         """Where the blocks of R equally long tables lie, for `gather`; the same for every layer. (2, R, K, B) int64."""

@@ -8,9 +8,11 @@ of nothing.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 import torch
+
+from engine import streams
 
 
 class Mark:
@@ -18,19 +20,17 @@ class Mark:
 
     def __init__(self, device: torch.device) -> None:
         """Of the calling thread's current stream."""
-        self._event = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        self._event = streams.streams_of(device).mark()
 
     def hold_up(self) -> None:
         """What the calling thread starts on the device from now on comes behind it."""
-        if self._event is not None:
-            self._event.wait()
+        self._event.hold_up()
 
     def wait(self) -> None:
         """Return when the device has done it."""
-        if self._event is not None:
-            self._event.synchronize()
+        self._event.wait()
 
 
 def own_lane(device: torch.device) -> AbstractContextManager[object]:
     """Inside, what the calling thread starts on the device goes to a new stream."""
-    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
+    return streams.streams_of(device).lane().entered()

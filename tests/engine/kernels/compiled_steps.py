@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import cycle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 # ruff: isort: off
@@ -26,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from cluster.model import config as model_config
 from cluster.words.request import Sampling
 from cluster.words.token_rules import TokenRules
-from engine import decode_graphs, likeliest, runner, sampler
+from engine import decode_graphs, likeliest, runner, sampler, streams
 from engine.batch import device_batch
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
@@ -118,11 +119,25 @@ class FakeCheckpoint:
         return torch.empty(shape, dtype=torch.bfloat16)
 
 
+class AbsentStreams:
+    """Of the absent device: what is uploaded has its shape, and there is nobody to wait for."""
+
+    def page_locked(self, size: int, dtype: torch.dtype) -> Any:
+        return SimpleNamespace(numpy=lambda numbers=np.empty(size): numbers, size=size, dtype=dtype)
+
+    def upload(self, host: Any) -> Tensor:
+        return torch.empty(host.size, dtype=host.dtype, device=DEVICE)
+
+    def synchronize(self) -> None:
+        pass
+
+
 def main() -> None:
     capability = tuple(int(number) for number in sys.argv[1].split("."))
     # What goes to the device in one copy has its shape, and begins where an allocation does.
     for module in (device_batch, decode_graphs, latent_heads, likeliest):
         module.upload = lambda arrays, device: [torch.empty(a.shape, dtype=torch.int32, device=device) for a in arrays]
+    streams.streams_of = lambda device: AbsentStreams()
     sampler._place = lambda values, dtype, device: torch.empty(np.shape(values), dtype=dtype, device=device)
     runner.open_checkpoint = FakeCheckpoint
     model_config.fingerprint = lambda model_dir: "without numbers"
@@ -148,7 +163,6 @@ def take_steps(model_dir: Path, pool_dtype: str, launches: list[Launch]) -> None
     replaying = ModelRunner(config, capture=call_again)
     layout = replaying.layout
     assert replaying._graphs is not None, replaying._model.hindrance
-    replaying.pool.synchronize = lambda: None  # there is nobody to wait for
     replaying.warm_up(2048)
     warm, told = len(launches), list[int]()
     for spans, options in (
