@@ -123,7 +123,8 @@ class AbsentStreams:
     """Of the absent device: what is uploaded has its shape, and there is nobody to wait for."""
 
     def page_locked(self, size: int, dtype: torch.dtype) -> Any:
-        return SimpleNamespace(numpy=lambda numbers=np.empty(size): numbers, size=size, dtype=dtype)
+        numbers = np.empty(size)
+        return SimpleNamespace(numpy=lambda: numbers, size=size, dtype=dtype)
 
     def upload(self, host: Any) -> Tensor:
         return torch.empty(host.size, dtype=host.dtype, device=DEVICE)
