@@ -84,7 +84,7 @@ engine.scoring: cluster(words)
 engine.sequence: cluster(words) engine(kv ruled_tokens sampling scoring)
 engine.step: cluster(words) engine(batch last_rows orders prompts scoring sequence)
 engine.streams: cluster(words)
-engine.tiers: cluster(process words) engine(kv rate sequence)
+engine.tiers: cluster(process words) engine(kv rate sequence streams)
 engine.tools: cluster(model process words) engine(batch config cpu engine kernels kv learnt_timing model
     orders pace prompts runner sampler sequence step weights)
 engine.weights: cluster(model words)
