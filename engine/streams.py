@@ -10,7 +10,8 @@ it takes the place of `streams_of`, and knows of every read and write what it co
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, Protocol, cast
 
@@ -76,6 +77,19 @@ class Streams(Protocol):
 
 def streams_of(device: torch.device) -> Streams:
     return _streams_of(device)
+
+
+@contextmanager
+def beside(device: torch.device, lane: Lane) -> Iterator[None]:
+    """Inside, what the calling thread starts goes to the lane: behind what it has started before, and what it starts
+    afterwards comes behind that."""
+    ours = streams_of(device)
+    begun = ours.mark()
+    with lane.entered():
+        begun.hold_up()
+        yield
+        done = ours.mark()
+    done.hold_up()
 
 
 @cache
