@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine import streams
 from engine.batch.batch import Batch
 from engine.batch.device_batch import DeviceBatch, SingleRows, upload
 
@@ -48,17 +47,19 @@ class CudaCapture:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._lane = streams.streams_of(device).lane()
+        self._stream = torch.cuda.Stream(device)
         self._memory = torch.cuda.graph_pool_handle()
 
     def __call__(self, step: Step) -> Step:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self._device), streams.beside(self._device, self._lane):
-            step()  # kernels are compiled and libraries find their workspaces now: neither can be recorded
-            lane = torch.cuda.current_stream(self._device)
+        with torch.cuda.device(self._device):
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                step()  # kernels are compiled and libraries find their workspaces now: neither can be recorded
             # Other threads of a worker use the device meanwhile: they would break a recording in any other mode.
-            with torch.cuda.graph(graph, pool=self._memory, stream=lane, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"):
                 step()
+            torch.cuda.current_stream().wait_stream(self._stream)
         return graph.replay
 
 

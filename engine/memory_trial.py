@@ -24,8 +24,8 @@ from engine.kv.pool import KVPool
 _NUM_BLOCKS = 16
 _NUM_GRAPHS = 4  # are recorded to see what one more takes
 _SCORED_BYTES = 128 << 20  # four times engine.model.transformer.SLICE_BYTES: bf16, fp32, and what is made of them
-# Of one logit, while the sampler sorts a whole vocabulary for top-p with positions, and sums it up in fp64. See
-# tests/engine/test_device_memory.py, which measures it on a GPU.
+# Of one logit, while the sampler sorts a whole vocabulary for top-p with positions, and sums it up in fp64: counted in
+# engine/sampler.py, and a test for a GPU (tests/engine/test_device_memory.py) fails where it is too little.
 SAMPLING_BYTES = 64
 
 
@@ -39,6 +39,7 @@ class MemoryTrial:
     # them.
     record: Callable[[KVPool, Capture, int, int], object]
     make_capture: Callable[[], Capture] | None  # None: nothing will be recorded
+    least: Callable[[int], int]  # of what each rank says: all try the same steps, in which they meet
 
     def measure(
         self,
@@ -75,7 +76,7 @@ class MemoryTrial:
         pool = KVPool(layout, num_blocks=_NUM_BLOCKS, device=device)
         self.warm_up(pool)
         # No sequence will be longer than a pool of all that is free.
-        longest = max(config.block_size, min(max_context, gauge.free() // layout.bytes_per_token()))
+        longest = self.least(max(config.block_size, min(max_context, gauge.free() // layout.bytes_per_token())))
         batch = largest_batch(
             max_tokens=config.max_batch_tokens,
             max_rows=config.max_running,

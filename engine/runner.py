@@ -196,6 +196,7 @@ class ModelRunner:
                 pool, capture, config.recorded_rows, max_context=longest, num_sizes=num_sizes
             ),
             make_capture=make_capture,
+            least=self.parallel.least,
         )
         max_context = min(self.config.max_context, config.max_context or self.config.max_context)
         memory = trial.measure(

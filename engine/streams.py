@@ -1,4 +1,4 @@
-"""What is started on a device, and what comes behind what: all that the engine and the links know of streams.
+"""What is started on a device, and what comes behind what: all that links, tiers and uploads know of streams.
 
 Work on a device is started by threads, on each thread's current stream, and is done later. Works of one stream come one
 behind the other; between two streams there is no order but by a mark, and none between a stream and the host but where
@@ -10,8 +10,9 @@ it takes the place of `streams_of`, and knows of every read and write what it co
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import ctypes
+import queue
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, Protocol, cast
 
@@ -19,6 +20,8 @@ import torch
 from torch import Tensor
 
 from cluster.words.errors import SpecError
+
+_NON_BLOCKING = 1  # cudaStreamNonBlocking: not behind the stream that computes, which is the device's default one
 
 
 class Event(Protocol):
@@ -32,12 +35,26 @@ class Event(Protocol):
         """Return when the device has done it."""
         ...
 
+    @property
+    def is_over(self) -> bool:
+        """The device has done it. Does not wait."""
+        ...
+
 
 class Lane(Protocol):
     """A stream of its own, beside the one that computes."""
 
+    @property
+    def handle(self) -> int:
+        """By which libraries of the device know it."""
+        ...
+
     def entered(self) -> AbstractContextManager[object]:
         """Inside, what the calling thread starts goes there. One thread at a time."""
+        ...
+
+    def close(self) -> None:
+        """Nobody enters it any more: another lane may have its stream, when nothing is left on it."""
         ...
 
 
@@ -79,35 +96,34 @@ def streams_of(device: torch.device) -> Streams:
     return _streams_of(device)
 
 
-@contextmanager
-def beside(device: torch.device, lane: Lane) -> Iterator[None]:
-    """Inside, what the calling thread starts goes to the lane: behind what it has started before, and what it starts
-    afterwards comes behind that."""
-    ours = streams_of(device)
-    begun = ours.mark()
-    with lane.entered():
-        begun.hold_up()
-        yield
-        done = ours.mark()
-    done.hold_up()
-
-
 @cache
 def _streams_of(device: torch.device) -> Streams:
     return CudaStreams(device) if device.type == "cuda" else AtOnce()
 
 
 class CudaStreams:
-    """Implements Streams on a GPU."""
+    """Implements Streams on a GPU.
+
+    Torch's own streams are no lanes: it has 32, and hands them out in turn, so that from some links on one would wait
+    behind what another one waits for. These are of the driver. None is destroyed: the next lane takes what an ended one
+    has left, and with it the memory that torch keeps by stream.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._left: queue.SimpleQueue[int] = (
+            queue.SimpleQueue()
+        )  # by lanes that have ended; any thread takes and leaves
 
     def mark(self) -> Event:
         return _CudaEvent(torch.cuda.current_stream(self._device).record_event())
 
     def lane(self) -> Lane:
-        return _CudaLane(torch.cuda.Stream(self._device))
+        try:
+            handle = self._left.get_nowait()
+        except queue.Empty:
+            handle = self._new_stream()
+        return _CudaLane(torch.cuda.ExternalStream(handle, self._device), self._left)
 
     def synchronize(self) -> None:
         torch.cuda.current_stream(self._device).synchronize()
@@ -133,6 +149,14 @@ class CudaStreams:
     def copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source, non_blocking=True)
 
+    def _new_stream(self) -> int:
+        stream = ctypes.c_void_p()
+        with torch.cuda.device(self._device):
+            code = _runtime().cudaStreamCreateWithFlags(ctypes.byref(stream), _NON_BLOCKING)
+        if code or not stream.value:
+            raise RuntimeError(f"CUDA makes no stream on {self._device}: error {code}")
+        return stream.value
+
 
 class AtOnce:
     """Implements Streams where everything is done when it returns."""
@@ -142,6 +166,17 @@ class AtOnce:
 
     def lane(self) -> Lane:
         return self
+
+    @property
+    def handle(self) -> int:
+        return 0
+
+    @property
+    def is_over(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        pass
 
     def entered(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -181,14 +216,33 @@ class _CudaEvent:
     def wait(self) -> None:
         self._event.synchronize()
 
+    @property
+    def is_over(self) -> bool:
+        return bool(self._event.query())
+
 
 class _CudaLane:
-    def __init__(self, stream: torch.cuda.Stream) -> None:
+    def __init__(self, stream: torch.cuda.ExternalStream, left: queue.SimpleQueue[int]) -> None:
         self._stream = stream
+        self._left = left
+
+    @property
+    def handle(self) -> int:
+        return int(self._stream.cuda_stream)
 
     def entered(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream)
 
+    def close(self) -> None:
+        if self._stream.query():  # else something hangs there, and everything after it would
+            self._left.put(self.handle)
+
 
 def _cudart() -> Any:
     return cast(Any, torch.cuda.cudart())
+
+
+@cache
+def _runtime() -> ctypes.CDLL:
+    """The CUDA runtime that torch has loaded."""
+    return ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")

@@ -206,11 +206,24 @@ class FakeEvent:
     def wait(self) -> None:
         self._streams.join(HOST, self.clock)
 
+    @property
+    def is_over(self) -> bool:
+        """It may be, and who asks then knows."""
+        self.wait()
+        return True
+
 
 class FakeLane:
     def __init__(self, streams: FakeStreams, name: str) -> None:
         self._streams = streams
         self.name = name
+
+    @property
+    def handle(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
 
     def entered(self) -> AbstractContextManager[object]:
         return self._streams.watched(self.name)

@@ -51,7 +51,7 @@ engine.attention: cluster(model) engine(batch cpu kernels kv layers)
 engine.batch: engine(kernels streams)
 engine.config: cluster(model words) engine(kv)
 engine.cpu: cluster(model process)
-engine.decode_graphs: engine(batch streams)
+engine.decode_graphs: engine(batch)
 engine.decoding: engine(kv sequence)
 engine.device_memory: cluster(words) engine(config)
 engine.engine: cluster(words) engine(admission decoding known_tokens kv last_rows orders pace prompts sampling

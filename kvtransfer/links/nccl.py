@@ -16,7 +16,8 @@ from torch.distributed import PrefixStore, Work
 from cluster.words.errors import LinkClosed
 from kvtransfer.links.link import LinkEnd, Operation
 
-# What a communicator of two ranks takes of each one's GPU: docs/benchmarks/gpu_memory.md says how it was measured.
+# What a communicator of two ranks takes of each one's GPU: an estimate, from its buffers of 4 MiB for each channel and
+# protocol. `python -m tests.benchmarks.gpu_memory links` measures it.
 NCCL_BYTES = 100 << 20
 _SENDER, _RECEIVER = 0, 1
 _POLL_S = 5e-5  # torch's own wait looks once in a millisecond, in which a fast link moves many payloads

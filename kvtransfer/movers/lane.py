@@ -8,7 +8,8 @@ of nothing.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -30,7 +31,18 @@ class Mark:
         """Return when the device has done it."""
         self._event.wait()
 
+    @property
+    def is_over(self) -> bool:
+        """The device has done it."""
+        return self._event.is_over
 
-def own_lane(device: torch.device) -> AbstractContextManager[object]:
-    """Inside, what the calling thread starts on the device goes to a new stream."""
-    return streams.streams_of(device).lane().entered()
+
+@contextmanager
+def own_lane(device: torch.device) -> Iterator[int]:
+    """Inside, what the calling thread starts on the device goes to a stream that nobody else has: its handle."""
+    lane = streams.streams_of(device).lane()
+    try:
+        with lane.entered():
+            yield lane.handle
+    finally:
+        lane.close()

@@ -19,20 +19,25 @@ from engine.runner import ModelRunner
 from tests.engine.tiny_models import MakeModel
 from tests.fake_streams import FakeStreams
 
-CPU = torch.device("cpu")
-
 
 class FakeCapture:
-    """Does as CudaCapture does, but launches a step anew instead of a graph."""
+    """Does as CudaCapture does, on a stream of its own, but launches a step anew instead of a graph."""
 
-    def __init__(self, device: FakeStreams, *, replays_on: str | None = None) -> None:
+    def __init__(self, device: FakeStreams, *, replays_on: str | None = None, waits: bool = True) -> None:
+        """replays_on: another stream than the one that replays. waits: for what the step reads."""
         self._device = device
         self._lane = device.lane()
-        self._replays_on = replays_on  # another stream than the one that replays
+        self._replays_on = replays_on
+        self._waits = waits
 
     def __call__(self, step: Step) -> Step:
-        with streams.beside(CPU, self._lane):
+        begun = self._device.mark()
+        with self._lane.entered():
+            if self._waits:
+                begun.hold_up()
             step()
+            recorded = self._device.mark()
+        recorded.hold_up()
 
         def replay() -> None:
             with self._device.watched(self._replays_on or self._device.current):
@@ -78,8 +83,7 @@ def replay_on_another_stream(patch: pytest.MonkeyPatch, device: FakeStreams) -> 
 
 
 def record_without_waiting_for_the_inputs(patch: pytest.MonkeyPatch, device: FakeStreams) -> FakeCapture:
-    patch.setattr(streams, "beside", lambda of, lane: lane.entered())
-    return FakeCapture(device)
+    return FakeCapture(device, waits=False)
 
 
 def upload_from_memory_that_is_still_read(patch: pytest.MonkeyPatch, device: FakeStreams) -> FakeCapture:
