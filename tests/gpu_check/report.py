@@ -45,4 +45,6 @@ class Report:
 def _section(part: tuple[str, float, list[Row]]) -> str:
     name, seconds, rows = part
     head = f"## {name} ({seconds:.0f} s)\n\n| what | value | threshold | verdict |\n|---|---|---|---|\n"
-    return head + "".join(f"| {row.name} | {row.shown} {row.unit} | {row.threshold} | {row.verdict} |\n" for row in rows)
+    return head + "".join(
+        f"| {row.name} | {row.shown} {row.unit} | {row.threshold} | {row.verdict} |\n" for row in rows
+    )

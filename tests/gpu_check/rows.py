@@ -46,7 +46,8 @@ class Row:
     @property
     def _is_met(self) -> bool:
         assert isinstance(self.value, float | int)
-        return self.value >= (self.at_least or 0) and (self.at_most is None or self.value <= self.at_most)
+        is_enough = self.at_least is None or self.value >= self.at_least
+        return is_enough and (self.at_most is None or self.value <= self.at_most)
 
 
 def tell(name: str, value: float | str, unit: str = "", **more: Any) -> None:
