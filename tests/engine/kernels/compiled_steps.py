@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +33,7 @@ from engine.batch.batch import Batch
 from engine.batch.rows import Row
 from engine.attention import triton_latent_heads as latent_heads
 from engine.model.transformer import expected_tensors
-from engine.config import EngineConfig
+from engine.config import GIB, EngineConfig
 from engine.runner import ModelRunner
 from engine.sampler import sample
 from engine.sampling import SamplingRow
@@ -133,6 +133,22 @@ class AbsentStreams:
         pass
 
 
+class AbsentGauge:
+    """Of the absent device: there is room for everything, and whatever is tried takes none."""
+
+    total = 80 * GIB
+
+    def free(self) -> int:
+        return self.total
+
+    def allocated(self) -> int:
+        return 0
+
+    def peak_of(self, work: Callable[[], object]) -> int:
+        work()
+        return 0
+
+
 def main() -> None:
     capability = tuple(int(number) for number in sys.argv[1].split("."))
     # What goes to the device in one copy has its shape, and begins where an allocation does.
@@ -157,12 +173,15 @@ def take_steps(model_dir: Path, pool_dtype: str, launches: list[Launch]) -> None
         model_dir=model_dir,
         pool_dtype=pool_dtype,
         block_size=BLOCK_SIZE,
-        num_blocks=NUM_BLOCKS,
         device=str(DEVICE),
+        max_batch_tokens=2048,
+        max_running=MAX_RUNNING,
         recorded_rows=MAX_RUNNING,
     )
-    replaying = ModelRunner(config, capture=call_again)
+    kv_gib = (NUM_BLOCKS + 0.5) * config.layout().block_bytes / GIB
+    replaying = ModelRunner(replace(config, kv_memory_gib=kv_gib), capture=call_again, gauge=AbsentGauge())
     layout = replaying.layout
+    assert replaying.pool.num_blocks == NUM_BLOCKS
     assert replaying._graphs is not None, replaying._model.hindrance
     replaying.warm_up(2048)
     warm, told = len(launches), list[int]()
