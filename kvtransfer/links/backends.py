@@ -10,15 +10,22 @@ from cluster.words.plugin import find
 from kvtransfer.links.gloo import GlooLink
 from kvtransfer.links.link import Link, LinkEnd
 from kvtransfer.links.nccl import NcclLink
-from kvtransfer.links.tcp import TcpLink
-
-LINKS: dict[str, Callable[[LinkEnd], Link]] = {"tcp": TcpLink, "gloo": GlooLink, "nccl": NcclLink}
 
 
-def open_link(backend: str, end: LinkEnd) -> Link:
-    """Meet the other side, and return this side's end when both are there.
+def _tcp(end: LinkEnd) -> Link:
+    from kvtransfer.links.tcp import TcpLink  # needs cryptography, which GPUs that have NCCL do without
 
-    backend: a name in LINKS, or MODULE:NAME; the same on both sides. Raises LinkClosed after timeout_s, and SpecError.
+    return TcpLink(end)
+
+
+LINKS: dict[str, Callable[[LinkEnd], Link]] = {"tcp": _tcp, "gloo": GlooLink, "nccl": NcclLink}
+
+
+def make_link(backend: str, end: LinkEnd) -> Link:
+    """This side's end, which is yet to meet the other one.
+
+    backend: a name in LINKS, or MODULE:NAME; the same on both sides. Raises SpecError, and LinkClosed where this
+    machine lacks what it needs.
     """
     return find(backend, LINKS)(end)
 

@@ -13,7 +13,7 @@ from engine.kv.pool import KVPool
 from kvtransfer.movers import incoming
 from kvtransfer.movers.codec import codec_for, slots_of
 from kvtransfer.movers.incoming import Incoming
-from kvtransfer.movers.lane import Mark, own_lane
+from kvtransfer.links.lane import Mark, own_lane
 from kvtransfer.movers.meeting import Meeting, local_store
 from kvtransfer.protocol.frames import Opening, SegmentFrame
 from kvtransfer.protocol.segment import Segment
