@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import functools
+import os
 from collections.abc import Callable
 from typing import Generic, TypeVar
 

@@ -10,6 +10,7 @@ from cluster.words.plugin import find
 from kvtransfer.links.gloo import GlooLink
 from kvtransfer.links.link import Link, LinkEnd
 from kvtransfer.links.nccl import NcclLink
+from kvtransfer.links.nixl import NixlLink, check_nixl
 
 
 def _tcp(end: LinkEnd) -> Link:
@@ -18,7 +19,7 @@ def _tcp(end: LinkEnd) -> Link:
     return TcpLink(end)
 
 
-LINKS: dict[str, Callable[[LinkEnd], Link]] = {"tcp": _tcp, "gloo": GlooLink, "nccl": NcclLink}
+LINKS: dict[str, Callable[[LinkEnd], Link]] = {"tcp": _tcp, "gloo": GlooLink, "nccl": NcclLink, "nixl": NixlLink}
 
 
 def make_link(backend: str, end: LinkEnd) -> Link:
@@ -31,5 +32,9 @@ def make_link(backend: str, end: LinkEnd) -> Link:
 
 
 def backend_for(device: torch.device, *, host_link: str) -> str:
-    """What carries blocks of this device: between GPUs NCCL, else what the deployment says (`kv.host_link`)."""
+    """What carries blocks of this device: what the deployment says (`kv.host_link`), but between GPUs NCCL unless that
+    is nixl, which carries from either. Raises SpecError where that needs a package that is not here."""
+    if host_link == "nixl":
+        check_nixl()
+        return host_link
     return "nccl" if device.type == "cuda" else host_link

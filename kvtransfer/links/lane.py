@@ -16,7 +16,7 @@ import ctypes
 import queue
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 
@@ -66,7 +66,7 @@ def own_lane(device: torch.device) -> Iterator[int]:
             free.put(handle)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _free_streams(device: torch.device) -> queue.SimpleQueue[int]:
     """Those of this process that no lane has. Any thread takes and leaves."""
     return queue.SimpleQueue()

@@ -205,8 +205,10 @@ class NcclLink:
 
     def _until(self, is_so: Callable[[], bool]) -> None:
         """Look again and again. Raises LinkClosed when the link is closed meanwhile."""
-        while self._check_open() or not is_so():
+        self._check_open()
+        while not is_so():
             time.sleep(_POLL_S)
+            self._check_open()
 
 
 class _NcclOperation:

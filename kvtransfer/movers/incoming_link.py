@@ -15,9 +15,9 @@ from torch import Tensor
 from cluster.rpc import transfer_pb2 as pb
 from cluster.words.errors import LinkClosed, RequestError, TransferError
 from kvtransfer.links.backends import make_link
+from kvtransfer.links.lane import own_lane
 from kvtransfer.links.link import MEET_TIMEOUT_S, Link
 from kvtransfer.movers.incoming import Incoming
-from kvtransfer.links.lane import own_lane
 from kvtransfer.movers.link_config import LinkConfig
 from kvtransfer.movers.meeting import Meeting, local_store
 from kvtransfer.movers.staging import StagingRing

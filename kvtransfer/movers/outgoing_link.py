@@ -26,9 +26,9 @@ from cluster.words.process_name import ProcessName
 from cluster.words.wire_version import WIRE_VERSION
 from engine.kv.checksum import checksum
 from kvtransfer.links.backends import make_link
+from kvtransfer.links.lane import Mark, own_lane
 from kvtransfer.links.link import MEET_TIMEOUT_S, Link
 from kvtransfer.movers.codec import slots_of
-from kvtransfer.links.lane import Mark, own_lane
 from kvtransfer.movers.link_config import LinkConfig
 from kvtransfer.movers.meeting import remote_store
 from kvtransfer.movers.reconnection import Reconnection

@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvtransfer.links.link import LinkEnd
 from kvtransfer.links.nccl import NcclLink
@@ -18,7 +18,7 @@ from kvtransfer.links.nccl_library import NcclError
 class _Communicator:
     listening: socket.socket | None
     connected: socket.socket | None = None
-    left: memoryview = memoryview(b"")
+    left: memoryview = field(default_factory=lambda: memoryview(b""))
     is_sender: bool = False
 
 
@@ -45,7 +45,7 @@ class FakeNccl:
         self._called("new_id")
         server = socket.create_server(("127.0.0.1", 0))
         server.setblocking(False)
-        id = str(server.getsockname()[1]).encode().ljust(128, b"\0")
+        id = str(server.getsockname()[1]).encode().ljust(128, b"\xff")  # any bytes
         self._listening[id] = server
         return id
 
@@ -57,7 +57,7 @@ class FakeNccl:
         self._called("begin")
         communicator = _Communicator(self._listening.get(id))
         if rank == 1:
-            communicator.connected = socket.create_connection(("127.0.0.1", int(id.rstrip(b"\0"))))
+            communicator.connected = socket.create_connection(("127.0.0.1", int(id.rstrip(b"\xff"))))
             communicator.connected.setblocking(False)
         number = len(self._communicators) + 1
         self._communicators[number] = communicator

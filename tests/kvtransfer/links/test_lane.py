@@ -10,10 +10,10 @@ from torch.distributed import PrefixStore
 from engine.kv.checksum import checksum
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
+from kvtransfer.links.lane import Mark, own_lane
 from kvtransfer.movers import incoming
 from kvtransfer.movers.codec import codec_for, slots_of
 from kvtransfer.movers.incoming import Incoming
-from kvtransfer.links.lane import Mark, own_lane
 from kvtransfer.movers.meeting import Meeting, local_store
 from kvtransfer.protocol.frames import Opening, SegmentFrame
 from kvtransfer.protocol.segment import Segment

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -25,13 +26,16 @@ from tests.forks import forks
 _TIMEOUT_S = 1.0
 _SECRET = bytes(range(32))
 _ENCRYPTED = "tcp, encrypted"
+_NEEDS = {
+    "nccl": pytest.mark.gpu,
+    "nixl": pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed"),
+}
 _FAKE_NCCL = "tests.kvtransfer.links.fake_nccl:fake_nccl_link"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "backend" in metafunc.fixturenames:
-        ours = [pytest.param(name, marks=pytest.mark.gpu) if name == "nccl" else name for name in LINKS]
-        ours += [_ENCRYPTED, _FAKE_NCCL]
+        ours = [pytest.param(name, marks=_NEEDS.get(name, ())) for name in [*LINKS, _ENCRYPTED, _FAKE_NCCL]]
         metafunc.parametrize("backend", [*ours, *metafunc.config.getoption("link")])
 
 

@@ -1,4 +1,4 @@
-"""KV from the pool of one process into that of another, on CPUs and on GPUs: what lands is what was there, and where."""
+"""KV from the pool of one process into that of another, on CPUs and on GPUs: what lands is what was there."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ async def test_what_lands_is_what_was_there(device: str, link: str, pool_dtype: 
     loop = asyncio.get_running_loop()
     async with _far_side(layout, device=device, link=link, wire=wire) as (address, orders):
         sender = Sender(
-            config, loop=loop, on_shipped=lambda x: loop.call_soon_threadsafe(shipments.put_nowait, x), group_bytes=40_000
+            config,
+            loop=loop,
+            on_shipped=lambda x: loop.call_soon_threadsafe(shipments.put_nowait, x),
+            group_bytes=40_000,
         )
         for i in range(len(_THEIRS)):
             passage = sender.begin(_handoff(address, f"h{i}", layout), _OURS)
@@ -102,9 +105,7 @@ def _filled(pool: KVPool) -> KVPool:
 def _carry(source: KVPool, target: KVPool, blocks: list[int], wire: str) -> None:
     """What a handoff does, by the codec alone."""
     codec = codec_for(source.layout, wire)
-    segment = Segment(
-        first_layer=0, num_layers=4, first_token=0, num_tokens=_NUM_TOKENS, first_head=0, num_heads=4
-    )
+    segment = Segment(first_layer=0, num_layers=4, first_token=0, num_tokens=_NUM_TOKENS, first_head=0, num_heads=4)
     payload = torch.empty(codec.num_bytes(segment), dtype=torch.uint8)
     codec.pack(source, segment, slots_of(source, _OURS, 0, _NUM_TOKENS), payload)
     codec.unpack(payload, target, segment, slots_of(target, blocks, 0, _NUM_TOKENS))
@@ -146,9 +147,7 @@ async def _serve(orders: Connection, layout: KVLayout, how: dict[str, str]) -> N
     servicer = RankServicer()
     receiver = servicer.receiver = Receiver(config, meeting=servicer.meeting, on_landed=lambda landing: None)
     for i, blocks in enumerate(_THEIRS):
-        receiver.open(
-            Opening(handoff=f"h{i}", num_tokens=_NUM_TOKENS, max_tokens=_NUM_TOKENS, block_ids=tuple(blocks))
-        )
+        receiver.open(Opening(handoff=f"h{i}", num_tokens=_NUM_TOKENS, max_tokens=_NUM_TOKENS, block_ids=tuple(blocks)))
     server = make_server(config.identity)
     rpc.add_RankServicer_to_server(servicer, server)
     orders.send(f"127.0.0.1:{listen(server, '127.0.0.1:0', config.identity)}")
