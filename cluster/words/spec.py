@@ -115,7 +115,8 @@ class KVSpec(_Section):
     """Blocks are encrypted on their way over tcp. What it costs: docs/benchmarks/kv_path.md. Others cannot."""
     trust_network: bool = False
     """What has no protection of its own may leave private networks: blocks over any link but tcp (NCCL, Gloo, NIXL,
-    one of your own), and a Redis without TLS or password beyond loopback. Say so only where nobody else is on the network."""
+    one of your own), and a Redis without TLS or password beyond loopback. Say so only where nobody else is on the
+    network."""
     eviction: EvictionName = "reuse_value"
     """Which cached blocks give way first. `reuse_value`: those of a kind that is asked for again least. `lru`: those
     that were used longest ago."""

@@ -22,6 +22,7 @@ from kvtransfer.links.nccl_library import Nccl, NcclError, loaded_nccl
 
 _SENDER, _RECEIVER = 0, 1
 _POLL_S = 5e-5
+_ASK_S = 0.2
 _ABORT_S = 1.0  # for a call to NCCL to end by itself before it is aborted from beside
 _MAX_THREADS = 2048  # those that hang in NCCL for good included
 _READY, _ID = "ready", "id"  # the receiving end's word in the store, and then the sending one's
@@ -150,14 +151,12 @@ class NcclLink:
 
     def _make(self) -> None:
         """The sending end makes the id when the receiving one is there: nobody listens for a peer that never comes."""
-        store, timeout = PrefixStore(self._end.prefix, self._end.store), timedelta(seconds=self._end.timeout_s)
+        store = PrefixStore(self._end.prefix, self._end.store)
         if not self._end.is_sender:
             store.set(_READY, "")
-            store.wait([_ID], timeout)
-            self._become(store.get(_ID), rank=_RECEIVER)
+            self._become(self._asked(store, _ID), rank=_RECEIVER)
             return
-        store.wait([_READY], timeout)
-        self._check_open()
+        self._asked(store, _READY)
         id = self._nccl.new_id()
         try:
             store.set(_ID, id)  # type: ignore[arg-type]  # torch's stubs know no bytes
@@ -165,6 +164,20 @@ class NcclLink:
         except Exception:
             self._nccl.dismiss(id)
             raise
+
+    def _asked(self, store: PrefixStore, key: str) -> bytes:
+        """Again and again, because nothing wakes who waits for a store. Raises LinkClosed, or what the store does."""
+        until = time.monotonic() + self._end.timeout_s
+        while True:
+            asked_at = time.monotonic()
+            try:
+                store.wait([key], timedelta(seconds=_ASK_S))
+                return store.get(key)
+            except RuntimeError:
+                self._check_open()
+                if asked_at > until:
+                    raise
+                time.sleep(max(0.0, asked_at + _ASK_S - time.monotonic()))
 
     def _become(self, id: bytes, *, rank: int) -> None:
         self._check_open()

@@ -4,6 +4,7 @@ import multiprocessing as mp
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -389,3 +390,7 @@ def test_a_link_may_be_closed_before_it_meets_and_while_it_does(backend: str, is
         early.close()
         with pytest.raises(LinkClosed):
             pool.submit(early.meet).result(10 * _TIMEOUT_S)
+    for thread in threading.enumerate():
+        if thread.name.startswith("kv-"):
+            thread.join(10)
+            assert not thread.is_alive(), f"{thread.name} goes on"

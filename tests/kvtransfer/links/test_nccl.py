@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,16 +18,25 @@ from kvtransfer.links.link import LinkEnd, LinkGuard
 from kvtransfer.links.nccl import NcclLink
 from tests.kvtransfer.links.fake_nccl import FakeNccl
 
+FakeNccls = Callable[..., FakeNccl]
 _CPU = torch.device("cpu")
 _SHORT_S, _LONG_S = 0.3, 600.0
 
 pytestmark = pytest.mark.timeout(30)
 
 
-@pytest.fixture(autouse=True)
-def _no_thread_is_left() -> Iterator[None]:
-    """Once NCCL has come back, if it ever does."""
-    yield
+@pytest.fixture
+def fakes() -> Iterator[FakeNccls]:
+    """Makes them. Once they have come back at the end, no thread must be left."""
+    made: list[FakeNccl] = []
+
+    def make(hanging: Collection[str] = ()) -> FakeNccl:
+        made.append(FakeNccl(hanging))
+        return made[-1]
+
+    yield make
+    for fake in made:
+        fake.release()
     _until(lambda: not _nccl_threads(), "threads are left")
 
 
@@ -73,8 +82,10 @@ def _say_ready(store: Path) -> None:
 
 
 @pytest.mark.parametrize("hanging", ["new_id", "begin"])
-def test_meeting_ends_at_its_deadline_where_nccl_does_not_come_back(hanging: str, tmp_path: Path) -> None:
-    fake = FakeNccl({hanging})
+def test_meeting_ends_at_its_deadline_where_nccl_does_not_come_back(
+    fakes: FakeNccls, hanging: str, tmp_path: Path
+) -> None:
+    fake = fakes({hanging})
     _say_ready(tmp_path / "store")
     link = _link(tmp_path / "store", fake, is_sender=True, timeout_s=_SHORT_S)
     with pytest.raises(LinkClosed, match="meeting the peer took longer"):
@@ -87,8 +98,10 @@ def test_meeting_ends_at_its_deadline_where_nccl_does_not_come_back(hanging: str
 
 
 @pytest.mark.parametrize("hanging", ["send", "recv"])
-def test_an_operation_that_does_not_come_back_is_aborted_from_beside(hanging: str, tmp_path: Path) -> None:
-    sending, receiving = FakeNccl(), FakeNccl()
+def test_an_operation_that_does_not_come_back_is_aborted_from_beside(
+    fakes: FakeNccls, hanging: str, tmp_path: Path
+) -> None:
+    sending, receiving = fakes(), fakes()
     links = _pair(tmp_path / "store", sending, receiving)
     fake, link = (sending, links[0]) if hanging == "send" else (receiving, links[1])
     fake.hanging = {hanging}
@@ -101,32 +114,32 @@ def test_an_operation_that_does_not_come_back_is_aborted_from_beside(hanging: st
         link.close()
 
 
-def test_nobody_waits_for_an_abort(tmp_path: Path) -> None:
+def test_nobody_waits_for_an_abort(fakes: FakeNccls, tmp_path: Path) -> None:
     """Neither who closes the link, nor who waits for an operation on it."""
-    fakes = FakeNccl({"abort"}), FakeNccl({"abort"})
-    sender, receiver = _pair(tmp_path / "store", *fakes)
+    both = fakes({"abort"}), fakes({"abort"})
+    sender, receiver = _pair(tmp_path / "store", *both)
     waiting = receiver.recv(_payload())
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(waiting.wait, timeout_s=_LONG_S)
-        for link in (sender, receiver):
-            pool_of_one = threading.Thread(target=link.close)
-            pool_of_one.start()
-            pool_of_one.join(5)
-            assert not pool_of_one.is_alive(), "close() waits"
+        for link in (receiver, sender):
+            closing = threading.Thread(target=link.close)
+            closing.start()
+            closing.join(5)
+            assert not closing.is_alive(), "close() waits"
         with pytest.raises(LinkClosed, match="the link is closed"):
             waits.result(5)
-    for fake in fakes:
+    for fake in both:
         assert fake.hangs.wait(5)
     assert len(_nccl_threads()) <= 4
-    assert {thread for fake in fakes for what, thread in fake.called if what == "abort"} == {"kv-nccl"}
-    for fake in fakes:
+    assert {thread for fake in both for what, thread in fake.called if what == "abort"} == {"kv-nccl"}
+    for fake in both:
         fake.release()
 
 
 @pytest.mark.parametrize("is_sender", [True, False])
-def test_closing_a_link_wakes_whoever_meets_there(is_sender: bool, tmp_path: Path) -> None:
+def test_closing_a_link_wakes_whoever_meets_there(fakes: FakeNccls, is_sender: bool, tmp_path: Path) -> None:
     """And the communicator that is being made is aborted."""
-    fake, store = FakeNccl(), tmp_path / "store"
+    fake, store = fakes(), tmp_path / "store"
     if is_sender:
         _say_ready(store)
     link = _link(store, fake, is_sender=is_sender)
@@ -137,18 +150,17 @@ def test_closing_a_link_wakes_whoever_meets_there(is_sender: bool, tmp_path: Pat
         link.close()
         with pytest.raises(LinkClosed, match="the link is closed"):
             meeting.result(10)
-    PrefixStore("link/1", FileStore(str(store))).set("id", "0")  # nothing else wakes who waits for a store
     _until(lambda: not _nccl_threads(), "its thread goes on")
     assert not is_sender or ("abort", "kv-nccl") in fake.called
 
 
-def test_nobody_listens_for_a_peer_that_has_not_come_or_has_gone(tmp_path: Path) -> None:
-    never = FakeNccl()
+def test_nobody_listens_for_a_peer_that_has_not_come_or_has_gone(fakes: FakeNccls, tmp_path: Path) -> None:
+    never = fakes()
     with pytest.raises(LinkClosed):
         _link(tmp_path / "1", never, is_sender=True, timeout_s=_SHORT_S).meet()
     _until(lambda: not _nccl_threads(), "it goes on")
     assert never.called == []
-    gone = FakeNccl()
+    gone = fakes()
     _say_ready(tmp_path / "2")
     with pytest.raises(LinkClosed):
         _link(tmp_path / "2", gone, is_sender=True, timeout_s=_SHORT_S).meet()
@@ -157,7 +169,9 @@ def test_nobody_listens_for_a_peer_that_has_not_come_or_has_gone(tmp_path: Path)
     assert gone.num_listening == 0
 
 
-def test_a_payload_is_held_until_the_device_lets_go_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_payload_is_held_until_the_device_lets_go_of_it(
+    fakes: FakeNccls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An operation that was aborted may go on for a moment, and would write into memory that somebody else has."""
     let_go, waited = threading.Event(), threading.Event()
 
@@ -172,7 +186,7 @@ def test_a_payload_is_held_until_the_device_lets_go_of_it(tmp_path: Path, monkey
             waited.set()
             let_go.wait()
 
-    sender, receiver = _pair(tmp_path / "store", FakeNccl(), FakeNccl())
+    sender, receiver = _pair(tmp_path / "store", fakes(), fakes())
     monkeypatch.setattr(nccl_module, "Mark", FakeMark)
     with pytest.raises(LinkClosed):
         sender.send(_payload()).wait(timeout_s=_SHORT_S)
@@ -182,10 +196,10 @@ def test_a_payload_is_held_until_the_device_lets_go_of_it(tmp_path: Path, monkey
         link.close()
 
 
-def test_links_that_hang_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_that_hang_are_bounded(fakes: FakeNccls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     two = threading.BoundedSemaphore(2)
     monkeypatch.setattr(nccl_module, "_threads", lambda: two)
-    fake = FakeNccl({"new_id"})
+    fake = fakes({"new_id"})
     for i in range(2):
         _say_ready(tmp_path / str(i))
         with pytest.raises(LinkClosed, match="took longer"):
