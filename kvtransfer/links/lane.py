@@ -56,7 +56,7 @@ def own_lane(device: torch.device) -> Iterator[int]:
     try:
         handle = free.get_nowait()
     except queue.Empty:
-        handle = _new_stream(device)
+        handle = new_driver_stream(device)
     stream = torch.cuda.ExternalStream(handle, device)
     try:
         with torch.cuda.stream(stream):
@@ -72,7 +72,7 @@ def _free_streams(device: torch.device) -> queue.SimpleQueue[int]:
     return queue.SimpleQueue()
 
 
-def _new_stream(device: torch.device) -> int:
+def new_driver_stream(device: torch.device) -> int:
     stream = ctypes.c_void_p()
     with torch.cuda.device(device):
         code = _runtime().cudaStreamCreateWithFlags(ctypes.byref(stream), _NON_BLOCKING)

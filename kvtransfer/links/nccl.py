@@ -56,7 +56,7 @@ class NcclLink:
 
     def meet(self) -> None:
         self._check_open()
-        if not _threads().acquire(blocking=False):
+        if not thread_places().acquire(blocking=False):
             raise LinkClosed(f"{_MAX_THREADS} links over NCCL are here already, or hang: restart this replica")
         self._has_ended = False
         threading.Thread(target=self._run, name="kv-nccl", daemon=True).start()
@@ -128,7 +128,7 @@ class NcclLink:
             with self._changed:
                 self._has_ended = True
                 self._changed.notify_all()
-            _threads().release()
+            thread_places().release()
 
     def _work(self, stream: int) -> None:
         under_way: deque[tuple[Tensor, Mark]] = deque()
@@ -244,6 +244,6 @@ def _on(device: torch.device) -> Iterator[None]:
 
 
 @lru_cache(maxsize=1)
-def _threads() -> threading.BoundedSemaphore:
+def thread_places() -> threading.BoundedSemaphore:
     """Of this process: links that hang in NCCL keep theirs, and so at last nobody makes more of them."""
     return threading.BoundedSemaphore(_MAX_THREADS)

@@ -192,7 +192,8 @@ class _Agent:
         nixl_logger.handlers.clear()
         nixl_logger.propagate = True
         nixl_logger.setLevel(logging.WARNING)
-        self._agent = nixl_agent(name, nixl_agent_config(backends=["UCX"]))
+        # A thread of NIXL's would keep a core busy for each link; whoever waits for an operation looks anyway.
+        self._agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
         self._device = device
         self._memory = "VRAM" if device.type == "cuda" else "DRAM"
         self._registered: dict[tuple[int, int], _Registered] = {}  # by address and size; used last comes last

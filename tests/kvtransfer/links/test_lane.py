@@ -80,7 +80,7 @@ def test_no_two_lanes_share_a_stream_and_one_that_hangs_is_nobodys(monkeypatch: 
         def query(self) -> bool:
             return self._handle not in hanging
 
-    monkeypatch.setattr(lane, "_new_stream", lambda device: next(handles))
+    monkeypatch.setattr(lane, "new_driver_stream", lambda device: next(handles))
     monkeypatch.setattr(torch.cuda, "ExternalStream", FakeStream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     device = torch.device("cuda", 77)  # whose streams no other test has

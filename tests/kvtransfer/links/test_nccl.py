@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +16,7 @@ from kvtransfer.links import nccl as nccl_module
 from kvtransfer.links.link import LinkEnd, LinkGuard
 from kvtransfer.links.nccl import NcclLink
 from tests.kvtransfer.links.fake_nccl import FakeNccl
+from tests.waiting import until
 
 FakeNccls = Callable[..., FakeNccl]
 _CPU = torch.device("cpu")
@@ -37,18 +37,15 @@ def fakes() -> Iterator[FakeNccls]:
     yield make
     for fake in made:
         fake.release()
-    _until(lambda: not _nccl_threads(), "threads are left")
+    _until(lambda: not _nccl_threads())
 
 
 def _nccl_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-nccl")]
 
 
-def _until(is_so: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 10
-    while not is_so():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.002)
+def _until(is_so: Callable[[], bool]) -> None:
+    until(is_so, within_s=10)
 
 
 def _link(store: Path, fake: FakeNccl, *, is_sender: bool, timeout_s: float = _LONG_S) -> NcclLink:
@@ -93,7 +90,7 @@ def test_meeting_ends_at_its_deadline_where_nccl_does_not_come_back(
     link.close()
     assert fake.hangs.is_set() and len(_nccl_threads()) <= 2
     fake.release()
-    _until(lambda: not _nccl_threads(), "what has come back was not ended")
+    _until(lambda: not _nccl_threads())
     assert fake.num_listening == 0
 
 
@@ -109,7 +106,7 @@ def test_an_operation_that_does_not_come_back_is_aborted_from_beside(
     with pytest.raises(LinkClosed, match="an operation took longer"):
         operation.wait(timeout_s=_SHORT_S)
     assert len(_nccl_threads()) <= 3  # this link's, the one that will abort it, and the other link's
-    _until(lambda: ("abort", "kv-nccl-abort") in fake.called, "nobody aborts what hangs")
+    _until(lambda: ("abort", "kv-nccl-abort") in fake.called)
     for link in links:
         link.close()
 
@@ -146,11 +143,11 @@ def test_closing_a_link_wakes_whoever_meets_there(fakes: FakeNccls, is_sender: b
     with ThreadPoolExecutor(1) as pool:
         meeting = pool.submit(link.meet)
         if is_sender:
-            _until(lambda: ("begin", "kv-nccl") in fake.called, "it does not begin")
+            _until(lambda: ("begin", "kv-nccl") in fake.called)
         link.close()
         with pytest.raises(LinkClosed, match="the link is closed"):
             meeting.result(10)
-    _until(lambda: not _nccl_threads(), "its thread goes on")
+    _until(lambda: not _nccl_threads())
     assert not is_sender or ("abort", "kv-nccl") in fake.called
 
 
@@ -158,13 +155,13 @@ def test_nobody_listens_for_a_peer_that_has_not_come_or_has_gone(fakes: FakeNccl
     never = fakes()
     with pytest.raises(LinkClosed):
         _link(tmp_path / "1", never, is_sender=True, timeout_s=_SHORT_S).meet()
-    _until(lambda: not _nccl_threads(), "it goes on")
+    _until(lambda: not _nccl_threads())
     assert never.called == []
     gone = fakes()
     _say_ready(tmp_path / "2")
     with pytest.raises(LinkClosed):
         _link(tmp_path / "2", gone, is_sender=True, timeout_s=_SHORT_S).meet()
-    _until(lambda: not _nccl_threads(), "it goes on")
+    _until(lambda: not _nccl_threads())
     assert [what for what, _ in gone.called] == ["new_id", "begin", "abort"]
     assert gone.num_listening == 0
 
@@ -198,7 +195,7 @@ def test_a_payload_is_held_until_the_device_lets_go_of_it(
 
 def test_links_that_hang_are_bounded(fakes: FakeNccls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     two = threading.BoundedSemaphore(2)
-    monkeypatch.setattr(nccl_module, "_threads", lambda: two)
+    monkeypatch.setattr(nccl_module, "thread_places", lambda: two)
     fake = fakes({"new_id"})
     for i in range(2):
         _say_ready(tmp_path / str(i))
@@ -207,4 +204,4 @@ def test_links_that_hang_are_bounded(fakes: FakeNccls, tmp_path: Path, monkeypat
     with pytest.raises(LinkClosed, match="restart this replica"):
         _link(tmp_path / "2", fake, is_sender=True).meet()
     fake.release()
-    _until(lambda: not _nccl_threads(), "they go on")
+    _until(lambda: not _nccl_threads())
