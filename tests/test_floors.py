@@ -89,7 +89,7 @@ engine.tools: cluster(model process words) engine(batch config cpu engine kernel
     orders pace prompts runner sampler sequence step weights)
 engine.weights: cluster(model words)
 kvtransfer.bench: cluster(process rpc wire words) engine(batch config kv runner) kvtransfer(links movers protocol)
-kvtransfer.links: cluster(words)
+kvtransfer.links: cluster(words) engine(streams)
 kvtransfer.movers: cluster(rpc wire words) engine(cpu kernels kv orders streams tiers) kvtransfer(links protocol)
 kvtransfer.protocol: cluster(words) engine(kv)
 prefill_worker.actor: cluster(rpc words worker) prefill_worker(server worker)

@@ -93,7 +93,8 @@ def check_network(spec: Spec, nodes: Sequence[Node], *, is_one_machine: bool = F
     is_one_machine: then the embedded index is on loopback. Links are on the node's address all the same.
     """
     pools = [spec.pool(role) for role in Role]
-    links = {"nccl" if pool.resources.gpus else spec.kv.host_link for pool in pools}
+    between_gpus = "nixl" if spec.kv.host_link == "nixl" else "nccl"
+    links = {between_gpus if pool.resources.gpus else spec.kv.host_link for pool in pools}
     for node in nodes:
         for link in sorted(links):
             check_link(link, node.ip, trust_network=spec.kv.trust_network)

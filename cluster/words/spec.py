@@ -40,7 +40,7 @@ def _check_known(name: str, *, ours: tuple[str, ...]) -> str:
 
 
 _POLICIES = ("cost", "prefix", "least_loaded", "round_robin")
-_LINKS = ("tcp", "gloo")
+_LINKS = ("tcp", "gloo", "nixl")
 _EVICTIONS = ("reuse_value", "lru")
 PolicyName = Annotated[str, AfterValidator(partial(_check_known, ours=_POLICIES)), Field(examples=[*_POLICIES, PLUGIN])]
 LinkName = Annotated[str, AfterValidator(partial(_check_known, ours=_LINKS)), Field(examples=[*_LINKS, PLUGIN])]
@@ -109,12 +109,14 @@ class KVSpec(_Section):
     wire_dtype: Literal["fp8_e4m3", "int8", "raw"] = "fp8_e4m3"
     """What a pool of 16 or 32 bits sends; `raw`: the pool's own bytes. A pool of 8 bits always sends its own bytes."""
     host_link: LinkName = "tcp"
-    """What carries blocks between ranks without GPUs. Between GPUs NCCL does, whatever this says."""
+    """What carries blocks between ranks without GPUs. Between GPUs NCCL does, unless this is `nixl`, which carries
+    from either, and needs its package on every node (`pip install nixl`)."""
     encrypt: bool = False
-    """Blocks are encrypted on their way over tcp. What it costs: docs/benchmarks/kv_path.md. NCCL and Gloo cannot."""
+    """Blocks are encrypted on their way over tcp. What it costs: docs/benchmarks/kv_path.md. Others cannot."""
     trust_network: bool = False
-    """What has no protection of its own may leave private networks: blocks over any link but tcp (NCCL, Gloo, one of
-    your own), and a Redis without TLS or password beyond loopback. Say so only where nobody else is on the network."""
+    """What has no protection of its own may leave private networks: blocks over any link but tcp (NCCL, Gloo, NIXL,
+    one of your own), and a Redis without TLS or password beyond loopback. Say so only where nobody else is on the
+    network."""
     eviction: EvictionName = "reuse_value"
     """Which cached blocks give way first. `reuse_value`: those of a kind that is asked for again least. `lru`: those
     that were used longest ago."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -38,6 +39,7 @@ from engine.runner import ModelRunner
 from engine.tiers.rank_tiers import RankTiers
 from engine.tiers.tiers import Tiers
 from kvtransfer.links.backends import backend_for, device_bytes
+from kvtransfer.links.interface import guide_nccl
 from kvtransfer.links.link import LinkGuard
 from kvtransfer.movers.grants import Grants
 from kvtransfer.movers.link_config import LinkConfig
@@ -84,6 +86,8 @@ class RankBody(Generic[W]):
     def load(self, setup: RankSetup) -> None:
         """Form the gang, load the weights, begin to serve. Raises ClusterError."""
         timeouts = setup.spec.timeouts
+        if self.device.type == "cuda":
+            guide_nccl(os.environ, host=setup.host.host)
         setup.on_progress("meeting the other ranks", 0.0)
         self._others, parallel = open_gang(
             self._ranks,

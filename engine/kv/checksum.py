@@ -7,9 +7,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from engine import streams
 from engine.cpu.library import open_copies
 from engine.cpu.wire import sum_words
+from engine.kernels.word_sum import launch_word_sum
 
 
 def checksum(payload: Tensor) -> int:
@@ -17,22 +17,19 @@ def checksum(payload: Tensor) -> int:
 
     sum over i of word[i] * (2 i + 1)  mod 2^64        the last word padded with zeros
     """
+    if payload.is_cuda:
+        return int(launch_word_sum(payload)) % 2**64
     num_whole = payload.numel() // 8 * 8
     words = payload[:num_whole]
     if kernels := open_copies(payload.device):
         total = sum_words(kernels, words)
     else:
         count = num_whole // 8
-        odd_numbers = _odd_numbers_at_least(1 << count.bit_length(), payload.device)[:count]
-        total = int((words.view(torch.int64) * odd_numbers).sum())
-    if num_whole == payload.numel():
-        return total % 2**64
-    tail = bytes(payload[num_whole:].cpu().numpy())
+        total = int((words.view(torch.int64) * _odd_numbers_at_least(1 << count.bit_length())[:count]).sum())
+    tail = bytes(payload[num_whole:].numpy())
     return (total + int.from_bytes(tail, "little") * (num_whole // 4 + 1)) % 2**64
 
 
 @lru_cache(maxsize=16)
-def _odd_numbers_at_least(count: int, device: torch.device) -> Tensor:
-    numbers = torch.arange(count, dtype=torch.int64, device=device) * 2 + 1
-    streams.streams_of(device).synchronize()  # links use them on streams of their own
-    return numbers
+def _odd_numbers_at_least(count: int) -> Tensor:
+    return torch.arange(count, dtype=torch.int64) * 2 + 1

@@ -17,7 +17,7 @@ from torch.distributed import Store
 from cluster.rpc.transfer_pb2_grpc import RankStub
 from cluster.wire.channel import open_channel
 from kvtransfer.bench.near_side import FAR, HOST, NEAR, TIMEOUT_S, NearSide
-from kvtransfer.links.backends import open_link
+from kvtransfer.links.backends import make_link
 from kvtransfer.links.link import LinkEnd, LinkGuard
 from kvtransfer.movers.meeting import Meeting, local_store, remote_store
 from kvtransfer.movers.staging import StagingRing
@@ -37,7 +37,8 @@ def send_over_link(near: NearSide, backend: str, *, num_bytes: int, count: int) 
 
     channel = near.host.call(connect(), timeout_s=TIMEOUT_S)  # it belongs to the loop that makes it
     store = remote_store(RankStub(channel), near.host.loop, timeout_s=TIMEOUT_S)
-    link = open_link(backend, _end(store, near.guard, prefix, is_sender=True))
+    link = make_link(backend, _end(store, near.guard, prefix, is_sender=True))
+    link.meet()
     near.host.call(channel.close(), timeout_s=TIMEOUT_S)
     ring = StagingRing(_CPU, num_buffers=link.num_buffers)
     for i in range(_NUM_FIRST + count):
@@ -55,7 +56,8 @@ def send_over_link(near: NearSide, backend: str, *, num_bytes: int, count: int) 
 def receive_over_link(
     meeting: Meeting, guard: LinkGuard, backend: str, prefix: str, *, num_bytes: int, count: int
 ) -> float:
-    link = open_link(backend, _end(local_store(meeting, timeout_s=TIMEOUT_S), guard, prefix, is_sender=False))
+    link = make_link(backend, _end(local_store(meeting, timeout_s=TIMEOUT_S), guard, prefix, is_sender=False))
+    link.meet()
     ring = StagingRing(_CPU, num_buffers=link.num_buffers)
     begin = 0.0
     for i in range(_NUM_FIRST + count):

@@ -64,7 +64,7 @@ class NearSide:
             ),
             loop=self.host.loop,
             on_shipped=shipments.put,
-            **({} if group_bytes is None else {"group_bytes": group_bytes}),
+            group_bytes=group_bytes,
         )
         self._senders.append(sender)
         return MeasuredSender(self, sender, shipments)

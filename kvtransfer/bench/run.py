@@ -13,6 +13,7 @@ from engine.kv.pool import KVPool
 from kvtransfer.bench.carried import copy_in_memory, send_over_link, send_over_tcp
 from kvtransfer.bench.near_side import NearSide
 from kvtransfer.bench.shipped_prompts import ShippedPrompts
+from kvtransfer.links.backends import backend_for
 
 _NUM_TRIES = 5  # the best counts: what a message costs when nothing disturbs it
 _HEADS, _HEAD_DIM = 8, 128
@@ -36,6 +37,7 @@ def bench_kv(
     computes prompts. Raises SpecError.
     """
     torch.set_num_threads(threads)
+    host_link = backend_for(torch.device("cpu"), host_link=host_link)
     with NearSide(is_encrypted=encrypt) as near:
         of = {"dtype": dtype, "wire_dtype": wire_dtype, "backend": host_link}
         return {

@@ -10,15 +10,23 @@ from cluster.words.plugin import find
 from kvtransfer.links.gloo import GlooLink
 from kvtransfer.links.link import Link, LinkEnd
 from kvtransfer.links.nccl import NCCL_BYTES, NcclLink
-from kvtransfer.links.tcp import TcpLink
-
-LINKS: dict[str, Callable[[LinkEnd], Link]] = {"tcp": TcpLink, "gloo": GlooLink, "nccl": NcclLink}
+from kvtransfer.links.nixl import NixlLink, check_nixl
 
 
-def open_link(backend: str, end: LinkEnd) -> Link:
-    """Meet the other side, and return this side's end when both are there.
+def _tcp(end: LinkEnd) -> Link:
+    from kvtransfer.links.tcp import TcpLink  # needs cryptography, which GPUs that have NCCL do without
 
-    backend: a name in LINKS, or MODULE:NAME; the same on both sides. Raises LinkClosed after timeout_s, and SpecError.
+    return TcpLink(end)
+
+
+LINKS: dict[str, Callable[[LinkEnd], Link]] = {"tcp": _tcp, "gloo": GlooLink, "nccl": NcclLink, "nixl": NixlLink}
+
+
+def make_link(backend: str, end: LinkEnd) -> Link:
+    """This side's end, which is yet to meet the other one.
+
+    backend: a name in LINKS, or MODULE:NAME; the same on both sides. Raises SpecError, and LinkClosed where this
+    machine lacks what it needs.
     """
     return find(backend, LINKS)(end)
 
@@ -29,5 +37,9 @@ def device_bytes(backend: str) -> int:
 
 
 def backend_for(device: torch.device, *, host_link: str) -> str:
-    """What carries blocks of this device: between GPUs NCCL, else what the deployment says (`kv.host_link`)."""
+    """What carries blocks of this device: what the deployment says (`kv.host_link`), but between GPUs NCCL unless that
+    is nixl, which carries from either. Raises SpecError where that needs a package that is not here."""
+    if host_link == "nixl":
+        check_nixl()
+        return host_link
     return "nccl" if device.type == "cuda" else host_link

@@ -33,8 +33,14 @@ class GlooLink:
     num_buffers = 2  # one is on the wire while the other is packed or written; a third gained nothing
 
     def __init__(self, end: LinkEnd) -> None:
+        self._end = end
         self._peer = _RECEIVER if end.is_sender else _SENDER
         self._closed = threading.Event()
+        self._group: Any = None
+
+    def meet(self) -> None:
+        """Nothing wakes Gloo: a link that is closed meanwhile fails when the peer has come, or at the deadline."""
+        end = self._end
         options = _Gloo._Options()
         options._timeout = timedelta(seconds=end.timeout_s)
         options._threads = 1
@@ -43,7 +49,10 @@ class GlooLink:
             rank = _SENDER if end.is_sender else _RECEIVER
             self._group = _Gloo(PrefixStore(end.prefix, end.store), rank, 2, options)
         except RuntimeError as error:
+            self._closed.set()
             raise LinkClosed(f"link {end.prefix}: the peer did not come: {error}") from error
+        if self._closed.is_set():
+            raise LinkClosed("the link was closed meanwhile")
 
     def send(self, payload: Tensor) -> Operation:
         return self._start(lambda: self._group.send([payload], self._peer, _TAG))

@@ -38,6 +38,12 @@ class Link(Protocol):
     device: torch.device  # where payloads must live
     num_buffers: int  # payloads that this end should have under way at once
 
+    def meet(self) -> None:
+        """Find the other end, first of all and once. A link is made without waiting, so that its owner has it before it
+        meets, and can close it meanwhile. Raises LinkClosed, by the deadline of its LinkEnd at the latest.
+        """
+        ...
+
     def send(self, payload: Tensor) -> Operation:
         """Start to send a contiguous uint8 tensor. Raises LinkClosed."""
         ...
@@ -53,8 +59,8 @@ class Link(Protocol):
 
 @dataclass(frozen=True)
 class LinkGuard:
-    """How a link of our own keeps strangers out: what its two ends must have in common. Those of NCCL and Gloo have
-    nothing of the kind, and belong on private networks."""
+    """How a link of our own keeps strangers out: what its two ends must have in common. Those of NCCL, Gloo and NIXL
+    have nothing of the kind, and belong on private networks."""
 
     secret: bytes = field(repr=False)  # 32 bytes that both sides have, and no stranger
     is_encrypted: bool = False  # else whoever is on the way reads what passes, and may change it

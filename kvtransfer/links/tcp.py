@@ -30,33 +30,62 @@ class TcpLink:
     device = torch.device("cpu")
 
     def __init__(self, end: LinkEnd) -> None:
-        self._connection, key = meet(end)
-        self._sealer = _Sealer(Cipher(key)) if end.guard.is_encrypted else None
         self.num_buffers = 2 if end.is_sender else 1  # while one is written, the kernel takes in the next
-        self._pusher = _Pusher(self._connection)
+        self._end = end
+        self._wire: _Wire | None = None
+        self._is_closed = False
+        self._lock = threading.Lock()  # of the two
+
+    def meet(self) -> None:
+        connection, key = meet(self._end)
+        with self._lock:
+            self._wire = _Wire(connection, Cipher(key) if self._end.guard.is_encrypted else None)
+        if self._is_closed:  # meanwhile
+            self.close()
+            raise LinkClosed("the link is closed")
 
     def send(self, payload: Tensor) -> Operation:
-        self._connection.check()
-        if self._sealer is None:
-            left = payload.numpy().data
-            if self._pusher.is_idle:
-                left = self._connection.move_now(left)
-            return self._pusher.push(left) if left else _Sent()
-        sealed = self._sealer.buffer(sealed_size(payload.numel()))
-        num_sent = 0
-        for num_sealed in self._sealer.cipher.seal(payload.numpy().data, sealed):  # what is sealed leaves at once
-            if self._pusher.is_idle:
-                num_sent = num_sealed - len(self._connection.move_now(sealed[num_sent:num_sealed]))
-        left = sealed[num_sent:]
-        return _Sealed(self._pusher.push(left) if left else _Sent(), sealed, self._sealer)
+        return self._met.send(payload.numpy().data)
 
     def recv(self, payload: Tensor) -> Operation:
-        self._connection.check()
-        return _Receiving(self._connection, payload.numpy().data, self._sealer)
+        wire = self._met
+        wire.connection.check()
+        return _Receiving(wire.connection, payload.numpy().data, wire.sealer)
 
     def close(self) -> None:
-        self._connection.close()
-        self._pusher.close()
+        with self._lock:
+            self._is_closed, wire = True, self._wire
+        if wire:
+            wire.connection.close()
+            wire.pusher.close()
+
+    @property
+    def _met(self) -> _Wire:
+        if self._wire is None:
+            raise LinkClosed("the link is closed, or its peer never came")
+        return self._wire
+
+
+class _Wire:
+    """A connection, with what seals the payloads and what pushes them."""
+
+    def __init__(self, connection: Connection, cipher: Cipher | None) -> None:
+        self.connection = connection
+        self.sealer = _Sealer(cipher) if cipher else None
+        self.pusher = _Pusher(connection)
+
+    def send(self, payload: memoryview) -> Operation:
+        self.connection.check()
+        if self.sealer is None:
+            left = self.connection.move_now(payload) if self.pusher.is_idle else payload
+            return self.pusher.push(left) if left else _Sent()
+        sealed = self.sealer.buffer(sealed_size(len(payload)))
+        num_sent = 0
+        for num_sealed in self.sealer.cipher.seal(payload, sealed):  # what is sealed leaves at once
+            if self.pusher.is_idle:
+                num_sent = num_sealed - len(self.connection.move_now(sealed[num_sent:num_sealed]))
+        left = sealed[num_sent:]
+        return _Sealed(self.pusher.push(left) if left else _Sent(), sealed, self.sealer)
 
 
 class _Sent:

@@ -9,8 +9,8 @@ from torch import Tensor
 from cluster.words.errors import ChecksumMismatch
 from engine.kv.checksum import checksum
 from engine.kv.pool import KVPool
+from kvtransfer.links.lane import Mark
 from kvtransfer.movers.codec import Codec, slots_of
-from kvtransfer.movers.lane import Mark
 from kvtransfer.protocol.frames import CommitFrame, Opening, SegmentFrame
 from kvtransfer.protocol.ledger import Landing, Ledger
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from cluster.rpc import transfer_pb2 as pb
 from cluster.words.errors import LinkClosed, RequestError, TransferError
-from kvtransfer.links.backends import open_link
+from kvtransfer.links.backends import make_link
+from kvtransfer.links.lane import own_lane
 from kvtransfer.links.link import MEET_TIMEOUT_S, Link
 from kvtransfer.movers.incoming import Incoming
-from kvtransfer.movers.lane import own_lane
 from kvtransfer.movers.link_config import LinkConfig
 from kvtransfer.movers.meeting import Meeting, local_store
 from kvtransfer.movers.staging import StagingRing
@@ -137,7 +137,10 @@ class IncomingLink:
         try:
             with own_lane(self._config.pool.device):
                 end = self._config.link_end(store, prefix=self._prefix, is_sender=False)
-                self._link = link = open_link(self._config.backend, end)
+                self._link = link = make_link(self._config.backend, end)
+                if self._has_ended:  # before it was there to be closed
+                    return
+                link.meet()
                 self._receive(link, StagingRing(link.device, num_buffers=link.num_buffers))
         except TransferError as error:
             if not self._has_ended:

@@ -25,10 +25,10 @@ from cluster.words.probe import Milestone
 from cluster.words.process_name import ProcessName
 from cluster.words.wire_version import WIRE_VERSION
 from engine.kv.checksum import checksum
-from kvtransfer.links.backends import open_link
+from kvtransfer.links.backends import make_link
+from kvtransfer.links.lane import Mark, own_lane
 from kvtransfer.links.link import MEET_TIMEOUT_S, Link
 from kvtransfer.movers.codec import slots_of
-from kvtransfer.movers.lane import Mark, own_lane
 from kvtransfer.movers.link_config import LinkConfig
 from kvtransfer.movers.meeting import remote_store
 from kvtransfer.movers.reconnection import Reconnection
@@ -224,8 +224,11 @@ class OutgoingLink:
         try:
             with own_lane(self._config.pool.device):
                 end = self._config.link_end(store, prefix=welcome.prefix, is_sender=True)
-                self._link = open_link(self._config.backend, end)
-                self._carry(self._link)
+                self._link = link = make_link(self._config.backend, end)
+                if self._failure:  # before it was there to be closed
+                    return
+                link.meet()
+                self._carry(link)
         except TransferError as error:
             self.fail(error)
         except Exception as error:  # the edge of this thread: whoever waits for these handoffs must hear of it

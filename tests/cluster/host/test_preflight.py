@@ -133,6 +133,15 @@ def _node(ip: str, *, is_head: bool = True) -> Node:
         ({"index": "rediss://:p@10.0.0.1", "kv": {"host_link": "gloo"}}, r"kv\.trust_network: gloo"),
         ({"index": "rediss://:p@10.0.0.1", "kv": {"host_link": "links:Fast"}}, r"kv\.trust_network: links:Fast"),
         ({"index": "rediss://:p@10.0.0.1", "decode": {"resources": {"gpus": 1}}}, r"kv\.trust_network: nccl"),
+        (
+            {
+                "index": "rediss://:p@10.0.0.1",
+                "kv": {"host_link": "nixl"},
+                "decode": {"resources": {"gpus": 1}},
+                "prefill": {"resources": {"gpus": 1}},
+            },
+            r"kv\.trust_network: nixl",
+        ),
         ({"index": "rediss://:p@10.0.0.1"}, None),
     ],
     ids=str,

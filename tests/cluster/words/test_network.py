@@ -15,7 +15,7 @@ def test_addresses_are_told_apart() -> None:
     assert all(map(is_private, _LOOPBACK + _PRIVATE)) and not any(map(is_private, _ELSEWHERE))
 
 
-@pytest.mark.parametrize("link", ["nccl", "gloo", "our_links:Fast"])
+@pytest.mark.parametrize("link", ["nccl", "gloo", "nixl", "our_links:Fast"])
 @pytest.mark.parametrize("host", ["8.8.8.8", "2600::1"])
 def test_blocks_without_protection_do_not_leave_private_networks(link: str, host: str) -> None:
     with pytest.raises(SpecError, match=rf"^kv\.trust_network: {link} .* {host} "):

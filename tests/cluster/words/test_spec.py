@@ -112,6 +112,7 @@ def test_names_that_clients_use(source: str, name: str) -> None:
     "more",
     [
         {"kv": {"encrypt": True, "host_link": "gloo"}},
+        {"kv": {"encrypt": True, "host_link": "nixl"}},
         {"kv": {"encrypt": True, "host_link": "a.link:Mine"}},
         {"kv": {"encrypt": True}, "prefill": {"resources": {"gpus": 1}}},
     ],

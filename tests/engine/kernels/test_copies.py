@@ -8,6 +8,8 @@ import torch
 from engine.kernels.eight_bits import as_bytes, dequantize_rows, quantize_rows
 from engine.kernels.kv_write import launch_write_kv, reference_write_kv
 from engine.kernels.wire import launch_pack_kv, launch_unpack_kv, reference_pack_kv, reference_unpack_kv
+from engine.kernels.word_sum import launch_word_sum
+from engine.kv.checksum import checksum
 from tests.engine.kernels.pools import DEVICE, DTYPES, EIGHT_BITS, random, random_pool, random_slots
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
@@ -119,3 +121,16 @@ def test_quantising_twice_changes_nothing(kind: str) -> None:
     expected, expected_scales = quantize_rows(k, EIGHT_BITS[kind])
     assert torch.equal(as_bytes(codes[0, 0, :, :8]), as_bytes(expected[:8].transpose(0, 1)))
     assert torch.equal(scales[0, 0, :, :8], expected_scales[:8].T)
+
+
+@pytest.mark.parametrize("num_bytes", [1, 7, 8, 9, 100, 32_768, 32_771, 98_309, 1 << 20])
+def test_a_sum_of_words_is_the_checksum_of_the_cpu(num_bytes: int) -> None:
+    """On the wire the two are compared: one end may have a GPU, and another version of this."""
+    payload = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)
+    expected = checksum(payload)
+    assert int(launch_word_sum(payload.to(DEVICE))) % 2**64 == expected
+    words = [*payload.tolist(), *bytes(-num_bytes % 8)]
+    by_hand = sum(
+        int.from_bytes(words[8 * i : 8 * i + 8], "little") * (2 * i + 1) for i in range(min(len(words) // 8, 1000))
+    )
+    assert num_bytes > 8000 or by_hand % 2**64 == expected

@@ -4,10 +4,12 @@ import multiprocessing as mp
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import torch
 from torch.distributed import FileStore, PrefixStore, Store
 
 from cluster.words.errors import LinkClosed
-from kvtransfer.links.backends import LINKS, open_link
+from kvtransfer.links.backends import LINKS, make_link
 from kvtransfer.links.handshake import Handshake
 from kvtransfer.links.link import Link, LinkEnd, LinkGuard
 from kvtransfer.links.sealing import Cipher, pieces, sealed_size
@@ -25,15 +27,20 @@ from tests.forks import forks
 _TIMEOUT_S = 1.0
 _SECRET = bytes(range(32))
 _ENCRYPTED = "tcp, encrypted"
+_NEEDS = {
+    "nccl": pytest.mark.gpu,
+    "nixl": pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed"),
+}
+_FAKE_NCCL = "tests.kvtransfer.links.fake_nccl:fake_nccl_link"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "backend" in metafunc.fixturenames:
-        ours = [pytest.param(name, marks=pytest.mark.gpu) if name == "nccl" else name for name in [*LINKS, _ENCRYPTED]]
+        ours = [pytest.param(name, marks=_NEEDS.get(name, ())) for name in [*LINKS, _ENCRYPTED, _FAKE_NCCL]]
         metafunc.parametrize("backend", [*ours, *metafunc.config.getoption("link")])
 
 
-def _end(backend: str, store: Store, *, is_sender: bool) -> LinkEnd:
+def _end(backend: str, store: Store, *, is_sender: bool, timeout_s: float) -> LinkEnd:
     device = torch.device("cuda", _gpu(is_sender=is_sender)) if backend == "nccl" else torch.device("cpu")
     return LinkEnd(
         store=store,
@@ -41,7 +48,7 @@ def _end(backend: str, store: Store, *, is_sender: bool) -> LinkEnd:
         is_sender=is_sender,
         host="127.0.0.1",
         device=device,
-        timeout_s=20.0,
+        timeout_s=timeout_s,
         guard=LinkGuard(_SECRET, is_encrypted=backend == _ENCRYPTED),
     )
 
@@ -50,8 +57,15 @@ def _gpu(*, is_sender: bool) -> int:
     return 0 if is_sender or torch.cuda.device_count() < 2 else 1
 
 
+def _make(backend: str, store: Store, *, is_sender: bool, timeout_s: float = 20.0) -> Link:
+    end = _end(backend, store, is_sender=is_sender, timeout_s=timeout_s)
+    return make_link("tcp" if backend == _ENCRYPTED else backend, end)
+
+
 def _open(backend: str, store: Store, *, is_sender: bool) -> Link:
-    return open_link("tcp" if backend == _ENCRYPTED else backend, _end(backend, store, is_sender=is_sender))
+    link = _make(backend, store, is_sender=is_sender)
+    link.meet()
+    return link
 
 
 def _serve_peer(backend: str, place: str, orders: Connection) -> None:
@@ -353,17 +367,30 @@ def test_what_travels_encrypted_is_not_what_was_sent(tmp_path: Path) -> None:
         opening.open(memoryview(sealed[0])[: sealed_size(len(first))], first)
 
 
-def test_a_peer_that_never_comes_is_reported_at_the_deadline(backend: str, tmp_path: Path) -> None:
-    store = FileStore(str(tmp_path / "store"))
-    device = torch.device("cuda") if backend == "nccl" else torch.device("cpu")
-    end = LinkEnd(
-        store=store,
-        prefix="x",
-        is_sender=True,
-        host="127.0.0.1",
-        device=device,
-        timeout_s=_TIMEOUT_S,
-        guard=LinkGuard(_SECRET, is_encrypted=backend == _ENCRYPTED),
-    )
+@pytest.mark.parametrize("is_sender", [True, False])
+def test_a_peer_that_never_comes_is_reported_at_the_deadline(backend: str, is_sender: bool, tmp_path: Path) -> None:
+    link = _make(backend, FileStore(str(tmp_path / "store")), is_sender=is_sender, timeout_s=_TIMEOUT_S)
     with pytest.raises(LinkClosed):
-        open_link("tcp" if backend == _ENCRYPTED else backend, end)
+        link.meet()
+    with pytest.raises(LinkClosed):
+        link.send(_payload(link, 1)).wait(timeout_s=_TIMEOUT_S)
+    link.close()
+
+
+@pytest.mark.parametrize("is_sender", [True, False])
+def test_a_link_may_be_closed_before_it_meets_and_while_it_does(backend: str, is_sender: bool, tmp_path: Path) -> None:
+    """Its owner has it from the first moment; it ends by its deadline, or earlier."""
+    with ThreadPoolExecutor(1) as pool:
+        link = _make(backend, FileStore(str(tmp_path / "1")), is_sender=is_sender, timeout_s=_TIMEOUT_S)
+        meeting = pool.submit(link.meet)
+        link.close()
+        with pytest.raises(LinkClosed):
+            meeting.result(10 * _TIMEOUT_S)
+        early = _make(backend, FileStore(str(tmp_path / "2")), is_sender=is_sender, timeout_s=_TIMEOUT_S)
+        early.close()
+        with pytest.raises(LinkClosed):
+            pool.submit(early.meet).result(10 * _TIMEOUT_S)
+    for thread in threading.enumerate():
+        if thread.name.startswith("kv-"):
+            thread.join(10)
+            assert not thread.is_alive(), f"{thread.name} goes on"

@@ -41,6 +41,9 @@ class FakeStreamLink:
         self.sent = wires.sent[end.prefix]
         self.is_closed = False
 
+    def meet(self) -> None:
+        pass
+
     def send(self, payload: Tensor) -> _Operation:
         return _Operation(self, payload, is_sending=True)
 

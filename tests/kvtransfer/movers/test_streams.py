@@ -23,9 +23,10 @@ from engine import streams
 from engine.cpu import library
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
+from kvtransfer.links import lane
 from kvtransfer.links.backends import LINKS
 from kvtransfer.links.link import LinkGuard
-from kvtransfer.movers import codec, incoming, lane, outgoing_link, staging
+from kvtransfer.movers import codec, incoming, outgoing_link, staging
 from kvtransfer.movers.link_config import LinkConfig
 from kvtransfer.movers.rank_servicer import RankServicer
 from kvtransfer.movers.receiver import Receiver

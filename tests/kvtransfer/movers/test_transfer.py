@@ -1,6 +1,7 @@
 """Sender to receiver over real gRPC and real links, in one process: what is shipped lands whole, or is refused."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -16,7 +17,8 @@ from cluster.words.errors import HandoffExpired, LayoutMismatch, LinkClosed, Tra
 from cluster.words.handoff import Handoff
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
-from kvtransfer.links.link import LinkGuard
+from kvtransfer.links.backends import LINKS
+from kvtransfer.links.link import LinkEnd, LinkGuard, Operation
 from kvtransfer.movers.link_config import LinkConfig
 from kvtransfer.movers.rank_servicer import RankServicer
 from kvtransfer.movers.receiver import Receiver
@@ -322,3 +324,48 @@ async def test_an_aborted_passage_ends_and_the_link_lives_on() -> None:
         _ship(p, _handoff(d, epoch=2))
         assert (await d.landed()).epoch == 2
         assert torch.equal(_read(d, [3, 1, 8, 11, 6]), kv)
+
+
+class WaitingLink:
+    """Its peer never comes; only closing it ends that."""
+
+    backend = "waiting"
+    device = _CPU
+    num_buffers = 2
+
+    def __init__(self, end: LinkEnd) -> None:
+        self.meets, self.closed = threading.Event(), threading.Event()
+
+    def meet(self) -> None:
+        self.meets.set()
+        self.closed.wait()
+        raise LinkClosed("the link is closed")
+
+    def send(self, payload: torch.Tensor) -> Operation:
+        raise NotImplementedError
+
+    def recv(self, payload: torch.Tensor) -> Operation:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+@pytest.mark.timeout(30)
+async def test_both_owners_close_a_link_that_meets_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have it from the first moment: its thread is not left to a deadline, nor for ever."""
+    made: list[WaitingLink] = []
+
+    def make(end: LinkEnd) -> WaitingLink:
+        made.append(WaitingLink(end))
+        return made[-1]
+
+    monkeypatch.setitem(LINKS, "waiting", make)
+    async with _replica(1, link="waiting") as p:
+        async with _replica(1, link="waiting") as d:
+            _ship(p, _handoff(d))
+            while len(made) < 2 or not all(link.meets.is_set() for link in made):
+                await asyncio.sleep(0)
+        assert isinstance((await p.shipped()).error, LinkClosed)
+        for link in made:
+            assert await asyncio.to_thread(link.closed.wait, 10)

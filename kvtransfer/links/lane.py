@@ -1,9 +1,9 @@
-"""Where a link's thread works on a device: beside what is computed there, not behind it.
+"""Where a link's threads work on a device: beside what is computed there, not behind it.
 
 Kernels of one CUDA stream run one behind the other, and the host is many layers ahead of the device. So a link that
-packed on the stream that computes would ship a layer when the whole chunk is done. It has a stream of its own, and
-comes behind exactly what it needs: a mark says what that is. On a CPU everything is done when it returns, and marks are
-of nothing.
+packed on the stream that computes would ship a layer when the whole chunk is done. Each of its threads has a stream of
+its own, and comes behind exactly what it needs: a mark says what that is. On a CPU everything is done when it returns,
+and marks are of nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +23,11 @@ class Mark:
         """Of the calling thread's current stream."""
         self._event = streams.streams_of(device).mark()
 
+    @property
+    def is_over(self) -> bool:
+        """The device has done it."""
+        return self._event.is_over
+
     def hold_up(self) -> None:
         """What the calling thread starts on the device from now on comes behind it."""
         self._event.hold_up()
@@ -30,11 +35,6 @@ class Mark:
     def wait(self) -> None:
         """Return when the device has done it."""
         self._event.wait()
-
-    @property
-    def is_over(self) -> bool:
-        """The device has done it."""
-        return self._event.is_over
 
 
 @contextmanager

@@ -3,17 +3,21 @@ tested here, but that the right things are asked of them."""
 
 from __future__ import annotations
 
+import itertools
+from contextlib import ExitStack, nullcontext
+
 import pytest
 import torch
 from torch.distributed import PrefixStore
 
+from engine import streams
 from engine.kv.checksum import checksum
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
+from kvtransfer.links.lane import Mark, own_lane
 from kvtransfer.movers import incoming
 from kvtransfer.movers.codec import codec_for, slots_of
 from kvtransfer.movers.incoming import Incoming
-from kvtransfer.movers.lane import Mark, own_lane
 from kvtransfer.movers.meeting import Meeting, local_store
 from kvtransfer.protocol.frames import Opening, SegmentFrame
 from kvtransfer.protocol.segment import Segment
@@ -63,3 +67,27 @@ def test_a_write_comes_behind_what_was_there_and_closing_waits_for_it(monkeypatc
 
 def test_what_watches_over_a_group_finds_no_word() -> None:
     assert not PrefixStore("link", local_store(Meeting(), timeout_s=1)).check(["exception_dump"])
+
+
+def test_no_two_lanes_share_a_stream_and_one_that_hangs_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own streams are 32, in turn: the 33rd link would come behind the first."""
+    handles, hanging = itertools.count(1), set[int]()
+
+    class FakeStream:
+        def __init__(self, handle: int, device: torch.device) -> None:
+            self._handle = handle
+
+        def query(self) -> bool:
+            return self._handle not in hanging
+
+    monkeypatch.setattr(streams, "new_driver_stream", lambda device: next(handles))
+    monkeypatch.setattr(torch.cuda, "ExternalStream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    device = torch.device("cuda", 77)  # whose streams no other test has
+    with ExitStack() as lanes:
+        assert len({lanes.enter_context(own_lane(device)) for _ in range(100)}) == 100
+    with own_lane(device) as ended:
+        assert ended <= 100, "what an ended lane has left is taken again"
+        hanging.add(ended)
+    with ExitStack() as lanes:
+        assert ended not in {lanes.enter_context(own_lane(device)) for _ in range(100)}

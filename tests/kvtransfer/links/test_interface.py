@@ -1,0 +1,38 @@
+"""Where NCCL is to look for its peers."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtransfer.links.interface import addresses_here, guide_nccl, interface_for
+
+_HERE = {"127.0.0.1": "lo", "::1": "lo", "172.17.0.1": "docker0", "10.0.0.5": "eth1", "fd00::5": "eth2"}
+
+
+@pytest.mark.parametrize(
+    ("host", "interface"),
+    [
+        ("10.0.0.5", "=eth1"),
+        ("127.0.0.1", "=lo"),
+        ("fd00:0::0:5", "=eth2"),
+        ("10.0.0.6", None),  # another host's, or one behind a translation of addresses
+        ("node-3", None),
+    ],
+)
+def test_it_is_the_interface_that_has_the_hosts_address(host: str, interface: str | None) -> None:
+    assert interface_for(host, _HERE, said=None) == interface
+
+
+@pytest.mark.parametrize("said", ["ib0", "^docker", ""])
+def test_what_an_operator_says_stands(said: str) -> None:
+    assert interface_for("10.0.0.5", _HERE, said=said) is None
+    environment = {"NCCL_SOCKET_IFNAME": said}
+    guide_nccl(environment, host="127.0.0.1")
+    assert environment == {"NCCL_SOCKET_IFNAME": said}
+
+
+def test_this_hosts_interfaces_are_found() -> None:
+    assert addresses_here()["127.0.0.1"] == "lo"
+    environment: dict[str, str] = {}
+    guide_nccl(environment, host="127.0.0.1")
+    assert environment == {"NCCL_SOCKET_IFNAME": "=lo"}
