@@ -122,8 +122,8 @@ class CudaStreams:
         try:
             handle = self._left.get_nowait()
         except queue.Empty:
-            handle = self._new_stream()
-        return _CudaLane(torch.cuda.ExternalStream(handle, self._device), self._left)
+            handle = new_driver_stream(self._device)
+        return _CudaLane(handle, torch.cuda.ExternalStream(handle, self._device), self._left)
 
     def synchronize(self) -> None:
         torch.cuda.current_stream(self._device).synchronize()
@@ -148,14 +148,6 @@ class CudaStreams:
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source, non_blocking=True)
-
-    def _new_stream(self) -> int:
-        stream = ctypes.c_void_p()
-        with torch.cuda.device(self._device):
-            code = _runtime().cudaStreamCreateWithFlags(ctypes.byref(stream), _NON_BLOCKING)
-        if code or not stream.value:
-            raise RuntimeError(f"CUDA makes no stream on {self._device}: error {code}")
-        return stream.value
 
 
 class AtOnce:
@@ -222,20 +214,31 @@ class _CudaEvent:
 
 
 class _CudaLane:
-    def __init__(self, stream: torch.cuda.ExternalStream, left: queue.SimpleQueue[int]) -> None:
+    def __init__(self, handle: int, stream: torch.cuda.ExternalStream, left: queue.SimpleQueue[int]) -> None:
+        self._handle = handle
         self._stream = stream
         self._left = left
 
     @property
     def handle(self) -> int:
-        return int(self._stream.cuda_stream)
+        return self._handle
 
     def entered(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream)
 
     def close(self) -> None:
         if self._stream.query():  # else something hangs there, and everything after it would
-            self._left.put(self.handle)
+            self._left.put(self._handle)
+
+
+def new_driver_stream(device: torch.device) -> int:
+    """The handle of a stream that nobody else has. Nobody destroys it."""
+    stream = ctypes.c_void_p()
+    with torch.cuda.device(device):
+        code = _runtime().cudaStreamCreateWithFlags(ctypes.byref(stream), _NON_BLOCKING)
+    if code or not stream.value:
+        raise RuntimeError(f"CUDA makes no stream on {device}: error {code}")
+    return stream.value
 
 
 def _cudart() -> Any:
