@@ -5,6 +5,7 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -254,7 +255,14 @@ async def test_a_newer_epoch_fences_an_older_one() -> None:
         assert {type((await p.shipped()).error) for _ in range(2)} == {type(None), HandoffExpired}
 
 
-@pytest.mark.parametrize("link", ["tcp", "gloo"])
+@pytest.mark.parametrize(
+    "link",
+    [
+        "tcp",
+        "gloo",
+        pytest.param("nixl", marks=pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed")),
+    ],
+)
 async def test_handoffs_share_a_link_and_one_refusal_does_not_hurt_the_others(link: str) -> None:
     async with _replica(1, link=link) as p, _replica(1, link=link) as d:
         kv = _fill(p)
