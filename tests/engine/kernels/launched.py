@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from engine.attention import latent_heads as torch_latent_heads
 from engine.attention import triton_heads as heads
 from engine.attention import triton_latent_heads as latent_heads
 from engine.kernels.decode_attention import launch_decode_attention
-from engine.kernels.kv_write import launch_write_kv
 from engine.kernels.latent_attention import launch_latent_decode_attention
 from engine.kernels.latent_prefill import launch_latent_prefill_attention
-from engine.kernels.latent_write import launch_write_latents
 from engine.kernels.prefill_attention import launch_prefill_attention
-from engine.kernels.rms_norm import launch_rms_norm
-from engine.kernels.rotary import launch_rotate
+from engine.kernels.rms_norm import launch_add_rms_norm, launch_rms_norm
 from engine.kernels.silu_mul import launch_silu_mul
+from engine.kernels.store_heads import launch_store_heads
+from engine.kernels.store_latents import launch_store_latents
 from engine.layers import layers
 
 
@@ -24,13 +22,12 @@ def launch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name, launch in (
         (heads, "decode_attention", launch_decode_attention),
         (heads, "prefill_attention", launch_prefill_attention),
-        (heads, "rotate", launch_rotate),
-        (heads, "write_kv", launch_write_kv),
+        (heads, "store_heads", launch_store_heads),
         (latent_heads, "latent_decode_attention", launch_latent_decode_attention),
         (latent_heads, "latent_prefill_attention", launch_latent_prefill_attention),
-        (latent_heads, "write_latents", launch_write_latents),
-        (torch_latent_heads, "rotate", launch_rotate),
+        (latent_heads, "store_latents", launch_store_latents),
         (layers, "rms_norm", launch_rms_norm),
+        (layers, "add_rms_norm", launch_add_rms_norm),
         (layers, "silu_mul", launch_silu_mul),
     ):
         monkeypatch.setattr(module, name, launch)
