@@ -26,6 +26,7 @@ _KNOWN = {
     ("engine/kernels/compiled_steps.py", "sampler._place"),
     ("engine/kernels/compiled_steps.py", "replaying._graphs"),
     ("engine/kernels/compiled_steps.py", "replaying._model"),
+    ("engine/kernels/counted_steps.py", "runner._model"),
     ("engine/test_decode_graphs.py", "replaying._model"),
     ("engine/test_decode_graphs.py", "pair[0]._graphs"),
     # The books themselves, cooked to see that the audit finds it; and a memory that must not grow.

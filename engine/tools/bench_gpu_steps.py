@@ -96,7 +96,7 @@ def _idle_experts(config: ModelConfig, num_rows: int) -> float:
     """Weights of the experts that nobody chooses, if every choice is as likely as any other."""
     if (experts := config.experts) is None:
         return 0.0
-    idle = experts.num_experts * (1 - experts.num_per_token / experts.num_experts) ** num_rows
+    idle: float = experts.num_experts * (1 - experts.num_per_token / experts.num_experts) ** num_rows
     return sum(experts.is_sparse) * idle * 3 * config.hidden_size * experts.intermediate_size
 
 
