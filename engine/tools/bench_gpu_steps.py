@@ -71,7 +71,7 @@ def bench_gpu_steps(shapes: Seq[str], *, pool_dtype: str = "auto") -> dict[str, 
 def _copy_rate(device: torch.device) -> float:
     """Bytes per second, read and written."""
     source, target = torch.empty(2, 1 << 31, dtype=torch.uint8, device=device)
-    return 2 * source.nbytes / _seconds(lambda: target.copy_(source))
+    return 2 * len(source) / _seconds(lambda: target.copy_(source))
 
 
 def _decode(num_rows: int) -> Batch:
