@@ -15,7 +15,7 @@ from engine.kernels.language import cdiv, jit, power_of_2, tl
 
 # T tokens, C choices of each, N = T * C choices, X experts, M rows of a tile, B tiles, P = B * M places
 
-_AT_ONCE = 1024  # choices that a program looks at
+_AT_ONCE = 512, 4096  # choices that a program looks at: of decode steps, and of prompts
 
 
 def sort_into_tiles(chosen_TC: Tensor, *, num_experts: int, rows: int) -> tuple[Tensor, Tensor]:
@@ -49,6 +49,7 @@ def launch_sort_into_tiles(chosen_TC: Tensor, *, num_experts: int, rows: int) ->
     num_tiles = _most_tiles(num_choices, num_experts, rows)
     choice_P = torch.empty(num_tiles * rows, dtype=torch.int32, device=device)
     expert_B = torch.empty(num_tiles, dtype=torch.int32, device=device)
+    at_once = _AT_ONCE[num_choices > _AT_ONCE[0]]
     _sort_into_tiles[(num_experts,)](
         chosen_TC,
         choice_P,
@@ -58,7 +59,8 @@ def launch_sort_into_tiles(chosen_TC: Tensor, *, num_experts: int, rows: int) ->
         X=num_experts,
         M=rows,
         BLOCK_X=power_of_2(num_experts + 1),
-        BLOCK_N=_AT_ONCE,
+        BLOCK_N=at_once,
+        num_warps=max(4, at_once // 512),
     )
     return choice_P, expert_B
 

@@ -32,8 +32,9 @@ class _Tile(NamedTuple):
     num_stages: int
 
 
-_GATE_UP = {16: _Tile(64, 64, 4, 3), 32: _Tile(64, 64, 4, 3), 64: _Tile(64, 64, 4, 3), 128: _Tile(128, 64, 8, 3)}
-_DOWN = {16: _Tile(64, 64, 4, 3), 32: _Tile(64, 64, 4, 3), 64: _Tile(64, 64, 4, 3), 128: _Tile(128, 64, 8, 3)}
+# By the rows of a tile.
+_GATE_UP = {16: _Tile(64, 128, 4, 3), 32: _Tile(64, 64, 4, 3), 64: _Tile(64, 64, 4, 3), 128: _Tile(64, 64, 8, 3)}
+_DOWN = {16: _Tile(128, 128, 8, 3), 32: _Tile(64, 64, 4, 3), 64: _Tile(64, 64, 4, 3), 128: _Tile(256, 64, 8, 4)}
 
 
 def fused_experts(x_TE: Tensor, gate_up_X2IE: Tensor, down_XEI: Tensor, chosen_TC: Tensor) -> Tensor:

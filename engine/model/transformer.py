@@ -141,12 +141,13 @@ class Transformer:
 
     @property
     def hindrance(self) -> str | None:
-        """Why `compute` cannot be recorded and launched again as it was; None where it can."""
-        if self._parallel.size > 1:
-            return "the ranks of a gang meet in every layer"
+        """Why `compute` cannot be recorded and launched again as it was; None where it can.
+
+        The ranks of a gang record the same steps in the same order, their sums (NCCL's) among the kernels.
+        """
         layers: Sequence[DecoderLayer | LatentLayer] = self._layers or self._latent_layers
         if not is_plain(self._head) or not all(layer.is_fixed for layer in layers):
-            return "its matrices stay quantised, or its experts are called one by one"
+            return "its matrices stay quantised, or its experts are called one by one, or spread over ranks"
         return None
 
     def _score(self, scored_SE: Tensor, on_logits: OnLogits | None) -> None:
