@@ -12,6 +12,7 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from engine.kernels.expert_tiles import sort_into_tiles
@@ -32,9 +33,13 @@ class _Tile(NamedTuple):
     num_stages: int
 
 
-# By the rows of a tile.
-_GATE_UP = {16: _Tile(64, 128, 4, 3), 32: _Tile(64, 64, 4, 3), 64: _Tile(64, 64, 4, 3), 128: _Tile(64, 64, 8, 3)}
-_DOWN = {16: _Tile(128, 128, 8, 3), 32: _Tile(64, 64, 4, 3), 64: _Tile(64, 64, 4, 3), 128: _Tile(256, 64, 8, 4)}
+# By the rows of a tile, as measured on an H100 in bf16; see docs/benchmarks/gpu_steps.md.
+_GATE_UP = {16: _Tile(64, 128, 4, 3), 32: _Tile(64, 128, 4, 3), 64: _Tile(128, 64, 8, 3), 128: _Tile(128, 64, 8, 4)}
+_DOWN = {16: _Tile(128, 128, 8, 3), 32: _Tile(128, 128, 8, 3), 64: _Tile(256, 64, 8, 3), 128: _Tile(256, 64, 8, 4)}
+_OF_FP32 = _Tile(64, 32, 4, 3)  # products that are not the matrix units', and are compiled multiplication by one
+_LEAST_DEPTH = 32
+_MOST_SUMS = 128 * 128  # of a program, beside operands in registers
+_RESERVED = 1024  # bytes of a processor's memory that each program cannot have
 
 
 def fused_experts(x_TE: Tensor, gate_up_X2IE: Tensor, down_XEI: Tensor, chosen_TC: Tensor) -> Tensor:
@@ -67,7 +72,7 @@ def launch_fused_experts(x_TE: Tensor, gate_up_X2IE: Tensor, down_XEI: Tensor, c
     choice_P, expert_B = sort_into_tiles(chosen_TC, num_experts=num_experts, rows=rows)
     features_NI = x_TE.new_empty(num_choices, features)
     # Programs that run at a time are those of few tiles: their rows and their experts' weights are in the cache.
-    tile = _GATE_UP[rows]
+    tile = _fit(_GATE_UP[rows], rows, 2, x_TE)
     _gate_up[(cdiv(features, tile.outputs), len(expert_B))](
         x_TE,
         gate_up_X2IE,
@@ -85,7 +90,7 @@ def launch_fused_experts(x_TE: Tensor, gate_up_X2IE: Tensor, down_XEI: Tensor, c
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    tile = _DOWN[rows]
+    tile = _fit(_DOWN[rows], rows, 1, x_TE)
     _down[(cdiv(hidden, tile.outputs), len(expert_B))](
         features_NI,
         down_XEI,
@@ -103,6 +108,26 @@ def launch_fused_experts(x_TE: Tensor, gate_up_X2IE: Tensor, down_XEI: Tensor, c
         num_stages=tile.num_stages,
     )
     return out_TCE
+
+
+def _fit(tile: _Tile, rows: int, num_matrices: int, x: Tensor) -> _Tile:
+    """The same with less of everything, where the device's processors have fewer registers to spare than an H100's,
+    whose matrix units take their operands from memory, or less memory."""
+    if x.element_size() > 2:
+        return _OF_FP32
+    if not x.is_cuda:
+        return tile
+    if torch.cuda.get_device_capability(x.device) < (9, 0) and num_matrices * rows * tile.outputs > _MOST_SUMS:
+        tile = tile._replace(outputs=tile.outputs // 2)
+    room = torch.cuda.get_device_properties(x.device).shared_memory_per_multiprocessor - _RESERVED
+    while tile.num_stages * tile.depth * (rows + num_matrices * tile.outputs) * x.element_size() > room:
+        if tile.num_stages > 2:
+            tile = tile._replace(num_stages=tile.num_stages - 1)
+        elif tile.depth > _LEAST_DEPTH:
+            tile = tile._replace(depth=tile.depth // 2)
+        else:
+            tile = tile._replace(outputs=tile.outputs // 2)
+    return tile
 
 
 @partial(jit, do_not_specialize=["num_choices"])
