@@ -28,7 +28,8 @@ class TensorParallel:
     """This rank's place among `size` ranks, and what they do together. One rank does nothing, and needs no network.
 
     Ranks call the same operations in the same order, each from one thread. A rank that died is noticed by the others
-    within `timeout_s` at the latest and raises ReplicaLost; the group is of no use after that.
+    within `timeout_s` at the latest and raises ReplicaLost; the group is of no use after that. Operations that were
+    recorded, and are replayed (decode_graphs.py), have no such bound.
     Broadcasts carry control (what to compute next) and go over Gloo; sums and gathers go over NCCL on GPUs.
     """
 

@@ -26,6 +26,7 @@ _KNOWN = {
     ("engine/kernels/compiled_steps.py", "sampler._place"),
     ("engine/kernels/compiled_steps.py", "replaying._graphs"),
     ("engine/kernels/compiled_steps.py", "replaying._model"),
+    ("engine/kernels/counted_steps.py", "runner._model"),
     ("engine/test_decode_graphs.py", "replaying._model"),
     ("engine/test_decode_graphs.py", "pair[0]._graphs"),
     # What an operation of torch writes to is said by its schema alone.

@@ -24,9 +24,10 @@ from engine.attention.attention import AttentionPlan, PromptQueries, Singles, at
 from engine.batch.batch import Batch
 from engine.kernels.rotary import rotate
 from engine.kv.pool import KVPool
+from engine.layers.layers import RMSNorm
 
 # T tokens, Q queries of one row, R rows, H query heads of this rank, L keys, C latent_dim, P rope_dim, N nope_dim,
-# W value_dim, D = N + P of a query's head, F = P / 2
+# W value_dim, D = N + P of a query's head, J = C + P of a row, F = P / 2
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,10 @@ class Rotation:
     sin_T1F: Tensor
     is_interleaved: bool  # whether rotary pairs lie side by side
 
+    @property
+    def rope_dim(self) -> int:
+        return 2 * self.cos_T1F.shape[-1]
+
     def queries(self, q_THD: Tensor, *, rope_dim: int) -> Tensor:
         """Turned in their last `rope_dim` numbers."""
         q_nope_THN, q_rope_THP = q_THD.tensor_split((-rope_dim,), dim=-1)
@@ -77,15 +82,19 @@ class Rotation:
 class LatentHeads(Protocol):
     """One step's heads, made once and used by every layer."""
 
-    def store(self, layer: int, q_THD: Tensor, latent_TC: Tensor, key_TP: Tensor) -> Tensor:
-        """Rotate what is to be rotated and put the tokens' rows into the pool. Returns the queries.
+    def store(self, layer: int, q_THD: Tensor, row_TJ: Tensor, *, norm: RMSNorm) -> Tensor:
+        """Norm latents, rotate what is to be rotated and put the tokens' rows into the pool. Returns the queries, for
+        `attend`.
 
-        latent: normed already. key: not rotated.
+        row: (T, C + P), the latent not normed, the key not rotated. Both may be views.
         """
         ...
 
     def attend(self, layer: int, q_THD: Tensor, expansion: Expansion) -> Tensor:
-        """Attention over the keys that come before each query, itself included: (T, H, W)."""
+        """Attention over the keys that come before each query, itself included: (T, H, W).
+
+        q_THD is what `store` returned for this layer.
+        """
         ...
 
 
@@ -100,9 +109,11 @@ class TorchLatentHeads:
         self._slots_T = torch.from_numpy(batch.slots).to(pool.device)
         self._plan = AttentionPlan.of(batch, pool, window=None, dtype=rotation.cos_T1F.dtype)
 
-    def store(self, layer: int, q_THD: Tensor, latent_TC: Tensor, key_TP: Tensor) -> Tensor:
-        self._pool.write_latents(layer, self._slots_T, self._rotation.rows(latent_TC, key_TP))
-        return self._rotation.queries(q_THD, rope_dim=key_TP.shape[-1])
+    def store(self, layer: int, q_THD: Tensor, row_TJ: Tensor, *, norm: RMSNorm) -> Tensor:
+        rope_dim = self._rotation.rope_dim
+        latent_TC, key_TP = row_TJ.tensor_split((-rope_dim,), dim=-1)
+        self._pool.write_latents(layer, self._slots_T, self._rotation.rows(norm(latent_TC), key_TP))
+        return self._rotation.queries(q_THD, rope_dim=rope_dim)
 
     def attend(self, layer: int, q_THD: Tensor, expansion: Expansion) -> Tensor:
         out_THW = q_THD.new_empty(*q_THD.shape[:2], expansion.value_HWC.shape[1])

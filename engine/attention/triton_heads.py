@@ -7,9 +7,8 @@ from torch import Tensor
 
 from engine.batch.device_batch import DeviceBatch
 from engine.kernels.decode_attention import decode_attention, splits_for
-from engine.kernels.kv_write import write_kv
 from engine.kernels.prefill_attention import prefill_attention
-from engine.kernels.rotary import rotate
+from engine.kernels.store_heads import HeadNorms, store_heads
 from engine.kv.pool import KVPool
 from engine.layers.layers import RMSNorm
 
@@ -34,13 +33,12 @@ class KernelHeads:
             self._num_splits = splits_for(len(singles.tokens_R), num_heads, singles.longest, pool.device)
 
     def store(self, layer: int, heads_TND: Tensor, *, q_norm: RMSNorm | None, k_norm: RMSNorm | None) -> Tensor:
-        num_kv = self._pool.layout.heads_per_rank
-        q_THD, k_TKD, v_TKD = heads_TND.tensor_split((-2 * num_kv, -num_kv), dim=1)
+        norms = None
         if q_norm is not None and k_norm is not None:
-            q_THD, k_TKD = q_norm(q_THD), k_norm(k_TKD)
-        k_TKD = rotate(k_TKD, self._cos_T1F, self._sin_T1F)
-        write_kv(*self._pool.layer(layer), self._batch.slots_T, k_TKD, v_TKD)
-        return rotate(q_THD, self._cos_T1F, self._sin_T1F)
+            norms = HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps)
+        return store_heads(
+            heads_TND, self._cos_T1F, self._sin_T1F, *self._pool.layer(layer), self._batch.slots_T, norms
+        )
 
     def attend(self, layer: int, q_THD: Tensor, *, window: int | None) -> Tensor:
         out_THD = torch.empty_like(q_THD)

@@ -12,11 +12,12 @@ from engine.kernels.decode_attention import splits_for
 from engine.kernels.language import cdiv
 from engine.kernels.latent_attention import HEADS_AT_ONCE, latent_decode_attention
 from engine.kernels.latent_prefill import latent_prefill_attention
-from engine.kernels.latent_write import write_latents
+from engine.kernels.store_latents import store_latents
 from engine.kv.pool import KVPool
+from engine.layers.layers import RMSNorm
 
 # T tokens, R rows, H query heads of this rank, L keys of all prompts, C latent_dim, P rope_dim, N nope_dim,
-# W value_dim, D = N + P of a query's head
+# W value_dim, D = N + P of a query's head, J = C + P of a row
 
 
 class KernelLatentHeads:
@@ -34,34 +35,64 @@ class KernelLatentHeads:
         self._rotation = rotation
         self._scale = scale
         self._prompts = _Prompts(batch.prompts, pool) if batch.prompts else None
+        self._absorbed_RHJ: Tensor | None = None
 
-    def store(self, layer: int, q_THD: Tensor, latent_TC: Tensor, key_TP: Tensor) -> Tensor:
-        rows_TD = self._rotation.rows(latent_TC, key_TP)
-        write_latents(*self._pool.layer(layer), self._batch.slots_T, rows_TD, rope_dim=key_TP.shape[-1])
-        return self._rotation.queries(q_THD, rope_dim=key_TP.shape[-1])
+    def store(self, layer: int, q_THD: Tensor, row_TJ: Tensor, *, norm: RMSNorm) -> Tensor:
+        rotation = self._rotation
+        if self._prompts is None:
+            # All rows have one query, whose rotated part goes where its absorbed part will stand: see _attend_singles.
+            absorbed_RHJ = q_THD.new_empty(*q_THD.shape[:2], row_TJ.shape[1])
+            self._absorbed_RHJ, out_THD, rotated = absorbed_RHJ, q_THD, absorbed_RHJ[..., -rotation.rope_dim :]
+        else:
+            out_THD = rotated = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+        store_latents(
+            q_THD,
+            row_TJ,
+            norm.weight,
+            norm.eps,
+            rotation.cos_T1F,
+            rotation.sin_T1F,
+            *self._pool.layer(layer),
+            self._batch.slots_T,
+            is_interleaved=rotation.is_interleaved,
+            out_THN=rotated,
+        )
+        return out_THD
 
     def attend(self, layer: int, q_THD: Tensor, expansion: Expansion) -> Tensor:
         out_THW = q_THD.new_empty(*q_THD.shape[:2], expansion.value_HWC.shape[1])
-        if self._batch.singles:
-            self._attend_singles(layer, q_THD, expansion, out_THW)
         if self._prompts:
             self._prompts.attend(layer, q_THD, expansion, self._scale, out_THW)
+            if singles := self._batch.singles:
+                absorbed_RHJ = expansion.absorb_keys(q_THD.index_select(0, singles.tokens_R))
+                out_THW[singles.tokens_R] = expansion.values_of(self._latents_of(layer, absorbed_RHJ))
+        else:
+            self._attend_singles(layer, q_THD, expansion, out_THW)
         return out_THW
 
     def _attend_singles(self, layer: int, q_THD: Tensor, expansion: Expansion, out_THW: Tensor) -> None:
+        """Of a step without other rows: nothing is gathered, and products go where they are read."""
+        _, nope_dim, latent_dim = expansion.key_HNC.shape
+        assert self._absorbed_RHJ is not None
+        q_HTN = q_THD[..., :nope_dim].transpose(0, 1)
+        torch.bmm(q_HTN, expansion.key_HNC, out=self._absorbed_RHJ[..., :latent_dim].transpose(0, 1))
+        latents_HRC = self._latents_of(layer, self._absorbed_RHJ).transpose(0, 1)
+        torch.bmm(latents_HRC, expansion.value_HWC.transpose(1, 2), out=out_THW.transpose(0, 1))
+
+    def _latents_of(self, layer: int, absorbed_RHJ: Tensor) -> Tensor:
+        """The weighed sums of latents of rows of one query: (R, H, C)."""
         singles = self._batch.singles
         assert singles is not None
-        num_rows, num_parts = len(singles.tokens_R), cdiv(q_THD.shape[1], HEADS_AT_ONCE)
-        latents_RHC = latent_decode_attention(
-            expansion.absorb_keys(q_THD.index_select(0, singles.tokens_R)),
+        num_rows, num_parts = len(singles.tokens_R), cdiv(absorbed_RHJ.shape[1], HEADS_AT_ONCE)
+        return latent_decode_attention(
+            absorbed_RHJ,
             *self._pool.layer(layer),
-            latent_dim=expansion.latent_dim,
+            latent_dim=absorbed_RHJ.shape[2] - self._rotation.rope_dim,
             scale=self._scale,
             tables_RB=singles.tables_RB,
             contexts_R=singles.contexts_R,
             num_splits=splits_for(num_rows, num_parts, singles.longest, self._pool.device),
         )
-        out_THW[singles.tokens_R] = expansion.values_of(latents_RHC)
 
 
 class _Prompts:

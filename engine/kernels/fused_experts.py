@@ -4,26 +4,42 @@
 
 Choices are sorted by expert and each expert's run is filled up to whole tiles of M rows, so that a program multiplies
 rows of one expert with a part of its weights (a grouped product). Two kernels: gate, up and what is between them; then
-down. How many tiles there are follows from the choices, which only the device knows: so programs are launched for the
-most that there can be, and those past the end do nothing.
+down. Programs are launched for the most tiles that there can be (expert_tiles.py), and those past the end do nothing.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from engine.kernels.expert_tiles import sort_into_tiles
 from engine.kernels.language import cdiv, jit, power_of_2, tl
 from engine.kernels.silu_mul import silu_mul
 
-# T tokens, C choices of each, N = T * C choices, E hidden_size, X experts, I features of one, M rows of a tile,
-# P places: N and what fills up the tiles
+# T tokens, C choices of each, N = T * C choices, E hidden_size, X experts, I features of one
 
-_MIN_ROWS, _MAX_ROWS = 16, 128
-_OUTPUTS = 64  # of one program, of gate and of up each; twice as many of down where there are many rows
-_DEPTH = 64  # inputs multiplied at a time
+_MIN_ROWS, _MAX_ROWS = 16, 128  # of a tile
+
+
+class _Tile(NamedTuple):
+    """How a program multiplies."""
+
+    outputs: int  # of gate and of up each, or of down
+    depth: int  # inputs multiplied at a time
+    num_warps: int
+    num_stages: int
+
+
+# By the rows of a tile, as measured on an H100 in bf16; see docs/benchmarks/gpu_steps.md.
+_GATE_UP = {16: _Tile(64, 128, 4, 3), 32: _Tile(64, 128, 4, 3), 64: _Tile(128, 64, 8, 3), 128: _Tile(128, 64, 8, 4)}
+_DOWN = {16: _Tile(128, 128, 8, 3), 32: _Tile(128, 128, 8, 3), 64: _Tile(256, 64, 8, 3), 128: _Tile(256, 64, 8, 4)}
+_OF_FP32 = _Tile(64, 32, 4, 3)  # products that are not the matrix units', and are compiled multiplication by one
+_LEAST_DEPTH = 32
+_MOST_SUMS = 128 * 128  # of a program, beside operands in registers
+_RESERVED = 1024  # bytes of a processor's memory that each program cannot have
 
 
 def fused_experts(x_TE: Tensor, gate_up_X2IE: Tensor, down_XEI: Tensor, chosen_TC: Tensor) -> Tensor:
@@ -52,14 +68,12 @@ def launch_fused_experts(x_TE: Tensor, gate_up_X2IE: Tensor, down_XEI: Tensor, c
     out_TCE = x_TE.new_empty(num_tokens, chosen_TC.shape[1], hidden)
     if not num_choices:
         return out_TCE
-    per_expert = cdiv(num_choices, num_experts)
-    rows = min(_MAX_ROWS, max(_MIN_ROWS, power_of_2(per_expert)))
+    rows = min(_MAX_ROWS, max(_MIN_ROWS, power_of_2(cdiv(num_choices, num_experts))))
     choice_P, expert_B = sort_into_tiles(chosen_TC, num_experts=num_experts, rows=rows)
     features_NI = x_TE.new_empty(num_choices, features)
-    outputs = _OUTPUTS if rows < _MAX_ROWS else 2 * _OUTPUTS
-    sizes = {"M": rows, "BLOCK_K": _DEPTH, "num_warps": 4 if rows < _MAX_ROWS else 8, "num_stages": 3}
     # Programs that run at a time are those of few tiles: their rows and their experts' weights are in the cache.
-    _gate_up[(cdiv(features, _OUTPUTS), len(expert_B))](
+    tile = _fit(_GATE_UP[rows], rows, 2, x_TE)
+    _gate_up[(cdiv(features, tile.outputs), len(expert_B))](
         x_TE,
         gate_up_X2IE,
         features_NI,
@@ -70,10 +84,14 @@ def launch_fused_experts(x_TE: Tensor, gate_up_X2IE: Tensor, down_XEI: Tensor, c
         C=chosen_TC.shape[1],
         K=hidden,
         F=features,
-        BLOCK_O=_OUTPUTS,
-        **sizes,
+        M=rows,
+        BLOCK_O=tile.outputs,
+        BLOCK_K=tile.depth,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
     )
-    _down[(cdiv(hidden, outputs), len(expert_B))](
+    tile = _fit(_DOWN[rows], rows, 1, x_TE)
+    _down[(cdiv(hidden, tile.outputs), len(expert_B))](
         features_NI,
         down_XEI,
         out_TCE,
@@ -83,33 +101,33 @@ def launch_fused_experts(x_TE: Tensor, gate_up_X2IE: Tensor, down_XEI: Tensor, c
         num_experts,
         K=features,
         F=hidden,
-        BLOCK_O=outputs,
-        **sizes,
+        M=rows,
+        BLOCK_O=tile.outputs,
+        BLOCK_K=tile.depth,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
     )
     return out_TCE
 
 
-def sort_into_tiles(chosen_TC: Tensor, *, num_experts: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Choices in the order of their experts, each expert's filled up to whole tiles of `rows`.
-
-    Returns the choice at each place (P,) int32, N or more where there is none, and the expert of each tile (P / rows,)
-    int32, num_experts where the tile is empty. P depends on shapes only, so that nothing waits for the device.
-    """
-    flat_N = chosen_TC.flatten()
-    num_choices, device = len(flat_N), chosen_TC.device
-    order_N = flat_N.argsort(stable=True)
-    counts_X = torch.zeros(num_experts, dtype=torch.int64, device=device)
-    counts_X.scatter_add_(0, flat_N, torch.ones_like(flat_N))
-    tiles_X = (counts_X + rows - 1) // rows
-    num_tiles = cdiv(num_choices, rows) + min(num_experts, num_choices) - 1  # at most: each expert wastes less than one
-    first_place_X = (tiles_X.cumsum(0) - tiles_X) * rows
-    shift_X = first_place_X - (counts_X.cumsum(0) - counts_X)
-    place_N = torch.arange(num_choices, device=device) + shift_X[flat_N[order_N]]
-    choice_P = torch.full((num_tiles * rows,), num_choices, dtype=torch.int32, device=device)
-    choice_P[place_N] = order_N.to(torch.int32)
-    tile_B = torch.arange(num_tiles, device=device)
-    expert_B = torch.searchsorted(tiles_X.cumsum(0), tile_B, right=True).to(torch.int32)
-    return choice_P, expert_B
+def _fit(tile: _Tile, rows: int, num_matrices: int, x: Tensor) -> _Tile:
+    """The same with less of everything, where the device's processors have fewer registers to spare than an H100's,
+    whose matrix units take their operands from memory, or less memory."""
+    if x.element_size() > 2:
+        return _OF_FP32
+    if not x.is_cuda:
+        return tile
+    if torch.cuda.get_device_capability(x.device) < (9, 0) and num_matrices * rows * tile.outputs > _MOST_SUMS:
+        tile = tile._replace(outputs=tile.outputs // 2)
+    room = torch.cuda.get_device_properties(x.device).shared_memory_per_multiprocessor - _RESERVED
+    while tile.num_stages * tile.depth * (rows + num_matrices * tile.outputs) * x.element_size() > room:
+        if tile.num_stages > 2:
+            tile = tile._replace(num_stages=tile.num_stages - 1)
+        elif tile.depth > _LEAST_DEPTH:
+            tile = tile._replace(depth=tile.depth // 2)
+        else:
+            tile = tile._replace(outputs=tile.outputs // 2)
+    return tile
 
 
 @partial(jit, do_not_specialize=["num_choices"])
@@ -136,16 +154,15 @@ def _gate_up(
     is_row = choice < num_choices
     o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     k = tl.arange(0, BLOCK_K)
-    row = x + (choice // C)[:, None] * K + k[None, :]
-    gate_row = weights + (expert * 2 * F + o)[None, :] * K + k[:, None]
+    # Rows and outputs past the last multiply what the last one does, and are not stored: so that no load has a mask.
+    row = x + (tl.minimum(choice, num_choices - 1) // C)[:, None] * K + k[None, :]
+    gate_row = weights + (expert * 2 * F + tl.minimum(o, F - 1))[None, :] * K + k[:, None]
     gate = tl.zeros([M, BLOCK_O], tl.float32)
     up = tl.zeros([M, BLOCK_O], tl.float32)
     for start in range(0, K, BLOCK_K):
-        is_k = start + k < K
-        a = tl.load(row + start, mask=is_row[:, None] & is_k[None, :], other=0.0)
-        mask = is_k[:, None] & (o < F)[None, :]
-        gate = tl.dot(a, tl.load(gate_row + start, mask=mask, other=0.0), gate, input_precision="ieee")
-        up = tl.dot(a, tl.load(gate_row + F * K + start, mask=mask, other=0.0), up, input_precision="ieee")
+        a = _part(row, start, k[None, :], K, BLOCK_K)
+        gate = tl.dot(a, _part(gate_row, start, k[:, None], K, BLOCK_K), gate, input_precision="ieee")
+        up = tl.dot(a, _part(gate_row + F * K, start, k[:, None], K, BLOCK_K), up, input_precision="ieee")
     # As silu_mul does it: of products rounded to the model's dtype.
     gate = gate.to(out.dtype.element_ty).to(tl.float32)
     up = up.to(out.dtype.element_ty).to(tl.float32)
@@ -176,12 +193,18 @@ def _down(
     is_row = choice < num_choices
     o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     k = tl.arange(0, BLOCK_K)
-    row = x + choice[:, None] * K + k[None, :]
-    weight_row = weights + (expert * F + o)[None, :] * K + k[:, None]
+    row = x + tl.minimum(choice, num_choices - 1)[:, None] * K + k[None, :]
+    weight_row = weights + (expert * F + tl.minimum(o, F - 1))[None, :] * K + k[:, None]
     result = tl.zeros([M, BLOCK_O], tl.float32)
     for start in range(0, K, BLOCK_K):
-        is_k = start + k < K
-        a = tl.load(row + start, mask=is_row[:, None] & is_k[None, :], other=0.0)
-        b = tl.load(weight_row + start, mask=is_k[:, None] & (o < F)[None, :], other=0.0)
-        result = tl.dot(a, b, result, input_precision="ieee")
+        a = _part(row, start, k[None, :], K, BLOCK_K)
+        result = tl.dot(a, _part(weight_row, start, k[:, None], K, BLOCK_K), result, input_precision="ieee")
     tl.store(out + choice[:, None] * F + o[None, :], result.to(out.dtype.element_ty), mask=is_row[:, None] & (o < F))
+
+
+@jit
+def _part(rows: tl.tensor, start: tl.tensor, k: tl.tensor, K: tl.constexpr, BLOCK_K: tl.constexpr) -> tl.tensor:
+    """The inputs from `start` on of rows that begin at `rows - k`."""
+    if K % BLOCK_K == 0:
+        return tl.load(rows + start)
+    return tl.load(rows + start, mask=start + k < K, other=0.0)

@@ -1,4 +1,4 @@
-"""RMSNorm, and the addition to the residual stream that comes before it: Zhang and Sennrich 2019, arXiv:1910.07467.
+"""RMSNorm, and the additions to the residual stream that come before it: Zhang and Sennrich 2019, arXiv:1910.07467.
 
 norm(x) = round(x / sqrt(mean(x^2) + eps)) * weight          round: to the activations' dtype, as transformers does
 """
@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.kernels.expert_sum import ExpertSum, sum_of_experts
 from engine.kernels.language import jit, power_of_2, tl
 
 # E features; the dimensions before it are rows
@@ -19,19 +20,27 @@ def rms_norm(x_E: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     return launch_rms_norm(x_E, weight_E, eps) if x_E.is_cuda else reference_rms_norm(x_E, weight_E, eps)
 
 
-def add_rms_norm(x_E: Tensor, update_E: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns x + update, rounded to x's dtype, and the norm of that; both (..., E), read and written once."""
-    if x_E.is_cuda:
-        return launch_add_rms_norm(x_E, update_E, weight_E, eps)
-    return reference_add_rms_norm(x_E, update_E, weight_E, eps)
+def add_rms_norm(
+    x_E: Tensor, update_E: Tensor | None, weight_E: Tensor, eps: float, *, experts: ExpertSum | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns (x + experts) + update, each sum rounded to x's dtype, and the norm of that; both (..., E), read and
+    written once.
+
+    update: None where there are experts only. experts: of x's rows; x is (T, E) then.
+    """
+    add = launch_add_rms_norm if x_E.is_cuda else reference_add_rms_norm
+    return add(x_E, update_E, weight_E, eps, experts=experts)
 
 
 def reference_rms_norm(x_E: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     return weight_E * F.rms_norm(x_E.float(), (x_E.shape[-1],), eps=eps).to(x_E.dtype)
 
 
-def reference_add_rms_norm(x_E: Tensor, update_E: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    total_E = x_E + update_E
+def reference_add_rms_norm(
+    x_E: Tensor, update_E: Tensor | None, weight_E: Tensor, eps: float, *, experts: ExpertSum | None = None
+) -> tuple[Tensor, Tensor]:
+    total_E = x_E if experts is None else x_E + experts.total()
+    total_E = total_E if update_E is None else total_E + update_E
     return total_E, reference_rms_norm(total_E, weight_E, eps)
 
 
@@ -42,9 +51,7 @@ def launch_rms_norm(x_E: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     heads, head_stride = (x_E.shape[1], x_E.stride(1)) if x_E.dim() == 3 else (1, 0)
     _rms_norm[(x_E.numel() // num_features,)](
         x_E,
-        x_E,
         weight_E,
-        out_E,
         out_E,
         heads,
         x_E.stride(0),
@@ -52,28 +59,29 @@ def launch_rms_norm(x_E: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         num_features,
         eps,
         BLOCK=power_of_2(num_features),
-        ADDS=False,
         num_warps=_num_warps(num_features),
     )
     return out_E
 
 
-def launch_add_rms_norm(x_E: Tensor, update_E: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    assert x_E.is_contiguous() and update_E.is_contiguous()
+def launch_add_rms_norm(
+    x_E: Tensor, update_E: Tensor | None, weight_E: Tensor, eps: float, *, experts: ExpertSum | None = None
+) -> tuple[Tensor, Tensor]:
+    assert x_E.is_contiguous() and (update_E is None or update_E.is_contiguous())
     num_features, total_E, out_E = x_E.shape[-1], torch.empty_like(x_E), torch.empty_like(x_E)
-    _rms_norm[(x_E.numel() // num_features,)](
+    _add_rms_norm[(x_E.numel() // num_features,)](
         x_E,
-        update_E,
+        x_E if experts is None else experts.out_TCE,
+        x_E if experts is None else experts.weights_TC,
+        x_E if update_E is None else update_E,
         weight_E,
         total_E,
         out_E,
-        1,
-        num_features,
-        0,
         num_features,
         eps,
+        C=0 if experts is None else experts.out_TCE.shape[1],
+        ADDS=update_E is not None,
         BLOCK=power_of_2(num_features),
-        ADDS=True,
         num_warps=_num_warps(num_features),
     )
     return total_E, out_E
@@ -85,11 +93,18 @@ def _num_warps(num_features: int) -> int:
 
 
 @jit
+def normed(
+    value: tl.tensor, weight: tl.tensor, num_features: tl.tensor, eps: tl.tensor, dtype: tl.constexpr
+) -> tl.tensor:
+    """A row of fp32, zero past its last feature, and the weights likewise -> its norm in `dtype`."""
+    scale = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / num_features + eps)
+    return ((value * scale).to(dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype)
+
+
+@jit
 def _rms_norm(
     x: tl.tensor,
-    update: tl.tensor,
     weight: tl.tensor,
-    total: tl.tensor,
     out: tl.tensor,
     heads: tl.tensor,
     token_stride: tl.tensor,
@@ -97,20 +112,44 @@ def _rms_norm(
     num_features: tl.tensor,
     eps: tl.tensor,
     BLOCK: tl.constexpr,
-    ADDS: tl.constexpr,
 ) -> None:
     """One program: one row."""
     row = tl.program_id(0).to(tl.int64)
     source = row // heads * token_stride + row % heads * head_stride
     i = tl.arange(0, BLOCK)
     mask = i < num_features
-    dtype = out.dtype.element_ty
     value = tl.load(x + source + i, mask=mask, other=0.0).to(tl.float32)
+    w = tl.load(weight + i, mask=mask, other=0.0)
+    tl.store(out + row * num_features + i, normed(value, w, num_features, eps, out.dtype.element_ty), mask=mask)
+
+
+@jit
+def _add_rms_norm(
+    x: tl.tensor,
+    experts: tl.tensor,
+    expert_weights: tl.tensor,
+    update: tl.tensor,
+    weight: tl.tensor,
+    total: tl.tensor,
+    out: tl.tensor,
+    num_features: tl.tensor,
+    eps: tl.tensor,
+    C: tl.constexpr,
+    ADDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program: one row."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    mask = i < num_features
+    dtype = out.dtype.element_ty
+    place = row * num_features + i
+    value = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
+    if C > 0:
+        expert_sum = sum_of_experts(experts, expert_weights, row, i, num_features, C)
+        value = (value + expert_sum.to(tl.float32)).to(dtype).to(tl.float32)
     if ADDS:
-        value = (value + tl.load(update + source + i, mask=mask, other=0.0).to(tl.float32)).to(dtype)
-        tl.store(total + source + i, value, mask=mask)
-        value = value.to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / num_features + eps)
-    normed = (value * scale).to(dtype).to(tl.float32)
-    w = tl.load(weight + i, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + row * num_features + i, (normed * w).to(dtype), mask=mask)
+        value = (value + tl.load(update + place, mask=mask, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
+    tl.store(total + place, value.to(dtype), mask=mask)
+    w = tl.load(weight + i, mask=mask, other=0.0)
+    tl.store(out + place, normed(value, w, num_features, eps, dtype), mask=mask)

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.rms_norm import rms_norm
+from engine.kernels.expert_sum import ExpertSum
+from engine.kernels.rms_norm import add_rms_norm, rms_norm
 from engine.kernels.silu_mul import silu_mul
 from engine.parallel import TensorParallel
 
@@ -85,10 +86,11 @@ class RowParallelLinear:
     bias_O: Tensor | None
     parallel: TensorParallel
 
-    def __call__(self, x_TI: Tensor, *, residual_TO: Tensor, before: Before | None = None) -> Tensor:
+    def __call__(self, x_TI: Tensor, *, before: Before | None = None, residual_TO: Tensor | None = None) -> Tensor:
         if self.parallel.size == 1:
             return self.matrix.multiply(x_TI, bias_O=self.bias_O, before=before, residual_TO=residual_TO)
-        return residual_TO + self.parallel.all_reduce(self.matrix.multiply(x_TI, bias_O=self.bias_O, before=before))
+        product_TO = self.parallel.all_reduce(self.matrix.multiply(x_TI, bias_O=self.bias_O, before=before))
+        return product_TO if residual_TO is None else residual_TO + product_TO
 
 
 def is_plain(*parts: Linear | RowParallelLinear) -> bool:
@@ -136,6 +138,12 @@ class RMSNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
+
+    def of_sum(
+        self, x_TE: Tensor, update_TE: Tensor | None, *, experts: ExpertSum | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns (x + experts) + update, and the norm of that."""
+        return add_rms_norm(x_TE, update_TE, self.weight, self.eps, experts=experts)
 
 
 @dataclass(frozen=True)

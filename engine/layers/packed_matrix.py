@@ -108,7 +108,8 @@ class PackedMatrix:
         before: Before | None = None,
         residual_TO: Tensor | None = None,
     ) -> Tensor:
-        """As engine.layers.layers.Matrix says; all tensors are bf16 and contiguous."""
+        """As engine.layers.layers.Matrix says; all tensors are bf16."""
+        x_TI = x_TI.contiguous()
         out_TO = torch.empty(len(x_TI), self.num_outputs, dtype=torch.bfloat16)
         calls = self.calls(x_TI, out_TO, bias_O=bias_O, before=before, residual_TO=residual_TO)
         Program(self._kernels, list(calls)).run(Step(tokens=len(x_TI)))

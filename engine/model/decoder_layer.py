@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from cluster.model.shape import ModelConfig
 from engine.attention.heads import Heads
 from engine.kv.layout import KVLayout
 from engine.layers.layers import Linear, RMSNorm, RowParallelLinear, is_plain
+from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
 from engine.model.experts import SparseMLP
 from engine.model.gated_mlp import GatedMLP
 from engine.weights.checkpoint import Shape
 
-# T tokens of the step, E hidden_size, H query heads and K kv heads of this rank, D head_dim, N = H + 2 K
+# T tokens of the step, H query heads and K kv heads of this rank, D head_dim, N = H + 2 K
 
 
 @dataclass(frozen=True)
@@ -57,15 +59,15 @@ class DecoderLayer:
             mlp=(SparseMLP if config.is_sparse(index) else GatedMLP).read(reader, config, index),
         )
 
-    def store(self, x_TE: Tensor, heads: Heads) -> Tensor:
+    def store(self, x: Residual, heads: Heads) -> Tensor:
         """Put the tokens' keys and values into the pool. Returns the queries (T, H, D)."""
-        heads_TND = self.qkv(x_TE, before=self.input_norm).view(len(x_TE), -1, self.head_dim)
+        heads_TND = torch.unflatten(x.into(self.qkv, norm=self.input_norm), -1, (-1, self.head_dim))
         return heads.store(self.index, heads_TND, q_norm=self.q_norm, k_norm=self.k_norm)
 
-    def finish(self, x_TE: Tensor, q_THD: Tensor, heads: Heads) -> Tensor:
+    def finish(self, x: Residual, q_THD: Tensor, heads: Heads) -> None:
         attended_THD = heads.attend(self.index, q_THD, window=self.window)
-        x_TE = self.output(attended_THD.flatten(1), residual_TO=x_TE)
-        return self.mlp(x_TE, norm=self.mlp_norm)
+        x.add_product(self.output, attended_THD.flatten(1))
+        self.mlp(x, norm=self.mlp_norm)
 
     @property
     def is_fixed(self) -> bool:

@@ -15,11 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cluster.model.shape import ExpertsConfig, ModelConfig
+from engine.kernels.expert_sum import ExpertSum
 from engine.layers.layers import GatedSiLU, Linear, RMSNorm, RowParallelLinear, is_plain
+from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
 from engine.model.expert_bank import Bank, Expert, ExpertStack, Shelf
 from engine.model.routing import Routing
-from engine.model.spread_experts import Experts, SpreadExperts, weigh
+from engine.model.spread_experts import Experts, SpreadExperts
 from engine.parallel import TensorParallel
 from engine.weights.checkpoint import Shape
 
@@ -58,10 +60,11 @@ class SparseMLP:
         shared = SharedExpert.read(reader, config.experts, block) if config.experts.shared_size else None
         return cls(routing, experts, shared)
 
-    def __call__(self, x_TE: Tensor, *, norm: RMSNorm) -> Tensor:
-        normed_TE = norm(x_TE)
-        out_TE = x_TE + self.experts(normed_TE, *self.routing(normed_TE))
-        return out_TE if self.shared is None else self.shared(normed_TE, residual_TE=out_TE)
+    def __call__(self, x: Residual, *, norm: RMSNorm) -> None:
+        normed_TE = x.normed(norm)
+        x.add(self.experts(normed_TE, *self.routing(normed_TE)))
+        if self.shared is not None:
+            self.shared(normed_TE, x)
 
     @property
     def is_fixed(self) -> bool:
@@ -87,12 +90,12 @@ class SharedExpert:
             reader.tensor(f"{name}_gate.weight") if config.has_shared_gate else None,
         )
 
-    def __call__(self, x_TE: Tensor, *, residual_TE: Tensor) -> Tensor:
-        gate_up_TI = self.gate_up(x_TE)
+    def __call__(self, normed_TE: Tensor, x: Residual) -> None:
+        gate_up_TI = self.gate_up(normed_TE)
         if self.gate_1E is None:
-            return self.down(gate_up_TI, before=GatedSiLU(), residual_TO=residual_TE)
-        features_TI = GatedSiLU()(gate_up_TI) * F.linear(x_TE, self.gate_1E).sigmoid()
-        return self.down(features_TI, residual_TO=residual_TE)
+            x.add_product(self.down, gate_up_TI, before=GatedSiLU())
+        else:
+            x.add_product(self.down, GatedSiLU()(gate_up_TI) * F.linear(normed_TE, self.gate_1E).sigmoid())
 
 
 @dataclass(frozen=True)
@@ -102,8 +105,9 @@ class SplitExperts:
     bank: Bank
     parallel: TensorParallel
 
-    def __call__(self, x_TE: Tensor, chosen_TC: Tensor, weights_TC: Tensor) -> Tensor:
-        return self.parallel.all_reduce(weigh(self.bank(x_TE, chosen_TC), weights_TC))
+    def __call__(self, x_TE: Tensor, chosen_TC: Tensor, weights_TC: Tensor) -> Tensor | ExpertSum:
+        share = ExpertSum(self.bank(x_TE, chosen_TC), weights_TC)
+        return share if self.parallel.size == 1 else self.parallel.all_reduce(share.total())
 
 
 def expected_tensors(config: ModelConfig, layer: int) -> Mapping[str, Shape]:

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from cluster.model.shape import ModelConfig
 from engine.layers.layers import GatedSiLU, Linear, RMSNorm, RowParallelLinear, is_plain
+from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
 from engine.weights.checkpoint import Shape
-
-# T tokens, E hidden_size
 
 
 @dataclass(frozen=True)
@@ -30,8 +27,8 @@ class GatedMLP:
             reader.row_parallel(f"{name}.down_proj", features, has_bias=config.has_mlp_bias),
         )
 
-    def __call__(self, x_TE: Tensor, *, norm: RMSNorm) -> Tensor:
-        return self.down(self.gate_up(x_TE, before=norm), before=GatedSiLU(), residual_TO=x_TE)
+    def __call__(self, x: Residual, *, norm: RMSNorm) -> None:
+        x.add_product(self.down, x.into(self.gate_up, norm=norm), before=GatedSiLU())
 
     @property
     def is_fixed(self) -> bool:

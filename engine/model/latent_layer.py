@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cluster.model.shape import ModelConfig
 from engine.attention.latent_heads import Expansion, LatentHeads
 from engine.layers.layers import Linear, RMSNorm, RowParallelLinear, is_plain
+from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
 from engine.model.experts import SparseMLP
 from engine.model.gated_mlp import GatedMLP
-from engine.weights.checkpoint import Shape
+from engine.weights.checkpoint import Shape, Span
 
-# T tokens, E hidden_size, H query heads of this rank, D head_dim of queries, C latent_dim, P rope_dim, N nope_dim,
-# W value_dim
+# T tokens, H query heads of this rank, D head_dim of queries, C latent_dim, J numbers of a row, N nope_dim, W value_dim
 
 _EPS = 1e-6  # of the norms inside attention, whatever the config says of the others
 
@@ -28,10 +30,10 @@ class LatentLayer:
     index: int
     head_dim: int
     input_norm: RMSNorm
-    query_down: Linear | None  # to the short rows that queries are made from; None: from the hidden state
+    row_dim: int
+    down: Linear  # outputs: short rows that queries are made from, or these themselves; then latent, key
     query_norm: RMSNorm | None
-    query_up: Linear
-    row: Linear  # outputs: latent, key
+    query_up: Linear | None
     latent_norm: RMSNorm
     expansion: Expansion
     output: RowParallelLinear
@@ -44,17 +46,14 @@ class LatentLayer:
         latent, prefix, eps = config.latent, f"model.layers.{index}", config.rms_norm_eps
         attention, (first, end) = f"{prefix}.self_attn", reader.parallel.span(config.num_q_heads)
         q_rows = first * config.head_dim, end * config.head_dim
-        has_bias, query_dim = config.has_qkv_bias, latent.query_dim
         return cls(
             index=index,
             head_dim=config.head_dim,
             input_norm=reader.norm(f"{prefix}.input_layernorm", eps),
-            query_down=reader.linear({f"{attention}.q_a_proj": (0, query_dim)}, has_bias=has_bias)
-            if query_dim
-            else None,
-            query_norm=reader.norm(f"{attention}.q_a_layernorm", _EPS) if query_dim else None,
-            query_up=reader.linear({f"{attention}.{'q_b_proj' if query_dim else 'q_proj'}": q_rows}),
-            row=reader.linear({f"{attention}.kv_a_proj_with_mqa": (0, config.kv_dim)}, has_bias=has_bias),
+            row_dim=config.kv_dim,
+            down=_read_down(reader, config, attention, q_rows),
+            query_norm=reader.norm(f"{attention}.q_a_layernorm", _EPS) if latent.query_dim else None,
+            query_up=reader.linear({f"{attention}.q_b_proj": q_rows}) if latent.query_dim else None,
             latent_norm=reader.norm(f"{attention}.kv_a_layernorm", _EPS),
             expansion=_read_expansion(reader, config, f"{attention}.kv_b_proj"),
             output=reader.row_parallel(
@@ -66,28 +65,24 @@ class LatentLayer:
             mlp=(SparseMLP if config.is_sparse(index) else GatedMLP).read(reader, config, index),
         )
 
-    def store(self, x_TE: Tensor, heads: LatentHeads) -> Tensor:
+    def store(self, x: Residual, heads: LatentHeads) -> Tensor:
         """Put the tokens' rows into the pool. Returns the queries (T, H, D)."""
-        normed_TE = self.input_norm(x_TE)
-        if self.query_down is not None:
-            q_TO = self.query_up(self.query_down(normed_TE), before=self.query_norm)
-        else:
-            q_TO = self.query_up(normed_TE)
-        latent_dim = self.expansion.latent_dim
-        latent_TC, key_TP = self.row(normed_TE).tensor_split((latent_dim,), dim=-1)
-        q_THD = q_TO.view(len(x_TE), -1, self.head_dim)
-        return heads.store(self.index, q_THD, self.latent_norm(latent_TC), key_TP)
+        q_TO, row_TJ = x.into(self.down, norm=self.input_norm).tensor_split((-self.row_dim,), dim=-1)
+        if self.query_up is not None:
+            q_TO = self.query_up(q_TO, before=self.query_norm)
+        q_THD = torch.unflatten(q_TO, -1, (-1, self.head_dim))
+        return heads.store(self.index, q_THD, row_TJ, norm=self.latent_norm)
 
-    def finish(self, x_TE: Tensor, q_THD: Tensor, heads: LatentHeads) -> Tensor:
+    def finish(self, x: Residual, q_THD: Tensor, heads: LatentHeads) -> None:
         attended_THW = heads.attend(self.index, q_THD, self.expansion)
-        x_TE = self.output(attended_THW.flatten(1), residual_TO=x_TE)
-        return self.mlp(x_TE, norm=self.mlp_norm)
+        x.add_product(self.output, attended_THW.flatten(1))
+        self.mlp(x, norm=self.mlp_norm)
 
     @property
     def is_fixed(self) -> bool:
         """Whether what is launched depends on shapes only."""
-        is_short_plain = self.query_down is None or is_plain(self.query_down)
-        return is_short_plain and is_plain(self.query_up, self.row, self.output) and self.mlp.is_fixed
+        is_short_plain = self.query_up is None or is_plain(self.query_up)
+        return is_short_plain and is_plain(self.down, self.output) and self.mlp.is_fixed
 
 
 def expected_tensors(config: ModelConfig, layer: int) -> Mapping[str, Shape]:
@@ -117,6 +112,16 @@ def expected_tensors(config: ModelConfig, layer: int) -> Mapping[str, Shape]:
     prefix = f"model.layers.{layer}"
     norms = {f"{prefix}.{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
     return norms | {f"{prefix}.self_attn.{name}": shape for name, shape in attention.items()}
+
+
+def _read_down(reader: ShardReader, config: ModelConfig, attention: str, q_rows: Span) -> Linear:
+    assert config.latent is not None
+    row, query_dim = f"{attention}.kv_a_proj_with_mqa", config.latent.query_dim
+    query = {f"{attention}.q_a_proj": (0, query_dim)} if query_dim else {f"{attention}.q_proj": q_rows}
+    down = reader.linear(query | {row: (0, config.kv_dim)}, has_bias=config.has_qkv_bias and bool(query_dim))
+    if config.has_qkv_bias and not query_dim:  # which queries do not have
+        down = replace(down, bias_O=F.pad(reader.tensor(f"{row}.bias"), (q_rows[1] - q_rows[0], 0)))
+    return down
 
 
 def _read_expansion(reader: ShardReader, config: ModelConfig, name: str) -> Expansion:

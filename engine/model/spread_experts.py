@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.expert_placement import Placement, busiest, plan_experts
+from engine.kernels.expert_sum import ExpertSum
 from engine.model.expert_bank import Bank
 from engine.parallel import TensorParallel
 
@@ -26,8 +27,8 @@ _WORTH_MOVING = 1.1  # by how much the busiest rank must have more to do than it
 class Experts(Protocol):
     """All experts of one layer, shared by the ranks of a replica."""
 
-    def __call__(self, x_TE: Tensor, chosen_TC: Tensor, weights_TC: Tensor) -> Tensor:
-        """For each token the weighted sum of its chosen experts, (T, E), complete on every rank.
+    def __call__(self, x_TE: Tensor, chosen_TC: Tensor, weights_TC: Tensor) -> Tensor | ExpertSum:
+        """For each token the weighted sum of its chosen experts, (T, E), complete on every rank; or what will be that.
 
         Every rank gives the same arguments. chosen: int64, in no order; weights: fp32.
         """
@@ -80,7 +81,8 @@ class SpreadExperts:
 
         out_NE = x_TE.new_empty(len(order_N), x_TE.shape[1])
         out_NE[order_N] = parallel.all_to_all(out_ME, *reversed(counts))
-        own_TE = weigh(out_NE.view(*chosen_TC.shape, x_TE.shape[1]), weights_TC)
+        # In the order in which the router chose them, wherever they computed.
+        own_TE = ExpertSum(out_NE.view(*chosen_TC.shape, x_TE.shape[1]), weights_TC).total()
         return parallel.all_gather(own_TE.T, len(x_TE)).T.contiguous()
 
     def _whereabouts(self, expert_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,8 +122,3 @@ class SpreadExperts:
         if before > _WORTH_MOVING * after:
             logger.info("experts placed anew, busiest rank %.2f -> %.2f of its share", before, after)
             self._place(plan)
-
-
-def weigh(out_TCE: Tensor, weights_TC: Tensor) -> Tensor:
-    """The weighted sum of each token's experts, in the order in which the router chose them, wherever they computed."""
-    return (out_TCE.float() * weights_TC.unsqueeze(-1)).sum(dim=1).to(out_TCE.dtype)

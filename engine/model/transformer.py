@@ -25,6 +25,7 @@ from engine.batch.device_batch import DeviceBatch
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from engine.layers.layers import Linear, is_plain
+from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
 from engine.model import decoder_layer, experts, gated_mlp, latent_layer
 from engine.model.cpu_program import CompiledLayers, can_compile
@@ -53,12 +54,12 @@ class Layer(Protocol[HeadsT]):
         """Whether what is launched depends on shapes only."""
         ...
 
-    def store(self, x_TE: Tensor, heads: HeadsT) -> Tensor:
+    def store(self, x: Residual, heads: HeadsT) -> Tensor:
         """Put what is kept of the tokens into the pool. Returns the queries (T, H, D)."""
         ...
 
-    def finish(self, x_TE: Tensor, q_THD: Tensor, heads: HeadsT) -> Tensor:
-        """Attend, and all the rest. Returns (T, E)."""
+    def finish(self, x: Residual, q_THD: Tensor, heads: HeadsT) -> None:
+        """Attend, and all the rest."""
         ...
 
 
@@ -102,17 +103,18 @@ class Transformer:
             return self.compute(DeviceBatch.of(batch, device), pool, on_layer, on_logits)
         x_TE = self._embedding(torch.from_numpy(batch.token_ids).to(device))
         cos_T1F, sin_T1F = self._rotary(torch.from_numpy(batch.positions).to(device), x_TE.dtype)
+        x = Residual(x_TE, adds_late=False)
         if latent := self._config.latent:
             rotation = Rotation(cos_T1F, sin_T1F, latent.is_interleaved)
             latent_heads = TorchLatentHeads(batch, pool, rotation, scale=self._config.attention_scale)
-            x_TE = _pass(self._latent_layers, x_TE, latent_heads, on_layer)
+            x_TE = _pass(self._latent_layers, x, latent_heads, on_layer)
         elif compiled := self._compiled_for(pool):
             x_TE = compiled(x_TE, batch, cos_T1F, sin_T1F, on_layer)
         elif self._kernels is not None:
-            x_TE = _pass(self._layers, x_TE, CompiledHeads(self._kernels, batch, pool, cos_T1F, sin_T1F), on_layer)
+            x_TE = _pass(self._layers, x, CompiledHeads(self._kernels, batch, pool, cos_T1F, sin_T1F), on_layer)
         else:
             heads = TorchHeads(batch, pool, cos_T1F, sin_T1F, self._config.sliding_windows)
-            x_TE = _pass(self._layers, x_TE, heads, on_layer)
+            x_TE = _pass(self._layers, x, heads, on_layer)
         if len(batch.scored_rows):
             self._score(x_TE[torch.from_numpy(batch.scored_rows).to(device)], on_logits)
         return self._logits(x_TE[torch.from_numpy(batch.logits_rows).to(device)])
@@ -126,24 +128,26 @@ class Transformer:
         """
         x_TE = self._embedding(batch.token_ids_T)
         cos_T1F, sin_T1F = self._rotary(batch.positions_T, x_TE.dtype)
+        x = Residual(x_TE, adds_late=True)
         if latent := self._config.latent:
             rotation = Rotation(cos_T1F, sin_T1F, latent.is_interleaved)
             latent_heads = KernelLatentHeads(batch, pool, rotation, scale=self._config.attention_scale)
-            x_TE = _pass(self._latent_layers, x_TE, latent_heads, on_layer)
+            x_TE = _pass(self._latent_layers, x, latent_heads, on_layer)
         else:
-            x_TE = _pass(self._layers, x_TE, KernelHeads(batch, pool, cos_T1F, sin_T1F), on_layer)
+            x_TE = _pass(self._layers, x, KernelHeads(batch, pool, cos_T1F, sin_T1F), on_layer)
         if batch.scored_rows is not None:
             self._score(x_TE.index_select(0, batch.scored_rows), on_logits)
         return self._logits(x_TE if batch.logits_rows is None else x_TE.index_select(0, batch.logits_rows))
 
     @property
     def hindrance(self) -> str | None:
-        """Why `compute` cannot be recorded and launched again as it was; None where it can."""
-        if self._parallel.size > 1:
-            return "the ranks of a gang meet in every layer"
+        """Why `compute` cannot be recorded and launched again as it was; None where it can.
+
+        The ranks of a gang record the same steps in the same order, their sums (NCCL's) among the kernels.
+        """
         layers: Sequence[DecoderLayer | LatentLayer] = self._layers or self._latent_layers
         if not is_plain(self._head) or not all(layer.is_fixed for layer in layers):
-            return "its matrices stay quantised, or its experts are called one by one"
+            return "its matrices stay quantised, or its experts are called one by one, or spread over ranks"
         return None
 
     def _score(self, scored_SE: Tensor, on_logits: OnLogits | None) -> None:
@@ -165,14 +169,14 @@ class Transformer:
         return self._compiled
 
 
-def _pass(layers: Sequence[Layer[HeadsT]], x_TE: Tensor, heads: HeadsT, on_layer: OnLayer | None) -> Tensor:
-    """Through all layers."""
+def _pass(layers: Sequence[Layer[HeadsT]], x: Residual, heads: HeadsT, on_layer: OnLayer | None) -> Tensor:
+    """Through all layers: (T, E)."""
     for layer in layers:
-        q_THD = layer.store(x_TE, heads)
+        q_THD = layer.store(x, heads)
         if on_layer is not None:
             on_layer(layer.index)
-        x_TE = layer.finish(x_TE, q_THD, heads)
-    return x_TE
+        layer.finish(x, q_THD, heads)
+    return x.total()
 
 
 def expected_tensors(config: ModelConfig) -> Mapping[str, Shape]:

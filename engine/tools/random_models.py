@@ -20,6 +20,7 @@ from cluster.model import config as model_config
 from cluster.words.errors import SpecError
 from engine.config import EngineConfig
 from engine.model.transformer import expected_tensors
+from engine.parallel import TensorParallel
 from engine.runner import ModelRunner
 from engine.weights.checkpoint import Shape, Span
 from engine.weights.quantized_weight import QuantizedWeight
@@ -131,6 +132,7 @@ def random_runner(
     num_blocks: int = 4096,
     recorded_rows: int = 0,
     device: str = "cuda",
+    parallel: TensorParallel | None = None,
     changes: Mapping[str, Any] | None = None,
 ) -> ModelRunner:
     """A model of one of SHAPES with random weights and a pool of so many blocks, ready to compute. Raises SpecError.
@@ -151,7 +153,8 @@ def random_runner(
             num_blocks=num_blocks,
             recorded_rows=recorded_rows,
         )
-        return ModelRunner(config, checkpoint=RandomCheckpoint(directory, getattr(torch, dtype), torch.device(device)))
+        checkpoint = RandomCheckpoint(directory, getattr(torch, dtype), torch.device(device))
+        return ModelRunner(config, parallel, checkpoint=checkpoint)
 
 
 class RandomCheckpoint:

@@ -16,6 +16,7 @@ from cluster.words.request import Sampling
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
 from engine.config import EngineConfig
+from engine.decode_graphs import Step
 from engine.model import spread_experts
 from engine.model.expert_bank import Bank
 from engine.parallel import TensorParallel
@@ -57,6 +58,28 @@ def logits_in_three_steps(
     prompts = step(runner, sequences, [(i, 5 if i == 0 else 0, len(s) - 1) for i, s in enumerate(sequences)])
     tokens = step(runner, sequences, [(i, len(s) - 1, len(s)) for i, s in enumerate(sequences)])
     return chunk.clone(), prompts.clone(), tokens.clone()
+
+
+def replayed_steps(place: Path, prefix: str, rank: int, size: int, directory: Path) -> tuple[list[torch.Tensor], int]:
+    """Decode steps of 1 to 3 rows, by a stand-in for what records them: this rank's logits, and the replays."""
+    replays: list[int] = []
+
+    def capture(recorded: Step) -> Step:
+        recorded()
+
+        def replay() -> None:
+            replays.append(1)
+            recorded()
+
+        return replay
+
+    config = EngineConfig(model_dir=directory, dtype="float32", block_size=8, num_blocks=12, recorded_rows=3)
+    runner = ModelRunner(config, join(place, prefix, rank, size), capture=capture)
+    logits = []
+    for num_rows in (1, 3, 2, 3):
+        rows = [Row(token_ids=[7 + i], start=5 * i, blocks=[3 * i, 3 * i + 1], num_logits=1) for i in range(num_rows)]
+        logits.append(runner.forward(Batch.of(rows, block_size=8)).clone())
+    return logits, len(replays)
 
 
 def broadcasts(place: Path, prefix: str, rank: int, size: int, messages: list[bytes]) -> list[bytes]:

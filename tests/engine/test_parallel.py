@@ -47,6 +47,17 @@ def test_logits_do_not_depend_on_the_number_of_ranks(
         assert torch.equal(token_logits, results[0][2])  # so that every rank may choose the next token by itself
 
 
+def test_a_gang_replays_what_one_rank_computes(tiny_model: MakeModel, start_gang: StartGang) -> None:
+    """The ranks record the sums and gathers of a step with it, and fill it up to the same size."""
+    directory, _ = tiny_model("llama")
+    (alone,), gang_of_two = (start_gang(size, gang.replayed_steps, directory) for size in (1, 2))
+    expected, _ = alone.result(TIMEOUT_S)
+    for logits, num_replays in (rank.result(TIMEOUT_S) for rank in gang_of_two):
+        assert num_replays == 4
+        for ours, theirs in zip(logits, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-4)
+
+
 def test_broadcasts_of_every_size(start_gang: StartGang) -> None:
     messages = [bytes(range(256))[:n] * repeat for n, repeat in [(0, 1), (1, 1), (8, 1), (255, 16), (256, 900)]]
     messages += [bytes(8 * n) for n in (509, 510, 511, 512, 513)]  # around the size of the first frame

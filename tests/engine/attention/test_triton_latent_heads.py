@@ -10,9 +10,9 @@ from engine.attention.triton_latent_heads import KernelLatentHeads
 from engine.batch.batch import Batch
 from engine.batch.device_batch import DeviceBatch
 from engine.batch.rows import Row
-from engine.kernels.eight_bits import as_bytes
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
+from engine.layers.layers import RMSNorm
 from tests.engine.kernels.launched import launch_kernels
 
 CPU = torch.device("cpu")
@@ -94,16 +94,58 @@ def test_kernels_store_what_torch_stores(dtype: str, is_interleaved: bool, monke
     row = Row(token_ids=range(9), start=2, blocks=[5, 1, 3], num_logits=1)
     batch = Batch.of([row], block_size=4)
     q, latent, key = random(9, HEADS, NOPE + ROPE), random(9, LATENT, seed=1), random(9, ROPE, seed=2)
+    norm = RMSNorm(random(LATENT, seed=3), 1e-6)
     # The interpreter cuts numbers off to bf16 where others round: so keys are turned to numbers that bf16 has.
     quarter = torch.zeros(9, 1, ROPE // 2), torch.ones(9, 1, ROPE // 2)
     rotation = Rotation(*quarter, is_interleaved=is_interleaved)
-    key = key.bfloat16().float()
+    kept = torch.cat((latent, key.bfloat16().float()), dim=-1)
     pools = [KVPool(layout, num_blocks=6, device=CPU) for _ in range(2)]
-    expected = TorchLatentHeads(batch, pools[0], rotation, scale=1.0).store(1, q, latent, key)
+    expected = TorchLatentHeads(batch, pools[0], rotation, scale=1.0).store(1, q, kept, norm=norm)
     launch_kernels(monkeypatch)
-    torch.testing.assert_close(
-        KernelLatentHeads(DeviceBatch.of(batch, CPU), pools[1], rotation, scale=1.0).store(1, q, latent, key), expected
+    heads = KernelLatentHeads(DeviceBatch.of(batch, CPU), pools[1], rotation, scale=1.0)
+    torch.testing.assert_close(heads.store(1, q, kept, norm=norm), expected)
+    check_kept_alike(pools)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("by", ["references", "kernels"])
+def test_a_step_of_single_queries(by: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From store to attend, where nothing is gathered. Queries and rows are parts of wider products, as in a layer."""
+    layout = KVLayout(
+        model="m",
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=LATENT + ROPE,
+        block_size=4,
+        dtype=dtype,
+        num_sides=1,
+        exact_dim=ROPE,
     )
-    for ours, theirs in zip(pools[1].codes + pools[1].scales, pools[0].codes + pools[0].scales, strict=True):
-        assert torch.equal(as_bytes(ours), as_bytes(theirs))
-    assert pools[0].codes[1].float().any()
+    rows = [Row(token_ids=[1], start=n, blocks=blocks, num_logits=1) for n, blocks in ((0, [3]), (6, [7, 2]), (3, [5]))]
+    batch = Batch.of(rows, block_size=4)
+    fused = random(3, HEADS * (NOPE + ROPE) + LATENT + ROPE, seed=5)
+    q, kept = fused.tensor_split((-LATENT - ROPE,), dim=-1)
+    q, norm = torch.unflatten(q, -1, (HEADS, -1)), RMSNorm(random(LATENT, seed=3), 1e-6)
+    expansion = Expansion(random(HEADS, NOPE, LATENT, seed=3) / 5, random(HEADS, VALUE, LATENT, seed=4) / 5)
+    angles = random(3, 1, ROPE // 2, seed=7)
+    rotation = Rotation(angles.cos(), angles.sin(), is_interleaved=True)
+    pools = [KVPool(layout, num_blocks=8, device=CPU) for _ in range(2)]
+    for pool in pools:
+        pool.write_latents(0, torch.arange(32), random(32, LATENT + ROPE, seed=6))
+    plain = TorchLatentHeads(batch, pools[0], rotation, scale=0.3)
+    expected = plain.attend(0, plain.store(0, q, kept, norm=norm), expansion)
+    if by == "kernels":
+        launch_kernels(monkeypatch)
+    heads = KernelLatentHeads(DeviceBatch.of(batch, CPU), pools[1], rotation, scale=0.3)
+    got = heads.attend(0, heads.store(0, q, kept, norm=norm), expansion)
+    bound = 1e-5 if dtype == "float32" else 2e-2
+    torch.testing.assert_close(got, expected, atol=bound, rtol=bound)
+    check_kept_alike(pools)
+
+
+def check_kept_alike(pools: list[KVPool]) -> None:
+    """But for rounding: a number between two codes may become either."""
+    layer, bound = pools[0].layout.num_layers - 1, 0.13 if pools[0].scales else 1e-5
+    kept = [pool.read(layer, torch.arange(pool.num_blocks), torch.float32) for pool in pools]
+    torch.testing.assert_close(*kept, atol=bound, rtol=bound)
+    assert kept[0].any()

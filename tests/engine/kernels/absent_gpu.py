@@ -40,6 +40,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
 _PROCESSORS = 132
+_SHARED_KIB = {(9, 0): 228, (8, 0): 164}  # of a processor: the CUDA programming guide's table of compute capabilities
 _ADDRESS = 1 << 32  # of every allocation: aligned
 _TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 _aten = torch.ops.aten
@@ -75,7 +76,10 @@ def absent_gpu(capability: tuple[int, int]) -> Iterator[list[Launch]]:
                 launches.append(_launch(self.__name__, grid, kernel))
 
     torch.cuda.get_device_capability = lambda device=None: capability
-    torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=_PROCESSORS)
+    properties = SimpleNamespace(
+        multi_processor_count=_PROCESSORS, shared_memory_per_multiprocessor=_SHARED_KIB[capability] << 10
+    )
+    torch.cuda.get_device_properties = lambda device=None: properties
     driver.set_active(_Driver(10 * capability[0] + capability[1]))
     JITFunction.run = compile_only
     try:

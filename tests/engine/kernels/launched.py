@@ -4,33 +4,38 @@ from __future__ import annotations
 
 import pytest
 
-from engine.attention import latent_heads as torch_latent_heads
 from engine.attention import triton_heads as heads
 from engine.attention import triton_latent_heads as latent_heads
+from engine.kernels import fused_experts
 from engine.kernels.decode_attention import launch_decode_attention
-from engine.kernels.kv_write import launch_write_kv
+from engine.kernels.expert_choice import launch_choose_experts
+from engine.kernels.expert_tiles import launch_sort_into_tiles
+from engine.kernels.fused_experts import launch_fused_experts
 from engine.kernels.latent_attention import launch_latent_decode_attention
 from engine.kernels.latent_prefill import launch_latent_prefill_attention
-from engine.kernels.latent_write import launch_write_latents
 from engine.kernels.prefill_attention import launch_prefill_attention
-from engine.kernels.rms_norm import launch_rms_norm
-from engine.kernels.rotary import launch_rotate
+from engine.kernels.rms_norm import launch_add_rms_norm, launch_rms_norm
 from engine.kernels.silu_mul import launch_silu_mul
+from engine.kernels.store_heads import launch_store_heads
+from engine.kernels.store_latents import launch_store_latents
 from engine.layers import layers
+from engine.model import expert_bank, routing
 
 
 def launch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """KernelHeads, KernelLatentHeads and the layers of a dense model launch kernels from now on, on any device."""
+    """KernelHeads, KernelLatentHeads and the layers of a model launch kernels from now on, on any device."""
     for module, name, launch in (
         (heads, "decode_attention", launch_decode_attention),
         (heads, "prefill_attention", launch_prefill_attention),
-        (heads, "rotate", launch_rotate),
-        (heads, "write_kv", launch_write_kv),
+        (heads, "store_heads", launch_store_heads),
         (latent_heads, "latent_decode_attention", launch_latent_decode_attention),
         (latent_heads, "latent_prefill_attention", launch_latent_prefill_attention),
-        (latent_heads, "write_latents", launch_write_latents),
-        (torch_latent_heads, "rotate", launch_rotate),
+        (latent_heads, "store_latents", launch_store_latents),
+        (expert_bank, "fused_experts", launch_fused_experts),
+        (fused_experts, "sort_into_tiles", launch_sort_into_tiles),
+        (routing, "choose_experts", launch_choose_experts),
         (layers, "rms_norm", launch_rms_norm),
+        (layers, "add_rms_norm", launch_add_rms_norm),
         (layers, "silu_mul", launch_silu_mul),
     ):
         monkeypatch.setattr(module, name, launch)

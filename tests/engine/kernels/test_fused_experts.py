@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.kernels.fused_experts import launch_fused_experts, reference_fused_experts, sort_into_tiles
+from engine.kernels.expert_tiles import launch_sort_into_tiles, reference_sort_into_tiles
+from engine.kernels.fused_experts import launch_fused_experts, reference_fused_experts
 from engine.layers.layers import GatedSiLU
 from tests.engine.kernels.pools import DEVICE, DTYPES, random
 
@@ -45,8 +46,8 @@ def test_the_reference_is_one_mlp_per_choice() -> None:
     out = reference_fused_experts(x, gate_up, down, chosen)
     for token, choice in [(0, 0), (1, 1), (3, 0)]:
         expert = chosen[token, choice]
-        expected = down[expert] @ GatedSiLU()(gate_up[expert] @ x[token])
-        torch.testing.assert_close(out[token, choice], expected)
+        expected = GatedSiLU()(x[token, None] @ gate_up[expert].T) @ down[expert].T
+        torch.testing.assert_close(out[token, choice, None], expected)
 
 
 def test_one_expert_for_all_and_none_at_all() -> None:
@@ -57,12 +58,18 @@ def test_one_expert_for_all_and_none_at_all() -> None:
     assert launch_fused_experts(x[:0], gate_up, down, chosen[:0]).shape == (0, 1, 32)
 
 
-@pytest.mark.parametrize(("num_tokens", "num_experts", "rows"), [(1, 8, 16), (30, 3, 16), (100, 7, 4), (64, 1, 64)])
-def test_every_choice_has_a_place_in_a_tile_of_its_expert(num_tokens: int, num_experts: int, rows: int) -> None:
+@pytest.mark.parametrize("sort", [reference_sort_into_tiles, launch_sort_into_tiles])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "rows"), [(1, 8, 16), (30, 3, 16), (100, 7, 4), (64, 1, 64), (700, 5, 128)]
+)
+def test_every_choice_has_a_place_in_a_tile_of_its_expert(sort, num_tokens: int, num_experts: int, rows: int) -> None:
     chosen = choices(num_tokens, num_experts, min(2, num_experts))
-    choice, expert = sort_into_tiles(chosen, num_experts=num_experts, rows=rows)
-    placed = choice[choice < chosen.numel()]
-    assert sorted(placed.tolist()) == list(range(chosen.numel()))
-    for tile, of_expert in zip(choice.view(-1, rows), expert.tolist(), strict=True):
-        real = tile[tile < chosen.numel()].long()
-        assert (chosen.flatten()[real] == of_expert).all() and (of_expert < num_experts or not len(real))
+    choice_P, expert_B = sort(chosen, num_experts=num_experts, rows=rows)
+    placed = []
+    for tile, expert in zip(choice_P.view(-1, rows).tolist(), expert_B.tolist(), strict=True):
+        of_tile = [choice for choice in tile if choice < chosen.numel()] if expert < num_experts else []
+        assert all(chosen.flatten()[choice] == expert for choice in of_tile)
+        assert of_tile == sorted(of_tile), "in the order of the tokens"
+        placed += of_tile
+    assert sorted(placed) == list(range(chosen.numel()))
+    assert expert_B.tolist() == sorted(expert_B.tolist()), "the empty ones come last"

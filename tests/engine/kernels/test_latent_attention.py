@@ -9,8 +9,8 @@ import torch
 from engine.kernels.eight_bits import quantize_rows
 from engine.kernels.latent_attention import launch_latent_decode_attention, reference_latent_decode_attention
 from engine.kernels.latent_prefill import launch_latent_prefill_attention, reference_latent_prefill_attention
-from engine.kernels.latent_write import launch_write_latents
 from engine.kernels.prefill_attention import QueryTiles
+from engine.kernels.store_latents import launch_store_latents
 from tests.engine.kernels.pools import DEVICE, DTYPES, EIGHT_BITS, random
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
@@ -83,5 +83,18 @@ def test_a_negative_slot_writes_nothing(kind: str) -> None:
     if kind in EIGHT_BITS:
         pool, scales = quantize_rows(pool, EIGHT_BITS[kind], exact=8)
     before = pool.view(torch.uint8).clone()
-    launch_write_latents(pool, scales, torch.tensor([-1], device=DEVICE), random(1, 32), rope_dim=8)
-    assert torch.equal(pool.view(torch.uint8), before)
+    queries, angles = random(1, 2, 12), torch.zeros(1, 1, 4, device=DEVICE)
+    launch_store_latents(
+        queries,
+        random(1, 32),
+        random(24),
+        1e-6,
+        angles.cos(),
+        angles.sin(),
+        pool,
+        scales,
+        torch.tensor([-1], device=DEVICE),
+        is_interleaved=False,
+        out_THN=(out := torch.empty_like(queries)),
+    )
+    assert torch.equal(pool.view(torch.uint8), before) and torch.equal(out, queries)

@@ -1,0 +1,109 @@
+"""Choices in the order of their experts, each expert's run filled up to whole tiles of M rows: see fused_experts.py.
+
+How many tiles there are follows from the choices, which only the device knows. So there is room for the most that there
+can be, ceil(N / M) + min(X, N) - 1, since each expert wastes less than one.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from engine.kernels.language import cdiv, jit, power_of_2, tl
+
+# T tokens, C choices of each, N = T * C choices, X experts, M rows of a tile, B tiles, P = B * M places
+
+_AT_ONCE = 512, 4096  # choices that a program looks at: of decode steps, and of prompts
+
+
+def sort_into_tiles(chosen_TC: Tensor, *, num_experts: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Returns the choice at each place (P,) int32, N where there is none, and the expert of each tile (B,) int32,
+    num_experts where the tile is empty; its places mean nothing then. Nothing waits for the device.
+
+    chosen: int64, contiguous, each below num_experts.
+    """
+    sort = launch_sort_into_tiles if chosen_TC.is_cuda else reference_sort_into_tiles
+    return sort(chosen_TC, num_experts=num_experts, rows=rows)
+
+
+def reference_sort_into_tiles(chosen_TC: Tensor, *, num_experts: int, rows: int) -> tuple[Tensor, Tensor]:
+    flat_N = chosen_TC.flatten()
+    num_choices, device = len(flat_N), chosen_TC.device
+    order_N = flat_N.argsort(stable=True)
+    counts_X = flat_N.bincount(minlength=num_experts)
+    tiles_X = (counts_X + rows - 1) // rows
+    shift_X = (tiles_X.cumsum(0) - tiles_X) * rows - (counts_X.cumsum(0) - counts_X)
+    place_N = torch.arange(num_choices, device=device) + shift_X[flat_N[order_N]]
+    num_tiles = _most_tiles(num_choices, num_experts, rows)
+    choice_P = torch.full((num_tiles * rows,), num_choices, dtype=torch.int32, device=device)
+    choice_P[place_N] = order_N.to(torch.int32)
+    tile_B = torch.arange(num_tiles, device=device)
+    return choice_P, torch.searchsorted(tiles_X.cumsum(0), tile_B, right=True).to(torch.int32)
+
+
+def launch_sort_into_tiles(chosen_TC: Tensor, *, num_experts: int, rows: int) -> tuple[Tensor, Tensor]:
+    assert chosen_TC.is_contiguous()
+    num_choices, device = chosen_TC.numel(), chosen_TC.device
+    num_tiles = _most_tiles(num_choices, num_experts, rows)
+    choice_P = torch.empty(num_tiles * rows, dtype=torch.int32, device=device)
+    expert_B = torch.empty(num_tiles, dtype=torch.int32, device=device)
+    at_once = _AT_ONCE[num_choices > _AT_ONCE[0]]
+    _sort_into_tiles[(num_experts,)](
+        chosen_TC,
+        choice_P,
+        expert_B,
+        num_choices,
+        num_tiles,
+        X=num_experts,
+        M=rows,
+        BLOCK_X=power_of_2(num_experts + 1),
+        BLOCK_N=at_once,
+        num_warps=max(4, at_once // 512),
+    )
+    return choice_P, expert_B
+
+
+def _most_tiles(num_choices: int, num_experts: int, rows: int) -> int:
+    return cdiv(num_choices, rows) + min(num_experts, num_choices) - 1
+
+
+@partial(jit, do_not_specialize=["num_choices", "num_tiles"])
+def _sort_into_tiles(
+    chosen: tl.tensor,
+    choices: tl.tensor,
+    experts: tl.tensor,
+    num_choices: tl.tensor,
+    num_tiles: tl.tensor,
+    X: tl.constexpr,
+    M: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> None:
+    """One program: one expert's tiles, and a share of the empty ones. Every program counts all choices by itself, so
+    that none waits for another."""
+    expert = tl.program_id(0)
+    x, n, m = tl.arange(0, BLOCK_X), tl.arange(0, BLOCK_N), tl.arange(0, M)
+    counts = tl.zeros([BLOCK_X], tl.int32)
+    for start in range(0, num_choices, BLOCK_N):
+        of = tl.load(chosen + start + n, mask=start + n < num_choices, other=X).to(tl.int32)
+        counts += tl.histogram(of, BLOCK_X)
+    tiles = tl.where(x < X, (counts + M - 1) // M, 0)
+    first_tile = tl.sum(tl.where(x < expert, tiles, 0), axis=0)
+    own_tiles = tl.sum(tl.where(x == expert, tiles, 0), axis=0)
+
+    place = first_tile * M
+    if own_tiles > 0:
+        for start in range(0, num_choices, BLOCK_N):
+            of = tl.load(chosen + start + n, mask=start + n < num_choices, other=X).to(tl.int32)
+            is_own = (of == expert).to(tl.int32)
+            tl.store(choices + place + tl.cumsum(is_own, axis=0) - 1, start + n, mask=is_own == 1)
+            place += tl.sum(is_own, axis=0)
+        end = (first_tile + own_tiles) * M
+        tl.store(choices + place + m, tl.zeros([M], tl.int32) + num_choices, mask=place + m < end)
+    for start in range(0, own_tiles, BLOCK_N):
+        tile = first_tile + start + n
+        tl.store(experts + tile, tl.zeros([BLOCK_N], tl.int32) + expert, mask=start + n < own_tiles)
+    for start in range(tl.sum(tiles, axis=0) + expert * BLOCK_N, num_tiles, X * BLOCK_N):
+        tl.store(experts + start + n, tl.zeros([BLOCK_N], tl.int32) + X, mask=start + n < num_tiles)

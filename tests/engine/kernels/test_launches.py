@@ -1,0 +1,29 @@
+"""How many kernels a layer takes in a decode step: a budget, for each costs a few microseconds, whatever it does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+_ROOT = Path(__file__).parents[3]
+# The first layer of DeepSeek's is dense, the others have experts and a shared one.
+_BUDGETS = {"llama": [10, 10, 10], "qwen3_moe": [12, 12, 12], "deepseek_v2": [13, 18, 18], "deepseek_v3": [15, 20, 20]}
+
+
+def test_launches_of_a_layer() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    program = [sys.executable, "-m", "tests.engine.kernels.counted_steps", *_BUDGETS]
+    done = subprocess.run(program, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    for line, (family, budgets) in zip(done.stdout.splitlines(), _BUDGETS.items(), strict=True):
+        counted = json.loads(line)
+        assert counted["family"] == family
+        for launched, budget in zip(counted["layers"], budgets, strict=True):
+            assert len(launched) <= budget, f"{family}: {', '.join(launched)}"
