@@ -146,7 +146,6 @@ def _q4_k(num_outputs: int, num_inputs: int, device: torch.device) -> Matrix:
 
 _FORMS: dict[str, Callable[[int, int, torch.device], Matrix]] = {
     "fp8": _fp8,
-    "fp8 blocks": lambda o, i, device: CodedMatrix.whole(_fp8_blocks(o, i, device)),
     "int8": _int8,
     "4 bits in 128": _groups,
     "Q4_K": _q4_k,

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from gguf import GGMLQuantizationType
 from torch import Tensor
 
 from cluster.model.gguf_table import GGML_TYPES
@@ -18,7 +17,6 @@ from engine.layers.code_parts import panels_of, rows_of
 from engine.layers.coded_matrix import CodedMatrix
 from engine.layers.layers import TorchMatrix
 from engine.weights.quantized_weight import GGMLWeight, GroupedWeight, QuantizedWeight
-from tests.engine.gguf_files import random_blocks
 from tests.engine.kernels.pools import DEVICE, DTYPES, random
 from tests.engine.kernels.read_bytes import count_reads
 from tests.engine.kernels.test_fused_experts import choices
@@ -26,6 +24,8 @@ from tests.engine.kernels.test_fused_experts import choices
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 
 OF_GGUF = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
+HALVES_AT = {"Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,), "Q4_1": (0, 2), "Q5_1": (0, 2)}  # of a block: its scales
+HALVES_AT |= {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 OF_EIGHT_BITS = ["fp8 tensor", "fp8 channels", "fp8 blocks", "int8 channels", "int8 groups"]
 OF_FOUR_BITS = ["groups of 16", "groups of 32", "groups of 64", "groups of 128", "one group", "groups in any order"]
 FORMATS = [*OF_GGUF, *OF_EIGHT_BITS, *OF_FOUR_BITS]
@@ -37,8 +37,12 @@ def random_weight(name: str, num_outputs: int, num_inputs: int, *, seed: int = 0
     generator = torch.Generator().manual_seed(seed)
     if name in OF_GGUF:
         kind = next(kind for kind in GGML_TYPES.values() if kind.name == name)
-        blocks = random_blocks(GGMLQuantizationType[name], num_outputs * num_inputs // kind.block)
-        return GGMLWeight(torch.from_numpy(blocks).view(num_outputs, -1), kind)
+        blocks = torch.randint(0, 256, (num_outputs, num_inputs // kind.block, kind.num_bytes), generator=generator)
+        blocks = blocks.to(torch.uint8)
+        for at in HALVES_AT[name]:
+            halves = (torch.rand(blocks.shape[:2], generator=generator) / 50).half()
+            blocks[..., at : at + 2] = halves.unsqueeze(-1).view(torch.uint8)
+        return GGMLWeight(blocks.flatten(1), kind)
     sizes = {"int8 groups": 32, "fp8 blocks": 128, "groups in any order": 32}
     size = sizes.get(name) or (int(name.split()[-1]) if name.startswith("groups of") else num_inputs)
     group_I = torch.arange(num_inputs) // size
@@ -62,6 +66,8 @@ def shape_of(name: str, num_outputs: int, num_inputs: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_numbers_are_those_of_the_format(name: str) -> None:
+    if name in OF_GGUF:
+        pytest.importorskip("gguf")
     weight = random_weight(name, *shape_of(name, 70, 416))
     rows = rows_of(weight, DEVICE)
     assert rows is not None
@@ -80,8 +86,9 @@ def test_products_are_those_of_the_numbers(name: str, dtype: torch.dtype) -> Non
     panels, order_I = panels_and_order(weight)
     for num_rows, splits in ((1, 1), (17, 2)):
         x = random(num_rows, weight.shape[1], dtype=dtype, seed=3)
-        expected = x.double() @ weight.rows(0, 70).to(DEVICE).double().T
-        got = launched(x if order_I is None else x.index_select(1, order_I), panels, splits=splits)
+        x = x if order_I is None else x.index_select(1, order_I)
+        expected = x.double() @ numbers_of(panels).double().T
+        got = launched(x, panels, splits=splits)
         assert (got - expected).norm() < TOLERANCE[dtype] * expected.norm()
 
 
@@ -110,8 +117,7 @@ def test_bias_residual_and_a_part_of_a_wider_output() -> None:
     matrix = CodedMatrix.of(weights, DEVICE)
     assert matrix is not None and len(matrix.parts) == 2 and matrix.num_outputs == 210 and matrix.panels is None
     x, bias, residual = (random(*shape, dtype=torch.float16, seed=5) for shape in ((3, 256), (210,), (3, 210)))
-    numbers = torch.cat([weight.rows(0, 70) for weight in weights]).to(DEVICE)
-    plain = TorchMatrix(numbers.half())
+    plain = TorchMatrix(torch.cat([numbers_of(part.panels) for part in matrix.parts]).half())
     torch.testing.assert_close(
         multiplied(matrix, x, bias_O=bias, residual_TO=residual),
         plain.multiply(x, bias_O=bias, residual_TO=residual),
@@ -153,12 +159,12 @@ def test_what_is_read_is_hardly_more_than_what_is_stored(name: str) -> None:
 
 
 def stored_bytes(name: str, weight: QuantizedWeight) -> float:
-    """Of the file: GGUF's blocks; codes, scales of 16 bits (FP8's and int8's of 32) and zeros of 4."""
+    """Of the file: GGUF's blocks; codes, of groups scales of 16 bits, and zeros of 4."""
     if isinstance(weight, GGMLWeight):
         return weight.blocks_OB.nbytes
     assert isinstance(weight, GroupedWeight)
-    num_scales = weight.scales_OG.numel()
-    return weight.codes.nbytes + num_scales * (4 if weight.zeros_OG is None else 2.5)
+    of_groups = name.startswith(("groups", "one group", "int8 groups"))
+    return weight.codes.nbytes + of_groups * weight.scales_OG.numel() * (2 if weight.zeros_OG is None else 2.5)
 
 
 def panels_and_order(weight: QuantizedWeight) -> tuple[CodePanels, Tensor | None]:
