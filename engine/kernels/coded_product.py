@@ -99,7 +99,8 @@ def launch_coded_product(
     is_split = splits > 1
     parts = x_TI.new_empty(splits, num_rows, num_outputs, dtype=torch.float32) if is_split else out_TO
     assert not is_split or (num_tiles[1] == 1 and len(counters) >= num_tiles[0])
-    assert residual_TO is None or residual_TO.stride() == out_TO.stride()
+    assert residual_TO is None or residual_TO.stride(1) == 1
+    assert residual_TO is None or num_rows == 1 or residual_TO.stride(0) == out_TO.stride(0)
     _product[(*num_tiles, splits)](
         x_TI,
         *_pointers(panels),
@@ -214,7 +215,7 @@ def _constants(panels: CodePanels, tile: Tile, x: Tensor) -> dict[str, int | boo
         "BLOCK_O": tile.outputs,
         "BLOCK_T": tile.rows,
         "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
+        "num_stages": min(tile.num_stages, 2) if x.element_size() == 4 else tile.num_stages,  # of rows that fit
     }
 
 
