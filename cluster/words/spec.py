@@ -64,8 +64,9 @@ class ModelSpec(_Section):
     """Of weights and activations."""
     weights: Weights = "as_stored"
     """`as_stored`: quantised checkpoints are widened at load. `int8`: converted to 8 bits at load, and multiplied as
-    such (bfloat16 on a CPU). `quantized`: what is stored in few bits stays so in memory; on a CPU, in bfloat16, GGUF,
-    AWQ and GPTQ are multiplied as such, and other formats are slow."""
+    such (bfloat16 on a CPU). `quantized`: what is stored in few bits stays so in memory, and is multiplied as such: on
+    a GPU FP8, INT8, GGUF, AWQ and GPTQ (what is in another form is widened at load), on a CPU, in bfloat16, GGUF, AWQ
+    and GPTQ (other formats are slow)."""
     served_name: str | None = None
     """What clients call the model; null: the source's own name."""
     max_context: Annotated[Tokens, Field(ge=16)] | None = None

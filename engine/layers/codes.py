@@ -72,7 +72,7 @@ def _nested(blocks_ONB: Tensor, *, has_fifth: bool) -> Codes:
     leasts = torch.cat((second & 63, rest >> 4 | second >> 6 << 4), dim=-1)
     codes = _halves(torch.unflatten(blocks_ONB[..., -128:], -1, (4, 32))).view(*blocks_ONB.shape[:2], 8, _UNIT)
     if has_fifth:
-        run = torch.arange(8, dtype=torch.uint8).view(8, 1)
+        run = torch.arange(8, dtype=torch.uint8, device=blocks_ONB.device).view(8, 1)
         codes = codes | (blocks_ONB[..., None, 16:48] >> run & 1) << 4
     heads = (_number(blocks_ONB, 0, 2), _number(blocks_ONB, 2, 2), scales.unsqueeze(-1), leasts.unsqueeze(-1))
     return Codes(5 if has_fifth else 4, codes, heads)
@@ -82,7 +82,7 @@ def _q6_k(blocks_ONB: Tensor) -> Codes:
     """Two halves of 128 inputs: their low 4 bits, their upper 2 bits; then 16 signed scales, and d."""
     low = torch.unflatten(blocks_ONB[..., :128], -1, (2, 2, 32))
     upper = torch.unflatten(blocks_ONB[..., 128:192], -1, (2, 1, 32))
-    quarter = torch.arange(4, dtype=torch.uint8).view(4, 1)
+    quarter = torch.arange(4, dtype=torch.uint8, device=blocks_ONB.device).view(4, 1)
     codes = torch.cat((low & 15, low >> 4), dim=-2) | (upper >> 2 * quarter & 3) << 4
     scales = blocks_ONB[..., 192:208].unsqueeze(-1)
     return Codes(6, codes.flatten(2, 3), (_number(blocks_ONB, 208, 2), scales))
@@ -107,7 +107,7 @@ def _halves(nibbles: Tensor) -> Tensor:
 
 def _bits(packed: Tensor) -> Tensor:
     """(…, bytes) -> (…, 8 bytes), lowest bit first."""
-    return (packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2)
+    return (packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=packed.device) & 1).flatten(-2)
 
 
 def _number(blocks_ONB: Tensor, at: int, num_bytes: int) -> Tensor:

@@ -27,6 +27,11 @@ _CPU_HAS_BF16 = torch.cpu._is_avx512_bf16_supported()
 class Matrix(Protocol):
     """A matrix of O outputs and I inputs, ready to be multiplied with rows."""
 
+    @property
+    def is_fixed(self) -> bool:
+        """Whether a product of as many rows is always the same work on the device, so that it can be recorded."""
+        ...
+
     def multiply(
         self,
         x_TI: Tensor,
@@ -47,6 +52,10 @@ class TorchMatrix:
     """A matrix as a tensor, on any device."""
 
     weight_OI: Tensor
+
+    @property
+    def is_fixed(self) -> bool:
+        return True
 
     @property
     def num_outputs(self) -> int:
@@ -94,8 +103,8 @@ class RowParallelLinear:
 
 
 def is_plain(*parts: Linear | RowParallelLinear) -> bool:
-    """Whether all their matrices are tensors, of which a product is one operation on the device."""
-    return all(isinstance(part.matrix, TorchMatrix) for part in parts)
+    """Whether all their products are the same work for as many rows; see Matrix."""
+    return all(part.matrix.is_fixed for part in parts)
 
 
 class Table(Matrix, Protocol):

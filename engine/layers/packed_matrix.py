@@ -37,6 +37,8 @@ class PackedMatrix:
     """A (O, I) matrix in the order of matrix.h, or of formats.h. A row's product does not depend on the rows beside
     it."""
 
+    is_fixed = False  # nothing records on a CPU
+
     def __init__(self, kernels: Kernels, num_inputs: int, *parts: PackedPart) -> None:
         """See `bf16`, `int8` and `few_bits`."""
         self._kernels = kernels

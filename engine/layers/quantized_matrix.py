@@ -25,6 +25,10 @@ class QuantizedMatrix:
 
     weights: tuple[QuantizedWeight, ...]
 
+    @property
+    def is_fixed(self) -> bool:
+        return False
+
     def multiply(
         self,
         x_TI: Tensor,

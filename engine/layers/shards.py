@@ -10,6 +10,8 @@ from torch import Tensor
 
 from cluster.words.errors import SpecError
 from engine.cpu.library import Kernels
+from engine.layers.coded_matrix import CodedMatrix
+from engine.layers.int8_matrix import Int8Matrix
 from engine.layers.layers import Embedding, Linear, Matrix, RMSNorm, RowParallelLinear, Table, TorchMatrix
 from engine.layers.packed_matrix import PackedMatrix
 from engine.layers.quantized_matrix import QuantizedMatrix
@@ -18,8 +20,8 @@ from engine.weights.checkpoint import Checkpoint, Span
 from engine.weights.quantized_weight import QuantizedWeight
 
 # int8: each output in 8 bits with its own scale, made at load. quantized: matrices that are stored in few bits stay so
-# in memory, and are multiplied so where the CPU kernels have their format, else widened as they are used; otherwise
-# they are widened at load.
+# in memory, and are multiplied so where the device's kernels have their format; else they are widened as they are used
+# on a CPU, and at load on a GPU, where nothing of a step is the host's. Otherwise they are widened at load.
 WEIGHTS = ("as_stored", "int8", "quantized")
 
 
@@ -42,9 +44,9 @@ class ShardReader:
     on_matrix: OnMatrix | None = None
 
     def __post_init__(self) -> None:
-        if self.weights == "int8" and self.kernels is None:
+        if self.weights == "int8" and self.kernels is None and self.device.type != "cuda":
             raise SpecError(
-                "model.weights: int8 needs a CPU, dtype bfloat16 and a C++ compiler on the worker's machine"
+                "model.weights: int8 needs a GPU, or dtype bfloat16 and a C++ compiler on the worker's machine"
             )
 
     def tensor(self, name: str, *, rows: Span | None = None) -> Tensor:
@@ -76,14 +78,16 @@ class ShardReader:
 
         parts = [self._quantized(name, rows=span) for name, span in rows.items()]
         kept = [part for part in parts if part is not None]
-        matrix = self._kept(*kept) if len(kept) == len(parts) else self.matrix(fused("weight"))
+        matrix = (self._kept(*kept) if len(kept) == len(parts) else None) or self.matrix(fused("weight"))
         return Linear(self._seen(tuple(rows), matrix), fused("bias") if has_bias else None)
 
     def columns(self, name: str, columns: Span) -> Matrix:
         """Some columns of a matrix, whose product the caller sums over the ranks."""
-        if (kept := self._quantized(name, columns=columns)) is not None:
-            return self._seen((name,), self._kept(kept))
-        return self._seen((name,), self.matrix(self._place(self.checkpoint.read(f"{name}.weight", columns=columns))))
+        kept = self._quantized(name, columns=columns)
+        matrix = None if kept is None else self._kept(kept)
+        if matrix is None:
+            matrix = self.matrix(self._place(self.checkpoint.read(f"{name}.weight", columns=columns)))
+        return self._seen((name,), matrix)
 
     def row_parallel(self, name: str, columns: Span, *, has_bias: bool = False) -> RowParallelLinear:
         """The columns that meet the features which this rank's part of the layer before computes."""
@@ -94,12 +98,14 @@ class ShardReader:
     def matrix(self, weight_OI: Tensor) -> Matrix:
         """In the form in which this rank multiplies it."""
         if self.kernels is None:
-            return TorchMatrix(weight_OI)
+            return Int8Matrix.of(weight_OI) if self.weights == "int8" else TorchMatrix(weight_OI)
         pack = PackedMatrix.int8 if self.weights == "int8" else PackedMatrix.bf16
         return pack(self.kernels, weight_OI)
 
-    def _kept(self, *weights: QuantizedWeight) -> Matrix:
-        """In few bits: as the kernels multiply them, or else widened as they are used."""
+    def _kept(self, *weights: QuantizedWeight) -> Matrix | None:
+        """In few bits: as the kernels multiply them, or else widened as they are used; None: to be widened now."""
+        if self.device.type == "cuda":
+            return CodedMatrix.of(weights, self.device)
         return self._packed(*weights) or QuantizedMatrix(weights)
 
     def _packed(self, *weights: QuantizedWeight) -> PackedMatrix | None:
@@ -111,8 +117,7 @@ class ShardReader:
     def _quantized(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> QuantizedWeight | None:
         if self.weights != "quantized":
             return None
-        weight = self.checkpoint.quantized(f"{name}.weight", rows=rows, columns=columns)
-        return None if weight is None else weight.to(self.device)
+        return self.checkpoint.quantized(f"{name}.weight", rows=rows, columns=columns)
 
     def _place(self, tensor: Tensor) -> Tensor:
         return tensor.to(device=self.device, dtype=self.dtype).contiguous()

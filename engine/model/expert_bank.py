@@ -9,7 +9,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.kernels.code_panels import CodePanels
+from engine.kernels.coded_experts import coded_experts
 from engine.kernels.fused_experts import fused_experts
+from engine.layers.coded_matrix import CodedMatrix
+from engine.layers.int8_matrix import Int8Matrix
 from engine.layers.layers import GatedSiLU, Linear, Matrix, TorchMatrix
 
 # T tokens, E hidden_size, I features of one expert, X experts, C experts chosen for each token, N = T * C choices
@@ -20,6 +24,11 @@ class Bank(Protocol):
 
     def __call__(self, x_TE: Tensor, chosen_TC: Tensor) -> Tensor:
         """The output of each chosen expert, not yet weighed: (T, C, E). chosen: int64 places in this bank."""
+        ...
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether what is launched depends on the number of tokens only, and not on the experts that they choose."""
         ...
 
 
@@ -40,6 +49,10 @@ class ExpertList:
 
     experts: list[Expert]
 
+    @property
+    def is_fixed(self) -> bool:
+        return False
+
     def __call__(self, x_TE: Tensor, chosen_TC: Tensor) -> Tensor:
         flat_N = chosen_TC.flatten()
         order_N, counts_X = flat_N.argsort(stable=True), flat_N.bincount(minlength=len(self.experts))
@@ -57,6 +70,10 @@ class ExpertStack:
 
     gate_up_X2IE: Tensor
     down_XEI: Tensor
+
+    @property
+    def is_fixed(self) -> bool:
+        return True
 
     def __call__(self, x_TE: Tensor, chosen_TC: Tensor) -> Tensor:
         return fused_experts(x_TE, self.gate_up_X2IE, self.down_XEI, chosen_TC)
@@ -76,6 +93,44 @@ class ExpertStack:
         return [Expert(Linear(TorchMatrix(gate_up)), TorchMatrix(down)) for gate_up, down in pairs]
 
 
+@dataclass(frozen=True)
+class CodedExpertStack:
+    """All at once, of matrices that stay in the few bits in which they are stored: see kernels/coded_experts.py."""
+
+    gate_up: CodePanels
+    down: CodePanels
+
+    @property
+    def is_fixed(self) -> bool:
+        return True
+
+    def __call__(self, x_TE: Tensor, chosen_TC: Tensor) -> Tensor:
+        return coded_experts(x_TE, self.gate_up, self.down, chosen_TC)
+
+    @classmethod
+    def of(cls, experts: Sequence[Expert]) -> CodedExpertStack | None:
+        """None where they are not all in one form, with their inputs in order."""
+        gate_up = _stacked([expert.gate_up.matrix for expert in experts])
+        down = None if gate_up is None else _stacked([expert.down for expert in experts])
+        return None if gate_up is None or down is None else cls(gate_up, down)
+
+    def experts(self) -> list[Expert]:
+        """The same one by one; nothing is copied."""
+        pairs = ((self.gate_up.expert(i), self.down.expert(i)) for i in range(len(self.down.words)))
+        return [Expert(Linear(CodedMatrix.whole(gate_up)), CodedMatrix.whole(down)) for gate_up, down in pairs]
+
+
+def _stacked(matrices: Sequence[Matrix]) -> CodePanels | None:
+    panels = [panels for matrix in matrices if (panels := _panels(matrix)) is not None]
+    return CodePanels.stack(panels) if len(panels) == len(matrices) else None
+
+
+def _panels(matrix: Matrix) -> CodePanels | None:
+    if isinstance(matrix, Int8Matrix):
+        return matrix.panels()
+    return matrix.panels if isinstance(matrix, CodedMatrix) else None
+
+
 class Shelf:
     """Makes banks, one after another, and reads only experts that the last one did not have."""
 
@@ -86,6 +141,6 @@ class Shelf:
     def __call__(self, wanted: Sequence[int]) -> Bank:
         """A bank of these experts, in this order."""
         experts = [self._held.get(index) or self._read(index) for index in wanted]
-        stack = ExpertStack.of(experts)
+        stack = ExpertStack.of(experts) or CodedExpertStack.of(experts)
         self._held = dict(zip(wanted, stack.experts() if stack else experts, strict=True))
         return stack or ExpertList(experts)

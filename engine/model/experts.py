@@ -19,7 +19,7 @@ from engine.kernels.expert_sum import ExpertSum
 from engine.layers.layers import GatedSiLU, Linear, RMSNorm, RowParallelLinear, is_plain
 from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
-from engine.model.expert_bank import Bank, Expert, ExpertStack, Shelf
+from engine.model.expert_bank import Bank, Expert, Shelf
 from engine.model.routing import Routing
 from engine.model.spread_experts import Experts, SpreadExperts
 from engine.parallel import TensorParallel
@@ -69,8 +69,8 @@ class SparseMLP:
     @property
     def is_fixed(self) -> bool:
         """Whether what is launched depends on the number of tokens only, and not on the experts that they choose."""
-        is_stack = isinstance(self.experts, SplitExperts) and isinstance(self.experts.bank, ExpertStack)
-        return is_stack and (self.shared is None or is_plain(self.shared.gate_up, self.shared.down))
+        is_fixed = isinstance(self.experts, SplitExperts) and self.experts.bank.is_fixed
+        return is_fixed and (self.shared is None or is_plain(self.shared.gate_up, self.shared.down))
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,7 @@ class Transformer:
         """
         layers: Sequence[DecoderLayer | LatentLayer] = self._layers or self._latent_layers
         if not is_plain(self._head) or not all(layer.is_fixed for layer in layers):
-            return "its matrices stay quantised, or its experts are called one by one, or spread over ranks"
+            return "its experts are called one by one, or spread over ranks, or matrices are widened as they are used"
         return None
 
     def _score(self, scored_SE: Tensor, on_logits: OnLogits | None) -> None:

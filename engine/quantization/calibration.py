@@ -76,6 +76,10 @@ class _Observed:
     matrix: Matrix
     gram_II: Tensor | None = None
 
+    @property
+    def is_fixed(self) -> bool:
+        return False
+
     def multiply(
         self,
         x_TI: Tensor,

@@ -26,6 +26,7 @@ from engine.kernels.rotary import rotate
 from engine.kernels.silu_mul import silu_mul
 from engine.kernels.wire import pack_kv, unpack_kv
 from engine.kv.layout import DTYPES, EIGHT_BITS
+from engine.tools.bench_products import bench_products
 
 # T tokens, H query heads, K kv heads, D head_dim, S block_size: Llama 3 8B's heads
 
@@ -46,6 +47,7 @@ def bench_kernels() -> dict[str, Any]:
     """Measure every kernel; returns plain JSON values. Raises SpecError without a CUDA device.
 
     `share` is of the copy bandwidth (bytes read and written) or of the matrix product rate measured in the same run.
+    Products in few bits have a `ratio`, too: how many times they are done while the same is done once in bf16.
     """
     if not torch.cuda.is_available():
         raise SpecError("cluster bench kernels: this machine has no CUDA device that torch can use")
@@ -57,6 +59,7 @@ def bench_kernels() -> dict[str, Any]:
         peak = copy_bytes_s if unit == "bytes" else flops_s
         rate = {"gb_s": amount / seconds / 1e9} if unit == "bytes" else {"tflops": amount / seconds / 1e12}
         results.append({"name": name, "microseconds": seconds * 1e6, **rate, "share": amount / seconds / peak})
+    results += bench_products(device, _seconds, copy_bytes_s)
     return {
         "device": torch.cuda.get_device_name(device),
         "torch": torch.__version__,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -15,11 +16,15 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from cluster.model.gguf_import import import_gguf
 from cluster.words.errors import SpecError
 from engine.config import EngineConfig
+from engine.kernels.coded_product import launch_coded_product
+from engine.layers import coded_matrix, shards
+from engine.layers.coded_matrix import CodedMatrix
 from engine.layers.quantized_matrix import QuantizedMatrix
 from engine.layers.shards import ShardReader
 from engine.parallel import TensorParallel
 from engine.runner import ModelRunner
 from engine.weights.open_checkpoint import open_checkpoint
+from engine.weights.quantized_weight import QuantizedWeight
 from tests.engine.gguf_files import write_model
 from tests.engine.quantized_files import FORMATS, fp8_blocks, write_quantised
 from tests.engine.steps import prompts, step
@@ -107,3 +112,35 @@ def test_unknown_forms_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(SpecError, match="gptq with 3 bits is not supported; supported: 4"):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["fp8 blocks", "fp8 tensor", "int8 channels", "awq", "gptq"])
+def test_a_gpus_products_in_few_bits(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole model with matrices as a GPU keeps them, by its kernels in the interpreter; its steps are recorded."""
+    pytest.importorskip("triton")
+    kept: list[CodedMatrix] = []
+
+    def keep(weights: tuple[QuantizedWeight, ...]) -> CodedMatrix:
+        matrix = CodedMatrix.of(weights, CPU)
+        assert matrix is not None
+        kept.append(matrix)
+        return matrix
+
+    monkeypatch.setattr(shards, "QuantizedMatrix", keep)
+    monkeypatch.setattr(coded_matrix, "coded_product", launch_coded_product)
+    model = random_model(tiny_config("llama", **SHAPE))
+    write_quantised(tmp_path, model, kind)
+    recorded: list[Callable[[], None]] = []
+
+    def capture(step: Callable[[], None]) -> Callable[[], None]:
+        recorded.append(step)
+        return step
+
+    config = EngineConfig(
+        model_dir=tmp_path, dtype="float32", weights="quantized", block_size=8, num_blocks=12, recorded_rows=1
+    )
+    runner = ModelRunner(config, capture=capture)
+    assert recorded and len(kept) == 8, "qkv, output, gate_up and down of two layers"
+    (tokens,) = prompts(5)
+    logits = step(runner, [tokens], [(0, 0, 5)])
+    torch.testing.assert_close(logits[0], reference_logits(model, tokens)[-1], atol=2e-4, rtol=1e-4)

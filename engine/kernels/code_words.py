@@ -1,0 +1,194 @@
+"""Codes of matrices of few bits, in words of 16 bits, and the numbers that they stand for: in registers, exactly.
+
+A word holds the codes of several inputs that lie apart, so that the same place of two words side by side makes a pair
+of bf16 at once, where the codes already lie (PTX; elsewhere by plain operations, in any dtype):
+
+    nibbles       0 1000011 0 000 qqqq  is the bf16 128 + q; 128 and the code of zero are taken away
+    int8          the same with 7 bits, and with the sign as the bit that makes 128 to 256: what is taken away
+    e4m3          s 0000eeee mmm 0000, whose exponent is 120 too small, times 2^120
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.kernels.language import jit, tl
+
+# What codes are: e4m3 and int8 lie two in a word, the low byte first; others four, the low 4 bits of each. What 5 and
+# 6 bits have more lies in a second word: of unit u of four (of 6 bits: of two), position p, at bit
+# (4 u + p) * (bits - 4).
+E4M3, INT8, NIBBLES, FIVE_BITS, SIX_BITS = 0, 1, 4, 5, 6
+
+
+@jit
+def widen(
+    word: tl.tensor, high: tl.tensor, UNIT: tl.constexpr, KIND: tl.constexpr, dtype: tl.constexpr, NATIVE: tl.constexpr
+) -> Any:
+    """Words (O, K) int16 -> a tile (O, K) of `dtype` for each position, two or four of them.
+
+    high: of codes of 5 and 6 bits; UNIT: whose of its bits. Codes without a sign count from the middle of their range.
+    NATIVE: on a GPU, into bf16. e4m3's NaN becomes 480.
+    """
+    if NATIVE:
+        if KIND == 0:
+            return _e4m3_pairs(word)
+        elif KIND == 1:
+            return _int8_pairs(word)
+        elif KIND == 4:
+            return _nibble_pairs(word)
+        else:
+            return _high_pairs(word, high, UNIT, KIND)
+    else:
+        if KIND < 2:
+            return _byte(word, 0, KIND, dtype), _byte(word, 8, KIND, dtype)
+        else:
+            return (
+                _code(word, high, 0, UNIT, KIND, dtype),
+                _code(word, high, 1, UNIT, KIND, dtype),
+                _code(word, high, 2, UNIT, KIND, dtype),
+                _code(word, high, 3, UNIT, KIND, dtype),
+            )
+
+
+@jit
+def _byte(word: tl.tensor, SHIFT: tl.constexpr, KIND: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
+    byte = (word.to(tl.int32) << (24 - SHIFT)) >> 24  # with its sign
+    if KIND == 1:
+        return byte.to(tl.float32).to(dtype)
+    return (((byte << 20) & -0x78100000).to(tl.float32, bitcast=True) * 1.329227995784916e36).to(dtype)  # 2^120
+
+
+@jit
+def _code(
+    word: tl.tensor, high: tl.tensor, P: tl.constexpr, UNIT: tl.constexpr, KIND: tl.constexpr, dtype: tl.constexpr
+) -> tl.tensor:
+    code = (word.to(tl.int32) >> (4 * P)) & 15
+    if KIND > 4:
+        code |= ((high.to(tl.int32) >> ((4 * UNIT + P) * (KIND - 4))) & (KIND * 2 - 9)) << 4
+    return (code - (1 << (KIND - 1))).to(tl.float32).to(dtype)
+
+
+# The same as PTX, on pairs of words: their codes at one position are one register of two bf16.
+
+
+@jit
+def _e4m3_pairs(word: tl.tensor) -> Any:
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 sign, size, scale, none;
+        mov.b32 scale, 0x7B807B80;
+        mov.b32 none, 0x80008000;
+        shl.b32 sign, $2, 8;
+        shl.b32 size, $2, 4;
+        and.b32 size, size, 0x07F007F0;
+        lop3.b32 size, sign, none, size, 0xEA;
+        fma.rn.bf16x2 $0, size, scale, none;
+        shr.b32 size, $2, 4;
+        and.b32 size, size, 0x07F007F0;
+        lop3.b32 size, $2, none, size, 0xEA;
+        fma.rn.bf16x2 $1, size, scale, none;
+        }""",
+        "=r,=r,r",
+        [word],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@jit
+def _int8_pairs(word: tl.tensor) -> Any:
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 size, sign, seven, top, plus, minus, one, other;
+        mov.b32 seven, 0x007F007F;
+        mov.b32 top, 0x00800080;
+        mov.b32 plus, 0x43004300;
+        mov.b32 minus, 0xC300C300;
+        mov.b32 one, 0x3F803F80;
+        lop3.b32 size, $2, seven, plus, 0xEA;
+        lop3.b32 sign, $2, top, minus, 0xEA;
+        fma.rn.bf16x2 $0, size, one, sign;
+        shr.b32 other, $2, 8;
+        lop3.b32 size, other, seven, plus, 0xEA;
+        lop3.b32 sign, other, top, minus, 0xEA;
+        fma.rn.bf16x2 $1, size, one, sign;
+        }""",
+        "=r,=r,r",
+        [word],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@jit
+def _nibble_pairs(word: tl.tensor) -> Any:
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 code, four, plus, one, zero;
+        mov.b32 four, 0x000F000F;
+        mov.b32 plus, 0x43004300;
+        mov.b32 one, 0x3F803F80;
+        mov.b32 zero, 0xC308C308;
+        lop3.b32 code, $4, four, plus, 0xEA;
+        fma.rn.bf16x2 $0, code, one, zero;
+        shr.b32 code, $4, 4;
+        lop3.b32 code, code, four, plus, 0xEA;
+        fma.rn.bf16x2 $1, code, one, zero;
+        shr.b32 code, $4, 8;
+        lop3.b32 code, code, four, plus, 0xEA;
+        fma.rn.bf16x2 $2, code, one, zero;
+        shr.b32 code, $4, 12;
+        lop3.b32 code, code, four, plus, 0xEA;
+        fma.rn.bf16x2 $3, code, one, zero;
+        }""",
+        "=r,=r,=r,=r,r",
+        [word],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@jit
+def _high_pairs(word: tl.tensor, high: tl.tensor, UNIT: tl.constexpr, KIND: tl.constexpr) -> Any:
+    """Upper bits are first turned to where they belong, at bit 4: by how much is written into the program."""
+    BITS: tl.constexpr = KIND - 4
+    FIRST: tl.constexpr = (4 * UNIT * BITS - 4) & 31  # to the right, around the word
+    MASK: tl.constexpr = 0x00100010 if BITS == 1 else 0x00300030
+    ZERO: tl.constexpr = 0xC310C310 if BITS == 1 else 0xC320C320
+    return tl.inline_asm_elementwise(
+        f"""{{
+        .reg .b32 code, upper, four, mask, plus, one, zero;
+        mov.b32 four, 0x000F000F;
+        mov.b32 mask, {MASK};
+        mov.b32 plus, 0x43004300;
+        mov.b32 one, 0x3F803F80;
+        mov.b32 zero, {ZERO};
+        shf.r.wrap.b32 upper, $5, $5, {FIRST};
+        lop3.b32 code, $4, four, plus, 0xEA;
+        lop3.b32 code, upper, mask, code, 0xEA;
+        fma.rn.bf16x2 $0, code, one, zero;
+        shf.r.wrap.b32 upper, $5, $5, {(FIRST + BITS) & 31};
+        shr.b32 code, $4, 4;
+        lop3.b32 code, code, four, plus, 0xEA;
+        lop3.b32 code, upper, mask, code, 0xEA;
+        fma.rn.bf16x2 $1, code, one, zero;
+        shf.r.wrap.b32 upper, $5, $5, {(FIRST + 2 * BITS) & 31};
+        shr.b32 code, $4, 8;
+        lop3.b32 code, code, four, plus, 0xEA;
+        lop3.b32 code, upper, mask, code, 0xEA;
+        fma.rn.bf16x2 $2, code, one, zero;
+        shf.r.wrap.b32 upper, $5, $5, {(FIRST + 3 * BITS) & 31};
+        shr.b32 code, $4, 12;
+        lop3.b32 code, code, four, plus, 0xEA;
+        lop3.b32 code, upper, mask, code, 0xEA;
+        fma.rn.bf16x2 $3, code, one, zero;
+        }}""",
+        "=r,=r,=r,=r,r,r",
+        [word, high],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )

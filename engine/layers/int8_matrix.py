@@ -1,0 +1,57 @@
+"""Matrices of 8 bits that meet rows of 8 bits, on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.kernels.code_panels import ROWS, CodePanels
+from engine.kernels.code_words import INT8
+from engine.kernels.int8_product import int8_product, quantize_to_int8
+from engine.layers.code_parts import CodeRows, panels_of
+from engine.layers.layers import Before
+
+# T tokens, I input features, O output features
+
+
+@dataclass(frozen=True)
+class Int8Matrix:
+    """Implements engine.layers.layers.Matrix. Belongs to one stream at a time.
+
+    Each output's weights in 8 bits with a scale of their own (symmetric, nearest); rows are quantised as they come, in
+    the same way, and multiplied as integers: exact but for these two roundings, as engine/cpu/ does it.
+    """
+
+    codes_OI: Tensor  # filled up with zeros, as its kernel wants it
+    scales_O: Tensor
+    num_inputs: int
+    counters: Tensor
+
+    @property
+    def is_fixed(self) -> bool:
+        return True
+
+    @classmethod
+    def of(cls, weight_OI: Tensor) -> Int8Matrix:
+        codes_OI, scales_O = quantize_to_int8(weight_OI)
+        num_panels = -(-len(weight_OI) // ROWS)
+        counters = torch.zeros(num_panels, dtype=torch.int32, device=weight_OI.device)
+        return cls(codes_OI, scales_O, weight_OI.shape[1], counters)
+
+    def panels(self) -> CodePanels:
+        """The same numbers for rows that are not quantised, as experts multiply them."""
+        codes_OI = self.codes_OI[:, : self.num_inputs].view(torch.uint8)
+        return panels_of([CodeRows(INT8, 0, codes_OI, {"scales": self.scales_O.unsqueeze(1)})])
+
+    def multiply(
+        self,
+        x_TI: Tensor,
+        *,
+        bias_O: Tensor | None = None,
+        before: Before | None = None,
+        residual_TO: Tensor | None = None,
+    ) -> Tensor:
+        x_TI = x_TI if before is None else before(x_TI)
+        return int8_product(x_TI, self.codes_OI, self.scales_O, self.counters, bias_O=bias_O, residual_TO=residual_TO)

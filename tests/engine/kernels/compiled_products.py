@@ -1,0 +1,80 @@
+"""Products in few bits of an 8B model's matrix on a GPU that is not there: a program, which prints what was launched.
+
+python -m tests.engine.kernels.compiled_products 9.0 fp8 Q4_K …
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+
+# ruff: isort: off
+from tests.engine.kernels.absent_gpu import DEVICE, absent_gpu
+
+import torch
+
+from engine.kernels.code_panels import CodePanels, words_of_a_unit
+from engine.kernels.code_words import E4M3, FIVE_BITS, INT8, NIBBLES, SIX_BITS
+from engine.layers.coded_matrix import CodedMatrix
+from engine.layers.int8_matrix import Int8Matrix
+# ruff: isort: on
+
+_O, _I, _P = 4096, 4096, 64
+ROWS = (1, 17, 64, 300, 2048)
+FORMS = {  # kind, group, least numbers: none, "halves", "codes" of zero; nested in others
+    "fp8": (E4M3, 0, None, False),
+    "fp8 blocks": (E4M3, 128, None, False),
+    "int8 channels": (INT8, 0, None, False),
+    "Q8_0": (INT8, 32, None, False),
+    "AWQ": (NIBBLES, 128, "codes", False),
+    "Q4_0": (NIBBLES, 32, None, False),
+    "Q4_1": (NIBBLES, 32, "halves", False),
+    "Q4_K": (NIBBLES, 32, "codes", True),
+    "Q5_K": (FIVE_BITS, 32, "codes", True),
+    "Q6_K": (SIX_BITS, 16, None, True),
+}
+
+
+def panels(form: str) -> CodePanels:
+    """Without numbers."""
+    kind, group, least, is_nested = FORMS[form]
+    num_words = words_of_a_unit(kind, group)
+    inputs = num_words * (2 if kind < NIBBLES else 4)
+    scale = torch.uint8 if is_nested else torch.float32 if kind == E4M3 or not group else torch.float16
+    of_group, of_run = (_P, _I // (group or _I), 64), (_P, _I // 256, 64)
+
+    def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=DEVICE)
+
+    return CodePanels(
+        kind,
+        group,
+        (_O, _I),
+        empty((_P, _I // inputs, 64, num_words), torch.int16),
+        empty(of_group, scale),
+        high=empty((_P, _I // 256, kind - 4, 64, num_words), torch.int16) if kind > NIBBLES else None,
+        leasts=empty(of_group, torch.uint8 if least == "codes" else torch.float16) if least else None,
+        supers=empty(of_run, torch.float16) if is_nested else None,
+        super_leasts=empty(of_run, torch.float16) if is_nested and least else None,
+    )
+
+
+def main() -> None:
+    capability = tuple(int(number) for number in sys.argv[1].split("."))
+    for form in sys.argv[2:]:
+        with absent_gpu(capability) as launches:
+            if form == "int8 rows":
+                counters = torch.zeros(_P, dtype=torch.int32, device=DEVICE)
+                codes = torch.empty(_O, _I, dtype=torch.int8, device=DEVICE)
+                matrix = Int8Matrix(codes, torch.empty(_O, device=DEVICE), _I, counters)
+            else:
+                matrix = CodedMatrix.whole(panels(form))
+            for count in ROWS:
+                x, residual = (torch.empty(count, width, dtype=torch.bfloat16, device=DEVICE) for width in (_I, _O))
+                assert matrix.multiply(x, residual_TO=residual).shape == (count, _O)
+        print(json.dumps({"form": form, "launches": [asdict(launch) for launch in launches]}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
