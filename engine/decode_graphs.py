@@ -72,6 +72,7 @@ class DecodeGraphs:
         capture: Capture,
         *,
         max_rows: int,
+        num_sizes: int | None = None,
         max_context: int,
         block_size: int,
         vocab_size: int,
@@ -80,8 +81,9 @@ class DecodeGraphs:
         """Records a step for each batch size, of rows that are all absent: nothing is read or written of the pool.
 
         compute: from N rows to their logits (N, V); what it launches must follow from shapes and `longest` alone.
+        num_sizes: only the largest so many.
         """
-        self._sizes = graph_sizes(max_rows)
+        self._sizes = graph_sizes(max_rows)[-(num_sizes or 0) :]
         self._compute = compute
         self._device = device
         self._longest = max_context

@@ -43,7 +43,6 @@ class Orders:
     something to order add to the lists; whoever leads the step sends it, and it is not changed after that."""
 
     tiers: list[TierOrders] = field(default_factory=list)  # before anything is written to the pool
-    meet: bool = False  # wait until every rank has carried that out
     copies: list[tuple[int, int]] = field(default_factory=list)  # blocks: source, target
     grants: list[BeginOrder] = field(default_factory=list)  # prefixes that others pull: all of each is in the pool
     begins: list[BeginOrder] = field(default_factory=list)

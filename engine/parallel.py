@@ -6,14 +6,14 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Work
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import AllreduceOptions, PrefixStore, ReduceOp, Store
 
 from cluster.words.errors import ReplicaLost
 
@@ -95,10 +95,14 @@ class TensorParallel:
         """This rank's share [start, end) of `total` things; shares differ by one at most."""
         return total * self.rank // self.size, total * (self.rank + 1) // self.size
 
-    def meet(self) -> None:
-        """Return when every rank has come here."""
-        if self.size > 1:
-            self._run(lambda: self._control.barrier())
+    def least(self, number: int) -> int:
+        """Of the numbers of all ranks. On the host."""
+        if self.size == 1:
+            return number
+        numbers, options = torch.tensor([number]), cast(Any, AllreduceOptions())
+        options.reduceOp = ReduceOp.MIN
+        self._run(lambda: self._control.allreduce([numbers], options))
+        return int(numbers)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over the ranks, in place; every rank gets the same bits."""

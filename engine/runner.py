@@ -18,8 +18,10 @@ from engine.batch.rows import Row
 from engine.config import GIB, EngineConfig, num_blocks_for
 from engine.cpu.library import open_copies, open_kernels
 from engine.decode_graphs import Capture, CudaCapture, DecodeGraphs
+from engine.device_memory import CudaGauge, Gauge, does_not_fit
 from engine.kv.pool import KVPool
 from engine.layers.shards import ShardReader
+from engine.memory_trial import MemoryTrial
 from engine.model.transformer import OnLayer, OnLogits, Transformer
 from engine.orders import Orders
 from engine.parallel import TensorParallel
@@ -31,7 +33,6 @@ from engine.weights.open_checkpoint import open_checkpoint
 logger = logging.getLogger(__name__)
 
 _CPU_KV_GIB = 1.0
-_GPU_KV_SHARE = 0.85  # of the memory that is free beside the weights; the rest is for activations
 
 
 class ModelRunner:
@@ -44,9 +45,14 @@ class ModelRunner:
         *,
         checkpoint: Checkpoint | None = None,
         capture: Capture | None = None,
+        gauge: Gauge | None = None,
         progress: Callable[[float], None] | None = None,
+        is_loaded: Callable[[], None] = lambda: None,
     ) -> None:
         """Loads this rank's weights, which takes a while: `progress` is told the fraction done. Raises SpecError.
+
+        is_loaded: called when the weights are there, and returns when every rank has them: before anything is computed.
+        gauge: by which the pool gets its size, where nobody says how many blocks. None: a GPU's, and on a CPU nothing.
 
         checkpoint: where weights come from. None: the files of the model directory.
         capture: what records decode steps. None: CUDA on its devices, and on others nothing does.
@@ -56,8 +62,11 @@ class ModelRunner:
         self.config: ModelConfig = model_config.load(config.model_dir)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.device = torch.device(config.device)
-        # Before the weights are loaded: on a GPU it follows from what is free.
-        num_blocks = config.num_blocks or num_blocks_for(self.layout, gib=self._kv_gib(config.kv_memory_gib))
+        num_blocks = config.num_blocks
+        if num_blocks is None and gauge is None and self.device.type == "cuda":
+            gauge = CudaGauge(self.device)
+        elif num_blocks is None and gauge is None:
+            num_blocks = num_blocks_for(self.layout, gib=config.kv_memory_gib or _CPU_KV_GIB)
         if config.expert_parallel:
             self.config.check_expert_parallel(self.parallel.size, redundant=config.redundant_experts)
         kernels = open_kernels(dtype=self.dtype, device=self.device)
@@ -84,13 +93,26 @@ class ModelRunner:
             if progress is not None:
                 progress((layer + 1) / num_layers)
 
-        with torch.inference_mode():
-            self._model = Transformer(self.config, reader, self.layout, on_read=on_read)
+        before = gauge.allocated() if gauge else 0
+        try:
+            with torch.inference_mode():
+                self._model = Transformer(self.config, reader, self.layout, on_read=on_read)
+        except torch.OutOfMemoryError as error:
+            raise does_not_fit(self.device, "its weights", error) from error
+        is_loaded()
+        make_capture = self._capture_maker(config.recorded_rows, capture)
+        if num_blocks is None:
+            assert gauge, "without one it is known by now"
+            num_blocks = self._num_blocks(config, gauge, make_capture, weights=gauge.allocated() - before)
         # Outside inference mode, for others write to it who are not in it: blocks that arrive from a peer.
         self.pool = KVPool(self.layout, num_blocks=num_blocks, device=self.device)
-        if config.recorded_rows and capture is None and self.device.type == "cuda":
-            capture = CudaCapture(self.device)
-        self._graphs = self._record(config.recorded_rows, capture) if config.recorded_rows and capture else None
+        self._graphs: DecodeGraphs | None = None
+        if make_capture:
+            begin = time.monotonic()
+            self._graphs = self._record(self.pool, make_capture(), config.recorded_rows, max_context=self.max_tokens)
+            logger.info(
+                "decode steps of up to %d rows recorded in %.1f s", config.recorded_rows, time.monotonic() - begin
+            )
 
     @property
     def max_tokens(self) -> int:
@@ -125,36 +147,68 @@ class ModelRunner:
         waits for kernels to be compiled. Leaves numbers without meaning in the pool's first blocks."""
         if self.device.type != "cuda":
             return
-        begin, size = time.monotonic(), self.layout.block_size
-        most = min(max_tokens, self.max_tokens)
-        for count in (1 << i for i in range(most.bit_length())):  # kernels differ by how many rows they are made for
-            row = Row(token_ids=[0] * count, start=0, blocks=range(-(-count // size)), num_logits=1)
-            self.forward(Batch.of([row], block_size=size), on_layer=lambda layer: None)
-        self.pool.synchronize()
+        begin, most = time.monotonic(), min(max_tokens, self.max_tokens)
+        self._compute_prompts(self.pool, most)
         logger.info("warmed up with up to %d tokens in %.1f s", most, time.monotonic() - begin)
 
     @torch.inference_mode()
-    def _record(self, max_rows: int, capture: Capture) -> DecodeGraphs | None:
+    def _compute_prompts(self, pool: KVPool, max_tokens: int) -> None:
+        """Of every power of two of tokens: kernels differ by how many rows they are made for."""
+        size = self.layout.block_size
+        for count in (1 << i for i in range(max_tokens.bit_length())):
+            blocks = [number % pool.num_blocks for number in range(-(-count // size))]
+            row = Row(token_ids=[0] * count, start=0, blocks=blocks, num_logits=1)
+            self._model(Batch.of([row], block_size=size), pool, lambda layer: None)
+        pool.synchronize()
+
+    def _capture_maker(self, recorded_rows: int, capture: Capture | None) -> Callable[[], Capture] | None:
+        """What makes a recorder; None where no steps are recorded."""
+        if not recorded_rows or not (capture or self.device.type == "cuda"):
+            return None
         if hindrance := self._model.hindrance:
             logger.info("decode steps are not recorded: %s", hindrance)
             return None
-        begin = time.monotonic()
-        graphs = DecodeGraphs(
-            partial(self._model.compute, pool=self.pool),
+        return lambda: capture or CudaCapture(self.device)
+
+    @torch.inference_mode()
+    def _record(
+        self, pool: KVPool, capture: Capture, max_rows: int, *, max_context: int, num_sizes: int | None = None
+    ) -> DecodeGraphs:
+        return DecodeGraphs(
+            partial(self._model.compute, pool=pool),
             capture,
             max_rows=max_rows,
-            max_context=self.max_tokens,
+            num_sizes=num_sizes,
+            max_context=max_context,
             block_size=self.layout.block_size,
             vocab_size=self.config.vocab_size,
             device=self.device,
         )
-        logger.info("decode steps of up to %d rows recorded in %.1f s", max_rows, time.monotonic() - begin)
-        return graphs
 
-    def _kv_gib(self, wanted: float | None) -> float:
-        """Memory for the pool: what the operator says, or a share of what will be free beside the weights."""
-        if wanted is not None or self.device.type == "cpu":
-            return wanted or _CPU_KV_GIB
-        free_bytes, _ = torch.cuda.mem_get_info(self.device)
-        weight_bytes = self.config.num_parameters * self.dtype.itemsize / self.parallel.size
-        return (free_bytes - weight_bytes) * _GPU_KV_SHARE / GIB
+    def _num_blocks(
+        self, config: EngineConfig, gauge: Gauge, make_capture: Callable[[], Capture] | None, *, weights: int
+    ) -> int:
+        """As many as fit beside everything else, on the rank that has room for the fewest. Raises SpecError."""
+        trial = MemoryTrial(
+            warm_up=lambda pool: self._compute_prompts(pool, config.max_batch_tokens),
+            compute=torch.inference_mode()(lambda batch, pool: self._model(batch, pool, None)),
+            record=lambda pool, capture, longest, num_sizes: self._record(
+                pool, capture, config.recorded_rows, max_context=longest, num_sizes=num_sizes
+            ),
+            make_capture=make_capture,
+            least=self.parallel.least,
+        )
+        max_context = min(self.config.max_context, config.max_context or self.config.max_context)
+        memory = trial.measure(
+            config,
+            gauge,
+            layout=self.layout,
+            weights=weights,
+            vocab_size=self.config.vocab_size,
+            max_context=max_context,
+            device=self.device,
+        )
+        wanted = None if config.kv_memory_gib is None else int(config.kv_memory_gib * GIB)
+        pool_bytes = memory.pool_bytes(wanted, least=self.layout.block_bytes)
+        logger.info("memory of %s, %s", self.device, memory.table(pool_bytes))
+        return self.parallel.least(num_blocks_for(self.layout, gib=pool_bytes / GIB))

@@ -4,6 +4,7 @@ import gc
 import os
 import subprocess
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,35 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """So that whoever writes one runs our suite on it (docs/EXTENDING.md)."""
     for kind in ("policy", "link", "eviction"):
         parser.addoption(f"--{kind}", action="append", default=[], metavar="MODULE:NAME", help=f"test this {kind}, too")
+
+
+_OURS = ("cluster", "router", "engine", "kvtransfer", "prefill_worker", "decode_worker", "tests")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A machine with a GPU often brings an image of its own: other versions of what we stand on, and not everything
+    that the suite's own settings are for. What those warn of is theirs; what our packages warn of fails there, too."""
+    if _is_for_gpu(config) or not config.pluginmanager.has_plugin("asyncio"):
+        for line in ("default", "ignore:Unknown config option", "error::pytest.PytestUnhandledThreadExceptionWarning"):
+            config.addinivalue_line("filterwarnings", line)
+        config.addinivalue_line("filterwarnings", rf"error:::({'|'.join(_OURS)})\b")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Tests of a GPU ask for nothing but what they need: where only they run, no other file is imported."""
+    if not _is_for_gpu(config) or collection_path.suffix != ".py":
+        return None
+    needs_links = "kvtransfer" in collection_path.parts and not find_spec("cryptography")
+    return True if needs_links or "mark.gpu" not in collection_path.read_text() else None
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    is_without = _is_for_gpu(config) and not find_spec("cryptography")
+    return "without tests/kvtransfer: links need the package cryptography" if is_without else None
+
+
+def _is_for_gpu(config: pytest.Config) -> bool:
+    return bool(config.getoption("markexpr") == "gpu")
 
 
 # Their tests ask for a Ray of the suite's own, whose start is half a minute on two cores (tests/cluster/conftest.py).

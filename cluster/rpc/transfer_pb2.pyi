@@ -109,20 +109,22 @@ class Refused(_message.Message):
     def __init__(self, handoff: _Optional[str] = ..., epoch: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class OpenRequest(_message.Message):
-    __slots__ = ("handoff", "first_token", "num_tokens", "block_ids", "max_tokens", "sender")
+    __slots__ = ("handoff", "first_token", "num_tokens", "block_ids", "max_tokens", "sender", "after_steps")
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SENDER_FIELD_NUMBER: _ClassVar[int]
+    AFTER_STEPS_FIELD_NUMBER: _ClassVar[int]
     handoff: str
     first_token: int
     num_tokens: int
     block_ids: _containers.RepeatedScalarFieldContainer[int]
     max_tokens: int
     sender: str
-    def __init__(self, handoff: _Optional[str] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., sender: _Optional[str] = ...) -> None: ...
+    after_steps: int
+    def __init__(self, handoff: _Optional[str] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., sender: _Optional[str] = ..., after_steps: _Optional[int] = ...) -> None: ...
 
 class OpenReply(_message.Message):
     __slots__ = ()

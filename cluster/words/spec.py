@@ -144,7 +144,7 @@ class PoolSpec(_Section):
     labels: dict[str, str] = {}
     """Ray node labels that every rank's node must have, for example `{pool: prefill}`."""
     kv_memory_gib: Annotated[GiB, Field(gt=0)] | None = None
-    """The KV pool of each rank; null: 1 on a CPU, 85 % of what is free on a GPU."""
+    """The KV pool of each rank; null: 1 on a CPU, on a GPU all that weights, steps and links leave."""
     kv_host_gib: Annotated[GiB, Field(ge=0)] = 0.0
     """Of each rank: memory for blocks that the pool has no room for. 0: none."""
     kv_disk_gib: Annotated[GiB, Field(ge=0)] = 0.0

@@ -17,6 +17,7 @@ from engine.scorer import Scorer
 from engine.step import ScheduledStep
 from engine.tiers.rank_tiers import RankTiers
 from kvtransfer.movers.sender import Sender
+from kvtransfer.movers.step_count import StepCount
 from kvtransfer.protocol.passage import Passage
 
 
@@ -25,12 +26,20 @@ class GangRunner:
     thread elsewhere."""
 
     def __init__(
-        self, runner: ModelRunner, sender: Sender, tiers: RankTiers | None, *, probe: Probe = unobserved
+        self,
+        runner: ModelRunner,
+        sender: Sender,
+        tiers: RankTiers | None,
+        *,
+        steps: StepCount | None = None,
+        probe: Probe = unobserved,
     ) -> None:
+        """steps: counts those that the others are told of, or on another rank those that it has carried out."""
         self.runner = runner
         self.sender = sender
         self.probe = probe
         self.tiers = tiers
+        self._steps = steps or StepCount()
 
     @property
     def has_others(self) -> bool:
@@ -52,6 +61,7 @@ class GangRunner:
         """Implements engine.step.Runner, on rank 0: do a step together with the other ranks."""
         if self.has_others:
             self.runner.parallel.broadcast_bytes(encode_step(step.changes if step else None, orders))
+            self._steps.add()
         batch = step.batch if step else None
         self._carry_out(orders)
         scorer = Scorer.of(step)
@@ -66,14 +76,16 @@ class GangRunner:
             if orders.stop:
                 return
             self._carry_out(orders)
-            if changes is None:
-                continue
-            batch = last_rows.apply(changes)
-            shipped = self._shipped(batch, orders)
-            self._compute(batch, shipped)
-            for passage, _, end in shipped:
-                if end == passage.handoff.num_tokens:
-                    passage.commit(end)
+            if changes is not None:
+                self._follow(last_rows.apply(changes), orders)
+            self._steps.add()
+
+    def _follow(self, batch: Batch, orders: Orders) -> None:
+        shipped = self._shipped(batch, orders)
+        self._compute(batch, shipped)
+        for passage, _, end in shipped:
+            if end == passage.handoff.num_tokens:
+                passage.commit(end)
 
     def commit(self, key: HandoffKey, first_tokens: list[int]) -> None:
         """On rank 0: a prompt that was shipped as it was computed is whole, and its first tokens are known. The other
@@ -98,8 +110,6 @@ class GangRunner:
         for order in orders.tiers:
             assert self.tiers, "orders for tiers that this rank does not have"
             self.tiers.carry_out(order)
-        if orders.meet:
-            self.runner.parallel.meet()
         for source, target in orders.copies:
             self.runner.pool.copy_block(source, target)
         for grant in orders.grants:

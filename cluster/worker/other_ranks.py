@@ -24,6 +24,7 @@ from cluster.words.papers import Identity
 from engine.parallel import TensorParallel
 from kvtransfer.movers.meeting import local_store, remote_store
 from kvtransfer.movers.rank_servicer import RankServicer
+from kvtransfer.movers.step_count import StepCount
 from kvtransfer.protocol.frames import Opening
 
 _ANSWER_S = 3.0  # an answer between ranks takes milliseconds
@@ -36,9 +37,11 @@ _Method = Callable[..., Awaitable[Any]]  # of a stub, which grpc does not type
 class OtherRanks:
     """The other ranks of this replica, as one rank sees them. Lives on the event loop."""
 
-    def __init__(self, addresses: list[str], *, identity: Identity, timeout_s: float) -> None:
-        """addresses: of all ranks, in rank order. identity: of this one."""
+    def __init__(self, addresses: list[str], *, identity: Identity, steps: StepCount, timeout_s: float) -> None:
+        """addresses: of all ranks, in rank order. identity: of this one. steps: that the others were told of, if this
+        is rank 0."""
         self._timeout_s = timeout_s
+        self._steps = steps
         replica, own = identity.name.replica, identity.name.rank
         self._channels = {
             rank: open_lasting_channel(address, peer=identity.rank(replica, rank), identity=identity)
@@ -48,13 +51,16 @@ class OtherRanks:
         self._stubs = {r: rpc.RankStub(channel) for r, channel in self._channels.items()}
 
     @classmethod
-    async def connect(cls, addresses: list[str], *, identity: Identity, timeout_s: float) -> OtherRanks:
+    async def connect(
+        cls, addresses: list[str], *, identity: Identity, steps: StepCount, timeout_s: float
+    ) -> OtherRanks:
         """Make the channels on the event loop that will use them."""
-        return cls(addresses, identity=identity, timeout_s=timeout_s)
+        return cls(addresses, identity=identity, steps=steps, timeout_s=timeout_s)
 
     async def open(self, opening: Opening) -> None:
-        """Open a handoff on every other rank. Raises ReplicaLost if one does not answer."""
-        request = to_message(pb.OpenRequest, opening)
+        """Open a handoff on every other rank, behind every step that it was told of before: one of them may have freed
+        these blocks. Raises ReplicaLost if one does not answer."""
+        request = to_message(pb.OpenRequest, opening, after_steps=self._steps.number)
         await asyncio.gather(
             *(_call(stub.Open, request, rank=rank, timeout_s=self._timeout_s) for rank, stub in self._stubs.items())
         )
@@ -104,6 +110,7 @@ def open_gang(
     addresses: list[str],
     *,
     rank: int,
+    steps: StepCount,
     device: torch.device,
     start_s: float,
     ask_s: float,
@@ -113,7 +120,7 @@ def open_gang(
     Blocks until all are there; raises ReplicaLost after `start_s`. `ask_s` bounds each later call between ranks.
     A gang is on one node, and what it says to itself does not leave it: Gloo asks nobody who he is.
     """
-    connecting = OtherRanks.connect(addresses, identity=host.identity, timeout_s=ask_s)
+    connecting = OtherRanks.connect(addresses, identity=host.identity, steps=steps, timeout_s=ask_s)
     others = host.call(connecting, timeout_s=start_s)
     size = len(addresses)
     if size == 1:

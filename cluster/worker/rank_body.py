@@ -38,7 +38,7 @@ from engine.prompts import Prompt
 from engine.runner import ModelRunner
 from engine.tiers.rank_tiers import RankTiers
 from engine.tiers.tiers import Tiers
-from kvtransfer.links.backends import backend_for
+from kvtransfer.links.backends import backend_for, device_bytes
 from kvtransfer.links.interface import guide_nccl
 from kvtransfer.links.link import LinkGuard
 from kvtransfer.movers.grants import Grants
@@ -47,6 +47,7 @@ from kvtransfer.movers.pull_servicer import Granting, PullServicer
 from kvtransfer.movers.rank_servicer import RankServicer
 from kvtransfer.movers.receiver import Receiver
 from kvtransfer.movers.sender import Sender
+from kvtransfer.movers.step_count import StepCount
 from kvtransfer.movers.wire_messages import Part, part_to_report
 
 W = TypeVar("W", bound=RoleWorker)
@@ -65,7 +66,8 @@ class RankBody(Generic[W]):
         self.device: torch.device = device_for(gpus=spec.pool(role.role).resources.gpus)
         self.service: ReplicaService | None = None  # on rank 0, once loaded
         self._hub = FrameHub()
-        self._ranks = RankServicer()
+        self._steps = StepCount()
+        self._ranks = RankServicer(self._steps)
         self._prefixes = PullServicer()
         self._following: BackgroundThread | None = None
         self._others: OtherRanks | None = None
@@ -92,6 +94,7 @@ class RankBody(Generic[W]):
             setup.host,
             setup.addresses,
             rank=setup.rank,
+            steps=self._steps,
             device=self.device,
             start_s=timeouts.start_s,
             ask_s=timeouts.handoff_s,
@@ -134,17 +137,26 @@ class RankBody(Generic[W]):
             pool_dtype=spec.kv.pool_dtype,
             block_size=spec.kv.block_size,
             kv_memory_gib=pool.kv_memory_gib,
+            max_batch_tokens=pool.max_batch_tokens,
+            max_running=pool.max_running,
+            max_context=spec.model.max_context,
+            link_bytes=_link_bytes(setup, self.device),
             deterministic=spec.engine.deterministic,
         )
+
+        def is_loaded() -> None:
+            if pool.tensor_parallel > 1:
+                setup.on_progress("waiting for the other ranks", 1.0)
+            parallel.wait_for_all("load", timeout_s=spec.timeouts.start_s)
+            setup.on_progress("trying its largest batch", 1.0)
+
         runner = ModelRunner(
             self.role.configure(config, spec),
             parallel,
             progress=lambda fraction: setup.on_progress("loading weights", 0.1 + 0.9 * fraction),
+            is_loaded=is_loaded,
         )
-        if pool.tensor_parallel > 1:
-            setup.on_progress("waiting for the other ranks", 1.0)
-        parallel.wait_for_all("load", timeout_s=spec.timeouts.start_s)
-        setup.on_progress("trying its largest batch", 1.0)
+        parallel.wait_for_all("pool", timeout_s=spec.timeouts.start_s)
         runner.warm_up(pool.max_batch_tokens)
         return runner
 
@@ -209,7 +221,15 @@ class RankBody(Generic[W]):
         receiver = self._ranks.receiver = Receiver(config, meeting=self._ranks.meeting, on_landed=heard)
         self._sender = Sender(config, loop=setup.host.loop, on_shipped=heard)
         self._tiers = open_tiers(setup, runner, heard)
-        return receiver, GangRunner(runner, self._sender, self._tiers, probe=setup.probe)
+        return receiver, GangRunner(runner, self._sender, self._tiers, steps=self._steps, probe=setup.probe)
+
+
+def _link_bytes(setup: RankSetup, device: torch.device) -> int:
+    """Of this rank's device, for links to and from every other replica of the spec."""
+    spec, backend = setup.spec, backend_for(device, host_link=setup.spec.kv.host_link)
+    pools = (spec.prefill, spec.decode)
+    num_peers = sum(pool.replicas * max(1, pool.tensor_parallel // setup.pool.tensor_parallel) for pool in pools) - 1
+    return 2 * num_peers * device_bytes(backend)
 
 
 def _leader_parts(setup: RankSetup, gang: GangRunner, receiver: Receiver, inbox: Inbox) -> LeaderParts:

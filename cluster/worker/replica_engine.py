@@ -118,9 +118,10 @@ class ReplicaEngine:
         return Orders(grants=self.grants.take_orders(), aborts=self.grants.take_aborts())
 
     def save_evicted(self) -> None:
-        """What was evicted is copied on every rank before a peer may write to its block."""
+        """What was evicted is copied before a peer may write to its block: on the other ranks, too, for what is opened
+        there waits for this step."""
         if orders := self._tiers.table.take_orders():
-            self._gang.execute(None, Orders(tiers=orders, meet=True))
+            self._gang.execute(None, Orders(tiers=orders))
 
     def heartbeat(self) -> None:
         """Keep the other ranks from giving us up while there is nothing to do."""

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine import streams
 from engine.batch.batch import Batch
 from engine.batch.rows import Ints
 from engine.kernels.prefill_attention import QueryTiles, cut_tiles
@@ -85,13 +86,13 @@ class DeviceBatch:
 def upload(arrays: Seq[Ints | NDArray[Any]], device: torch.device) -> list[Tensor]:
     """Copy whole numbers to the device as int32, each array in its own shape, all of them at once.
 
-    A GPU gets them from page-locked memory, and this returns before it has them; torch gives that memory to nobody else
-    until then.
+    This returns before a GPU has them.
     """
+    ours = streams.streams_of(device)
     sizes = [-(-array.size // _ALIGNED) * _ALIGNED for array in arrays]
-    host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+    host = ours.page_locked(sum(sizes), torch.int32)
     numbers = host.numpy()
     for array, end, size in zip(arrays, np.cumsum(sizes).tolist(), sizes, strict=True):
         numbers[end - size : end - size + array.size] = array.ravel()
-    parts = torch.split(host.to(device, non_blocking=True), sizes)
+    parts = torch.split(ours.upload(host), sizes)
     return [part[: array.size].view(array.shape) for part, array in zip(parts, arrays, strict=True)]

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine import streams
 from engine.batch.rows import Ints
 from engine.kernels.eight_bits import as_bytes, dequantize_rows
 from engine.kernels.kv_write import write_kv, write_rows
@@ -57,8 +58,7 @@ class KVPool:
 
     def synchronize(self) -> None:
         """Wait on the host for what the calling thread has started on the device."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        streams.streams_of(self.device).synchronize()
 
     def runs(self, tables_RB: Ints) -> Tensor:
         """Where the blocks of R equally long tables lie, for `gather`; the same for every layer. (2, R, K, B) int64."""
@@ -80,20 +80,26 @@ class KVPool:
         scales = self.scales[layer].view(-1, self.layout.block_size).index_select(0, flat_N).view(shape_2RKLD[:-1])
         return dequantize_rows(codes.view(self.layout.torch_dtype), scales, dtype, exact=self.layout.exact_dim)
 
-    def copy_out(self, blocks: Sequence[int]) -> Tensor:
+    def copy_out(self, blocks: Sequence[int], *, into: Tensor | None = None) -> Tensor:
         """The bytes of whole blocks, (B, block_bytes) uint8 on the pool's device: of each layer the codes, then of each
-        layer the scales."""
-        index_B = torch.tensor(blocks, dtype=torch.int64, device=self.device)
-        payloads = torch.cat([part_BN.index_select(0, index_B) for part_BN in self._parts()], dim=1)
+        layer the scales. into: where to; None: to memory of their own."""
+        index_B, parts = self._index(blocks), self._parts()
+        chosen = [part_BN.index_select(0, index_B) for part_BN in parts]
+        payloads = torch.cat(chosen, dim=1, out=None if into is None else into.view(parts[0].dtype))
         return payloads.view(torch.uint8)
 
     def copy_in(self, payloads_BN: Tensor, blocks: Sequence[int]) -> None:
         """Fill blocks with what `copy_out` made of others, on any device."""
-        index_B = torch.tensor(blocks, dtype=torch.int64, device=self.device)
-        parts = self._parts()
+        index_B, parts = self._index(blocks), self._parts()
         payloads = torch.split(payloads_BN.view(parts[0].dtype), [part_BN.shape[1] for part_BN in parts], dim=1)
         for part_BN, payload in zip(parts, payloads, strict=True):
             part_BN.index_copy_(0, index_B, payload.to(self.device))
+
+    def _index(self, blocks: Sequence[int]) -> Tensor:
+        ours = streams.streams_of(self.device)
+        host_B = ours.page_locked(len(blocks), torch.int64)
+        host_B.numpy()[:] = blocks
+        return ours.upload(host_B)
 
     def _parts(self) -> list[Tensor]:
         """Codes and scales of every layer, each (num_blocks, N), as whole numbers: torch copies bytes one by one."""

@@ -8,27 +8,29 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from cluster.process.background import BackgroundThread
 from cluster.words.tier import Tier
+from engine import streams
 from engine.kv.pool import KVPool
+from engine.streams import Event
+from engine.tiers.block_copies import BATCH, BlockCopies
 from engine.tiers.disk_store import DiskStore
 from engine.tiers.host_store import HostStore
-from engine.tiers.orders import LoadOrder, LoadResult, LoadSource, TierOrders
+from engine.tiers.orders import LoadOrder, LoadResult, LoadSource, Save, TierOrders
 from engine.tiers.store import BlockStore
 
 logger = logging.getLogger(__name__)
 
-_BATCH = 16  # blocks that are copied to the pool together
 _CLOSE_S = 5.0
 _MAX_DROPPED = 10_000
 
 
 class RankTiers:
     """`carry_out` belongs to the thread that computes: what goes down is copied there and then, before its block is
-    written again. What comes back does so on a thread of its own, and `on_loaded` is called on that.
+    written again; from a GPU to memory without waiting (engine/tiers/block_copies.py). What comes back does so on a
+    thread of its own, and `on_loaded` is called on that.
     """
 
     def __init__(
@@ -40,12 +42,15 @@ class RankTiers:
         on_loaded: Callable[[LoadResult], None],
     ) -> None:
         self._pool = pool
+        self._copies = BlockCopies(pool)
+        self._host = host
         self._disk = disk
         stores = {Tier.HOST: host, Tier.DISK: disk}
         self._stores: dict[Tier, BlockStore] = {tier: store for tier, store in stores.items() if store}
         self._on_loaded = on_loaded
         self._dropped: deque[tuple[Tier, bytes]] = deque(maxlen=_MAX_DROPPED)  # the other ranks are not asked
-        self._orders: queue.SimpleQueue[LoadOrder | None] = queue.SimpleQueue()
+        # And what comes before: who had the blocks until now.
+        self._orders: queue.SimpleQueue[tuple[LoadOrder, Event] | None] = queue.SimpleQueue()
         self._thread = BackgroundThread(self._load_forever, name="kv-load")
         self._thread.start()
 
@@ -54,18 +59,33 @@ class RankTiers:
         return {tier: store.num_places for tier, store in self._stores.items()}
 
     def carry_out(self, orders: TierOrders) -> None:
-        """Blocks that are saved hold their content until this returns. Loads have only begun."""
+        """Blocks that are saved hold their content until this returns, and on a GPU until what was started by then is
+        done. Loads have only begun."""
         for spill in orders.spills:
             payload = self._stores[Tier.HOST].get(spill.source, spill.prefix_hash)
             if payload is None or not self._stores[Tier.DISK].put(spill.target, spill.prefix_hash, payload):
                 self._dropped.append((Tier.DISK, spill.prefix_hash))
-        if orders.saves:
-            payloads_BN = self._pool.copy_out([save.block for save in orders.saves])
-            for save, payload in zip(orders.saves, payloads_BN, strict=True):
+        self._save_to_host([save for save in orders.saves if save.tier is Tier.HOST])
+        self._save_to_disk([save for save in orders.saves if save.tier is Tier.DISK])
+        if orders.loads:
+            behind = streams.streams_of(self._pool.device).mark()
+            for order in orders.loads:
+                self._orders.put((order, behind))
+
+    def _save_to_host(self, saves: list[Save]) -> None:
+        for batch in (saves[i : i + BATCH] for i in range(0, len(saves), BATCH)):
+            assert self._host, "orders for a tier that this rank does not have"
+            when = self._copies.save([save.block for save in batch], [self._host.row(save.place) for save in batch])
+            for save in batch:
+                self._host.is_saved(save.place, save.prefix_hash, when)
+
+    def _save_to_disk(self, saves: list[Save]) -> None:
+        """On a GPU this waits for what is computed: mostly it is ordered when that is nothing."""
+        if saves:
+            payloads_BN = self._pool.copy_out([save.block for save in saves])
+            for save, payload in zip(saves, payloads_BN, strict=True):
                 if not self._stores[save.tier].put(save.place, save.prefix_hash, payload):
                     self._dropped.append((save.tier, save.prefix_hash))
-        for order in orders.loads:
-            self._orders.put(order)
 
     def take_lost(self) -> list[tuple[Tier, bytes]]:
         """Blocks that were to be kept and are not; each is told once. On the thread of `carry_out`."""
@@ -90,23 +110,23 @@ class RankTiers:
             store.close()
 
     def _load_forever(self) -> None:
-        while (order := self._orders.get()) is not None:
-            self._on_loaded(self._load_or_none(order))
+        while (ordered := self._orders.get()) is not None:
+            self._on_loaded(self._load_or_none(*ordered))
 
-    def _load_or_none(self, order: LoadOrder) -> LoadResult:
+    def _load_or_none(self, order: LoadOrder, behind: Event) -> LoadResult:
         try:
-            return self._load(order)
+            return self._load(order, behind)
         except Exception:  # an edge: whoever waits must hear of it, and so must the next one
             logger.exception("load %s failed", order.id)
             return LoadResult(order.id, 0, {}, {})
 
-    def _load(self, order: LoadOrder) -> LoadResult:
+    def _load(self, order: LoadOrder, behind: Event) -> LoadResult:
         num_bytes: dict[Tier, int] = {}
         seconds: dict[Tier, float] = {}
         num_blocks = 0
         while batch := self._batch(order.sources[num_blocks:]):
             started = time.monotonic()
-            num_loaded = self._load_batch(batch)
+            num_loaded = self._load_batch(batch, behind)
             tier = batch[0].tier
             seconds[tier] = seconds.get(tier, 0.0) + time.monotonic() - started
             num_bytes[tier] = num_bytes.get(tier, 0) + num_loaded * self._pool.layout.block_bytes
@@ -116,15 +136,15 @@ class RankTiers:
         return LoadResult(order.id, num_blocks, num_bytes, seconds)
 
     def _batch(self, sources: list[LoadSource]) -> list[LoadSource]:
-        """The leading ones of one tier, up to _BATCH."""
+        """The leading ones of one tier, up to BATCH."""
         batch: list[LoadSource] = []
-        for source in sources[:_BATCH]:
+        for source in sources[:BATCH]:
             if source.tier is not sources[0].tier:
                 break
             batch.append(source)
         return batch
 
-    def _load_batch(self, batch: list[LoadSource]) -> int:
+    def _load_batch(self, batch: list[LoadSource], behind: Event) -> int:
         """How many of them are in the pool now."""
         payloads: list[Tensor] = []
         for source in batch:
@@ -133,6 +153,5 @@ class RankTiers:
                 break
             payloads.append(payload)
         if payloads:
-            self._pool.copy_in(torch.stack(payloads), [source.block for source in batch[: len(payloads)]])
-            self._pool.synchronize()
+            self._copies.load(payloads, [source.block for source in batch[: len(payloads)]], behind=behind)
         return len(payloads)

@@ -9,7 +9,7 @@ import torch
 from cluster.words.plugin import find
 from kvtransfer.links.gloo import GlooLink
 from kvtransfer.links.link import Link, LinkEnd
-from kvtransfer.links.nccl import NcclLink
+from kvtransfer.links.nccl import NCCL_BYTES, NcclLink
 from kvtransfer.links.nixl import NixlLink, check_nixl
 
 
@@ -29,6 +29,11 @@ def make_link(backend: str, end: LinkEnd) -> Link:
     machine lacks what it needs.
     """
     return find(backend, LINKS)(end)
+
+
+def device_bytes(backend: str) -> int:
+    """What one link, of one direction, takes of its device's memory beside its payloads."""
+    return NCCL_BYTES if backend == "nccl" else 0
 
 
 def backend_for(device: torch.device, *, host_link: str) -> str:

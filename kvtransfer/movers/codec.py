@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from cluster.words.errors import TransferError
+from engine import streams
 from engine.cpu.library import open_copies
 from engine.kernels.eight_bits import MOST
 from engine.kernels.wire import pack_kv, unpack_kv
@@ -86,7 +87,8 @@ def codec_for(layout: KVLayout, wire_dtype: str) -> Codec:
 
 
 def slots_of(pool: KVPool, blocks: Sequence[int], first_token: int, num_tokens: int) -> Tensor:
-    """The pool slots of positions [first_token, first_token + num_tokens) of a table, (num_tokens,) int64.
+    """The pool slots of positions [first_token, first_token + num_tokens) of a table, (num_tokens,) int64; they are on
+    the device behind what the calling thread has started there.
 
     Every slot that `pack` and `unpack` see is made here, and here they are bounded: the kernels behind them write where
     they are told. Raises TransferError for a table that is too short, or has blocks that are not in the pool.
@@ -98,4 +100,7 @@ def slots_of(pool: KVPool, blocks: Sequence[int], first_token: int, num_tokens: 
         raise TransferError(f"positions {first_token} to {first_token + num_tokens} do not lie in the pool's blocks")
     slots_BS = blocks_B[:, None] * size + np.arange(size)
     offset = first_token - first_block * size
-    return torch.from_numpy(slots_BS.ravel()[offset : offset + num_tokens]).to(pool.device)
+    ours = streams.streams_of(pool.device)
+    host_T = ours.page_locked(num_tokens, torch.int64)
+    host_T.numpy()[:] = slots_BS.ravel()[offset : offset + num_tokens]
+    return ours.upload(host_T)

@@ -16,9 +16,11 @@ from cluster.words.checking import check, check_name
 from cluster.words.errors import ClusterError, TransferError
 from kvtransfer.movers.meeting import Meeting
 from kvtransfer.movers.receiver import Receiver
+from kvtransfer.movers.step_count import StepCount
 from kvtransfer.movers.wire_messages import Part, part_from_report
 from kvtransfer.protocol.frames import Opening
 
+_BEHIND_S = 10.0  # so far may a rank be behind rank 0: a step of the slowest, with much to spare
 _MAX_WORD_BYTES = 64 << 10  # what a process group leaves for its other ranks takes some hundred
 
 
@@ -29,7 +31,9 @@ class RankServicer(rpc.RankServicer):
     RequestError for a rank that there is not. A message that cannot be meant ends its call with INVALID_ARGUMENT.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, steps: StepCount | None = None) -> None:
+        """steps: that this rank carries out. None: it follows nobody."""
+        self._steps = steps or StepCount()
         self.receiver: Receiver | None = None
         self.on_report: Callable[[int, Part], None] = lambda rank, part: None
         self.meeting = Meeting()  # of the ranks of this replica, if this is rank 0, and of every sender with `receiver`
@@ -48,8 +52,15 @@ class RankServicer(rpc.RankServicer):
     @refuses
     async def Open(self, request: pb.OpenRequest, context: aio.ServicerContext[Any, Any]) -> pb.OpenReply:
         if self.receiver:
-            self.receiver.open(self.receiver.checked(from_message(Opening, request)))
+            opening = self.receiver.checked(from_message(Opening, request))
+            await asyncio.to_thread(self._open, self.receiver, opening, request.after_steps)
         return pb.OpenReply()
+
+    def _open(self, receiver: Receiver, opening: Opening, after_steps: int) -> None:
+        """What peers write comes behind what this rank was ordered to do with the same blocks, when they were
+        somebody else's."""
+        self._steps.wait_for(after_steps, timeout_s=_BEHIND_S)
+        receiver.open(opening)
 
     @refuses
     async def Close(self, request: pb.CloseRequest, context: aio.ServicerContext[Any, Any]) -> pb.CloseReply:

@@ -51,9 +51,6 @@ class FakeGangRank:
         self._broadcasts.append(data)
         return data
 
-    def meet(self) -> None:
-        self.did.append("met")
-
     def copy_block(self, source: int, target: int) -> None:
         self.did.append((source, target))
 
@@ -102,7 +99,7 @@ def test_two_ranks_carry_out_the_same_orders_in_the_same_steps() -> None:
         for rank, sender in zip(ranks, senders, strict=True)
     )
     prompt, granted, moving, unwanted = (_handoff(id, 6) for id in ("prompt", "granted", "moving", "unwanted"))
-    leader.execute(None, Orders(meet=True, copies=[(1, 2)], grants=[BeginOrder(granted, [5, 6], 6)]))
+    leader.execute(None, Orders(copies=[(1, 2)], grants=[BeginOrder(granted, [5, 6], 6)]))
     begins = [BeginOrder(prompt, [3, 4], 0), BeginOrder(moving, [7, 8], 4), BeginOrder(unwanted, [9], 0)]
     assert leader.execute(_step([10, 11, 12, 13, 14, 15]), Orders(begins=begins, rows=[prompt.key])) == "logits"
     leader.commit(prompt.key, [16])
@@ -111,7 +108,7 @@ def test_two_ranks_carry_out_the_same_orders_in_the_same_steps() -> None:
     leader.execute(None, Orders(stop=True))
     follower.follow()
 
-    assert ranks[0].did == ranks[1].did == ["met", (1, 2), [10, 11, 12, 13, 14, 15]] and not broadcasts
+    assert ranks[0].did == ranks[1].did == [(1, 2), [10, 11, 12, 13, 14, 15]] and not broadcasts
     for key in (granted.key, prompt.key, moving.key, unwanted.key):
         ours, theirs = (sender.passages[key] for sender in senders)
         assert (ours.handoff, ours.blocks, ours.spans) == (theirs.handoff, theirs.blocks, theirs.spans)

@@ -45,7 +45,6 @@ _tier_orders = st.builds(
 _orders = st.builds(
     Orders,
     tiers=st.lists(_tier_orders, max_size=2),
-    meet=st.booleans(),
     copies=st.lists(st.tuples(_numbers, _numbers)),
     grants=st.lists(_begins, max_size=2),
     begins=st.lists(_begins, max_size=2),
@@ -88,7 +87,7 @@ def test_no_orders_are_false_and_any_order_is_true() -> None:
         {"copies": [["1", "2"]]},
         {"aborts": [["handoff", 1, 2]]},
         {"rows": [7]},
-        {"meet": 1},
+        {"stop": 1},
         {"begins": [{"blocks": [], "num_tokens": 0}]},
         {"ships": [{"key": ["h", 1], "blocks": [0.5], "start": 0, "end": 1}]},
         {"tiers": [{"saves": [[9, 1, 1, b""]]}]},

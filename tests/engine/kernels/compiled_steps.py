@@ -10,9 +10,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import cycle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 # ruff: isort: off
@@ -26,13 +27,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from cluster.model import config as model_config
 from cluster.words.request import Sampling
 from cluster.words.token_rules import TokenRules
-from engine import decode_graphs, likeliest, runner, sampler
+from engine import decode_graphs, likeliest, runner, sampler, streams
 from engine.batch import device_batch
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
 from engine.attention import triton_latent_heads as latent_heads
 from engine.model.transformer import expected_tensors
-from engine.config import EngineConfig
+from engine.config import GIB, EngineConfig
 from engine.runner import ModelRunner
 from engine.sampler import sample
 from engine.sampling import SamplingRow
@@ -118,11 +119,42 @@ class FakeCheckpoint:
         return torch.empty(shape, dtype=torch.bfloat16)
 
 
+class AbsentStreams:
+    """Of the absent device: what is uploaded has its shape, and there is nobody to wait for."""
+
+    def page_locked(self, size: int, dtype: torch.dtype) -> Any:
+        numbers = np.empty(size)
+        return SimpleNamespace(numpy=lambda: numbers, size=size, dtype=dtype)
+
+    def upload(self, host: Any) -> Tensor:
+        return torch.empty(host.size, dtype=host.dtype, device=DEVICE)
+
+    def synchronize(self) -> None:
+        pass
+
+
+class AbsentGauge:
+    """Of the absent device: there is room for everything, and whatever is tried takes none."""
+
+    total = 80 * GIB
+
+    def free(self) -> int:
+        return self.total
+
+    def allocated(self) -> int:
+        return 0
+
+    def peak_of(self, work: Callable[[], object]) -> int:
+        work()
+        return 0
+
+
 def main() -> None:
     capability = tuple(int(number) for number in sys.argv[1].split("."))
     # What goes to the device in one copy has its shape, and begins where an allocation does.
     for module in (device_batch, decode_graphs, latent_heads, likeliest):
         module.upload = lambda arrays, device: [torch.empty(a.shape, dtype=torch.int32, device=device) for a in arrays]
+    streams.streams_of = lambda device: AbsentStreams()
     sampler._place = lambda values, dtype, device: torch.empty(np.shape(values), dtype=dtype, device=device)
     runner.open_checkpoint = FakeCheckpoint
     model_config.fingerprint = lambda model_dir: "without numbers"
@@ -141,14 +173,16 @@ def take_steps(model_dir: Path, pool_dtype: str, launches: list[Launch]) -> None
         model_dir=model_dir,
         pool_dtype=pool_dtype,
         block_size=BLOCK_SIZE,
-        num_blocks=NUM_BLOCKS,
         device=str(DEVICE),
+        max_batch_tokens=2048,
+        max_running=MAX_RUNNING,
         recorded_rows=MAX_RUNNING,
     )
-    replaying = ModelRunner(config, capture=call_again)
+    kv_gib = (NUM_BLOCKS + 0.5) * config.layout().block_bytes / GIB
+    replaying = ModelRunner(replace(config, kv_memory_gib=kv_gib), capture=call_again, gauge=AbsentGauge())
     layout = replaying.layout
+    assert replaying.pool.num_blocks == NUM_BLOCKS
     assert replaying._graphs is not None, replaying._model.hindrance
-    replaying.pool.synchronize = lambda: None  # there is nobody to wait for
     replaying.warm_up(2048)
     warm, told = len(launches), list[int]()
     for spans, options in (

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.distributed import PrefixStore
 
+from engine import streams
 from engine.kv.checksum import checksum
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
-from kvtransfer.links import lane
 from kvtransfer.links.lane import Mark, own_lane
 from kvtransfer.movers import incoming
 from kvtransfer.movers.codec import codec_for, slots_of
@@ -80,7 +80,7 @@ def test_no_two_lanes_share_a_stream_and_one_that_hangs_is_nobodys(monkeypatch: 
         def query(self) -> bool:
             return self._handle not in hanging
 
-    monkeypatch.setattr(lane, "new_driver_stream", lambda device: next(handles))
+    monkeypatch.setattr(streams, "new_driver_stream", lambda device: next(handles))
     monkeypatch.setattr(torch.cuda, "ExternalStream", FakeStream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     device = torch.device("cuda", 77)  # whose streams no other test has

@@ -1,0 +1,150 @@
+"""A GPU's memory is shared out by what was measured there: nothing is charged twice, and who has no room is told so."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.words.errors import SpecError
+from cluster.words.request import Sampling
+from engine import sampler
+from engine.batch.batch import Batch
+from engine.batch.rows import Row
+from engine.config import GIB, EngineConfig
+from engine.decode_graphs import Step, graph_sizes
+from engine.device_memory import DeviceMemory
+from engine.memory_trial import SAMPLING_BYTES, largest_batch
+from engine.runner import ModelRunner
+from engine.sampling import SamplingRow
+from tests.engine.tiny_models import MakeModel
+
+TOTAL = 80 * GIB
+MIB = 1 << 20
+
+
+def memory(**changes: int) -> DeviceMemory:
+    facts = {"total": TOTAL, "free": 60 * GIB, "weights": 18 * GIB, "step": GIB, "sampling": GIB, "graphs": GIB}
+    return DeviceMemory(**(facts | {"links": GIB} | changes))
+
+
+class FakeGauge:
+    """Implements Gauge: of what is not seen on a CPU it says what it is told to say."""
+
+    def __init__(self, *, free: int, weights: int = 0, step: int = 0, graph: int = 0) -> None:
+        self.total = TOTAL
+        self.captured: list[Step] = []
+        self.tokens_of_peak = 0
+        self._free, self._step, self._graph = free, step, graph
+        self._weights = iter((0, weights))
+
+    def free(self) -> int:
+        return self._free - self._graph * len(self.captured)
+
+    def allocated(self) -> int:
+        return next(self._weights)
+
+    def peak_of(self, work: Callable[[], object]) -> int:
+        work()
+        return self._step
+
+    def capture(self, step: Step) -> Step:
+        self.captured.append(step)
+        return step
+
+
+def test_the_pool_gets_what_nothing_else_needs() -> None:
+    parts = memory()
+    assert parts.taken == 2 * GIB
+    assert parts.pool_bytes(None, least=1) == 60 * GIB - 4 * GIB - parts.unplanned
+    assert parts.pool_bytes(5 * GIB, least=1) == 5 * GIB
+    assert parts.table(50 * GIB) == (
+        "of 80.0 GiB: weights 18.0, KV 50.0, largest step 1.0, sampling 1.0, graphs 1.0, links 1.0, CUDA and others "
+        "2.0, left 6.0"
+    )
+
+
+def test_what_does_not_fit_is_said_in_one_line() -> None:
+    full = memory(free=5 * GIB, weights=73 * GIB)
+    with pytest.raises(SpecError, match=r"of 80\.0 GiB 73\.0 are weights, 2\.0 are taken, .* 5\.6; raise tensor_par"):
+        full.pool_bytes(None, least=1)
+    with pytest.raises(SpecError, match=r"kv_memory_gib: 70\.0 GiB are not free .* at most 54\.4 are left"):
+        memory().pool_bytes(70 * GIB, least=1)
+
+
+@given(
+    max_tokens=st.integers(16, 300),
+    max_rows=st.integers(1, 40),
+    blocks=st.integers(1, 40),
+    size=st.sampled_from([8, 16]),
+)
+def test_the_largest_step_is_full(max_tokens: int, max_rows: int, blocks: int, size: int) -> None:
+    context = blocks * size
+    batch = largest_batch(max_tokens=max_tokens, max_rows=max_rows, max_context=context, block_size=size)
+    assert len(batch.query_lens) == len(batch.logits_rows) == min(max_rows, max_tokens)
+    assert batch.num_tokens == min(max_tokens, min(max_rows, max_tokens) - 1 + context)
+    assert (batch.context_lens == context).all() and batch.block_tables.max() < 16
+
+
+def test_a_runner_makes_its_pool_of_what_is_left(tiny_model: MakeModel, caplog: pytest.LogCaptureFixture) -> None:
+    """Weights count as what they take, whatever they were stored as; the sizes that are not recorded for the trial as
+    those that are."""
+    directory, _ = tiny_model("llama")
+    gauge = FakeGauge(free=3 * GIB, weights=GIB, step=100 * MIB, graph=MIB)
+    config = EngineConfig(
+        model_dir=directory, dtype="float32", max_batch_tokens=64, max_running=9, recorded_rows=9, link_bytes=MIB
+    )
+    with caplog.at_level(logging.INFO):
+        runner = ModelRunner(config, capture=gauge.capture, gauge=gauge)
+    graphs = MIB * len(graph_sizes(9))
+    sampling = 9 * runner.config.vocab_size * SAMPLING_BYTES
+    room = gauge.free() + (len(gauge.captured) - 4) * MIB - graphs - sampling - MIB - 228 * MIB - int(TOTAL * 0.02)
+    assert runner.pool.num_blocks == room // runner.layout.block_bytes
+    assert len(gauge.captured) == 4 + len(graph_sizes(9)), "a few for the trial, then all over the pool"
+    assert "memory of cpu, of 80.0 GiB: weights 1.0, KV 1.2" in caplog.text
+
+
+def test_a_model_that_leaves_no_room_is_refused(tiny_model: MakeModel) -> None:
+    directory, _ = tiny_model("llama")
+    config = EngineConfig(model_dir=directory, dtype="float32", max_batch_tokens=64)
+    with pytest.raises(SpecError, match="no room for KV on this GPU"):
+        ModelRunner(config, gauge=FakeGauge(free=GIB, weights=75 * GIB))
+
+
+def _runner_on_gpu(directory: Path) -> ModelRunner:
+    config = EngineConfig(
+        model_dir=directory, device="cuda", max_batch_tokens=1024, max_running=32, recorded_rows=32, link_bytes=60 * GIB
+    )
+    return ModelRunner(config)
+
+
+@pytest.mark.gpu
+def test_a_gpu_computes_the_largest_step_beside_a_pool_of_all_that_is_left(tiny_model: MakeModel) -> None:
+    directory, _ = tiny_model("llama", head_dim=64)
+    free = torch.cuda.mem_get_info()[0]
+    runner = _runner_on_gpu(directory)
+    size, most = runner.layout.block_size, runner.max_tokens
+    assert 0 < runner.pool.num_blocks * runner.layout.block_bytes < free - 60 * GIB
+    blocks = list(range(-(-most // size)))
+    decoding = [Row(token_ids=[1], start=most - 1, blocks=blocks, num_logits=1)] * 32
+    assert runner.forward(Batch.of(decoding, block_size=size)).isfinite().all()
+    largest = largest_batch(max_tokens=1024, max_rows=32, max_context=most, block_size=size)
+    assert runner.forward(largest).shape[0] == 32
+
+
+@pytest.mark.gpu
+def test_sampling_takes_no_more_than_is_set_aside_for_it() -> None:
+    num_rows, vocabulary = 64, 128_256
+    logits = torch.zeros(num_rows, vocabulary, device="cuda")  # no nucleus lies within a few tokens
+    sampling = Sampling(temperature=1.0, top_p=0.99, top_k=vocabulary - 1, min_p=1e-9, num_logprobs=5)
+    rows = [SamplingRow(sampling=sampling, seed=i, tokens=[1, 2], num_prompt_tokens=2) for i in range(num_rows)]
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_reserved()
+    assert None not in sampler.sample(logits, rows)
+    assert torch.cuda.max_memory_reserved() - before <= SAMPLING_BYTES * num_rows * vocabulary

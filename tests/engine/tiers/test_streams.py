@@ -1,0 +1,241 @@
+"""Saves and loads beside the computation, on a device whose streams are in no order but what marks say."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from cluster.words.tier import Tier
+from engine import streams
+from engine.cpu import library
+from engine.kv.layout import KVLayout
+from engine.kv.pool import KVPool
+from engine.tiers.block_copies import BATCH, BlockCopies
+from engine.tiers.host_store import HostStore
+from engine.tiers.orders import LoadOrder, LoadResult, LoadSource, Save, Spill, TierOrders
+from engine.tiers.rank_tiers import RankTiers
+from tests.fake_streams import FakeEvent, FakeStreams
+
+CPU = torch.device("cpu")
+LAYOUT = KVLayout(model="m", num_layers=2, num_kv_heads=1, head_dim=4, block_size=2, dtype="float32")
+NUM_BLOCKS, NUM_PLACES = BATCH + 4, BATCH + 6
+DOWN, UP = "lane 0", "lane 1"
+END_S = 10.0
+
+
+class FakeDisk:
+    """Implements BlockStore: keeps what it is given in memory."""
+
+    num_places = NUM_PLACES
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, Tensor] = {}
+
+    def put(self, place: int, prefix_hash: bytes, payload: Tensor) -> bool:
+        self.blocks[place] = payload.to("cpu", copy=True)
+        return True
+
+    def get(self, place: int, prefix_hash: bytes) -> Tensor | None:
+        return self.blocks.get(place)
+
+    def close(self) -> None:
+        pass
+
+
+class Rank:
+    """A rank's pool and tiers, and somebody who computes. What a place holds is named after the place."""
+
+    def __init__(self, device: FakeStreams) -> None:
+        self.device = device
+        self.pool = KVPool(LAYOUT, num_blocks=NUM_BLOCKS, device=CPU)
+        host = HostStore(num_places=NUM_PLACES, block_bytes=LAYOUT.block_bytes, device=CPU)
+        self.loaded: queue.SimpleQueue[LoadResult] = queue.SimpleQueue()
+        disk: Any = FakeDisk()
+        self.tiers = RankTiers(self.pool, host=host, disk=None, on_loaded=self.loaded.put)
+        self.below = RankTiers(self.pool, host=host, disk=disk, on_loaded=self.loaded.put)
+        self.loading: dict[int, tuple[int, int]] = {}  # by order: block, place
+        self.saved: set[int] = set()
+
+    def compute(self, *blocks: int) -> None:
+        if not blocks:
+            return
+        slots = torch.tensor([block * 2 + i for block in blocks for i in range(2)])
+        numbers = torch.randn(2, len(slots), 1, LAYOUT.head_dim)
+        for layer in range(LAYOUT.num_layers):
+            self.pool.read(layer, torch.tensor(blocks), torch.float32)
+            self.pool.write(layer, slots, *numbers)
+
+    def save(self, pairs: list[tuple[int, int]]) -> None:
+        """Blocks to places, neither of which somebody is loading."""
+        blocks, places = ({ends[i] for ends in self.loading.values()} for i in range(2))
+        free = {block: place for block, place in pairs if block not in blocks and place not in places}  # each once
+        saves = [Save(Tier.HOST, block, place, bytes([place])) for block, place in free.items()]
+        self.saved.update(free.values())
+        self.tiers.carry_out(TierOrders(saves=saves))
+
+    def spill(self, place: int) -> None:
+        if place in self.saved:
+            self.below.carry_out(TierOrders(spills=[Spill(place, place, bytes([place]))]))
+
+    def load(self, place: int, block: int) -> None:
+        taken = {end for ends in self.loading.values() for end in ends[:1]}
+        if place in self.saved and block not in taken:
+            number = len(self.loading) + 1000 * place
+            if number not in self.loading:
+                self.loading[number] = block, place
+                source = LoadSource(Tier.HOST, place, bytes([place]), block)
+                self.tiers.carry_out(TierOrders(loads=[LoadOrder(number, [source])]))
+
+    def attend(self) -> None:
+        """To what was ordered to be loaded: all of it."""
+        for _ in range(len(self.loading)):
+            answer = self.loaded.get(timeout=END_S)
+            block, _ = self.loading.pop(answer.id)
+            assert answer.num_blocks == 1
+            self.compute(block)
+
+    def idle_blocks(self, blocks: list[int]) -> list[int]:
+        taken = {block for block, _ in self.loading.values()}
+        return [block for block in blocks if block not in taken]
+
+
+@contextmanager
+def rank(mutate: Mutate | None = None) -> Iterator[Rank]:
+    with pytest.MonkeyPatch.context() as patch:
+        device = FakeStreams()
+        patch.setattr(streams, "streams_of", device.streams_of)
+        patch.setattr(library, "load_kernels", lambda: None)
+        if mutate:
+            mutate(patch, device)
+        with device.watched("compute"):
+            made = Rank(device)
+            yield made
+            made.attend()
+            made.tiers.close()
+            made.below.close()
+
+
+Mutate = Callable[[pytest.MonkeyPatch, FakeStreams], None]
+block, place = st.integers(0, NUM_BLOCKS - 1), st.integers(0, NUM_PLACES - 1)
+acts = st.one_of(
+    st.tuples(st.just("compute"), st.lists(block, min_size=1, max_size=3, unique=True)),
+    st.tuples(st.just("save"), st.dictionaries(place, block, min_size=1, max_size=NUM_BLOCKS)),
+    st.tuples(st.just("load"), place, block),
+    st.tuples(st.just("spill"), place),
+    st.tuples(st.just("attend")),
+)
+
+
+@settings(max_examples=25)
+@given(steps=st.lists(acts, max_size=12))
+def test_nothing_that_a_tier_touches_is_out_of_order(steps: list[Any]) -> None:
+    with rank() as made:
+        for what, *values in steps:
+            if what == "compute":
+                made.compute(*made.idle_blocks(values[0]))
+            elif what == "save":
+                made.save([(block, place) for place, block in values[0].items()])
+            else:
+                getattr(made, what)(*values)
+    assert made.device.races == []
+
+
+def everything(made: Rank) -> None:
+    """Every kind of order between every other, with blocks that are used at once for something else."""
+    every = list(range(NUM_BLOCKS))
+    made.compute(*every)
+    for _ in range(3):  # more than there is staging for
+        made.save(list(zip(every, every, strict=True)))
+        made.compute(*every)
+    made.spill(1)
+    made.load(3, 7)
+    made.load(4, 8)
+    made.attend()
+
+
+def test_all_of_it_is_in_order() -> None:
+    with rank() as made:
+        everything(made)
+    assert made.device.races == []
+
+
+# What would be wrong, and is to be found.
+
+
+def _deaf(patch: pytest.MonkeyPatch, device: FakeStreams, stream: str) -> None:
+    """Nothing holds this stream up."""
+    hold_up = FakeEvent.hold_up
+    patch.setattr(FakeEvent, "hold_up", lambda event: None if device.current == stream else hold_up(event))
+
+
+def fill_staging_that_is_on_its_way_down(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
+    _deaf(patch, device, "compute")
+
+
+def copy_down_what_is_not_gathered_yet(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
+    _deaf(patch, device, DOWN)
+
+
+def load_into_blocks_that_are_still_used(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
+    _deaf(patch, device, UP)
+
+
+def say_that_blocks_are_there_before_they_are(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
+    patch.setattr(FakeEvent, "wait", lambda event: None)
+
+
+def read_rows_that_are_not_saved_yet(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
+    is_saved = HostStore.is_saved
+    at_once = streams.AtOnce()
+    patch.setattr(HostStore, "is_saved", lambda store, place, name, when: is_saved(store, place, name, at_once))
+
+
+def gather_on_the_lane(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
+    copy_out = KVPool.copy_out
+
+    def elsewhere(pool: KVPool, blocks: list[int], **options: Any) -> Tensor:
+        with device.watched(DOWN):
+            return copy_out(pool, blocks, **options)
+
+    patch.setattr(KVPool, "copy_out", elsewhere)
+
+
+def mark_who_had_the_blocks_too_early(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
+    early, load = device.mark(), BlockCopies.load
+    patch.setattr(BlockCopies, "load", lambda copies, rows, blocks, behind: load(copies, rows, blocks, behind=early))
+
+
+def fill_locked_memory_that_is_still_read(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
+    page_locked, memory = device.page_locked, dict[Any, Tensor]()
+
+    def the_same(size: int, dtype: torch.dtype) -> Tensor:
+        return memory.setdefault((size, dtype), page_locked(size, dtype))
+
+    patch.setattr(device, "page_locked", the_same)
+
+
+MUTATIONS: list[Mutate] = [
+    fill_staging_that_is_on_its_way_down,
+    copy_down_what_is_not_gathered_yet,
+    load_into_blocks_that_are_still_used,
+    say_that_blocks_are_there_before_they_are,
+    read_rows_that_are_not_saved_yet,
+    gather_on_the_lane,
+    mark_who_had_the_blocks_too_early,
+    fill_locked_memory_that_is_still_read,
+]
+
+
+@pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
+def test_a_fault_is_found(mutate: Mutate) -> None:
+    with rank(mutate) as made:
+        everything(made)
+    assert made.device.races
