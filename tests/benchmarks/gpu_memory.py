@@ -239,6 +239,7 @@ def _peer(place: str, is_sender: bool, count: int, ask: Any, tell: Any) -> None:
             guard=LinkGuard(bytes(32)),
         )
         links.append(link := NcclLink(end))
+        link.meet()
         payload = torch.zeros(1 << 20, dtype=torch.uint8, device=DEVICE)
         (link.send if is_sender else link.recv)(payload).wait(timeout_s=10)
         tell.put("met")
