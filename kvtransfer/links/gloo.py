@@ -40,6 +40,8 @@ class GlooLink:
 
     def meet(self) -> None:
         """Nothing wakes Gloo: a link that is closed meanwhile fails when the peer has come, or at the deadline."""
+        if self._closed.is_set():
+            raise LinkClosed("the link is closed")
         end = self._end
         options = _Gloo._Options()
         options._timeout = timedelta(seconds=end.timeout_s)

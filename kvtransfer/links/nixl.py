@@ -69,6 +69,7 @@ class NixlLink:
         self._sends: dict[int, Tensor] = {}
 
     def meet(self) -> None:
+        self._check_open()
         end = self._end
         until = time.monotonic() + end.timeout_s
         ours, theirs = ("sender", "receiver") if end.is_sender else ("receiver", "sender")

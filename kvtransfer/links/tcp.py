@@ -37,6 +37,8 @@ class TcpLink:
         self._lock = threading.Lock()  # of the two
 
     def meet(self) -> None:
+        if self._is_closed:
+            raise LinkClosed("the link is closed")
         connection, key = meet(self._end)
         with self._lock:
             self._wire = _Wire(connection, Cipher(key) if self._end.guard.is_encrypted else None)

@@ -25,6 +25,7 @@ from kvtransfer.links.sealing import Cipher, pieces, sealed_size
 from tests.forks import forks
 
 _TIMEOUT_S = 1.0
+_SHORT_S = 0.2  # where it is known that it passes
 _SECRET = bytes(range(32))
 _ENCRYPTED = "tcp, encrypted"
 _NEEDS = {
@@ -381,12 +382,12 @@ def test_a_peer_that_never_comes_is_reported_at_the_deadline(backend: str, is_se
 def test_a_link_may_be_closed_before_it_meets_and_while_it_does(backend: str, is_sender: bool, tmp_path: Path) -> None:
     """Its owner has it from the first moment; it ends by its deadline, or earlier."""
     with ThreadPoolExecutor(1) as pool:
-        link = _make(backend, FileStore(str(tmp_path / "1")), is_sender=is_sender, timeout_s=_TIMEOUT_S)
+        link = _make(backend, FileStore(str(tmp_path / "1")), is_sender=is_sender, timeout_s=_SHORT_S)
         meeting = pool.submit(link.meet)
         link.close()
         with pytest.raises(LinkClosed):
             meeting.result(10 * _TIMEOUT_S)
-        early = _make(backend, FileStore(str(tmp_path / "2")), is_sender=is_sender, timeout_s=_TIMEOUT_S)
+        early = _make(backend, FileStore(str(tmp_path / "2")), is_sender=is_sender, timeout_s=_SHORT_S)
         early.close()
         with pytest.raises(LinkClosed):
             pool.submit(early.meet).result(10 * _TIMEOUT_S)
