@@ -26,10 +26,10 @@ class EngineConfig:
     block_size: int = 16  # tokens
     num_blocks: int | None = None  # of this rank's pool; None: as many as fit into kv_memory_gib
     kv_memory_gib: float | None = None  # None: 1 on a CPU, on a GPU all that nothing else needs
-    # What nothing else needs is known by trying these, where num_blocks is None on a GPU:
+    max_context: int | None = None  # of a sequence; None: the model's
+    # Where num_blocks is None on a GPU, what nothing else needs is known by trying the largest step:
     max_batch_tokens: int = 2048  # of a step
     max_running: int = 64  # rows of a step
-    max_context: int | None = None  # of a sequence; None: the model's
     link_bytes: int = 0  # that the links of this rank will take of its GPU
     expert_parallel: bool = False  # each rank holds some experts whole, instead of a share of every one
     redundant_experts: int = 0  # of each layer: places for further copies of the experts that are chosen most

@@ -60,6 +60,7 @@ class ModelRunner:
         self.parallel = parallel or TensorParallel()
         self.layout = config.layout(tensor_parallel=self.parallel.size)
         self.config: ModelConfig = model_config.load(config.model_dir)
+        self._max_context = min(self.config.max_context, config.max_context or self.config.max_context)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.device = torch.device(config.device)
         num_blocks = config.num_blocks
@@ -116,8 +117,8 @@ class ModelRunner:
 
     @property
     def max_tokens(self) -> int:
-        """Of a sequence: the model's context, or what the pool holds."""
-        return min(self.config.max_context, self.pool.num_blocks * self.layout.block_size)
+        """Of a sequence: the model's context, or what is wanted of it, or what the pool holds."""
+        return min(self._max_context, self.pool.num_blocks * self.layout.block_size)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, on_layer: OnLayer | None = None, on_logits: OnLogits | None = None) -> Tensor:
@@ -198,14 +199,13 @@ class ModelRunner:
             make_capture=make_capture,
             least=self.parallel.least,
         )
-        max_context = min(self.config.max_context, config.max_context or self.config.max_context)
         memory = trial.measure(
             config,
             gauge,
             layout=self.layout,
             weights=weights,
             vocab_size=self.config.vocab_size,
-            max_context=max_context,
+            max_context=self._max_context,
             device=self.device,
         )
         wanted = None if config.kv_memory_gib is None else int(config.kv_memory_gib * GIB)

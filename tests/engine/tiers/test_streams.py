@@ -239,3 +239,28 @@ def test_a_fault_is_found(mutate: Mutate) -> None:
     with rank(mutate) as made:
         everything(made)
     assert made.device.races
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_blocks_come_back_as_they_went_down() -> None:
+    """Though they are written again at once, and more go down than there is staging for."""
+    gpu, every = torch.device("cuda"), list(range(NUM_BLOCKS))
+    layout = KVLayout(model="m", num_layers=8, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
+    pool = KVPool(layout, num_blocks=2 * NUM_BLOCKS, device=gpu)
+    host = HostStore(num_places=NUM_PLACES, block_bytes=layout.block_bytes, device=gpu)
+    loaded: queue.SimpleQueue[LoadResult] = queue.SimpleQueue()
+    tiers = RankTiers(pool, host=host, disk=None, on_loaded=loaded.put)
+    other = [block + NUM_BLOCKS for block in every]
+    for seed in range(4):
+        generator = torch.Generator(gpu).manual_seed(seed)
+        size = (NUM_BLOCKS, layout.block_bytes)
+        content = torch.randint(0, 256, size, dtype=torch.uint8, device=gpu, generator=generator)
+        pool.copy_in(content, every)
+        tiers.carry_out(TierOrders(saves=[Save(Tier.HOST, block, block, bytes([block])) for block in every]))
+        pool.copy_in(torch.zeros_like(content), every)
+        pool.copy_in(torch.zeros_like(content), other)
+        sources = [LoadSource(Tier.HOST, block, bytes([block]), block + NUM_BLOCKS) for block in every]
+        tiers.carry_out(TierOrders(loads=[LoadOrder(seed, sources)]))
+        assert loaded.get(timeout=END_S).num_blocks == NUM_BLOCKS
+        assert torch.equal(pool.copy_out(other), content)
+    tiers.close()
