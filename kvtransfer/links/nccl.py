@@ -20,9 +20,8 @@ from kvtransfer.links.lane import Mark, own_lane
 from kvtransfer.links.link import LinkEnd, Operation
 from kvtransfer.links.nccl_library import Nccl, NcclError, loaded_nccl
 
-# What a communicator of two ranks takes of each one's GPU: an estimate, from its buffers of 4 MiB for each channel and
-# protocol. `python -m tests.benchmarks.gpu_memory links` measures it.
-NCCL_BYTES = 100 << 20
+# What a communicator of two ranks takes of each one's GPU: NCCL 2.28.9 on an H100, docs/benchmarks/kv_path.md.
+NCCL_BYTES = 140 << 20
 _SENDER, _RECEIVER = 0, 1
 _POLL_S = 5e-5
 _ASK_S = 0.2

@@ -42,7 +42,7 @@ class FakeStreamLink:
         self.is_closed = False
 
     def meet(self) -> None:
-        pass
+        """They are in one process."""
 
     def send(self, payload: Tensor) -> _Operation:
         return _Operation(self, payload, is_sending=True)
