@@ -5,22 +5,32 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.batch.device_batch import DeviceBatch
-from engine.kernels.decode_attention import decode_attention, splits_for
+from engine.attention.gathered import GatheredRows
+from engine.batch.device_batch import DeviceBatch, PromptRows
+from engine.kernels.decode_attention import decode_attention, resident_programs
+from engine.kernels.dense_prefill import dense_prefill_attention
+from engine.kernels.gather_rows import gather_rows
 from engine.kernels.prefill_attention import prefill_attention
+from engine.kernels.splits import Splits
 from engine.kernels.store_heads import HeadNorms, store_heads
 from engine.kv.pool import KVPool
 from engine.layers.layers import RMSNorm
 
-# T tokens, R rows, H query heads and K kv heads of this rank, N = H + 2 K, D head_dim, F = D / 2
+# T tokens, R rows, H query heads and K kv heads of this rank, N = H + 2 K, D head_dim, F = D / 2, L keys of all prompts
+
+# From so many queries of a key on, on the average, gathering it costs less than reading blocks in place: of the rate of
+# matrix products, the kernels reach .63 and .50, over 8 bits about .25 (docs/benchmarks/gpu_kernels.md).
+MIN_QUERIES, MIN_QUERIES_OF_CODES = 256, 64
+MOST_GATHERED_BYTES = 1 << 28  # of a layer, beside the pool; beyond, blocks are read in place
 
 
 class KernelHeads:
     """Implements engine.attention.heads.Heads with the Triton kernels; on a CPU, with their references.
 
-    Rows of one query go to the decode kernel, the others to the prefill kernel; both read the pool's blocks in place.
-    What is launched depends on the shapes of the batch's tensors and on `longest`, never on a number in them: so it can
-    be recorded, and launched again over other numbers (engine/decode_graphs.py).
+    Rows of one query go to the decode kernel, which reads the pool's blocks in place. So does the prefill kernel, for
+    the others, unless so many queries see each key that the keys are better gathered first.
+    What is launched for rows of one query depends on the shapes of the batch's tensors and on `longest`, never on a
+    number in them: so it can be recorded, and launched again over other numbers (engine/decode_graphs.py).
     """
 
     def __init__(self, batch: DeviceBatch, pool: KVPool, cos_T1F: Tensor, sin_T1F: Tensor) -> None:
@@ -28,9 +38,10 @@ class KernelHeads:
         self._pool = pool
         self._cos_T1F = cos_T1F
         self._sin_T1F = sin_T1F
-        if singles := batch.singles:
-            num_heads = pool.layout.heads_per_rank
-            self._num_splits = splits_for(len(singles.tokens_R), num_heads, singles.longest, pool.device)
+        self._splits: dict[int | None, Splits] = {}  # of each window
+        self._gathered: GatheredRows | None = None
+        if batch.prompts and is_worth_gathering(batch.prompts, pool, cos_T1F.dtype):
+            self._gathered = GatheredRows.of(batch.prompts, pool)
 
     def store(self, layer: int, heads_TND: Tensor, *, q_norm: RMSNorm | None, k_norm: RMSNorm | None) -> Tensor:
         norms = None
@@ -50,10 +61,12 @@ class KernelHeads:
                 tables_RB=singles.tables_RB,
                 contexts_R=singles.contexts_R,
                 window=window,
-                num_splits=self._num_splits,
+                splits=self._splits_of(window),
                 out_THD=out_THD,
             )
-        if prompts := self._batch.prompts:
+        if self._gathered and window is None:
+            self._attend_gathered(layer, q_THD, self._gathered, out_THD)
+        elif prompts := self._batch.prompts:
             prefill_attention(
                 q_THD,
                 *self._pool.layer(layer),
@@ -64,3 +77,41 @@ class KernelHeads:
                 out_THD=out_THD,
             )
         return out_THD
+
+    def _attend_gathered(self, layer: int, q_THD: Tensor, gathered: GatheredRows, out_THD: Tensor) -> None:
+        prompts = self._batch.prompts
+        assert prompts is not None
+        k_LKD, v_LKD = gather_rows(*self._pool.layer(layer), gathered.blocks_N, q_THD.dtype)
+        dense_prefill_attention(
+            q_THD,
+            k_LKD,
+            None,
+            v_LKD,
+            tiles=prompts.tiles,
+            firsts_R=gathered.firsts_R,
+            contexts_R=prompts.contexts_R,
+            scale=q_THD.shape[-1] ** -0.5,
+            out_THW=out_THD,
+        )
+
+    def _splits_of(self, window: int | None) -> Splits:
+        if window not in self._splits:
+            singles = self._batch.singles
+            assert singles is not None
+            self._splits[window] = Splits.of(
+                singles.contexts_R,
+                window=window,
+                num_heads=self._pool.layout.heads_per_rank,
+                longest=singles.longest,
+                resident=resident_programs(has_scales=self._pool.layout.has_scales),
+            )
+        return self._splits[window]
+
+
+def is_worth_gathering(prompts: PromptRows, pool: KVPool, dtype: torch.dtype) -> bool:
+    """dtype: of queries."""
+    layout, num_keys = pool.layout, sum(prompts.context_lens)
+    if 2 * num_keys * layout.heads_per_rank * layout.head_dim * dtype.itemsize > MOST_GATHERED_BYTES:
+        return False
+    seen = sum(queries * keys for queries, keys in zip(prompts.query_lens, prompts.context_lens, strict=True))
+    return seen >= num_keys * (MIN_QUERIES_OF_CODES if layout.has_scales else MIN_QUERIES)

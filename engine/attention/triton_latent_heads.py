@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from engine.attention.gathered import GatheredRows
 from engine.attention.latent_heads import Expansion, Rotation
-from engine.batch.device_batch import DeviceBatch, PromptRows, upload
-from engine.kernels.decode_attention import splits_for
+from engine.batch.device_batch import DeviceBatch, PromptRows
+from engine.kernels.dense_prefill import Carry, Slice, dense_prefill_attention
 from engine.kernels.language import cdiv
-from engine.kernels.latent_attention import HEADS_AT_ONCE, latent_decode_attention
-from engine.kernels.latent_prefill import latent_prefill_attention
+from engine.kernels.latent_attention import latent_decode_attention, splits_of_latents
+from engine.kernels.splits import Splits
 from engine.kernels.store_latents import store_latents
 from engine.kv.pool import KVPool
 from engine.layers.layers import RMSNorm
@@ -20,12 +20,15 @@ from engine.layers.layers import RMSNorm
 # W value_dim, D = N + P of a query's head, J = C + P of a row
 
 
+EXPANDED_BYTES = 1 << 29  # of keys and values of a layer, beside the pool
+
+
 class KernelLatentHeads:
     """Implements LatentHeads with the Triton kernels; on a CPU, with their references.
 
     Rows of one query read the pool's rows in place. For the others, the rows of all prompts are gathered and expanded
-    once, for all heads, which takes L * H * (N + W) numbers beside the pool. As in KernelHeads, what is launched for
-    rows of one query follows from shapes and `longest` only.
+    once, for all heads: L * H * (N + W) numbers, up to EXPANDED_BYTES at a time. As in KernelHeads, what is launched
+    for rows of one query follows from shapes and `longest` only.
     """
 
     def __init__(self, batch: DeviceBatch, pool: KVPool, rotation: Rotation, *, scale: float) -> None:
@@ -34,6 +37,7 @@ class KernelLatentHeads:
         self._pool = pool
         self._rotation = rotation
         self._scale = scale
+        self._splits: Splits | None = None
         self._prompts = _Prompts(batch.prompts, pool) if batch.prompts else None
         self._absorbed_RHJ: Tensor | None = None
 
@@ -83,7 +87,9 @@ class KernelLatentHeads:
         """The weighed sums of latents of rows of one query: (R, H, C)."""
         singles = self._batch.singles
         assert singles is not None
-        num_rows, num_parts = len(singles.tokens_R), cdiv(absorbed_RHJ.shape[1], HEADS_AT_ONCE)
+        if self._splits is None:
+            num_heads = absorbed_RHJ.shape[1]
+            self._splits = splits_of_latents(singles.contexts_R, num_heads=num_heads, longest=singles.longest)
         return latent_decode_attention(
             absorbed_RHJ,
             *self._pool.layer(layer),
@@ -91,37 +97,57 @@ class KernelLatentHeads:
             scale=self._scale,
             tables_RB=singles.tables_RB,
             contexts_R=singles.contexts_R,
-            num_splits=splits_for(num_rows, num_parts, singles.longest, self._pool.device),
+            splits=self._splits,
         )
 
 
 class _Prompts:
-    """The rows of several queries, whose blocks stand one row behind the other when they are gathered."""
+    """The rows of several queries, whose blocks stand one row behind the other when they are gathered: slice by slice
+    of each row's positions, where all of them expanded would take too much memory."""
 
     def __init__(self, rows: PromptRows, pool: KVPool) -> None:
         self._rows = rows
         self._pool = pool
-        block_size = pool.layout.block_size
-        counts = [cdiv(length, block_size) for length in rows.context_lens]
-        self._blocks_B = torch.cat([table[:count] for table, count in zip(rows.tables_RB, counts, strict=True)])
-        firsts = [block_size * sum(counts[:i]) for i in range(len(counts))]
-        (self._firsts_R,) = upload([np.array(firsts)], pool.device)
+        self._slices: list[tuple[Slice, GatheredRows]] = []
 
     def attend(self, layer: int, q_THD: Tensor, expansion: Expansion, scale: float, out_THW: Tensor) -> None:
-        rows_LD = self._pool.read(layer, self._blocks_B, q_THD.dtype)[0, 0]
-        latents_LC, keys_LP = rows_LD.tensor_split((expansion.latent_dim,), dim=-1)
-        k_LHN, v_LHW = (
-            torch.unflatten(latents_LC @ made_HOC.flatten(0, 1).T, 1, made_HOC.shape[:2])
-            for made_HOC in (expansion.key_HNC, expansion.value_HWC)
-        )
-        latent_prefill_attention(
-            q_THD,
-            k_LHN,
-            keys_LP,
-            v_LHW,
-            tiles=self._rows.tiles,
-            firsts_R=self._firsts_R,
-            contexts_R=self._rows.contexts_R,
-            scale=scale,
-            out_THW=out_THW,
-        )
+        if not self._slices:  # the same for every layer
+            self._slices = self._cut(q_THD, expansion)
+        for part, gathered in self._slices:
+            rows_LD = self._pool.read(layer, gathered.blocks_N, q_THD.dtype)[0, 0]
+            latents_LC, keys_LP = rows_LD.tensor_split((expansion.latent_dim,), dim=-1)
+            k_LHN, v_LHW = (
+                torch.unflatten(latents_LC @ made_HOC.flatten(0, 1).T, 1, made_HOC.shape[:2])
+                for made_HOC in (expansion.key_HNC, expansion.value_HWC)
+            )
+            dense_prefill_attention(
+                q_THD,
+                k_LHN,
+                keys_LP,
+                v_LHW,
+                tiles=self._rows.tiles,
+                firsts_R=gathered.firsts_R,
+                contexts_R=self._rows.contexts_R,
+                scale=scale,
+                out_THW=out_THW,
+                part=part,
+            )
+
+    def _cut(self, q_THD: Tensor, expansion: Expansion) -> list[tuple[Slice, GatheredRows]]:
+        num_heads, value_dim, _ = expansion.value_HWC.shape
+        key_bytes = num_heads * (expansion.key_HNC.shape[1] + value_dim) * q_THD.dtype.itemsize
+        lens = self._rows.context_lens
+        size = slice_size(lens, EXPANDED_BYTES // key_bytes, self._pool.layout.block_size)
+        ends = range(size, max(lens) + size, size)
+        carry = Carry.empty(len(q_THD), num_heads, value_dim, q_THD.device) if len(ends) > 1 else None
+        parts = [Slice(end - size, end, is_last=end == ends[-1], carry=carry) for end in ends]
+        return [(part, GatheredRows.of(self._rows, self._pool, part.begin, part.end)) for part in parts]
+
+
+def slice_size(context_lens: list[int], most_keys: int, block_size: int) -> int:
+    """How many positions of each row a slice has, so that those of all rows are at most `most_keys`: a multiple of the
+    block size, and one block at least."""
+    size = longest = cdiv(max(context_lens), block_size) * block_size
+    while size > block_size and sum(min(size, length) for length in context_lens) > most_keys:
+        size = cdiv(size // 2, block_size) * block_size
+    return min(size, longest)

@@ -14,7 +14,7 @@ from torch import Tensor
 from engine import streams
 from engine.batch.batch import Batch
 from engine.batch.rows import Ints
-from engine.kernels.prefill_attention import QueryTiles, cut_tiles
+from engine.kernels.tiles import QueryTiles, cut_tiles
 
 # T tokens of the step, R rows, B blocks of the longest table
 
@@ -39,6 +39,7 @@ class PromptRows:
     tables_RB: Tensor
     contexts_R: Tensor
     context_lens: list[int]  # the same, on the host
+    query_lens: list[int]
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,11 @@ class DeviceBatch:
             slots,
             logits_rows,
             SingleRows(singles[0], singles[1], singles[2], longest) if len(single) else None,
-            PromptRows(tiles, tables, contexts, batch.context_lens[several].tolist()) if len(several) else None,
+            PromptRows(
+                tiles, tables, contexts, batch.context_lens[several].tolist(), batch.query_lens[several].tolist()
+            )
+            if len(several)
+            else None,
             scored_rows if len(scored_rows) else None,
         )
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.kernels.language import jit, tl
+from engine.kernels.language import is_interpreted, jit, tl
 
 MOST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}  # the largest code of each dtype
 _TINY = 2.0**-120  # the scale of an all-zero row: any positive number whose inverse is finite
@@ -51,7 +51,9 @@ def as_bytes(x: Tensor) -> Tensor:
 
 
 def _quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    scales = _round_up_to_bf16((x.abs().amax(dim=-1) / MOST[dtype]).clamp_min(_TINY))
+    largest = x.abs().amax(dim=-1)
+    # Divided by a tensor: a GPU multiplies by the inverse of a number of the host, which is another bit in places.
+    scales = _round_up_to_bf16((largest / torch.full_like(largest, MOST[dtype])).clamp_min(_TINY))
     x = x / scales.float().unsqueeze(-1)
     return (x.to(dtype) if dtype.is_floating_point else x.round_().nan_to_num_(0.0).to(dtype)), scales
 
@@ -78,6 +80,8 @@ def _round_up_to_bf16(x: Tensor) -> Tensor:
 
 # The same for Triton's kernels. The type of the codes says which they are: bytes (uint8) of e4m3, or int8.
 
+_FUSES = tl.constexpr(not is_interpreted()) if tl else None
+
 
 @jit
 def quantize_row(x: tl.tensor, mask: tl.tensor, codes: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
@@ -88,8 +92,26 @@ def quantize_row(x: tl.tensor, mask: tl.tensor, codes: tl.constexpr) -> tuple[tl
     bits = tl.div_rn(largest, most).to(tl.int32, bitcast=True)
     bits = tl.minimum(tl.maximum(bits, 0x03800000), 0x7FC00000)  # 2^-120, NaN
     scale = ((bits + 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)
-    x = tl.div_rn(x, scale)
+    x = _divide(x, scale)
     return to_int8(x) if codes == tl.int8 else to_e4m3(x), scale
+
+
+@jit
+def _divide(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
+    """x / scale, to nearest, for a scale of 8 bits of mantissa that is shared by a row.
+
+    With its inverse, rounded, the error of a first quotient is one fused operation, and mending it another (Markstein
+    1990, "Computation of elementary functions on the IBM RISC System/6000"). The interpreter's are not fused.
+    """
+    if _FUSES:
+        inverse = tl.div_rn(1.0, scale)
+        quotient = x * inverse
+        rest = tl.fma(-quotient, scale, x)
+        # An infinite row has no rest.
+        quotient = tl.where(rest == rest, tl.fma(rest, inverse, quotient), quotient)
+    else:
+        quotient = tl.div_rn(x, scale)
+    return quotient
 
 
 @jit
@@ -119,10 +141,46 @@ def to_e4m3(x: tl.tensor) -> tl.tensor:
 
 @jit
 def from_code(code: tl.tensor, dtype: tl.constexpr, NATIVE: tl.constexpr) -> tl.tensor:
-    """Codes -> `dtype`, exactly. NATIVE: see has_fp8_casts; without it e4m3's NaN becomes 480, as in _widen."""
+    """Codes -> `dtype`, exactly. NATIVE: see has_fp8_casts; without it e4m3's NaN becomes 480, as in _widen.
+
+    By way of fp16, to which the device turns two codes at a time; from there to bf16 it is slow but by fp32.
+    """
     if code.dtype == tl.int8:
-        return code.to(dtype)
-    if NATIVE:
-        return code.to(tl.float8e4nv, bitcast=True).to(dtype)
-    bits = code.to(tl.int8, bitcast=True).to(tl.int32) << 20
-    return ((bits & -0x78100000).to(tl.float32, bitcast=True) * 1.329227995784916e36).to(dtype)  # 2^120
+        half = _half_of_int8(code.to(tl.uint8, bitcast=True).to(tl.int16))
+    elif NATIVE:
+        half = code.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        half = _half_of_e4m3(code.to(tl.int16))
+    return half if dtype == tl.float16 else half.to(tl.float32).to(dtype)
+
+
+@jit
+def from_codes(
+    pair: tl.tensor, IS_INT8: tl.constexpr, dtype: tl.constexpr, NATIVE: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Two codes that lie side by side, as int16 -> the first and the second of them, as from_code does it."""
+    first, second = pair & 0xFF, (pair >> 8) & 0xFF
+    if IS_INT8:
+        first, second = _half_of_int8(first), _half_of_int8(second)
+    elif NATIVE:
+        first = first.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        second = second.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        first, second = _half_of_e4m3(first), _half_of_e4m3(second)
+    if dtype != tl.float16:
+        first, second = first.to(tl.float32).to(dtype), second.to(tl.float32).to(dtype)
+    return first, second
+
+
+@jit
+def _half_of_int8(bits: tl.tensor) -> tl.tensor:
+    """The eight bits of a whole number n, in int16. 1024 + 128 + n in fp16 has n + 128 for its last bits."""
+    return ((bits ^ 0x80) | 0x6400).to(tl.int16).to(tl.float16, bitcast=True) - 1152.0
+
+
+@jit
+def _half_of_e4m3(bits: tl.tensor) -> tl.tensor:
+    """The eight bits in int16. In the places of an fp16 number they are one with an exponent that is 8 too small:
+    s eeee mmm  ->  s 0eeeemmm 0000000
+    """
+    return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True) * 256.0

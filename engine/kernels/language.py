@@ -11,15 +11,27 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
+from torch import Tensor
 
-__all__ = ["Kernel", "cdiv", "has_fp8_casts", "jit", "power_of_2", "tl"]
+__all__ = [
+    "Kernel",
+    "cdiv",
+    "descriptor",
+    "has_fp8_casts",
+    "has_tile_copies",
+    "is_interpreted",
+    "jit",
+    "power_of_2",
+    "tl",
+]
 
-_CAN_LAUNCH = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
+_CAN_LAUNCH = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"  # see is_interpreted
 
 if TYPE_CHECKING or _CAN_LAUNCH:
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # 3.9 warns where nobody says which; 3.10 will not fuse
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 else:
     tl = None
 
@@ -42,8 +54,18 @@ def jit(function: Callable[..., Any], *, do_not_specialize: Sequence[str] = ()) 
     return cast(Kernel, triton.jit(function, do_not_specialize=do_not_specialize) if _CAN_LAUNCH else function)
 
 
+def is_interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def descriptor(x: Tensor, block: list[int]) -> Any:
+    """What a kernel loads tiles of that shape with, by the device's own copies where it has them. x: of two dimensions,
+    rows of a multiple of 16 bytes."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block)
 
 
 def power_of_2(n: int) -> int:
@@ -54,3 +76,8 @@ def power_of_2(n: int) -> int:
 def has_fp8_casts(device: torch.device) -> bool:
     """Whether the device turns e4m3 into other floats itself. Elsewhere (and in the interpreter) we move the bits."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def has_tile_copies(device: torch.device) -> bool:
+    """Whether the device copies whole tiles into shared memory by itself. (So does the interpreter.)"""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)

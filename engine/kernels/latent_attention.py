@@ -2,8 +2,9 @@
 
     s_hj = (q_h . row_j) scale      out_h = softmax(s_h) latents      row_j = (latent_j, rotated key_j)
 
-Values are the first part of the keys, so that a block is read once for both. As in decode_attention, the keys of a row
-are split among programs whose results are put together. Row format: engine/kv/layout.py.
+Values are the first part of the keys, so that a block is read once for both, and for as many heads as a program has
+registers for: all of them up to 64. As in decode_attention, the keys of all rows are shared out among programs whose
+results are put together. Row format: engine/kv/layout.py.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.kernels.decode_attention import combine_splits
+from engine.kernels.decode_attention import combine_parts
 from engine.kernels.eight_bits import as_bytes, dequantize_rows, from_code
 from engine.kernels.language import cdiv, has_fp8_casts, jit, power_of_2, tl
+from engine.kernels.online_softmax import places_of, weigh
+from engine.kernels.splits import KEYS, Splits, blocks_of
 
-# R rows, H query heads of this rank, D = C + P: latent_dim C and rope_dim P, B blocks, S block_size
+# R rows, H query heads of this rank, D = C + P: latent_dim C and rope_dim P, B blocks, S block_size, W programs of a
+# part of the heads, P = W + R parts of results
 
-HEADS_AT_ONCE = 16  # of one program
-_KEYS = 32  # of one step of a program
+_MIN_HEADS, _MOST_HEADS = 16, 64  # of one program
 
 
 def latent_decode_attention(
@@ -33,13 +36,13 @@ def latent_decode_attention(
     scale: float,
     tables_RB: Tensor,
     contexts_R: Tensor,
-    num_splits: int,
+    splits: Splits,
 ) -> Tensor:
     """The weighed sums of latents, (R, H, C), of queries whose absorbed part comes first.
 
     q: (R, H, D) bf16, fp16 or fp32, each the last position of its row. codes, scales: a layer of a latent pool, 8
     bits with scales or of q's dtype. tables: (R, B) int32 block ids; contexts: (R,) int32 keys of each row; a row
-    of none gets zeros.
+    of none gets zeros. splits: of these contexts.
     """
     attend = launch_latent_decode_attention if q_RHD.is_cuda else reference_latent_decode_attention
     return attend(
@@ -50,8 +53,20 @@ def latent_decode_attention(
         scale=scale,
         tables_RB=tables_RB,
         contexts_R=contexts_R,
-        num_splits=num_splits,
+        splits=splits,
     )
+
+
+def heads_at_once(num_heads: int) -> int:
+    """Of one program."""
+    return min(_MOST_HEADS, max(_MIN_HEADS, power_of_2(num_heads)))
+
+
+def splits_of_latents(contexts_R: Tensor, *, num_heads: int, longest: int) -> Splits:
+    """See Splits.of."""
+    block_h = heads_at_once(num_heads)
+    resident = 2 if block_h == _MIN_HEADS else 1
+    return Splits.of(contexts_R, window=None, num_heads=cdiv(num_heads, block_h), longest=longest, resident=resident)
 
 
 def reference_latent_decode_attention(
@@ -63,7 +78,7 @@ def reference_latent_decode_attention(
     scale: float,
     tables_RB: Tensor,
     contexts_R: Tensor,
-    num_splits: int,
+    splits: Splits,
 ) -> Tensor:
     out_RHC = q_RHD.new_empty(*q_RHD.shape[:2], latent_dim)
     for row, (table, context) in enumerate(zip(tables_RB, contexts_R.tolist(), strict=True)):
@@ -89,26 +104,31 @@ def launch_latent_decode_attention(
     scale: float,
     tables_RB: Tensor,
     contexts_R: Tensor,
-    num_splits: int,
+    splits: Splits,
 ) -> Tensor:
     (num_rows, num_heads, dim), device = q_RHD.shape, q_RHD.device
     has_scales, rope_dim = scales_B11S is not None, dim - latent_dim
     assert q_RHD.is_contiguous() and tables_RB.stride(-1) == 1 and codes_B11SD.is_contiguous()
     codes = as_bytes(codes_B11SD)
     exact = codes_B11SD.view(torch.bfloat16) if has_scales else codes_B11SD  # where rotated keys are numbers
-    part_RHPC = torch.empty(num_rows, num_heads, num_splits, latent_dim, dtype=torch.float32, device=device)
-    largest_RHP, total_RHP = torch.empty(2, num_rows, num_heads, num_splits, dtype=torch.float32, device=device)
+    num_programs, block_h = len(splits.rows_W), heads_at_once(num_heads)
+    part_PHC = torch.empty(num_programs + num_rows, num_heads, latent_dim, dtype=torch.float32, device=device)
+    largest_PH, total_PH = torch.empty(2, *part_PHC.shape[:2], dtype=torch.float32, device=device)
     out_RHC = q_RHD.new_empty(num_rows, num_heads, latent_dim)
-    _attend_latents[(num_rows, cdiv(num_heads, HEADS_AT_ONCE), num_splits)](
+    is_small = block_h == _MIN_HEADS
+    _attend_latents[(num_programs, cdiv(num_heads, block_h))](
         q_RHD,
         codes,
         exact,
         scales_B11S if has_scales else codes,
         tables_RB,
         contexts_R,
-        part_RHPC,
-        largest_RHP,
-        total_RHP,
+        splits.starts_R,
+        splits.rows_W,
+        part_PHC,
+        largest_PH,
+        total_PH,
+        num_rows,
         scale * math.log2(math.e),
         tables_RB.stride(0),
         H=num_heads,
@@ -117,20 +137,21 @@ def launch_latent_decode_attention(
         P=rope_dim,
         WIDTH=codes.shape[-1],
         EXACT_WIDTH=exact.shape[-1],
-        BLOCK_H=HEADS_AT_ONCE,
-        BLOCK_N=_KEYS,
+        BLOCK_H=block_h,
+        BLOCK_N=32 if is_small else 64,
+        SHARED_N=KEYS,
         BLOCK_C=max(16, power_of_2(latent_dim)),
         BLOCK_P=max(16, power_of_2(rope_dim)),
         HAS_SCALES=has_scales,
         NATIVE=has_fp8_casts(device),
-        num_warps=8,
-        num_stages=2,
+        num_warps=4 if is_small else 8,
+        num_stages=3 if is_small else 2,
     )
-    combine_splits(part_RHPC, largest_RHP, total_RHP, torch.arange(num_rows, device=device), out_RHC)
+    combine_parts(part_PHC, largest_PH, total_PH, splits, torch.arange(num_rows, device=device), out_RHC)
     return out_RHC
 
 
-@partial(jit, do_not_specialize=["table_stride"])
+@partial(jit, do_not_specialize=["num_rows", "table_stride"])
 def _attend_latents(
     q: tl.tensor,
     codes: tl.tensor,
@@ -138,9 +159,12 @@ def _attend_latents(
     scales: tl.tensor,
     tables: tl.tensor,
     contexts: tl.tensor,
+    starts: tl.tensor,
+    rows: tl.tensor,
     part: tl.tensor,
     largest_out: tl.tensor,
     total_out: tl.tensor,
+    num_rows: tl.tensor,
     scale: tl.tensor,
     table_stride: tl.tensor,
     H: tl.constexpr,
@@ -151,57 +175,66 @@ def _attend_latents(
     EXACT_WIDTH: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SHARED_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_P: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     NATIVE: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_H heads of one row over one part of the row's keys."""
-    row, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
-    num_splits = tl.num_programs(2)
-    context = tl.load(contexts + row)
-    share = tl.cdiv(tl.cdiv(context, num_splits), BLOCK_N) * BLOCK_N
-    first = split * share
-    end = tl.minimum(first + share, context)
-
+    """One program: BLOCK_H heads over their share of blocks, of one row or of several."""
+    program = tl.program_id(0)
+    share = tl.load(starts + num_rows + 1)
+    place = program * share
+    stop = tl.minimum(place + share, tl.load(starts + num_rows))
+    row = tl.load(rows + program)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     c, p = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_P)
     is_head = h < H
-    query = q + (row * H + h)[:, None] * (C + P)
-    q_latent = tl.load(query + c[None, :], mask=is_head[:, None] & (c < C)[None, :], other=0.0)
-    q_rope = tl.load(query + C + p[None, :], mask=is_head[:, None] & (p < P)[None, :], other=0.0)
-
-    out = tl.zeros([BLOCK_H, BLOCK_C], tl.float32)
-    largest = tl.full([BLOCK_H], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_H], tl.float32)
-    for start in range(first, end, BLOCK_N):
-        n = start + tl.arange(0, BLOCK_N)
-        is_key = n < end
-        block = tl.load(tables + row * table_stride + n // S, mask=is_key, other=0).to(tl.int64)
-        slot = block * S + n % S
-        latent = tl.load(codes + slot[:, None] * WIDTH + c[None, :], mask=is_key[:, None] & (c < C)[None, :], other=0)
-        if HAS_SCALES:
-            latent = from_code(latent, q_latent.dtype, NATIVE)
-        scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
-        if HAS_SCALES:
-            row_scale = tl.load(scales + slot, mask=is_key, other=0.0).to(tl.float32)
-            scores *= row_scale[None, :]
-        key = exact + slot[:, None] * EXACT_WIDTH + (EXACT_WIDTH - P) + p[None, :]
-        rope = tl.load(key, mask=is_key[:, None] & (p < P)[None, :], other=0.0).to(q_rope.dtype)
-        scores = tl.dot(q_rope, tl.trans(rope), scores, input_precision="ieee") * scale
-        scores = tl.where(is_key[None, :], scores, -float("inf"))
-
-        grown = tl.maximum(largest, tl.max(scores, axis=1))
-        fade = tl.exp2(largest - grown)  # every step has a key, so that grown is a number
-        weights = tl.exp2(scores - grown[:, None])
-        total = total * fade + tl.sum(weights, axis=1)
-        if HAS_SCALES:
-            weights *= row_scale[None, :]
-        out = tl.dot(weights.to(q_latent.dtype), latent, out * fade[:, None], input_precision="ieee")
-        largest = grown
-
-    place = (row * H + h) * num_splits + split
-    if first < end:
-        tl.store(part + place[:, None] * C + c[None, :], out, mask=is_head[:, None] & (c < C)[None, :])
-    tl.store(largest_out + place, largest, mask=is_head)
-    tl.store(total_out + place, total, mask=is_head)
+    while place < stop:
+        context = tl.load(contexts + row)
+        _, count = blocks_of(context, 0, SHARED_N)
+        before = place - tl.load(starts + row)
+        taken = tl.minimum(count - before, stop - place)
+        end = tl.minimum((before + taken) * SHARED_N, context)
+        query = q + (row.to(tl.int64) * H + h)[:, None] * (C + P)
+        q_latent = tl.load(query + c[None, :], mask=is_head[:, None] & (c < C)[None, :], other=0.0)
+        q_rope = tl.load(query + C + p[None, :], mask=is_head[:, None] & (p < P)[None, :], other=0.0)
+        table = tables + row.to(tl.int64) * table_stride
+        out = tl.zeros([BLOCK_H, BLOCK_C], tl.float32)
+        largest = tl.full([BLOCK_H], -float("inf"), tl.float32)
+        total = tl.zeros([BLOCK_H], tl.float32)
+        for n in range(before * SHARED_N, end, BLOCK_N):
+            is_key = n + tl.arange(0, BLOCK_N) < end
+            cell, slot = places_of(n, S, BLOCK_N)
+            block = tl.load(table + cell, mask=is_key, other=0).to(tl.int64) * S
+            latent = tl.load(
+                codes + (block * WIDTH)[:, None] + (slot[:, None] * WIDTH + c[None, :]),
+                mask=is_key[:, None] & (c < C)[None, :],
+                other=0,
+            )
+            if HAS_SCALES:
+                latent = from_code(latent, q_latent.dtype, NATIVE)
+            scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
+            if HAS_SCALES:
+                row_scale = tl.load(scales + (block + slot), mask=is_key, other=0.0).to(tl.float32)
+                scores *= row_scale[None, :]
+            rope = tl.load(
+                exact + (block * EXACT_WIDTH)[:, None] + (slot[:, None] * EXACT_WIDTH + (EXACT_WIDTH - P) + p[None, :]),
+                mask=is_key[:, None] & (p < P)[None, :],
+                other=0.0,
+            ).to(q_rope.dtype)
+            scores = tl.dot(q_rope, tl.trans(rope), scores, input_precision="ieee")
+            # Every step has a key, so that the largest score is a number.
+            scores = tl.where(is_key[None, :], scores, -float("inf"))
+            largest, fade, weights = weigh(scores, largest, is_key[None, :], scale, False)
+            total = total * fade + tl.sum(weights, axis=1)
+            if HAS_SCALES:
+                weights *= row_scale[None, :]
+            out = tl.dot(weights.to(q_latent.dtype), latent, out * fade[:, None], input_precision="ieee")
+        if taken > 0:
+            at = (program + row).to(tl.int64) * H + h
+            tl.store(part + at[:, None] * C + c[None, :], out, mask=is_head[:, None] & (c < C)[None, :])
+            tl.store(largest_out + at, largest, mask=is_head)
+            tl.store(total_out + at, total, mask=is_head)
+        place += taken
+        row += 1

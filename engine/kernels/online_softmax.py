@@ -48,6 +48,31 @@ def reference_row(q_QHD: Tensor, kv_2KLD: Tensor, *, window: int | None) -> Tens
 
 
 @jit
+def places_of(first: tl.tensor, S: tl.constexpr, BLOCK_N: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """-> in which cell of its row's table each of the keys [first, first + BLOCK_N) is, and where in that block. What
+    does not change from step to step is computed once. first: a multiple of BLOCK_N."""
+    i = tl.arange(0, BLOCK_N)
+    if BLOCK_N % S == 0:
+        return first // S + i // S, i % S
+    return (first + i) // S, (first + i) % S
+
+
+@jit
+def weigh(
+    scores: tl.tensor, largest: tl.tensor, is_seen: tl.tensor, scale: tl.tensor, MASKED: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Scores (M, N) of some more keys -> the largest so far (M), what came of earlier keys is to be multiplied by (M),
+    and the keys' weights (M, N). scale: of the scores; positive. MASKED: some are not seen; else all are."""
+    if MASKED:
+        scores = tl.where(is_seen, scores, -float("inf"))
+    grown = tl.maximum(largest, tl.max(scores, axis=1) * scale)
+    base = grown
+    if MASKED:
+        base = tl.where(grown == -float("inf"), 0.0, grown)  # a query that has seen no key yet
+    return grown, tl.exp2(largest - base), tl.exp2(scores * scale - base[:, None])  # product and difference are fused
+
+
+@jit
 def attend_block(
     out: tl.tensor,
     largest: tl.tensor,
@@ -81,32 +106,31 @@ def attend_block(
     d = tl.arange(0, BLOCK_D)
     is_d = d < D
     is_key = (n < end) if MASKED else tl.full([BLOCK_N], True, tl.int1)
-    block = tl.load(table + n // S, mask=is_key, other=0).to(tl.int64)
-    key = (block * 2 * K + head) * S + n % S
+    cell, slot = places_of(first, S, BLOCK_N)
+    block = tl.load(table + cell, mask=is_key, other=0).to(tl.int64) * (2 * K * S)
+    key = head * S + slot
     value = key + K * S
 
-    k = tl.load(codes + key[None, :] * D + d[:, None], mask=is_key[None, :] & is_d[:, None], other=0)
+    k = tl.load(
+        codes + (block * D)[None, :] + (key[None, :] * D + d[:, None]), mask=is_key[None, :] & is_d[:, None], other=0
+    )
     if HAS_SCALES:
         k = from_code(k, q.dtype, NATIVE)
     scores = tl.dot(q, k, input_precision="ieee")
     if HAS_SCALES:
-        scores *= (tl.load(scales + key, mask=is_key, other=0.0).to(tl.float32) * scale)[None, :]
+        scores *= (tl.load(scales + (block + key), mask=is_key, other=0.0).to(tl.float32) * scale)[None, :]
         scale = 1.0
-    if MASKED:
-        is_seen = (n[None, :] <= position[:, None]) & is_key[None, :]
-        if WINDOW > 0:
-            is_seen = is_seen & (n[None, :] > position[:, None] - WINDOW)
-        scores = tl.where(is_seen, scores, -float("inf"))
-
-    grown = tl.maximum(largest, tl.max(scores, axis=1) * scale)
-    base = tl.where(grown == -float("inf"), 0.0, grown)  # a query that has seen no key yet
-    fade = tl.exp2(largest - base)
-    weights = tl.exp2(scores * scale - base[:, None])  # one operation each: product and difference are fused
+    is_seen = (n[None, :] <= position[:, None]) & is_key[None, :]
+    if WINDOW > 0:
+        is_seen = is_seen & (n[None, :] > position[:, None] - WINDOW)
+    grown, fade, weights = weigh(scores, largest, is_seen, scale, MASKED)
     total = total * fade + tl.sum(weights, axis=1)
 
-    v = tl.load(codes + value[:, None] * D + d[None, :], mask=is_key[:, None] & is_d[None, :], other=0)
+    v = tl.load(
+        codes + (block * D)[:, None] + (value[:, None] * D + d[None, :]), mask=is_key[:, None] & is_d[None, :], other=0
+    )
     if HAS_SCALES:
         v = from_code(v, q.dtype, NATIVE)
-        weights *= tl.load(scales + value, mask=is_key, other=0.0).to(tl.float32)[None, :]
+        weights *= tl.load(scales + (block + value), mask=is_key, other=0.0).to(tl.float32)[None, :]
     out = tl.dot(weights.to(q.dtype), v, out * fade[:, None], input_precision="ieee")
     return out, grown, total

@@ -1,61 +1,29 @@
 """Attention of many queries per row over its blocks: a prompt, or a chunk of one behind a prefix that is there already.
 
-Queries are cut into tiles, which never cross rows (Dao et al. 2022, arXiv:2205.14135, over paged keys).
+Queries are cut into tiles (tiles.py). Where few of them come behind many keys, the keys of a tile are split among
+programs, too. This reads the pool's blocks where they lie; keys that many queries see are gathered first: see
+dense_prefill.py.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kernels.eight_bits import as_bytes
-from engine.kernels.language import has_fp8_casts, jit, power_of_2, tl
+from engine.kernels.language import cdiv, has_fp8_casts, jit, power_of_2, tl
 from engine.kernels.online_softmax import attend_block, gather_row, reference_row
+from engine.kernels.tiles import TILE_QUERIES, QueryTiles
 
-_Ints = NDArray[np.int64]
+# T tokens of the step, R rows, H query heads, K kv heads, G = H / K, D head_dim, B blocks, S block_size, N tiles,
+# P splits of a tile's keys
 
-# T tokens of the step, R rows, H query heads, K kv heads, G = H / K, D head_dim, B blocks, S block_size, N tiles
-
-TILE_QUERIES = 128
 _KEYS = 64  # of one step of a program
-
-
-@dataclass(frozen=True)
-class QueryTiles:
-    """Which rows a launch computes, and how their queries are cut."""
-
-    rows_N: Tensor  # int32, of tables and contexts
-    firsts_N: Tensor  # int32, the tile's first query, counted within its row
-    begins_R: Tensor  # int32, each row's first token in the step
-    lengths_R: Tensor  # int32, its queries
-
-    @classmethod
-    def of(
-        cls,
-        begins_R: _Ints,
-        lengths_R: _Ints,
-        contexts_R: _Ints,
-        device: torch.device,
-    ) -> QueryTiles:
-        """See cut_tiles."""
-        arrays = (*cut_tiles(lengths_R, contexts_R), begins_R, lengths_R)
-        return cls(*(torch.from_numpy(numbers.astype(np.int32)).to(device) for numbers in arrays))
-
-
-def cut_tiles(lengths_R: _Ints, contexts_R: _Ints) -> tuple[_Ints, _Ints]:
-    """The row and the first query of each tile (N,). Those that see the most keys come first, so that none of them
-    begins when the others are done."""
-    counts = -(-lengths_R // TILE_QUERIES)
-    rows = np.repeat(np.arange(len(counts)), counts)
-    firsts = np.concatenate([np.arange(count) * TILE_QUERIES for count in counts] or [np.zeros(0, np.int64)])
-    order = np.argsort(-((contexts_R - lengths_R)[rows] + firsts), kind="stable")
-    return rows[order], firsts[order]
+_PROGRAMS_PER_PROCESSOR = 2
+_MIN_KEYS_PER_SPLIT = 512
 
 
 def prefill_attention(
@@ -116,22 +84,31 @@ def launch_prefill_attention(
     contexts_R: Tensor,
     window: int | None,
     out_THD: Tensor,
+    num_splits: int | None = None,
 ) -> None:
+    """num_splits: for tests; else as many as keep the device busy."""
     _, num_heads, dim = q_THD.shape
     _, _, num_kv_heads, block_size, _ = codes_B2KSD.shape
     has_scales = scales_B2KS is not None
     assert q_THD.stride(-1) == 1 and out_THD.is_contiguous() and tables_RB.stride(-1) == 1
-    _attend_tile[(len(tiles.rows_N), num_heads)](
+    num_tiles, block_d = len(tiles.rows_N), max(16, power_of_2(dim))
+    if num_splits is None:
+        num_splits = _splits_for(num_tiles * num_heads, tables_RB.shape[1] * block_size, q_THD.device)
+    sums = [q_THD.new_empty(1, dtype=torch.float32)] * 3
+    if num_splits > 1:
+        shape = (num_tiles, num_heads, num_splits, TILE_QUERIES)
+        part = torch.empty(*shape, dim, dtype=torch.float32, device=q_THD.device)
+        sums = [part, *torch.empty(2, *shape, dtype=torch.float32, device=q_THD.device)]
+    where = (tiles.rows_N, tiles.firsts_N, tiles.begins_R, tiles.lengths_R)
+    _attend_tile[(num_tiles, num_heads, num_splits)](
         q_THD,
         as_bytes(codes_B2KSD),
         scales_B2KS if has_scales else codes_B2KSD,
-        tiles.rows_N,
-        tiles.firsts_N,
-        tiles.begins_R,
-        tiles.lengths_R,
+        *where,
         tables_RB,
         contexts_R,
         out_THD,
+        *sums,
         math.log2(math.e) / math.sqrt(dim),
         q_THD.stride(0),
         q_THD.stride(1),
@@ -142,13 +119,24 @@ def launch_prefill_attention(
         D=dim,
         BLOCK_M=TILE_QUERIES,
         BLOCK_N=_KEYS,
-        BLOCK_D=max(16, power_of_2(dim)),
+        BLOCK_D=block_d,
         WINDOW=window or 0,
         HAS_SCALES=has_scales,
         NATIVE=has_fp8_casts(q_THD.device),
-        num_warps=8,
-        num_stages=3,
+        num_warps=4,
+        num_stages=2,
     )
+    if num_splits > 1:
+        sizes = {"H": num_heads, "D": dim, "BLOCK_M": TILE_QUERIES, "BLOCK_D": block_d}
+        _combine_splits[(num_tiles, num_heads)](*where, out_THD, *sums, num_splits, **sizes)
+
+
+def _splits_for(num_programs: int, longest: int, device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    wanted = torch.cuda.get_device_properties(device).multi_processor_count * _PROGRAMS_PER_PROCESSOR // num_programs
+    # Two at least of a few queries, however short their row is: so a worker's warm-up meets what long ones will need.
+    return min(wanted, max(2, cdiv(longest, _MIN_KEYS_PER_SPLIT))) if wanted > 1 else 1
 
 
 @partial(jit, do_not_specialize=["table_stride"])
@@ -163,6 +151,9 @@ def _attend_tile(
     tables: tl.tensor,
     contexts: tl.tensor,
     out: tl.tensor,
+    part: tl.tensor,
+    part_largest: tl.tensor,
+    part_total: tl.tensor,
     scale: tl.tensor,
     q_token_stride: tl.tensor,
     q_head_stride: tl.tensor,
@@ -178,11 +169,11 @@ def _attend_tile(
     HAS_SCALES: tl.constexpr,
     NATIVE: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_M queries of one row and one head.
+    """One program: BLOCK_M queries of one row and one head, over one part of the keys that they see.
 
-    keys   lowest ........ plain ........ end       [lowest, plain): seen by every query of the tile, no mask needed
+    keys   first ........ plain ........ end       [first, plain): seen by every query of the tile, no mask needed
     """
-    tile, head = tl.program_id(0), tl.program_id(1)
+    tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, first_query = tl.load(tile_rows + tile), tl.load(tile_firsts + tile)
     length, context = tl.load(lengths + row), tl.load(contexts + row)
     m, d = first_query + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
@@ -193,64 +184,76 @@ def _attend_tile(
     queries = tl.load(q + token[:, None] * q_token_stride + head * q_head_stride + d[None, :], mask=mask, other=0.0)
 
     end = tl.minimum(context, first_position + BLOCK_M)
-    lowest = 0
+    first = context * 0
     plain = (first_position + 1) // BLOCK_N * BLOCK_N
     if WINDOW > 0:
-        lowest = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
-        plain = lowest
+        first = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+        plain = first
+    share = tl.cdiv(tl.cdiv(end - first, BLOCK_N), tl.num_programs(2)) * BLOCK_N
+    first += split * share
+    end = tl.minimum(end, first + share)
+    plain = tl.maximum(first, tl.minimum(plain, end))
     table = tables + row.to(tl.int64) * table_stride
     kv_head = head // (H // K)
     total = tl.zeros([BLOCK_M], tl.float32)
     largest = tl.full([BLOCK_M], -float("inf"), tl.float32)
     result = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for n in range(lowest, plain, BLOCK_N):
+    for n in range(first, plain, BLOCK_N):
         result, largest, total = attend_block(
-            result,
-            largest,
-            total,
-            queries,
-            position,
-            n,
-            end,
-            codes,
-            scales,
-            table,
-            kv_head,
-            scale,
-            K,
-            S,
-            D,
-            BLOCK_N,
-            BLOCK_D,
-            WINDOW,
-            HAS_SCALES,
-            NATIVE,
-            False,
-        )
+            result, largest, total, queries, position, n, end, codes, scales, table, kv_head, scale,
+            K, S, D, BLOCK_N, BLOCK_D, WINDOW, HAS_SCALES, NATIVE, False,
+        )  # fmt: skip
     for n in range(plain, end, BLOCK_N):
         result, largest, total = attend_block(
-            result,
-            largest,
-            total,
-            queries,
-            position,
-            n,
-            end,
-            codes,
-            scales,
-            table,
-            kv_head,
-            scale,
-            K,
-            S,
-            D,
-            BLOCK_N,
-            BLOCK_D,
-            WINDOW,
-            HAS_SCALES,
-            NATIVE,
-            True,
-        )
-    total = tl.where(total == 0.0, 1.0, total)  # places behind the row's last query may see nothing
-    place = (token[:, None] * H + head) * D + d[None, :]
-    tl.store(out + place, (result / total[:, None]).to(out.dtype.element_ty), mask=mask)
+            result, largest, total, queries, position, n, end, codes, scales, table, kv_head, scale,
+            K, S, D, BLOCK_N, BLOCK_D, WINDOW, HAS_SCALES, NATIVE, True,
+        )  # fmt: skip
+    if tl.num_programs(2) > 1:
+        in_parts = ((tile.to(tl.int64) * H + head) * tl.num_programs(2) + split) * BLOCK_M + tl.arange(0, BLOCK_M)
+        tl.store(part + in_parts[:, None] * D + d[None, :], result, mask=mask)
+        tl.store(part_largest + in_parts, largest)
+        tl.store(part_total + in_parts, total)
+    else:
+        total = tl.where(total == 0.0, 1.0, total)  # places behind the row's last query may see nothing
+        place = (token[:, None] * H + head) * D + d[None, :]
+        tl.store(out + place, (result / total[:, None]).to(out.dtype.element_ty), mask=mask)
+
+
+@partial(jit, do_not_specialize=["num_splits"])
+def _combine_splits(
+    tile_rows: tl.tensor,
+    tile_firsts: tl.tensor,
+    begins: tl.tensor,
+    lengths: tl.tensor,
+    out: tl.tensor,
+    part: tl.tensor,
+    part_largest: tl.tensor,
+    part_total: tl.tensor,
+    num_splits: tl.tensor,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """One program: one tile of one head."""
+    tile, head = tl.program_id(0), tl.program_id(1)
+    row, first_query = tl.load(tile_rows + tile), tl.load(tile_firsts + tile)
+    i, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    m = first_query + i
+    mask = (m < tl.load(lengths + row))[:, None] & (d < D)[None, :]
+    base = tl.full([BLOCK_M], -1e30, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    result = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for split in range(num_splits):
+        place = ((tile.to(tl.int64) * H + head) * num_splits + split) * BLOCK_M + i
+        largest = tl.load(part_largest + place)
+        grown = tl.maximum(base, largest)
+        fade, weight = tl.exp2(base - grown), tl.exp2(largest - grown)
+        total = total * fade + tl.load(part_total + place) * weight
+        numbers = tl.load(part + place[:, None] * D + d[None, :], mask=mask, other=0.0)
+        result = result * fade[:, None] + numbers * weight[:, None]
+        base = grown
+    total = tl.where(total == 0.0, 1.0, total)
+    token = (tl.load(begins + row) + m).to(tl.int64)
+    target = out + (token[:, None] * H + head) * D + d[None, :]
+    tl.store(target, (result / total[:, None]).to(out.dtype.element_ty), mask=mask)

@@ -15,15 +15,19 @@ import torch
 from torch import Tensor
 
 from cluster.words.errors import SpecError
-from engine.kernels.decode_attention import decode_attention, splits_for
+from engine.kernels.decode_attention import decode_attention, resident_programs
+from engine.kernels.dense_prefill import dense_prefill_attention
 from engine.kernels.eight_bits import quantize_rows
 from engine.kernels.fused_experts import fused_experts
+from engine.kernels.gather_rows import gather_rows
 from engine.kernels.kv_write import write_kv
-from engine.kernels.latent_prefill import latent_prefill_attention
-from engine.kernels.prefill_attention import QueryTiles, prefill_attention
+from engine.kernels.latent_attention import latent_decode_attention, splits_of_latents
+from engine.kernels.prefill_attention import prefill_attention
 from engine.kernels.rms_norm import add_rms_norm
 from engine.kernels.rotary import rotate
 from engine.kernels.silu_mul import silu_mul
+from engine.kernels.splits import Splits
+from engine.kernels.tiles import QueryTiles
 from engine.kernels.wire import pack_kv, unpack_kv
 from engine.kv.layout import DTYPES, EIGHT_BITS
 from engine.tools.bench_products import bench_products
@@ -33,7 +37,9 @@ from engine.tools.bench_products import bench_products
 _H, _K, _D, _S = 32, 8, 128, 16
 _TOKENS = 65536  # whose bytes are far beyond any cache
 _ROWS, _CONTEXT = 64, 8192  # of decode
+_LONG_CONTEXT = 131072  # of one row beside _ROWS short ones
 _PROMPT = 8192
+_SUFFIX, _PREFIX = 128, 32768  # a short question about a long text that is there already
 _COPY_BYTES = 1 << 31
 _MATMUL = 8192
 _TRIES = 20
@@ -155,23 +161,31 @@ def _attention(device: torch.device) -> list[_Case]:
     for kind, dtype in ({"bf16": torch.bfloat16} | _EIGHT_BITS).items():
         codes, scales = _pool(_ROWS * _CONTEXT, device, dtype)
         q = torch.randn(max(_ROWS, _PROMPT), _H, _D, device=device, dtype=torch.bfloat16)
-        tables = torch.randperm(len(codes), device=device).int().view(_ROWS, -1)
-        num_bytes = codes.nbytes + (0 if scales is None else scales.nbytes)
-        cases.append((f"decode_attention {kind}", _decode(q, codes, scales, tables), num_bytes, "bytes"))
+        blocks = torch.randperm(len(codes), device=device).int()
+        key_bytes = (codes.nbytes + (0 if scales is None else scales.nbytes)) / (_ROWS * _CONTEXT)
+        even = [_CONTEXT] * _ROWS
+        unlike = [_LONG_CONTEXT] + [_CONTEXT // 2] * (_ROWS - 1)
+        cases += [
+            (f"{name} {kind}", _decode(q, codes, scales, blocks, lens), key_bytes * sum(lens), "bytes")
+            for name, lens in (("decode_attention", even), ("decode_attention unlike", unlike))
+        ]
         flops = 4 * _H * _D * _PROMPT * (_PROMPT + 1) / 2
-        cases.append((f"prefill_attention {kind}", _prefill(q, codes, scales, tables), flops, "flops"))
+        cases.append((f"prefill_attention {kind}", _prefill(q, codes, scales, blocks), flops, "flops"))
+        flops = 4 * _H * _D * _SUFFIX * (_PREFIX + (_SUFFIX + 1) / 2)
+        cases.append((f"prefill_attention suffix {kind}", _suffix(q, codes, scales, blocks), flops, "flops"))
     return cases
 
 
 def _latent(device: torch.device) -> list[_Case]:
-    """A prompt of DeepSeek-V2-Lite's heads, whose keys and values are expanded already."""
-    heads, nope, rope, value = 16, 128, 64, 128
+    """A prompt of DeepSeek-V2-Lite's heads, whose keys and values are expanded already; and rows of one query, which
+    wait for the latents where heads are few (Lite's 16), and for products where they are many (V3's 128)."""
+    heads, nope, rope, value, latent = 16, 128, 64, 128, 512
     q, k, shared, v = (
         torch.randn(_PROMPT, *shape, device=device, dtype=torch.bfloat16)
         for shape in ((heads, nope + rope), (heads, nope), (rope,), (heads, value))
     )
     run = partial(
-        latent_prefill_attention,
+        dense_prefill_attention,
         q,
         k,
         shared,
@@ -183,7 +197,28 @@ def _latent(device: torch.device) -> list[_Case]:
         out_THW=torch.empty_like(v),
     )
     flops = 2 * heads * (nope + rope + value) * _PROMPT * (_PROMPT + 1) / 2
-    return [("latent_prefill bf16", run, flops, "flops")]
+    cases: list[_Case] = [("latent_prefill bf16", run, flops, "flops")]
+    pool = torch.randn(_ROWS * _CONTEXT // _S, 1, 1, _S, latent + rope, device=device, dtype=torch.bfloat16)
+    tables = torch.randperm(len(pool), device=device).int().view(_ROWS, -1)
+    contexts = torch.full((_ROWS,), _CONTEXT, dtype=torch.int32, device=device)
+    for num_heads in (16, 128):
+        decode = partial(
+            latent_decode_attention,
+            torch.randn(_ROWS, num_heads, latent + rope, device=device, dtype=torch.bfloat16),
+            pool,
+            None,
+            latent_dim=latent,
+            scale=(nope + rope) ** -0.5,
+            tables_RB=tables,
+            contexts_R=contexts,
+            splits=splits_of_latents(contexts, num_heads=num_heads, longest=_CONTEXT),
+        )
+        if num_heads == 16:
+            cases.append((f"latent_decode {num_heads} heads", decode, pool.nbytes, "bytes"))
+        else:
+            flops = 2 * num_heads * (2 * latent + rope) * _ROWS * _CONTEXT
+            cases.append((f"latent_decode {num_heads} heads", decode, flops, "flops"))
+    return cases
 
 
 def _experts(device: torch.device) -> list[_Case]:
@@ -205,28 +240,56 @@ def _experts(device: torch.device) -> list[_Case]:
     return cases
 
 
-def _decode(q: Tensor, codes: Tensor, scales: Tensor | None, tables: Tensor) -> Callable[[], None]:
+def _decode(q: Tensor, codes: Tensor, scales: Tensor | None, blocks: Tensor, lens: list[int]) -> Callable[[], None]:
     out, device = torch.empty_like(q), q.device
-    contexts = torch.full((_ROWS,), _CONTEXT, dtype=torch.int32, device=device)
+    contexts = torch.tensor(lens, dtype=torch.int32, device=device)
+    counts = [length // _S for length in lens]
+    tables = torch.zeros(len(lens), max(counts), dtype=torch.int32, device=device)
+    for table, part in zip(tables, torch.split(blocks[: sum(counts)], counts), strict=True):
+        table[: len(part)] = part
+    tokens, resident = torch.arange(len(lens), device=device), resident_programs(has_scales=scales is not None)
+    splits = Splits.of(contexts, window=None, num_heads=_K, longest=max(lens), resident=resident)
     return lambda: decode_attention(
         q,
         codes,
         scales,
-        tokens_R=torch.arange(_ROWS, device=device),
+        tokens_R=tokens,
         tables_RB=tables,
         contexts_R=contexts,
         window=None,
-        num_splits=splits_for(_ROWS, _K, _CONTEXT, device),
+        splits=splits,
         out_THD=out,
     )
 
 
-def _prefill(q: Tensor, codes: Tensor, scales: Tensor | None, tables: Tensor) -> Callable[[], None]:
-    out, device = torch.empty_like(q), q.device
+def _prefill(q: Tensor, codes: Tensor, scales: Tensor | None, blocks: Tensor) -> Callable[[], None]:
+    """A whole prompt: its keys are gathered, then attended to."""
+    out, device, blocks = torch.empty_like(q), q.device, blocks[: _PROMPT // _S]
     tiles = QueryTiles.of(np.array([0]), np.array([_PROMPT]), np.array([_PROMPT]), device)
-    contexts = torch.tensor([_PROMPT], dtype=torch.int32, device=device)
-    return lambda: prefill_attention(
-        q, codes, scales, tiles=tiles, tables_RB=tables[:1], contexts_R=contexts, window=None, out_THD=out
+    firsts, contexts = torch.tensor([[0], [_PROMPT]], dtype=torch.int32, device=device)
+
+    def run() -> None:
+        k, v = gather_rows(codes, scales, blocks, q.dtype)
+        dense_prefill_attention(
+            q, k, None, v, tiles=tiles, firsts_R=firsts, contexts_R=contexts, scale=_D**-0.5, out_THW=out
+        )
+
+    return run
+
+
+def _suffix(q: Tensor, codes: Tensor, scales: Tensor | None, blocks: Tensor) -> Callable[[], None]:
+    """A few queries, which read the blocks in place."""
+    q, context = q[:_SUFFIX], _PREFIX + _SUFFIX
+    return partial(
+        prefill_attention,
+        q,
+        codes,
+        scales,
+        tiles=QueryTiles.of(np.array([0]), np.array([_SUFFIX]), np.array([context]), q.device),
+        tables_RB=blocks[: context // _S].view(1, -1),
+        contexts_R=torch.tensor([context], dtype=torch.int32, device=q.device),
+        window=None,
+        out_THD=torch.empty_like(q),
     )
 
 

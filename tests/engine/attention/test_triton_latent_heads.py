@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
+from engine.attention import triton_latent_heads
 from engine.attention.latent_heads import Expansion, Rotation, TorchLatentHeads
-from engine.attention.triton_latent_heads import KernelLatentHeads
+from engine.attention.triton_latent_heads import KernelLatentHeads, slice_size
 from engine.batch.batch import Batch
 from engine.batch.device_batch import DeviceBatch
 from engine.batch.rows import Row
@@ -39,8 +42,10 @@ def naive(q_THD: torch.Tensor, pool: KVPool, rows: list[Row], expansion: Expansi
 
 
 @pytest.mark.parametrize("dtype", ["float32", "fp8_e4m3", "int8"])
-@pytest.mark.parametrize("by", ["torch", "references", "kernels"])
-def test_any_mix_of_rows(by: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("by", "most_keys"), [("torch", 0), *product(["references", "kernels"], [1000, 10])], ids=str)
+def test_any_mix_of_rows(by: str, most_keys: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """most_keys: expanded at a time; in fewer slices than there are keys in some row."""
+    monkeypatch.setattr(triton_latent_heads, "EXPANDED_BYTES", most_keys * HEADS * (NOPE + VALUE) * 4)
     layout = KVLayout(
         model="m",
         num_layers=1,
@@ -149,3 +154,12 @@ def check_kept_alike(pools: list[KVPool]) -> None:
     kept = [pool.read(layer, torch.arange(pool.num_blocks), torch.float32) for pool in pools]
     torch.testing.assert_close(*kept, atol=bound, rtol=bound)
     assert kept[0].any()
+
+
+def test_a_slice_holds_as_many_keys_as_there_is_room_for() -> None:
+    assert slice_size([100, 30], most_keys=1000, block_size=16) == 112
+    assert slice_size([100, 30], most_keys=100, block_size=16) == 64  # 64 + 30
+    assert slice_size([100, 30], most_keys=1, block_size=16) == 16
+    for longest in range(1, 200):
+        size = slice_size([longest, 7], most_keys=50, block_size=8)
+        assert size % 8 == 0 and min(size, longest) + 7 <= 50

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,10 +37,20 @@ from torch.overrides import TorchFunctionMode  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
+from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
 _PROCESSORS = 132
 _SHARED_KIB = {(9, 0): 228, (8, 0): 164}  # of a processor: the CUDA programming guide's table of compute capabilities
+# Instructions of a loop that cost a multiple of what they do: conversions of one number at a time on a slow unit, loads
+# of single bytes out of shared memory, registers that were put away; and matrix products, by which a loop is known.
+_COUNTED = {
+    "conversions": r"(F2F|I2F|F2I)\.",
+    "byte_loads": r"(LDS|LDG\.E)\.[US]8",
+    "spills": r"(LDL|STL)",
+    "products": r"(HMMA|HGMMA|\w*UTC\w*MMA)",
+    "serialized": r"WARPGROUP\.ARRIVE",  # more than one for a product: ptxas lets none run beside anything
+}
 _ADDRESS = 1 << 32  # of every allocation: aligned
 _TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 _aten = torch.ops.aten
@@ -55,6 +65,8 @@ class Launch:
     shared_bytes: int
     registers: int
     stack_bytes: int  # of a thread: what did not fit into its registers
+    num_warps: int
+    loops: tuple[dict[str, int], ...]  # of each innermost loop, how often each of _COUNTED stands there
     ptx: str
 
 
@@ -120,6 +132,8 @@ class _Pointer:
 
 
 def _described(value: Any) -> Any:
+    if isinstance(value, TensorDescriptor):
+        return replace(value, base=_described(value.base))
     if not isinstance(value, Tensor):
         return value
     assert value.is_cuda, "a kernel was given a tensor of the host"
@@ -130,11 +144,38 @@ def _launch(name: str, grid: tuple[int, ...], kernel: Any) -> Launch:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        used = subprocess.run(
-            [_TOOLS / "cuobjdump", "-res-usage", file.name], check=True, capture_output=True, text=True
-        ).stdout
+        used, code = (
+            subprocess.run([_TOOLS / "cuobjdump", what, file.name], check=True, capture_output=True, text=True).stdout
+            for what in ("-res-usage", "-sass")
+        )
     registers, stack = (int(re.search(rf"\b{what}:(\d+)", used)[1]) for what in ("REG", "STACK"))
-    return Launch(name, grid, kernel.metadata.shared, registers, stack, kernel.asm["ptx"])
+    metadata = kernel.metadata
+    return Launch(
+        name, grid, metadata.shared, registers, stack, metadata.num_warps, _innermost_loops(code), kernel.asm["ptx"]
+    )
+
+
+def _innermost_loops(code: str) -> tuple[dict[str, int], ...]:
+    """What is counted between each jump backwards and its target, unless another such pair lies between them."""
+    found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);", code)
+    places = [(int(place, 16), name, operands) for place, name, operands in found]
+    jumps = [
+        (int(target[1], 16), place)
+        for place, name, operands in places
+        if name.startswith("BRA") and (target := re.search(r"0x([0-9a-f]+)", operands)) and int(target[1], 16) < place
+    ]
+    innermost = [
+        (first, last)
+        for first, last in jumps
+        if not any(first <= a and b <= last and (a, b) != (first, last) for a, b in jumps)
+    ]
+    return tuple(
+        {
+            what: sum(first <= place <= last and re.match(pattern, name) is not None for place, name, _ in places)
+            for what, pattern in _COUNTED.items()
+        }
+        for first, last in innermost
+    )
 
 
 class _WithoutCuda(TorchFunctionMode):

@@ -31,7 +31,7 @@ from engine import decode_graphs, likeliest, runner, sampler, streams
 from engine.batch import device_batch
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
-from engine.attention import triton_latent_heads as latent_heads
+from engine.attention import gathered
 from engine.model.transformer import expected_tensors
 from engine.config import GIB, EngineConfig
 from engine.runner import ModelRunner
@@ -152,7 +152,7 @@ class AbsentGauge:
 def main() -> None:
     capability = tuple(int(number) for number in sys.argv[1].split("."))
     # What goes to the device in one copy has its shape, and begins where an allocation does.
-    for module in (device_batch, decode_graphs, latent_heads, likeliest):
+    for module in (device_batch, decode_graphs, gathered, likeliest):
         module.upload = lambda arrays, device: [torch.empty(a.shape, dtype=torch.int32, device=device) for a in arrays]
     streams.streams_of = lambda device: AbsentStreams()
     sampler._place = lambda values, dtype, device: torch.empty(np.shape(values), dtype=dtype, device=device)

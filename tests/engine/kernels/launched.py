@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import pytest
+from torch import Tensor
 
 from engine.attention import triton_heads as heads
 from engine.attention import triton_latent_heads as latent_heads
 from engine.kernels import fused_experts
 from engine.kernels.decode_attention import launch_decode_attention
+from engine.kernels.dense_prefill import launch_dense_prefill_attention
 from engine.kernels.expert_choice import launch_choose_experts
 from engine.kernels.expert_tiles import launch_sort_into_tiles
 from engine.kernels.fused_experts import launch_fused_experts
+from engine.kernels.gather_rows import launch_gather_rows
 from engine.kernels.latent_attention import launch_latent_decode_attention
-from engine.kernels.latent_prefill import launch_latent_prefill_attention
 from engine.kernels.prefill_attention import launch_prefill_attention
 from engine.kernels.rms_norm import launch_add_rms_norm, launch_rms_norm
 from engine.kernels.silu_mul import launch_silu_mul
+from engine.kernels.splits import Splits, share_out
 from engine.kernels.store_heads import launch_store_heads
 from engine.kernels.store_latents import launch_store_latents
 from engine.layers import layers
@@ -29,13 +32,20 @@ def launch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         (heads, "prefill_attention", launch_prefill_attention),
         (heads, "store_heads", launch_store_heads),
         (latent_heads, "latent_decode_attention", launch_latent_decode_attention),
-        (latent_heads, "latent_prefill_attention", launch_latent_prefill_attention),
         (latent_heads, "store_latents", launch_store_latents),
         (expert_bank, "fused_experts", launch_fused_experts),
         (fused_experts, "sort_into_tiles", launch_sort_into_tiles),
         (routing, "choose_experts", launch_choose_experts),
+        (latent_heads, "dense_prefill_attention", launch_dense_prefill_attention),
+        (heads, "dense_prefill_attention", launch_dense_prefill_attention),
+        (heads, "gather_rows", launch_gather_rows),
         (layers, "rms_norm", launch_rms_norm),
         (layers, "add_rms_norm", launch_add_rms_norm),
         (layers, "silu_mul", launch_silu_mul),
     ):
         monkeypatch.setattr(module, name, launch)
+
+    def of(contexts_R: Tensor, *, window: int | None, **more: int) -> Splits:
+        return share_out(contexts_R, window=window, num_programs=3)
+
+    monkeypatch.setattr(Splits, "of", of)

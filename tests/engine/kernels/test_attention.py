@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -9,7 +10,16 @@ import pytest
 import torch
 
 from engine.kernels.decode_attention import launch_decode_attention, reference_decode_attention
-from engine.kernels.prefill_attention import QueryTiles, launch_prefill_attention, reference_prefill_attention
+from engine.kernels.dense_prefill import (
+    Carry,
+    Slice,
+    launch_dense_prefill_attention,
+    reference_dense_prefill_attention,
+)
+from engine.kernels.gather_rows import launch_gather_rows, reference_gather_rows
+from engine.kernels.prefill_attention import launch_prefill_attention, reference_prefill_attention
+from engine.kernels.splits import KEYS, share_out
+from engine.kernels.tiles import QueryTiles
 from tests.engine.kernels.pools import DEVICE, DTYPES, EIGHT_BITS, random, random_pool
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
@@ -22,6 +32,8 @@ CASES = [
     (3, 1, 64, 16, None, "int8", torch.float16),
     (4, 2, 80, 8, None, None, torch.float32),
     (2, 1, 64, 16, 70, None, torch.float32),
+    (18, 1, 32, 48, None, "fp8", torch.float16),  # more heads than a tile of one warp has, blocks of no power of two
+    (2, 2, 64, 1, None, "int8", torch.float16),  # scales that do not lie two and two
     (2, 1, 32, 8, 7, "fp8", torch.float32),
     (2, 1, 32, 8, 7, "int8", torch.float32),
     *((32, 8, 128, 16, None, kind, torch.bfloat16) for kind in (None, *EIGHT_BITS) if torch.bfloat16 in DTYPES),
@@ -38,12 +50,13 @@ def tables_for(contexts: list[int], block_size: int) -> torch.Tensor:
     return tables.to(DEVICE)
 
 
-@pytest.mark.parametrize(("case", "num_splits"), [*product(CASES, [1, 3]), (CASES[0], 20)], ids=str)
-def test_decode(case: tuple, num_splits: int) -> None:
+@pytest.mark.parametrize(("case", "num_programs"), [*product(CASES, [1, 3]), (CASES[0], 20)], ids=str)
+def test_decode(case: tuple, num_programs: int) -> None:
     num_heads, num_kv_heads, dim, block_size, window, kind, dtype = case
-    contexts = [1, 130, 65]
+    contexts = [1, 330, 65]  # of 1, 6 and 2 blocks: programs end inside a row, and have several
     tables = tables_for(contexts, block_size)
-    codes, scales = random_pool(40, num_kv_heads, block_size, dim, dtype=EIGHT_BITS.get(kind, dtype))
+    contexts_R = torch.tensor(contexts, dtype=torch.int32, device=DEVICE)
+    codes, scales = random_pool(400 // block_size + 4, num_kv_heads, block_size, dim, dtype=EIGHT_BITS.get(kind, dtype))
     q = random(8, num_heads, dim, dtype=dtype)
     outs = [torch.full_like(q, 7.0) for _ in range(2)]
     for attend, out in zip((launch_decode_attention, reference_decode_attention), outs, strict=True):
@@ -53,9 +66,9 @@ def test_decode(case: tuple, num_splits: int) -> None:
             scales,
             tokens_R=torch.tensor([6, 0, 2], device=DEVICE),
             tables_RB=tables,
-            contexts_R=torch.tensor(contexts, dtype=torch.int32, device=DEVICE),
+            contexts_R=contexts_R,
             window=window,
-            num_splits=num_splits,
+            splits=share_out(contexts_R, window=window, num_programs=num_programs),
             out_THD=out,
         )
     tolerance = TOLERANCE[dtype] * (3 if kind else 1)  # values are three times as large there
@@ -68,30 +81,77 @@ def test_a_row_without_keys_gets_zeros() -> None:
     codes, _ = random_pool(2, 2, 8, 64, dtype=torch.float32)
     q = random(2, 4, 64)
     out = torch.full_like(q, 7.0)
+    contexts = torch.tensor([0, 5], dtype=torch.int32, device=DEVICE)
     launch_decode_attention(
         q,
         codes,
         None,
         tokens_R=torch.tensor([0, 1], device=DEVICE),
         tables_RB=torch.zeros(2, 1, dtype=torch.int32, device=DEVICE),
-        contexts_R=torch.tensor([0, 5], dtype=torch.int32, device=DEVICE),
+        contexts_R=contexts,
         window=None,
-        num_splits=2,
+        splits=share_out(contexts, window=None, num_programs=2),
         out_THD=out,
     )
     assert not out[0].any() and out[1].all()
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_prefill(case: tuple) -> None:
+@pytest.mark.parametrize("num_programs", [1, 7, 300])
+@pytest.mark.parametrize("window", [None, 100])
+def test_every_program_has_as_much_to_do(num_programs: int, window: int | None) -> None:
+    """Rows of unlike lengths, more of them than are looked at together: each block belongs to one program, and none has
+    more than any other, but that few are not worth a program."""
+    contexts = torch.tensor([0, 5000, 1, 64, 65, 0, *range(140), 3000, 0], dtype=torch.int32)
+    splits = share_out(contexts.to(DEVICE), window=window, num_programs=num_programs)
+    firsts = (contexts - window).clamp(min=0) // KEYS if window else torch.zeros_like(contexts)
+    counts = (contexts + KEYS - 1) // KEYS - firsts
+    total = int(counts.sum())
+    share = max(4, -(-total // num_programs))
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+    assert splits.starts_R.tolist() == [*starts.tolist(), share]
+    row_of = torch.repeat_interleave(torch.arange(len(contexts)), counts).tolist()
+    for program, row in enumerate(splits.rows_W.tolist()):
+        first = program * share
+        assert row == row_of[first] if first < total else row == len(contexts)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_values_of_any_size_keep_their_share(kind: str) -> None:
+    """Scales of values from 2^-30 to 2^30 in one row, and queries beyond fp16's range."""
+    codes, scales = random_pool(10, 1, 16, 64, dtype=EIGHT_BITS[kind])
+    powers = 2.0 ** torch.linspace(-30, 30, 160).view(10, 16).to(DEVICE)
+    scales[:, 1, 0] = (scales[:, 1, 0].float() * powers).to(scales.dtype)
+    q = random(1, 2, 64) * 2.0**18
+    scales[:, 0] *= 2.0**-20
+    contexts = torch.tensor([160], dtype=torch.int32, device=DEVICE)
+    outs = [torch.empty_like(q, dtype=torch.bfloat16) for _ in range(2)]
+    for attend, out in zip((launch_decode_attention, reference_decode_attention), outs, strict=True):
+        attend(
+            q.to(torch.bfloat16),
+            codes,
+            scales,
+            tokens_R=torch.tensor([0], device=DEVICE),
+            tables_RB=torch.arange(10, dtype=torch.int32, device=DEVICE).view(1, -1),
+            contexts_R=contexts,
+            window=None,
+            splits=share_out(contexts, window=None, num_programs=2),
+            out_THD=out,
+        )
+    assert outs[1].abs().max() > 1e6
+    torch.testing.assert_close(outs[0], outs[1], atol=2e-2 * outs[1].abs().max().item(), rtol=2e-2)
+
+
+@pytest.mark.parametrize(("case", "num_splits"), [*product(CASES, [1]), *product(CASES[1:5], [3])], ids=str)
+def test_prefill(case: tuple, num_splits: int) -> None:
     num_heads, num_kv_heads, dim, block_size, window, kind, dtype = case
     contexts, lengths = [135, 70, 3], [135, 40, 2]  # a whole prompt of two tiles, and chunks behind a prefix
     begins = np.array([1, 136, 178])  # tokens 0, 176 and 177 belong to other rows
     tables = tables_for(contexts, block_size)
-    codes, scales = random_pool(40, num_kv_heads, block_size, dim, dtype=EIGHT_BITS.get(kind, dtype))
+    codes, scales = random_pool(220 // block_size + 4, num_kv_heads, block_size, dim, dtype=EIGHT_BITS.get(kind, dtype))
     q = random(180, num_heads, dim, dtype=dtype)
     outs = [torch.full_like(q, 7.0) for _ in range(2)]
-    for attend, out in zip((launch_prefill_attention, reference_prefill_attention), outs, strict=True):
+    launch = partial(launch_prefill_attention, num_splits=num_splits)
+    for attend, out in zip((launch, reference_prefill_attention), outs, strict=True):
         attend(
             q,
             codes,
@@ -105,3 +165,60 @@ def test_prefill(case: tuple) -> None:
     tolerance = TOLERANCE[dtype] * (3 if kind else 1)
     torch.testing.assert_close(outs[0], outs[1], atol=tolerance, rtol=tolerance)
     assert (outs[0][[0, 176, 177]] == 7.0).all(), "tokens of other rows were written"
+
+
+@pytest.mark.parametrize("kind", [None, *EIGHT_BITS])
+@pytest.mark.parametrize(("block_size", "dim"), [(16, 64), (8, 80)])
+def test_rows_are_gathered_as_numbers(kind: str | None, block_size: int, dim: int) -> None:
+    codes, scales = random_pool(9, 3, block_size, dim, dtype=EIGHT_BITS.get(kind, torch.float16))
+    blocks = torch.tensor([4, 0, 7, 7, 1], dtype=torch.int32, device=DEVICE)
+    ours, expected = (
+        gather(codes, scales, blocks, torch.float16) for gather in (launch_gather_rows, reference_gather_rows)
+    )
+    for a, b in zip(ours, expected, strict=True):
+        assert a.shape == (5 * block_size, 3, dim)
+        torch.testing.assert_close(a, b, atol=0, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # numpy, of keys that are masked after the product
+@pytest.mark.parametrize("size", [1 << 30, 64])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "dim", "shared"), [(4, 2, 64, 0), (3, 3, 32, 16), (2, 1, 24, 0)])
+def test_slices_of_dense_keys(
+    num_heads: int, num_kv_heads: int, dim: int, shared: int, dtype: torch.dtype, size: int
+) -> None:
+    """Each slice goes on where the one before has ended, whatever is left of a row; behind a row's last key nothing is
+    a number."""
+    contexts, lengths, begins = [135, 70, 3], [135, 40, 2], np.array([1, 136, 178])
+    q = random(180, num_heads, dim + shared, dtype=dtype)
+    out, expected = (torch.full((180, num_heads, dim), 7.0, dtype=dtype, device=DEVICE) for _ in range(2))
+    carries = [Carry.empty(180, num_heads, dim, DEVICE) for _ in range(2)]
+    tiles = QueryTiles.of(begins, np.array(lengths), np.array(contexts), DEVICE)
+    for begin in range(0, 135, size):
+        firsts, kept = [], 0
+        for context in contexts:
+            firsts.append(kept)
+            kept += max(0, min(context - begin, size)) + 1
+        k, v = (random(kept, num_kv_heads, dim, dtype=dtype, seed=begin + i) for i in range(2))
+        keys = random(kept, shared, dtype=dtype, seed=begin + 2) if shared else None
+        ends = torch.tensor([*firsts[1:], kept], device=DEVICE) - 1
+        for numbers in (k, v) if keys is None else (k, v, keys):
+            numbers[ends] = torch.inf
+        for attend, target, carry in (
+            (launch_dense_prefill_attention, out, carries[0]),
+            (reference_dense_prefill_attention, expected, carries[1]),
+        ):
+            attend(
+                q,
+                k,
+                keys,
+                v,
+                tiles=tiles,
+                firsts_R=torch.tensor(firsts, dtype=torch.int32, device=DEVICE),
+                contexts_R=torch.tensor(contexts, dtype=torch.int32, device=DEVICE),
+                scale=0.2,
+                out_THW=target,
+                part=Slice(begin, begin + size, is_last=begin + size >= 135, carry=carry if size < 135 else None),
+            )
+    torch.testing.assert_close(out, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    assert (out[[0, 176, 177]] == 7.0).all(), "tokens of other rows were written"

@@ -19,16 +19,16 @@ pytest.importorskip("triton")
 
 _ROOT = Path(__file__).parents[3]
 _SHARED_KIB = {"9.0": 227, "8.0": 163}  # of one program: the CUDA programming guide's table of compute capabilities
-_STACK_BYTES = {"9.0": 0, "8.0": 64}  # tiles are made for the first; a few registers do not matter
+_STACK_BYTES = 64  # a few registers do not matter, outside of loops
 _PRODUCTS = {"9.0": "wgmma.mma_async", "8.0": "mma.sync"}
 # Of prompts: tiles that are large enough for the widest instruction. Rows of a few heads or tokens are not.
 _WIDE = {"_attend_tile"}
 
 
-def launches(capability: str, *cases: str) -> list[dict[str, Any]]:
+def launches(capability: str, *cases: str, program: str = "compiled_steps") -> list[dict[str, Any]]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    program = [sys.executable, "-m", "tests.engine.kernels.compiled_steps", capability, *cases]
-    done = subprocess.run(program, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    command = [sys.executable, "-m", f"tests.engine.kernels.{program}", capability, *cases]
+    done = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [of["case"] for of in found] == list(cases)
@@ -38,12 +38,54 @@ def launches(capability: str, *cases: str) -> list[dict[str, Any]]:
 def check(capability: str, *cases: str) -> None:
     for launch in launches(capability, *cases):
         place = f"{launch['case']}: {launch['name']}{launch['grid']}"
-        assert launch["stack_bytes"] <= _STACK_BYTES[capability], (
+        assert launch["stack_bytes"] <= _STACK_BYTES, (
             f"{place} has {launch['stack_bytes']} bytes of each thread in memory"
         )
         assert launch["shared_bytes"] <= _SHARED_KIB[capability] << 10, place
         if launch["name"] in _WIDE:
             assert _PRODUCTS[capability] in launch["ptx"], f"{place} multiplies without {_PRODUCTS[capability]}"
+
+
+# Warps that a processor of an H100 is to hold at once, where the kernel waits for memory or for products: from its
+# 65536 registers and 228 KiB.
+_WARPS = {"_attend_part": 8, "_attend_tile": 8, "_attend_latents": 8, "_gather_rows": 32}
+# 16 heads of a latent layout in 8 bits take their operands from shared memory byte by byte.
+_BYTE_BY_BYTE = {("_attend_latents", "fp8"), ("_attend_latents", "int8")}
+
+
+def check_loops(capability: str, *kinds: str) -> None:
+    """What loops over keys may not have, on any device; and how many of their warps run side by side."""
+    seen = set()
+    for launch in launches(capability, *kinds, program="compiled_attention"):
+        name, place = launch["name"], f"{launch['case']}: {launch['name']}{launch['grid']} on {capability}"
+        seen.add(name)
+        loops = [loop for loop in launch["loops"] if loop["products"]]
+        assert bool(loops) == (name in {"_attend_part", "_attend_tile", "_attend_latents"}), place
+        for loop in loops:
+            assert loop["conversions"] == 0, f"{place} converts {loop['conversions']} numbers one by one"
+            if capability == "9.0":
+                assert loop["serialized"] <= 3, f"{place}: ptxas lets no product run beside anything"
+            if (name, launch["case"]) not in _BYTE_BY_BYTE and (capability != "8.0" or name != "_attend_tile"):
+                assert loop["byte_loads"] == 0, f"{place} loads {loop['byte_loads']} bytes one by one"
+                assert loop["spills"] == 0, f"{place} puts {loop['spills']} registers away"
+        if capability == "9.0":
+            warps = launch["num_warps"]
+            by_registers = 65536 // (-(-launch["registers"] // 8) * 8 * 32 * warps)
+            by_memory = (228 << 10) // (launch["shared_bytes"] + 1024)  # each has a KiB of the system's
+            assert min(by_registers, by_memory) * warps >= _WARPS.get(name, 0), place
+    assert {"_attend_part", "_attend_tile", "_attend_latents", "_gather_rows"} <= seen
+
+
+@pytest.mark.timeout(300)
+def test_attention_loops_over_codes() -> None:
+    check_loops("9.0", "fp8")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("capability", ["9.0", "8.0", "10.0"])
+def test_attention_loops(capability: str) -> None:
+    check_loops(capability, "bf16", "fp8", "int8")
 
 
 @pytest.mark.timeout(300)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine.attention import triton_heads
 from engine.attention.heads import Heads, TorchHeads
 from engine.attention.triton_heads import KernelHeads
 from engine.batch.batch import Batch
@@ -24,11 +25,18 @@ WINDOWS = [None, 9]
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("dtype", ["float32", "fp8_e4m3", "int8"])
 @pytest.mark.parametrize("has_norms", [False, True])
-@pytest.mark.parametrize("is_launched", [False, True])
+@pytest.mark.parametrize(("is_launched", "is_gathered"), [(False, False), (True, False), (True, True)])
 def test_a_mixed_step(
-    dtype: str, window: int | None, has_norms: bool, is_launched: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: str,
+    window: int | None,
+    has_norms: bool,
+    is_launched: bool,
+    is_gathered: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two prompts, of which one is a later chunk, and two single tokens between them."""
+    for name in ("MIN_QUERIES", "MIN_QUERIES_OF_CODES") if is_gathered else ():
+        monkeypatch.setattr(triton_heads, name, 1)
     layout = KVLayout(model="m", num_layers=2, num_kv_heads=2, head_dim=32, block_size=8, dtype=dtype)
     spans = [(0, 19, [3, 1, 7]), (12, 13, [5, 0]), (8, 20, [2, 4, 6]), (0, 1, [8])]
     rows = [Row(token_ids=[0] * (end - start), start=start, blocks=b, num_logits=1) for start, end, b in spans]
@@ -47,5 +55,31 @@ def test_a_mixed_step(
     expected = attended(TorchHeads(batch, pools[0], angles.cos(), angles.sin(), WINDOWS))
     if is_launched:
         launch_kernels(monkeypatch)
-    got = attended(KernelHeads(DeviceBatch.of(batch, DEVICE), pools[1], angles.cos(), angles.sin()))
+    on_device = DeviceBatch.of(batch, DEVICE)
+    assert triton_heads.is_worth_gathering(on_device.prompts, pools[1], fused.dtype) == is_gathered
+    got = attended(KernelHeads(on_device, pools[1], angles.cos(), angles.sin()))
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_few_queries_of_many_keys_read_them_in_place() -> None:
+    """So do prompts whose keys would take too much memory."""
+    layout = KVLayout(model="m", num_layers=1, num_kv_heads=2, head_dim=32, block_size=8, dtype="float32")
+    pool = KVPool(layout, num_blocks=700, device=DEVICE)
+    blocks = iter(range(700))
+
+    def is_gathered(*spans: tuple[int, int]) -> bool:
+        """spans: of a row's new tokens behind so many."""
+        rows = [
+            Row(
+                token_ids=[0] * new, start=old, blocks=[next(blocks) for _ in range((old + new + 7) // 8)], num_logits=1
+            )
+            for old, new in spans
+        ]
+        batch = DeviceBatch.of(Batch.of(rows, block_size=8), DEVICE)
+        return triton_heads.is_worth_gathering(batch.prompts, pool, torch.float32)
+
+    assert is_gathered((0, 300)) and not is_gathered((0, 200))
+    assert not is_gathered((0, 300), (2000, 8)) and is_gathered((0, 600), (100, 8))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_heads, "MOST_GATHERED_BYTES", 300 * 2 * 2 * 32 * 4 - 1)
+        assert not is_gathered((0, 300))

@@ -1,0 +1,113 @@
+"""How the keys of a step's rows are shared out among programs: evenly, however unlike the rows' lengths are.
+
+The rows' keys stand one row behind the other, in blocks of KEYS. Of these each program takes as many as any other,
+wherever rows end:
+
+    rows      |------ 0 ------|- 1 -|------------- 2 -------------|
+    programs  |--- 0 ---|--- 1 ---|--- 2 ---|--- 3 ---|--- 4 ---|-|
+
+A part is what one program computes of one row. In their order, each has one more program or one more row before it than
+the part before has: so program w's part of row r is part w + r, and W + R are enough.
+The shape of all this follows from how many rows there are, and `longest`, alone: so a recorded step may hold it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from engine.kernels.language import cdiv, jit, tl
+
+# R rows, W programs (of one kv head)
+
+KEYS = 64  # of a block
+_MIN_BLOCKS = 4  # of a program: below, putting the parts together costs more than they do
+_ROWS, _PROGRAMS = 128, 16  # that are looked at together
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Made once per step, for all layers of one window."""
+
+    starts_R: Tensor  # int32 (R + 2): each row's first block; then the number of all blocks, and of one program's
+    rows_W: Tensor  # int32: the row of each program's first block
+
+    @classmethod
+    def of(cls, contexts_R: Tensor, *, window: int | None, num_heads: int, longest: int, resident: int) -> Splits:
+        """contexts: (R,) int32 keys of each row, none more than `longest`. num_heads: how many programs share a part,
+        each for one head, or group of heads. resident: how many programs of the kernel a processor runs at once.
+        On a CPU nothing is shared out."""
+        if not contexts_R.is_cuda:
+            return cls(contexts_R, contexts_R)
+        processors = torch.cuda.get_device_properties(contexts_R.device).multi_processor_count
+        wanted = processors * resident // num_heads
+        possible = len(contexts_R) * cdiv(cdiv(longest, KEYS), _MIN_BLOCKS)
+        return share_out(contexts_R, window=window, num_programs=max(1, min(wanted, possible)))
+
+
+def share_out(contexts_R: Tensor, *, window: int | None, num_programs: int) -> Splits:
+    starts_R = torch.empty(len(contexts_R) + 2, dtype=torch.int32, device=contexts_R.device)
+    rows_W = torch.empty(num_programs, dtype=torch.int32, device=contexts_R.device)
+    _share_out[(1,)](
+        contexts_R,
+        starts_R,
+        rows_W,
+        len(contexts_R),
+        num_programs,
+        WINDOW=window or 0,
+        BLOCK_N=KEYS,
+        MIN_BLOCKS=_MIN_BLOCKS,
+        BLOCK_R=_ROWS,
+        BLOCK_W=_PROGRAMS,
+    )
+    return Splits(starts_R, rows_W)
+
+
+@jit
+def blocks_of(context: tl.tensor, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """-> the first block of a row that its query sees, and how many it sees."""
+    first = context * 0
+    if WINDOW > 0:
+        first = tl.maximum(context - WINDOW, 0) // BLOCK_N
+    return first, (context + BLOCK_N - 1) // BLOCK_N - first
+
+
+@partial(jit, do_not_specialize=["num_rows", "num_programs"])
+def _share_out(
+    contexts: tl.tensor,
+    starts: tl.tensor,
+    rows: tl.tensor,
+    num_rows: tl.tensor,
+    num_programs: tl.tensor,
+    WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+) -> None:
+    """One program for all: a few hundred rows at most are of one query."""
+    i = tl.arange(0, BLOCK_R)
+    total = 0
+    for start in range(0, num_rows, BLOCK_R):
+        r = start + i
+        _, count = blocks_of(tl.load(contexts + r, mask=r < num_rows, other=0), WINDOW, BLOCK_N)
+        tl.store(starts + r, total + tl.cumsum(count, axis=0) - count, mask=r < num_rows)
+        total += tl.sum(count, axis=0)
+    share = tl.maximum((total + num_programs - 1) // num_programs, MIN_BLOCKS)
+    tl.store(starts + num_rows, total)
+    tl.store(starts + num_rows + 1, share)
+    for start in range(0, num_programs, BLOCK_W):
+        w = start + tl.arange(0, BLOCK_W)
+        row = tl.zeros([BLOCK_W], tl.int32)  # as many as end before, or where, the program's first block begins
+        end = 0
+        for first in range(0, num_rows, BLOCK_R):
+            r = first + i
+            _, count = blocks_of(tl.load(contexts + r, mask=r < num_rows, other=0), WINDOW, BLOCK_N)
+            ends = end + tl.cumsum(count, axis=0)
+            is_before = (ends[None, :] <= (w * share)[:, None]) & (r < num_rows)[None, :]
+            row += tl.sum(is_before.to(tl.int32), axis=1)
+            end += tl.sum(count, axis=0)
+        tl.store(rows + w, row, mask=w < num_programs)

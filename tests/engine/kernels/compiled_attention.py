@@ -1,0 +1,117 @@
+"""The attention kernels alone on a GPU that is not there: a program, which prints what was compiled, as JSON.
+
+python -m tests.engine.kernels.compiled_attention 9.0 bf16 fp8 int8
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+
+# ruff: isort: off
+from tests.engine.kernels.absent_gpu import DEVICE, absent_gpu
+
+import torch
+from torch import Tensor
+
+from engine.kernels.decode_attention import launch_decode_attention, resident_programs
+from engine.kernels.dense_prefill import Carry, Slice, WHOLE, launch_dense_prefill_attention
+from engine.kernels.gather_rows import launch_gather_rows
+from engine.kernels.latent_attention import launch_latent_decode_attention, splits_of_latents
+from engine.kernels.prefill_attention import launch_prefill_attention
+from engine.kernels.splits import Splits
+from engine.kernels.tiles import QueryTiles
+# ruff: isort: on
+
+# Llama 3 8B's heads, and DeepSeek-V2-Lite's
+_H, _K, _D, _S = 32, 8, 128, 16
+_LATENT, _ROPE, _LATENT_HEADS = 512, 64, 16
+_ROWS, _CONTEXT, _QUERIES = 64, 8192, 2048
+_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
+
+
+def main() -> None:
+    capability = tuple(int(number) for number in sys.argv[1].split("."))
+    for kind in sys.argv[2:]:
+        with absent_gpu(capability) as launches:
+            attend(_DTYPES[kind])
+        print(json.dumps({"case": kind, "launches": [asdict(launch) for launch in launches]}), flush=True)
+
+
+def attend(pool_dtype: torch.dtype) -> None:
+    contexts = _ints(_ROWS)
+    tables = _ints(_ROWS, _CONTEXT // _S)
+    is_wide = pool_dtype == torch.bfloat16
+    codes = torch.empty(4096, 2, _K, _S, _D, dtype=pool_dtype, device=DEVICE)
+    scales = None if is_wide else _numbers(4096, 2, _K, _S)
+    q = _numbers(_QUERIES, _H, _D)
+    rows = {"tables_RB": tables, "contexts_R": contexts, "window": None}
+    launch_decode_attention(
+        q,
+        codes,
+        scales,
+        tokens_R=_ints(_ROWS),
+        **rows,
+        splits=Splits.of(
+            contexts,
+            window=None,
+            num_heads=_K,
+            longest=_CONTEXT,
+            resident=resident_programs(has_scales=not is_wide),
+        ),
+        out_THD=torch.empty_like(q),
+    )
+    tiles = QueryTiles(*(_ints(size) for size in (_QUERIES // 64, _QUERIES // 64, _ROWS, _ROWS)))
+    for num_splits in (2,):
+        launch_prefill_attention(
+            q, codes, scales, tiles=tiles, **rows, out_THD=torch.empty_like(q), num_splits=num_splits
+        )
+    k, v = launch_gather_rows(codes, scales, _ints(_CONTEXT // _S), q.dtype)
+    dense(q, k, None, v, tiles, WHOLE)
+    if is_wide:  # latents are widened before
+        carry = Carry.empty(_QUERIES, _LATENT_HEADS, _D, DEVICE)
+        for part in (WHOLE, Slice(_CONTEXT, 2 * _CONTEXT, is_last=False, carry=carry)):
+            shape = (_CONTEXT, _LATENT_HEADS, _D)
+            query = _numbers(_QUERIES, _LATENT_HEADS, _D + _ROPE)
+            dense(
+                query, _numbers(*shape), _numbers(_CONTEXT, _LATENT + _ROPE)[:, _LATENT:], _numbers(*shape), tiles, part
+            )
+    width = _LATENT + (_ROPE if is_wide else 2 * _ROPE)
+    launch_latent_decode_attention(
+        _numbers(_ROWS, _LATENT_HEADS, _LATENT + _ROPE),
+        torch.empty(4096, 1, 1, _S, width, dtype=pool_dtype, device=DEVICE),
+        None if is_wide else _numbers(4096, 1, 1, _S),
+        latent_dim=_LATENT,
+        scale=0.1,
+        tables_RB=tables,
+        contexts_R=contexts,
+        splits=splits_of_latents(contexts, num_heads=_LATENT_HEADS, longest=_CONTEXT),
+    )
+
+
+def dense(q: Tensor, k: Tensor, shared: Tensor | None, v: Tensor, tiles: QueryTiles, part: Slice) -> None:
+    launch_dense_prefill_attention(
+        q,
+        k,
+        shared,
+        v,
+        tiles=tiles,
+        firsts_R=_ints(_ROWS),
+        contexts_R=_ints(_ROWS),
+        scale=0.1,
+        out_THW=torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=DEVICE),
+        part=part,
+    )
+
+
+def _ints(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.int32, device=DEVICE)
+
+
+def _numbers(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device=DEVICE)
+
+
+if __name__ == "__main__":
+    main()
