@@ -175,7 +175,7 @@ class Engine(Generic[Logits]):
         if not rows:
             return []
         assert logits is not None
-        return self._sampler(logits, rows, positions if len(rows) > len(step.decoding) + len(whole) else None)
+        return self._sampler(logits, rows, positions if len(rows) > len(step.decoding) + len(whole) else None).wait()
 
     # Sequences.
 

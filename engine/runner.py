@@ -18,6 +18,8 @@ from engine.batch.rows import Row
 from engine.config import GIB, EngineConfig, num_blocks_for
 from engine.cpu.library import open_copies, open_kernels
 from engine.decode_graphs import Capture, CudaCapture, DecodeGraphs
+from engine.kernels.choice import NUM_NUMBERS, launch_choice
+from engine.kernels.log_norm import launch_log_norms
 from engine.kv.pool import KVPool
 from engine.layers.shards import ShardReader
 from engine.model.transformer import OnLayer, OnLogits, Transformer
@@ -126,7 +128,10 @@ class ModelRunner:
         most = min(max_tokens, self.max_tokens)
         for count in (1 << i for i in range(most.bit_length())):  # kernels differ by how many rows they are made for
             row = Row(token_ids=[0] * count, start=0, blocks=range(-(-count // size)), num_logits=1)
-            self.forward(Batch.of([row], block_size=size), on_layer=lambda layer: None)
+            logits = self.forward(Batch.of([row], block_size=size), on_layer=lambda layer: None)
+        launch_log_norms(logits)
+        for numbers in (None, torch.zeros(1, NUM_NUMBERS, dtype=torch.int32, device=self.device)):
+            launch_choice(logits, numbers)
         self.pool.synchronize()
         logger.info("warmed up with up to %d tokens in %.1f s", most, time.monotonic() - begin)
 

@@ -63,7 +63,7 @@ engine.last_rows: engine(batch scoring sequence)
 engine.layers: cluster(words) engine(cpu kernels parallel weights)
 engine.learnt_timing: cluster(words) engine(batch)
 engine.likeliest: engine(batch cpu penalties)
-engine.logprobs:
+engine.logprobs: engine(kernels)
 engine.model: cluster(model) engine(attention batch cpu expert_placement kernels kv layers parallel weights)
 engine.orders: cluster(words) engine(tiers)
 engine.pace: cluster(words) engine(batch learnt_timing rate)
@@ -73,9 +73,9 @@ engine.prompts: cluster(words) engine(kv sequence)
 engine.quantization: cluster(model words) engine(batch config kernels kv layers model parallel weights)
 engine.rate:
 engine.ruled_tokens: cluster(words)
-engine.runner: cluster(model words) engine(batch config cpu decode_graphs kv layers model orders parallel scorer
+engine.runner: cluster(model words) engine(batch config cpu decode_graphs kernels kv layers model orders parallel scorer
     step weights)
-engine.sampler: cluster(words) engine(likeliest logprobs ruled_tokens sampling)
+engine.sampler: cluster(words) engine(batch kernels likeliest logprobs ruled_tokens sampling)
 engine.sampling: cluster(words) engine(penalties ruled_tokens)
 engine.scorer: cluster(words) engine(logprobs scoring step)
 engine.scoring: cluster(words)

@@ -8,7 +8,7 @@ from cluster.words.timing import StepTiming, pairs
 from engine.engine import Engine, SchedulerConfig
 from engine.orders import Orders
 from engine.prompts import Prompt
-from engine.sampling import Chosen, SamplingRow
+from engine.sampling import Sampled, SamplingRow
 from engine.step import ScheduledStep
 from router.simulator.clock import Clock
 from router.simulator.cores import Cores
@@ -19,9 +19,9 @@ NO_LIMIT = 1 << 40
 NO_LOGITS = ()
 
 
-def repeat_last(logits: tuple[()], rows: Sequence[SamplingRow], positions: Sequence[int] | None, /) -> list[Chosen]:
+def repeat_last(logits: tuple[()], rows: Sequence[SamplingRow], positions: Sequence[int] | None, /) -> Sampled:
     """Implements engine.sampling.Sampler: tokens that are all alike."""
-    return [(row.tokens[-1], None) for row in rows]
+    return Sampled.known([(row.tokens[-1], None) for row in rows])
 
 
 class PrefillReplica:

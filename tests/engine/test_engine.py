@@ -22,7 +22,7 @@ from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
 from engine.orders import Orders
 from engine.prompts import KVSource, Prompt, PromptQueue
-from engine.sampling import Chosen, SamplingRow
+from engine.sampling import Sampled, SamplingRow
 from engine.sequence import Sequence as TokenSequence
 from engine.step import Prefilled, ScheduledStep
 
@@ -120,14 +120,12 @@ def _slot(blocks: Sequence[int], position: int) -> int:
     return blocks[position // _BLOCK] * _BLOCK + position % _BLOCK
 
 
-def choose(
-    logits: list[tuple[int, ...]], rows: Sequence[SamplingRow], positions: Sequence[int] | None
-) -> list[Chosen | None]:
+def choose(logits: list[tuple[int, ...]], rows: Sequence[SamplingRow], positions: Sequence[int] | None) -> Sampled:
     """As a sampler that finds no token behind POISON."""
     found = [logits[i] for i in (range(len(rows)) if positions is None else positions)]
-    return [
-        None if POISON in tokens else (_next(tokens, row.seed), None) for tokens, row in zip(found, rows, strict=True)
-    ]
+    return Sampled.known(
+        [None if POISON in tokens else (_next(tokens, row.seed), None) for tokens, row in zip(found, rows, strict=True)]
+    )
 
 
 def _prompt(

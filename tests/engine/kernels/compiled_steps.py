@@ -121,9 +121,10 @@ class FakeCheckpoint:
 def main() -> None:
     capability = tuple(int(number) for number in sys.argv[1].split("."))
     # What goes to the device in one copy has its shape, and begins where an allocation does.
-    for module in (device_batch, decode_graphs, latent_heads, likeliest):
+    for module in (device_batch, decode_graphs, latent_heads, likeliest, sampler):
         module.upload = lambda arrays, device: [torch.empty(a.shape, dtype=torch.int32, device=device) for a in arrays]
     sampler._place = lambda values, dtype, device: torch.empty(np.shape(values), dtype=dtype, device=device)
+    sampler.download = lambda tensors: lambda: [np.zeros(tensor.shape, dtype=int) for tensor in tensors]
     runner.open_checkpoint = FakeCheckpoint
     model_config.fingerprint = lambda model_dir: "without numbers"
     for case in sys.argv[2:]:
@@ -182,10 +183,10 @@ def call_again(step: Callable[[], None]) -> Callable[[], None]:
 
 
 def choose(logits: Tensor) -> None:
-    """As a worker samples: the host waits for the tokens, once, and does nothing else with numbers of the device."""
+    """As a worker samples: the host asks for no number of the device, but for what it gets from there in the end."""
     samplings = (
         Sampling(temperature=0.0),
-        Sampling(temperature=0.7, top_k=20, min_p=0.1),
+        Sampling(temperature=0.7, top_k=20, top_p=0.9, min_p=0.1, num_logprobs=2),
         Sampling(temperature=1.0, repetition_penalty=1.1, presence_penalty=0.5),
         Sampling(temperature=1.0, min_tokens=5, stop_token_ids=(7,)),
         Sampling(token_rules=TokenRules(logit_bias=((7, 1.0),), allowed_token_ids=(7, 9), bad_words=((3, 9),))),
@@ -195,8 +196,9 @@ def choose(logits: Tensor) -> None:
         for _, sampling in zip(logits, cycle(samplings), strict=False)
     ]
     with numbers_awaited() as awaited:
-        sample(logits, rows)
-    assert awaited == [(len(rows),)], awaited
+        sampled = sample(logits, rows)
+    assert not awaited and sampled.token_ids.shape == (len(rows),), awaited
+    assert len(sampled.wait()) == len(rows)
 
 
 @contextmanager
