@@ -27,6 +27,7 @@ from engine.orders import Orders
 from engine.parallel import TensorParallel
 from engine.scorer import Scorer
 from engine.step import ScheduledStep
+from engine.weights.checkpoint import Checkpoint
 from engine.weights.open_checkpoint import open_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -43,11 +44,13 @@ class ModelRunner:
         config: EngineConfig,
         parallel: TensorParallel | None = None,
         *,
+        checkpoint: Checkpoint | None = None,
         capture: Capture | None = None,
         progress: Callable[[float], None] | None = None,
     ) -> None:
         """Loads this rank's weights, which takes a while: `progress` is told the fraction done. Raises SpecError.
 
+        checkpoint: where weights come from. None: the files of the model directory.
         capture: what records decode steps. None: CUDA on its devices, and on others nothing does.
         """
         self.parallel = parallel or TensorParallel()
@@ -68,7 +71,7 @@ class ModelRunner:
                     "engine: deterministic needs a CPU, bfloat16 and a C++ compiler on the worker's machine"
                 )
         reader = ShardReader(
-            open_checkpoint(config.model_dir),
+            checkpoint or open_checkpoint(config.model_dir),
             self.parallel,
             self.dtype,
             self.device,

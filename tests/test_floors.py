@@ -82,8 +82,8 @@ engine.scoring: cluster(words)
 engine.sequence: cluster(words) engine(kv ruled_tokens sampling scoring)
 engine.step: cluster(words) engine(batch last_rows orders prompts scoring sequence)
 engine.tiers: cluster(process words) engine(kv rate sequence)
-engine.tools: cluster(process words) engine(batch config cpu engine kernels kv learnt_timing orders pace prompts
-    runner sampler sequence step weights)
+engine.tools: cluster(model process words) engine(batch config cpu engine kernels kv learnt_timing model
+    orders pace prompts runner sampler sequence step weights)
 engine.weights: cluster(model words)
 kvtransfer.bench: cluster(process rpc wire words) engine(batch config kv runner) kvtransfer(links movers protocol)
 kvtransfer.links: cluster(words)
