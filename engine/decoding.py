@@ -37,11 +37,11 @@ class Decoding:
             self.preempted.remove(sequence)
 
     def make_room(self) -> list[Sequence]:
-        """Those that run, each with a block for its next token; the youngest are preempted where that needs it."""
-        kept, num_kept = list(self.running), 0
+        """Those that go on, each with a block for its next token; the youngest are preempted where that needs it."""
+        kept, num_kept = [one for one in self.running if not (one.num_coming and one.ends_with_next)], 0
         while num_kept < len(kept):
             sequence = kept[num_kept]
-            num_tokens, blocks = len(sequence.tokens), sequence.blocks
+            num_tokens, blocks = len(sequence.tokens) + sequence.num_coming, sequence.blocks
             has_room = num_tokens <= len(blocks) * sequence.block_size  # mostly
             if has_room or self._blocks.extend(blocks, sequence.num_blocks_for(num_tokens)):
                 num_kept += 1

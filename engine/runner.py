@@ -111,6 +111,8 @@ class ModelRunner:
         """
         if batch.adapters.any():
             raise RequestError(f"the model has no adapter {batch.adapters.max()}", param="adapter")
+        if batch.fed and self.device.type == "cpu":
+            batch.fed.fill(batch.token_ids)
         if self._graphs is not None and on_layer is None and (logits_RV := self._graphs(batch)) is not None:
             return logits_RV
         return self._model(batch, self.pool, on_layer, on_logits)

@@ -31,7 +31,7 @@ from torch import Tensor
 from cluster.words.request import TokenLogprob
 from engine.batch.device_batch import upload
 from engine.batch.download import download
-from engine.kernels.choice import DRAW_BITS, NO_LOGIT_IS_FINITE, NUM_NUMBERS, launch_choice
+from engine.kernels.choice import DRAW_BITS, NO_LOGIT_IS_FINITE, NUM_NUMBERS, TILING, Tiling, launch_choice
 from engine.likeliest import likeliest, penalise
 from engine.logprobs import logprobs_of, row_sums
 from engine.ruled_tokens import RuledTokens
@@ -59,7 +59,7 @@ def sample(logits_PV: Tensor, rows: Seq[SamplingRow], positions: Seq[int] | None
     told_NV = logits_RV[_numbers(telling, logits_RV.device)] if telling else None
     _forbid(logits_RV, asking)
     _apply_rules(logits_RV, [(i, row, row.ruled) for i, row in asking if row.ruled is not None])
-    ids_R = _choose_on_gpu(logits_RV, asking) if logits_RV.is_cuda else _choose(logits_RV, asking)
+    ids_R = choose_by_kernel(logits_RV, asking) if logits_RV.is_cuda else choose_by_torch(logits_RV, asking)
     found: tuple[Tensor, ...] = ()
     if told_NV is not None:
         most = max(row.sampling.num_logprobs or 0 for _, row in telling)
@@ -126,16 +126,16 @@ def _set_impossible(logits_RV: Tensor, pairs_2U: NDArray[np.int64]) -> None:
     logits_RV[rows_U, ids_U] = torch.full((), -math.inf, device=device)
 
 
-def _choose_on_gpu(logits_RV: Tensor, rows: Seq[_NumberedRow]) -> Tensor:
+def choose_by_kernel(logits_RV: Tensor, rows: Seq[_NumberedRow], tiling: Tiling = TILING) -> Tensor:
     """-> (R,) int32, see launch_choice. rows: those that are not plain."""
     if penalties := {i: row.penalties() for i, row in rows if row.sampling.has_penalties}:
         penalise(logits_RV, penalties)
     drawing = [(i, row) for i, row in rows if not row.sampling.is_greedy]
     if not drawing:
-        return launch_choice(logits_RV, None)
+        return launch_choice(logits_RV, None, tiling)
     numbers_R6 = np.zeros((len(logits_RV), NUM_NUMBERS), dtype=np.int32)
     numbers_R6[[i for i, _ in drawing]] = [numbers_of(row) for _, row in drawing]
-    return launch_choice(logits_RV, upload([numbers_R6], logits_RV.device)[0])
+    return launch_choice(logits_RV, upload([numbers_R6], logits_RV.device)[0], tiling)
 
 
 def numbers_of(row: SamplingRow) -> tuple[int, ...]:
@@ -144,7 +144,7 @@ def numbers_of(row: SamplingRow) -> tuple[int, ...]:
     return *row.filters, draw >> DRAW_BITS, draw & (1 << DRAW_BITS) - 1
 
 
-def _choose(logits_RV: Tensor, rows: Seq[_NumberedRow]) -> Tensor:
+def choose_by_torch(logits_RV: Tensor, rows: Seq[_NumberedRow]) -> Tensor:
     """The same elsewhere: the reference. -> (R,) int64"""
     chosen_R = likeliest(logits_RV, {i: row.penalties() for i, row in rows if row.sampling.has_penalties})
     best_R = logits_RV.gather(-1, chosen_R.unsqueeze(-1)).squeeze(-1)

@@ -74,12 +74,15 @@ class SamplingRow:
 
     sampling: Sampling
     seed: int  # of this choice; see cluster.words.request.choice_seed
-    tokens: Seq[int]  # all so far; the one to be chosen has position len(tokens)
+    tokens: Seq[int]  # all so far
     num_prompt_tokens: int
     mask: TokenMask | None = None  # None: all tokens are allowed
     ruled: RuledTokens | None = None  # what its token rules say; made here where another choice has not handed it on
+    # While a step is planned: how many tokens the one before it is choosing, which are not among `tokens` yet. 0 or 1
+    num_coming: int = field(default=0, init=False)
     is_contradicted: bool = field(default=False, init=False)  # a sampler has found that what is asked leaves no token
     _is_plain: bool = field(init=False, repr=False)
+    _reads_tokens: bool = field(init=False, repr=False)
     _filters: tuple[int, ...] | None = field(default=None, init=False, repr=False)
     _penalties: Penalties | None = field(default=None, init=False, repr=False)
     _early_stops: NDArray[np.int64] | None = field(default=None, init=False, repr=False)
@@ -88,6 +91,7 @@ class SamplingRow:
         self._is_plain = self.sampling.is_plain
         if self.ruled is None and self.sampling.token_rules is not None:
             self.ruled = RuledTokens(self.sampling.token_rules)
+        self._reads_tokens = self.sampling.has_penalties or (self.ruled is not None and self.ruled.reads_tokens)
 
     @property
     def is_plain(self) -> bool:
@@ -97,7 +101,12 @@ class SamplingRow:
     @property
     def position(self) -> int:
         """Of the token to be chosen."""
-        return len(self.tokens)
+        return len(self.tokens) + self.num_coming
+
+    @property
+    def reads_tokens(self) -> bool:
+        """It must know all tokens before to say what is asked of the next one."""
+        return self.mask is not None or self._reads_tokens
 
     @property
     def num_generated(self) -> int:

@@ -50,6 +50,8 @@ class Sequence:
         self.num_computed = 0
         self.blocks: list[int] = []
         self.max_context = max_context
+        # It ends with so many at the latest.
+        self.last_token = min(request.num_prompt_tokens + request.sampling.max_tokens, max_context)
         self.most_tokens = max_context  # it gets no known tokens beyond: where it moves to there is room for so many
         self.block_size = block_size
         self.model = model
@@ -66,6 +68,16 @@ class Sequence:
     def num_missing(self) -> int:
         """Tokens whose KV is still to be computed."""
         return len(self.tokens) - self.num_computed
+
+    @property
+    def num_coming(self) -> int:
+        """See SamplingRow."""
+        return self.sampling_row.num_coming
+
+    @property
+    def ends_with_next(self) -> bool:
+        """Whatever its next token is."""
+        return len(self.tokens) + 1 >= self.last_token
 
     def num_reusable(self, num_tokens: int) -> int:
         """How many leading tokens need not be computed here where so many are held: full blocks, and not the last
@@ -201,4 +213,5 @@ class Sequence:
         """Give all blocks back. What was sealed stays in the cache until its space is needed."""
         blocks.free(self.blocks)
         self.blocks = []
+        self.sampling_row.num_coming = 0  # that token is chosen again
         self.num_computed = self._num_sealed = 0

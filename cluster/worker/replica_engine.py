@@ -58,6 +58,7 @@ class ReplicaEngine:
             connector=connector,
             tier_orders=parts.tiers.table.take_orders,
             pace=self.pace,
+            runs_ahead=parts.gang.runs_ahead,
         )
         self.fetches = Fetches(
             self.engine.prompts, parts.pulls, parts.grants, parts.tiers, self.totals, block_size=block_size

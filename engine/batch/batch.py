@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +13,27 @@ from engine.batch.rows import Ints, Row, RowChanges, num_blocks
 # T tokens of this step, R sequences (rows), B blocks of the longest context
 
 _NONE = np.zeros(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedTokens:
+    """Tokens of a step that the one before it chooses, perhaps at this moment: they go from there to here on the
+    device."""
+
+    token_ids: Any  # (S,) that step's, where they are chosen; below 0 where there is none, and the row has failed
+    sources: Ints  # (F,) which of these
+    places: Ints  # (F,) in T; what the batch says of them means nothing
+
+    def fill(self, token_ids_T: Ints) -> None:
+        """Where a step is over when it was launched, the host has them."""
+        token_ids_T[self.places] = np.maximum(np.asarray(self.token_ids)[self.sources], 0)
+
+    @property
+    def is_whole(self) -> bool:
+        """All rows of that step, in their order, are the first of this one."""
+        num_fed = len(self.sources)
+        whole = np.arange(num_fed)
+        return bool((self.sources == whole).all() and (self.places == whole).all())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +50,7 @@ class Batch:
     logits_rows: Ints  # indices into T of the positions whose logits are wanted, row by row
     scored_rows: Ints  # and of those whose logits are wanted in slices: see engine.scoring
     number: int  # of the step
+    fed: FedTokens | None = None
     new_cells: tuple[Ints, Ints] | None  # of block_tables, since the step before; None: its rows lay elsewhere
 
     @property

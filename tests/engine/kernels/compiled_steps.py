@@ -10,10 +10,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 # ruff: isort: off
 from tests.engine.kernels.absent_gpu import DEVICE, Launch, absent_gpu
@@ -28,7 +28,7 @@ from cluster.words.request import Sampling
 from cluster.words.token_rules import TokenRules
 from engine import decode_graphs, likeliest, runner, sampler
 from engine.batch import device_batch
-from engine.batch.batch import Batch
+from engine.batch.batch import Batch, FedTokens
 from engine.batch.rows import Row
 from engine.attention import triton_latent_heads as latent_heads
 from engine.model.transformer import expected_tensors
@@ -167,9 +167,13 @@ def take_steps(model_dir: Path, pool_dtype: str, launches: list[Launch]) -> None
             )
             for start, count in spans
         ]
-        logits = replaying.forward(Batch.of(rows, block_size=BLOCK_SIZE), **options)
+        batch = Batch.of(rows, block_size=BLOCK_SIZE)
+        logits = replaying.forward(batch, **options)
         assert logits.shape == (len(spans), 32000) and logits.is_cuda
-        choose(logits)
+        chosen = choose(logits)
+        for sources in ([0, 1], [1, 0]) if len(spans) > 1 else ():  # and a step that runs ahead of these tokens
+            fed = FedTokens(token_ids=chosen, sources=np.array(sources), places=np.array([0, 1]))
+            replaying.forward(replace(batch, fed=fed), **options)
     assert told == list(range(layout.num_layers))
     assert len(launches) == warm, f"a step waited for the compiler: {[launch.name for launch in launches[warm:]]}"
     for wire_dtype in ("raw", "fp8_e4m3", "int8"):
@@ -182,7 +186,7 @@ def call_again(step: Callable[[], None]) -> Callable[[], None]:
     return step
 
 
-def choose(logits: Tensor) -> None:
+def choose(logits: Tensor) -> Tensor:
     """As a worker samples: the host asks for no number of the device, but for what it gets from there in the end."""
     samplings = (
         Sampling(temperature=0.0),
@@ -199,6 +203,7 @@ def choose(logits: Tensor) -> None:
         sampled = sample(logits, rows)
     assert not awaited and sampled.token_ids.shape == (len(rows),), awaited
     assert len(sampled.wait()) == len(rows)
+    return cast(Tensor, sampled.token_ids)
 
 
 @contextmanager
