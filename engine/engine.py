@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -18,7 +18,7 @@ from engine.last_rows import LastRows
 from engine.orders import Orders
 from engine.pace import Pace
 from engine.prompts import Prompt, PromptQueue, allocate
-from engine.sampling import Chosen, Sampled, Sampler
+from engine.sampling import Chosen, Sampler
 from engine.sequence import Sequence
 from engine.step import KVConnector, NoConnector, Prefilled, Runner, ScheduledStep, StepResult
 from engine.tiers.orders import TierOrders
@@ -105,7 +105,13 @@ class Engine(Generic[Logits]):
             if self._pace:
                 self._pace.begin()
             step.fed = fed_tokens(step, behind) if behind else None
-            step.sampled = self._sample(step, self._runner.execute(step, step.orders))
+            logits = self._runner.execute(step, step.orders)
+            rows, positions = step.sampling_rows()
+            if rows:
+                assert logits is not None
+                step.sampled = self._sampler(logits, rows, positions)
+            if self._pace:
+                self._pace.end(step.batch, has_prompts=bool(step.prompts))
         else:
             if self._pace and not behind:
                 self._pace.rest()
@@ -120,13 +126,7 @@ class Engine(Generic[Logits]):
         append the next token of each sequence that has nothing missing. Waits for the tokens.
 
         Whoever has left since the launch gets nothing."""
-        running, computing = self.decoding.running, set(self.prompts.computing)
-        for sequence, num_tokens in step.decoding:
-            if sequence in running:
-                sequence.computed(num_tokens, self.blocks)
-        for prompt, num_tokens in step.prompts:
-            if prompt in computing:
-                prompt.sequence.computed(num_tokens, self.blocks)
+        chosen = iter(step.sampled.wait() if step.sampled else ())
         result = StepResult(
             did_work=step.has_rows or bool(step.orders or step.fetched or step.known),
             num_computed=sum(num_tokens for _, num_tokens in step.prompts),
@@ -137,17 +137,29 @@ class Engine(Generic[Logits]):
         for sequence, token in step.known:
             if token.finish_reason:
                 self.end(sequence)
-        if step.scored:
-            self._note_scores(step)
-        chosen = iter(step.sampled.wait() if step.sampled else ())
-        for sequence, _ in step.decoding:
-            chosen_token = next(chosen)
+        running = self.decoding.running
+        for (sequence, num_tokens), choice in zip(step.decoding, chosen, strict=False):
             if sequence not in running:
                 continue
-            if chosen_token:
-                result.sampled.append((sequence, self._append(sequence, chosen_token)))
-            else:
+            sequence.computed(num_tokens, self.blocks)
+            if choice is None:
                 self._fail(sequence, result)
+                continue
+            token = sequence.append(*choice)
+            result.sampled.append((sequence, token))
+            if token.finish_reason:
+                self.end(sequence)
+        if step.prompts:
+            self._complete_prompts(step, chosen, result)
+        return result
+
+    def _complete_prompts(self, step: ScheduledStep, chosen: Iterator[Chosen | None], result: StepResult) -> None:
+        """chosen: what is left of it for them."""
+        computing = set(self.prompts.computing)
+        for prompt, num_tokens in step.prompts:
+            if prompt in computing:
+                prompt.sequence.computed(num_tokens, self.blocks)
+        step.note_scores()
         for prompt in step.whole:
             firsts = [next(chosen) for _ in prompt.choices]
             if prompt not in computing:
@@ -157,9 +169,6 @@ class Engine(Generic[Logits]):
             else:
                 self._fail(prompt.sequence, result)
                 self.prompts.remove(prompt)
-        if step.has_rows and self._pace:
-            self._pace.end(step.batch, has_prompts=bool(step.prompts))
-        return result
 
     def _schedule(self) -> ScheduledStep:
         fetched = self.prompts.take_fetched()
@@ -175,7 +184,7 @@ class Engine(Generic[Logits]):
         known = take_known(decoding, budget, self.blocks)
         prompts = self.prompts.chunks(budget - len(known), self._admission.in_time())
         over = {sequence for sequence, token in known if token.finish_reason}
-        going_on = [(sequence, sequence.num_missing) for sequence in decoding if sequence not in over]
+        going_on = [(one, len(one.tokens) - one.num_computed) for one in decoding if one not in over]
         rows = (prompt.sequence.scored_row(row, num) for row, (prompt, num) in enumerate(prompts, len(going_on)))
         return ScheduledStep(
             decoding=going_on,
@@ -186,24 +195,6 @@ class Engine(Generic[Logits]):
             fetched=fetched,
             known=known,
         )
-
-    def _note_scores(self, step: ScheduledStep) -> None:
-        assert step.scores, "whoever computed this step has not told what was asked of its prompts"
-        for row, scores in zip(step.scored, step.scores(), strict=True):
-            prompt, _ = step.prompts[row.row - len(step.decoding)]
-            prompt.scores.append(scores)
-
-    def _sample(self, step: ScheduledStep, logits: Logits | None) -> Sampled | None:
-        """The next token of every sequence that decodes; then, for each prompt that is whole, one for every choice."""
-        rows = [sequence.sampling_row for sequence, _ in step.decoding]
-        positions = list(range(len(rows)))
-        for position, prompt in enumerate(step.whole, len(rows)):
-            rows += [prompt.sequence.sampling_row_of(choice) for choice in prompt.choices]
-            positions += [position] * len(prompt.choices)
-        if not rows:
-            return None
-        assert logits is not None
-        return self._sampler(logits, rows, positions if len(rows) > len(step.decoding) + len(step.whole) else None)
 
     # Sequences.
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from cluster.words.request import TokenLogprob
 from engine.batch.device_batch import upload
 from engine.batch.download import download
-from engine.kernels.choice import DRAW_BITS, NO_LOGIT_IS_FINITE, NUM_NUMBERS, TILING, Tiling, launch_choice
+from engine.kernels.choice import DRAW_BITS, NO_LOGIT_IS_FINITE, NOT_FINITE, NUM_NUMBERS, TILING, Tiling, launch_choice
 from engine.likeliest import likeliest, penalise
 from engine.logprobs import logprobs_of, row_sums
 from engine.ruled_tokens import RuledTokens
@@ -70,6 +70,8 @@ def sample(logits_PV: Tensor, rows: Seq[SamplingRow], positions: Seq[int] | None
     def chosen() -> list[Chosen | None]:
         ids_R, *logprobs = wait()
         ids = ids_R.tolist()
+        if not asking:  # mostly
+            return [(token_id, None) if token_id >= 0 else None for token_id in ids]
         told = _told(telling, *logprobs) if telling else {}
         for i, row in asking if min(ids) < 0 else ():  # a NaN is the model's
             row.is_contradicted = ids[i] == NO_LOGIT_IS_FINITE and row.ruled is not None
@@ -151,8 +153,8 @@ def choose_by_torch(logits_RV: Tensor, rows: Seq[_NumberedRow]) -> Tensor:
     if drawing := [(i, row) for i, row in rows if not row.sampling.is_greedy]:
         drawing_N = _numbers(drawing, chosen_R.device)
         chosen_R[drawing_N] = reference_draw(logits_RV[drawing_N], [row for _, row in drawing])
-    chosen_R = (chosen_R + 1) * best_R.isfinite() - 1  # -1 where it is not
-    return chosen_R if not rows else chosen_R - (best_R == -math.inf).int()
+    chosen_R = torch.where(best_R.abs() < math.inf, chosen_R, NOT_FINITE)
+    return torch.where(best_R == -math.inf, NO_LOGIT_IS_FINITE, chosen_R) if rows else chosen_R
 
 
 def reference_draw(logits_NV: Tensor, rows: Seq[SamplingRow]) -> Tensor:

@@ -138,6 +138,11 @@ class SamplingRow:
         """What would end a bad word."""
         return ruled.forbidden(self.tokens, self.num_prompt_tokens)
 
+    @property
+    def may_be_known(self) -> bool:
+        """Its next token, before there are logits."""
+        return self.mask is not None and self.sampling.num_logprobs is None
+
     def known_token(self) -> int | None:
         """The token that would be chosen whatever the logits are; None: it depends on them, or they are to be told."""
         if self.mask is None or self.sampling.num_logprobs is not None:

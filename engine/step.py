@@ -13,7 +13,7 @@ from engine.batch.rows import RowChanges
 from engine.last_rows import LastRows
 from engine.orders import Orders
 from engine.prompts import Prompt
-from engine.sampling import Sampled
+from engine.sampling import Sampled, SamplingRow
 from engine.scoring import ScoredRow, Scores
 from engine.sequence import Sequence
 
@@ -45,6 +45,27 @@ class ScheduledStep:
         those whom it is about may leave before that step is over."""
         self.known, ahead.known = self.known + ahead.known, []
         self.fetched, ahead.fetched = self.fetched + ahead.fetched, []
+
+    def sampling_rows(self) -> tuple[list[SamplingRow], list[int] | None]:
+        """Whose next token is to be chosen: that of every sequence that decodes; then, for each prompt that is whole,
+        one for every choice. And where the logits of each are; None: in this order."""
+        rows = [sequence.sampling_row for sequence, _ in self.decoding]
+        if not self.whole:
+            return rows, None
+        positions = list(range(len(rows)))
+        for position, prompt in enumerate(self.whole, len(rows)):
+            rows += [prompt.sequence.sampling_row_of(choice) for choice in prompt.choices]
+            positions += [position] * len(prompt.choices)
+        return rows, positions if len(rows) > len(self.decoding) + len(self.whole) else None
+
+    def note_scores(self) -> None:
+        """Tell the prompts that are scored what this step has said of them."""
+        if not self.scored:
+            return
+        assert self.scores, "whoever computed this step has not told what was asked of its prompts"
+        for row, scores in zip(self.scored, self.scores(), strict=True):
+            prompt, _ = self.prompts[row.row - len(self.decoding)]
+            prompt.scores.append(scores)
 
     @property
     def num_tokens(self) -> int:

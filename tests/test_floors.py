@@ -36,8 +36,8 @@ cluster.process: cluster(words)
 cluster.rpc:
 cluster.wire: cluster(identity rpc words)
 cluster.words:
-cluster.worker: cluster(grammar index model process rpc wire words) engine(batch config engine kv orders pace
-    parallel prompts rate runner sampler scorer sequence step tiers) kvtransfer(links movers protocol)
+cluster.worker: cluster(grammar index model process rpc wire words) engine(batch config device_mark engine kv orders
+    pace parallel prompts rate runner sampler scorer sequence step tiers) kvtransfer(links movers protocol)
 decode_worker.actor: cluster(rpc words worker) engine(config) decode_worker(server worker)
 decode_worker.answers: cluster(rpc wire words worker) engine(prompts sequence step) kvtransfer(protocol)
     decode_worker(moves)
@@ -54,6 +54,7 @@ engine.config: cluster(model words) engine(kv)
 engine.cpu: cluster(model process)
 engine.decode_graphs: engine(batch)
 engine.decoding: engine(kv sequence)
+engine.device_mark:
 engine.engine: cluster(words) engine(admission ahead decoding known_tokens kv last_rows orders pace prompts sampling
     sequence step tiers)
 engine.expert_placement:

@@ -85,10 +85,11 @@ class KeptRows:
     def ends_of(self, kept: Ints, starts: Ints, query_lens: Ints) -> tuple[Ints, Ints]:
         """Where each row of the next step ends, and how many blocks its table gets: (R,) each. See RowChanges."""
         is_new = kept < 0
-        starts_R = np.empty(len(kept), dtype=np.int64)
-        starts_R[~is_new], starts_R[is_new] = self._ends_R[kept[~is_new]], starts
+        starts_R = np.append(self._ends_R, 0)[kept]
+        held_R = num_blocks(starts_R, self._block_size)
+        if len(starts):
+            starts_R[is_new], held_R[is_new] = starts, 0
         ends_R = starts_R + query_lens
-        held_R = np.where(is_new, 0, num_blocks(starts_R, self._block_size))
         return ends_R, num_blocks(ends_R, self._block_size) - held_R
 
     def apply(self, changes: RowChanges) -> Batch:
@@ -100,23 +101,32 @@ class KeptRows:
         stays = self._keep(changes, width=width)
         self.number, self._ends_R, tables = changes.number, ends, self._tables_RB
         rows = np.arange(len(ends))
-        columns = np.arange(len(changes.blocks)) + np.repeat(counts - np.cumsum(num_added), num_added)
-        new_cells = np.repeat(rows, num_added), columns
-        tables[new_cells] = changes.blocks
-        last = np.cumsum(query_lens)  # in the batch; the token before it is the row's last
-        positions = np.arange(len(changes.token_ids)) + np.repeat(ends - last, query_lens)
+        new_cells = _NONE, _NONE
+        if len(changes.blocks):
+            columns = np.arange(len(changes.blocks)) + np.repeat(counts - np.cumsum(num_added), num_added)
+            new_cells = np.repeat(rows, num_added), columns
+            tables[new_cells] = changes.blocks
         assert (num_logits <= query_lens).all(), "logits of a position that is not computed"
-        skipped = last - np.cumsum(num_logits)  # up to each row's end, positions without logits
+        if len(changes.token_ids) == len(rows):  # mostly
+            row_of_T, positions, logits_rows = rows, ends - 1, np.flatnonzero(num_logits)
+        else:
+            last = np.cumsum(query_lens)  # in the batch; the token before it is the row's last
+            row_of_T = np.repeat(rows, query_lens)
+            positions = np.arange(len(changes.token_ids)) + np.repeat(ends - last, query_lens)
+            skipped = last - np.cumsum(num_logits)  # up to each row's end, positions without logits
+            logits_rows = np.repeat(skipped, num_logits) + np.arange(num_logits.sum())
         return Batch(
             token_ids=changes.token_ids,
             positions=positions,
-            slots=tables[np.repeat(rows, query_lens), positions // size] * size + positions % size,
+            slots=tables[row_of_T, positions // size] * size + positions % size,
             query_lens=query_lens,
             context_lens=ends,
             block_tables=tables[:, :width],
             adapters=self._adapters_R,
-            logits_rows=np.repeat(skipped, num_logits) + np.arange(num_logits.sum()),
-            scored_rows=_scored_rows(changes, begins=last - query_lens) if len(changes.scored) else _NONE,
+            logits_rows=logits_rows,
+            scored_rows=_scored_rows(changes, begins=np.cumsum(query_lens) - query_lens)
+            if len(changes.scored)
+            else _NONE,
             number=changes.number,
             new_cells=new_cells if stays else None,
         )

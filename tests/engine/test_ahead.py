@@ -84,3 +84,17 @@ def test_all_but_the_first_token_of_an_answer_are_fed(runner: ModelRunner) -> No
 def test_what_must_be_told_of_each_token_waits_for_it(asks: dict[str, Any], runner: ModelRunner) -> None:
     asked = [Asked(prompt, Sampling(max_tokens=9, **asks)) for prompt in prompts(9, 20)]
     assert answers(runner, asked, runs_ahead=True).num_fed == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recorded_rows", [0, 8])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_on_a_gpu(temperature: float, recorded_rows: int, tiny_model: MakeModel, make_runner: MakeRunner) -> None:
+    """Replayed or launched one by one; answers end at different steps, some where nobody expects it."""
+    runner = make_runner(tiny_model("llama")[0], device="cuda", recorded_rows=recorded_rows)
+    asked = [
+        Asked(prompt, Sampling(temperature=temperature, top_p=0.9, seed=i, max_tokens=9 + 5 * i, stop_token_ids=stops))
+        for i, (prompt, stops) in enumerate(zip(prompts(9, 20, 30, 4, 17), (_STOPS, (), (), _STOPS, ()), strict=True))
+    ]
+    ahead = answers(runner, asked, runs_ahead=True)
+    assert ahead.ids == answers(runner, asked).ids and ahead.num_fed > 40
