@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batch.batch import Batch
+from engine.batch.batch import Batch, FedTokens
 from engine.batch.device_batch import DeviceBatch, SingleRows, upload
 
 # R rows of a batch, N rows that a graph computes, M those of the largest, B blocks of the longest table, V vocabulary
@@ -119,8 +119,20 @@ class DecodeGraphs:
             self._tables_MB[:num_rows, :width].copy_(tables_RB)
         self._last = batch.number, batch.block_tables.base
         self._numbers_4M[:, :size].copy_(numbers)
+        if batch.fed:
+            self._feed(batch.fed)
         self._replays[size]()
         return self._logits_MV[:num_rows]
+
+    def _feed(self, fed: FedTokens) -> None:
+        """Tokens that are chosen behind the step before."""
+        tokens_M = self._numbers_4M[0]
+        if fed.is_whole:  # mostly
+            num_fed = len(fed.sources)
+            torch.clamp(fed.token_ids[:num_fed], min=0, out=tokens_M[:num_fed])
+        else:
+            sources, places = upload([fed.sources, fed.places], self._device)
+            tokens_M[places] = fed.token_ids[sources].clamp_min(0)
 
     def _is_next(self, batch: Batch) -> bool:
         """The block tables of the step before are there, and in the same rows."""

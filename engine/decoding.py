@@ -37,13 +37,18 @@ class Decoding:
             self.preempted.remove(sequence)
 
     def make_room(self) -> list[Sequence]:
-        """Those that run, each with a block for its next token; the youngest are preempted where that needs it."""
-        kept, num_kept = list(self.running), 0
+        """Those that go on, each with a block for its next token; the youngest are preempted where that needs it."""
+        kept, num_kept = [one for one in self.running if not (one.sampling_row.num_coming and one.ends_with_next)], 0
+        growing = [
+            one for one in kept if len(one.tokens) + one.sampling_row.num_coming > len(one.blocks) * one.block_size
+        ]  # few
+        wanted = [(one.blocks, one.num_blocks_for(len(one.tokens) + one.sampling_row.num_coming)) for one in growing]
+        if all(self._blocks.extend(blocks, num_blocks) for blocks, num_blocks in wanted):
+            return kept
         while num_kept < len(kept):
             sequence = kept[num_kept]
-            num_tokens, blocks = len(sequence.tokens), sequence.blocks
-            has_room = num_tokens <= len(blocks) * sequence.block_size  # mostly
-            if has_room or self._blocks.extend(blocks, sequence.num_blocks_for(num_tokens)):
+            num_tokens, blocks = len(sequence.tokens) + sequence.num_coming, sequence.blocks
+            if self._blocks.extend(blocks, sequence.num_blocks_for(num_tokens)):
                 num_kept += 1
                 continue
             victim = _youngest_of_most(kept, _blocks_by_tenant(kept))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 from cluster.words.errors import ContextLengthExceeded, RequestError
 from cluster.words.request import SampledToken
 from engine.admission import Admission, AdmitInTime, AdmitWithRoomToGrow
+from engine.ahead import expect, fed_tokens, may_be_followed
 from engine.decoding import Decoding
 from engine.known_tokens import take_known
 from engine.kv.block_manager import BlockManager
@@ -38,8 +39,8 @@ class SchedulerConfig:
 class Engine(Generic[Logits]):
     """All sequences of one replica, and the blocks that hold their KV. Owned by the step thread.
 
-    `step` is `launch` and `complete`. Between the two nothing else may be asked of the engine: sequences have not
-    got their tokens yet.
+    `step` is `launch` and `complete`. Where steps run ahead, the next one is launched between the two, and is under way
+    until the next call: whatever is asked of the engine meanwhile finds every sequence as it was before that launch.
     """
 
     def __init__(
@@ -54,10 +55,11 @@ class Engine(Generic[Logits]):
         tier_orders: Callable[[], list[TierOrders]] = list,
         adapters: Mapping[str, int] | None = None,
         pace: Pace | None = None,
+        runs_ahead: bool = False,
     ) -> None:
         """connector: None where everything is computed here. tier_orders: what must be done with lower tiers before
         anything is written to a block that was allocated since the last call. adapters: of the model, by name. pace:
-        None where nobody wants to know.
+        None where nobody wants to know. runs_ahead: a step is still computed when the runner and the sampler return.
         """
         self.blocks = blocks
         self.prompts = PromptQueue(blocks, max_waiting=config.max_waiting)
@@ -75,35 +77,56 @@ class Engine(Generic[Logits]):
         self._sampler = sampler
         self._adapters = adapters or {}
         self._pace = pace
+        self._runs_ahead = runs_ahead
+        self._under_way: ScheduledStep | None = None  # launched, not completed
 
     # The step.
 
     def step(self) -> StepResult:
-        """One step."""
-        return self.complete(*self.launch())
+        """One step. Where it is to run ahead, the next one is under way when this returns."""
+        step, self._under_way = self._under_way or self.launch(), None
+        if self._runs_ahead and may_be_followed(step, self.decoding.running):
+            ahead = self.launch(behind=step)
+            step.take_what_came_before(ahead)
+            if ahead.has_rows:
+                self._under_way = ahead
+        return self.complete(step)
 
-    def launch(self) -> tuple[ScheduledStep, Logits | None]:
-        """Choose the rows of a step, and have the runner execute it."""
+    def launch(self, behind: ScheduledStep | None = None) -> ScheduledStep:
+        """Choose the rows of a step, have the runner execute it and the sampler choose from it.
+
+        behind: a step that is not completed yet, and `may_be_followed`."""
         self._connector.begin_step(self._admission.ahead())
+        coming = expect(behind, self.decoding.running) if behind else []
         step = self._schedule()
         step.orders = self._connector.orders(step)
         step.orders.tiers += self._tier_orders()
         if step.has_rows:
             if self._pace:
                 self._pace.begin()
-            return step, self._runner.execute(step, step.orders)
-        if self._pace:
-            self._pace.rest()
-        if step.orders:
-            self._runner.execute(None, step.orders)
-        return step, None
+            step.fed = fed_tokens(step, behind) if behind else None
+            logits = self._runner.execute(step, step.orders)
+            rows, positions = step.sampling_rows()
+            if rows:
+                assert logits is not None
+                step.sampled = self._sampler(logits, rows, positions)
+            if self._pace:
+                self._pace.end(step.batch, has_prompts=bool(step.prompts))
+        else:
+            if self._pace and not behind:
+                self._pace.rest()
+            if step.orders:
+                self._runner.execute(None, step.orders)
+        for sequence in coming:
+            sequence.sampling_row.num_coming = 0
+        return step
 
-    def complete(self, step: ScheduledStep, logits: Logits | None) -> StepResult:
-        """The KV of the step's rows is in the pool: take the next token of each sequence that has nothing missing."""
-        for sequence, num_tokens in step.decoding:
-            sequence.computed(num_tokens, self.blocks)
-        for prompt, num_tokens in step.prompts:
-            prompt.sequence.computed(num_tokens, self.blocks)
+    def complete(self, step: ScheduledStep) -> StepResult:
+        """The KV of the step's rows is in the pool, or will be before anything else is done with it: book that, and
+        append the next token of each sequence that has nothing missing. Waits for the tokens.
+
+        Whoever has left since the launch gets nothing."""
+        chosen = iter(step.sampled.wait() if step.sampled else ())
         result = StepResult(
             did_work=step.has_rows or bool(step.orders or step.fetched or step.known),
             num_computed=sum(num_tokens for _, num_tokens in step.prompts),
@@ -114,25 +137,38 @@ class Engine(Generic[Logits]):
         for sequence, token in step.known:
             if token.finish_reason:
                 self.end(sequence)
-        if step.scored:
-            self._note_scores(step)
-        whole = [prompt for prompt, _ in step.prompts if not prompt.sequence.num_missing]
-        chosen = iter(self._sample(step, whole, logits))
-        for sequence, _ in step.decoding:
-            if chosen_token := next(chosen):
-                result.sampled.append((sequence, self._append(sequence, chosen_token)))
-            else:
+        running = self.decoding.running
+        for (sequence, num_tokens), choice in zip(step.decoding, chosen, strict=False):
+            if sequence not in running:
+                continue
+            sequence.computed(num_tokens, self.blocks)
+            if choice is None:
                 self._fail(sequence, result)
-        for prompt in whole:
+                continue
+            token = sequence.append(*choice)
+            result.sampled.append((sequence, token))
+            if token.finish_reason:
+                self.end(sequence)
+        if step.prompts:
+            self._complete_prompts(step, chosen, result)
+        return result
+
+    def _complete_prompts(self, step: ScheduledStep, chosen: Iterator[Chosen | None], result: StepResult) -> None:
+        """chosen: what is left of it for them."""
+        computing = set(self.prompts.computing)
+        for prompt, num_tokens in step.prompts:
+            if prompt in computing:
+                prompt.sequence.computed(num_tokens, self.blocks)
+        step.note_scores()
+        for prompt in step.whole:
             firsts = [next(chosen) for _ in prompt.choices]
+            if prompt not in computing:
+                continue
             if all(firsts) and None not in prompt.scores:
                 self._finish(prompt, [first for first in firsts if first], result)
             else:
                 self._fail(prompt.sequence, result)
                 self.prompts.remove(prompt)
-        if step.has_rows and self._pace:
-            self._pace.end(step.batch, has_prompts=bool(step.prompts))
-        return result
 
     def _schedule(self) -> ScheduledStep:
         fetched = self.prompts.take_fetched()
@@ -148,34 +184,17 @@ class Engine(Generic[Logits]):
         known = take_known(decoding, budget, self.blocks)
         prompts = self.prompts.chunks(budget - len(known), self._admission.in_time())
         over = {sequence for sequence, token in known if token.finish_reason}
-        going_on = [(sequence, sequence.num_missing) for sequence in decoding if sequence not in over]
+        going_on = [(one, len(one.tokens) - one.num_computed) for one in decoding if one not in over]
         rows = (prompt.sequence.scored_row(row, num) for row, (prompt, num) in enumerate(prompts, len(going_on)))
         return ScheduledStep(
             decoding=going_on,
             prompts=prompts,
+            whole=[prompt for prompt, num_tokens in prompts if num_tokens == prompt.sequence.num_missing],
             last_rows=self._last_rows,
             scored=[row for row in rows if row],
             fetched=fetched,
             known=known,
         )
-
-    def _note_scores(self, step: ScheduledStep) -> None:
-        assert step.scores, "whoever computed this step has not told what was asked of its prompts"
-        for row, scores in zip(step.scored, step.scores(), strict=True):
-            prompt, _ = step.prompts[row.row - len(step.decoding)]
-            prompt.scores.append(scores)
-
-    def _sample(self, step: ScheduledStep, whole: Seq[Prompt], logits: Logits | None) -> Seq[Chosen | None]:
-        """The next token of every sequence that decodes; then, for each prompt that is whole, one for every choice."""
-        rows = [sequence.sampling_row for sequence, _ in step.decoding]
-        positions = list(range(len(rows)))
-        for position, prompt in enumerate(whole, len(rows)):
-            rows += [prompt.sequence.sampling_row_of(choice) for choice in prompt.choices]
-            positions += [position] * len(prompt.choices)
-        if not rows:
-            return []
-        assert logits is not None
-        return self._sampler(logits, rows, positions if len(rows) > len(step.decoding) + len(whole) else None)
 
     # Sequences.
 

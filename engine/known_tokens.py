@@ -25,6 +25,8 @@ def take_known(sequences: Iterable[Sequence], budget: int, blocks: BlockManager)
     """
     known: list[tuple[Sequence, SampledToken]] = []
     for sequence in sequences:
+        if not sequence.sampling_row.may_be_known:  # mostly
+            continue
         most = min(MAX_KNOWN, budget - len(known), sequence.most_tokens - len(sequence.tokens))
         for _ in range(most):
             token_id = sequence.sampling_row.known_token()

@@ -24,7 +24,7 @@ class LastRows:
 
     def changes(self, sequences: list[Sequence], query_lens: Seq[int], scored: Seq[ScoredRow] = ()) -> RowChanges:
         """From the last step to one in which each of these computes its next so many tokens."""
-        starts = np.array([sequence.num_computed for sequence in sequences])
+        starts = np.array([one.num_computed + one.sampling_row.num_coming for one in sequences])
         tables = [sequence.blocks for sequence in sequences]
         kept = self._places(sequences, tables, starts)
         self._sequences, self._tables = sequences, tables
@@ -38,7 +38,7 @@ class LastRows:
             number=self._kept.number + 1,
             kept=kept,
             query_lens=lens,
-            num_logits=(ends == [len(sequence.tokens) for sequence in sequences]).astype(np.int64),
+            num_logits=(ends == [len(one.tokens) + one.sampling_row.num_coming for one in sequences]).astype(np.int64),
             starts=starts[is_new],
             adapters=np.array([sequences[row].adapter for row in np.flatnonzero(is_new)], dtype=np.int64),
             token_ids=np.array(_tokens(sequences, query_lens)),
@@ -64,11 +64,15 @@ class LastRows:
 
 
 def _tokens(sequences: list[Sequence], query_lens: Seq[int]) -> list[int]:
-    """The tokens that are computed, row by row."""
+    """The tokens that are computed, row by row; 0 for one that is coming."""
+    if len(query_lens) == sum(query_lens):  # mostly
+        return [0 if one.sampling_row.num_coming else one.tokens[one.num_computed] for one in sequences]
     tokens: list[int] = []
     for sequence, count in zip(sequences, query_lens, strict=True):
         start = sequence.num_computed
-        if count == 1:
+        if sequence.num_coming:
+            tokens.append(0)
+        elif count == 1:
             tokens.append(sequence.tokens[start])
         else:
             tokens += sequence.tokens[start : start + count]

@@ -30,7 +30,7 @@ def likeliest(logits_RV: Tensor, penalties: Mapping[int, Penalties]) -> Tensor:
     if kernels is not None and logits_RV.stride(-1) == 1:
         return _by_kernel(kernels, logits_RV, penalties)
     if penalties:
-        _penalise(logits_RV, penalties)
+        penalise(logits_RV, penalties)
     return logits_RV.argmax(dim=-1)
 
 
@@ -49,7 +49,8 @@ def _by_kernel(kernels: Kernels, logits_RV: Tensor, penalties: Mapping[int, Pena
     return torch.from_numpy(row_R["greatest"].copy())
 
 
-def _penalise(logits_RV: Tensor, penalties: Mapping[int, Penalties]) -> None:
+def penalise(logits_RV: Tensor, penalties: Mapping[int, Penalties]) -> None:
+    """The first half of `likeliest`, by torch's operations: on any device. In place."""
     lens = [len(penalty) for penalty in penalties.values()]
     rows_U, ids_U, taken_U, repetition_U = upload(
         [

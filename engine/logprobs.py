@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from engine.kernels.log_norm import launch_log_norms
+
 # N rows, V vocabulary, K likeliest
 
 
@@ -21,7 +23,7 @@ class Logprobs(NamedTuple):
 
 def logprobs_of(logits_NV: Tensor, ids_N: Tensor, *, num_top: int) -> Logprobs:
     """Of the token of each row. logits_NV: fp32. A row's bits do not depend on others."""
-    norms_N1 = _logsumexp(logits_NV)
+    norms_N1 = launch_log_norms(logits_NV) if logits_NV.is_cuda else _logsumexp(logits_NV)
     logprobs_N = (logits_NV.gather(-1, ids_N.unsqueeze(-1)) - norms_N1).squeeze(-1)
     top = logits_NV.topk(min(num_top, logits_NV.shape[-1]), dim=-1)
     return Logprobs(logprobs_N, top.indices, top.values - norms_N1, norms_N1)

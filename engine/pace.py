@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, Self
 
 from cluster.words.timing import StepTiming
 from engine.batch.batch import Batch
@@ -10,34 +13,74 @@ from engine.learnt_timing import LearntTiming
 from engine.rate import Rate
 
 
-class Pace:
-    """Told of every step by the thread that makes them. What happens between two steps that follow at once, such as
-    sampling, counts as part of the second."""
+class Mark(Protocol):
+    """A moment in the work of whoever computes steps: behind all that was launched before it was made."""
+
+    @property
+    def is_past(self) -> bool: ...
+
+    def seconds_since(self, earlier: Self, /) -> float:
+        """Of two that are past."""
+        ...
+
+
+class HostMark:
+    """Implements Mark, where what was launched is done."""
+
+    is_past = True
 
     def __init__(self) -> None:
+        self._at = time.monotonic()
+
+    def seconds_since(self, earlier: HostMark) -> float:
+        return self._at - earlier._at
+
+
+class _Step(NamedTuple):
+    batch: Batch
+    has_prompts: bool
+    begin: Mark
+    end: Mark
+
+
+class Pace:
+    """Told of every step by the thread that launches them. What happens between two steps that follow at once, such as
+    booking, counts as part of the second. Where steps are computed while the host goes on, a step counts as soon as it
+    is seen to be over; nothing here waits for that."""
+
+    def __init__(self, mark: Callable[[], Mark] = HostMark) -> None:
+        self._mark = mark
         self._steps = Rate()
         self._tokens = Rate()
         self._timing = LearntTiming()
-        self._begun_at: float | None = None  # the step under way, or the next one if it follows at once
+        self._last: Mark | None = None  # the end of the last step; the begin of the next one if it follows at once
+        self._launched: deque[_Step] = deque()  # those that have not been seen to be over
 
     def begin(self) -> None:
-        self._begun_at = self._begun_at or time.monotonic()
+        """A step is about to be launched."""
+        self._last = self._last or self._mark()
 
     def end(self, batch: Batch, *, has_prompts: bool) -> None:
-        """A step with this batch is over. Without prompts, or with rows of one token each, it only decodes."""
-        now = time.monotonic()
-        assert self._begun_at is not None
-        seconds, self._begun_at = now - self._begun_at, now
-        only_decodes = not has_prompts or batch.num_tokens == len(batch.query_lens)
+        """A step with this batch has been launched. Without prompts, or with rows of one token each, it only
+        decodes."""
+        assert self._last is not None
+        begin, self._last = self._last, self._mark()
+        self._launched.append(_Step(batch, has_prompts, begin, self._last))
+        while self._launched and self._launched[0].end.is_past:
+            self._count(self._launched.popleft())
+
+    def rest(self) -> None:
+        """There was nothing to do."""
+        self._last = None
+
+    def _count(self, step: _Step) -> None:
+        batch, seconds = step.batch, step.end.seconds_since(step.begin)
+        only_decodes = not step.has_prompts or batch.num_tokens == len(batch.query_lens)
         self._timing.saw(batch, seconds, only_decodes=only_decodes)
         if only_decodes:
             self._steps.add(1, seconds)
         else:
             self._tokens.add(batch.num_tokens, seconds)
-
-    def rest(self) -> None:
-        """There was nothing to do."""
-        self._begun_at = None
 
     @property
     def prompt_tokens_per_s(self) -> float:

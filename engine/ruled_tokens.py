@@ -24,6 +24,11 @@ class RuledTokens:
                 ending = ending.longer.setdefault(token_id, _Ending())
             ending.forbidden.append(word[-1])
 
+    @property
+    def reads_tokens(self) -> bool:
+        """What is forbidden depends on what was generated."""
+        return bool(self._bad_words.longer)
+
     def forbidden(self, tokens: Seq[int], start: int) -> list[int]:
         """What would end a bad word behind tokens[start:]. Takes as many steps as the longest of them has tokens."""
         ending = self._bad_words

@@ -19,6 +19,8 @@ from engine.config import GIB, EngineConfig, num_blocks_for
 from engine.cpu.library import open_copies, open_kernels
 from engine.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from engine.device_memory import CudaGauge, Gauge, does_not_fit
+from engine.kernels.choice import NUM_NUMBERS, launch_choice
+from engine.kernels.log_norm import launch_log_norms
 from engine.kv.pool import KVPool
 from engine.layers.shards import ShardReader
 from engine.memory_trial import MemoryTrial
@@ -132,6 +134,8 @@ class ModelRunner:
         """
         if batch.adapters.any():
             raise RequestError(f"the model has no adapter {batch.adapters.max()}", param="adapter")
+        if batch.fed and self.device.type == "cpu":
+            batch.fed.fill(batch.token_ids)
         if self._graphs is not None and on_layer is None and (logits_RV := self._graphs(batch)) is not None:
             return logits_RV
         return self._model(batch, self.pool, on_layer, on_logits)
@@ -150,6 +154,11 @@ class ModelRunner:
             return
         begin, most = time.monotonic(), min(max_tokens, self.max_tokens)
         self._compute_prompts(self.pool, most)
+        logits = torch.zeros(1, self.config.vocab_size, device=self.device)
+        launch_log_norms(logits)
+        for numbers in (None, torch.zeros(1, NUM_NUMBERS, dtype=torch.int32, device=self.device)):
+            launch_choice(logits, numbers)
+        self.pool.synchronize()
         logger.info("warmed up with up to %d tokens in %.1f s", most, time.monotonic() - begin)
 
     @torch.inference_mode()

@@ -9,6 +9,10 @@ replica, so that a sequence that moves goes on as if it had stayed.
 A filter keeps every token whose logit reaches a threshold, so that equal tokens stay or go together. The draw is the
 inverse of the cumulative distribution, in the order of token ids, at a number in [0, 1) that is hashed from (seed,
 position).
+
+A CPU adds up in fp64, and draws the same on every machine. On a GPU the last line is one kernel (engine.kernels.choice)
+that adds up in fp32, in an order of its own: where logits have the same bits, GPUs of one kind draw the same, whatever
+the batch; a CPU draws another token only where a sum is within rounding of the draw.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import math
 import struct
 from collections.abc import Sequence as Seq
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,10 +29,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cluster.words.request import TokenLogprob
-from engine.likeliest import likeliest
+from engine.batch.device_batch import upload
+from engine.batch.download import download
+from engine.kernels.choice import DRAW_BITS, NO_LOGIT_IS_FINITE, NOT_FINITE, NUM_NUMBERS, TILING, Tiling, launch_choice
+from engine.likeliest import likeliest, penalise
 from engine.logprobs import logprobs_of, row_sums
 from engine.ruled_tokens import RuledTokens
-from engine.sampling import Chosen, SamplingRow
+from engine.sampling import Chosen, Sampled, SamplingRow
 
 # P positions, R rows, N those of them that draw at random, V vocabulary, U tokens that a row says something of
 
@@ -38,8 +46,9 @@ _DRAW_BITS = 48  # a draw times a sum of probabilities stays below the sum, also
 
 
 @torch.inference_mode()
-def sample(logits_PV: Tensor, rows: Seq[SamplingRow], positions: Seq[int] | None = None) -> list[Chosen | None]:
-    """Choose a token for each row; None for one whose logits are not finite, whatever stands beside it.
+def sample(logits_PV: Tensor, rows: Seq[SamplingRow], positions: Seq[int] | None = None) -> Sampled:
+    """Choose a token for each row; None for one whose logits are not finite, whatever stands beside it. Nothing here
+    waits for a GPU.
 
     logits_PV: fp32, which may be overwritten; positions: which of them is each row's, None where there is one for each,
     in order. Log-probabilities are those of the logits as given, before anything here changes them.
@@ -47,25 +56,28 @@ def sample(logits_PV: Tensor, rows: Seq[SamplingRow], positions: Seq[int] | None
     logits_RV = logits_PV if positions is None else logits_PV[_place(positions, torch.int64, logits_PV.device)]
     asking = [(i, row) for i, row in enumerate(rows) if not row.is_plain]
     telling = [(i, row) for i, row in asking if row.sampling.num_logprobs is not None]
-    drawing = [(i, row) for i, row in asking if not row.sampling.is_greedy]
     told_NV = logits_RV[_numbers(telling, logits_RV.device)] if telling else None
     _forbid(logits_RV, asking)
     _apply_rules(logits_RV, [(i, row, row.ruled) for i, row in asking if row.ruled is not None])
-    chosen_R = likeliest(logits_RV, {i: row.penalties() for i, row in asking if row.sampling.has_penalties})
-    best_R = logits_RV.gather(-1, chosen_R.unsqueeze(-1)).squeeze(-1)
-    if drawing:
-        drawing_N = _numbers(drawing, chosen_R.device)
-        chosen_R[drawing_N] = _draw(logits_RV[drawing_N], [row for _, row in drawing])
-    logprobs: dict[int, TokenLogprob] = {}
+    ids_R = choose_by_kernel(logits_RV, asking) if logits_RV.is_cuda else choose_by_torch(logits_RV, asking)
+    found: tuple[Tensor, ...] = ()
     if told_NV is not None:
-        chosen_N = chosen_R[_numbers(telling, chosen_R.device)]
-        found = _logprobs(told_NV, chosen_N, [row for _, row in telling])
-        logprobs = {i: logprob for (i, _), logprob in zip(telling, found, strict=True)}
-    ids = ((chosen_R + 1) * best_R.isfinite() - 1).tolist()  # -1 where it is not; one wait for the device
-    if -1 in ids:
-        for i, row in asking:  # a NaN is the model's
-            row.is_contradicted = ids[i] < 0 and row.ruled is not None and bool(best_R[i] == -math.inf)
-    return [(token_id, logprobs.get(i)) if token_id >= 0 else None for i, token_id in enumerate(ids)]
+        most = max(row.sampling.num_logprobs or 0 for _, row in telling)
+        told_ids_N = ids_R[_numbers(telling, ids_R.device)].clamp_min(0).long()
+        found = logprobs_of(told_NV, told_ids_N, num_top=most)[:3]
+    wait = download([ids_R, *found])
+
+    def chosen() -> list[Chosen | None]:
+        ids_R, *logprobs = wait()
+        ids = ids_R.tolist()
+        if not asking:  # mostly
+            return [(token_id, None) if token_id >= 0 else None for token_id in ids]
+        told = _told(telling, *logprobs) if telling else {}
+        for i, row in asking if min(ids) < 0 else ():  # a NaN is the model's
+            row.is_contradicted = ids[i] == NO_LOGIT_IS_FINITE and row.ruled is not None
+        return [(token_id, told.get(i)) if token_id >= 0 else None for i, token_id in enumerate(ids)]
+
+    return Sampled(ids_R, chosen)
 
 
 def uniform(seed: int, position: int) -> float:
@@ -116,7 +128,36 @@ def _set_impossible(logits_RV: Tensor, pairs_2U: NDArray[np.int64]) -> None:
     logits_RV[rows_U, ids_U] = torch.full((), -math.inf, device=device)
 
 
-def _draw(logits_NV: Tensor, rows: Seq[SamplingRow]) -> Tensor:
+def choose_by_kernel(logits_RV: Tensor, rows: Seq[_NumberedRow], tiling: Tiling = TILING) -> Tensor:
+    """-> (R,) int32, see launch_choice. rows: those that are not plain."""
+    if penalties := {i: row.penalties() for i, row in rows if row.sampling.has_penalties}:
+        penalise(logits_RV, penalties)
+    drawing = [(i, row) for i, row in rows if not row.sampling.is_greedy]
+    if not drawing:
+        return launch_choice(logits_RV, None, tiling)
+    numbers_R6 = np.zeros((len(logits_RV), NUM_NUMBERS), dtype=np.int32)
+    numbers_R6[[i for i, _ in drawing]] = [numbers_of(row) for _, row in drawing]
+    return launch_choice(logits_RV, upload([numbers_R6], logits_RV.device)[0], tiling)
+
+
+def numbers_of(row: SamplingRow) -> tuple[int, ...]:
+    """What the kernel is told of a row that draws."""
+    draw = int(uniform(row.seed, row.position) * (1 << _DRAW_BITS))
+    return *row.filters, draw >> DRAW_BITS, draw & (1 << DRAW_BITS) - 1
+
+
+def choose_by_torch(logits_RV: Tensor, rows: Seq[_NumberedRow]) -> Tensor:
+    """The same elsewhere: the reference. -> (R,) int64"""
+    chosen_R = likeliest(logits_RV, {i: row.penalties() for i, row in rows if row.sampling.has_penalties})
+    best_R = logits_RV.gather(-1, chosen_R.unsqueeze(-1)).squeeze(-1)
+    if drawing := [(i, row) for i, row in rows if not row.sampling.is_greedy]:
+        drawing_N = _numbers(drawing, chosen_R.device)
+        chosen_R[drawing_N] = reference_draw(logits_RV[drawing_N], [row for _, row in drawing])
+    chosen_R = torch.where(best_R.abs() < math.inf, chosen_R, NOT_FINITE)
+    return torch.where(best_R == -math.inf, NO_LOGIT_IS_FINITE, chosen_R) if rows else chosen_R
+
+
+def reference_draw(logits_NV: Tensor, rows: Seq[SamplingRow]) -> Tensor:
     """-> (N,) int64."""
     device = logits_NV.device
 
@@ -133,7 +174,7 @@ def _draw(logits_NV: Tensor, rows: Seq[SamplingRow]) -> Tensor:
         scaled_NV = scaled_NV.masked_fill(scaled_NV < threshold_N1, -math.inf)
     # In fp64 the running sum does not depend on how a device adds up.
     cumulative_NV = scaled_NV.exp().cumsum(dim=-1, dtype=torch.float64)
-    draws_N = _place([uniform(row.seed, len(row.tokens)) for row in rows], torch.float64, device)
+    draws_N = _place([uniform(row.seed, row.position) for row in rows], torch.float64, device)
     targets_N1 = draws_N.unsqueeze(-1) * cumulative_NV[:, -1:]
     # Where logits are not finite nothing is found. That row fails, but its id is looked up beside the others' before.
     most = scaled_NV.shape[-1] - 1
@@ -174,15 +215,16 @@ def _keep_top_p(scaled_NV: Tensor, top_p: Seq[float]) -> Tensor:
     return scaled_NV
 
 
-def _logprobs(logits_NV: Tensor, chosen_N: Tensor, rows: Seq[SamplingRow]) -> list[TokenLogprob]:
+def _told(
+    rows: Seq[_NumberedRow], logprobs_N: NDArray[Any], top_ids_NK: NDArray[Any], top_logprobs_NK: NDArray[Any]
+) -> dict[int, TokenLogprob]:
     """Of rows that all want them."""
-    counts = [row.sampling.num_logprobs or 0 for row in rows]
-    found = logprobs_of(logits_NV, chosen_N, num_top=max(counts))
-    chosen, ids, values = found.logprobs_N.tolist(), found.top_ids_NK.tolist(), found.top_logprobs_NK.tolist()
-    return [
-        TokenLogprob(logprob=chosen[n], top=tuple(zip(ids[n][:count], values[n][:count], strict=True)))
-        for n, count in enumerate(counts)
-    ]
+    chosen, ids, values = logprobs_N.tolist(), top_ids_NK.tolist(), top_logprobs_NK.tolist()
+    counts = [row.sampling.num_logprobs or 0 for _, row in rows]
+    return {
+        i: TokenLogprob(logprob=chosen[n], top=tuple(zip(ids[n][:count], values[n][:count], strict=True)))
+        for n, ((i, _), count) in enumerate(zip(rows, counts, strict=True))
+    }
 
 
 def _numbers(rows: Seq[_NumberedRow], device: torch.device) -> Tensor:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,13 +18,28 @@ from engine.ruled_tokens import RuledTokens
 Chosen = tuple[int, TokenLogprob | None]
 Logits = TypeVar("Logits", contravariant=True)
 
+_MOST = (1 << 31) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What was chosen for some rows. It may still be on its way from a device."""
+
+    token_ids: Any  # (R,) where it was chosen, for the step after; below 0 where there is no token
+    wait: Callable[[], Seq[Chosen | None]]  # what comes of it, row by row; called once
+
+    @classmethod
+    def known(cls, chosen: Seq[Chosen | None]) -> Sampled:
+        """Nothing has to be waited for."""
+        return cls([one[0] if one else -1 for one in chosen], lambda: chosen)
+
 
 class Sampler(Protocol[Logits]):
     """See engine.sampler."""
 
-    def __call__(self, logits: Logits, rows: Seq[SamplingRow], positions: Seq[int] | None, /) -> Seq[Chosen | None]:
+    def __call__(self, logits: Logits, rows: Seq[SamplingRow], positions: Seq[int] | None, /) -> Sampled:
         """One token for each row, of the logits at these positions; None: there is one for each, in order. The logits
-        may be overwritten.
+        may be overwritten, by this and as soon as it has returned.
 
         None instead of a token: the row has no logits to choose by."""
         ...
@@ -57,12 +74,16 @@ class SamplingRow:
 
     sampling: Sampling
     seed: int  # of this choice; see cluster.words.request.choice_seed
-    tokens: Seq[int]  # all so far; the one to be chosen has position len(tokens)
+    tokens: Seq[int]  # all so far
     num_prompt_tokens: int
     mask: TokenMask | None = None  # None: all tokens are allowed
     ruled: RuledTokens | None = None  # what its token rules say; made here where another choice has not handed it on
+    # While a step is planned: how many tokens the one before it is choosing, which are not among `tokens` yet. 0 or 1
+    num_coming: int = field(default=0, init=False)
     is_contradicted: bool = field(default=False, init=False)  # a sampler has found that what is asked leaves no token
     _is_plain: bool = field(init=False, repr=False)
+    _reads_tokens: bool = field(init=False, repr=False)
+    _filters: tuple[int, ...] | None = field(default=None, init=False, repr=False)
     _penalties: Penalties | None = field(default=None, init=False, repr=False)
     _early_stops: NDArray[np.int64] | None = field(default=None, init=False, repr=False)
 
@@ -70,6 +91,7 @@ class SamplingRow:
         self._is_plain = self.sampling.is_plain
         if self.ruled is None and self.sampling.token_rules is not None:
             self.ruled = RuledTokens(self.sampling.token_rules)
+        self._reads_tokens = self.sampling.has_penalties or (self.ruled is not None and self.ruled.reads_tokens)
 
     @property
     def is_plain(self) -> bool:
@@ -77,8 +99,28 @@ class SamplingRow:
         return self._is_plain and self.mask is None
 
     @property
+    def position(self) -> int:
+        """Of the token to be chosen."""
+        return len(self.tokens) + self.num_coming
+
+    @property
+    def reads_tokens(self) -> bool:
+        """It must know all tokens before to say what is asked of the next one."""
+        return self.mask is not None or self._reads_tokens
+
+    @property
     def num_generated(self) -> int:
-        return len(self.tokens) - self.num_prompt_tokens
+        return self.position - self.num_prompt_tokens
+
+    @property
+    def filters(self) -> tuple[int, ...]:
+        """Temperature, top-k, top-p and ln(min-p) as a kernel is told them: fractions as the bits of fp32."""
+        if self._filters is None:
+            asked = self.sampling
+            fractions = asked.temperature, asked.top_p, math.log(asked.min_p) if asked.min_p > 0 else -math.inf
+            temperature, top_p, least = np.array(fractions, np.float32).view(np.int32).tolist()
+            self._filters = temperature, max(0, min(asked.top_k, _MOST)), top_p, least
+        return self._filters
 
     @property
     def is_early(self) -> bool:
@@ -95,6 +137,11 @@ class SamplingRow:
     def forbidden(self, ruled: RuledTokens) -> list[int]:
         """What would end a bad word."""
         return ruled.forbidden(self.tokens, self.num_prompt_tokens)
+
+    @property
+    def may_be_known(self) -> bool:
+        """Its next token, before there are logits."""
+        return self.mask is not None and self.sampling.num_logprobs is None
 
     def known_token(self) -> int | None:
         """The token that would be chosen whatever the logits are; None: it depends on them, or they are to be told."""

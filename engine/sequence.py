@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from cluster.words.errors import ClusterError, GrammarNotFollowed, LogitsNotFinite, NoTokenAllowed
 from cluster.words.hashing import block_hashes, root_hash
-from cluster.words.request import SampledToken, SequenceRequest, TokenLogprob, choice_seed, finish_reason
+from cluster.words.request import FinishReason, SampledToken, SequenceRequest, TokenLogprob, choice_seed, finish_reason
 from engine.kv.block_manager import BlockManager
 from engine.ruled_tokens import RuledTokens
 from engine.sampling import SamplingRow
@@ -50,6 +50,9 @@ class Sequence:
         self.num_computed = 0
         self.blocks: list[int] = []
         self.max_context = max_context
+        # It ends with so many at the latest.
+        self.last_token = min(request.num_prompt_tokens + request.sampling.max_tokens, max_context)
+        self._stops = request.sampling.stop_token_ids
         self.most_tokens = max_context  # it gets no known tokens beyond: where it moves to there is room for so many
         self.block_size = block_size
         self.model = model
@@ -66,6 +69,16 @@ class Sequence:
     def num_missing(self) -> int:
         """Tokens whose KV is still to be computed."""
         return len(self.tokens) - self.num_computed
+
+    @property
+    def num_coming(self) -> int:
+        """See SamplingRow."""
+        return self.sampling_row.num_coming
+
+    @property
+    def ends_with_next(self) -> bool:
+        """Whatever its next token is."""
+        return len(self.tokens) + 1 >= self.last_token
 
     def num_reusable(self, num_tokens: int) -> int:
         """How many leading tokens need not be computed here where so many are held: full blocks, and not the last
@@ -117,31 +130,34 @@ class Sequence:
     def computed(self, num_tokens: int, blocks: BlockManager) -> None:
         """The KV of the next `num_tokens` positions is in the pool: let others find the blocks that became full."""
         self.num_computed += num_tokens
-        num_full = self.num_computed // self.block_size
-        if num_full == self._num_sealed:
+        if self.num_computed < (self._num_sealed + 1) * self.block_size:  # mostly
             return
-        hashes = self.hashes()
+        num_full, hashes = self.num_computed // self.block_size, self.hashes()
         while self._num_sealed < min(num_full, len(hashes)):
             blocks.seal(self.blocks[self._num_sealed], hashes[self._num_sealed])
             self._num_sealed += 1
 
     def append(self, token_id: int, logprob: TokenLogprob | None = None) -> SampledToken:
         """Take the next token, and say whether it is the last."""
-        sampled = self.peek(token_id, logprob)
-        self.tokens.append(token_id)
-        return sampled
+        tokens, reason = self.tokens, None
+        tokens.append(token_id)
+        if len(tokens) >= self.last_token or token_id in self._stops:  # mostly not
+            reason = self._finish_reason(token_id, len(tokens))
+        return SampledToken(token_id=token_id, logprob=logprob, finish_reason=reason)
 
     def peek(self, token_id: int, logprob: TokenLogprob | None = None) -> SampledToken:
         """What `append` would say of this token."""
-        request, num_tokens = self.request, len(self.tokens) + 1
-        reason = finish_reason(
+        reason = self._finish_reason(token_id, len(self.tokens) + 1)
+        return SampledToken(token_id=token_id, logprob=logprob, finish_reason=reason)
+
+    def _finish_reason(self, token_id: int, num_tokens: int) -> FinishReason | None:
+        return finish_reason(
             token_id,
-            num_generated=num_tokens - request.num_prompt_tokens,
+            num_generated=num_tokens - self.request.num_prompt_tokens,
             num_tokens=num_tokens,
-            sampling=request.sampling,
+            sampling=self.request.sampling,
             max_context=self.max_context,
         )
-        return SampledToken(token_id=token_id, logprob=logprob, finish_reason=reason)
 
     def fork(self, choice: int, blocks: BlockManager) -> tuple[Sequence, tuple[int, int] | None] | None:
         """Another choice of the same request, which shares every full block with this one.
@@ -201,4 +217,5 @@ class Sequence:
         """Give all blocks back. What was sealed stays in the cache until its space is needed."""
         blocks.free(self.blocks)
         self.blocks = []
+        self.sampling_row.num_coming = 0  # that token is chosen again
         self.num_computed = self._num_sealed = 0

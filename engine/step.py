@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol, TypeVar
 
 from cluster.words.request import SampledToken
-from engine.batch.batch import Batch
+from engine.batch.batch import Batch, FedTokens
 from engine.batch.rows import RowChanges
 from engine.last_rows import LastRows
 from engine.orders import Orders
 from engine.prompts import Prompt
+from engine.sampling import Sampled, SamplingRow
 from engine.scoring import ScoredRow, Scores
 from engine.sequence import Sequence
 
@@ -26,15 +27,45 @@ class ScheduledStep:
     decoding: list[tuple[Sequence, int]]  # each computes its last tokens: one, and those that were known
     prompts: list[tuple[Prompt, int]]  # and how many tokens of each
     last_rows: LastRows
+    whole: list[Prompt] = field(default_factory=list)  # of these, those of which nothing is missing then
     scored: list[ScoredRow] = field(default_factory=list)  # of the prompts that ask for it
     scores: Scores | None = None  # of these; whoever computes the step sets it
     fetched: list[Prompt] = field(default_factory=list)  # those that only fetch, and have got what there is
     known: list[tuple[Sequence, SampledToken]] = field(default_factory=list)  # what sequences got before it
     orders: Orders = field(default_factory=Orders)
+    fed: FedTokens | None = None  # those that are computed here before anybody knows them
+    sampled: Sampled | None = None  # of every sequence that decodes; then, for each prompt that is whole, every choice
 
     @property
     def has_rows(self) -> bool:
         return bool(self.decoding or self.prompts)
+
+    def take_what_came_before(self, ahead: ScheduledStep) -> None:
+        """What the next step has brought about when it was planned is told with this one: nobody waits for it, and
+        those whom it is about may leave before that step is over."""
+        self.known, ahead.known = self.known + ahead.known, []
+        self.fetched, ahead.fetched = self.fetched + ahead.fetched, []
+
+    def sampling_rows(self) -> tuple[list[SamplingRow], list[int] | None]:
+        """Whose next token is to be chosen: that of every sequence that decodes; then, for each prompt that is whole,
+        one for every choice. And where the logits of each are; None: in this order."""
+        rows = [sequence.sampling_row for sequence, _ in self.decoding]
+        if not self.whole:
+            return rows, None
+        positions = list(range(len(rows)))
+        for position, prompt in enumerate(self.whole, len(rows)):
+            rows += [prompt.sequence.sampling_row_of(choice) for choice in prompt.choices]
+            positions += [position] * len(prompt.choices)
+        return rows, positions if len(rows) > len(self.decoding) + len(self.whole) else None
+
+    def note_scores(self) -> None:
+        """Tell the prompts that are scored what this step has said of them."""
+        if not self.scored:
+            return
+        assert self.scores, "whoever computed this step has not told what was asked of its prompts"
+        for row, scores in zip(self.scored, self.scores(), strict=True):
+            prompt, _ = self.prompts[row.row - len(self.decoding)]
+            prompt.scores.append(scores)
 
     @property
     def num_tokens(self) -> int:
@@ -49,7 +80,8 @@ class ScheduledStep:
 
     @cached_property
     def batch(self) -> Batch:
-        return self.last_rows.apply(self.changes)
+        batch = self.last_rows.apply(self.changes)
+        return replace(batch, fed=self.fed) if self.fed else batch
 
 
 @dataclass(frozen=True, slots=True)

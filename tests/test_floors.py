@@ -36,8 +36,8 @@ cluster.process: cluster(words)
 cluster.rpc:
 cluster.wire: cluster(identity rpc words)
 cluster.words:
-cluster.worker: cluster(grammar index model process rpc wire words) engine(batch config engine kv orders pace
-    parallel prompts rate runner sampler scorer sequence step tiers) kvtransfer(links movers protocol)
+cluster.worker: cluster(grammar index model process rpc wire words) engine(batch config device_mark engine kv orders
+    pace parallel prompts rate runner sampler scorer sequence step tiers) kvtransfer(links movers protocol)
 decode_worker.actor: cluster(rpc words worker) engine(config) decode_worker(server worker)
 decode_worker.answers: cluster(rpc wire words worker) engine(prompts sequence step) kvtransfer(protocol)
     decode_worker(moves)
@@ -47,14 +47,16 @@ decode_worker.ticket: cluster(words) engine(prompts)
 decode_worker.worker: cluster(rpc words worker) engine(orders prompts step) kvtransfer(protocol)
     decode_worker(answers moves ticket)
 engine.admission: cluster(words) engine(decoding kv prompts)
+engine.ahead: engine(batch sequence step)
 engine.attention: cluster(model) engine(batch cpu kernels kv layers)
 engine.batch: engine(kernels streams)
 engine.config: cluster(model words) engine(kv)
 engine.cpu: cluster(model process)
 engine.decode_graphs: engine(batch)
 engine.decoding: engine(kv sequence)
+engine.device_mark:
 engine.device_memory: cluster(words) engine(config)
-engine.engine: cluster(words) engine(admission decoding known_tokens kv last_rows orders pace prompts sampling
+engine.engine: cluster(words) engine(admission ahead decoding known_tokens kv last_rows orders pace prompts sampling
     sequence step tiers)
 engine.expert_placement:
 engine.kernels: engine(cpu)
@@ -64,7 +66,7 @@ engine.last_rows: engine(batch scoring sequence)
 engine.layers: cluster(words) engine(cpu kernels parallel weights)
 engine.learnt_timing: cluster(words) engine(batch)
 engine.likeliest: engine(batch cpu penalties)
-engine.logprobs:
+engine.logprobs: engine(kernels)
 engine.memory_trial: engine(batch config decode_graphs device_memory kv)
 engine.model: cluster(model) engine(attention batch cpu expert_placement kernels kv layers parallel weights)
 engine.orders: cluster(words) engine(tiers)
@@ -75,18 +77,16 @@ engine.prompts: cluster(words) engine(kv sequence)
 engine.quantization: cluster(model words) engine(batch config kernels kv layers model parallel weights)
 engine.rate:
 engine.ruled_tokens: cluster(words)
-engine.runner: cluster(model words) engine(batch config cpu decode_graphs device_memory kv layers memory_trial
+engine.runner: cluster(model words) engine(batch config cpu decode_graphs device_memory kernels kv layers memory_trial
     model orders parallel scorer step weights)
-engine.sampler: cluster(words) engine(likeliest logprobs ruled_tokens sampling)
+engine.sampler: cluster(words) engine(batch kernels likeliest logprobs ruled_tokens sampling)
 engine.sampling: cluster(words) engine(penalties ruled_tokens)
 engine.scorer: cluster(words) engine(logprobs scoring step)
 engine.scoring: cluster(words)
 engine.sequence: cluster(words) engine(kv ruled_tokens sampling scoring)
-engine.step: cluster(words) engine(batch last_rows orders prompts scoring sequence)
-engine.streams: cluster(words)
-engine.tiers: cluster(process words) engine(kv rate sequence streams)
-engine.tools: cluster(model process words) engine(batch config cpu engine kernels kv layers learnt_timing
-    model orders pace parallel prompts runner sampler sequence step weights)
+engine.runner: cluster(model words) engine(batch config cpu decode_graphs device_memory kernels kv layers memory_trial
+    model orders parallel scorer step weights)
+engine.sampler: cluster(words) engine(batch kernels likeliest logprobs ruled_tokens sampling)
 engine.weights: cluster(model words)
 kvtransfer.bench: cluster(process rpc wire words) engine(batch config kv runner) kvtransfer(links movers protocol)
 kvtransfer.links: cluster(words) engine(streams)

@@ -47,6 +47,11 @@ class GangRunner:
         return self.runner.parallel.size > 1
 
     @property
+    def runs_ahead(self) -> bool:
+        """A step is still computed when it has been launched; and no rank must be told of tokens that nobody knows."""
+        return self.runner.device.type == "cuda" and not self.has_others
+
+    @property
     def limits(self) -> StepLimits:
         """What a step may name on this rank."""
         return StepLimits(

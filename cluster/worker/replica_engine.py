@@ -15,10 +15,11 @@ from cluster.words.probe import Milestone
 from cluster.words.tier import Tier
 from cluster.worker.fetches import Fetches
 from cluster.worker.gang_runner import GangRunner
+from engine.device_mark import DeviceMark
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
 from engine.orders import Orders
-from engine.pace import Pace
+from engine.pace import HostMark, Pace
 from engine.prompts import Prompt
 from engine.rate import Rate
 from engine.sampler import sample
@@ -47,7 +48,7 @@ class ReplicaEngine:
     def __init__(self, parts: EngineParts, connector: KVConnector) -> None:
         block_size = parts.gang.runner.layout.block_size
         self.totals = pb.Totals()
-        self.pace = Pace()
+        self.pace = Pace(DeviceMark if parts.gang.runner.device.type == "cuda" else HostMark)
         self.link_rate = Rate()  # bytes
         self.engine: Engine[Tensor] = Engine(
             parts.gang,
@@ -58,6 +59,7 @@ class ReplicaEngine:
             connector=connector,
             tier_orders=parts.tiers.table.take_orders,
             pace=self.pace,
+            runs_ahead=parts.gang.runs_ahead,
         )
         self.fetches = Fetches(
             self.engine.prompts, parts.pulls, parts.grants, parts.tiers, self.totals, block_size=block_size

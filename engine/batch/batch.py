@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +13,27 @@ from engine.batch.rows import Ints, Row, RowChanges, num_blocks
 # T tokens of this step, R sequences (rows), B blocks of the longest context
 
 _NONE = np.zeros(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedTokens:
+    """Tokens of a step that the one before it chooses, perhaps at this moment: they go from there to here on the
+    device."""
+
+    token_ids: Any  # (S,) that step's, where they are chosen; below 0 where there is none, and the row has failed
+    sources: Ints  # (F,) which of these
+    places: Ints  # (F,) in T; what the batch says of them means nothing
+
+    def fill(self, token_ids_T: Ints) -> None:
+        """Where a step is over when it was launched, the host has them."""
+        token_ids_T[self.places] = np.maximum(np.asarray(self.token_ids)[self.sources], 0)
+
+    @property
+    def is_whole(self) -> bool:
+        """All rows of that step, in their order, are the first of this one."""
+        num_fed = len(self.sources)
+        whole = np.arange(num_fed)
+        return bool((self.sources == whole).all() and (self.places == whole).all())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +50,7 @@ class Batch:
     logits_rows: Ints  # indices into T of the positions whose logits are wanted, row by row
     scored_rows: Ints  # and of those whose logits are wanted in slices: see engine.scoring
     number: int  # of the step
+    fed: FedTokens | None = None
     new_cells: tuple[Ints, Ints] | None  # of block_tables, since the step before; None: its rows lay elsewhere
 
     @property
@@ -62,10 +85,11 @@ class KeptRows:
     def ends_of(self, kept: Ints, starts: Ints, query_lens: Ints) -> tuple[Ints, Ints]:
         """Where each row of the next step ends, and how many blocks its table gets: (R,) each. See RowChanges."""
         is_new = kept < 0
-        starts_R = np.empty(len(kept), dtype=np.int64)
-        starts_R[~is_new], starts_R[is_new] = self._ends_R[kept[~is_new]], starts
+        starts_R = np.append(self._ends_R, 0)[kept]
+        held_R = num_blocks(starts_R, self._block_size)
+        if len(starts):
+            starts_R[is_new], held_R[is_new] = starts, 0
         ends_R = starts_R + query_lens
-        held_R = np.where(is_new, 0, num_blocks(starts_R, self._block_size))
         return ends_R, num_blocks(ends_R, self._block_size) - held_R
 
     def apply(self, changes: RowChanges) -> Batch:
@@ -77,23 +101,32 @@ class KeptRows:
         stays = self._keep(changes, width=width)
         self.number, self._ends_R, tables = changes.number, ends, self._tables_RB
         rows = np.arange(len(ends))
-        columns = np.arange(len(changes.blocks)) + np.repeat(counts - np.cumsum(num_added), num_added)
-        new_cells = np.repeat(rows, num_added), columns
-        tables[new_cells] = changes.blocks
-        last = np.cumsum(query_lens)  # in the batch; the token before it is the row's last
-        positions = np.arange(len(changes.token_ids)) + np.repeat(ends - last, query_lens)
+        new_cells = _NONE, _NONE
+        if len(changes.blocks):
+            columns = np.arange(len(changes.blocks)) + np.repeat(counts - np.cumsum(num_added), num_added)
+            new_cells = np.repeat(rows, num_added), columns
+            tables[new_cells] = changes.blocks
         assert (num_logits <= query_lens).all(), "logits of a position that is not computed"
-        skipped = last - np.cumsum(num_logits)  # up to each row's end, positions without logits
+        if len(changes.token_ids) == len(rows):  # mostly
+            row_of_T, positions, logits_rows = rows, ends - 1, np.flatnonzero(num_logits)
+        else:
+            last = np.cumsum(query_lens)  # in the batch; the token before it is the row's last
+            row_of_T = np.repeat(rows, query_lens)
+            positions = np.arange(len(changes.token_ids)) + np.repeat(ends - last, query_lens)
+            skipped = last - np.cumsum(num_logits)  # up to each row's end, positions without logits
+            logits_rows = np.repeat(skipped, num_logits) + np.arange(num_logits.sum())
         return Batch(
             token_ids=changes.token_ids,
             positions=positions,
-            slots=tables[np.repeat(rows, query_lens), positions // size] * size + positions % size,
+            slots=tables[row_of_T, positions // size] * size + positions % size,
             query_lens=query_lens,
             context_lens=ends,
             block_tables=tables[:, :width],
             adapters=self._adapters_R,
-            logits_rows=np.repeat(skipped, num_logits) + np.arange(num_logits.sum()),
-            scored_rows=_scored_rows(changes, begins=last - query_lens) if len(changes.scored) else _NONE,
+            logits_rows=logits_rows,
+            scored_rows=_scored_rows(changes, begins=np.cumsum(query_lens) - query_lens)
+            if len(changes.scored)
+            else _NONE,
             number=changes.number,
             new_cells=new_cells if stays else None,
         )

@@ -18,6 +18,7 @@ from engine.kernels.tiles import QueryTiles, cut_tiles
 
 # T tokens of the step, R rows, B blocks of the longest table
 
+_NONE = np.zeros(0, dtype=np.int64)
 _ALIGNED = 4  # numbers: arrays begin at multiples of 16 bytes, for kernels are compiled anew for pointers that do not
 
 
@@ -60,9 +61,11 @@ class DeviceBatch:
         """Start the copy; nothing waits for it but what comes behind it on the device."""
         begins_R = np.cumsum(batch.query_lens) - batch.query_lens
         single, several = np.flatnonzero(batch.query_lens == 1), np.flatnonzero(batch.query_lens != 1)
-        token_ids, positions, slots, logits_rows, scored_rows, *more = upload(
+        fed = batch.fed
+        token_ids, positions, slots, logits_rows, scored_rows, sources, places, *more = upload(
             [
                 *(batch.token_ids, batch.positions, batch.slots, batch.logits_rows, batch.scored_rows),
+                *((fed.sources, fed.places) if fed else (_NONE, _NONE)),
                 *(begins_R[single], batch.block_tables[single], batch.context_lens[single]),
                 *cut_tiles(batch.query_lens[several], batch.context_lens[several]),
                 *(begins_R[several], batch.query_lens[several]),
@@ -70,6 +73,8 @@ class DeviceBatch:
             ],
             device,
         )
+        if fed:
+            token_ids[places] = fed.token_ids[sources].clamp_min(0)
         *singles, rows, firsts, begins, lengths, tables, contexts = more
         longest = int(batch.context_lens[single].max(initial=0))
         tiles = QueryTiles(rows, firsts, begins, lengths)

@@ -122,7 +122,7 @@ class DecodeReplica:
     def orders(self, step: ScheduledStep) -> Orders:
         return Orders()
 
-    def execute(self, step: ScheduledStep | None, orders: Orders) -> None:
+    def execute(self, step: ScheduledStep | None, orders: Orders) -> tuple[()]:
         """Take the time of a step, or of several that are all alike."""
         assert step
         self.store.publish()
@@ -142,6 +142,7 @@ class DecodeReplica:
             self._cores.run(seconds, lambda: self._end(number))
         else:
             self._end_at(self._leap.after(num_steps))
+        return NO_LOGITS
 
     def _wake(self) -> None:
         """Something has changed: begin to step, or cut a leap short after the step under way."""
@@ -154,7 +155,7 @@ class DecodeReplica:
                 self._end_at(self._leap.after(num_steps))
 
     def _step(self) -> None:
-        step, _ = self._engine.launch()
+        step = self._engine.launch()
         if not step.has_rows:
             self.store.publish()
             self._give_up_restored()
@@ -202,7 +203,7 @@ class DecodeReplica:
         for sequence, _ in step.decoding if leap.num_steps > 1 else ():  # all but the last step of the leap
             sequence.tokens += sequence.tokens[-1:] * (leap.num_steps - 1)
             sequence.computed(leap.num_steps - 1, self.store.blocks)
-        result = self._engine.complete(step, NO_LOGITS)
+        result = self._engine.complete(step)
         for sequence, token in result.sampled:
             self._tell_gaps(self._flights[self._prompt_of[sequence]], leap)
             if token.finish_reason:

@@ -8,7 +8,7 @@ from cluster.words.timing import StepTiming, pairs
 from engine.engine import Engine, SchedulerConfig
 from engine.orders import Orders
 from engine.prompts import Prompt
-from engine.sampling import Chosen, SamplingRow
+from engine.sampling import Sampled, SamplingRow
 from engine.step import ScheduledStep
 from router.simulator.clock import Clock
 from router.simulator.cores import Cores
@@ -19,9 +19,9 @@ NO_LIMIT = 1 << 40
 NO_LOGITS = ()
 
 
-def repeat_last(logits: tuple[()], rows: Sequence[SamplingRow], positions: Sequence[int] | None, /) -> list[Chosen]:
+def repeat_last(logits: tuple[()], rows: Sequence[SamplingRow], positions: Sequence[int] | None, /) -> Sampled:
     """Implements engine.sampling.Sampler: tokens that are all alike."""
-    return [(row.tokens[-1], None) for row in rows]
+    return Sampled.known([(row.tokens[-1], None) for row in rows])
 
 
 class PrefillReplica:
@@ -78,7 +78,7 @@ class PrefillReplica:
         if not self._is_stepping:
             self._step()
 
-    def execute(self, step: ScheduledStep | None, orders: Orders) -> None:
+    def execute(self, step: ScheduledStep | None, orders: Orders) -> tuple[()]:
         """Take the time of a step."""
         assert step
         for prompt, _ in step.prompts:
@@ -96,9 +96,10 @@ class PrefillReplica:
             self._cores.run(seconds, lambda: self._end(step, began_at))
         else:
             self._clock.at(began_at + seconds, lambda: self._end(step, began_at))
+        return NO_LOGITS
 
     def _step(self) -> None:
-        step, _ = self._engine.launch()
+        step = self._engine.launch()
         self._is_stepping = step.has_rows
         if not step.has_rows:
             self._give_up_restored()
@@ -117,7 +118,7 @@ class PrefillReplica:
             if count == prompt.sequence.num_missing:  # who ships it holds its blocks
                 blocks = self._held[self._flights[prompt]] = list(prompt.sequence.blocks)
                 self.store.blocks.share(blocks)
-        result = self._engine.complete(step, NO_LOGITS)
+        result = self._engine.complete(step)
         self.store.publish()
         for prefilled in result.prefilled:
             self._finished(self._flights.pop(prefilled.prompt))

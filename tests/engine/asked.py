@@ -40,6 +40,7 @@ class Said:
     num_steps: int = 0
     num_known: int = 0
     num_preemptions: int = 0
+    num_fed: int = 0  # tokens that were computed before the host knew them
 
     @property
     def ids(self) -> list[list[int]]:
@@ -47,12 +48,16 @@ class Said:
 
 
 def answers(
-    runner: ModelRunner, asked: Sequence[Asked], config: SchedulerConfig = AMPLE, num_blocks: int = 512
+    runner: ModelRunner,
+    asked: Sequence[Asked],
+    config: SchedulerConfig = AMPLE,
+    num_blocks: int = 512,
+    *,
+    runs_ahead: bool = False,
 ) -> Said:
     said, blocks = Said(), BlockManager(num_blocks)
-    engine = Engine(
-        _Bounded(runner, config.max_batch_tokens), sample, blocks, config, block_size=runner.layout.block_size
-    )
+    bounded = _Bounded(runner, config.max_batch_tokens)
+    engine = Engine(bounded, sample, blocks, config, block_size=runner.layout.block_size, runs_ahead=runs_ahead)
     for number, one in enumerate(asked):
         engine.add(Prompt(_sequence(one, str(number), block_size=runner.layout.block_size)))
     while (result := engine.step()).did_work:
@@ -65,7 +70,7 @@ def answers(
             said.failures[sequence.request.id] = type(sequence.failure).__name__
         blocks.check_integrity()
     assert blocks.num_available == num_blocks
-    said.num_preemptions = engine.decoding.num_preemptions
+    said.num_preemptions, said.num_fed = engine.decoding.num_preemptions, bounded.num_fed
     return said
 
 
@@ -74,9 +79,11 @@ class _Bounded:
 
     def __init__(self, runner: ModelRunner, max_tokens: int) -> None:
         self._runner, self._max_tokens = runner, max_tokens
+        self.num_fed = 0
 
     def execute(self, step: ScheduledStep | None, orders: Orders, /) -> Tensor | None:
         assert step is None or step.num_tokens <= max(self._max_tokens, len(step.decoding))
+        self.num_fed += len(step.fed.sources) if step and step.fed else 0
         return self._runner.execute(step, orders)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from engine.orders import Orders
 from engine.prompts import Prompt
-from engine.sampling import Chosen, SamplingRow
+from engine.sampling import Sampled, SamplingRow
 from engine.step import ScheduledStep
 
 
@@ -34,5 +34,5 @@ class FakeConnector:
         return Orders()
 
 
-def choose_zero(logits: str, rows: Sequence[SamplingRow], positions: Sequence[int] | None, /) -> list[Chosen]:
-    return [(0, None) for _ in rows]
+def choose_zero(logits: str, rows: Sequence[SamplingRow], positions: Sequence[int] | None, /) -> Sampled:
+    return Sampled.known([(0, None) for _ in rows])

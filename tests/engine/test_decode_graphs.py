@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import decode_graphs
-from engine.batch.batch import Batch
+from engine.batch.batch import Batch, FedTokens
 from engine.batch.device_batch import DeviceBatch, upload
 from engine.batch.rows import Row
 from engine.config import EngineConfig
@@ -305,6 +305,27 @@ def test_kernels_launched_in_the_interpreter(
         computed = replaying._model.compute(DeviceBatch.of(mixed, replaying.device), replaying.pool)
     torch.testing.assert_close(computed, plain.forward(mixed), atol=1e-4, rtol=1e-4)
     check_equal((replaying, plain), decode_batch([12, 40, 7], seed=4))
+
+
+@pytest.mark.parametrize(
+    ("sources", "places"), [([0, 1, 2], [0, 1, 2]), ([0, 1], [0, 1]), ([3, 0], [0, 2]), ([2, 1, 0], [0, 1, 2])]
+)
+def test_tokens_that_are_fed_are_those_that_were_chosen(
+    sources: list[int], places: list[int], make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replaying, plain = make_pair(FakeCapture(), "llama")
+    fill(replaying.pool, 6), fill(plain.pool, 6)
+    batch = decode_batch([5, 9, 30], seed=3)
+    chosen_S = torch.tensor([7, -1, 3, 11], dtype=torch.int32)  # the second has failed
+    fed = FedTokens(token_ids=chosen_S, sources=np.array(sources), places=np.array(places))
+    token_ids = batch.token_ids.copy()
+    fed.fill(token_ids)
+    assert [token_ids[place] for place in places] == [max(0, int(chosen_S[source])) for source in sources]
+    expected = plain.forward(replace(batch, token_ids=token_ids))
+    monkeypatch.setattr(FedTokens, "fill", lambda self, token_ids_T: None)  # the host knows none of them
+    unknown = replace(batch, fed=fed)
+    torch.testing.assert_close(replaying.forward(unknown), expected, atol=1e-4, rtol=1e-4)
+    assert DeviceBatch.of(unknown, torch.device("cpu")).token_ids_T.tolist() == token_ids.tolist()
 
 
 @pytest.mark.gpu

@@ -3,7 +3,8 @@ its own tokens, and every block is in one state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,15 +15,16 @@ from numpy.typing import NDArray
 
 from cluster.words.prompt_logprobs import PromptLogprobs
 from cluster.words.request import OFFLINE, Sampling, SequenceRequest, choice_seed
-from engine import known_tokens
-from engine.batch.batch import Batch, KeptRows
+from engine import ahead, known_tokens
+from engine import engine as engine_module
+from engine.batch.batch import Batch, FedTokens, KeptRows
 from engine.batch.rows import RowChanges
 from engine.decoding import Decoding
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
 from engine.orders import Orders
 from engine.prompts import KVSource, Prompt, PromptQueue
-from engine.sampling import Chosen, SamplingRow
+from engine.sampling import Sampled, SamplingRow
 from engine.sequence import Sequence as TokenSequence
 from engine.step import Prefilled, ScheduledStep
 
@@ -73,6 +75,8 @@ class FakePool:
             return None
         batch = step.batch
         self._check_follower(step.changes, batch)
+        if batch.fed:
+            batch.fed.fill(batch.token_ids)
         for slot, token in zip(batch.slots.tolist(), batch.token_ids.tolist(), strict=True):
             self.tokens[slot] = token
         self._score(step, batch)
@@ -109,7 +113,8 @@ class FakePool:
         assert changes.is_whole or changes.number == self._follower.number + 1
         theirs = self._follower.apply(RowChanges.decode(changes.encode()))
         for name, numbers in vars(batch).items():
-            np.testing.assert_array_equal(getattr(theirs, name), numbers)
+            if name != "fed":  # ranks that follow are told of tokens that are known
+                np.testing.assert_array_equal(getattr(theirs, name), numbers)
 
     def write(self, blocks: Sequence[int], start: int, token_ids: Sequence[int]) -> None:
         for position, token in enumerate(token_ids, start):
@@ -120,14 +125,14 @@ def _slot(blocks: Sequence[int], position: int) -> int:
     return blocks[position // _BLOCK] * _BLOCK + position % _BLOCK
 
 
-def choose(
-    logits: list[tuple[int, ...]], rows: Sequence[SamplingRow], positions: Sequence[int] | None
-) -> list[Chosen | None]:
+def choose(logits: list[tuple[int, ...]], rows: Sequence[SamplingRow], positions: Sequence[int] | None) -> Sampled:
     """As a sampler that finds no token behind POISON."""
     found = [logits[i] for i in (range(len(rows)) if positions is None else positions)]
-    return [
-        None if POISON in tokens else (_next(tokens, row.seed), None) for tokens, row in zip(found, rows, strict=True)
-    ]
+    for tokens, row in zip(found, rows, strict=True):
+        assert row.position == len(tokens) and not (row.reads_tokens and row.num_coming)
+    return Sampled.known(
+        [None if POISON in tokens else (_next(tokens, row.seed), None) for tokens, row in zip(found, rows, strict=True)]
+    )
 
 
 def _prompt(
@@ -136,6 +141,7 @@ def _prompt(
     max_tokens: int = 8,
     choices: int = 1,
     is_scored: bool = False,
+    stops: tuple[int, ...] = (),
     tenant: str = "",
     priority: int = 0,
     mask: FakeMask | None = None,
@@ -145,7 +151,7 @@ def _prompt(
         id="r",
         token_ids=tuple(tokens),
         num_prompt_tokens=len(tokens),
-        sampling=Sampling(max_tokens=max_tokens, seed=7),
+        sampling=Sampling(max_tokens=max_tokens, seed=7, stop_token_ids=stops),
         choices=tuple(range(choices)),
         num_prompt_logprobs=1 if is_scored else None,
         tenant=tenant,
@@ -348,13 +354,16 @@ class EngineMachine(RuleBasedStateMachine):
     """Prompts come, are fetched, shipped, cancelled, paused and computed in any order."""
 
     decodes = True
+    runs_ahead = False
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks, self.pool = BlockManager(_NUM_BLOCKS), FakePool()
         limits = {"max_batch_tokens": _MAX_BATCH_TOKENS, "max_running": 5, "max_waiting": 20}
         config = SchedulerConfig(**limits, decodes=self.decodes)
-        self.engine = Engine(self.pool, choose, self.blocks, config, block_size=_BLOCK, connector=self)
+        self.engine = Engine(
+            self.pool, choose, self.blocks, config, block_size=_BLOCK, connector=self, runs_ahead=self.runs_ahead
+        )
         self.prompts: list[Prompt] = []  # not whole yet
         self.running: list[TokenSequence] = []
         self.paused: list[TokenSequence] = []
@@ -377,6 +386,7 @@ class EngineMachine(RuleBasedStateMachine):
         is_scored=st.booleans(),
         tenant=st.sampled_from("ab"),
         is_masked=st.booleans(),
+        stops=st.sampled_from([(), tuple(range(0, 50, 4))]),
     )
     def add(
         self,
@@ -390,6 +400,7 @@ class EngineMachine(RuleBasedStateMachine):
         is_scored: bool,
         tenant: str,
         is_masked: bool,
+        stops: tuple[int, ...],
     ) -> None:
         source = source if self.decodes else KVSource.HERE
         is_here = source is KVSource.HERE
@@ -397,7 +408,7 @@ class EngineMachine(RuleBasedStateMachine):
         fields = {"source": source, "num_offered": min(offered, length) if is_here else 0}
         fields["fetch_only"] = fetch_only and not self.decodes
         is_scored &= not fields["fetch_only"]
-        fields["tenant"] = tenant
+        fields["tenant"], fields["stops"] = tenant, stops
         fields["mask"] = FakeMask() if is_masked else None
         prompt = _prompt([kind] * length, max_tokens=max_tokens, choices=choices, is_scored=is_scored, **fields)
         if len(self.prompts) < 20:
@@ -526,6 +537,12 @@ class PrefillingMachine(EngineMachine):
     decodes = False
 
 
+class AheadMachine(EngineMachine):
+    """The same where steps run ahead."""
+
+    runs_ahead = True
+
+
 _SETTINGS = settings(
     max_examples=60,
     stateful_step_count=40,
@@ -535,7 +552,7 @@ _SETTINGS = settings(
 _SEARCH = settings(_SETTINGS, max_examples=1000, phases=[Phase.generate], derandomize=True)  # any failure will do
 
 
-@pytest.mark.parametrize("machine", [EngineMachine, PrefillingMachine])
+@pytest.mark.parametrize("machine", [EngineMachine, PrefillingMachine, AheadMachine])
 def test_whatever_happens_sequences_and_blocks_stay_whole(machine: type[EngineMachine]) -> None:
     run_state_machine_as_test(machine, settings=_SETTINGS)
 
@@ -597,3 +614,47 @@ def test_a_planted_fault_is_found(
     monkeypatch.setattr(owner, name, fault)
     with pytest.raises((AssertionError, LookupError, ExceptionGroup)):
         run_state_machine_as_test(EngineMachine, settings=_SEARCH)
+
+
+def _whatever_comes(step: ScheduledStep, running: Collection[TokenSequence]) -> bool:
+    return not step.prompts and any(sequence in running for sequence, _ in step.decoding)
+
+
+def _as_they_stand(step: ScheduledStep, behind: ScheduledStep) -> FedTokens | None:
+    fed = _fed_tokens(step, behind)
+    return fed and replace(fed, sources=np.arange(len(fed.sources)))
+
+
+def _nobody_leaves(self: Engine[object], step: ScheduledStep) -> object:
+    self.decoding.running |= dict.fromkeys(sequence for sequence, _ in step.decoding)
+    return _complete(self, step)
+
+
+def _all_that_was_computed(self: TokenSequence, num_tokens: int, blocks: BlockManager) -> None:
+    """And what a step that runs ahead may have written behind it."""
+    _computed(self, num_tokens, blocks)
+    room = len(self.blocks) * _BLOCK - len(self.tokens)
+    if self.num_missing == 1 and room >= 0:
+        self.num_computed += 1
+
+
+_fed_tokens, _complete = ahead.fed_tokens, Engine.complete
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault"),
+    [
+        (engine_module, "may_be_followed", _whatever_comes),
+        (engine_module, "fed_tokens", _as_they_stand),
+        (Engine, "complete", _nobody_leaves),
+        (SamplingRow, "position", property(lambda self: len(self.tokens))),
+        (TokenSequence, "computed", _all_that_was_computed),
+        (TokenSequence, "num_coming", property(lambda self: 0)),
+    ],
+)
+def test_a_fault_of_steps_that_run_ahead_is_found(
+    owner: object, name: str, fault: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, fault)
+    with pytest.raises((AssertionError, LookupError, ValueError, ExceptionGroup)):
+        run_state_machine_as_test(AheadMachine, settings=_SEARCH)

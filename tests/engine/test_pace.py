@@ -58,3 +58,64 @@ def test_what_lies_between_two_steps_counts_unless_there_was_nothing_to_do(clock
     clock.now += 1000.0
     _step(pace, clock, 1.0, 1)
     assert pace.decode_step_s < busy
+
+
+class FakeDevice:
+    """Does what is launched when a test lets it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.marks: list[FakeMark] = []  # made and not come to
+
+    def mark(self) -> FakeMark:
+        self.marks.append(FakeMark())
+        return self.marks[-1]
+
+    def work(self, seconds: float) -> None:
+        """Up to the next mark that it has not come to."""
+        self.now += seconds
+        self.marks.pop(0).at = self.now
+
+
+class FakeMark:
+    """Implements engine.pace.Mark."""
+
+    at: float | None = None
+
+    @property
+    def is_past(self) -> bool:
+        return self.at is not None
+
+    def seconds_since(self, earlier: FakeMark) -> float:
+        assert self.at is not None and earlier.at is not None, "who asks would wait"
+        return self.at - earlier.at
+
+
+def test_chunks_that_nobody_waits_for_take_as_long_as_the_device_says(clock: Clock) -> None:
+    device = FakeDevice()
+    pace = Pace(device.mark)
+    for count in (40, 60, 50):  # launched one behind the other, in no time
+        _step(pace, clock, 1e-4, count, has_prompts=True)
+    assert pace.prompt_tokens_per_s == 0, "nothing is over"
+    device.work(7.0)  # the mark before the first: what it did until then is no step
+    device.work(2.0)
+    device.work(3.0)
+    assert pace.prompt_tokens_per_s == 0
+    _step(pace, clock, 1e-4, 10, has_prompts=True)  # the first two are seen to be over
+    weighed = 40 * 0.8 + 60, 2.0 * 0.8 + 3.0
+    assert pace.prompt_tokens_per_s == pytest.approx(weighed[0] / weighed[1])
+
+
+def test_a_device_that_had_nothing_to_do_does_not_count_as_slow(clock: Clock) -> None:
+    device = FakeDevice()
+    pace = Pace(device.mark)
+    _step(pace, clock, 1e-4, 1)
+    device.work(0.0)
+    device.work(0.5)
+    pace.rest()
+    pace.begin()
+    device.work(100.0)  # the step is launched after a while
+    pace.end(_batch(1), has_prompts=False)
+    device.work(0.5)
+    _step(pace, clock, 1e-4, 1)
+    assert pace.decode_step_s == pytest.approx(0.5)

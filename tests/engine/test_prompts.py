@@ -43,8 +43,8 @@ class Queue:
 
     def run(self) -> tuple[list[Prompt], list[Prompt]]:
         """One step: those that got their blocks ahead of it, and those that took part in it."""
-        step, logits = self.engine.launch()
-        self.engine.complete(step, logits)
+        step = self.engine.launch()
+        self.engine.complete(step)
         return self.connector.admitted, [prompt for prompt, _ in step.prompts]
 
 

@@ -37,7 +37,7 @@ def row(sampling: Sampling, *, seed: int = 0, prompt: list[int] | None = None, o
 
 def sample(logits: torch.Tensor, rows: list[Any]) -> Any:
     """The logits stay as they are: a test looks at them again."""
-    return sampler.sample(logits.clone(), rows)
+    return sampler.sample(logits.clone(), rows).wait()
 
 
 def random_logits(seed: int, rows: int = 1, vocabulary: int = V) -> torch.Tensor:

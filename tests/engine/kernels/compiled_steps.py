@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 # ruff: isort: off
 from tests.engine.kernels.absent_gpu import DEVICE, Launch, absent_gpu
@@ -29,7 +29,7 @@ from cluster.words.request import Sampling
 from cluster.words.token_rules import TokenRules
 from engine import decode_graphs, likeliest, runner, sampler, streams
 from engine.batch import device_batch
-from engine.batch.batch import Batch
+from engine.batch.batch import Batch, FedTokens
 from engine.batch.rows import Row
 from engine.attention import gathered
 from engine.model.transformer import expected_tensors
@@ -152,10 +152,11 @@ class AbsentGauge:
 def main() -> None:
     capability = tuple(int(number) for number in sys.argv[1].split("."))
     # What goes to the device in one copy has its shape, and begins where an allocation does.
-    for module in (device_batch, decode_graphs, gathered, likeliest):
+    for module in (device_batch, decode_graphs, gathered, likeliest, sampler):
         module.upload = lambda arrays, device: [torch.empty(a.shape, dtype=torch.int32, device=device) for a in arrays]
     streams.streams_of = lambda device: AbsentStreams()
     sampler._place = lambda values, dtype, device: torch.empty(np.shape(values), dtype=dtype, device=device)
+    sampler.download = lambda tensors: lambda: [np.zeros(tensor.shape, dtype=int) for tensor in tensors]
     runner.open_checkpoint = FakeCheckpoint
     model_config.fingerprint = lambda model_dir: "without numbers"
     for case in sys.argv[2:]:
@@ -200,9 +201,13 @@ def take_steps(model_dir: Path, pool_dtype: str, launches: list[Launch]) -> None
             )
             for start, count in spans
         ]
-        logits = replaying.forward(Batch.of(rows, block_size=BLOCK_SIZE), **options)
+        batch = Batch.of(rows, block_size=BLOCK_SIZE)
+        logits = replaying.forward(batch, **options)
         assert logits.shape == (len(spans), 32000) and logits.is_cuda
-        choose(logits)
+        chosen = choose(logits)
+        for sources in ([0, 1], [1, 0]) if len(spans) > 1 else ():  # and a step that runs ahead of these tokens
+            fed = FedTokens(token_ids=chosen, sources=np.array(sources), places=np.array([0, 1]))
+            replaying.forward(replace(batch, fed=fed), **options)
     assert told == list(range(layout.num_layers))
     assert len(launches) == warm, f"a step waited for the compiler: {[launch.name for launch in launches[warm:]]}"
     for wire_dtype in ("raw", "fp8_e4m3", "int8"):
@@ -215,11 +220,11 @@ def call_again(step: Callable[[], None]) -> Callable[[], None]:
     return step
 
 
-def choose(logits: Tensor) -> None:
-    """As a worker samples: the host waits for the tokens, once, and does nothing else with numbers of the device."""
+def choose(logits: Tensor) -> Tensor:
+    """As a worker samples: the host asks for no number of the device, but for what it gets from there in the end."""
     samplings = (
         Sampling(temperature=0.0),
-        Sampling(temperature=0.7, top_k=20, min_p=0.1),
+        Sampling(temperature=0.7, top_k=20, top_p=0.9, min_p=0.1, num_logprobs=2),
         Sampling(temperature=1.0, repetition_penalty=1.1, presence_penalty=0.5),
         Sampling(temperature=1.0, min_tokens=5, stop_token_ids=(7,)),
         Sampling(token_rules=TokenRules(logit_bias=((7, 1.0),), allowed_token_ids=(7, 9), bad_words=((3, 9),))),
@@ -229,8 +234,10 @@ def choose(logits: Tensor) -> None:
         for _, sampling in zip(logits, cycle(samplings), strict=False)
     ]
     with numbers_awaited() as awaited:
-        sample(logits, rows)
-    assert awaited == [(len(rows),)], awaited
+        sampled = sample(logits, rows)
+    assert not awaited and sampled.token_ids.shape == (len(rows),), awaited
+    assert len(sampled.wait()) == len(rows)
+    return cast(Tensor, sampled.token_ids)
 
 
 @contextmanager
