@@ -41,7 +41,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
 _PROCESSORS = 132
-_SHARED_KIB = {(9, 0): 228, (8, 0): 164}  # of a processor: the CUDA programming guide's table of compute capabilities
+# Of a processor: the CUDA programming guide's table of compute capabilities.
+_SHARED_KIB = {(10, 0): 228, (9, 0): 228, (8, 0): 164}
 # Instructions of a loop that cost a multiple of what they do: conversions of one number at a time on a slow unit, loads
 # of single bytes out of shared memory, registers that were put away; and matrix products, by which a loop is known.
 _COUNTED = {

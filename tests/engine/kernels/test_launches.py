@@ -13,8 +13,9 @@ import pytest
 pytest.importorskip("triton")
 
 _ROOT = Path(__file__).parents[3]
-# The first layer of DeepSeek's is dense, the others have experts and a shared one.
-_BUDGETS = {"llama": [10, 10, 10], "qwen3_moe": [12, 12, 12], "deepseek_v2": [13, 18, 18], "deepseek_v3": [15, 20, 20]}
+# One more in the first layer, which shares the rows' keys out for all of them. DeepSeek's first layer is dense, the
+# others have experts and a shared one.
+_BUDGETS = {"llama": [11, 10, 10], "qwen3_moe": [13, 12, 12], "deepseek_v2": [14, 18, 18], "deepseek_v3": [16, 20, 20]}
 
 
 def test_launches_of_a_layer() -> None:
