@@ -1,12 +1,15 @@
 """The GPU kernels alone, each beside what the device can do: its copy bandwidth, or its bf16 matrix products.
 
+Products in few bits have a `ratio`, too: how many times they are done while the same is done once in bf16.
+
 cluster bench kernels --json, or python -m engine.tools.bench_kernels where only torch, triton and numpy are installed
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -47,53 +50,66 @@ _HEAD_START_CYCLES = 2_000_000  # a millisecond: longer than the host takes to l
 _EIGHT_BITS = {name: DTYPES[dtype] for name, dtype in EIGHT_BITS.items()}
 
 _Case = tuple[str, Callable[[], object], float, str]  # name, what to run, its bytes or operations, "bytes" or "flops"
+Group = Callable[[torch.device], list[_Case]]
+Seconds = Callable[[Callable[[], object]], float]  # of one run, on the device
 
 
 def bench_kernels() -> dict[str, Any]:
-    """Measure every kernel; returns plain JSON values. Raises SpecError without a CUDA device.
-
-    `share` is of the copy bandwidth (bytes read and written) or of the matrix product rate measured in the same run.
-    Products in few bits have a `ratio`, too: how many times they are done while the same is done once in bf16.
-    """
+    """Measure every kernel; returns plain JSON values. Raises SpecError without a CUDA device."""
     if not torch.cuda.is_available():
         raise SpecError("cluster bench kernels: this machine has no CUDA device that torch can use")
     device = torch.device("cuda", 0)
-    copy_bytes_s, flops_s = _copy_rate(device), _matmul_rate(device)
-    results = []
-    for name, run, amount, unit in _cases(device):
-        seconds = _seconds(run)
-        peak = copy_bytes_s if unit == "bytes" else flops_s
-        rate = {"gb_s": amount / seconds / 1e9} if unit == "bytes" else {"tflops": amount / seconds / 1e12}
-        results.append({"name": name, "microseconds": seconds * 1e6, **rate, "share": amount / seconds / peak})
-    results += bench_products(device, _seconds, copy_bytes_s)
+    rates = Rates.of(device)
     return {
         "device": torch.cuda.get_device_name(device),
         "torch": torch.__version__,
-        "copy_gb_s": copy_bytes_s / 1e9,
-        "matmul_tflops": flops_s / 1e12,
-        "kernels": results,
+        "copy_gb_s": rates.copy_bytes_s / 1e9,
+        "matmul_tflops": rates.flops_s / 1e12,
+        "kernels": [*measured_kernels(device, rates), *bench_products(device, device_seconds, rates.copy_bytes_s)],
     }
 
 
-def _cases(device: torch.device) -> Iterator[_Case]:
-    for group in (_copies, _elementwise, _attention, _latent, _experts):
-        yield from group(device)
+@dataclass(frozen=True)
+class Rates:
+    """What a device can do."""
+
+    copy_bytes_s: float  # read and written
+    flops_s: float  # of bf16 matrix products
+
+    @classmethod
+    def of(cls, device: torch.device) -> Rates:
+        return cls(_copy_rate(device), _matmul_rate(device))
+
+
+def measured_kernels(
+    device: torch.device, rates: Rates, *, groups: Sequence[Group] = (), seconds: Seconds | None = None
+) -> Iterator[dict[str, Any]]:
+    """One after another. `share` is of the copy bandwidth or of the matrix product rate.
+
+    groups: of GROUPS; none: all of them. seconds: None: as device_seconds measures.
+    """
+    for group in groups or GROUPS:
+        for name, run, amount, unit in group(device):
+            took = (seconds or device_seconds)(run)
+            peak = rates.copy_bytes_s if unit == "bytes" else rates.flops_s
+            rate = {"gb_s": amount / took / 1e9} if unit == "bytes" else {"tflops": amount / took / 1e12}
+            yield {"name": name, "microseconds": took * 1e6, **rate, "share": amount / took / peak}
 
 
 def _copy_rate(device: torch.device) -> float:
     """Bytes per second, read and written."""
     source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * _COPY_BYTES / _seconds(lambda: target.copy_(source))
+    return 2 * _COPY_BYTES / device_seconds(lambda: target.copy_(source))
 
 
 def _matmul_rate(device: torch.device) -> float:
     """Operations per second of a large bf16 product."""
     a, b = (torch.randn(_MATMUL, _MATMUL, device=device, dtype=torch.bfloat16) for _ in range(2))
-    return 2 * _MATMUL**3 / _seconds(lambda: a @ b)
+    return 2 * _MATMUL**3 / device_seconds(lambda: a @ b)
 
 
-def _seconds(run: Callable[[], object]) -> float:
+def device_seconds(run: Callable[[], object]) -> float:
     """The median of several runs, after some that compile and warm up.
 
     The device is kept busy until the host has launched all of a run: so the host's time does not count.
@@ -118,7 +134,7 @@ def _pool(num_tokens: int, device: torch.device, dtype: torch.dtype) -> tuple[Te
     return (kv, None) if dtype == kv.dtype else quantize_rows(kv, dtype)
 
 
-def _copies(device: torch.device) -> list[_Case]:
+def copies(device: torch.device) -> list[_Case]:
     k, v = torch.randn(2, _TOKENS, _K, _D, device=device, dtype=torch.bfloat16)
     slots = torch.randperm(_TOKENS // _S, device=device).repeat_interleave(_S) * _S
     slots += torch.arange(_S, device=device).repeat(_TOKENS // _S)  # blocks in no order, each of them whole
@@ -142,7 +158,7 @@ def _copies(device: torch.device) -> list[_Case]:
     return cases
 
 
-def _elementwise(device: torch.device) -> list[_Case]:
+def elementwise(device: torch.device) -> list[_Case]:
     hidden, features = _H * _D, 14336
     x, update = torch.randn(2, _TOKENS, hidden, device=device, dtype=torch.bfloat16)
     weight = torch.ones(hidden, device=device, dtype=torch.bfloat16)
@@ -156,7 +172,7 @@ def _elementwise(device: torch.device) -> list[_Case]:
     ]
 
 
-def _attention(device: torch.device) -> list[_Case]:
+def attention(device: torch.device) -> list[_Case]:
     cases: list[_Case] = []
     for kind, dtype in ({"bf16": torch.bfloat16} | _EIGHT_BITS).items():
         codes, scales = _pool(_ROWS * _CONTEXT, device, dtype)
@@ -176,7 +192,7 @@ def _attention(device: torch.device) -> list[_Case]:
     return cases
 
 
-def _latent(device: torch.device) -> list[_Case]:
+def latent(device: torch.device) -> list[_Case]:
     """A prompt of DeepSeek-V2-Lite's heads, whose keys and values are expanded already; and rows of one query, which
     wait for the latents where heads are few (Lite's 16), and for products where they are many (V3's 128)."""
     heads, nope, rope, value, latent = 16, 128, 64, 128, 512
@@ -221,7 +237,7 @@ def _latent(device: torch.device) -> list[_Case]:
     return cases
 
 
-def _experts(device: torch.device) -> list[_Case]:
+def experts(device: torch.device) -> list[_Case]:
     """Qwen3 30B-A3B's layer: few tokens wait for the weights, many for the products."""
     num_experts, per_token, hidden, features = 128, 8, 2048, 768
     shapes = (num_experts, 2 * features, hidden), (num_experts, hidden, features)
@@ -292,6 +308,8 @@ def _suffix(q: Tensor, codes: Tensor, scales: Tensor | None, blocks: Tensor) -> 
         out_THD=torch.empty_like(q),
     )
 
+
+GROUPS: Sequence[Group] = (copies, elementwise, attention, latent, experts)
 
 if __name__ == "__main__":
     print(json.dumps(bench_kernels()))

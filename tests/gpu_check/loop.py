@@ -1,0 +1,31 @@
+"""The sampler beside torch's operations, and steps that wait for their tokens beside steps that run ahead:
+python -m tests.gpu_check.loop SHAPE"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from engine.tools.bench_loop import bench_sampler, bench_steps, num_blocks_of_steps
+from engine.tools.random_models import random_runner
+from tests.gpu_check.rows import tell
+
+
+def main() -> None:
+    for row in bench_sampler(torch.device("cuda")):
+        name = f"sampler {row['rows']} x {row['vocabulary']}, {row['asks']}, {row['logits']} logits"
+        us = next(value for key, value in row.items() if "/" in key)
+        tell(name, us, f"us; by torch's operations {row['torch']:.0f}")
+    with torch.inference_mode():
+        runner = random_runner(sys.argv[1], num_blocks=num_blocks_of_steps(), recorded_rows=64)
+        for row in bench_steps(runner):
+            name = f"{row['rows']} x {row['context']}, {row['asks']}"
+            tell(f"{name}: a step that runs ahead", row["ahead_ms"], "ms")
+            tell(f"{name}: one that waits", row["waits_ms"], "ms")
+            tell(f"{name}: beyond the device's own time", row["ahead_ms"] / row["device_ms"] - 1, "", at_most=0.05)
+            tell(f"{name}: same tokens", float(row["same"]), "", at_least=1.0)
+
+
+if __name__ == "__main__":
+    main()
