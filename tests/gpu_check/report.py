@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,26 +15,21 @@ class Report:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._parts: list[tuple[str, float, list[Row]]] = []  # name, seconds, rows
-        self._began = 0.0
 
     @property
     def is_fine(self) -> bool:
         return all(row.is_fine for _, _, rows in self._parts for row in rows)
 
-    def begin(self, name: str) -> None:
-        self._began = time.monotonic()
+    def part(self, name: str, rows: Iterable[Row]) -> None:
+        """One more; each of its rows is told as it comes."""
+        begin = time.monotonic()
         self._parts.append((name, 0.0, []))
         print(f"\n{name}", flush=True)
-
-    def add(self, row: Row) -> None:
-        self._parts[-1][2].append(row)
-        print(f"  {row.verdict:<8}{row.name:<44} {row.shown} {row.unit}  {row.threshold}".rstrip(), flush=True)
-        self._write()
-
-    def end(self) -> None:
-        """Of a part."""
-        name, _, rows = self._parts[-1]
-        self._parts[-1] = (name, time.monotonic() - self._began, rows)
+        for row in rows:
+            self._parts[-1][2].append(row)
+            print(f"  {row.verdict:<8}{row.name:<44} {row.shown} {row.unit}  {row.threshold}".rstrip(), flush=True)
+            self._write()
+        self._parts[-1] = (name, time.monotonic() - begin, self._parts[-1][2])
         self._write()
 
     def _write(self) -> None:
@@ -44,7 +40,8 @@ class Report:
 
 def _section(part: tuple[str, float, list[Row]]) -> str:
     name, seconds, rows = part
-    head = f"## {name} ({seconds:.0f} s)\n\n| what | value | threshold | verdict |\n|---|---|---|---|\n"
+    took = f" ({seconds:.0f} s)" if seconds >= 1 else ""
+    head = f"## {name}{took}\n\n| what | value | threshold | verdict |\n|---|---|---|---|\n"
     return head + "".join(
         f"| {row.name} | {row.shown} {row.unit} | {row.threshold} | {row.verdict} |\n" for row in rows
     )
