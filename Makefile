@@ -2,6 +2,7 @@
 # make test     lint, types, and the test suite
 # make docs     what the documents take from the code, and their prose at one width
 # make test-repeat   the suite six times: as it is, beside a busy core, in random order
+# make gpu-check   whether this project is right and quick on this machine's GPU: some minutes, a verdict for each thing
 # make test-slow, make test-gpu, make proto, make clean
 
 PYTHON ?= python3
@@ -12,7 +13,7 @@ REQUIREMENTS := pyproject.toml constraints.txt
 # Two processes, each with whole files in their order: the longest come first. More would starve the Ray that tests start.
 SUITE := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test style lint test-repeat test-slow test-gpu docs proto clean
+.PHONY: demo test style lint test-repeat test-slow test-gpu gpu-check docs proto clean
 
 demo: $(VENV)/installed
 	@PATH="$(abspath $(BIN)):$$PATH" deploy/demo.sh
@@ -33,6 +34,10 @@ test-repeat: $(VENV)/installed-for-tests
 
 test-slow: $(VENV)/installed-for-tests
 	$(BIN)/python -m pytest -m "slow and not gpu" --timeout 1800
+
+# With `make gpu-check VENV= BIN=/usr/bin`, by a Python that is there: it needs torch, triton, numpy, grpcio and pytest.
+gpu-check: $(if $(VENV),$(VENV)/installed-for-tests)
+	$(BIN)/python3 -m tests.gpu_check $(CHECK)
 
 test-gpu: $(VENV)/installed-for-tests
 	$(BIN)/python -m pytest -m gpu --timeout 600

@@ -265,6 +265,7 @@ class RouterService:
             refuses_unknown_fields=router.unknown_fields == "refuse",
             stored=self._stored,
             batches=self._batches,
+            max_resume_s=spec.timeouts.resume_s,
             cors_origins=[one.strip() for one in router.cors_origins.split(",") if one.strip()],
         )
         self._http = await HttpListener.open(

@@ -20,5 +20,7 @@ _IMPORTED = (  # those that are missing on this machine are left out
 os.environ["PYTHONPATH"] = os.pathsep.join(  # the server's, which does not look at our sys.path
     [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
+# Asked otherwise, whether there is a GPU starts CUDA in the server, and what is forked from it could not use CUDA.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 forks = multiprocessing.get_context("forkserver")
 forks.set_forkserver_preload(list(_IMPORTED))

@@ -126,7 +126,7 @@ class LocalCluster:
         self._next_id += 1
         for rank in range(self.spec.pool(role).tensor_parallel):
             identity = self.identity(ProcessName.of_rank(self.spec.name, replica.id, rank))
-            place = {"host": on.address, "network": on.network} if on else {}
+            place = {"host": on.address, "network": on.network} if on else {"host": "127.0.0.1"}
             if self.processes:
                 how: dict[str, Any] = {"faults": faults, "ceiling": ceiling, "log": log, **place}
                 made = RankInProcess(role, self.launch, identity=identity, **how)

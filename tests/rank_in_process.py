@@ -148,6 +148,7 @@ def _serve(
     os.dup2(output, 1)
     os.dup2(output, 2)
     logging.basicConfig(level=logging.INFO, force=True)
+    os.environ["NCCL_HOSTID"] = str(os.getpid())  # several ranks may share one GPU, which NCCL takes for a mistake
     if network:
         hosts.enter(network)
     if ceiling:

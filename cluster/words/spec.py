@@ -346,6 +346,8 @@ class TimeoutSpec(_Section):
     """A request, whatever deadline its client names."""
     unread_s: Seconds = 60.0
     """What a client may leave a token unread; then its request ends."""
+    resume_s: Annotated[float, Field(ge=0, le=3600, json_schema_extra={"unit": "s"})] = 60.0
+    """The longest that a client may have a streamed answer wait for it when its connection is lost; 0: none waits."""
 
 
 class Spec(_Section):

@@ -8,8 +8,6 @@ import socket
 from functools import partial
 from typing import Generic, TypeVar
 
-import ray
-
 from cluster.process.stopwatch import Stopwatch
 from cluster.wire.rank_host import RankHost
 from cluster.words.launch import Launch
@@ -52,8 +50,7 @@ class RankProcess(Generic[W]):
 
     def bind(self) -> Binding:
         if self._binding is None:
-            own = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
-            self._host = RankHost(self._address or own, self._identity)
+            self._host = RankHost(self._address or _address_of_node(), self._identity)
             address = self._host.serve(self._body.register)
             self._binding = {
                 "pid": os.getpid(),
@@ -95,3 +92,9 @@ class RankProcess(Generic[W]):
     def _note_progress(self, stage: str, fraction: float) -> None:
         self._watch.lap(self._progress["stage"])
         self._progress = {"stage": stage, "fraction": fraction}
+
+
+def _address_of_node() -> str:
+    import ray  # here, so that ranks run where there is none
+
+    return str(ray.util.get_node_ip_address()) if ray.is_initialized() else "127.0.0.1"

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from router.doors.error_form import ErrorForm
+from router.doors.held_streams import WITHIN, HeldStreams
 from router.doors.openai_errors import CLIENT_GONE, error_response
 
 T = TypeVar("T")
@@ -58,7 +59,8 @@ class EventStream(Response):
     """Sends `events` as they come.
 
     The first event is awaited before the status is sent, so that a request which fails at once gets its real status;
-    a later failure is sent as an event, and nothing follows. The generator is run and closed in one task.
+    a later failure is sent as an event, and nothing follows. The generator is run and closed in one task. Where the
+    client asks for it, the answer is held for it when its connection is lost (router/doors/held_streams.py).
     """
 
     media_type = "text/event-stream"
@@ -75,7 +77,14 @@ class EventStream(Response):
         self._errors = errors
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await while_connected(receive, self._send_all(scope, receive, send))
+        streams: HeldStreams | None = scope["state"].get("streams")
+        held = streams.asked(scope) if streams else None
+        if streams is None or held is None:
+            await while_connected(receive, self._send_all(scope, receive, send))
+            return
+        self.headers[WITHIN] = f"{held.within_s:g}"
+        making = self._send_all(scope, receive, held.send)
+        await streams.outlive(held, making, while_connected(receive, held.play(send)))
 
     async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
         has_started = False

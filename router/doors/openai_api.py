@@ -25,6 +25,7 @@ from router.doors.error_form import ErrorForm
 from router.doors.event_stream import EventStream, whole_answer
 from router.doors.files_api import FilesApi
 from router.doors.health_api import HealthProbes, add_health
+from router.doors.held_streams import HeldStreams
 from router.doors.http_visits import HttpVisits
 from router.doors.inner_calls import InnerCalls
 from router.doors.openai_answer import OpenAIAnswer
@@ -35,6 +36,7 @@ from router.doors.openapi import OpenapiDoor
 from router.doors.opened import ID_CHARS, MAX_REPEATED, Asked, Opener
 from router.doors.render_api import RenderApi
 from router.doors.responses_api import ResponsesApi
+from router.doors.streams_api import StreamsApi
 from router.doors.tokens_api import add_tokens_api
 from router.stored.response_store import StoreBounds
 from router.stored.responses import StoredResponses
@@ -56,12 +58,14 @@ def create_app(
     cors_origins: Sequence[str] = (),
     stored: StoredResponses | None = None,
     batches: Batches | None = None,
+    max_resume_s: float = 60.0,
 ) -> FastAPI:
     """The ASGI application. is_healthy: whether requests can be served.
 
     max_body_s: how long a client may take to send its request. probes: what /health/… answers.
     refuses_unknown_fields: else they are ignored, and named in a header. cors_origins: of web pages that may ask.
-    stored: responses; None: they are stored in this process alone. batches: None: there are none.
+    stored: responses; None: they are stored in this process alone. batches: None: there are none. max_resume_s: how
+    long a streamed answer may be held for a client that has lost it.
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     bodies = BodyReader(
@@ -85,7 +89,8 @@ def create_app(
         batches.answered_by(InnerCalls(_Straight(app, answering), model=completions.model.id, endpoints=batched))
     app.add_middleware(_Straight, endpoints=answering)
     app.add_middleware(_Gate, access=access)
-    app.add_middleware(_RequestIds, anthropic=frozenset(anthropic.endpoints))  # the one added last comes first
+    streams = HeldStreams(max_resume_s)
+    app.add_middleware(_RequestIds, anthropic=frozenset(anthropic.endpoints), streams=streams)  # the last comes first
     if cors_origins:  # a browser asks beforehand, without a key
         app.add_middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["GET", "POST", "DELETE"],
                            allow_headers=["*"], expose_headers=["*"])  # fmt: skip
@@ -96,6 +101,7 @@ def create_app(
     app.add_api_route("/v1/models", door.models, methods=["GET"])
     app.add_api_route("/v1/models/{model_id:path}", door.model, methods=["GET"])
     responses.add_to(app)
+    StreamsApi(streams).add_to(app)
     FilesApi(visits, batches).add_to(app)
     BatchesApi(visits, batches).add_to(app)
     # A POST of these never comes so far, see _Straight: the routes refuse other methods, and redirect a slash more.
@@ -236,11 +242,12 @@ class _Straight:
 
 class _RequestIds:
     """ASGI middleware: a client's X-Request-Id, or one of ours, on the request and on its answer. And the form in which
-    it hears of errors, on the request."""
+    it hears of errors, and the streams that are held, on the request."""
 
-    def __init__(self, app: ASGIApp, *, anthropic: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, *, anthropic: frozenset[str], streams: HeldStreams) -> None:
         """anthropic: paths whose clients have Anthropic's form, and its name of that header."""
         self._app = app
+        self._streams = streams
         self._anthropic = anthropic
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -251,7 +258,7 @@ class _RequestIds:
         request_id = asked if REQUEST_ID.fullmatch(asked) else uuid.uuid4().hex
         is_anthropic = scope["path"] in self._anthropic
         errors: ErrorForm = AnthropicErrors(request_id) if is_anthropic else OpenAIErrors()
-        scope.setdefault("state", {}).update(request_id=request_id, errors=errors)
+        scope.setdefault("state", {}).update(request_id=request_id, errors=errors, streams=self._streams)
 
         def send_with_id(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":

@@ -48,6 +48,8 @@ ENDPOINTS = (
     Described("GET", "/v1/responses/{id}", "A stored response."),
     Described("DELETE", "/v1/responses/{id}", "Forgets a stored response."),
     Described("GET", "/v1/responses/{id}/input_items", "What it was asked.", query=("limit", "order", "after")),
+    Described("GET", "/v1/streams/{request_id}", "Goes on with a streamed answer that was asked with X-Resume-Within."),
+    Described("DELETE", "/v1/streams/{request_id}", "Ends it."),
     Described(
         "POST", "/v1/files", "Keeps a JSONL file of requests: multipart/form-data with `file` and `purpose=batch`."
     ),

@@ -54,15 +54,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 @pytest.fixture(scope="session")
 def reference() -> Reference:
-    """reference(model_dir, prompts, samplings, dtype="float32") -> what the single-process engine generates."""
-    runners: dict[tuple[Path, str], ModelRunner] = {}
+    """reference(model_dir, prompts, samplings, dtype="float32", …) -> what the single-process engine generates."""
+    runners: dict[EngineConfig, ModelRunner] = {}
 
     def run(
-        model_dir: Path, prompts: list[list[int]], samplings: Sampling | list[Sampling], *, dtype: str = "float32"
+        model_dir: Path,
+        prompts: list[list[int]],
+        samplings: Sampling | list[Sampling],
+        *,
+        dtype: str = "float32",
+        **engine: Any,
     ) -> list[list[SampledToken]]:
-        if (model_dir, dtype) not in runners:
-            config = EngineConfig(model_dir=model_dir, dtype=dtype, kv_memory_gib=0.1)
-            runners[model_dir, dtype] = ModelRunner(config)
-        return generate(runners[model_dir, dtype], prompts, samplings)
+        config = EngineConfig(model_dir=model_dir, dtype=dtype, kv_memory_gib=0.1, **engine)
+        if config not in runners:
+            runners[config] = ModelRunner(config)
+        return generate(runners[config], prompts, samplings)
 
     return run

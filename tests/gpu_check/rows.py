@@ -1,0 +1,68 @@
+"""What a part of the check says: rows, one JSON object on a line of its standard output, as soon as each is known."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One thing that was measured or tested."""
+
+    name: str
+    value: float | str
+    unit: str = ""
+    at_least: float | None = None  # the threshold of a value that is to be large
+    at_most: float | None = None  # and of one that is to be small
+    has_failed: bool = False  # something is wrong, not only slow
+    is_skipped: bool = False
+
+    @property
+    def verdict(self) -> str:
+        if self.has_failed:
+            return "FAILED"
+        if self.is_skipped:
+            return "skipped"
+        if self.at_least is None and self.at_most is None:
+            return ""
+        return "met" if self._is_met else "MISSED"
+
+    @property
+    def is_fine(self) -> bool:
+        return self.verdict not in ("FAILED", "MISSED")
+
+    @property
+    def threshold(self) -> str:
+        if self.at_least is not None:
+            return f"≥ {self.at_least:g}"
+        return f"≤ {self.at_most:g}" if self.at_most is not None else ""
+
+    @property
+    def shown(self) -> str:
+        return self.value if isinstance(self.value, str) else f"{self.value:.4g}"
+
+    @property
+    def _is_met(self) -> bool:
+        assert isinstance(self.value, float | int)
+        is_enough = self.at_least is None or self.value >= self.at_least
+        return is_enough and (self.at_most is None or self.value <= self.at_most)
+
+
+def tell(name: str, value: float | str, unit: str = "", **more: Any) -> None:
+    """In a part's program."""
+    print(json.dumps(asdict(Row(name=name, value=value, unit=unit, **more))), flush=True)
+
+
+def skip(name: str, why: str) -> None:
+    tell(name, why, is_skipped=True)
+
+
+def heard(line: str) -> Row | None:
+    """The row of a line; None for one that is something else, as libraries print."""
+    try:
+        said = json.loads(line)
+        return Row(**said) if isinstance(said, dict) else None
+    except (ValueError, TypeError):
+        return None

@@ -1,0 +1,104 @@
+"""Steps of a large model with random weights, made on the spot: python -m tests.gpu_check.steps SHAPE [--rehearse]
+
+A decode step is set beside its floor: the time in which the device reads once what the step needs of weights and KV.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import torch
+
+from cluster.model.shape import ModelConfig
+from engine.runner import ModelRunner
+from engine.tools.bench import decoding_engine, prefilling_engine, read_bandwidth
+from engine.tools.random_models import random_runner
+from tests.gpu_check.rows import tell
+
+_BATCHES, _CONTEXT = (1, 8, 64), 1024
+_PROMPT, _CHUNK = 16384, 8192
+_NUM_STEPS = 64
+_FEW = {  # of a rehearsal
+    "vocab_size": 256,
+    "num_hidden_layers": 2,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 64,
+    "num_experts": 8,
+    "n_routed_experts": 8,
+}
+
+
+def main() -> None:
+    shape, *options = sys.argv[1:]
+    if options:
+        where: dict[str, Any] = {"device": "cpu", "dtype": "float32", "changes": _FEW}
+        _measure(shape, (1, 2), 32, (64, 32), num_steps=2, **where)
+    else:
+        _measure(shape, _BATCHES, _CONTEXT, (_PROMPT, _CHUNK), num_steps=_NUM_STEPS)
+
+
+def _measure(
+    shape: str, batches: tuple[int, ...], context: int, prompt: tuple[int, int], *, num_steps: int, **where: Any
+) -> None:
+    begin = time.perf_counter()
+    most = max(batches) * (context + 2 * num_steps + 16) + prompt[0]
+    runner = random_runner(shape, num_blocks=most // 16, recorded_rows=max(batches), **where)
+    _wait(runner)
+    tell("weights made, steps recorded", time.perf_counter() - begin, "s")
+    num_tokens, chunk = prompt
+    seconds = min(_prompt_s(runner, num_tokens, chunk) for _ in range(2))
+    tell(f"prompt of {num_tokens} in chunks of {chunk}", num_tokens / seconds, "tokens/s")
+    bandwidth = read_bandwidth(runner.device)
+    for batch in batches:
+        step_s = _step_s(runner, batch, context, num_steps)
+        floor_s = _read_bytes(runner, batch, context) / bandwidth
+        tell(f"decode {batch} x {context}", step_s * 1e3, "ms")
+        tell(f"decode {batch} x {context}: of the floor", floor_s / step_s, "")
+
+
+def _prompt_s(runner: ModelRunner, num_tokens: int, chunk: int) -> float:
+    engine = prefilling_engine(runner, num_tokens, max_batch_tokens=chunk)
+    begin = time.perf_counter()
+    for _ in range(0, num_tokens, chunk):
+        engine.step()
+    _wait(runner)
+    return time.perf_counter() - begin
+
+
+def _step_s(runner: ModelRunner, batch: int, context: int, num_steps: int) -> float:
+    engine = decoding_engine(runner, runner, batch=batch, context=context)
+    for _ in range(3):
+        engine.step()
+    _wait(runner)
+    begin = time.perf_counter()
+    for _ in range(num_steps):
+        engine.step()
+    _wait(runner)
+    return (time.perf_counter() - begin) / num_steps
+
+
+def _read_bytes(runner: ModelRunner, batch: int, context: int) -> float:
+    """Of weights: all but the table of tokens, and of the experts those that so many rows choose on the average."""
+    config = runner.config
+    weights = config.num_parameters - (0 if config.tie_embeddings else config.vocab_size * config.hidden_size)
+    weights -= _idle_parameters(config, batch)
+    return weights * runner.dtype.itemsize + batch * context * runner.layout.bytes_per_token()
+
+
+def _idle_parameters(config: ModelConfig, batch: int) -> float:
+    if (experts := config.experts) is None:
+        return 0.0
+    idle = experts.num_experts * (1 - experts.num_per_token / experts.num_experts) ** batch  # at random
+    return sum(experts.is_sparse) * idle * 3 * config.hidden_size * experts.intermediate_size
+
+
+def _wait(runner: ModelRunner) -> None:
+    if runner.device.type == "cuda":
+        torch.cuda.synchronize(runner.device)
+
+
+if __name__ == "__main__":
+    main()

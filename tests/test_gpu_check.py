@@ -1,0 +1,94 @@
+"""`make gpu-check`, rehearsed without a GPU: every part says something, and nothing that goes wrong is lost."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu_check import check
+from tests.gpu_check.parts import Part
+from tests.gpu_check.rows import Row
+
+_ROOT = Path(__file__).parents[1]
+
+
+def _rehearsed(tmp_path: Path, *words: str) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "tests.gpu_check", "--rehearse", "-o", str(tmp_path), *words]
+    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=390)
+    assert done.returncode == 0, done.stdout + done.stderr
+    parts: list[dict[str, Any]] = json.loads((tmp_path / "report.json").read_text())
+    assert all(part["rows"] for part in parts)
+    assert (tmp_path / "report.md").read_text().count("## ") == len(parts)
+    return parts
+
+
+@pytest.mark.timeout(400)
+def test_it_is_rehearsed(tmp_path: Path) -> None:
+    parts = _rehearsed(tmp_path, "versions", "recorded", "memory errors", "device", "llama-8b", "host")
+    rows = {row["name"]: row for part in parts for row in part["rows"]}
+    assert len(parts) == 6 and "passed" in rows["tests"]["value"] and rows["decode 2 x 32"]["value"] > 0
+
+
+@pytest.mark.slow
+def test_every_part_is_rehearsed(tmp_path: Path) -> None:
+    assert len(_rehearsed(tmp_path)) == 12
+
+
+def _program(tmp_path: Path, text: str, **more: Any) -> list[Row]:
+    program = tmp_path / "program.py"
+    program.write_text(text)
+    return _run(tmp_path, Part(name="a part", command=[sys.executable, str(program)], **{"timeout_s": 60.0} | more))
+
+
+def _run(tmp_path: Path, part: Part) -> list[Row]:
+    return list(check.run(part, tmp_path / "00", time_left_s=60.0))
+
+
+def test_what_a_part_said_before_it_hung_is_kept(tmp_path: Path) -> None:
+    text = 'import sys, time\nprint(\'{"name": "copy", "value": 3.0}\', flush=True)\ntime.sleep(600)'
+    copy, late = _program(tmp_path, text, timeout_s=1.0)
+    assert (copy.name, copy.value, copy.verdict) == ("copy", 3.0, "")
+    assert late.verdict == "FAILED" and "not over after 1 s" in late.shown
+
+
+def test_a_part_that_breaks_has_failed_whatever_it_said(tmp_path: Path) -> None:
+    (broken,) = _program(tmp_path, "raise SystemExit('no device')")
+    assert broken.verdict == "FAILED" and "exit status 1: no device" in broken.shown
+    killed = _program(tmp_path, 'import os\nprint(\'{"name": "x", "value": 1}\', flush=True)\nos.abort()')
+    assert [row.verdict for row in killed] == ["", "FAILED"]
+
+
+def test_failed_tests_are_named(tmp_path: Path) -> None:
+    tests = tmp_path / "test_it.py"
+    tests.write_text("def test_good(): pass\ndef test_bad(): assert 0\n")
+    command = [sys.executable, "-m", "pytest", str(tests), "-p", "no:cacheprovider", "-c", "/dev/null"]
+    count, bad = _run(tmp_path, Part(name="tests", command=command, timeout_s=60.0, is_tests=True))
+    assert count.shown == "1 passed, 1 failed, 0 skipped"
+    assert bad.verdict == "FAILED" and bad.name == "test_it::test_bad"
+
+
+def test_a_part_for_which_something_is_missing_is_skipped_and_one_without_time_has_failed(tmp_path: Path) -> None:
+    (row,) = _run(tmp_path, Part(name="a part", command=["false"], timeout_s=1.0, hindrance="not installed: redis"))
+    assert row.verdict == "skipped" and row.is_fine
+    (row,) = check.run(Part(name="a part", command=["false"], timeout_s=1.0), tmp_path / "00", time_left_s=0.0)
+    assert row.verdict == "FAILED"
+
+
+@pytest.mark.parametrize(
+    ("row", "verdict"),
+    [
+        (Row(name="x", value=0.9, at_least=0.85), "met"),
+        (Row(name="x", value=0.8, at_least=0.85), "MISSED"),
+        (Row(name="x", value=0.3, at_most=0.2), "MISSED"),
+        (Row(name="x", value=0.1, at_most=0.2), "met"),
+        (Row(name="x", value=float("nan"), at_least=0.85), "MISSED"),
+        (Row(name="x", value=0.1), ""),
+    ],
+)
+def test_verdicts(row: Row, verdict: str) -> None:
+    assert row.verdict == verdict and row.is_fine is (verdict != "MISSED")
