@@ -6,7 +6,7 @@ import torch
 
 
 class DeviceMark:
-    """Implements engine.pace.Mark."""
+    """Implements engine.pace.StepMark."""
 
     def __init__(self) -> None:
         self._event = torch.cuda.Event(enable_timing=True)

@@ -13,7 +13,7 @@ from engine.learnt_timing import LearntTiming
 from engine.rate import Rate
 
 
-class Mark(Protocol):
+class StepMark(Protocol):
     """A moment in the work of whoever computes steps: behind all that was launched before it was made."""
 
     @property
@@ -25,7 +25,7 @@ class Mark(Protocol):
 
 
 class HostMark:
-    """Implements Mark, where what was launched is done."""
+    """Implements StepMark, where what was launched is done."""
 
     is_past = True
 
@@ -39,8 +39,8 @@ class HostMark:
 class _Step(NamedTuple):
     batch: Batch
     has_prompts: bool
-    begin: Mark
-    end: Mark
+    begin: StepMark
+    end: StepMark
 
 
 class Pace:
@@ -48,12 +48,12 @@ class Pace:
     booking, counts as part of the second. Where steps are computed while the host goes on, a step counts as soon as it
     is seen to be over; nothing here waits for that."""
 
-    def __init__(self, mark: Callable[[], Mark] = HostMark) -> None:
+    def __init__(self, mark: Callable[[], StepMark] = HostMark) -> None:
         self._mark = mark
         self._steps = Rate()
         self._tokens = Rate()
         self._timing = LearntTiming()
-        self._last: Mark | None = None  # the end of the last step; the begin of the next one if it follows at once
+        self._last: StepMark | None = None  # the end of the last step; the begin of the next one if it follows at once
         self._launched: deque[_Step] = deque()  # those that have not been seen to be over
 
     def begin(self) -> None:

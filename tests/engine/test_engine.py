@@ -256,6 +256,23 @@ def test_what_was_preempted_waits_while_others_have_been_promised_its_place() ->
     assert engine.step().num_computed > 0 and not engine.decoding.preempted
 
 
+def test_known_tokens_are_told_by_the_step_that_takes_them() -> None:
+    """Where steps run ahead, too: whom they are about may be gone before that step is over."""
+    pool, blocks = FakePool(), BlockManager(_NUM_BLOCKS)
+    config = SchedulerConfig(max_batch_tokens=40, max_running=20, max_waiting=20)
+    engine = Engine(pool, choose, blocks, config, block_size=_BLOCK, runs_ahead=True)
+    engine.add(_prompt(range(9), max_tokens=30))
+    tokens = next([kind] * 9 for kind in range(50) if not _depends([kind] * 9 + [_next([kind] * 9, 7)]))
+    masked = _prompt(tokens, source=KVSource.PREFILL, mask=FakeMask(), max_tokens=20)
+    engine.add(masked)
+    _run(engine, 3)
+    pool.write(masked.sequence.blocks, 0, tokens)
+    engine.landed(masked, 9, [_next(tokens, 7)])
+    result = engine.step()
+    told = [token.token_id for sequence, token in result.sampled if sequence is masked.sequence]
+    assert told and masked.sequence.tokens[10:] == told and result.num_known == len(told)
+
+
 def _run(engine: Engine[list[tuple[int, ...]]], num_steps: int) -> None:
     for _ in range(num_steps):
         engine.step()
@@ -620,9 +637,9 @@ def _whatever_comes(step: ScheduledStep, running: Collection[TokenSequence]) -> 
     return not step.prompts and any(sequence in running for sequence, _ in step.decoding)
 
 
-def _as_they_stand(step: ScheduledStep, behind: ScheduledStep) -> FedTokens | None:
+def _in_another_order(step: ScheduledStep, behind: ScheduledStep) -> FedTokens | None:
     fed = _fed_tokens(step, behind)
-    return fed and replace(fed, sources=np.arange(len(fed.sources)))
+    return fed and replace(fed, sources=fed.sources[::-1])
 
 
 def _nobody_leaves(self: Engine[object], step: ScheduledStep) -> object:
@@ -645,7 +662,7 @@ _fed_tokens, _complete = ahead.fed_tokens, Engine.complete
     ("owner", "name", "fault"),
     [
         (engine_module, "may_be_followed", _whatever_comes),
-        (engine_module, "fed_tokens", _as_they_stand),
+        (engine_module, "fed_tokens", _in_another_order),
         (Engine, "complete", _nobody_leaves),
         (SamplingRow, "position", property(lambda self: len(self.tokens))),
         (TokenSequence, "computed", _all_that_was_computed),

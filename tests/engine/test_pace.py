@@ -78,7 +78,7 @@ class FakeDevice:
 
 
 class FakeMark:
-    """Implements engine.pace.Mark."""
+    """Implements engine.pace.StepMark."""
 
     at: float | None = None
 
