@@ -78,13 +78,12 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         streams: HeldStreams | None = scope["state"].get("streams")
-        held = streams.asked(scope) if streams else None
-        if streams is None or held is None:
+        if held := streams and streams.asked(scope):
+            self.headers[WITHIN] = f"{held.within_s:g}"
+            making = self._send_all(scope, receive, held.send)
+            await held.outlive(making, while_connected(receive, held.play(send)))
+        else:
             await while_connected(receive, self._send_all(scope, receive, send))
-            return
-        self.headers[WITHIN] = f"{held.within_s:g}"
-        making = self._send_all(scope, receive, held.send)
-        await streams.outlive(held, making, while_connected(receive, held.play(send)))
 
     async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
         has_started = False

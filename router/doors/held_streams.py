@@ -12,14 +12,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import Message, Scope, Send
 
 from cluster.words.errors import RequestError, UnknownObject
-
-T = TypeVar("T")
 
 WITHIN, AFTER = "x-resume-within", "last-event-id"
 _MOST_BYTES = 512 << 10  # of one answer
@@ -67,10 +65,17 @@ class HeldStream:
             self._is_over = not message.get("more_body", False)
         self._changed()
 
-    async def end_of(self, making: asyncio.Task[None]) -> None:
-        """Until it is made, or nobody wants it any more."""
-        making.add_done_callback(lambda _: self._changed())
-        await self._until(lambda: making.done() or self._is_left)
+    async def outlive(self, making: Coroutine[Any, Any, None], playing: Coroutine[Any, Any, object]) -> None:
+        """Make the answer, while it is played to the connection that asked for it; after the end of that, go on until
+        it is made, or nobody wants it any more."""
+        task = asyncio.ensure_future(making)
+        task.add_done_callback(lambda _: self._changed())
+        try:
+            await playing
+            await self._until(lambda: task.done() or self._is_left)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     def leave(self) -> None:
         """Nobody wants it any more."""
@@ -174,18 +179,6 @@ class HeldStreams:
         if found := self._streams.get(_place(scope, request_id)):
             return found
         raise UnknownObject(f"no stream {request_id!r} is held here: it was not asked for, or its time is over")
-
-    async def outlive(self, held: HeldStream, making: Coroutine[Any, Any, None], playing: Coroutine[Any, Any, T]) -> T:
-        """Make an answer that is held, while it is played to the connection that asked for it; after the end of that,
-        go on until it is made, or nobody wants it."""
-        task = asyncio.ensure_future(making)
-        try:
-            played = await playing
-            await held.end_of(task)
-            return played
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
 
 
 def number_after(scope: Scope) -> int:
