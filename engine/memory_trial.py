@@ -24,8 +24,8 @@ from engine.kv.pool import KVPool
 _NUM_BLOCKS = 16
 _NUM_GRAPHS = 4  # are recorded to see what one more takes
 _SCORED_BYTES = 128 << 20  # four times engine.model.transformer.SLICE_BYTES: bf16, fp32, and what is made of them
-# Of one logit, while the sampler sorts a whole vocabulary for top-p with positions, and sums it up in fp64: counted in
-# engine/sampler.py, and a test for a GPU (tests/engine/test_device_memory.py) fails where it is too little.
+# Of one logit: what sorting a whole vocabulary for top-p took, and summing it up in fp64. A GPU's sampler does neither
+# any more, and needs less: a test for a GPU (tests/engine/test_device_memory.py) fails where this is too little.
 SAMPLING_BYTES = 64
 
 

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import ctypes
 import queue
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, Protocol, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cluster.words.errors import SpecError
@@ -96,6 +99,14 @@ def streams_of(device: torch.device) -> Streams:
     return _streams_of(device)
 
 
+def upload_indices(indices: Sequence[int] | NDArray[np.int64], device: torch.device) -> Tensor:
+    """As int64, (N,). This returns before a GPU has them."""
+    ours = streams_of(device)
+    host_N = ours.page_locked(len(indices), torch.int64)
+    host_N.numpy()[:] = indices
+    return ours.upload(host_N)
+
+
 @cache
 def _streams_of(device: torch.device) -> Streams:
     return CudaStreams(device) if device.type == "cuda" else AtOnce()
@@ -111,9 +122,7 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._left: queue.SimpleQueue[int] = (
-            queue.SimpleQueue()
-        )  # by lanes that have ended; any thread takes and leaves
+        self._left: queue.SimpleQueue[int] = queue.SimpleQueue()  # by ended lanes; any thread takes and leaves
 
     def mark(self) -> Event:
         return _CudaEvent(torch.cuda.current_stream(self._device).record_event())

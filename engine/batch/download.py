@@ -11,25 +11,28 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine import streams
+from engine.streams import Lane
+
 
 def download(tensors: Seq[Tensor]) -> Callable[[], list[NDArray[Any]]]:
-    """Begin to copy what is enqueued to be computed, on a stream of copies: what is enqueued afterwards does not wait
-    for it, nor is waited for. Returns what waits for the copies. All tensors are of one device; a CPU's are not copied.
+    """Begin to copy what is enqueued to be computed, on a lane of copies: what is enqueued afterwards does not wait for
+    it, nor is waited for. Returns what waits for the copies. All tensors are of one device; a CPU's are not copied.
     """
     device = tensors[0].device
     if device.type != "cuda":
         return lambda: [tensor.numpy() for tensor in tensors]
-    computed, copied, stream = torch.cuda.Event(), torch.cuda.Event(), _copies(device)
-    computed.record(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        stream.wait_event(computed)
-        hosts = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
+    ours, tensors = streams.streams_of(device), [tensor.contiguous() for tensor in tensors]
+    computed = ours.mark()
+    with _copies(device).entered():
+        computed.hold_up()
+        hosts = [ours.page_locked(tensor.numel(), tensor.dtype).view(tensor.shape) for tensor in tensors]
         for host, tensor in zip(hosts, tensors, strict=True):
-            host.copy_(tensor, non_blocking=True)
-        copied.record(stream)
+            ours.copy(host, tensor)
+        copied = ours.mark()
 
     def wait() -> list[NDArray[Any]]:
-        copied.synchronize()
+        copied.wait()
         assert len(tensors) == len(hosts)  # kept until now: nothing else gets their memory while it is copied
         return [host.numpy() for host in hosts]
 
@@ -37,5 +40,5 @@ def download(tensors: Seq[Tensor]) -> Callable[[], list[NDArray[Any]]]:
 
 
 @cache
-def _copies(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+def _copies(device: torch.device) -> Lane:
+    return streams.streams_of(device).lane()

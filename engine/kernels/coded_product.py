@@ -47,6 +47,11 @@ class Tile:
         return cls(128, 128, 8, 3, False) if kind < NIBBLES else cls(64, 64, 4, 3, False)
 
 
+def new_counters(num_outputs: int, device: torch.device) -> Tensor:
+    """For the products of one matrix."""
+    return torch.zeros(cdiv(num_outputs, ROWS), dtype=torch.int32, device=device)
+
+
 def coded_product(
     x_TI: Tensor,
     panels: CodePanels,
@@ -58,7 +63,7 @@ def coded_product(
 ) -> Tensor:
     """residual + (x @ weight.T + bias), rounded to x's dtype before the residual is added: (T, O).
 
-    counters: (O / 64) int32 zeros on the device, which stay zeros; no two streams may use them at a time.
+    counters: of `new_counters`, zeros that stay zeros; no two streams may use them at a time.
     """
     if x_TI.is_cuda:
         return launch_coded_product(x_TI, panels, counters, bias_O=bias_O, residual_TO=residual_TO, out_TO=out_TO)

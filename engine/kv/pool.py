@@ -83,23 +83,17 @@ class KVPool:
     def copy_out(self, blocks: Sequence[int], *, into: Tensor | None = None) -> Tensor:
         """The bytes of whole blocks, (B, block_bytes) uint8 on the pool's device: of each layer the codes, then of each
         layer the scales. into: where to; None: to memory of their own."""
-        index_B, parts = self._index(blocks), self._parts()
+        index_B, parts = streams.upload_indices(blocks, self.device), self._parts()
         chosen = [part_BN.index_select(0, index_B) for part_BN in parts]
         payloads = torch.cat(chosen, dim=1, out=None if into is None else into.view(parts[0].dtype))
         return payloads.view(torch.uint8)
 
     def copy_in(self, payloads_BN: Tensor, blocks: Sequence[int]) -> None:
         """Fill blocks with what `copy_out` made of others, on any device."""
-        index_B, parts = self._index(blocks), self._parts()
+        index_B, parts = streams.upload_indices(blocks, self.device), self._parts()
         payloads = torch.split(payloads_BN.view(parts[0].dtype), [part_BN.shape[1] for part_BN in parts], dim=1)
         for part_BN, payload in zip(parts, payloads, strict=True):
             part_BN.index_copy_(0, index_B, payload.to(self.device))
-
-    def _index(self, blocks: Sequence[int]) -> Tensor:
-        ours = streams.streams_of(self.device)
-        host_B = ours.page_locked(len(blocks), torch.int64)
-        host_B.numpy()[:] = blocks
-        return ours.upload(host_B)
 
     def _parts(self) -> list[Tensor]:
         """Codes and scales of every layer, each (num_blocks, N), as whole numbers: torch copies bytes one by one."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.code_panels import ROWS, CodePanels
-from engine.kernels.coded_product import coded_product, launch_widen
+from engine.kernels.coded_product import coded_product, launch_widen, new_counters
 from engine.layers.code_parts import CodeRows, panels_of, rows_of
 from engine.layers.layers import Before
 from engine.weights.quantized_weight import QuantizedWeight
@@ -91,8 +91,7 @@ class CodedMatrix:
 
 
 def coded_part(panels: CodePanels, order_I: Tensor | None = None) -> CodedPart:
-    num_panels = -(-panels.shape[0] // ROWS)
-    return CodedPart(panels, torch.zeros(num_panels, dtype=torch.int32, device=panels.words.device), order_I)
+    return CodedPart(panels, new_counters(panels.shape[0], panels.words.device), order_I)
 
 
 def _multiply_widened(

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.kernels.code_panels import ROWS, CodePanels
+from engine.kernels.code_panels import CodePanels
 from engine.kernels.code_words import INT8
+from engine.kernels.coded_product import new_counters
 from engine.kernels.int8_product import int8_product, quantize_to_int8
 from engine.layers.code_parts import CodeRows, panels_of
 from engine.layers.layers import Before
@@ -36,9 +37,7 @@ class Int8Matrix:
     @classmethod
     def of(cls, weight_OI: Tensor) -> Int8Matrix:
         codes_OI, scales_O = quantize_to_int8(weight_OI)
-        num_panels = -(-len(weight_OI) // ROWS)
-        counters = torch.zeros(num_panels, dtype=torch.int32, device=weight_OI.device)
-        return cls(codes_OI, scales_O, weight_OI.shape[1], counters)
+        return cls(codes_OI, scales_O, weight_OI.shape[1], new_counters(len(weight_OI), weight_OI.device))
 
     def panels(self) -> CodePanels:
         """The same numbers for rows that are not quantised, as experts multiply them."""

@@ -78,7 +78,7 @@ class Rates:
 
     @classmethod
     def of(cls, device: torch.device) -> Rates:
-        return cls(_copy_rate(device), _matmul_rate(device))
+        return cls(copy_rate(device), _matmul_rate(device))
 
 
 def measured_kernels(
@@ -96,7 +96,7 @@ def measured_kernels(
             yield {"name": name, "microseconds": took * 1e6, **rate, "share": amount / took / peak}
 
 
-def _copy_rate(device: torch.device) -> float:
+def copy_rate(device: torch.device) -> float:
     """Bytes per second, read and written."""
     source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -109,7 +109,9 @@ def _matmul_rate(device: torch.device) -> float:
     return 2 * _MATMUL**3 / device_seconds(lambda: a @ b)
 
 
-def device_seconds(run: Callable[[], object]) -> float:
+def device_seconds(
+    run: Callable[[], object], *, tries: int = _TRIES, head_start_cycles: int = _HEAD_START_CYCLES
+) -> float:
     """The median of several runs, after some that compile and warm up.
 
     The device is kept busy until the host has launched all of a run: so the host's time does not count.
@@ -117,9 +119,9 @@ def device_seconds(run: Callable[[], object]) -> float:
     for _ in range(3):
         run()
     times = []
-    for _ in range(_TRIES):
+    for _ in range(tries):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(_HEAD_START_CYCLES)
+        torch.cuda._sleep(head_start_cycles)
         begin.record()
         run()
         end.record()

@@ -100,7 +100,4 @@ def slots_of(pool: KVPool, blocks: Sequence[int], first_token: int, num_tokens: 
         raise TransferError(f"positions {first_token} to {first_token + num_tokens} do not lie in the pool's blocks")
     slots_BS = blocks_B[:, None] * size + np.arange(size)
     offset = first_token - first_block * size
-    ours = streams.streams_of(pool.device)
-    host_T = ours.page_locked(num_tokens, torch.int64)
-    host_T.numpy()[:] = slots_BS.ravel()[offset : offset + num_tokens]
-    return ours.upload(host_T)
+    return streams.upload_indices(slots_BS.ravel()[offset : offset + num_tokens], pool.device)

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from cluster.model.shape import ModelConfig
 from engine.runner import ModelRunner
 from engine.tools.bench import decoding_engine, prefilling_engine, read_bandwidth
+from engine.tools.bench_gpu_steps import bytes_read
 from engine.tools.random_models import random_runner
 from tests.gpu_check.rows import tell
 
@@ -54,7 +54,7 @@ def _measure(
     bandwidth = read_bandwidth(runner.device)
     for batch in batches:
         step_s = _step_s(runner, batch, context, num_steps)
-        floor_s = _read_bytes(runner, batch, context) / bandwidth
+        floor_s = bytes_read(runner, batch, context) / bandwidth
         tell(f"decode {batch} x {context}", step_s * 1e3, "ms")
         tell(f"decode {batch} x {context}: of the floor", floor_s / step_s, "")
 
@@ -78,21 +78,6 @@ def _step_s(runner: ModelRunner, batch: int, context: int, num_steps: int) -> fl
         engine.step()
     _wait(runner)
     return (time.perf_counter() - begin) / num_steps
-
-
-def _read_bytes(runner: ModelRunner, batch: int, context: int) -> float:
-    """Of weights: all but the table of tokens, and of the experts those that so many rows choose on the average."""
-    config = runner.config
-    weights = config.num_parameters - (0 if config.tie_embeddings else config.vocab_size * config.hidden_size)
-    weights -= _idle_parameters(config, batch)
-    return weights * runner.dtype.itemsize + batch * context * runner.layout.bytes_per_token()
-
-
-def _idle_parameters(config: ModelConfig, batch: int) -> float:
-    if (experts := config.experts) is None:
-        return 0.0
-    idle = experts.num_experts * (1 - experts.num_per_token / experts.num_experts) ** batch  # at random
-    return sum(experts.is_sparse) * idle * 3 * config.hidden_size * experts.intermediate_size
 
 
 def _wait(runner: ModelRunner) -> None:
