@@ -65,17 +65,18 @@ def _command(method: Method) -> Method:
         who = self.who(context)
         if who is None:
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, "this certificate is not, or no longer, let in here")
-        said = "it did not come to its end"
+        answer, refused, said = None, None, "it did not come to its end"
         try:
             answer = await method(self, request, context)
             said = ""
-            return answer
         except ClusterError as error:
-            said = str(error)
-            await abort_with(context, error)
-        finally:
+            refused, said = error, str(error)
+        finally:  # before anybody is told
             if not isinstance(request, _LOOKS):
                 self.note(str(who), context.peer(), method.__name__, request, said)
+        if refused:
+            await abort_with(context, refused)
+        return answer
 
     return cast(Method, call)
 

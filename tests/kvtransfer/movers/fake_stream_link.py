@@ -22,14 +22,23 @@ class FakeWires:
         self.streams = streams
         self.num_buffers = num_buffers
         self.sent: defaultdict[str, queue.SimpleQueue[tuple[Tensor, Clock]]] = defaultdict(queue.SimpleQueue)
+        self.held: list[
+            _Operation
+        ] = []  # of links that have failed, for as long as the device may be at their payloads
 
     def open(self, end: LinkEnd) -> FakeStreamLink:
         return FakeStreamLink(self, end)
 
+    def let_go(self) -> None:
+        """The device has ended what closed links had under way."""
+        for operation in self.held:
+            operation.event.wait()
+
 
 class FakeStreamLink:
     """Implements Link. A payload is read when its sending is started, for all that the sender can know, and until its
-    operation has been waited for; it is written to from when its receipt is started."""
+    operation has been waited for; it is written to from when its receipt is started. What a closed link had under way
+    it holds, as NcclLink does."""
 
     backend = "fake"
     device = torch.device("cpu")
@@ -40,6 +49,7 @@ class FakeStreamLink:
         self.name = f"{end.prefix} {'out' if end.is_sender else 'in'}"
         self.sent = wires.sent[end.prefix]
         self.is_closed = False
+        self.under_way: list[_Operation] = []
 
     def meet(self) -> None:
         """They are in one process."""
@@ -52,6 +62,11 @@ class FakeStreamLink:
 
     def close(self) -> None:
         self.is_closed = True
+        self.hold()
+
+    def hold(self) -> None:
+        """What is under way now."""
+        self.wires.held += self.under_way
 
     def take(self, timeout_s: float) -> tuple[Tensor, Clock]:
         """What was sent next. Raises LinkClosed."""
@@ -76,14 +91,18 @@ class _Operation:
             behind.hold_up()
             # On its way from now on: what touches the payload before this has been waited for is a race.
             streams.launch("wire", **{"reads" if is_sending else "writes": [payload]})
-            self._event = streams.mark()
+            self.event = streams.mark()
+        link.under_way.append(self)
+        if link.is_closed:  # meanwhile
+            link.hold()
         if is_sending:
-            link.sent.put((torch.from_numpy(payload.numpy().copy()), self._event.clock))
+            link.sent.put((torch.from_numpy(payload.numpy().copy()), self.event.clock))
 
     def wait(self, *, timeout_s: float) -> None:
         if not self._is_sending:
             data, sent = self._link.take(timeout_s)
             self._streams.join(self._link.name, sent)
             self._payload.numpy()[:] = data.numpy()
-            self._event.clock |= sent
-        self._event.wait()
+            self.event.clock |= sent
+        self.event.wait()
+        self._link.under_way.remove(self)

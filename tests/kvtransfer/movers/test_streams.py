@@ -197,9 +197,11 @@ def races(plan: Plan, mutate: Mutate = lambda patch, device: None) -> list[str]:
         device = FakeStreams(num_streams=plan.num_streams)
         patch.setattr(streams, "streams_of", device.streams_of)
         patch.setattr(library, "load_kernels", lambda: None)
-        patch.setitem(LINKS, "fake", FakeWires(device, num_buffers=plan.num_buffers).open)
+        wires = FakeWires(device, num_buffers=plan.num_buffers)
+        patch.setitem(LINKS, "fake", wires.open)
         mutate(patch, device)
         asyncio.run(ship(device, plan, patch))
+        wires.let_go()
         return device.races
 
 
