@@ -49,12 +49,7 @@ class Attempt:
         self._dispatch = dispatch
         self._avoid = avoid
         self._used = {replica.id for replica in (pair.prefill, pair.decode) if replica}
-        self._choices = Choices(
-            state,
-            request.choices,
-            has_prefill=pair.prefill is not None,
-            is_scored=request.num_prompt_logprobs is not None,
-        )
+        self._choices = Choices(state, request.choices, has_prefill=pair.prefill is not None)
         self._tasks = AttemptTasks(self._choices, request_id=request.id)
         self.streams = DecodeStreams(
             state, request, self._choices, self._tasks, booking=pair.decode_booking, dispatch=dispatch

@@ -3,6 +3,9 @@
 The first tokens come from the prefill replica and the others from the decode replica, over two connections and so in
 any order. What the decode replica says is kept back until both have spoken of the same epoch of the handoff: a prefill
 replica that was given up may have landed its KV after all, and decoding then began with *its* first tokens.
+
+Of the decode replica, tokens and the account of the prompt (how much of it was cached, the log-probabilities of its
+tokens) come in two calls as well: no token is appended before the account, or the answer could end without it.
 """
 
 from __future__ import annotations
@@ -18,16 +21,13 @@ from router.serving.request_state import RequestState
 class Choices:
     """Appends every token to the request's state once, those of a choice in order. Belongs to the event loop."""
 
-    def __init__(
-        self, state: RequestState, choices: Sequence[int], *, has_prefill: bool, is_scored: bool = False
-    ) -> None:
-        """has_prefill: the first tokens come from a prefill replica. is_scored: whoever computes the prompt tells of
-        its tokens, too, and none of the answer is appended before."""
+    def __init__(self, state: RequestState, choices: Sequence[int], *, has_prefill: bool) -> None:
+        """has_prefill: the first tokens come from a prefill replica."""
         self.error: ClusterError | None = None
         self._state = state
         self._choices = choices
         self._has_prefill = has_prefill
-        self._is_joined = not (has_prefill or is_scored)
+        self._is_joined = False
         self._first_epoch: int | None = None  # of the handoff, as told by P with the first tokens
         self._started_epoch: int | None = None  # and by D, when it began
         self.prefill_spoke = asyncio.Event()  # what D says is kept back until then

@@ -56,15 +56,18 @@ async def test_what_follows_the_first_tokens_of_another_life_is_never_told() -> 
     assert await _emitted(state) == {0: [10]}
 
 
-async def test_without_a_prefill_replica_nothing_is_kept_back() -> None:
+async def test_no_answer_ends_before_the_replica_has_accounted_for_the_prompt() -> None:
     choices, state = _choices(has_prefill=False)
-    choices.decoded(0, [_token(10, is_last=True)])
+    choices.decoded(0, [_token(10), _token(11, is_last=True)])  # its frames were quicker than its call
+    assert not await _emitted(state) and choices.unfinished
+    choices.started(epoch=0)
     await choices.wait()
-    assert await _emitted(state) == {0: [10]}
+    assert await _emitted(state) == {0: [10, 11]}
 
 
 async def test_a_choice_that_needs_no_more_gets_no_more() -> None:
     choices, state = _choices(2, has_prefill=False)
+    choices.started(epoch=0)
     choices.decoded(0, [_token(10)])
     choices.finish(0)
     choices.decoded(0, [_token(11)])
