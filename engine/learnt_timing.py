@@ -13,6 +13,8 @@ _SOLVE_EVERY = 8  # steps
 _MOST_SURPRISE = 10.0  # times what was expected: beyond that the expectation is worth nothing
 _NUM_FEATURES = 4  # as StepTiming has numbers
 
+_Step = tuple[float, int, int, int, float]  # 1, tokens, pairs, context, seconds
+
 
 class LearntTiming:
     """Least squares with forgetting over steps of seconds ~ base + token · T + pair · A + context · C, none below 0.
@@ -26,20 +28,16 @@ class LearntTiming:
     def __init__(self) -> None:
         self._sums = {kind: np.zeros((_NUM_FEATURES, _NUM_FEATURES)) for kind in (False, True)}
         self._targets = {kind: np.zeros(_NUM_FEATURES) for kind in (False, True)}
+        self._steps: list[_Step] = []  # those that are not in the sums yet: eight cost there what one does
         self._num_steps = 0
         self._timing: StepTiming | None = None
 
     def add(self, *, num_tokens: int, num_pairs: int, num_context: int, seconds: float) -> None:
         """One step; see cluster.words.timing."""
-        expected_s = seconds
-        if self._timing:
-            learnt_s = self._timing.step_s(num_tokens=num_tokens, num_pairs=num_pairs, num_context=num_context)
-            expected_s = max(learnt_s, seconds / _MOST_SURPRISE)
-        relative = np.array([1.0, num_tokens, num_pairs, num_context]) / expected_s
-        kind = num_pairs > 0
-        self._sums[kind] = self._sums[kind] * _KEEP + relative[:, None] * relative
-        self._targets[kind] = self._targets[kind] * _KEEP + relative * (seconds / expected_s)
+        self._steps.append((1.0, num_tokens, num_pairs, num_context, seconds))
         self._num_steps += 1
+        if len(self._steps) == _SOLVE_EVERY:
+            self._sum_up()
 
     def saw(self, batch: Batch, seconds: float, *, only_decodes: bool) -> None:
         """One step with this batch. Beside prompts a row of one token counts as one that decodes."""
@@ -56,10 +54,29 @@ class LearntTiming:
     def timing(self) -> StepTiming | None:
         """None until something was measured; worked out anew now and then."""
         if self._num_steps and (self._timing is None or self._num_steps % _SOLVE_EVERY == 0):
+            self._sum_up()
             sums = self._sums[False] + self._sums[True]
             solved = _non_negative(sums, self._targets[False] + self._targets[True])
             self._timing = StepTiming(**dict(zip(("base_s", "token_s", "pair_s", "context_s"), solved, strict=True)))
         return self._timing
+
+    def _sum_up(self) -> None:
+        """What is remembered of the steps of a kind is forgotten at each one of them, in their order."""
+        for kind in (False, True):
+            steps_S5 = np.array([step for step in self._steps if (step[2] > 0) is kind])
+            if not len(steps_S5):
+                continue
+            seconds_S, features_S4 = steps_S5[:, 4], steps_S5[:, :4]
+            expected_S = seconds_S
+            if timing := self._timing:
+                learnt_S = features_S4 @ (timing.base_s, timing.token_s, timing.pair_s, timing.context_s)
+                expected_S = np.maximum(learnt_S, seconds_S / _MOST_SURPRISE)
+            relative_S4 = features_S4 / expected_S[:, None]
+            weights_S = _KEEP ** np.arange(len(steps_S5))[::-1]
+            kept = _KEEP ** len(steps_S5)
+            self._sums[kind] = self._sums[kind] * kept + (relative_S4 * weights_S[:, None]).T @ relative_S4
+            self._targets[kind] = self._targets[kind] * kept + (weights_S * seconds_S / expected_S) @ relative_S4
+        self._steps.clear()
 
 
 def _non_negative(sums: np.ndarray, targets: np.ndarray) -> list[float]:

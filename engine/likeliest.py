@@ -19,22 +19,23 @@ from engine.penalties import Penalties
 _FEW = 1 << 16  # logits that one thread has been through before another one is awake
 
 
-def likeliest(logits_RV: Tensor, penalties: Mapping[int, Penalties]) -> Tensor:
+def likeliest(logits_RV: Tensor, penalties: Mapping[int, Penalties]) -> tuple[Tensor, Tensor]:
     """Apply penalties in place: what is above 0 is divided by the repetition penalty, what is not is multiplied, and
     the rest is taken away. Then find the first that is greatest, or not a number.
 
-    logits_RV: fp32; penalties: of these rows. Returns (R,) int64. With our kernels and without them a CPU does the same
-    to the last bit.
+    logits_RV: fp32; penalties: of these rows. Returns (R,) int64, and their logits (R,). With our kernels and
+    without them a CPU does the same to the last bit.
     """
     kernels = open_copies(logits_RV.device)
     if kernels is not None and logits_RV.stride(-1) == 1:
         return _by_kernel(kernels, logits_RV, penalties)
     if penalties:
         penalise(logits_RV, penalties)
-    return logits_RV.argmax(dim=-1)
+    ids_R = logits_RV.argmax(dim=-1)
+    return ids_R, logits_RV.gather(-1, ids_R.unsqueeze(-1)).squeeze(-1)
 
 
-def _by_kernel(kernels: Kernels, logits_RV: Tensor, penalties: Mapping[int, Penalties]) -> Tensor:
+def _by_kernel(kernels: Kernels, logits_RV: Tensor, penalties: Mapping[int, Penalties]) -> tuple[Tensor, Tensor]:
     num_rows, vocabulary = logits_RV.shape
     row_R = np.zeros(num_rows, dtype=CHOICE_ROW)
     row_R["logits"] = logits_RV.data_ptr() + logits_RV.stride(0) * logits_RV.itemsize * np.arange(num_rows)
@@ -46,7 +47,7 @@ def _by_kernel(kernels: Kernels, logits_RV: Tensor, penalties: Mapping[int, Pena
         row_R["repetition"][rows] = [penalty.repetition for penalty in found]
     threads = torch.get_num_threads() if logits_RV.numel() > _FEW else 1
     kernels.choose(byref(TokenChoices(row=row_R.ctypes.data, rows=num_rows, vocabulary=vocabulary, threads=threads)))
-    return torch.from_numpy(row_R["greatest"].copy())
+    return torch.from_numpy(row_R["greatest"].copy()), torch.from_numpy(row_R["most"].copy())
 
 
 def penalise(logits_RV: Tensor, penalties: Mapping[int, Penalties]) -> None:

@@ -148,12 +148,13 @@ def numbers_of(row: SamplingRow) -> tuple[int, ...]:
 
 def choose_by_torch(logits_RV: Tensor, rows: Seq[_NumberedRow]) -> Tensor:
     """The same elsewhere: the reference. -> (R,) int64"""
-    chosen_R = likeliest(logits_RV, {i: row.penalties() for i, row in rows if row.sampling.has_penalties})
-    best_R = logits_RV.gather(-1, chosen_R.unsqueeze(-1)).squeeze(-1)
+    chosen_R, best_R = likeliest(logits_RV, {i: row.penalties() for i, row in rows if row.sampling.has_penalties})
     if drawing := [(i, row) for i, row in rows if not row.sampling.is_greedy]:
         drawing_N = _numbers(drawing, chosen_R.device)
         chosen_R[drawing_N] = reference_draw(logits_RV[drawing_N], [row for _, row in drawing])
-    chosen_R = torch.where(best_R.abs() < math.inf, chosen_R, NOT_FINITE)
+    if bool(best_R.isfinite().all()):  # mostly
+        return chosen_R
+    chosen_R = torch.where(best_R.isfinite(), chosen_R, NOT_FINITE)
     return torch.where(best_R == -math.inf, NO_LOGIT_IS_FINITE, chosen_R) if rows else chosen_R
 
 

@@ -13,7 +13,8 @@ struct ChoiceRow {
     const float* taken;        // of each, after the repetition penalty
     int64_t tokens, sorted;    // of which the first so many ascend
     double repetition;
-    int64_t greatest;  // the answer
+    int64_t greatest;  // the answer, and its logit
+    double most;
 };
 
 struct TokenChoices {
@@ -101,7 +102,11 @@ inline int64_t choose(const ChoiceRow& row, int64_t vocabulary) {
 
 inline void choose_rows(const TokenChoices& all) {
 #pragma omp parallel for num_threads(all.threads)
-    for (int64_t i = 0; i < all.rows; i++) all.row[i].greatest = choose(all.row[i], all.vocabulary);
+    for (int64_t i = 0; i < all.rows; i++) {
+        ChoiceRow& row = all.row[i];
+        row.greatest = choose(row, all.vocabulary);
+        row.most = row.logits[row.greatest];
+    }
 }
 
 }  // namespace

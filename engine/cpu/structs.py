@@ -186,5 +186,6 @@ CHOICE_ROW = np.dtype(
         ("sorted", np.int64),
         ("repetition", np.float64),
         ("greatest", np.int64),
+        ("most", np.float64),
     ]
 )
