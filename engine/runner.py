@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from engine.batch.batch import Batch
 from engine.batch.rows import Row
 from engine.config import GIB, EngineConfig, num_blocks_for
 from engine.cpu.library import open_copies, open_kernels
+from engine.cpu.measured_ways import MeasuredWays
 from engine.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from engine.device_memory import CudaGauge, Gauge, does_not_fit
 from engine.kernels.choice import NUM_NUMBERS, launch_choice
@@ -80,12 +82,14 @@ class ModelRunner:
                 raise SpecError(
                     "engine: deterministic needs a CPU, bfloat16 and a C++ compiler on the worker's machine"
                 )
+        self._measured = MeasuredWays.of_this_machine(kernels.version) if kernels and not config.deterministic else None
         reader = ShardReader(
             checkpoint or open_checkpoint(config.model_dir),
             self.parallel,
             self.dtype,
             self.device,
             kernels,
+            self._measured,
             weights=config.weights,
             spreads_experts=config.expert_parallel,
             redundant_experts=config.redundant_experts,
@@ -116,6 +120,11 @@ class ModelRunner:
             logger.info(
                 "decode steps of up to %d rows recorded in %.1f s", config.recorded_rows, time.monotonic() - begin
             )
+
+    @property
+    def ways(self) -> list[dict[str, Any]]:
+        """What was measured on this CPU to choose how products and attention are computed, as plain values."""
+        return self._measured.table() if self._measured else []
 
     @property
     def max_tokens(self) -> int:

@@ -51,7 +51,7 @@ engine.ahead: engine(batch sequence step)
 engine.attention: cluster(model) engine(batch cpu kernels kv layers)
 engine.batch: engine(kernels streams)
 engine.config: cluster(model words) engine(kv)
-engine.cpu: cluster(model process)
+engine.cpu: cluster(model process words)
 engine.decode_graphs: engine(batch)
 engine.decoding: engine(kv sequence)
 engine.device_mark:

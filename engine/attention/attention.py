@@ -6,7 +6,7 @@ given to scaled_dot_product_attention. A plan is made once per step and used by 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,12 +61,20 @@ class AttentionPlan:
             singles=[planner.singles(rows) for rows in planner.similar(np.flatnonzero(single))],
         )
 
+    @classmethod
+    def of_rows(
+        cls, rows: Sequence[int], batch: Batch, pool: KVPool, *, window: int | None, dtype: torch.dtype
+    ) -> AttentionPlan:
+        """Of these rows alone, which may have any number of queries."""
+        planner = _Planner(batch, pool, window, dtype)
+        return cls(prompts=[planner.prompt(row) for row in rows], singles=[])
+
 
 def paged_attention(q_THD: Tensor, pool: KVPool, layer: int, plan: AttentionPlan) -> Tensor:
     """softmax(q k / sqrt(D)) v for every query over the keys that come before it, itself included.
 
     The batch's own keys and values are in the pool already. q_THD: (T, H, D), H a multiple of the pool's kv heads.
-    Returns (T, H, D) in the queries' dtype.
+    Returns (T, H, D) in the queries' dtype; of rows that are not in the plan, numbers without meaning.
     """
     num_tokens, num_heads, dim = q_THD.shape
     num_kv_heads = pool.layout.heads_per_rank

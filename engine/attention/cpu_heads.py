@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from engine.attention.attention import AttentionPlan, paged_attention
 from engine.batch.batch import Batch
+from engine.batch.rows import Row
 from engine.cpu.library import Kernels, Program
+from engine.cpu.measured_ways import KERNELS, TORCH, MeasuredWays
 from engine.cpu.structs import AttentionCall, Coding, Kind, PoolView, RotaryCall, Step
+from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from engine.layers.layers import RMSNorm
 
 # T tokens, H query heads and K kv heads of this rank, N = H + 2 K, D head_dim, F = D / 2
+
+_LONG = 64  # queries of a row; for fewer the keys are not worth gathering
+_MEASURED = (512, 2048)  # queries of a row, and the context that they end
 
 
 class CompiledHeads:
@@ -33,8 +44,69 @@ class CompiledHeads:
 
     def attend(self, layer: int, q_THD: Tensor, *, window: int | None) -> Tensor:
         out_THD = torch.empty(q_THD.shape, dtype=torch.bfloat16)
-        Program(self._kernels, [attention_call(self._pool, layer, q_THD, out_THD, window=window)]).run(self._rows.step)
+        self._attend(layer, q_THD, out_THD, window, self._rows.step)
         return out_THD
+
+    def _attend(self, layer: int, q_THD: Tensor, out_THD: Tensor, window: int | None, step: Step) -> None:
+        Program(self._kernels, [attention_call(self._pool, layer, q_THD, out_THD, window=window)]).run(step)
+
+
+class SharedHeads(CompiledHeads):
+    """CompiledHeads, but that the long rows at a batch's end are attended to by torch, from gathered keys. What a query
+    of theirs gets depends on how the prompt was cut, within rounding."""
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        batch: Batch,
+        pool: KVPool,
+        cos_T1F: Tensor,
+        sin_T1F: Tensor,
+        windows: Iterable[int | None],
+    ) -> None:
+        """windows: of any layer."""
+        super().__init__(kernels, batch, pool, cos_T1F, sin_T1F)
+        num_rows, num_long = len(batch.query_lens), num_long_rows(batch)
+        long_rows = range(num_rows - num_long, num_rows)
+        self._plans = {
+            window: AttentionPlan.of_rows(long_rows, batch, pool, window=window, dtype=torch.bfloat16)
+            for window in set(windows)
+        }
+        self._before = self._rows.first(num_rows - num_long)
+
+    def attend(self, layer: int, q_THD: Tensor, *, window: int | None) -> Tensor:
+        out_THD = paged_attention(q_THD, self._pool, layer, self._plans[window])
+        if num_tokens := self._before.tokens:
+            self._attend(layer, q_THD[:num_tokens], out_THD[:num_tokens], window, self._before)
+        return out_THD
+
+
+def num_long_rows(batch: Batch) -> int:
+    """At its end: prompts come behind sequences that decode."""
+    short = np.flatnonzero(batch.query_lens < _LONG)
+    return len(batch.query_lens) - (int(short[-1]) + 1 if len(short) else 0)
+
+
+def is_shared_quicker(kernels: Kernels, layout: KVLayout, num_heads: int, measured: MeasuredWays) -> bool:
+    """Whether torch attends to long rows in less time than the kernels on this machine."""
+    num_queries, context = _MEASURED
+    pool = KVPool(
+        replace(layout, num_layers=1), num_blocks=-(-context // layout.block_size), device=torch.device("cpu")
+    )
+    row = Row([0] * num_queries, start=context - num_queries, blocks=range(pool.num_blocks), num_logits=0)
+    batch = Batch.of([row], block_size=layout.block_size)
+    angles = torch.ones(num_queries, 1, layout.head_dim // 2)
+    ours = CompiledHeads(kernels, batch, pool, angles, angles)
+    theirs = SharedHeads(kernels, batch, pool, angles, angles, [None])
+    q_THD = torch.ones(num_queries, num_heads, layout.head_dim, dtype=torch.bfloat16)
+    what = (
+        f"ATTEND {num_queries} of {context}, {num_heads} heads on {layout.heads_per_rank} of {layout.head_dim}, "
+        f"{layout.dtype}"
+    )
+    return measured.is_torch_quicker(
+        what,
+        {KERNELS: partial(ours.attend, 0, q_THD, window=None), TORCH: partial(theirs.attend, 0, q_THD, window=None)},
+    )
 
 
 class StepRows:
@@ -57,6 +129,12 @@ class StepRows:
             query_lens=query_lens,
             context_lens=context_lens,
         )
+
+    def first(self, num_rows: int) -> Step:
+        """The same step without the rows that follow. It is valid as long as this is."""
+        step = Step.from_buffer_copy(self.step)
+        step.sequences, step.tokens = num_rows, int(self._arrays[1][:num_rows].sum())
+        return step
 
 
 def rotary_call(

@@ -40,6 +40,7 @@ class Kernels:
     def __init__(self, path: Path) -> None:
         """Raises OSError if the library cannot be loaded."""
         library = ctypes.CDLL(str(path))
+        self.version = path.stem  # of sources, compiler and processor
         self.run = library.run
         self.run.argtypes = (c_void_p, c_int64, ctypes.POINTER(Step))
         self.run.restype = None

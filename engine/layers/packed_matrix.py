@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -11,16 +12,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.cpu.library import Kernels, Program
+from engine.cpu.measured_ways import KERNELS, TORCH, MeasuredWays
 from engine.cpu.structs import FormatName, Kind, ProductCall, Step, StoredRows
 from engine.layers.codes import format_of
 from engine.layers.few_bits import pack
-from engine.layers.layers import Before, RMSNorm
+from engine.layers.layers import Before, RMSNorm, linear
 from engine.weights.quantized_weight import QuantizedWeight
 
 # T tokens, I input features, O output features, P panels of 16 outputs, N groups of inputs, C inputs of one group
 
 _PANEL = 16
 _NOTHING, _NORM, _SILU = 0, 1, 2  # enum Before of product.h
+
+NEVER = 1 << 62
+_ROWS_MEASURED = (512, 128, 32)
+_LEAST_WEIGHTS = 1 << 17  # with fewer, a call from Python costs what it could save
+_WIDENED_AT_ONCE = 1 << 21  # weights; more would only push them through memory
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,7 @@ class PackedPart:
 
 class PackedMatrix:
     """A (O, I) matrix in the order of matrix.h, or of formats.h. A row's product does not depend on the rows beside
-    it."""
+    it, until `measure` has found out from how many rows on torch is quicker."""
 
     is_fixed = False  # nothing records on a CPU
 
@@ -46,6 +53,23 @@ class PackedMatrix:
         self.num_inputs = num_inputs
         self.num_outputs = sum(part.num_outputs for part in parts)
         self.num_bytes = sum(tensor.nbytes for part in parts for tensor in part.tensors.values())
+        self.torch_rows = NEVER  # from so many on torch multiplies, with what `_widened` makes of a part
+
+    def measure(self, measured: MeasuredWays) -> None:
+        """Find out what is quicker on this machine, unless somebody has before."""
+        if self.num_outputs * self.num_inputs < _LEAST_WEIGHTS:
+            return
+        first = self._parts[0]
+        num_outputs = min(first.num_outputs, max(_PANEL, _WIDENED_AT_ONCE // self.num_inputs))
+        some = PackedMatrix(self._kernels, self.num_inputs, replace(first, num_outputs=num_outputs))
+        name = first.format_name.name if first.kind is Kind.MULTIPLY_FEW_BITS else first.kind.name
+        for num_rows in _ROWS_MEASURED:
+            x_TI = torch.ones(num_rows, self.num_inputs, dtype=torch.bfloat16)
+            ways = {KERNELS: partial(some.multiply, x_TI), TORCH: partial(some.multiply_by_torch, x_TI)}
+            what = f"{name} {num_outputs} x {self.num_inputs}, {num_rows} rows"
+            if not measured.is_torch_quicker(what, ways):
+                break
+            self.torch_rows = num_rows
 
     @classmethod
     def bf16(cls, kernels: Kernels, weight_OI: Tensor) -> PackedMatrix:
@@ -88,8 +112,22 @@ class PackedMatrix:
     def rows(self, rows_T: Tensor) -> Tensor:
         """Rows of a matrix of few bits in one format, as the numbers that they are: (T, I) bf16. rows_T: int64."""
         (part,) = self._parts
+        return self._stored_rows(part, rows_T.contiguous())
+
+    def _widened(self, part: PackedPart, first: int, end: int) -> Tensor:
+        """Outputs [first, end) of a part as the numbers that they are: (O, I) bf16. first: a multiple of 16."""
+        if part.kind is Kind.MULTIPLY_FEW_BITS:
+            return self._stored_rows(part, torch.arange(first, end))
+        panels_PN16C = part.tensors["panels"][first // _PANEL : -(-end // _PANEL)]
+        words_PN16 = panels_PN16C.view(torch.int32).squeeze(-1)
+        rows_OI = words_PN16.transpose(1, 2).contiguous().view(panels_PN16C.dtype)
+        rows_OI = rows_OI.flatten(0, 1)[: end - first, : self.num_inputs]
+        if part.kind is Kind.MULTIPLY_BF16:
+            return rows_OI
+        return (rows_OI * part.tensors["scales"][first:end, None]).to(torch.bfloat16)
+
+    def _stored_rows(self, part: PackedPart, rows_T: Tensor) -> Tensor:
         assert part.kind is Kind.MULTIPLY_FEW_BITS
-        rows_T = rows_T.contiguous()
         out_TI = torch.empty(len(rows_T), self.num_inputs, dtype=torch.bfloat16)
         stored = StoredRows(
             format=part.format_name,
@@ -111,11 +149,34 @@ class PackedMatrix:
         residual_TO: Tensor | None = None,
     ) -> Tensor:
         """As engine.layers.layers.Matrix says; all tensors are bf16."""
+        if len(x_TI) >= self.torch_rows:
+            return self.multiply_by_torch(x_TI, bias_O=bias_O, before=before, residual_TO=residual_TO)
         x_TI = x_TI.contiguous()
         out_TO = torch.empty(len(x_TI), self.num_outputs, dtype=torch.bfloat16)
         calls = self.calls(x_TI, out_TO, bias_O=bias_O, before=before, residual_TO=residual_TO)
         Program(self._kernels, list(calls)).run(Step(tokens=len(x_TI)))
         return out_TO
+
+    def multiply_by_torch(
+        self,
+        x_TI: Tensor,
+        *,
+        bias_O: Tensor | None = None,
+        before: Before | None = None,
+        residual_TO: Tensor | None = None,
+    ) -> Tensor:
+        """The same with weights widened to bf16 on the way, some at a time, and rows as they are."""
+        x_TI = x_TI if before is None else before(x_TI)
+        out_TO = torch.empty(len(x_TI), self.num_outputs, dtype=torch.bfloat16)
+        at_once = max(_PANEL, _WIDENED_AT_ONCE // self.num_inputs // _PANEL * _PANEL)
+        begin = 0
+        for part in self._parts:
+            for first in range(0, part.num_outputs, at_once):
+                end = min(first + at_once, part.num_outputs)
+                bias = None if bias_O is None else bias_O[begin + first : begin + end]
+                out_TO[:, begin + first : begin + end] = linear(x_TI, self._widened(part, first, end), bias)
+            begin += part.num_outputs
+        return out_TO if residual_TO is None else residual_TO + out_TO
 
     def calls(
         self,

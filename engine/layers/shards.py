@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cluster.words.errors import SpecError
 from engine.cpu.library import Kernels
+from engine.cpu.measured_ways import MeasuredWays
 from engine.layers.coded_matrix import CodedMatrix
 from engine.layers.int8_matrix import Int8Matrix
 from engine.layers.layers import Embedding, Linear, Matrix, RMSNorm, RowParallelLinear, Table, TorchMatrix
@@ -38,6 +39,7 @@ class ShardReader:
     dtype: torch.dtype
     device: torch.device
     kernels: Kernels | None = None  # for which matrices are packed; None: for torch
+    measured: MeasuredWays | None = None  # by which kernels and torch share the work; None: kernels do it all
     weights: str = "as_stored"  # one of WEIGHTS
     spreads_experts: bool = False  # whole experts on each rank; else a share of each on all
     redundant_experts: int = 0  # places for further copies, over all ranks, where experts are whole
@@ -100,7 +102,7 @@ class ShardReader:
         if self.kernels is None:
             return Int8Matrix.of(weight_OI) if self.weights == "int8" else TorchMatrix(weight_OI)
         pack = PackedMatrix.int8 if self.weights == "int8" else PackedMatrix.bf16
-        return pack(self.kernels, weight_OI)
+        return self._measured(pack(self.kernels, weight_OI))
 
     def _kept(self, *weights: QuantizedWeight) -> Matrix | None:
         """In few bits: as the kernels multiply them, or else widened as they are used; None: to be widened now."""
@@ -109,7 +111,13 @@ class ShardReader:
         return self._packed(*weights) or QuantizedMatrix(weights)
 
     def _packed(self, *weights: QuantizedWeight) -> PackedMatrix | None:
-        return None if self.kernels is None else PackedMatrix.few_bits(self.kernels, weights)
+        packed = None if self.kernels is None else PackedMatrix.few_bits(self.kernels, weights)
+        return packed and self._measured(packed)
+
+    def _measured(self, matrix: PackedMatrix) -> PackedMatrix:
+        if self.measured is not None:
+            matrix.measure(self.measured)
+        return matrix
 
     def _seen(self, names: Sequence[str], matrix: Matrix) -> Matrix:
         return matrix if self.on_matrix is None else self.on_matrix(names, matrix)

@@ -31,6 +31,7 @@ class CompiledLayers:
         self._kernels = kernels
         self._layers = layers
         self._pool = pool
+        self._most_tokens = min(_packed(part).torch_rows for layer in layers for part in _parts(layer)) - 1
         self._make_room(1)
 
     def __call__(
@@ -48,6 +49,10 @@ class CompiledLayers:
                 begin = end
         self._program.run(rows.step, first=begin)
         return self._x_CE[: len(x_TE)]
+
+    def is_quickest(self, num_tokens: int) -> bool:
+        """Beyond, torch has the quicker way for one of the products: layers are then computed part by part."""
+        return num_tokens <= self._most_tokens
 
     def _make_room(self, num_tokens: int) -> None:
         layer, mlp = self._layers[0], _mlp(self._layers[0])
@@ -83,13 +88,14 @@ class CompiledLayers:
 def can_compile(layers: Sequence[DecoderLayer]) -> bool:
     """Whether all their matrices are packed, and none of their MLPs has experts."""
     return all(
-        isinstance(layer.mlp, GatedMLP)
-        and all(
-            isinstance(part.matrix, PackedMatrix)
-            for part in (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)
-        )
+        isinstance(layer.mlp, GatedMLP) and all(isinstance(part.matrix, PackedMatrix) for part in _parts(layer))
         for layer in layers
     )
+
+
+def _parts(layer: DecoderLayer) -> tuple[Linear | RowParallelLinear, ...]:
+    mlp = _mlp(layer)
+    return layer.qkv, layer.output, mlp.gate_up, mlp.down
 
 
 def _products(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cluster.model.shape import ModelConfig
-from engine.attention.cpu_heads import CompiledHeads
+from engine.attention.cpu_heads import CompiledHeads, SharedHeads, is_shared_quicker, num_long_rows
 from engine.attention.heads import TorchHeads
 from engine.attention.latent_heads import Rotation, TorchLatentHeads
 from engine.attention.rotary import Rotary
@@ -89,6 +89,10 @@ class Transformer:
             self._head = reader.linear({"lm_head": reader.parallel.span(config.vocab_size)})
         self._rotary = Rotary(config, reader.device)
         self._compiled: CompiledLayers | None = None
+        self._shares_heads = False  # long rows are attended to by torch
+        if reader.kernels and reader.measured and not config.latent:
+            q_first, q_end = reader.parallel.span(config.num_q_heads)
+            self._shares_heads = is_shared_quicker(reader.kernels, layout, q_end - q_first, reader.measured)
 
     def __call__(
         self, batch: Batch, pool: KVPool, on_layer: OnLayer | None, on_logits: OnLogits | None = None
@@ -108,10 +112,15 @@ class Transformer:
             rotation = Rotation(cos_T1F, sin_T1F, latent.is_interleaved)
             latent_heads = TorchLatentHeads(batch, pool, rotation, scale=self._config.attention_scale)
             x_TE = _pass(self._latent_layers, x, latent_heads, on_layer)
-        elif compiled := self._compiled_for(pool):
-            x_TE = compiled(x_TE, batch, cos_T1F, sin_T1F, on_layer)
         elif self._kernels is not None:
-            x_TE = _pass(self._layers, x, CompiledHeads(self._kernels, batch, pool, cos_T1F, sin_T1F), on_layer)
+            is_shared = self._shares_heads and num_long_rows(batch) > 0
+            compiled = None if is_shared else self._compiled_for(pool)
+            if compiled and compiled.is_quickest(batch.num_tokens):
+                x_TE = compiled(x_TE, batch, cos_T1F, sin_T1F, on_layer)
+            else:
+                rows = self._kernels, batch, pool, cos_T1F, sin_T1F
+                shared = SharedHeads(*rows, self._config.sliding_windows) if is_shared else CompiledHeads(*rows)
+                x_TE = _pass(self._layers, x, shared, on_layer)
         else:
             heads = TorchHeads(batch, pool, cos_T1F, sin_T1F, self._config.sliding_windows)
             x_TE = _pass(self._layers, x, heads, on_layer)

@@ -7,6 +7,9 @@ model counts too: making the batch, sampling, the sequences' own bookkeeping.
 
 On a GPU decode steps are replayed (engine/decode_graphs.py); `plain_step_ms` is that step launched kernel by kernel.
 
+On a CPU, `ways` says what each way to compute a product or attention took where they were measured, one thread, in ms,
+and which is taken: see engine/cpu/measured_ways.py.
+
     cluster bench engine --json
     python -m engine.tools.bench DIRECTORY      where the command line's packages are not installed
 """
@@ -91,6 +94,7 @@ def bench_engine(
         "pool_dtype": runner.layout.dtype,
         "threads": torch.get_num_threads(),
         "instructions": " ".join(instruction_sets()),
+        "ways": runner.ways,
     }
 
 

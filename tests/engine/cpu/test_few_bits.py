@@ -97,6 +97,16 @@ def test_parts_of_unlike_formats(kernels: Kernels) -> None:
         assert torch.equal(whole[:, own], alone)
 
 
+def test_torch_multiplies_what_is_widened(kernels: Kernels) -> None:
+    weights = [random_weight(name, 300, 256) for name in ("Q4_K", "Q6_K")]
+    x_TI, bias_O = random(9, 256, seed=1).bfloat16(), random(600, seed=2).bfloat16()
+    got = packed(kernels, *weights).multiply_by_torch(x_TI, bias_O=bias_O)
+    numbers_OI = torch.cat([weight.rows(0, 300) for weight in weights])
+    size = x_TI.double().abs() @ numbers_OI.double().abs().T
+    wanted = x_TI.double() @ numbers_OI.double().T + bias_O.double()
+    assert bool(((got - wanted).abs() <= wanted.abs() * 2**-8 + size * 2**-9).all())
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_row_does_not_depend_on_its_neighbours(kernels: Kernels, name: str | int) -> None:
     matrix, x_TI = packed(kernels, random_weight(name, 40, 512)), random(120, 512, seed=1).bfloat16()

@@ -1,0 +1,114 @@
+"""What each of several ways to compute one thing takes on this processor: measured once, and kept beside the compiled
+kernels, so that nobody has to know which processors have which units.
+
+One way may be another order of summation: whoever has promised one order asks for none of this.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+
+from cluster.model.source import cache_root
+from cluster.process.whole_file import write_whole
+from cluster.words.errors import DeployError
+from engine.cpu.processor import description
+
+logger = logging.getLogger(__name__)
+
+KERNELS, TORCH = "kernels", "torch"
+_GAIN = 1.3  # so much quicker torch must be: less is noise, or lost again between calls from Python
+_TRIES = 5  # the best counts: others use the machine, too
+_MEASURE_S = 300.0  # a neighbour may be at it
+
+Ways = Mapping[str, Callable[[], object]]
+Times = dict[str, dict[str, float]]
+
+
+class MeasuredWays:
+    """Seconds by what is computed and by way. One thread measures: with several, whoever else uses the machine decides
+    how long they wait for each other."""
+
+    def __init__(self, path: Path) -> None:
+        """path: of the file; processes of one machine share it."""
+        self._path = path
+        self._times: Times = {}
+        self._used: Times = {}  # what was asked for by this process
+
+    @classmethod
+    def of_this_machine(cls, version: str) -> MeasuredWays:
+        """version: of the kernels."""
+        key = blake2b("\0".join((version, torch.__version__, description())).encode(), digest_size=8).hexdigest()
+        return cls(cache_root() / "kernels" / f"{key}-ways.json")
+
+    def is_torch_quicker(self, what: str, ways: Ways) -> bool:
+        """ways: KERNELS and TORCH, which compute `what`. They are called only where nobody has measured them before."""
+        return _is_torch_quicker(self._seconds(what, ways))
+
+    def table(self) -> list[dict[str, Any]]:
+        """What was asked for, as plain values."""
+        return [
+            {
+                "what": what,
+                "ms": {name: round(took * 1e3, 3) for name, took in seconds.items()},
+                "taken": TORCH if _is_torch_quicker(seconds) else KERNELS,
+            }
+            for what, seconds in self._used.items()
+        ]
+
+    def _seconds(self, what: str, ways: Ways) -> dict[str, float]:
+        if what not in self._times:
+            self._times |= _read(self._path)
+        if what not in self._times:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(self._path.with_suffix(".lock"), timeout=_MEASURE_S):
+                self._times |= _read(self._path)
+                if what not in self._times:
+                    self._times[what] = _measured(ways)
+                    self._write()
+        self._used[what] = self._times[what]
+        return self._times[what]
+
+    def _write(self) -> None:
+        try:
+            write_whole(self._path, json.dumps(self._times, indent=1))
+        except DeployError as error:
+            logger.warning("what was measured is not kept: %s", error)
+
+
+def _is_torch_quicker(seconds: Mapping[str, float]) -> bool:
+    return seconds[KERNELS] > _GAIN * seconds[TORCH]
+
+
+def _measured(ways: Ways) -> dict[str, float]:
+    """They take turns."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        best = dict.fromkeys(ways, float("inf"))
+        for number in range(_TRIES + 1):
+            for name, compute in ways.items():
+                begin = time.perf_counter()
+                compute()
+                if number:  # the first time it meets memory that was never touched
+                    best[name] = min(best[name], time.perf_counter() - begin)
+        return best
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _read(path: Path) -> Times:
+    """Nothing where there is none, or what is there was not written by us."""
+    try:
+        times = json.loads(path.read_text())
+        return {str(what): {name: float(seconds[name]) for name in (KERNELS, TORCH)} for what, seconds in times.items()}
+    except (OSError, ValueError, AttributeError, KeyError, TypeError):
+        return {}
