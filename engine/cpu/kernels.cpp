@@ -79,6 +79,8 @@ extern "C" void run(const Kind* const* calls, int64_t count, const Step* step) {
     }
 }
 
+extern "C" bool may_use_tiles_here() { return may_use_tiles(); }
+
 extern "C" void stored_rows(const StoredRows* stored) { widen_rows(*stored); }
 
 extern "C" void choose(const TokenChoices* choices) { choose_rows(*choices); }

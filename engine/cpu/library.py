@@ -41,6 +41,7 @@ class Kernels:
         """Raises OSError if the library cannot be loaded."""
         library = ctypes.CDLL(str(path))
         self.version = path.stem  # of sources, compiler and processor
+        self.has_tiles = bool(library.may_use_tiles_here())  # AMX, and the system lets us
         self.run = library.run
         self.run.argtypes = (c_void_p, c_int64, ctypes.POINTER(Step))
         self.run.restype = None

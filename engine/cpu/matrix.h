@@ -11,6 +11,7 @@
 // the rows beside it.
 #pragma once
 #include "product.h"
+#include "tiles.h"
 #if defined(__AVX512BF16__) || defined(__AVX512VNNI__)
 #include <immintrin.h>
 #endif
@@ -19,6 +20,7 @@ namespace {
 
 constexpr int MOST_ROWS = PARTS == 1 ? 12 : 6;  // of one tile of registers
 constexpr int SPARE_ROWS = 3;     // beyond the last one, at which its tile may look
+constexpr int64_t ROOM_ROWS = std::max<int64_t>(SPARE_ROWS, SPARE_TILED_ROWS);
 
 // ---- the two kinds of weights: how a row is kept, and how a tile of rows meets a few panels ----
 
@@ -59,6 +61,14 @@ struct Bf16 {
 #endif
     }
     static inline Floats value(Sum sum, const ProductCall&, int64_t, float) { return sum; }
+#if HAS_TILES
+    static inline void add_tiles() {  // see tiles.h
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+#endif
 };
 
 // Rows are quantised too, each with its own scale: codes of 7 bits and a sign, shifted up by 128, for the units multiply
@@ -94,6 +104,14 @@ struct Int8 {
         const Ints shifted = sum - 128 * load<Ints>(p.sums + first);
         return __builtin_convertvector(shifted, Floats) * (load<Floats>(p.scales + first) * scale);
     }
+#if HAS_TILES
+    static inline void add_tiles() {
+        _tile_dpbusd(0, 4, 6);
+        _tile_dpbusd(1, 4, 7);
+        _tile_dpbusd(2, 5, 6);
+        _tile_dpbusd(3, 5, 7);
+    }
+#endif
 };
 
 // ---- multiplying ----
@@ -108,9 +126,9 @@ template <class Weights> struct Rows {
     Rows(const ProductCall& p, int64_t count, char* memory = nullptr)
         : count(count), stride(round_up(p.inputs, Weights::GROUP)), scales(reinterpret_cast<float*>(memory)),
           x(reinterpret_cast<Input*>(memory + scales_bytes())) {}
-    int64_t scales_bytes() const { return round_up((count + SPARE_ROWS) * sizeof(float), 64); }
+    int64_t scales_bytes() const { return round_up((count + ROOM_ROWS) * sizeof(float), 64); }
     static int64_t panel_bytes(const ProductCall& p) { return round_up(p.inputs, Weights::GROUP) / Weights::GROUP * 64; }
-    int64_t bytes() const { return scales_bytes() + (count + SPARE_ROWS) * stride * sizeof(Input); }
+    int64_t bytes() const { return scales_bytes() + (count + ROOM_ROWS) * stride * sizeof(Input); }
 
     void prepare(const ProductCall& p, int64_t first, int64_t end, std::vector<float>& y) const {
         y.resize(p.inputs);
@@ -179,9 +197,24 @@ constexpr int PANELS_AT_ONCE = 24;  // as many as all rows of a block meet, one 
 template <class Weights> void multiply(const ProductCall& p, const Step& step, Worker& me) {
     const Rows<Weights> rows = prepared_rows<Rows<Weights>>(p, step.tokens, Rows<Weights>::panel_bytes(p), me);
     const int64_t panels = round_up(p.outputs, LANES) / LANES, first = me.first(panels), end = me.end(panels);
+#if HAS_TILES
+    const bool by_tiles = p.inputs % (TILE_ROWS * Weights::GROUP) == 0 && rows.count >= p.tile_rows;
+    if (by_tiles) _tile_loadconfig(&ALL_WHOLE);
+#endif
     for (int64_t row = 0; row < rows.count; row += BLOCK_ROWS)
-        for (int64_t panel = first; panel < end; panel += PANELS_AT_ONCE)
-            rows_of(p, rows, row, std::min(row + BLOCK_ROWS, rows.count), panel, std::min(panel + PANELS_AT_ONCE, end));
+        for (int64_t panel = first; panel < end; panel += PANELS_AT_ONCE) {
+            const int64_t last_row = std::min(row + BLOCK_ROWS, rows.count), last = std::min(panel + PANELS_AT_ONCE, end);
+#if HAS_TILES
+            if (by_tiles) {
+                tiled_rows_of<Weights>(p, rows, row, last_row, panel, last);
+                continue;
+            }
+#endif
+            rows_of(p, rows, row, last_row, panel, last);
+        }
+#if HAS_TILES
+    if (by_tiles) _tile_release();
+#endif
 }
 
 }  // namespace

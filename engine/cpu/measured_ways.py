@@ -24,8 +24,8 @@ from engine.cpu.processor import description
 
 logger = logging.getLogger(__name__)
 
-KERNELS, TORCH = "kernels", "torch"
-_GAIN = 1.3  # so much quicker torch must be: less is noise, or lost again between calls from Python
+KERNELS, TILES, TORCH = "kernels", "tiles", "torch"  # our kernels, also by AMX
+_GAIN = 1.3  # so much quicker than the first another must be: less is noise, or lost again between calls from Python
 _TRIES = 5  # the best counts: others use the machine, too
 _MEASURE_S = 300.0  # a neighbour may be at it
 
@@ -49,9 +49,9 @@ class MeasuredWays:
         key = blake2b("\0".join((version, torch.__version__, description())).encode(), digest_size=8).hexdigest()
         return cls(cache_root() / "kernels" / f"{key}-ways.json")
 
-    def is_torch_quicker(self, what: str, ways: Ways) -> bool:
-        """ways: KERNELS and TORCH, which compute `what`. They are called only where nobody has measured them before."""
-        return _is_torch_quicker(self._seconds(what, ways))
+    def quickest(self, what: str, ways: Ways) -> str:
+        """ways: KERNELS, and others that compute `what`. They are called only where nobody has measured them before."""
+        return _quickest(self._seconds(what, ways))
 
     def table(self) -> list[dict[str, Any]]:
         """What was asked for, as plain values."""
@@ -59,23 +59,24 @@ class MeasuredWays:
             {
                 "what": what,
                 "ms": {name: round(took * 1e3, 3) for name, took in seconds.items()},
-                "taken": TORCH if _is_torch_quicker(seconds) else KERNELS,
+                "taken": _quickest(seconds),
             }
             for what, seconds in self._used.items()
         ]
 
     def _seconds(self, what: str, ways: Ways) -> dict[str, float]:
-        if what not in self._times:
-            self._times |= _read(self._path)
-        if what not in self._times:
+        if not self._knows(what, ways):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(self._path.with_suffix(".lock"), timeout=_MEASURE_S):
                 self._times |= _read(self._path)
-                if what not in self._times:
+                if not self._knows(what, ways):
                     self._times[what] = _measured(ways)
                     self._write()
-        self._used[what] = self._times[what]
-        return self._times[what]
+        self._used[what] = {name: self._times[what][name] for name in ways}
+        return self._used[what]
+
+    def _knows(self, what: str, ways: Ways) -> bool:
+        return ways.keys() <= self._times.get(what, {}).keys()
 
     def _write(self) -> None:
         try:
@@ -84,8 +85,9 @@ class MeasuredWays:
             logger.warning("what was measured is not kept: %s", error)
 
 
-def _is_torch_quicker(seconds: Mapping[str, float]) -> bool:
-    return seconds[KERNELS] > _GAIN * seconds[TORCH]
+def _quickest(seconds: Mapping[str, float]) -> str:
+    name = min(seconds, key=lambda name: seconds[name])
+    return name if seconds[KERNELS] > _GAIN * seconds[name] else KERNELS
 
 
 def _measured(ways: Ways) -> dict[str, float]:
@@ -109,6 +111,6 @@ def _read(path: Path) -> Times:
     """Nothing where there is none, or what is there was not written by us."""
     try:
         times = json.loads(path.read_text())
-        return {str(what): {name: float(seconds[name]) for name in (KERNELS, TORCH)} for what, seconds in times.items()}
-    except (OSError, ValueError, AttributeError, KeyError, TypeError):
+        return {str(what): {str(name): float(took) for name, took in ways.items()} for what, ways in times.items()}
+    except (OSError, ValueError, AttributeError, TypeError):
         return {}

@@ -29,6 +29,7 @@ struct ProductCall {
     const bf16* residual;    // (rows, outputs) to add, or null; may be `out`
     bf16* out;               // (rows, outputs)
     int64_t out_stride;      // from row to row of both
+    int64_t tile_rows;       // from so many rows on by tiles.h, where there are such units
 };
 
 // ---- what a row becomes before it is multiplied; rounds to bf16 wherever transformers does ----

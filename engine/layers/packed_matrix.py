@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,12 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.cpu.library import Kernels, Program
-from engine.cpu.measured_ways import KERNELS, TORCH, MeasuredWays
+from engine.cpu.measured_ways import KERNELS, TILES, TORCH, MeasuredWays
 from engine.cpu.structs import FormatName, Kind, ProductCall, Step, StoredRows
 from engine.layers.codes import format_of
 from engine.layers.few_bits import pack
 from engine.layers.layers import Before, RMSNorm, linear
 from engine.weights.quantized_weight import QuantizedWeight
+
+logger = logging.getLogger(__name__)
 
 # T tokens, I input features, O output features, P panels of 16 outputs, N groups of inputs, C inputs of one group
 
@@ -27,6 +30,7 @@ _NOTHING, _NORM, _SILU = 0, 1, 2  # enum Before of product.h
 NEVER = 1 << 62
 _ROWS_MEASURED = (512, 128, 32)
 _LEAST_WEIGHTS = 1 << 17  # with fewer, a call from Python costs what it could save
+_MOST_ERROR = 0.02  # of AMX's products: two that bf16 rounds apart differ by less
 _WIDENED_AT_ONCE = 1 << 21  # weights; more would only push them through memory
 
 
@@ -53,23 +57,33 @@ class PackedMatrix:
         self.num_inputs = num_inputs
         self.num_outputs = sum(part.num_outputs for part in parts)
         self.num_bytes = sum(tensor.nbytes for part in parts for tensor in part.tensors.values())
+        self.tile_rows = NEVER  # from so many on the kernels multiply by AMX
         self.torch_rows = NEVER  # from so many on torch multiplies, with what `_widened` makes of a part
 
     def measure(self, measured: MeasuredWays) -> None:
-        """Find out what is quicker on this machine, unless somebody has before."""
+        """Find out what is quickest on this machine, unless somebody has before."""
         if self.num_outputs * self.num_inputs < _LEAST_WEIGHTS:
             return
         first = self._parts[0]
         num_outputs = min(first.num_outputs, max(_PANEL, _WIDENED_AT_ONCE // self.num_inputs))
-        some = PackedMatrix(self._kernels, self.num_inputs, replace(first, num_outputs=num_outputs))
+        some, tiled = (
+            PackedMatrix(self._kernels, self.num_inputs, replace(first, num_outputs=num_outputs)) for _ in "ab"
+        )
+        tiled.tile_rows = 0
         name = first.format_name.name if first.kind is Kind.MULTIPLY_FEW_BITS else first.kind.name
         for num_rows in _ROWS_MEASURED:
             x_TI = torch.ones(num_rows, self.num_inputs, dtype=torch.bfloat16)
             ways = {KERNELS: partial(some.multiply, x_TI), TORCH: partial(some.multiply_by_torch, x_TI)}
+            if self._kernels.has_tiles and first.kind is not Kind.MULTIPLY_FEW_BITS:
+                ways[TILES] = partial(tiled.multiply, x_TI)
             what = f"{name} {num_outputs} x {self.num_inputs}, {num_rows} rows"
-            if not measured.is_torch_quicker(what, ways):
+            way = measured.quickest(what, ways)
+            if way == TORCH and self.tile_rows == NEVER:
+                self.torch_rows = num_rows
+            elif way == TILES and _agree(some, tiled):
+                self.tile_rows = num_rows
+            else:
                 break
-            self.torch_rows = num_rows
 
     @classmethod
     def bf16(cls, kernels: Kernels, weight_OI: Tensor) -> PackedMatrix:
@@ -204,9 +218,20 @@ class PackedMatrix:
                 x=x_TI.data_ptr(),
                 out=_from(out_TO, first),
                 out_stride=self.num_outputs,
+                tile_rows=self.tile_rows,
                 **{name: tensor.data_ptr() for name, tensor in part.tensors.items()},
             )
             first += part.num_outputs
+
+
+def _agree(matrix: PackedMatrix, tiled: PackedMatrix) -> bool:
+    """Whether AMX gives what the kernels give without it. Nobody who wrote this had such a processor."""
+    x_TI = torch.linspace(-2.0, 3.0, 40 * matrix.num_inputs).view(40, -1).to(torch.bfloat16)
+    ours, theirs = matrix.multiply(x_TI).float(), tiled.multiply(x_TI).float()
+    error = float((ours - theirs).abs().max() / ours.abs().max().clamp_min(1e-30))
+    if error > _MOST_ERROR:
+        logger.error("AMX gives other products than the kernels do without it (by %.3g of them): not used", error)
+    return error <= _MOST_ERROR
 
 
 def _from(values: Tensor | None, first: int) -> int | None:

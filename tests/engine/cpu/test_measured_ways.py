@@ -13,7 +13,7 @@ from engine.attention.cpu_heads import CompiledHeads, SharedHeads, num_long_rows
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
 from engine.cpu.library import Kernels
-from engine.cpu.measured_ways import KERNELS, TORCH, MeasuredWays, Ways
+from engine.cpu.measured_ways import KERNELS, TILES, TORCH, MeasuredWays, Ways
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from engine.layers.layers import GatedSiLU, RMSNorm
@@ -42,10 +42,10 @@ class Clock:
 
 
 class TorchWins(MeasuredWays):
-    def is_torch_quicker(self, what: str, ways: Ways) -> bool:
+    def quickest(self, what: str, ways: Ways) -> str:
         for compute in ways.values():
             compute()  # what would be measured can be computed
-        return True
+        return TORCH
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -55,11 +55,11 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 def test_it_is_measured_once_and_kept_for_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, path = Clock(monkeypatch), tmp_path / "kernels" / "ways.json"
     ways = {KERNELS: clock.work(KERNELS, 1.4), TORCH: clock.work(TORCH, 1.0)}
-    assert MeasuredWays(path).is_torch_quicker("a product", ways)
+    assert MeasuredWays(path).quickest("a product", ways) == TORCH
     num_calls = len(clock.calls)
     assert clock.calls[:4] == [KERNELS, TORCH] * 2, "they take turns"
     another = MeasuredWays(path)
-    assert another.is_torch_quicker("a product", ways) and len(clock.calls) == num_calls
+    assert another.quickest("a product", ways) == TORCH and len(clock.calls) == num_calls
     [row] = another.table()
     assert row == {"what": "a product", "ms": {KERNELS: 1400.0, TORCH: 1000.0}, "taken": TORCH}
 
@@ -70,7 +70,7 @@ def test_torch_must_be_quicker_by_more_than_noise(
 ) -> None:
     clock = Clock(monkeypatch)
     ways = {KERNELS: clock.work(KERNELS, kernels_s), TORCH: clock.work(TORCH, 1.0)}
-    assert not MeasuredWays(tmp_path / "ways.json").is_torch_quicker("a product", ways)
+    assert MeasuredWays(tmp_path / "ways.json").quickest("a product", ways) == KERNELS
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"a product": 3}', '{"a product": {"kernels": 1}}', '{"a product": {'])
@@ -80,17 +80,26 @@ def test_what_nobody_here_has_written_is_measured_again(
     clock, path = Clock(monkeypatch), tmp_path / "ways.json"
     path.write_text(text)
     ways = {KERNELS: clock.work(KERNELS, 2.0), TORCH: clock.work(TORCH, 1.0)}
-    assert MeasuredWays(path).is_torch_quicker("a product", ways) and clock.calls
-    assert MeasuredWays(path).is_torch_quicker("a product", {})
+    assert MeasuredWays(path).quickest("a product", ways) == TORCH and clock.calls
+    assert MeasuredWays(path).quickest("a product", dict.fromkeys(ways, pytest.fail)) == TORCH
+
+
+def test_a_way_that_came_since_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, path = Clock(monkeypatch), tmp_path / "ways.json"
+    ways = {KERNELS: clock.work(KERNELS, 2.0), TORCH: clock.work(TORCH, 1.0)}
+    assert MeasuredWays(path).quickest("a product", ways) == TORCH
+    more = ways | {TILES: clock.work(TILES, 0.5)}
+    assert MeasuredWays(path).quickest("a product", more) == TILES
+    assert MeasuredWays(path).quickest("a product", ways) == TORCH, "it was asked for without"
 
 
 def test_a_matrix_asks_from_many_rows_down(kernels: Kernels, tmp_path: Path) -> None:
     asked: list[str] = []
 
     class FromRows128(MeasuredWays):
-        def is_torch_quicker(self, what: str, ways: Ways) -> bool:
+        def quickest(self, what: str, ways: Ways) -> str:
             asked.append(what)
-            return "512 rows" in what or "128 rows" in what
+            return TORCH if "512 rows" in what or "128 rows" in what else KERNELS
 
     matrix = PackedMatrix.bf16(kernels, random(512, 512))
     matrix.measure(FromRows128(tmp_path))

@@ -1,0 +1,113 @@
+"""Products by AMX give what products without it give: here by its instructions as Intel's manual describes them, for
+hardly any machine that runs this has them."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.cpu import library
+from engine.cpu.library import Kernels
+from engine.cpu.measured_ways import TILES, MeasuredWays, Ways
+from engine.layers.layers import Before, GatedSiLU, RMSNorm
+from engine.layers.packed_matrix import NEVER, PackedMatrix
+
+# T tokens, I input features, O output features
+
+_EMULATED = Path(__file__).parent / "emulated_tiles.h"
+
+
+class TilesWin(MeasuredWays):
+    def quickest(self, what: str, ways: Ways) -> str:
+        assert TILES in ways
+        return TILES
+
+
+class Emulated(Kernels):
+    """These sources over the emulated instructions."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._num_released = ctypes.c_int32.in_dll(ctypes.CDLL(str(path)), "num_released")
+
+    def have_been_used(self) -> bool:
+        """Since somebody last asked."""
+        was_used, self._num_released.value = self._num_released.value > 0, 0
+        return was_used
+
+
+@pytest.fixture(scope="module")
+def tiled_kernels(kernels: Kernels, tmp_path_factory: pytest.TempPathFactory) -> Emulated:
+    compiler = shutil.which("c++")
+    assert compiler is not None, "whoever has compiled the kernels has one"
+    source, built = Path(library.__file__).parent / "kernels.cpp", tmp_path_factory.mktemp("tiles") / "kernels.so"
+    command = [compiler, *library.FLAGS, "-O1", "-include", str(_EMULATED), str(source), "-o", str(built)]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    emulated = Emulated(built)
+    if not emulated.has_tiles:
+        pytest.skip("rows are not kept in bf16 on this processor, as tiles want them")
+    return emulated
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+@pytest.mark.parametrize(
+    "before", [None, RMSNorm(random(576, seed=3), 1e-5), GatedSiLU()], ids=["plain", "norm", "gated"]
+)
+@pytest.mark.parametrize("num_rows", [1, 15, 32, 33, 95, 97, 130])
+@pytest.mark.parametrize("kind", ["bf16", "int8"])
+def test_products_agree(
+    tiled_kernels: Emulated, tmp_path: Path, kind: str, num_rows: int, before: Before | None
+) -> None:
+    """Panels and rows that fill no pair of tiles, with everything that happens before and after."""
+    weight_OI = random(24 * 16 * 2 + 40, 576) / 24
+    x_TI = random(num_rows, 1152 if isinstance(before, GatedSiLU) else 576, seed=1)
+    extras = {"bias_O": random(len(weight_OI), seed=4), "residual_TO": random(num_rows, len(weight_OI), seed=5)}
+    matrix = getattr(PackedMatrix, kind)(tiled_kernels, weight_OI)
+    ours = matrix.multiply(x_TI, before=before, **extras)
+    assert not tiled_kernels.have_been_used()
+    matrix.tile_rows = num_rows
+    theirs = matrix.multiply(x_TI, before=before, **extras)
+    assert tiled_kernels.have_been_used()
+    if kind == "int8":
+        assert torch.equal(theirs, ours), "whole numbers"
+    else:
+        torch.testing.assert_close(theirs, ours, atol=0.03, rtol=0.01)
+
+
+def test_inputs_that_fill_no_tile_go_without(tiled_kernels: Emulated) -> None:
+    matrix = PackedMatrix.bf16(tiled_kernels, random(64, 48))
+    ours = matrix.multiply(random(40, 48, seed=1))
+    matrix.tile_rows = 0
+    assert torch.equal(matrix.multiply(random(40, 48, seed=1)), ours)
+    assert not tiled_kernels.have_been_used()
+
+
+def test_they_are_used_where_they_are_quicker(tiled_kernels: Emulated, tmp_path: Path) -> None:
+    matrix = PackedMatrix.bf16(tiled_kernels, random(512, 512))
+    matrix.measure(TilesWin(tmp_path))
+    assert matrix.tile_rows == 32 and matrix.torch_rows == NEVER
+
+
+def test_they_are_not_used_where_they_are_wrong(
+    tiled_kernels: Emulated, kernels: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = PackedMatrix.multiply
+
+    def one_is_wrong(matrix: PackedMatrix, x_TI: torch.Tensor) -> torch.Tensor:
+        out_TO = right(matrix, x_TI)
+        if matrix.tile_rows == 0:
+            out_TO[-1, -1] += out_TO.abs().max()
+        return out_TO
+
+    monkeypatch.setattr(PackedMatrix, "multiply", one_is_wrong)
+    matrix = PackedMatrix.bf16(tiled_kernels, random(512, 512))
+    matrix.measure(TilesWin(tmp_path))
+    assert matrix.tile_rows == NEVER
