@@ -87,7 +87,9 @@ class RankBody(Generic[W]):
         """Form the gang, load the weights, begin to serve. Raises ClusterError."""
         timeouts = setup.spec.timeouts
         if self.device.type == "cuda":
-            guide_nccl(os.environ, host=setup.host.host)
+            gpus = setup.spec.pool(self.role.role).resources.gpus
+            own_name = f"{setup.host.host}/{os.getpid()}" if gpus < 1 else ""
+            guide_nccl(os.environ, host=setup.host.host, rank_on_shared_gpu=own_name)
         setup.on_progress("meeting the other ranks", 0.0)
         self._others, parallel = open_gang(
             self._ranks,

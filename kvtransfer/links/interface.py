@@ -15,14 +15,21 @@ from ipaddress import IPv6Address, ip_address
 from pathlib import Path
 
 _NAME = "NCCL_SOCKET_IFNAME"
+_HOST = "NCCL_HOSTID"
 _SIOCGIFADDR = 0x8915  # Linux: an interface's IPv4 address
 _IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 
 
-def guide_nccl(environment: MutableMapping[str, str], *, host: str) -> None:
-    """Before NCCL is used in this process for the first time: it reads its variables once."""
+def guide_nccl(environment: MutableMapping[str, str], *, host: str, rank_on_shared_gpu: str = "") -> None:
+    """Before NCCL is used in this process for the first time: it reads its variables once.
+
+    rank_on_shared_gpu: the name of a process that has a part of a GPU. Two of one communicator on one GPU are a mistake
+    to NCCL, unless they are said to be on two hosts; they then speak by sockets. Empty: it has whole GPUs.
+    """
     if interface := interface_for(host, addresses_here(), said=environment.get(_NAME)):
         environment[_NAME] = interface
+    if rank_on_shared_gpu:
+        environment.setdefault(_HOST, rank_on_shared_gpu)
 
 
 def interface_for(host: str, addresses: Mapping[str, str], *, said: str | None) -> str | None:

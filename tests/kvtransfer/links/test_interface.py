@@ -36,3 +36,11 @@ def test_this_hosts_interfaces_are_found() -> None:
     environment: dict[str, str] = {}
     guide_nccl(environment, host="127.0.0.1")
     assert environment == {"NCCL_SOCKET_IFNAME": "=lo"}
+
+
+def test_processes_that_share_a_gpu_are_two_hosts_to_nccl() -> None:
+    environment: dict[str, str] = {}
+    guide_nccl(environment, host="node-3", rank_on_shared_gpu="node-3/17")
+    assert environment == {"NCCL_HOSTID": "node-3/17"}
+    guide_nccl(environment, host="node-3", rank_on_shared_gpu="node-3/18")
+    assert environment == {"NCCL_HOSTID": "node-3/17"}, "what an operator says stands"
