@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-
 from fastapi import Request
 from starlette.responses import Response
 
@@ -11,12 +9,12 @@ from router.access.visit import Visit
 from router.doors.anthropic_answer import AnthropicAnswer
 from router.doors.anthropic_types import CountTokensBody, MessagesBody
 from router.doors.event_stream import EventStream, to_json, whole_answer
-from router.doors.http_visits import HttpVisits, client_of
+from router.doors.http_visits import Endpoints, HttpVisits, client_of
 from router.doors.opened import Opener
 from router.text.completion import Completions
 
 
-class AnthropicDoor:
+class AnthropicApi:
     """The endpoints."""
 
     def __init__(self, completions: Completions, visits: HttpVisits) -> None:
@@ -25,8 +23,7 @@ class AnthropicDoor:
         self._opener = Opener(completions, visits)
 
     @property
-    def endpoints(self) -> Mapping[str, Callable[[Request], Awaitable[Response]]]:
-        """By path, all by POST."""
+    def endpoints(self) -> Endpoints:
         return {"/v1/messages": self._messages, "/v1/messages/count_tokens": self._count_tokens}
 
     async def _messages(self, request: Request) -> Response:

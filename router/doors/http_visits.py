@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from typing import TypeAlias
@@ -19,6 +19,7 @@ from router.doors.body import Body, BodyReader, T
 from router.text.completion import Completions
 
 Endpoint: TypeAlias = Callable[[Request, Visit], Awaitable[Response]]
+Endpoints: TypeAlias = Mapping[str, Callable[[Request], Awaitable[Response]]]  # by path, all by POST
 
 
 class HttpVisits:

@@ -121,7 +121,7 @@ def _operation(endpoint: Described) -> JSON:
     return operation
 
 
-class OpenapiDoor:
+class OpenapiApi:
     """The two endpoints. What they answer is made when somebody first asks."""
 
     def __init__(self, completions: Completions) -> None:

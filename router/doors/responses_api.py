@@ -16,7 +16,7 @@ from router.access.visit import Visit
 from router.doors.connections import HTTP_DOOR
 from router.doors.event_stream import EventStream, to_json, whole_answer
 from router.doors.held_answer import HeldAnswer
-from router.doors.http_visits import HttpVisits, client_of, tenant_of
+from router.doors.http_visits import Endpoints, HttpVisits, client_of, tenant_of
 from router.doors.openai_forms import ChatForm
 from router.doors.opened import Opener
 from router.doors.responses_answer import ResponseAnswer
@@ -44,7 +44,13 @@ class ResponsesApi:
         self._opener = Opener(completions, visits)
         self._stored = stored
 
+    @property
+    def endpoints(self) -> Endpoints:
+        """Those that bring answers."""
+        return {"/v1/responses": self.create}
+
     def add_to(self, app: FastAPI) -> None:
+        """The others."""
         app.add_api_route("/v1/responses/{id}", self.stored, methods=["GET"])
         app.add_api_route("/v1/responses/{id}", self.delete, methods=["DELETE"])
         app.add_api_route("/v1/responses/{id}/input_items", self.input_items, methods=["GET"])

@@ -16,7 +16,7 @@ from cluster.process.supervisor import Supervisor
 from router.access.access import Access
 from router.batches.batches import Batches
 from router.batches.bounds import BatchBounds
-from router.doors.openai_api import create_app
+from router.doors.http_app import create_app
 from router.metrics import Metrics
 from tests.router.fake_token_service import FakeTokenService
 from tests.router.http_server import serve_http

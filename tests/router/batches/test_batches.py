@@ -20,7 +20,7 @@ from router.access.keyring import Keyring
 from router.access.limits import Limits
 from router.access.local_limiter import LocalLimiter
 from router.batches.bounds import ENTRY_BYTES, MAX_LINE_BYTES, PART_BYTES, BatchBounds
-from router.doors.openai_api import create_app
+from router.doors.http_app import create_app
 from tests.router.access.keys import SALT_KEY, access_with, book_of, issue
 from tests.router.batches.batch_doors import BatchRouter, batch_router, chat_line, ended, jsonl, read, sent
 from tests.router.fake_token_service import FakeTokenService

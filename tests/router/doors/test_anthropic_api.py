@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from cluster.words.errors import CapacityError, RateLimited, ReplicaLost, RequestError
 from router.access.access import Access
 from router.doors.anthropic_types import MessagesBody
-from router.doors.openai_api import create_app
+from router.doors.http_app import create_app
 from router.doors.openai_types import ChatBody
 from router.text.chat import Chat
 from router.text.tokenizer import Tokenizer

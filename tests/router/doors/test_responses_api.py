@@ -23,7 +23,7 @@ from cluster.words.errors import ReplicaLost
 from cluster.words.grammar import ANY_OBJECT, GrammarKind
 from router.access.access import Access
 from router.doors.held_answer import HeldAnswer
-from router.doors.openai_api import create_app
+from router.doors.http_app import create_app
 from router.doors.responses_turn import StoredTurn
 from router.doors.responses_types import ResponsesBody
 from router.stored.response_store import MAX_VALUE_BYTES, StoreBounds
