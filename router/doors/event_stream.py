@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from router.doors.error_form import ErrorForm
 from router.doors.held_streams import WITHIN, HeldStreams
-from router.doors.openai_errors import CLIENT_GONE, error_response
+from router.doors.http_errors import CLIENT_GONE, error_response
 
 T = TypeVar("T")
 

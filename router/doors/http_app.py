@@ -28,10 +28,11 @@ from router.doors.error_form import ErrorForm
 from router.doors.files_api import FilesApi
 from router.doors.health_api import HealthProbes, add_health
 from router.doors.held_streams import HeldStreams
+from router.doors.http_errors import answer_to, error_response, handle_errors
 from router.doors.http_visits import Endpoints, HttpVisits
 from router.doors.inner_calls import InnerCalls
 from router.doors.openai_api import OpenAIApi
-from router.doors.openai_errors import OpenAIErrors, answer_to, error_response, handle_errors
+from router.doors.openai_errors import OpenAIErrors
 from router.doors.openapi import OpenapiApi
 from router.doors.render_api import RenderApi
 from router.doors.responses_api import ResponsesApi
