@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from cluster.words.request import TokenLogprob
 from router.doors.openai_calls import WholeChoice, chunk_of
-from router.doors.openai_prompt import finite
+from router.doors.openai_prompt_logprobs import finite
 from router.text.events import Delta, Finished
 from router.text.tokenizer import Tokenizer
 
