@@ -8,8 +8,9 @@ from starlette.responses import Response
 from router.access.visit import Visit
 from router.doors.anthropic_answer import AnthropicAnswer
 from router.doors.anthropic_types import CountTokensBody, MessagesBody
-from router.doors.event_stream import EventStream, to_json, whole_answer
+from router.doors.event_stream import EventStream, whole_answer
 from router.doors.http_visits import Endpoints, HttpVisits, client_of
+from router.doors.json_answer import json_answer
 from router.doors.opened import Opener
 from router.text.completion import Completions
 
@@ -52,4 +53,4 @@ class AnthropicApi:
         with self._visits.noted(request):
             ids = await self._completions.prompts.tokenize(client_of(request).bound(asked.requests[0]))
         headers = {**await visit.charge([]), **asked.ignored}
-        return Response(to_json({"input_tokens": len(ids)}), media_type="application/json", headers=headers)
+        return json_answer({"input_tokens": len(ids)}, headers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -11,10 +11,11 @@ from starlette.responses import Response
 from cluster.words.errors import RequestError
 from router.access.visit import Visit
 from router.batches.batches import Batches
-from router.doors.batch_types import BatchBody, page, page_size
-from router.doors.event_stream import to_json
+from router.doors.batch_types import BatchBody
 from router.doors.http_visits import Endpoint, HttpVisits, client_of, tenant_of
+from router.doors.json_answer import json_answer
 from router.doors.openai_fields import ignored_header
+from router.doors.pages import page, page_size
 
 _LISTED, _MAX_LISTED = 20, 100
 
@@ -81,7 +82,3 @@ def has_batches(batches: Batches | None) -> Batches:
     if batches is None:
         raise RequestError("files and batches are off here; the operator's router.batch_mib turns them on")
     return batches
-
-
-def json_answer(content: object, headers: Mapping[str, str]) -> Response:
-    return Response(to_json(content), media_type="application/json", headers=dict(headers))

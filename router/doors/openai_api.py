@@ -11,8 +11,9 @@ from cluster.words.errors import RequestError, UnknownModel
 from router.access.visit import Visit
 from router.doors.event_stream import EventStream, whole_answer
 from router.doors.http_visits import Endpoints, HttpVisits
+from router.doors.json_answer import JSON
 from router.doors.openai_answer import OpenAIAnswer
-from router.doors.openai_forms import JSON, ChatForm, Form, TextForm
+from router.doors.openai_forms import ChatForm, Form, TextForm
 from router.doors.openai_types import ChatBody, TextBody
 from router.doors.opened import ID_CHARS, MAX_REPEATED, Asked, Opener
 from router.text.completion import Completion, Completions

@@ -12,9 +12,8 @@ from starlette.responses import Response
 
 from cluster.words.errors import RequestError
 from router.access.visit import Visit
-from router.doors.event_stream import to_json
 from router.doors.http_visits import HttpVisits
-from router.doors.openai_forms import JSON
+from router.doors.json_answer import JSON, json_answer
 from router.doors.openai_types import ChatBody, TextBody
 from router.doors.opened import ID_CHARS, MAX_REPEATED, Opener
 from router.text.completion import Completion, Completions
@@ -48,7 +47,7 @@ class RenderApi:
             rendered = await self._rendered(opened)
         headers = {**await visit.charge([]), **asked.ignored}
         content = rendered if kind is TextBody else rendered[0]
-        return Response(to_json(content), media_type="application/json", headers=headers)
+        return json_answer(content, headers)
 
     async def _rendered(self, opened: Sequence[Completion]) -> list[JSON]:
         """The text is an extension: vLLM has the tokens alone. Raises RequestError."""

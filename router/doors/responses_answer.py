@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.words.errors import outcome_of
+from router.doors.json_answer import JSON
 from router.doors.openai_errors import error_body
 from router.doors.openai_forms import ChatForm
 from router.doors.responses_events import ResponseEvents
@@ -15,7 +16,6 @@ from router.doors.responses_output import ResponseOutput
 from router.text.completion import Completion
 from router.text.events import Delta, Event, Finished, Summary, TokenUsage
 
-JSON = dict[str, Any]
 Keep = Callable[[JSON], Awaitable[bool]]  # stores a response that is whole, and says whether it has
 
 

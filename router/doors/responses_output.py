@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
+from router.doors.json_answer import JSON
 from router.doors.responses_events import part_of
 from router.text.answer_reader import CallSaid
 from router.text.events import Delta, Finished
-
-JSON = dict[str, Any]
 
 _PREFIX = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 

@@ -10,7 +10,7 @@ from msgspec import Raw
 from pydantic import AfterValidator, Field, PlainValidator
 
 from cluster.words.errors import RequestError, UnsupportedField
-from router.doors.event_stream import to_json
+from router.doors.json_answer import JSON, to_json
 from router.doors.openai_fields import Ignored, Only, OpenAIObject, Unsupported
 from router.doors.openai_grammar import ResponseFormat
 from router.doors.openai_messages import (
@@ -24,7 +24,7 @@ from router.doors.openai_messages import (
 )
 from router.doors.openai_types import ChatBody, TextBody
 from router.doors.opened import AskingBody
-from router.doors.responses_items import JSON, Id, Items, Kinds, messages_of
+from router.doors.responses_items import Id, Items, Kinds, messages_of
 from router.text.completion_request import MAX_LOGPROBS, CompletionRequest
 
 _MAX_PAIRS = 16  # of metadata

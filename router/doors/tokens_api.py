@@ -10,8 +10,8 @@ from starlette.responses import JSONResponse, Response
 
 from cluster.words.errors import RequestError
 from router.access.visit import Visit
-from router.doors.event_stream import to_json
 from router.doors.http_visits import HttpVisits, client_of, peer_of
+from router.doors.json_answer import json_answer
 from router.doors.openai_fields import OpenAIObject, ignored_header
 from router.doors.openai_messages import ChatSettings, Messages
 from router.text.completion import Completions
@@ -113,5 +113,4 @@ class _TokensApi:
 
 
 async def _answer(answer: dict[str, Any], ignored: dict[str, str], visit: Visit) -> Response:
-    headers = {**await visit.charge([]), **ignored}
-    return Response(to_json(answer), media_type="application/json", headers=headers)
+    return json_answer(answer, {**await visit.charge([]), **ignored})
