@@ -24,6 +24,16 @@ class Client:
     is_offline: bool = False  # nobody waits for its answers
     is_cache_told: bool = True  # False among strangers, who share prefixes: it would tell what another one has sent
 
+    @property
+    def key_id(self) -> str:
+        """Empty without a key."""
+        return self.key.id if self.key else ""
+
+    @property
+    def tenant(self) -> str:
+        """Whose all this is; empty without a key: of one tenant with all the others who show none."""
+        return self.key.tenant if self.key else ""
+
     def bound(self, request: CompletionRequest) -> CompletionRequest:
         """The request with what is not the client's to say: tenant, salt, bounds. The same at both doors.
 
@@ -33,11 +43,10 @@ class Client:
             raise RequestError(f"cache_salt: at most {MAX_SALT_CHARS} characters are taken", param="cache_salt")
         if len(request.user) > MAX_USER_CHARS:
             raise RequestError(f"user: at most {MAX_USER_CHARS} characters are taken", param="user")
-        tenant = self.key.tenant if self.key else ""
         bound = replace(
             request,
-            tenant=tenant,
-            salt=salt_of(self.salt_key, tenant=tenant, cache_salt=request.cache_salt),
+            tenant=self.tenant,
+            salt=salt_of(self.salt_key, tenant=self.tenant, cache_salt=request.cache_salt),
             is_cache_told=self.is_cache_told or bool(request.cache_salt),
         )
         within = self._within_key(bound, self.key) if self.key else bound

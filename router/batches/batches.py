@@ -141,7 +141,7 @@ class Batches:
         if endpoint not in self.endpoints:
             text = f"endpoint: must be one of {', '.join(self.endpoints)}"
             raise RequestError(text, param="endpoint")
-        tenant = client.key.tenant if client.key else ""
+        tenant = client.tenant
         record = await self.file(tenant, input_file_id, param="input_file_id")
         if record.purpose != INPUT:
             text = f"input_file_id: {record.id} was not sent with purpose={INPUT}"
@@ -150,7 +150,7 @@ class Batches:
         made = BatchMade(
             id=f"batch_{secrets.token_hex(16)}",
             tenant=tenant,
-            key_id=client.key.id if client.key else "",
+            key_id=client.key_id,
             endpoint=endpoint,
             input_file_id=record.id,
             output_file_id=new_file_id(),

@@ -261,8 +261,8 @@ class InferenceServicer(pb_grpc.InferenceServicer):
             num_chars(made.prompt)  # a chat keeps it
             return made
 
-        key_id = client.key.id if client.key else ""
-        return await self._completions.threads.run(key_id, make) if message.ByteSize() > _LARGE else make()
+        is_large = message.ByteSize() > _LARGE
+        return await self._completions.threads.run(client.key_id, make) if is_large else make()
 
     @contextmanager
     def _noted(self, request_id: str, context: _Context, client: Client) -> Iterator[None]:

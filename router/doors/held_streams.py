@@ -196,5 +196,4 @@ def _seconds(said: str) -> float:
 
 
 def _place(scope: Scope, request_id: str) -> tuple[str, str]:
-    key = scope["state"]["client"].key
-    return (key.id if key else ""), request_id
+    return scope["state"]["client"].key_id, request_id

@@ -43,9 +43,8 @@ class HttpVisits:
 
     async def read(self, kind: type[Body], request: Request, make: Callable[[Body], T]) -> T:
         """The body of this request, read as BodyReader does; what is refused is in the trail."""
-        key = client_of(request).key
         with self.noted(request):
-            return await self._bodies.read(kind, request, make, key_id=key.id if key else "")
+            return await self._bodies.read(kind, request, make, key_id=client_of(request).key_id)
 
     @contextmanager
     def noted(self, request: Request) -> Iterator[None]:
@@ -65,8 +64,7 @@ def client_of(request: Request) -> Client:
 
 def tenant_of(request: Request) -> str:
     """Empty without a key."""
-    key = client_of(request).key
-    return key.tenant if key else ""
+    return client_of(request).tenant
 
 
 def peer_of(request: Request) -> str:

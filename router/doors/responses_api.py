@@ -142,8 +142,7 @@ class ResponsesApi:
         """What `work` makes of so many bytes: of more than a few, on another thread."""
         if num_bytes <= SMALL_BYTES:
             return work(*args, **kwargs)
-        key = client_of(request).key
-        return await self._completions.threads.run(key.id if key else "", work, *args, **kwargs)
+        return await self._completions.threads.run(client_of(request).key_id, work, *args, **kwargs)
 
 
 def _page(turn: StoredTurn, query: Mapping[str, str]) -> JSON:
