@@ -28,7 +28,7 @@ from router.doors.grpc_gate import KeyInterceptor, authorization_of
 from router.doors.grpc_health import DoorHealth
 from router.doors.grpc_messages import (
     detokenize_request_of,
-    prompt_of,
+    prompt_logprobs_of,
     request_of,
     response_of,
     tokenize_request_of,
@@ -198,7 +198,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         tokenizer, key_id, start = self._completions.tokenizer, completion.request.key_id, 1
         for part in () if completion.prompt_logprobs is None else completion.prompt_logprobs.parts():
             ids = completion.prompt_ids[start : start + len(part)]
-            await context.write(await self._completions.threads.run(key_id, prompt_of, ids, part, tokenizer))
+            await context.write(await self._completions.threads.run(key_id, prompt_logprobs_of, ids, part, tokenizer))
             start += len(part)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: _Context) -> pb.TokenizeResponse:

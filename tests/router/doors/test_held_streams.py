@@ -205,7 +205,7 @@ async def test_there_is_room_for_so_many_of_a_key_and_no_more(completions: MakeC
 
 
 async def test_what_nobody_reads_is_not_made_and_what_was_sent_makes_room() -> None:
-    held, sent = HeldStream(30.0, most_bytes=100), list[bytes]()
+    held, sent = HeldStream(30.0, max_bytes=100), list[bytes]()
     making = asyncio.ensure_future(_make(held, 40))
 
     async def send(message: Any) -> None:
@@ -239,7 +239,7 @@ def test_whatever_breaks_a_client_has_every_event_once(together: list[int], brea
     """breaks: after so many pieces a connection breaks, and so many of its last events never came."""
 
     async def play() -> list[int]:
-        held, got = HeldStream(30.0, most_bytes=400), list[int]()
+        held, got = HeldStream(30.0, max_bytes=400), list[int]()
 
         async def make() -> None:
             await held.send(_START)
