@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
 
 from cluster.words.api_key import ApiKey
 from cluster.words.errors import RequestError
+from cluster.words.keyed_hash import keyed_hash
 from cluster.words.request import OFFLINE
 from router.text.completion_request import MAX_SALT_CHARS, MAX_USER_CHARS, CompletionRequest
-
-_SALT_BYTES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,13 +65,8 @@ class Client:
 def salt_of(key: bytes, *, tenant: str, cache_salt: str) -> str:
     """What keys the prefix hashes of a request: who has not both words shares no prefix with who has.
 
-    Every part comes with its length, so that no two pairs of words are one. Empty where both are: such requests share
-    their prefixes with each other.
+    Empty where both are: such requests share their prefixes with each other.
     """
     if not tenant and not cache_salt:
         return ""
-    digest = blake2b(key=key, digest_size=_SALT_BYTES, person=b"kv-prefix-salt")
-    for part in (tenant, cache_salt):
-        encoded = part.encode()
-        digest.update(struct.pack("<I", len(encoded)) + encoded)
-    return digest.hexdigest()
+    return keyed_hash(key, tenant, cache_salt, person=b"kv-prefix-salt")
