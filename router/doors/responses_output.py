@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from cluster.words.request import FinishReason
 from router.doors.json_answer import JSON
 from router.doors.responses_events import part_of
 from router.text.answer_reader import CallSaid
@@ -62,7 +63,7 @@ class ResponseOutput:
         if finished and not self._items:
             self._opened("message")
         if self._open:
-            self._close("completed" if finished and finished.word != "length" else "incomplete")
+            self._close("completed" if finished and finished.reason is not FinishReason.LENGTH else "incomplete")
 
     @property
     def items(self) -> list[JSON]:
