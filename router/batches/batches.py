@@ -16,7 +16,7 @@ from cluster.words.errors import RequestError, StoreUnavailable, UnknownObject
 from router.access.client import Client
 from router.batches.answering import LineDoor
 from router.batches.bounds import BatchBounds
-from router.batches.job import Working
+from router.batches.job import Workplace
 from router.batches.new_file import NewFile
 from router.batches.records import INPUT, BatchMade, BatchRecord, FileRecord
 from router.batches.redis_batches import RedisBatches
@@ -82,7 +82,7 @@ class Batches:
         """Before `start`."""
         self._door = door
         self._work = BatchWork(
-            Working(
+            Workplace(
                 store=self._store,
                 bounds=self._bounds,
                 door=door,
