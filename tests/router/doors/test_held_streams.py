@@ -154,6 +154,24 @@ async def test_who_has_come_back_has_come_back() -> None:
     await is_left.wait()
 
 
+async def test_who_reads_is_not_left_because_somebody_else_has_gone() -> None:
+    is_left = asyncio.Event()
+    held = HeldStream(0.01, on_left=is_left.set)
+    await held.send(_START)
+
+    async def send(message: Any) -> None:
+        pass
+
+    first = asyncio.ensure_future(held.play(send))
+    await asyncio.sleep(0)
+    second = asyncio.ensure_future(held.play(send))
+    await first
+    await stays(lambda: not is_left.is_set(), for_s=0.1)
+    second.cancel()
+    await asyncio.gather(second, return_exceptions=True)
+    await is_left.wait()
+
+
 async def test_it_is_its_keys_and_keeps_its_place(completions: MakeCompletions) -> None:
     ours, theirs = issue("acme", concurrency=1), issue("zenith")
     fake = FakeTokenService(hang_after=3)

@@ -86,7 +86,16 @@ async def test_with_a_key_one_is_let_in_at_both_doors(completions: MakeCompletio
 
 @pytest.mark.parametrize(
     "path",
-    ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/x", "/v1/models", "/v1/models/x", "/x"],
+    [
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/responses/x",
+        "/v1/models",
+        "/v1/models/x",
+        "/x",
+        "/healthy",  # is not below /health
+    ],
 )
 async def test_without_a_key_one_is_told_so(completions: MakeCompletions, path: str) -> None:
     async with both(completions, access_with(issue("acme"))) as doors:

@@ -10,6 +10,7 @@ from jsonschema import Draft202012Validator
 
 from cluster.grammar.compiler import GrammarCompiler
 from cluster.words.errors import RequestError
+from cluster.words.grammar import GrammarKind
 from router.doors.anthropic_types import MessagesBody
 from router.doors.openai_forced import forced_grammar
 from router.doors.openai_messages import ToolGiven
@@ -70,6 +71,18 @@ def test_a_call_points_into_its_own_tool(compiler: GrammarCompiler) -> None:
     listed = Draft202012Validator(json.loads(text))
     assert listed.is_valid([{"name": "f", "arguments": {"a": 1, "next": {"a": 2}}}])
     assert not listed.is_valid([{"name": "f", "arguments": {"a": 1, "next": [{"name": "f", "arguments": {"a": 1}}]}}])
+
+
+def test_a_schema_is_enforced_whole_where_every_tool_that_may_be_called_asks_for_that() -> None:
+    strict, other = _tool("f", {}), ToolGiven.model_validate({"type": "function", "function": {"name": "g"}})
+    whole, lenient = GrammarKind.JSON_SCHEMA, GrammarKind.LENIENT_JSON_SCHEMA
+    for name, tools, kind in [
+        ("f", [strict, other], whole),
+        ("g", [strict, other], lenient),
+        ("", [strict], whole),
+        ("", [strict, other], lenient),
+    ]:
+        assert forced_grammar(name, tools, is_parallel=True).kind is kind
 
 
 def test_a_schema_within_schemas_without_end_is_refused_by_name() -> None:
