@@ -25,15 +25,12 @@ class AnthropicApi:
 
     @property
     def endpoints(self) -> Endpoints:
-        return {"/v1/messages": self._messages, "/v1/messages/count_tokens": self._count_tokens}
+        return {
+            "/v1/messages": self._visits.route(self._messages),
+            "/v1/messages/count_tokens": self._visits.route(self._count_tokens),
+        }
 
-    async def _messages(self, request: Request) -> Response:
-        return self._visits.answer(request, self._answered)
-
-    async def _count_tokens(self, request: Request) -> Response:
-        return self._visits.answer(request, self._counted)
-
-    async def _answered(self, request: Request, visit: Visit) -> Response:
+    async def _messages(self, request: Request, visit: Visit) -> Response:
         asked = await self._opener.read(MessagesBody, request)
         opened = await self._opener.open(asked, request, visit)
         headers = {**await visit.charge(opened), **asked.ignored}
@@ -47,7 +44,7 @@ class AnthropicApi:
             return EventStream(answer.events(), more_headers=headers, errors=request.state.errors)
         return await whole_answer(request.receive, answer.whole(), headers)
 
-    async def _counted(self, request: Request, visit: Visit) -> Response:
+    async def _count_tokens(self, request: Request, visit: Visit) -> Response:
         """A key's limits count it as a request, and no tokens of it."""
         asked = await self._opener.read(CountTokensBody, request)
         with self._visits.noted(request):

@@ -15,7 +15,7 @@ from router.batches.batches import Batches
 from router.batches.bounds import MAX_FILES
 from router.batches.new_file import NewFile
 from router.batches.records import INPUT, FileRecord
-from router.doors.batches_api import has_batches, visited
+from router.doors.batches_api import has_batches
 from router.doors.http_visits import HttpVisits, tenant_of
 from router.doors.json_answer import json_answer
 from router.doors.multipart import Field, FileBegin, MultipartReader
@@ -42,7 +42,7 @@ class FilesApi:
             ("/v1/files/{id}", "DELETE", self._delete),
             ("/v1/files/{id}/content", "GET", self._content),
         ):
-            app.add_api_route(path, visited(self._visits, endpoint), methods=[method])
+            app.add_api_route(path, self._visits.route(endpoint), methods=[method])
 
     async def _create(self, request: Request, visit: Visit) -> Response:
         with self._visits.noted(request):

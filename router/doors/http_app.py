@@ -37,7 +37,7 @@ from router.doors.openapi import OpenapiApi
 from router.doors.render_api import RenderApi
 from router.doors.responses_api import ResponsesApi
 from router.doors.streams_api import StreamsApi
-from router.doors.tokens_api import add_tokens_api
+from router.doors.tokens_api import TokensApi
 from router.stored.response_store import StoreBounds
 from router.stored.responses import StoredResponses
 from router.text.completion import Completions
@@ -89,7 +89,7 @@ def create_app(
         app.add_middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["GET", "POST", "DELETE"],
                            allow_headers=["*"], expose_headers=["*"])  # fmt: skip
     handle_errors(app)
-    add_tokens_api(app, completions, visits)
+    TokensApi(completions, visits).add_to(app)
     RenderApi(completions, visits).add_to(app)
     OpenapiApi(completions).add_to(app)
     openai.add_to(app)

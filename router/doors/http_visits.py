@@ -30,6 +30,14 @@ class HttpVisits:
         self._limits = limits
         self._bodies = bodies
 
+    def route(self, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+        """A route's function, which answers so."""
+
+        async def answer(request: Request) -> Response:
+            return self.answer(request, endpoint)
+
+        return answer
+
     def answer(self, request: Request, endpoint: Endpoint) -> Response:
         """What `endpoint` makes of it, while its key's place is held."""
         return _DuringVisit(self._entered(request), partial(endpoint, request))

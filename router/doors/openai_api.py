@@ -31,7 +31,10 @@ class OpenAIApi:
     @property
     def endpoints(self) -> Endpoints:
         """Those that bring answers."""
-        return {"/v1/completions": self.text, "/v1/chat/completions": self.chat}
+        return {
+            "/v1/completions": self._visits.route(self._text),
+            "/v1/chat/completions": self._visits.route(self._chat),
+        }
 
     def add_to(self, app: FastAPI) -> None:
         """The others."""
@@ -46,12 +49,6 @@ class OpenAIApi:
         if model_id != served.id:
             raise UnknownModel(f"model {model_id!r} is not served here; {served.id!r} is", param="model")
         return JSONResponse(_model(served))
-
-    async def text(self, request: Request) -> Response:
-        return self._visits.answer(request, self._text)
-
-    async def chat(self, request: Request) -> Response:
-        return self._visits.answer(request, self._chat)
 
     async def _text(self, request: Request, visit: Visit) -> Response:
         asked = await self._opener.read(TextBody, request)

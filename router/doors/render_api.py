@@ -29,18 +29,12 @@ class RenderApi:
         self._opener = Opener(completions, visits)
 
     def add_to(self, app: FastAPI) -> None:
-        app.add_api_route("/v1/completions/render", self.text, methods=["POST"])
-        app.add_api_route("/v1/chat/completions/render", self.chat, methods=["POST"])
-
-    async def text(self, request: Request) -> Response:
-        """One object for each prompt, in a list."""
-        return self._visits.answer(request, partial(self._render, TextBody))
-
-    async def chat(self, request: Request) -> Response:
-        """One object."""
-        return self._visits.answer(request, partial(self._render, ChatBody))
+        text, chat = partial(self._render, TextBody), partial(self._render, ChatBody)
+        app.add_api_route("/v1/completions/render", self._visits.route(text), methods=["POST"])
+        app.add_api_route("/v1/chat/completions/render", self._visits.route(chat), methods=["POST"])
 
     async def _render(self, kind: type[TextBody] | type[ChatBody], request: Request, visit: Visit) -> Response:
+        """Of texts one object for each prompt, in a list; of a chat one object."""
         asked = await self._opener.read(kind, request)
         opened = await self._opener.open(asked, request, visit)
         with self._visits.noted(request):

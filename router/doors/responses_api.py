@@ -52,22 +52,16 @@ class ResponsesApi:
 
     def add_to(self, app: FastAPI) -> None:
         """The others."""
-        app.add_api_route("/v1/responses/{id}", self.stored, methods=["GET"])
-        app.add_api_route("/v1/responses/{id}", self.delete, methods=["DELETE"])
-        app.add_api_route("/v1/responses/{id}/input_items", self.input_items, methods=["GET"])
+        for path, method, endpoint in (
+            ("/v1/responses/{id}", "GET", self._read),
+            ("/v1/responses/{id}", "DELETE", self._delete),
+            ("/v1/responses/{id}/input_items", "GET", self._list),
+        ):
+            app.add_api_route(path, self._visits.route(endpoint), methods=[method])
 
     async def create(self, request: Request) -> Response:
         request.state.errors = ResponsesErrors()
         return self._visits.answer(request, self._create)
-
-    async def stored(self, request: Request) -> Response:
-        return self._visits.answer(request, self._read)
-
-    async def delete(self, request: Request) -> Response:
-        return self._visits.answer(request, self._delete)
-
-    async def input_items(self, request: Request) -> Response:
-        return self._visits.answer(request, self._list)
 
     async def _create(self, request: Request, visit: Visit) -> Response:
         id = f"resp_{secrets.token_hex(16)}"

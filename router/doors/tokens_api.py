@@ -39,26 +39,18 @@ class DetokenizeBody(OpenAIObject):
     tokens: list[int]
 
 
-def add_tokens_api(app: FastAPI, completions: Completions, visits: HttpVisits) -> None:
-    api = _TokensApi(completions, visits)
-    app.add_api_route("/tokenize", api.tokenize, methods=["POST"])
-    app.add_api_route("/detokenize", api.detokenize, methods=["POST"])
-    app.add_api_route("/tokenizer_info", api.tokenizer_info, methods=["GET"])
-    app.add_api_route("/version", api.version, methods=["GET"])
-
-
-class _TokensApi:
+class TokensApi:
     """A key's limits count these as requests, and no tokens of theirs."""
 
     def __init__(self, completions: Completions, visits: HttpVisits) -> None:
         self._completions = completions
         self._visits = visits
 
-    async def tokenize(self, request: Request) -> Response:
-        return self._visits.answer(request, self._tokenize)
-
-    async def detokenize(self, request: Request) -> Response:
-        return self._visits.answer(request, self._detokenize)
+    def add_to(self, app: FastAPI) -> None:
+        app.add_api_route("/tokenize", self._visits.route(self._tokenize), methods=["POST"])
+        app.add_api_route("/detokenize", self._visits.route(self._detokenize), methods=["POST"])
+        app.add_api_route("/tokenizer_info", self.tokenizer_info, methods=["GET"])
+        app.add_api_route("/version", self.version, methods=["GET"])
 
     async def tokenizer_info(self) -> Response:
         """What a client needs to write a prompt as the model knows it: lm-eval asks, and then needs no tokenizer."""
