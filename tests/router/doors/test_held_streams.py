@@ -239,7 +239,10 @@ async def test_what_nobody_reads_is_not_made_and_what_was_sent_makes_room() -> N
         await held.play(send, after=1)
     with pytest.raises(RequestError):
         await held.play(send, after=41)
-    await held.play(send, after=40)
+    for after in (40, 40 - held.num_held):
+        await held.play(send, after=after)
+    with pytest.raises(UnknownObject):  # the first that is missing is the last that was dropped
+        await held.play(send, after=40 - held.num_held - 1)
 
 
 async def _make(held: HeldStream, num: int) -> None:
