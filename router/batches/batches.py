@@ -24,6 +24,7 @@ from router.batches.store_access import asked, check_room, new_file_id, store_aw
 from router.batches.work import BatchWork
 
 LEASE_S = 10.0
+AGAIN_S = 0.5
 _WITHIN_S = 5.0  # of an answer of Redis: parts of files are larger than what else is asked of it
 _MAX_TOLD = 64
 
@@ -41,14 +42,17 @@ class Batches:
         client_of: Callable[[str], Client],
         at_a_time: int,
         lease_s: float = LEASE_S,
+        again_s: float = AGAIN_S,
     ) -> None:
-        """redis: closed with this. client_of: who has the key of this id. at_a_time: lines that this router answers."""
+        """redis: closed with this. client_of: who has the key of this id. at_a_time: lines that this router answers.
+        again_s: before a line is tried again whose replica was lost; then twice as long each time."""
         self._redis = redis
         self._bounds = bounds
         self._store = RedisBatches(redis, bounds, name=name, key=key)
         self._client_of = client_of
         self._at_a_time = at_a_time
         self._lease_s = lease_s
+        self._again_s = again_s
         self._door: LineDoor | None = None
         self._work: BatchWork | None = None
 
@@ -90,6 +94,7 @@ class Batches:
                 slots=asyncio.Semaphore(self._at_a_time),
                 at_a_time=self._at_a_time,
                 lease_s=self._lease_s,
+                again_s=self._again_s,
             )
         )
 

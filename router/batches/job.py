@@ -32,9 +32,8 @@ from router.batches.redis_batches import HashedPlace, RedisBatches
 
 logger = logging.getLogger(__name__)
 
-_AGAIN_S = 0.5  # after a replica was lost, or keys were not known
 _MAX_PAUSE_S = 30.0  # before a line that was refused is tried again
-_MAX_LOST = 5  # times that one line is tried, where what serves it fails: it may be the line
+_MAX_LOST = 5  # times that one line is tried again, where what serves it fails: it may be the line
 _REST_S = 60.0  # for telling each line that is left so
 _TOO_LATE = "this request could not be answered before the completion window expired"
 
@@ -62,6 +61,7 @@ class Workplace:
     slots: asyncio.Semaphore  # of the lines that are answered at a time
     at_a_time: int  # of one batch
     lease_s: float
+    again_s: float  # before what could not be done is tried again, where Redis is not what was away
 
 
 class BatchJob:
@@ -207,7 +207,7 @@ class BatchJob:
                 self._paused_until = max(self._paused_until, time.monotonic() + pause_s)
             elif answer.is_lost and num_lost < _MAX_LOST:
                 num_lost += 1
-                await asyncio.sleep(_AGAIN_S * 2**num_lost)
+                await asyncio.sleep(self._workplace.again_s * 2**num_lost)
             else:
                 break
         await self._record(line.number, answer_line(line, answer), is_error=answer.status != 200)
@@ -222,7 +222,7 @@ class BatchJob:
             try:
                 return self._workplace.client_of(self._made.key_id).offline()
             except KeysUnknown:
-                await asyncio.sleep(_AGAIN_S)
+                await asyncio.sleep(self._workplace.again_s)
             except Unauthenticated:
                 text = "the API key that made this batch is not known any more"
                 self._end_with(_failed("invalid_api_key", text, None))

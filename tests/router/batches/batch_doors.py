@@ -63,6 +63,7 @@ async def batch_router(
     bounds: BatchBounds = BOUNDS,
     at_a_time: int = 4,
     lease_s: float = 30.0,
+    again_s: float = 0.5,
     fake: FakeTokenService | None = None,
     client: Redis | None = None,
 ) -> AsyncIterator[BatchRouter]:
@@ -75,6 +76,7 @@ async def batch_router(
         client_of=access.client_of,
         at_a_time=at_a_time,
         lease_s=lease_s,
+        again_s=again_s,
     )
     service = completions(fake)
     tasks = Supervisor()

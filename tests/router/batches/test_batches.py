@@ -384,6 +384,15 @@ async def test_what_serves_a_line_may_be_lost_for_a_while(router: BatchRouter) -
     assert done.request_counts and done.request_counts.completed == 1
 
 
+async def test_a_line_that_loses_every_replica_ends_by_that(completions: MakeCompletions, empty_redis: str) -> None:
+    fake = FakeTokenService(refuse=ReplicaLost("no replica"))
+    async with batch_router(completions, empty_redis, fake=fake, again_s=0.001) as router:
+        done = await ended(router.client, await sent(router.client, jsonl([chat_line("a")])))
+        (error,) = await read(router.client, done.error_file_id)
+        assert 'outcome="replica_lost"} 6.0' in router.metrics, "once, and five times again"
+    assert error["response"]["status_code"] == 503 and error["response"]["body"]["error"]["code"] == "replica_lost"
+
+
 async def test_lists_go_on_where_they_ended(router: BatchRouter) -> None:
     client = router.client
     batches = [await sent(client, jsonl([chat_line("a")])) for _ in range(3)]
