@@ -50,8 +50,8 @@ class Sequence:
         self.num_computed = 0
         self.blocks: list[int] = []
         self.max_context = max_context
-        # It ends with so many tokens at the latest, its prompt among them.
-        self.max_length = min(request.num_prompt_tokens + request.sampling.max_tokens, max_context)
+        # It ends with so many at the latest.
+        self.last_token = min(request.num_prompt_tokens + request.sampling.max_tokens, max_context)
         self._stops = request.sampling.stop_token_ids
         self.most_tokens = max_context  # it gets no known tokens beyond: where it moves to there is room for so many
         self.block_size = block_size
@@ -78,7 +78,7 @@ class Sequence:
     @property
     def ends_with_next(self) -> bool:
         """Whatever its next token is."""
-        return len(self.tokens) + 1 >= self.max_length
+        return len(self.tokens) + 1 >= self.last_token
 
     def num_reusable(self, num_tokens: int) -> int:
         """How many leading tokens need not be computed here where so many are held: full blocks, and not the last
@@ -141,7 +141,7 @@ class Sequence:
         """Take the next token, and say whether it is the last."""
         tokens, reason = self.tokens, None
         tokens.append(token_id)
-        if len(tokens) >= self.max_length or token_id in self._stops:  # mostly not
+        if len(tokens) >= self.last_token or token_id in self._stops:  # mostly not
             reason = self._finish_reason(token_id, len(tokens))
         return SampledToken(token_id=token_id, logprob=logprob, finish_reason=reason)
 
