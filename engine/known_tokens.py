@@ -30,7 +30,7 @@ def take_known(sequences: Iterable[Sequence], budget: int, blocks: BlockManager)
         most = min(MAX_KNOWN, budget - len(known), sequence.most_tokens - len(sequence.tokens))
         for _ in range(most):
             token_id = sequence.sampling_row.known_token()
-            if token_id is None or not has_room(sequence, blocks):
+            if token_id is None or not take_room(sequence, blocks):
                 break
             token = sequence.append(token_id)
             known.append((sequence, token))
@@ -39,6 +39,6 @@ def take_known(sequences: Iterable[Sequence], budget: int, blocks: BlockManager)
     return known
 
 
-def has_room(sequence: Sequence, blocks: BlockManager) -> bool:
-    """For the KV of one token more."""
+def take_room(sequence: Sequence, blocks: BlockManager) -> bool:
+    """For the KV of one token more. False, taking nothing, if there is none."""
     return blocks.extend(sequence.blocks, sequence.num_blocks_for(len(sequence.tokens) + 1))

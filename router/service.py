@@ -31,8 +31,8 @@ from router.doors.certificates import Certificates
 from router.doors.connections import HTTP_DOOR
 from router.doors.grpc_api import GrpcApi, open_grpc_api
 from router.doors.health_api import HealthProbes
+from router.doors.http_app import create_app
 from router.doors.http_listener import HttpListener
-from router.doors.openai_api import create_app
 from router.metrics import Metrics
 from router.routing.chooser import Chooser
 from router.routing.plain_policies import make_policy

@@ -22,7 +22,7 @@ from redis.asyncio import Redis
 
 from cluster.words.records import known_fields
 from cluster.words.request import Role, SequenceRequest
-from cluster.words.seal import SEAL_BYTES, is_sealed, seal
+from cluster.words.seal import opened, sealed
 from cluster.words.wire_version import WIRE_VERSION
 
 logger = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ class Membership:
     async def renew(self, member: Member) -> bool:
         """Enter or stay for another LEASE_S. False: Redis did not know us any more, nor, perhaps, anything else."""
         text = member.to_json().encode()
-        record = seal(self._key, text) + text
+        record = sealed(text, self._key)
         async with self._redis.pipeline(transaction=False) as pipeline:
             pipeline.set(self._record + member.replica, record, px=int(LEASE_S * 1000), get=True)
             pipeline.sadd(self._set, member.replica)
@@ -162,9 +162,8 @@ class Membership:
 
     def _read(self, replica: str, record: str | bytes) -> Member | None:
         record = record.encode() if isinstance(record, str) else record
-        shown, text = record[:SEAL_BYTES], record[SEAL_BYTES:]
         try:
-            if len(record) > _MAX_RECORD_BYTES or not is_sealed(shown, self._key, text):
+            if len(record) > _MAX_RECORD_BYTES or (text := opened(record, self._key)) is None:
                 raise _Unsigned("it is not signed by this deployment")
             member = Member.from_json(text)
             if member.replica != replica:

@@ -114,7 +114,7 @@ class UnknownResponse(RequestError):
 
 
 class UnknownObject(RequestError):
-    """No file or batch of that id is here for whoever asks: it was not, it is too long ago, or it was deleted."""
+    """No file, batch or stream of that id is here for whoever asks: it was not, is too long ago, or was deleted."""
 
 
 class UnsupportedField(RequestError):

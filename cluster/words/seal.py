@@ -17,6 +17,17 @@ def seal(key: bytes, *parts: _Bytes) -> bytes:
     return made.digest()
 
 
+def sealed(value: bytes, key: bytes, *words: bytes) -> bytes:
+    """The seal of these words and the value, and behind it the value."""
+    return seal(key, *words, value) + value
+
+
+def opened(found: bytes, key: bytes, *words: bytes) -> bytes | None:
+    """The value behind its seal; None where that is not its own."""
+    shown, value = found[:SEAL_BYTES], found[SEAL_BYTES:]
+    return value if is_sealed(shown, key, *words, value) else None
+
+
 def is_sealed(shown: bytes, key: bytes, *parts: _Bytes) -> bool:
     """Whether `shown` is their seal. How long it takes says nothing of the right one."""
     return hmac.compare_digest(shown, seal(key, *parts))

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
 
 from cluster.words.api_key import ApiKey
 from cluster.words.errors import RequestError
+from cluster.words.keyed_hash import keyed_hash
 from cluster.words.request import OFFLINE
 from router.text.completion_request import MAX_SALT_CHARS, MAX_USER_CHARS, CompletionRequest
-
-_SALT_BYTES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +21,16 @@ class Client:
     is_offline: bool = False  # nobody waits for its answers
     is_cache_told: bool = True  # False among strangers, who share prefixes: it would tell what another one has sent
 
+    @property
+    def key_id(self) -> str:
+        """Empty without a key."""
+        return self.key.id if self.key else ""
+
+    @property
+    def tenant(self) -> str:
+        """Whose all this is; empty without a key: of one tenant with all the others who show none."""
+        return self.key.tenant if self.key else ""
+
     def bound(self, request: CompletionRequest) -> CompletionRequest:
         """The request with what is not the client's to say: tenant, salt, bounds. The same at both doors.
 
@@ -33,11 +40,10 @@ class Client:
             raise RequestError(f"cache_salt: at most {MAX_SALT_CHARS} characters are taken", param="cache_salt")
         if len(request.user) > MAX_USER_CHARS:
             raise RequestError(f"user: at most {MAX_USER_CHARS} characters are taken", param="user")
-        tenant = self.key.tenant if self.key else ""
         bound = replace(
             request,
-            tenant=tenant,
-            salt=salt_of(self.salt_key, tenant=tenant, cache_salt=request.cache_salt),
+            tenant=self.tenant,
+            salt=salt_of(self.salt_key, tenant=self.tenant, cache_salt=request.cache_salt),
             is_cache_told=self.is_cache_told or bool(request.cache_salt),
         )
         within = self._within_key(bound, self.key) if self.key else bound
@@ -59,13 +65,8 @@ class Client:
 def salt_of(key: bytes, *, tenant: str, cache_salt: str) -> str:
     """What keys the prefix hashes of a request: who has not both words shares no prefix with who has.
 
-    Every part comes with its length, so that no two pairs of words are one. Empty where both are: such requests share
-    their prefixes with each other.
+    Empty where both are: such requests share their prefixes with each other.
     """
     if not tenant and not cache_salt:
         return ""
-    digest = blake2b(key=key, digest_size=_SALT_BYTES, person=b"kv-prefix-salt")
-    for part in (tenant, cache_salt):
-        encoded = part.encode()
-        digest.update(struct.pack("<I", len(encoded)) + encoded)
-    return digest.hexdigest()
+    return keyed_hash(key, tenant, cache_salt, person=b"kv-prefix-salt")

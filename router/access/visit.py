@@ -57,7 +57,7 @@ class Visit:
         _, taken = self.place
         try:
             if taken.key.tpm is not None:
-                _bound(completions, taken.key.tpm)
+                _fit(completions, taken.key.tpm)
                 taken = await self._take_tokens(self, sum(one.most_tokens for one in completions))
         except ClusterError as error:
             for one in completions[:1]:  # they are one request
@@ -66,8 +66,8 @@ class Visit:
         return taken.standing.headers(taken.key)
 
 
-def _bound(completions: Sequence[Completion], tpm: int) -> None:
-    """No more than `tpm` tokens for all of them. Raises RequestError."""
+def _fit(completions: Sequence[Completion], tpm: int) -> None:
+    """Shorten what has no bound of its own, so that all of them have no more than `tpm` tokens. Raises RequestError."""
     num_prompt = sum(len(one.prompt_ids) for one in completions)
     if num_prompt > tpm:
         raise RequestError(f"prompt: has {num_prompt} tokens; this API key may have {tpm} a minute", param="prompt")
@@ -82,4 +82,4 @@ def _bound(completions: Sequence[Completion], tpm: int) -> None:
             f"{param}: prompts and answers may have {tpm} tokens a minute with this API key", param=param
         )
     for one in unbounded:
-        one.bound_answers(room)
+        one.shorten_answers(room)

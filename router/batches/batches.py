@@ -16,7 +16,7 @@ from cluster.words.errors import RequestError, StoreUnavailable, UnknownObject
 from router.access.client import Client
 from router.batches.answering import LineDoor
 from router.batches.bounds import BatchBounds
-from router.batches.job import Working
+from router.batches.job import Workplace
 from router.batches.new_file import NewFile
 from router.batches.records import INPUT, BatchMade, BatchRecord, FileRecord
 from router.batches.redis_batches import RedisBatches
@@ -24,6 +24,7 @@ from router.batches.store_access import asked, check_room, new_file_id, store_aw
 from router.batches.work import BatchWork
 
 LEASE_S = 10.0
+AGAIN_S = 0.5
 _WITHIN_S = 5.0  # of an answer of Redis: parts of files are larger than what else is asked of it
 _MAX_TOLD = 64
 
@@ -41,14 +42,17 @@ class Batches:
         client_of: Callable[[str], Client],
         at_a_time: int,
         lease_s: float = LEASE_S,
+        again_s: float = AGAIN_S,
     ) -> None:
-        """redis: closed with this. client_of: who has the key of this id. at_a_time: lines that this router answers."""
+        """redis: closed with this. client_of: who has the key of this id. at_a_time: lines that this router answers.
+        again_s: before a line is tried again whose replica was lost; then twice as long each time."""
         self._redis = redis
         self._bounds = bounds
         self._store = RedisBatches(redis, bounds, name=name, key=key)
         self._client_of = client_of
         self._at_a_time = at_a_time
         self._lease_s = lease_s
+        self._again_s = again_s
         self._door: LineDoor | None = None
         self._work: BatchWork | None = None
 
@@ -82,7 +86,7 @@ class Batches:
         """Before `start`."""
         self._door = door
         self._work = BatchWork(
-            Working(
+            Workplace(
                 store=self._store,
                 bounds=self._bounds,
                 door=door,
@@ -90,6 +94,7 @@ class Batches:
                 slots=asyncio.Semaphore(self._at_a_time),
                 at_a_time=self._at_a_time,
                 lease_s=self._lease_s,
+                again_s=self._again_s,
             )
         )
 
@@ -141,7 +146,7 @@ class Batches:
         if endpoint not in self.endpoints:
             text = f"endpoint: must be one of {', '.join(self.endpoints)}"
             raise RequestError(text, param="endpoint")
-        tenant = client.key.tenant if client.key else ""
+        tenant = client.tenant
         record = await self.file(tenant, input_file_id, param="input_file_id")
         if record.purpose != INPUT:
             text = f"input_file_id: {record.id} was not sent with purpose={INPUT}"
@@ -150,7 +155,7 @@ class Batches:
         made = BatchMade(
             id=f"batch_{secrets.token_hex(16)}",
             tenant=tenant,
-            key_id=client.key.id if client.key else "",
+            key_id=client.key_id,
             endpoint=endpoint,
             input_file_id=record.id,
             output_file_id=new_file_id(),

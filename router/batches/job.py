@@ -13,9 +13,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from redis.exceptions import RedisError
@@ -26,16 +26,14 @@ from router.access.client import Client
 from router.batches.answering import LineDoor, answer_line, error_line
 from router.batches.bounds import BatchBounds
 from router.batches.lines import AskedLine, LineCheck, lines_of, read_line
+from router.batches.patience import Patience, is_cancelled
 from router.batches.records import OUTPUT, BatchProblem, BatchRecord, BatchState, FileRecord
 from router.batches.redis_batches import HashedPlace, RedisBatches
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-_AGAIN_S = 0.5  # after Redis was away, or a replica was lost
 _MAX_PAUSE_S = 30.0  # before a line that was refused is tried again
-_MAX_LOST = 5  # times that one line is tried, where what serves it fails: it may be the line
+_MAX_LOST = 5  # times that one line is tried again, where what serves it fails: it may be the line
 _REST_S = 60.0  # for telling each line that is left so
 _TOO_LATE = "this request could not be answered before the completion window expired"
 
@@ -53,7 +51,7 @@ _EXPIRED = _End(status="expired")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Working:
+class Workplace:
     """What the jobs of one router share."""
 
     store: RedisBatches
@@ -63,14 +61,15 @@ class Working:
     slots: asyncio.Semaphore  # of the lines that are answered at a time
     at_a_time: int  # of one batch
     lease_s: float
+    again_s: float  # before what could not be done is tried again, where Redis is not what was away
 
 
 class BatchJob:
     """Belongs to one event loop; `run` once."""
 
-    def __init__(self, working: Working, place: HashedPlace, token: str, record: BatchRecord) -> None:
-        self._working = working
-        self._store = working.store
+    def __init__(self, workplace: Workplace, place: HashedPlace, token: str, record: BatchRecord) -> None:
+        self._workplace = workplace
+        self._store = workplace.store
         self._place = place
         self._token = token
         self._made = record.made
@@ -78,6 +77,8 @@ class BatchJob:
         self._input = self._store.place(self._made.tenant, self._made.input_file_id)
         self._end: asyncio.Future[_End] = asyncio.get_running_loop().create_future()
         self._reach = RedisReach("a batch waits for it, or for another router")
+        # For as long as the lease may be held: an answer that costs minutes is not thrown away for a pause of Redis's.
+        self._kept_trying = Patience(self._reach)
         self._paused_until = 0.0  # monotonic: the key may ask for nothing before
 
     async def run(self) -> None:
@@ -97,7 +98,7 @@ class BatchJob:
 
     async def _keep_lease(self) -> None:
         """Returns where it is lost: also where nothing was heard of it for so long that it may be."""
-        lease_s = self._working.lease_s
+        lease_s = self._workplace.lease_s
         held_until = time.monotonic() + lease_s
         while time.monotonic() < held_until and not is_cancelled():
             asked_at = time.monotonic()
@@ -140,11 +141,11 @@ class BatchJob:
             if check.problems:
                 self._state = self._moved("validating", problems=check.problems)
                 return _End(status="failed")
-            state = self._moved("in_progress", num_lines=check.num_lines, model=self._working.door.model)
+            state = self._moved("in_progress", num_lines=check.num_lines, model=self._workplace.door.model)
             if await self._kept_trying(lambda: self._store.set_state(self._place, self._token, state)) == "lost":
                 return _LOST
             self._state = state
-        window = asyncio.Semaphore(self._working.at_a_time)
+        window = asyncio.Semaphore(self._workplace.at_a_time)
         async with asyncio.TaskGroup() as group:
             async for line in self._left():
                 await window.acquire()
@@ -153,8 +154,8 @@ class BatchJob:
         return _End(status="completed")
 
     async def _check(self) -> LineCheck:
-        working = self._working
-        check = LineCheck(endpoint=self._made.endpoint, model=working.door.model, max_lines=working.bounds.max_lines)
+        door, bounds = self._workplace.door, self._workplace.bounds
+        check = LineCheck(endpoint=self._made.endpoint, model=door.model, max_lines=bounds.max_lines)
         async for line in lines_of(self._input_parts()):
             check.add(line)
             if check.is_over:
@@ -197,16 +198,16 @@ class BatchJob:
         num_lost = 0
         while True:
             await self._until_it_may_ask()
-            async with self._working.slots:
+            async with self._workplace.slots:
                 if (client := await self._client()) is None:
                     return
-                answer = await self._working.door.answer(self._made.endpoint, line.body, client)
+                answer = await self._workplace.door.answer(self._made.endpoint, line.body, client)
             if answer.retry_after_s is not None:
                 pause_s = min(_MAX_PAUSE_S, answer.retry_after_s)
                 self._paused_until = max(self._paused_until, time.monotonic() + pause_s)
             elif answer.is_lost and num_lost < _MAX_LOST:
                 num_lost += 1
-                await asyncio.sleep(_AGAIN_S * 2**num_lost)
+                await asyncio.sleep(self._workplace.again_s * 2**num_lost)
             else:
                 break
         await self._record(line.number, answer_line(line, answer), is_error=answer.status != 200)
@@ -219,9 +220,9 @@ class BatchJob:
         """Who has made this batch, as one that nobody waits for. None: its key was revoked, which ends the batch."""
         while True:
             try:
-                return self._working.client_of(self._made.key_id).offline()
+                return self._workplace.client_of(self._made.key_id).offline()
             except KeysUnknown:
-                await asyncio.sleep(_AGAIN_S)
+                await asyncio.sleep(self._workplace.again_s)
             except Unauthenticated:
                 text = "the API key that made this batch is not known any more"
                 self._end_with(_failed("invalid_api_key", text, None))
@@ -260,7 +261,7 @@ class BatchJob:
                     num_bytes=num_bytes,
                     num_parts=len(numbers),
                     created_at=now,
-                    expires_at=now + int(self._working.bounds.keep_s),
+                    expires_at=now + int(self._workplace.bounds.keep_s),
                 )
                 files.append(record)
         ids = {record.id for record in files}
@@ -286,28 +287,6 @@ class BatchJob:
     def _end_with(self, end: _End) -> None:
         if not self._end.done():
             self._end.set_result(end)
-
-    async def _kept_trying(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """For as long as the lease may be held: an answer that costs minutes is not thrown away for a pause of
-        Redis's."""
-        while True:
-            try:
-                told = await ask()
-            except RedisError as error:
-                self._reach.missed(error)
-                if not is_cancelled():
-                    await asyncio.sleep(_AGAIN_S)
-                    continue
-            if is_cancelled():
-                raise asyncio.CancelledError
-            self._reach.found()
-            return told
-
-
-def is_cancelled() -> bool:
-    """Whether the task that asks is: redis-py may swallow that."""
-    me = asyncio.current_task()
-    return bool(me and me.cancelling())
 
 
 def _failed(code: str, message: str, param: str | None) -> _End:

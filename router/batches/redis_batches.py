@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import AsyncIterator, Iterable, Sequence
-from hashlib import blake2b
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from redis.asyncio import Redis
 
-from cluster.words.seal import SEAL_BYTES, is_sealed, seal
+from cluster.words.keyed_hash import keyed_hash
+from cluster.words.seal import opened, sealed
 from router.batches import scripts
 from router.batches.bounds import ENTRY_BYTES, PART_BYTES, BatchBounds
 from router.batches.records import BatchMade, BatchRecord, BatchState, FileRecord
@@ -31,7 +31,6 @@ from router.batches.records import BatchMade, BatchRecord, BatchState, FileRecor
 T = TypeVar("T", FileRecord, BatchMade, BatchState)
 
 PENDING_S = 900.0  # a file that is being sent goes so long after its latest part
-_NAME_BYTES = 16
 _RECORD, _STATE = -1, -2  # what a seal is of, where it is of no part
 _READ_BYTES = 2**20  # of one answer of Redis, about
 _SWEPT_AT_ONCE = 20
@@ -92,8 +91,8 @@ class RedisBatches:
         for begin in range(0, len(numbers), at_once):
             some = numbers[begin : begin + at_once]
             found: Any = await self._redis.hmget(self._at("data", file), [str(number) for number in some])
-            for number, sealed in zip(some, found, strict=True):
-                part = self._opened(file, number, sealed)
+            for number, value in zip(some, found, strict=True):
+                part = self._opened(file, number, value)
                 if part is None:
                     return
                 yield part
@@ -207,20 +206,15 @@ class RedisBatches:
         return None if value is None else msgspec.json.decode(value, type=kind)
 
     def _sealed(self, place: HashedPlace, what: int, value: bytes) -> bytes:
-        return seal(self._key, *_words(place, what), value) + value
+        return sealed(value, self._key, *_words(place, what))
 
-    def _opened(self, place: HashedPlace, what: int, sealed: object) -> bytes | None:
-        if not isinstance(sealed, bytes):
+    def _opened(self, place: HashedPlace, what: int, found: object) -> bytes | None:
+        if not isinstance(found, bytes):
             return None
-        shown, value = sealed[:SEAL_BYTES], sealed[SEAL_BYTES:]
-        return value if is_sealed(shown, self._key, *_words(place, what), value) else None
+        return opened(found, self._key, *_words(place, what))
 
     def _hashed(self, *words: str) -> str:
-        digest = blake2b(key=self._key, digest_size=_NAME_BYTES, person=b"batches")
-        for word in words:
-            encoded = word.encode()
-            digest.update(struct.pack("<I", len(encoded)) + encoded)
-        return digest.hexdigest()
+        return keyed_hash(self._key, *words, person=b"batches")
 
 
 def _words(place: HashedPlace, what: int) -> tuple[bytes, bytes]:

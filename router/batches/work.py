@@ -11,7 +11,8 @@ from redis.exceptions import RedisError
 
 from cluster.index.redis_client import RedisReach
 from cluster.process.supervisor import Supervisor
-from router.batches.job import BatchJob, Working, is_cancelled
+from router.batches.job import BatchJob, Workplace
+from router.batches.patience import is_cancelled
 from router.batches.redis_batches import HashedPlace
 
 logger = logging.getLogger(__name__)
@@ -24,9 +25,9 @@ _MAX_JOBS = 16  # at a time
 class BatchWork:
     """Owns the jobs of one router. Lives on its event loop."""
 
-    def __init__(self, working: Working) -> None:
-        self._working = working
-        self._store = working.store
+    def __init__(self, workplace: Workplace) -> None:
+        self._workplace = workplace
+        self._store = workplace.store
         self._jobs: dict[asyncio.Task[None], tuple[HashedPlace, str]] = {}  # with the token of each lease
         self._task: asyncio.Task[None] | None = None
         self._has_come = asyncio.Event()
@@ -79,14 +80,14 @@ class BatchWork:
         """Whether there was one."""
         token = secrets.token_hex(16)
         tenants = {place.tenant for place, _ in self._jobs.values()}
-        place = await self._store.claim(token, lease_s=self._working.lease_s, tenants=tenants)
+        place = await self._store.claim(token, lease_s=self._workplace.lease_s, tenants=tenants)
         if place is None:
             return False
         record = await self._store.batch(place)
         if record is None:
             logger.error("a batch whose record is not this deployment's is left alone")
             return False
-        task = asyncio.create_task(BatchJob(self._working, place, token, record).run())
+        task = asyncio.create_task(BatchJob(self._workplace, place, token, record).run())
         self._jobs[task] = place, token
         task.add_done_callback(self._ended)
         return True

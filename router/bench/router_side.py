@@ -20,8 +20,8 @@ from router.access.access import Access
 from router.bench.worker_side import NUM_BLOCKS, ROUTER
 from router.doors.connections import HTTP_DOOR
 from router.doors.grpc_api import open_grpc_api
+from router.doors.http_app import create_app
 from router.doors.http_listener import HttpListener
-from router.doors.openai_api import create_app
 from router.metrics import Metrics
 from router.routing.chooser import Chooser
 from router.routing.plain_policies import make_policy

@@ -6,8 +6,9 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from cluster.words.request import FinishReason
-from router.doors.anthropic_content import JSON, StreamedContent, WholeContent, say
+from router.doors.anthropic_content import StreamedContent, WholeContent, say
 from router.doors.event_stream import data
+from router.doors.json_answer import JSON
 from router.text.completion import Completion
 from router.text.events import Delta, Finished, Summary, TokenUsage
 

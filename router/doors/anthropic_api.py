@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-
 from fastapi import Request
 from starlette.responses import Response
 
 from router.access.visit import Visit
 from router.doors.anthropic_answer import AnthropicAnswer
 from router.doors.anthropic_types import CountTokensBody, MessagesBody
-from router.doors.event_stream import EventStream, to_json, whole_answer
-from router.doors.http_visits import HttpVisits, client_of
+from router.doors.event_stream import EventStream, whole_answer
+from router.doors.http_visits import Endpoints, HttpVisits, client_of
+from router.doors.json_answer import json_answer
 from router.doors.opened import Opener
 from router.text.completion import Completions
 
 
-class AnthropicDoor:
+class AnthropicApi:
     """The endpoints."""
 
     def __init__(self, completions: Completions, visits: HttpVisits) -> None:
@@ -25,17 +24,13 @@ class AnthropicDoor:
         self._opener = Opener(completions, visits)
 
     @property
-    def endpoints(self) -> Mapping[str, Callable[[Request], Awaitable[Response]]]:
-        """By path, all by POST."""
-        return {"/v1/messages": self._messages, "/v1/messages/count_tokens": self._count_tokens}
+    def endpoints(self) -> Endpoints:
+        return {
+            "/v1/messages": self._visits.route(self._messages),
+            "/v1/messages/count_tokens": self._visits.route(self._count_tokens),
+        }
 
-    async def _messages(self, request: Request) -> Response:
-        return self._visits.answer(request, self._answered)
-
-    async def _count_tokens(self, request: Request) -> Response:
-        return self._visits.answer(request, self._counted)
-
-    async def _answered(self, request: Request, visit: Visit) -> Response:
+    async def _messages(self, request: Request, visit: Visit) -> Response:
         asked = await self._opener.read(MessagesBody, request)
         opened = await self._opener.open(asked, request, visit)
         headers = {**await visit.charge(opened), **asked.ignored}
@@ -49,10 +44,10 @@ class AnthropicDoor:
             return EventStream(answer.events(), more_headers=headers, errors=request.state.errors)
         return await whole_answer(request.receive, answer.whole(), headers)
 
-    async def _counted(self, request: Request, visit: Visit) -> Response:
+    async def _count_tokens(self, request: Request, visit: Visit) -> Response:
         """A key's limits count it as a request, and no tokens of it."""
         asked = await self._opener.read(CountTokensBody, request)
         with self._visits.noted(request):
             ids = await self._completions.prompts.tokenize(client_of(request).bound(asked.requests[0]))
         headers = {**await visit.charge([]), **asked.ignored}
-        return Response(to_json({"input_tokens": len(ids)}), media_type="application/json", headers=headers)
+        return json_answer({"input_tokens": len(ids)}, headers)

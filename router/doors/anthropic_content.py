@@ -6,11 +6,10 @@ from typing import Any, Protocol
 
 import msgspec
 
-from router.doors.event_stream import data, to_json
+from router.doors.event_stream import data
+from router.doors.json_answer import JSON, to_json
 from router.text.answer_reader import CallSaid
 from router.text.events import Delta
-
-JSON = dict[str, Any]
 
 _SIGNATURE = (
     "unsigned"  # the API has one of what was thought, and clients may ask for it; here nothing is checked by it

@@ -20,6 +20,7 @@ from router.doors.openai_messages import (
     CallInHistory,
     ChatMessage,
     FunctionAsTool,
+    FunctionName,
     TextPart,
     ToolGiven,
     as_parts,
@@ -162,7 +163,7 @@ class AnthropicTool(OpenAIObject):
     """A tool that the model may call; the client runs it."""
 
     type: Annotated[str | None, AfterValidator(_Known("tools", frozenset(["custom"])))] = None
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
+    name: FunctionName
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None

@@ -1,9 +1,6 @@
-"""The bodies of /v1/batches."""
+"""The body of POST /v1/batches."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
 
 from cluster.words.errors import RequestError
 from router.batches.records import WINDOW
@@ -35,16 +32,3 @@ class BatchBody(OpenAIObject):
             text = f"metadata: at most {_MAX_PAIRS} pairs are taken, of {_MAX_NAME} and {_MAX_VALUE} characters"
             raise RequestError(text, param="metadata")
         return self
-
-
-def page_size(query: Mapping[str, str], *, default: int, most: int) -> int:
-    """Raises RequestError."""
-    limit = query.get("limit", str(default))
-    if not (limit.isdecimal() and len(limit) < 6 and 1 <= int(limit) <= most):
-        raise RequestError(f"limit: must be from 1 to {most}", param="limit")
-    return int(limit)
-
-
-def page(published: list[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:
-    ids = [one["id"] for one in published] or [None]
-    return {"object": "list", "data": published, "first_id": ids[0], "last_id": ids[-1], "has_more": has_more}

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from cluster.words.errors import RequestError
 from router.access.visit import Visit
 from router.batches.batches import Batches
-from router.doors.batch_types import BatchBody, page, page_size
-from router.doors.event_stream import to_json
-from router.doors.http_visits import Endpoint, HttpVisits, client_of, tenant_of
+from router.doors.batch_types import BatchBody
+from router.doors.http_visits import HttpVisits, client_of, tenant_of
+from router.doors.json_answer import json_answer
 from router.doors.openai_fields import ignored_header
+from router.doors.pages import page, page_size
 
 _LISTED, _MAX_LISTED = 20, 100
 
@@ -34,7 +32,7 @@ class BatchesApi:
             ("/v1/batches/{id}", "GET", self._read),
             ("/v1/batches/{id}/cancel", "POST", self._cancel),
         ):
-            app.add_api_route(path, visited(self._visits, endpoint), methods=[method])
+            app.add_api_route(path, self._visits.route(endpoint), methods=[method])
 
     async def _create(self, request: Request, visit: Visit) -> Response:
         body = await self._visits.read(BatchBody, request, BatchBody.check)
@@ -67,21 +65,8 @@ class BatchesApi:
         return json_answer(record.published(), await visit.charge([]))
 
 
-def visited(visits: HttpVisits, endpoint: Endpoint) -> Callable[..., Any]:
-    """A route's function."""
-
-    async def answer(request: Request) -> Response:
-        return visits.answer(request, endpoint)
-
-    return answer
-
-
 def has_batches(batches: Batches | None) -> Batches:
     """Raises RequestError where there are none."""
     if batches is None:
         raise RequestError("files and batches are off here; the operator's router.batch_mib turns them on")
     return batches
-
-
-def json_answer(content: object, headers: Mapping[str, str]) -> Response:
-    return Response(to_json(content), media_type="application/json", headers=dict(headers))

@@ -17,8 +17,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from cluster.words.errors import ContextLengthExceeded, RequestError, RequestTooLarge
-from router.doors.openai_errors import explain
-from router.doors.openai_fields import OpenAIObject, unknown_fields
+from router.doors.openai_fields import OpenAIObject, explain, unknown_fields
 from router.stored.held_bytes import HeldBytes
 from router.text.completion_request import MAX_REQUEST_BYTES
 from router.text.text_threads import TextThreads

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 from json import dumps
-from typing import Any
 
+from router.doors.json_answer import JSON
 from router.doors.openapi_schemas import PLACE
-
-JSON = dict[str, Any]
 
 PAGE_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"}
 _STYLE = """

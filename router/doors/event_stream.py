@@ -7,19 +7,17 @@ from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from router.doors.error_form import ErrorForm
 from router.doors.held_streams import WITHIN, HeldStreams
-from router.doors.openai_errors import CLIENT_GONE, error_response
+from router.doors.http_errors import CLIENT_GONE, error_response
+from router.doors.json_answer import json_answer, to_json
 
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
-
-to_json = msgspec.json.Encoder().encode
 
 
 def data(content: dict[str, Any], *, name: str = "") -> bytes:
@@ -52,7 +50,7 @@ async def whole_answer(
     whole = await while_connected(receive, work)
     if whole is None:
         return Response(status_code=CLIENT_GONE)
-    return Response(to_json(whole), media_type="application/json", headers=dict(headers))
+    return json_answer(whole, headers)
 
 
 class EventStream(Response):

@@ -15,10 +15,11 @@ from router.batches.batches import Batches
 from router.batches.bounds import MAX_FILES
 from router.batches.new_file import NewFile
 from router.batches.records import INPUT, FileRecord
-from router.doors.batch_types import page, page_size
-from router.doors.batches_api import has_batches, json_answer, visited
+from router.doors.batches_api import has_batches
 from router.doors.http_visits import HttpVisits, tenant_of
+from router.doors.json_answer import json_answer
 from router.doors.multipart import Field, FileBegin, MultipartReader
+from router.doors.pages import is_newest_first, page, page_size
 
 _WITHIN_S = 600.0  # in which a file has come
 _MAX_BESIDE = 64 * 2**10  # bytes of a body beside its file
@@ -41,7 +42,7 @@ class FilesApi:
             ("/v1/files/{id}", "DELETE", self._delete),
             ("/v1/files/{id}/content", "GET", self._content),
         ):
-            app.add_api_route(path, visited(self._visits, endpoint), methods=[method])
+            app.add_api_route(path, self._visits.route(endpoint), methods=[method])
 
     async def _create(self, request: Request, visit: Visit) -> Response:
         with self._visits.noted(request):
@@ -61,11 +62,10 @@ class FilesApi:
         query = request.query_params
         with self._visits.noted(request):
             limit = page_size(query, default=MAX_FILES, most=10 * MAX_FILES)
-            if (order := query.get("order", "desc")) not in ("asc", "desc"):
-                raise RequestError("order: must be asc or desc", param="order")
+            is_descending = is_newest_first(query)
             batches = has_batches(self._batches)
             after = query.get("after")
-            found = await batches.files(tenant_of(request), after=after, is_newest_first=order == "desc")
+            found = await batches.files(tenant_of(request), after=after, is_newest_first=is_descending)
         published = [record.published() for record in found if query.get("purpose") in (None, record.purpose)]
         listed = page(published[:limit], has_more=len(published) > limit)
         return json_answer(listed, await visit.charge([]))

@@ -28,7 +28,7 @@ from router.doors.grpc_gate import KeyInterceptor, authorization_of
 from router.doors.grpc_health import DoorHealth
 from router.doors.grpc_messages import (
     detokenize_request_of,
-    prompt_of,
+    prompt_logprobs_of,
     request_of,
     response_of,
     tokenize_request_of,
@@ -198,7 +198,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         tokenizer, key_id, start = self._completions.tokenizer, completion.request.key_id, 1
         for part in () if completion.prompt_logprobs is None else completion.prompt_logprobs.parts():
             ids = completion.prompt_ids[start : start + len(part)]
-            await context.write(await self._completions.threads.run(key_id, prompt_of, ids, part, tokenizer))
+            await context.write(await self._completions.threads.run(key_id, prompt_logprobs_of, ids, part, tokenizer))
             start += len(part)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: _Context) -> pb.TokenizeResponse:
@@ -261,8 +261,8 @@ class InferenceServicer(pb_grpc.InferenceServicer):
             num_chars(made.prompt)  # a chat keeps it
             return made
 
-        key_id = client.key.id if client.key else ""
-        return await self._completions.threads.run(key_id, make) if message.ByteSize() > _LARGE else make()
+        is_large = message.ByteSize() > _LARGE
+        return await self._completions.threads.run(client.key_id, make) if is_large else make()
 
     @contextmanager
     def _noted(self, request_id: str, context: _Context, client: Client) -> Iterator[None]:

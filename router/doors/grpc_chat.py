@@ -9,12 +9,12 @@ from cluster.rpc import inference_pb2 as pb
 from cluster.words.errors import RequestError
 from cluster.words.grammar import Grammar
 from router.doors.openai_forced import forced_grammar
-from router.doors.openai_messages import FunctionAsTool, ToolGiven
+from router.doors.openai_messages import FUNCTION_NAME, FunctionAsTool, ToolGiven
 from router.text.call_arguments import object_of
 from router.text.chat import Chat, opens_answer
 from router.text.events import Delta
 
-_TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+_TOOL_NAME = re.compile(FUNCTION_NAME)
 
 
 def chat_of(chat: pb.Chat) -> Chat:

@@ -88,7 +88,7 @@ def response_of(event: Event, *, request_id: str, tokenizer: Tokenizer) -> pb.Ge
             return pb.GenerateResponse(summary=pb.Summary(request_id=request_id, usage=usage, trace=_trace(event)))
 
 
-def prompt_of(prompt_ids: Sequence[int], told: PromptLogprobs, tokenizer: Tokenizer) -> pb.GenerateResponse:
+def prompt_logprobs_of(prompt_ids: Sequence[int], told: PromptLogprobs, tokenizer: Tokenizer) -> pb.GenerateResponse:
     """What is said of these tokens of a prompt."""
     message = pb.PromptLogprobs()
     for token_id, logprob, rank, ids, values in zip(

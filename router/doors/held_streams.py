@@ -20,19 +20,19 @@ from starlette.types import Message, Scope, Send
 from cluster.words.errors import RequestError, UnknownObject
 
 WITHIN, AFTER = "x-resume-within", "last-event-id"
-_MOST_BYTES = 512 << 10  # of one answer
-_MOST_STREAMS, _MOST_OF_A_KEY = 128, 32  # of one router
+_MAX_BYTES = 512 << 10  # of one answer
+_MAX_STREAMS, _MAX_OF_A_KEY = 128, 32  # of one router
 
 
 class HeldStream:
     """The events of one answer, numbered from 1. Lives on the event loop; of its connections the last to come reads."""
 
     def __init__(
-        self, within_s: float, *, most_bytes: int = _MOST_BYTES, on_left: Callable[[], object] = lambda: None
+        self, within_s: float, *, max_bytes: int = _MAX_BYTES, on_left: Callable[[], object] = lambda: None
     ) -> None:
         """within_s: how long it waits for a connection. on_left: called once, when nobody wants it any more."""
         self.within_s = within_s
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._on_left = on_left
         self._start: Message | None = None  # the answer's status and headers
         self._events: deque[bytes] = deque()
@@ -126,7 +126,7 @@ class HeldStream:
         return self._is_left and self._start["status"] == 200
 
     async def _put(self, event: bytes) -> None:
-        while self._events and self._num_bytes + len(event) > self._most_bytes:
+        while self._events and self._num_bytes + len(event) > self._max_bytes:
             await self._until(lambda: len(self._unsent) < len(self._events))  # only what was sent goes
             self._num_bytes -= len(self._events.popleft())
             self._num_dropped += 1
@@ -169,7 +169,7 @@ class HeldStreams:
         if place in self._streams:
             raise RequestError(f"x-request-id: an answer with this id is held already; take another with {WITHIN}")
         num_of_key = sum(key == place[0] for key, _ in self._streams)
-        if len(self._streams) >= _MOST_STREAMS or num_of_key >= _MOST_OF_A_KEY:
+        if len(self._streams) >= _MAX_STREAMS or num_of_key >= _MAX_OF_A_KEY:
             return None
         held = self._streams[place] = HeldStream(within_s, on_left=lambda: self._streams.pop(place))
         return held
@@ -196,5 +196,4 @@ def _seconds(said: str) -> float:
 
 
 def _place(scope: Scope, request_id: str) -> tuple[str, str]:
-    key = scope["state"]["client"].key
-    return (key.id if key else ""), request_id
+    return scope["state"]["client"].key_id, request_id

@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from router.doors.connections import ConnectionLimits
-from router.doors.event_stream import to_json
+from router.doors.json_answer import to_json
 from router.doors.openai_errors import http_error
 
 _PROGRESS = 16 << 10  # bytes that must leave within the time for reading, where more than 64 KiB wait

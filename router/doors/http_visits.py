@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from typing import TypeAlias
@@ -19,6 +19,7 @@ from router.doors.body import Body, BodyReader, T
 from router.text.completion import Completions
 
 Endpoint: TypeAlias = Callable[[Request, Visit], Awaitable[Response]]
+Endpoints: TypeAlias = Mapping[str, Callable[[Request], Awaitable[Response]]]  # by path, all by POST
 
 
 class HttpVisits:
@@ -28,6 +29,14 @@ class HttpVisits:
         self._completions = completions
         self._limits = limits
         self._bodies = bodies
+
+    def route(self, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+        """A route's function, which answers so."""
+
+        async def answer(request: Request) -> Response:
+            return self.answer(request, endpoint)
+
+        return answer
 
     def answer(self, request: Request, endpoint: Endpoint) -> Response:
         """What `endpoint` makes of it, while its key's place is held."""
@@ -42,9 +51,8 @@ class HttpVisits:
 
     async def read(self, kind: type[Body], request: Request, make: Callable[[Body], T]) -> T:
         """The body of this request, read as BodyReader does; what is refused is in the trail."""
-        key = client_of(request).key
         with self.noted(request):
-            return await self._bodies.read(kind, request, make, key_id=key.id if key else "")
+            return await self._bodies.read(kind, request, make, key_id=client_of(request).key_id)
 
     @contextmanager
     def noted(self, request: Request) -> Iterator[None]:
@@ -64,8 +72,7 @@ def client_of(request: Request) -> Client:
 
 def tenant_of(request: Request) -> str:
     """Empty without a key."""
-    key = client_of(request).key
-    return key.tenant if key else ""
+    return client_of(request).tenant
 
 
 def peer_of(request: Request) -> str:

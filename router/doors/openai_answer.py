@@ -10,10 +10,11 @@ from dataclasses import dataclass, field, replace
 
 from cluster.words.request import FinishReason
 from router.doors.event_stream import DONE, data
+from router.doors.json_answer import JSON
 from router.doors.openai_calls import WholeChoice
 from router.doors.openai_chunks import ChoiceChunks
-from router.doors.openai_forms import JSON, Form, ending
-from router.doors.openai_prompt import PromptSaid, said_of
+from router.doors.openai_forms import Form, ending
+from router.doors.openai_prompt_logprobs import PromptSaid, said_of
 from router.text.completion import Completion
 from router.text.events import Delta, Event, Finished, Summary, TokenUsage
 from router.text.text_threads import TextThreads

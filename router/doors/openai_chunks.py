@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from router.doors.event_stream import data, to_json
-from router.doors.openai_forms import JSON, Form, ending
+from router.doors.event_stream import data
+from router.doors.json_answer import JSON, to_json
+from router.doors.openai_forms import Form, ending
 from router.text.events import Delta, Finished
 
 _TEXT, _IDS = "\x00", "\x01"  # stand for those of a chunk; an id has visible characters only

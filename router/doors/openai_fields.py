@@ -1,4 +1,4 @@
-"""What a field of an OpenAI body may be: taken, taken and ignored, or known and refused.
+"""What a field of a body over HTTP may be: taken, taken and ignored, or known and refused, in every API.
 
 Null stands for a field that was left out, everywhere. A field that nobody knows is told apart from these, and what
 becomes of it is the door's to say.
@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from pydantic_core import PydanticCustomError
+
+from cluster.words.errors import RequestError, UnsupportedField
 
 UNSUPPORTED = "unsupported"  # the type of a validation error
 _MAX_NAMED, _MAX_NAME = 32, 64  # fields in a header, and characters of each
+_MAX_PATH = 128
 _UNSEEN = re.compile(r"[^A-Za-z0-9_.\-\[\]]")  # what a client writes goes into a header
 
 
@@ -37,7 +40,7 @@ Unsupported = Annotated[Any, AfterValidator(Only(([], {})))]
 
 
 class OpenAIObject(BaseModel):
-    """A body, or an object inside of one."""
+    """A body, or an object inside of one; of Anthropic's API, too."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
@@ -59,3 +62,15 @@ def ignored_header(body: OpenAIObject) -> dict[str, str]:
     """The header that names fields which nobody knows here."""
     names = [_UNSEEN.sub("?", name[:_MAX_NAME]) for name in islice(unknown_fields(body), _MAX_NAMED)]
     return {"x-ignored-fields": ", ".join(names)} if names else {}
+
+
+def explain(error: ValidationError) -> RequestError:
+    """The first thing that is wrong with a body, by its path, such as messages[0].content."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).removeprefix(".")
+    path = path[:_MAX_PATH]  # a client's own field may have any name
+    if first["type"] == "json_invalid":
+        return RequestError(f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
+    message = first["msg"].removeprefix("Value error, ").replace("Input should", "should")
+    kind = UnsupportedField if first["type"] == UNSUPPORTED else RequestError
+    return kind(f"{path}: {message}" if path else f"the body {message}", param=path or None)

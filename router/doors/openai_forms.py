@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from cluster.words.request import TokenLogprob
+from router.doors.json_answer import JSON
 from router.doors.openai_calls import WholeChoice, chunk_of
-from router.doors.openai_prompt import finite
+from router.doors.openai_prompt_logprobs import finite
 from router.text.events import Delta, Finished
 from router.text.tokenizer import Tokenizer
-
-JSON = dict[str, Any]
 
 
 class Form(Protocol):

@@ -87,7 +87,8 @@ class ChatMessage(OpenAIObject):
 Messages = Annotated[list[ChatMessage], Field(fail_fast=True, max_length=MAX_MESSAGES)]
 
 
-FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
+FUNCTION_NAME = r"[A-Za-z0-9_.:/-]{1,128}"
+FunctionName = Annotated[str, Field(pattern=f"^{FUNCTION_NAME}$")]
 
 
 class FunctionAsTool(OpenAIObject):

@@ -152,13 +152,9 @@ class _Sampled(AskingBody):
     """Extension. Default true of a text, and false of a chat, whose template writes them."""
 
     def _shared(self) -> dict[str, Any]:
-        """The fields of CompletionRequest that the client set; those it left out keep their defaults.
-
-        Raises RequestError for a field that the other endpoint takes: here it would change nothing.
-        """
-        for name, value in (self.model_extra or {}).items():
-            if name in {*TextBody.model_fields, *ChatBody.model_fields} and value not in (None, False, [], {}):
-                raise UnsupportedField(f"{name}: this endpoint does not take it", param=name)
+        """The fields of CompletionRequest that the client set; those it left out keep their defaults. Raises
+        RequestError."""
+        refuse_fields_of_others(self)
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options: only with stream: true", param="stream_options")
         if self.stream and self.prompt_logprobs is not None:
@@ -270,3 +266,10 @@ class ChatBody(_Sampled, ChatSettings):
         if self.tool_choice is None or self.tool_choice in ("none", "auto"):
             return None
         return "" if isinstance(self.tool_choice, str) else self.tool_choice.name
+
+
+def refuse_fields_of_others(body: OpenAIObject) -> None:
+    """Raises UnsupportedField for a field that another endpoint takes: here it would change nothing."""
+    for name, value in (body.model_extra or {}).items():
+        if name in {*TextBody.model_fields, *ChatBody.model_fields} and value not in (None, False, [], {}):
+            raise UnsupportedField(f"{name}: this endpoint does not take it", param=name)

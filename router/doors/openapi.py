@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
 
 from fastapi import FastAPI
 from starlette.responses import Response
@@ -13,15 +12,13 @@ from starlette.responses import Response
 from router.doors.anthropic_types import CountTokensBody, MessagesBody
 from router.doors.batch_types import BatchBody
 from router.doors.docs_page import PAGE_HEADERS, page_of
-from router.doors.event_stream import to_json
+from router.doors.json_answer import JSON, to_json
 from router.doors.openai_fields import OpenAIObject
 from router.doors.openai_types import ChatBody, TextBody
 from router.doors.openapi_schemas import PLACE, schemas_of
 from router.doors.responses_types import ResponsesBody
 from router.doors.tokens_api import PACKAGE, DetokenizeBody, TokenizeBody
 from router.text.completion import Completions
-
-JSON = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -121,7 +118,7 @@ def _operation(endpoint: Described) -> JSON:
     return operation
 
 
-class OpenapiDoor:
+class OpenapiApi:
     """The two endpoints. What they answer is made when somebody first asks."""
 
     def __init__(self, completions: Completions) -> None:

@@ -9,10 +9,9 @@ from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 from pydantic_core import core_schema
 
+from router.doors.json_answer import JSON
 from router.doors.openai_fields import Only
 from router.text.completion_request import RANGES
-
-JSON = dict[str, Any]
 
 PLACE = "#/components/schemas/"
 _DEPENDS = "max_tokens"  # whose bounds are for the context to say, and for `echo`

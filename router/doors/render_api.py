@@ -12,9 +12,8 @@ from starlette.responses import Response
 
 from cluster.words.errors import RequestError
 from router.access.visit import Visit
-from router.doors.event_stream import to_json
 from router.doors.http_visits import HttpVisits
-from router.doors.openai_forms import JSON
+from router.doors.json_answer import JSON, json_answer
 from router.doors.openai_types import ChatBody, TextBody
 from router.doors.opened import ID_CHARS, MAX_REPEATED, Opener
 from router.text.completion import Completion, Completions
@@ -30,25 +29,19 @@ class RenderApi:
         self._opener = Opener(completions, visits)
 
     def add_to(self, app: FastAPI) -> None:
-        app.add_api_route("/v1/completions/render", self.text, methods=["POST"])
-        app.add_api_route("/v1/chat/completions/render", self.chat, methods=["POST"])
-
-    async def text(self, request: Request) -> Response:
-        """One object for each prompt, in a list."""
-        return self._visits.answer(request, partial(self._render, TextBody))
-
-    async def chat(self, request: Request) -> Response:
-        """One object."""
-        return self._visits.answer(request, partial(self._render, ChatBody))
+        text, chat = partial(self._render, TextBody), partial(self._render, ChatBody)
+        app.add_api_route("/v1/completions/render", self._visits.route(text), methods=["POST"])
+        app.add_api_route("/v1/chat/completions/render", self._visits.route(chat), methods=["POST"])
 
     async def _render(self, kind: type[TextBody] | type[ChatBody], request: Request, visit: Visit) -> Response:
+        """Of texts one object for each prompt, in a list; of a chat one object."""
         asked = await self._opener.read(kind, request)
         opened = await self._opener.open(asked, request, visit)
         with self._visits.noted(request):
             rendered = await self._rendered(opened)
         headers = {**await visit.charge([]), **asked.ignored}
         content = rendered if kind is TextBody else rendered[0]
-        return Response(to_json(content), media_type="application/json", headers=headers)
+        return json_answer(content, headers)
 
     async def _rendered(self, opened: Sequence[Completion]) -> list[JSON]:
         """The text is an extension: vLLM has the tokens alone. Raises RequestError."""

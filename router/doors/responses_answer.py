@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.words.errors import outcome_of
+from cluster.words.request import FinishReason
+from router.doors.json_answer import JSON
 from router.doors.openai_errors import error_body
 from router.doors.openai_forms import ChatForm
 from router.doors.responses_events import ResponseEvents
@@ -15,7 +17,6 @@ from router.doors.responses_output import ResponseOutput
 from router.text.completion import Completion
 from router.text.events import Delta, Event, Finished, Summary, TokenUsage
 
-JSON = dict[str, Any]
 Keep = Callable[[JSON], Awaitable[bool]]  # stores a response that is whole, and says whether it has
 
 
@@ -88,7 +89,7 @@ class ResponseAnswer:
     async def _kept(self) -> JSON:
         finished, usage = self._finished, self._usage
         assert finished and usage
-        is_cut = finished.word == "length"
+        is_cut = finished.reason is FinishReason.LENGTH
         response = self._response(
             "incomplete" if is_cut else "completed",
             completed_at=None if is_cut else int(time.time()),

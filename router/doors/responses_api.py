@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
@@ -14,11 +14,13 @@ from starlette.responses import Response
 from cluster.words.errors import RequestError, UnsupportedField
 from router.access.visit import Visit
 from router.doors.connections import HTTP_DOOR
-from router.doors.event_stream import EventStream, to_json, whole_answer
+from router.doors.event_stream import EventStream, whole_answer
 from router.doors.held_answer import HeldAnswer
-from router.doors.http_visits import HttpVisits, client_of, tenant_of
+from router.doors.http_visits import Endpoints, HttpVisits, client_of, tenant_of
+from router.doors.json_answer import JSON, json_answer, to_json
 from router.doors.openai_forms import ChatForm
 from router.doors.opened import Opener
+from router.doors.pages import is_newest_first, page_size
 from router.doors.responses_answer import ResponseAnswer
 from router.doors.responses_errors import ResponsesErrors
 from router.doors.responses_turn import StoredTurn, Turn, id_of
@@ -28,7 +30,6 @@ from router.stored.responses import StoredResponses
 from router.text.completion import Completions
 from router.text.completion_request import MAX_REQUEST_BYTES
 
-JSON = dict[str, Any]
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -44,23 +45,23 @@ class ResponsesApi:
         self._opener = Opener(completions, visits)
         self._stored = stored
 
+    @property
+    def endpoints(self) -> Endpoints:
+        """Those that bring answers."""
+        return {"/v1/responses": self.create}
+
     def add_to(self, app: FastAPI) -> None:
-        app.add_api_route("/v1/responses/{id}", self.stored, methods=["GET"])
-        app.add_api_route("/v1/responses/{id}", self.delete, methods=["DELETE"])
-        app.add_api_route("/v1/responses/{id}/input_items", self.input_items, methods=["GET"])
+        """The others."""
+        for path, method, endpoint in (
+            ("/v1/responses/{id}", "GET", self._read),
+            ("/v1/responses/{id}", "DELETE", self._delete),
+            ("/v1/responses/{id}/input_items", "GET", self._list),
+        ):
+            app.add_api_route(path, self._visits.route(endpoint), methods=[method])
 
     async def create(self, request: Request) -> Response:
         request.state.errors = ResponsesErrors()
         return self._visits.answer(request, self._create)
-
-    async def stored(self, request: Request) -> Response:
-        return self._visits.answer(request, self._read)
-
-    async def delete(self, request: Request) -> Response:
-        return self._visits.answer(request, self._delete)
-
-    async def input_items(self, request: Request) -> Response:
-        return self._visits.answer(request, self._list)
 
     async def _create(self, request: Request, visit: Visit) -> Response:
         id = f"resp_{secrets.token_hex(16)}"
@@ -111,7 +112,7 @@ class ResponsesApi:
         id = request.path_params["id"]
         with self._visits.noted(request):
             await self._stored.delete(tenant_of(request), id)
-        return _answer({"id": id, "object": "response", "deleted": True}, await visit.charge([]))
+        return json_answer({"id": id, "object": "response", "deleted": True}, await visit.charge([]))
 
     async def _list(self, request: Request, visit: Visit) -> Response:
         return await self._shown(request, visit, partial(_page, query=dict(request.query_params)))
@@ -135,22 +136,17 @@ class ResponsesApi:
         """What `work` makes of so many bytes: of more than a few, on another thread."""
         if num_bytes <= SMALL_BYTES:
             return work(*args, **kwargs)
-        key = client_of(request).key
-        return await self._completions.threads.run(key.id if key else "", work, *args, **kwargs)
+        return await self._completions.threads.run(client_of(request).key_id, work, *args, **kwargs)
 
 
 def _page(turn: StoredTurn, query: Mapping[str, str]) -> JSON:
     """The input items that are asked for. Raises RequestError."""
-    limit, order, after = query.get("limit", str(_LISTED)), query.get("order", "desc"), query.get("after")
-    if not (limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= _MAX_LISTED):
-        raise RequestError(f"limit: must be from 1 to {_MAX_LISTED}", param="limit")
-    if order not in ("asc", "desc"):
-        raise RequestError("order: must be asc or desc", param="order")
-    ordered = turn.input if order == "asc" else turn.input[::-1]
+    limit, after = page_size(query, default=_LISTED, most=_MAX_LISTED), query.get("after")
+    ordered = turn.input[::-1] if is_newest_first(query) else turn.input
     begin = 0
     if after:
         begin = next((n for n, item in enumerate(ordered, 1) if id_of(item) == after), len(ordered))
-    end = begin + int(limit)
+    end = begin + limit
     listed = ordered[begin:end]
     ids = [id_of(item) for item in listed] or [""]
     return {
@@ -160,7 +156,3 @@ def _page(turn: StoredTurn, query: Mapping[str, str]) -> JSON:
         "last_id": ids[-1],
         "has_more": end < len(ordered),
     }
-
-
-def _answer(content: object, headers: Mapping[str, str]) -> Response:
-    return Response(to_json(content), media_type="application/json", headers=dict(headers))

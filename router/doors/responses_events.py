@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from router.doors.event_stream import data, to_json
+from router.doors.event_stream import data
+from router.doors.json_answer import JSON, to_json
 
 _CALL = "response.function_call_arguments"
 # By the type of an item: its events, and the type of its one part.
@@ -13,8 +14,6 @@ _TOLD = {
     "reasoning": ("response.reasoning_text", "reasoning_text"),
     "function_call": (_CALL, ""),
 }
-
-JSON = dict[str, Any]
 
 
 def part_of(kind: str, text: str, logprobs: list[JSON] | None = None) -> JSON:

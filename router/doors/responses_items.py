@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from cluster.words.errors import RequestError
+from router.doors.json_answer import JSON
 from router.doors.openai_fields import UNSUPPORTED, Ignored, OpenAIObject
 from router.doors.openai_messages import MAX_PARTS, CalledFunction, CallInHistory, ChatMessage, TextPart
 from router.text.completion_request import MAX_MESSAGES, MAX_ROLE_CHARS
@@ -20,8 +21,6 @@ _ID_PREFIX = {"message": "msg", "function_call": "fc", "function_call_output": "
 REFERENCE = "item_reference"
 _NEEDED = {"message": ("role", "content"), "function_call": ("call_id", "name", "arguments"),
            "function_call_output": ("call_id", "output"), REFERENCE: ("id",)}  # fmt: skip
-
-JSON = dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
+from cluster.words.request import FinishReason
+from router.doors.json_answer import JSON
 from router.doors.responses_events import part_of
 from router.text.answer_reader import CallSaid
 from router.text.events import Delta, Finished
-
-JSON = dict[str, Any]
 
 _PREFIX = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
@@ -63,7 +63,7 @@ class ResponseOutput:
         if finished and not self._items:
             self._opened("message")
         if self._open:
-            self._close("completed" if finished and finished.word != "length" else "incomplete")
+            self._close("completed" if finished and finished.reason is not FinishReason.LENGTH else "incomplete")
 
     @property
     def items(self) -> list[JSON]:

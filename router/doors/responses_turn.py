@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import msgspec
 from fastapi import Request
@@ -13,14 +12,12 @@ from msgspec import Raw
 from pydantic import ValidationError
 
 from cluster.words.errors import RequestError, UnknownResponse
-from router.doors.event_stream import to_json
+from router.doors.json_answer import JSON, to_json
 from router.doors.openai_fields import OpenAIObject
 from router.doors.opened import Asked
 from router.doors.responses_items import REFERENCE, InputItem, shown
 from router.doors.responses_types import ResponsesBody
 from router.text.completion_request import MAX_REQUEST_BYTES
-
-JSON = dict[str, Any]
 
 MAX_REFERRED = 64  # responses that the items of one body refer to
 PREVIOUS = "previous_response_id"

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 from msgspec import Raw
 from pydantic import AfterValidator, Field, PlainValidator
 
-from cluster.words.errors import RequestError, UnsupportedField
-from router.doors.event_stream import to_json
+from cluster.words.errors import RequestError
+from router.doors.json_answer import JSON, to_json
 from router.doors.openai_fields import Ignored, Only, OpenAIObject, Unsupported
 from router.doors.openai_grammar import ResponseFormat
 from router.doors.openai_messages import (
@@ -22,9 +22,9 @@ from router.doors.openai_messages import (
     ToolGiven,
     ToolNamed,
 )
-from router.doors.openai_types import ChatBody, TextBody
+from router.doors.openai_types import ChatBody, refuse_fields_of_others
 from router.doors.opened import AskingBody
-from router.doors.responses_items import JSON, Id, Items, Kinds, messages_of
+from router.doors.responses_items import Id, Items, Kinds, messages_of
 from router.text.completion_request import MAX_LOGPROBS, CompletionRequest
 
 _MAX_PAIRS = 16  # of metadata
@@ -168,9 +168,7 @@ class ResponsesBody(AskingBody):
 
     def requests(self, request_id: str, *, peer: str = "") -> list[CompletionRequest]:
         """The one request, as of a chat that says the same. Raises RequestError."""
-        for name, value in (self.model_extra or {}).items():
-            if name in {*ChatBody.model_fields, *TextBody.model_fields} and value not in (None, False, [], {}):
-                raise UnsupportedField(f"{name}: this endpoint does not take it", param=name)
+        refuse_fields_of_others(self)
         self.check_items()
         (request,) = self._chat().requests(request_id, peer=peer)
         is_formatted = request.grammar_field.startswith("response_format")

@@ -10,8 +10,8 @@ from starlette.responses import JSONResponse, Response
 
 from cluster.words.errors import RequestError
 from router.access.visit import Visit
-from router.doors.event_stream import to_json
 from router.doors.http_visits import HttpVisits, client_of, peer_of
+from router.doors.json_answer import json_answer
 from router.doors.openai_fields import OpenAIObject, ignored_header
 from router.doors.openai_messages import ChatSettings, Messages
 from router.text.completion import Completions
@@ -39,26 +39,18 @@ class DetokenizeBody(OpenAIObject):
     tokens: list[int]
 
 
-def add_tokens_api(app: FastAPI, completions: Completions, visits: HttpVisits) -> None:
-    api = _TokensApi(completions, visits)
-    app.add_api_route("/tokenize", api.tokenize, methods=["POST"])
-    app.add_api_route("/detokenize", api.detokenize, methods=["POST"])
-    app.add_api_route("/tokenizer_info", api.tokenizer_info, methods=["GET"])
-    app.add_api_route("/version", api.version, methods=["GET"])
-
-
-class _TokensApi:
+class TokensApi:
     """A key's limits count these as requests, and no tokens of theirs."""
 
     def __init__(self, completions: Completions, visits: HttpVisits) -> None:
         self._completions = completions
         self._visits = visits
 
-    async def tokenize(self, request: Request) -> Response:
-        return self._visits.answer(request, self._tokenize)
-
-    async def detokenize(self, request: Request) -> Response:
-        return self._visits.answer(request, self._detokenize)
+    def add_to(self, app: FastAPI) -> None:
+        app.add_api_route("/tokenize", self._visits.route(self._tokenize), methods=["POST"])
+        app.add_api_route("/detokenize", self._visits.route(self._detokenize), methods=["POST"])
+        app.add_api_route("/tokenizer_info", self.tokenizer_info, methods=["GET"])
+        app.add_api_route("/version", self.version, methods=["GET"])
 
     async def tokenizer_info(self) -> Response:
         """What a client needs to write a prompt as the model knows it: lm-eval asks, and then needs no tokenizer."""
@@ -113,5 +105,4 @@ class _TokensApi:
 
 
 async def _answer(answer: dict[str, Any], ignored: dict[str, str], visit: Visit) -> Response:
-    headers = {**await visit.charge([]), **ignored}
-    return Response(to_json(answer), media_type="application/json", headers=headers)
+    return json_answer(answer, {**await visit.charge([]), **ignored})

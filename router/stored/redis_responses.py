@@ -13,21 +13,19 @@ of them some of what is too old, whoever's it is.
 from __future__ import annotations
 
 import asyncio
-import struct
 from collections.abc import Callable
-from hashlib import blake2b
 from typing import Any, ParamSpec, TypeVar
 
 from redis.asyncio import Redis
 
-from cluster.words.seal import SEAL_BYTES, is_sealed, seal
+from cluster.words.keyed_hash import keyed_hash
+from cluster.words.seal import SEAL_BYTES, opened, sealed
 from router.stored.response_store import ENTRY_BYTES, MAX_VALUE_BYTES, SMALL_BYTES, StoreBounds
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _REDIS_TIME = -1
-_NAME_BYTES = 16
 
 # KEYS sorted set of all, sums. ARGV[1] the deployment's name.
 _DROP = """
@@ -162,24 +160,17 @@ class RedisResponses:
         return "{}:response:{}:{}".format(self._name, *place)
 
     def _sealed(self, place: tuple[str, str], value: bytes) -> bytes:
-        return seal(self._key, _bytes(place), value) + value
+        return sealed(value, self._key, _bytes(place))
 
     def _opened(self, place: tuple[str, str], found: bytes | None) -> bytes | None:
-        if found is None:
-            return None
-        shown, value = found[:SEAL_BYTES], found[SEAL_BYTES:]
-        return value if is_sealed(shown, self._key, _bytes(place), value) else None
+        return None if found is None else opened(found, self._key, _bytes(place))
 
     def _place(self, tenant: str, id: str) -> tuple[str, str]:
         """Hashes of the tenant, and of the id among that tenant's."""
         return self._hashed(tenant), self._hashed(tenant, id)
 
     def _hashed(self, *words: str) -> str:
-        digest = blake2b(key=self._key, digest_size=_NAME_BYTES, person=b"responses")
-        for word in words:
-            encoded = word.encode()
-            digest.update(struct.pack("<I", len(encoded)) + encoded)
-        return digest.hexdigest()
+        return keyed_hash(self._key, *words, person=b"responses")
 
 
 async def _aside(num_bytes: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -237,7 +237,7 @@ class Completion:
         """Log-probabilities that are told of its prompt."""
         return num_prompt_numbers(self.request, len(self.prompt_ids))
 
-    def bound_answers(self, max_tokens: int) -> None:
+    def shorten_answers(self, max_tokens: int) -> None:
         """No answer is longer. Before it runs."""
         self._sampling = replace(self._sampling, max_tokens=min(max_tokens, self._sampling.max_tokens))
         self.max_answer_tokens = self.num_choices * self._sampling.max_tokens

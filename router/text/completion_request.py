@@ -71,7 +71,7 @@ class ModelCard:
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionRequest:
-    """Every field but `seed` and `max_tokens` is resolved: for those, None means what the router chooses."""
+    """What a client left out has its default here, or None where the router chooses, or the model's template."""
 
     id: str  # the client's, or one that the door chose; it need not be unique
     prompt: str | Chat | tuple[int, ...]
@@ -110,7 +110,7 @@ class CompletionRequest:
     peer: str = ""  # who has connected, for the trail
     deadline_s: float | None = None  # remaining; None: the router's own limit
     # What is not the client's to say: router.access.client sets it.
-    key_id: str = ""  # of its API key, for logs
+    key_id: str = ""  # of its API key: for logs, and for its part of the threads that work on texts
     tenant: str = ""  # the queue is shared out fairly among tenants
     salt: str = ""  # what keys its prefix hashes
     max_answer: int | None = None  # tokens of one answer; None: no limit but the context

@@ -57,7 +57,7 @@ class Finished:
 
     @property
     def word(self) -> str:
-        """As clients are told."""
+        """By OpenAI's names, which gRPC has, too."""
         return "tool_calls" if self.num_calls and self.reason is FinishReason.STOP else self.reason.value
 
 

@@ -16,7 +16,7 @@ from docs.generate.__main__ import ROOT
 from router.access.access import Access
 from router.doors.certificates import Certificates
 from router.doors.grpc_api import open_grpc_api
-from router.doors.openai_api import create_app
+from router.doors.http_app import create_app
 from router.service import RouterService
 from router.text.completion import Completions
 from router.text.tokenizer import Tokenizer

@@ -620,7 +620,7 @@ _execute, _fetched, _computed = FakePool.execute, PromptQueue.fetched, TokenSequ
         (Decoding, "make_room", _without_room),
         (PromptQueue, "remove", _stay_reserved),
         (TokenSequence, "num_reusable", _reuse_the_scored),
-        (known_tokens, "has_room", lambda sequence, blocks: True),
+        (known_tokens, "take_room", lambda sequence, blocks: True),
         (SamplingRow, "known_token", _the_same_again),
         (TokenSequence, "computed", _one_position_only),
     ],

@@ -10,7 +10,7 @@ import httpx
 import openai
 
 from router.access.access import Access
-from router.doors.openai_api import create_app
+from router.doors.http_app import create_app
 from router.text.completion import Completions
 from tests.router.fake_token_service import FakeTokenService
 from tests.router.http_server import serve_http

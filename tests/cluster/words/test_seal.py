@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.words.seal import SEAL_BYTES, is_sealed, seal
+from cluster.words.seal import SEAL_BYTES, is_sealed, opened, seal, sealed
 
 _KEY = bytes(range(32))
 
@@ -26,3 +26,11 @@ def test_nothing_else_is_sealed_by_it(key: bytes, parts: tuple[bytes, ...]) -> N
     assert is_sealed(shown, _KEY, b"header", b"data")
     assert not is_sealed(shown, key, *parts)
     assert not is_sealed(shown[:-1], _KEY, b"header", b"data") and not is_sealed(b"", _KEY, b"header", b"data")
+
+
+def test_what_is_opened_is_what_was_sealed_under_the_same_words() -> None:
+    found = sealed(b"value", _KEY, b"place", b"1")
+    assert found == seal(_KEY, b"place", b"1", b"value") + b"value"
+    assert opened(found, _KEY, b"place", b"1") == b"value"
+    assert opened(found, _KEY, b"place", b"2") is None and opened(found, bytes(32), b"place", b"1") is None
+    assert opened(found[:-1], _KEY, b"place", b"1") is None and opened(b"", _KEY, b"place", b"1") is None

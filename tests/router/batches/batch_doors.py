@@ -16,7 +16,7 @@ from cluster.process.supervisor import Supervisor
 from router.access.access import Access
 from router.batches.batches import Batches
 from router.batches.bounds import BatchBounds
-from router.doors.openai_api import create_app
+from router.doors.http_app import create_app
 from router.metrics import Metrics
 from tests.router.fake_token_service import FakeTokenService
 from tests.router.http_server import serve_http
@@ -63,6 +63,7 @@ async def batch_router(
     bounds: BatchBounds = BOUNDS,
     at_a_time: int = 4,
     lease_s: float = 30.0,
+    again_s: float = 0.5,
     fake: FakeTokenService | None = None,
     client: Redis | None = None,
 ) -> AsyncIterator[BatchRouter]:
@@ -75,6 +76,7 @@ async def batch_router(
         client_of=access.client_of,
         at_a_time=at_a_time,
         lease_s=lease_s,
+        again_s=again_s,
     )
     service = completions(fake)
     tasks = Supervisor()

@@ -20,7 +20,7 @@ from router.access.keyring import Keyring
 from router.access.limits import Limits
 from router.access.local_limiter import LocalLimiter
 from router.batches.bounds import ENTRY_BYTES, MAX_LINE_BYTES, PART_BYTES, BatchBounds
-from router.doors.openai_api import create_app
+from router.doors.http_app import create_app
 from tests.router.access.keys import SALT_KEY, access_with, book_of, issue
 from tests.router.batches.batch_doors import BatchRouter, batch_router, chat_line, ended, jsonl, read, sent
 from tests.router.fake_token_service import FakeTokenService
@@ -382,6 +382,15 @@ async def test_what_serves_a_line_may_be_lost_for_a_while(router: BatchRouter) -
     router.fake.refuse = None
     done = await ended(router.client, batch)
     assert done.request_counts and done.request_counts.completed == 1
+
+
+async def test_a_line_that_loses_every_replica_ends_by_that(completions: MakeCompletions, empty_redis: str) -> None:
+    fake = FakeTokenService(refuse=ReplicaLost("no replica"))
+    async with batch_router(completions, empty_redis, fake=fake, again_s=0.001) as router:
+        done = await ended(router.client, await sent(router.client, jsonl([chat_line("a")])))
+        (error,) = await read(router.client, done.error_file_id)
+        assert 'outcome="replica_lost"} 6.0' in router.metrics, "once, and five times again"
+    assert error["response"]["status_code"] == 503 and error["response"]["body"]["error"]["code"] == "replica_lost"
 
 
 async def test_lists_go_on_where_they_ended(router: BatchRouter) -> None:

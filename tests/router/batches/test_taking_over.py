@@ -18,6 +18,7 @@ from tests.router.fake_token_service import FakeTokenService
 from tests.router.tiny_service import MakeCompletions
 from tests.waiting import told
 
+_REFUSED = 'outcome="invalid_value"'
 _LINES = [chat_line(f"{number}", max_tokens=1 + number % 2) for number in range(20)]
 
 
@@ -105,6 +106,24 @@ async def test_a_router_that_leaves_hands_over_at_once(completions: MakeCompleti
         done = await ended(other.client, batch)
         answers = await read(other.client, done.output_file_id)
     assert [one["custom_id"] for one in answers] == [line["custom_id"] for line in _LINES]
+
+
+async def test_a_line_that_was_refused_is_not_asked_again(completions: MakeCompletions, empty_redis: str) -> None:
+    lines = [*(chat_line(f"wrong-{number}", max_tokens=0) for number in range(4)), *_LINES]
+    async with batch_router(completions, empty_redis, fake=hanging_at(1)) as one:
+        batch = await sent(one.client, jsonl(lines))
+
+        async def all_are_refused() -> bool:
+            counts = (await one.client.batches.retrieve(batch.id)).request_counts
+            return bool(counts and counts.failed == 4)
+
+        await told(all_are_refused)
+        assert _REFUSED in one.metrics
+    async with batch_router(completions, empty_redis) as other:
+        done = await ended(other.client, batch)
+        assert _REFUSED not in other.metrics
+        errors = await read(other.client, done.error_file_id)
+    assert [error["custom_id"] for error in errors] == [line["custom_id"] for line in lines[:4]]
 
 
 async def test_one_router_at_a_time_works_on_a_batch(completions: MakeCompletions, empty_redis: str) -> None:

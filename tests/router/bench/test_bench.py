@@ -11,7 +11,7 @@ from router.access.access import Access
 from router.bench.clients import TimedStream, open_grpc, open_http
 from router.bench.run import RouterLoad, bench_router
 from router.doors.grpc_api import open_grpc_api
-from router.doors.openai_api import create_app
+from router.doors.http_app import create_app
 from tests.router.fake_token_service import FakeTokenService
 from tests.router.http_server import serve_http
 from tests.router.tiny_service import MakeCompletions

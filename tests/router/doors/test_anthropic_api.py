@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from cluster.words.errors import CapacityError, RateLimited, ReplicaLost, RequestError
 from router.access.access import Access
 from router.doors.anthropic_types import MessagesBody
-from router.doors.openai_api import create_app
+from router.doors.http_app import create_app
 from router.doors.openai_types import ChatBody
 from router.text.chat import Chat
 from router.text.tokenizer import Tokenizer
@@ -236,6 +236,18 @@ async def test_an_answer_keeps_to_a_schema(completions: MakeCompletions, byte_le
         assert grammar is not None and '"name"' in grammar.text
 
 
+_TWO_ANSWERED: list[dict[str, Any]] = [
+    *_USER,
+    {"role": "assistant", "content": [{"type": "tool_use", "id": id, "name": "f", "input": {}} for id in ("a", "b")]},
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": id, "content": id} for id in ("a", "b")]},
+]
+_TWO_ANSWERED_IN_A_CHAT = [
+    *_USER,
+    {"role": "assistant", "tool_calls": [{"id": id, "function": {"name": "f", "arguments": "{}"}} for id in "ab"]},
+    *({"role": "tool", "tool_call_id": id, "content": id} for id in "ab"),
+]
+
+
 def test_the_same_request_as_a_chats() -> None:
     """What an answer is bound to, and the messages, are the same at both endpoints."""
     function = {"name": "weather", "description": "Of a city.", "parameters": _SCHEMA}
@@ -248,6 +260,7 @@ def test_the_same_request_as_a_chats() -> None:
         ({"stop_sequences": ["a"], "seed": 3, "cache_salt": "s", "priority": 2, "metadata": {"user_id": "u"}},
          {"stop": "a", "seed": 3, "cache_salt": "s", "priority": 2, "user": "u"}),
         ({"system": "Be."}, {"messages": [{"role": "system", "content": "Be."}, *_USER]}),
+        ({"messages": _TWO_ANSWERED}, {"messages": _TWO_ANSWERED_IN_A_CHAT}),
     ]  # fmt: skip
     for ours, chats in both:
         (one,) = MessagesBody.model_validate({"max_tokens": 8, "messages": _USER, **ours}).requests("r")

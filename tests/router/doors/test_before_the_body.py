@@ -21,7 +21,7 @@ from router.access.limiter import Reservation
 from router.access.local_limiter import LocalLimiter
 from router.doors.connections import GRPC_DOOR
 from router.doors.grpc_api import open_grpc_api
-from router.doors.openai_api import create_app
+from router.doors.http_app import create_app
 from router.text.completion import Completions
 from router.text.completion_request import MAX_REQUEST_BYTES
 from tests.router.access.keys import IssuedKey, access_with, issue

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from router.access.access import Access
-from router.doors.openai_api import create_app
+from router.doors.http_app import create_app
 from router.text.completion_request import MAX_REQUEST_BYTES
 from tests.router.access.keys import IssuedKey, access_with, issue
 from tests.router.fake_token_service import FakeTokenService

@@ -16,7 +16,7 @@ from cluster.rpc.inference_pb2_grpc import InferenceStub
 from router.access.access import Access
 from router.doors.anthropic_types import MessagesBody
 from router.doors.grpc_api import open_grpc_api
-from router.doors.openai_api import create_app
+from router.doors.http_app import create_app
 from router.doors.openai_types import ChatBody, TextBody
 from router.doors.responses_types import ResponsesBody
 from tests.router.doors.both_doors import BothDoors

@@ -18,7 +18,7 @@ from openai.types import Completion
 from cluster.words.errors import RequestError, UnknownObject
 from router.access.access import Access
 from router.doors.held_streams import HeldStream
-from router.doors.openai_api import create_app
+from router.doors.http_app import create_app
 from tests.router.access.keys import access_with, issue
 from tests.router.fake_token_service import FakeTokenService
 from tests.router.http_server import serve_http
@@ -154,6 +154,24 @@ async def test_who_has_come_back_has_come_back() -> None:
     await is_left.wait()
 
 
+async def test_who_reads_is_not_left_because_somebody_else_has_gone() -> None:
+    is_left = asyncio.Event()
+    held = HeldStream(0.01, on_left=is_left.set)
+    await held.send(_START)
+
+    async def send(message: Any) -> None:
+        pass
+
+    first = asyncio.ensure_future(held.play(send))
+    await asyncio.sleep(0)
+    second = asyncio.ensure_future(held.play(send))
+    await first
+    await stays(lambda: not is_left.is_set(), for_s=0.1)
+    second.cancel()
+    await asyncio.gather(second, return_exceptions=True)
+    await is_left.wait()
+
+
 async def test_it_is_its_keys_and_keeps_its_place(completions: MakeCompletions) -> None:
     ours, theirs = issue("acme", concurrency=1), issue("zenith")
     fake = FakeTokenService(hang_after=3)
@@ -205,7 +223,7 @@ async def test_there_is_room_for_so_many_of_a_key_and_no_more(completions: MakeC
 
 
 async def test_what_nobody_reads_is_not_made_and_what_was_sent_makes_room() -> None:
-    held, sent = HeldStream(30.0, most_bytes=100), list[bytes]()
+    held, sent = HeldStream(30.0, max_bytes=100), list[bytes]()
     making = asyncio.ensure_future(_make(held, 40))
 
     async def send(message: Any) -> None:
@@ -221,7 +239,10 @@ async def test_what_nobody_reads_is_not_made_and_what_was_sent_makes_room() -> N
         await held.play(send, after=1)
     with pytest.raises(RequestError):
         await held.play(send, after=41)
-    await held.play(send, after=40)
+    for after in (40, 40 - held.num_held):
+        await held.play(send, after=after)
+    with pytest.raises(UnknownObject):  # the first that is missing is the last that was dropped
+        await held.play(send, after=40 - held.num_held - 1)
 
 
 async def _make(held: HeldStream, num: int) -> None:
@@ -239,7 +260,7 @@ def test_whatever_breaks_a_client_has_every_event_once(together: list[int], brea
     """breaks: after so many pieces a connection breaks, and so many of its last events never came."""
 
     async def play() -> list[int]:
-        held, got = HeldStream(30.0, most_bytes=400), list[int]()
+        held, got = HeldStream(30.0, max_bytes=400), list[int]()
 
         async def make() -> None:
             await held.send(_START)

@@ -14,7 +14,7 @@ from cluster.rpc.inference_pb2_grpc import InferenceStub
 from router.access.access import Access
 from router.doors import grpc_api, opened
 from router.doors.grpc_api import open_grpc_api
-from router.doors.openai_api import create_app
+from router.doors.http_app import create_app
 from router.doors.openai_types import ChatBody
 from tests.router.fake_token_service import FakeTokenService
 from tests.router.http_server import serve_http

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from starlette.types import Message
 
 from router.access.access import Access
-from router.doors.openai_api import create_app
+from router.doors.http_app import create_app
 from router.text.completion_request import MAX_REQUEST_BYTES
 from tests.router.fake_token_service import FakeTokenService
 from tests.router.http_server import serve_http

@@ -23,7 +23,7 @@ from cluster.rpc.inference_pb2_grpc import InferenceStub
 from router.access.access import Access
 from router.access.limiter import WINDOW
 from router.doors.grpc_api import open_grpc_api
-from router.doors.openai_api import create_app
+from router.doors.http_app import create_app
 from tests.router.access.keys import IssuedKey, access_with, issue
 from tests.router.fake_token_service import FakeTokenService
 from tests.router.http_server import serve_http
@@ -86,7 +86,16 @@ async def test_with_a_key_one_is_let_in_at_both_doors(completions: MakeCompletio
 
 @pytest.mark.parametrize(
     "path",
-    ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/x", "/v1/models", "/v1/models/x", "/x"],
+    [
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/responses/x",
+        "/v1/models",
+        "/v1/models/x",
+        "/x",
+        "/healthy",  # is not below /health
+    ],
 )
 async def test_without_a_key_one_is_told_so(completions: MakeCompletions, path: str) -> None:
     async with both(completions, access_with(issue("acme"))) as doors:

@@ -18,7 +18,7 @@ from cluster.rpc.inference_pb2_grpc import InferenceStub
 from router.access.access import Access
 from router.doors.connections import GRPC_DOOR, HTTP_DOOR
 from router.doors.grpc_api import open_grpc_api
-from router.doors.openai_api import create_app
+from router.doors.http_app import create_app
 from tests.event_loops import on_both_loops
 from tests.router.fake_token_service import FakeTokenService
 from tests.router.http_server import serve_http

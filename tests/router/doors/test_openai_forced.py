@@ -9,8 +9,11 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from cluster.grammar.compiler import GrammarCompiler
+from cluster.rpc import inference_pb2 as pb
 from cluster.words.errors import RequestError
+from cluster.words.grammar import GrammarKind
 from router.doors.anthropic_types import MessagesBody
+from router.doors.grpc_messages import request_of
 from router.doors.openai_forced import forced_grammar
 from router.doors.openai_messages import ToolGiven
 from router.doors.openai_types import ChatBody
@@ -72,6 +75,18 @@ def test_a_call_points_into_its_own_tool(compiler: GrammarCompiler) -> None:
     assert not listed.is_valid([{"name": "f", "arguments": {"a": 1, "next": [{"name": "f", "arguments": {"a": 1}}]}}])
 
 
+def test_a_schema_is_enforced_whole_where_every_tool_that_may_be_called_asks_for_that() -> None:
+    strict, other = _tool("f", {}), ToolGiven.model_validate({"type": "function", "function": {"name": "g"}})
+    whole, lenient = GrammarKind.JSON_SCHEMA, GrammarKind.LENIENT_JSON_SCHEMA
+    for name, tools, kind in [
+        ("f", [strict, other], whole),
+        ("g", [strict, other], lenient),
+        ("", [strict], whole),
+        ("", [strict, other], lenient),
+    ]:
+        assert forced_grammar(name, tools, is_parallel=True).kind is kind
+
+
 def test_a_schema_within_schemas_without_end_is_refused_by_name() -> None:
     schema: dict[str, Any] = {"type": "string"}
     for _ in range(900):
@@ -115,3 +130,18 @@ def test_a_format_of_text_changes_nothing_about_a_call_that_is_bound_to_come(kin
     }
     asked, bare = ((kind.model_validate(body).requests("r")) for body in (fields, without))
     assert without != fields and asked == bare and asked[0].grammar_field == "tools"
+
+
+def test_over_grpc_a_tool_is_as_strict_and_a_choice_that_says_no_chooses_nothing() -> None:
+    user, strict, other = pb.ChatMessage(role="user", content="hi"), pb.Tool(name="f", strict=True), pb.Tool(name="g")
+    for choice, tools, kind in [
+        (pb.ToolChoice(required=True), [strict], GrammarKind.JSON_SCHEMA),
+        (pb.ToolChoice(required=True), [strict, other], GrammarKind.LENIENT_JSON_SCHEMA),
+        (pb.ToolChoice(name="f"), [strict, other], GrammarKind.JSON_SCHEMA),
+        (pb.ToolChoice(required=False), [strict], None),
+        (pb.ToolChoice(name=""), [strict], None),
+        (pb.ToolChoice(none=False), [strict], None),
+    ]:
+        message = pb.GenerateRequest(chat=pb.Chat(messages=[user], tools=tools, tool_choice=choice))
+        grammar = request_of(message, deadline_s=None, max_context=64).grammar
+        assert (grammar and grammar.kind) is kind

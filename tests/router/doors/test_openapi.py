@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from router.access.access import Access
 from router.doors.health_api import HealthProbes
-from router.doors.openai_api import create_app
+from router.doors.http_app import create_app
 from router.doors.openai_fields import OpenAIObject
 from router.doors.openapi import ENDPOINTS, openapi_document
 from tests.router.access.keys import access_with, issue

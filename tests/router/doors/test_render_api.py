@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from router.access.access import Access
-from router.doors.openai_api import create_app
+from router.doors.http_app import create_app
 from tests.router.access.keys import access_with, issue
 from tests.router.fake_token_service import FakeTokenService
 from tests.router.http_server import serve_http

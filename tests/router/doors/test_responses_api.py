@@ -23,7 +23,7 @@ from cluster.words.errors import ReplicaLost
 from cluster.words.grammar import ANY_OBJECT, GrammarKind
 from router.access.access import Access
 from router.doors.held_answer import HeldAnswer
-from router.doors.openai_api import create_app
+from router.doors.http_app import create_app
 from router.doors.responses_turn import StoredTurn
 from router.doors.responses_types import ResponsesBody
 from router.stored.response_store import MAX_VALUE_BYTES, StoreBounds
@@ -455,6 +455,7 @@ async def test_a_stream_that_fails_says_so(serve: Serve) -> None:
         failed = events[-1]
         assert [event.sequence_number for event in events] == [*range(len(events))]
         assert (failed.type, failed.response.status) == ("response.failed", "failed")
+        assert [event.response.model_extra["store"] for event in (events[0], failed)] == [True, False]
         assert (failed.response.error.code, failed.response.error.message) == ("server_error", "decode-0 is gone")
         assert failed.response.output[0].status == "incomplete" and "One two".startswith(failed.response.output_text)
         with pytest.raises(openai.InternalServerError, match="decode-0 is gone"):

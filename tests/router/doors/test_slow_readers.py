@@ -14,7 +14,7 @@ from cluster.rpc import inference_pb2 as pb
 from cluster.rpc.inference_pb2_grpc import InferenceStub
 from router.access.access import Access
 from router.doors.grpc_api import open_grpc_api
-from router.doors.openai_api import create_app
+from router.doors.http_app import create_app
 from router.text.completion import Completions
 from tests.router.fake_token_service import FakeTokenService
 from tests.router.http_server import serve_http

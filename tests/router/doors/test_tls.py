@@ -24,7 +24,7 @@ from router.access.access import Access
 from router.doors.certificates import Certificates
 from router.doors.connections import HTTP_DOOR
 from router.doors.grpc_api import GrpcApi, open_grpc_api
-from router.doors.openai_api import create_app
+from router.doors.http_app import create_app
 from tests.event_loops import on_both_loops
 from tests.router.access.keys import access_with, issue
 from tests.router.doors.certificate_files import CertificateFiles, write_certificate

@@ -13,7 +13,7 @@ from cluster.rpc import inference_pb2 as pb
 from cluster.rpc.inference_pb2_grpc import InferenceStub
 from router.access.access import Access
 from router.doors.grpc_api import open_grpc_api
-from router.doors.openai_api import create_app
+from router.doors.http_app import create_app
 from router.text.tokenizer import Tokenizer
 from tests.router.access.keys import access_with, issue
 from tests.router.fake_token_service import FakeTokenService

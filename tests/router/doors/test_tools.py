@@ -21,7 +21,7 @@ from cluster.rpc.inference_pb2_grpc import InferenceStub
 from router.access.access import Access
 from router.doors.grpc_api import open_grpc_api
 from router.doors.grpc_chat import chat_of
-from router.doors.openai_api import create_app
+from router.doors.http_app import create_app
 from router.text.tokenizer import Tokenizer
 from tests.router.fake_token_service import FakeTokenService
 from tests.router.http_server import serve_http
@@ -138,12 +138,13 @@ async def test_what_is_no_call_is_text(completions: MakeCompletions, byte_level:
             _say(door, byte_level, text)
             (choice,) = (await door.client.chat.completions.create(**fields)).choices
             assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (text, None, "stop")
-        said = arguments = ""
+        said, pieces = "", list[str | None]()
         async for chunk in await door.client.chat.completions.create(**fields, stream=True):
             (part,) = chunk.choices
             said += part.delta.content or ""
-            arguments += "".join(call.function.arguments or "" for call in part.delta.tool_calls or [] if call.function)
-        assert (said, arguments) == ("oh}} </tool_call> well", '{"city": ') and part.finish_reason == "stop"
+            pieces += [call.function.arguments for call in part.delta.tool_calls or [] if call.function]
+        assert (said, "".join(piece or "" for piece in pieces)) == ("oh}} </tool_call> well", '{"city": ')
+        assert "" not in pieces[1:] and part.finish_reason == "stop", "that it is broken is no piece of it"
         _say(door, byte_level, _PARIS)
         (choice,) = (await door.client.chat.completions.create(**fields, tool_choice="none")).choices
         assert (choice.message.content, choice.message.tool_calls) == (_PARIS, None)

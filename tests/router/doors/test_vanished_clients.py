@@ -14,7 +14,7 @@ import pytest
 from cluster.rpc import inference_pb2 as pb
 from router.access.access import Access
 from router.doors.grpc_api import open_grpc_api
-from router.doors.openai_api import create_app
+from router.doors.http_app import create_app
 from tests import hosts
 from tests.hosts import Cable
 from tests.router.access.keys import access_with, issue

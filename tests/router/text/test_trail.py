@@ -13,7 +13,7 @@ import pytest
 
 from cluster.words.errors import RequestError
 from router.access.access import Access
-from router.doors.openai_api import create_app
+from router.doors.http_app import create_app
 from router.text.completion_request import CompletionRequest
 from router.text.trail import RequestTrail
 from tests.router.fake_token_service import FakeTokenService

@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import Raw
 
 from cluster.words.prompt_logprobs import PromptLogprobs
-from router.doors.event_stream import to_json
+from router.doors.json_answer import to_json
 from router.text.choice_text import Detokenizer
 from router.text.completion import Completion
 from router.text.text_threads import TextThreads
