@@ -46,10 +46,9 @@ class FilesApi:
     async def _create(self, request: Request, visit: Visit) -> Response:
         with self._visits.noted(request):
             batches = has_batches(self._batches)
+            upload = _Upload(batches.new_file(tenant_of(request)), max_file_bytes=batches.max_file_bytes)
             announced = request.headers.get("content-length", "")
-            if announced.isdecimal() and int(announced) > batches.max_file_bytes + _MAX_BESIDE:
-                raise RequestTooLarge(f"file: at most {batches.max_file_bytes} bytes are taken here", param="file")
-            upload = _Upload(batches.new_file(tenant_of(request)))
+            upload.check_size(int(announced) if announced.isdecimal() else 0)
             try:
                 record = await upload.taken(request)
             except BaseException:
@@ -93,18 +92,27 @@ class FilesApi:
 class _Upload:
     """A file on its way in. What comes of it is kept as it comes: this process has little of it at a time."""
 
-    def __init__(self, file: NewFile) -> None:
+    def __init__(self, file: NewFile, *, max_file_bytes: int) -> None:
         self.file = file
+        self._max_file_bytes = max_file_bytes
         self._fields: dict[str, str] = {}
         self._filename: str | None = None
         self._is_file = False  # what comes belongs to it
 
+    def check_size(self, num_bytes: int) -> None:
+        """Of the whole body: what stands beside the file is little. Raises RequestTooLarge."""
+        if num_bytes > self._max_file_bytes + _MAX_BESIDE:
+            raise RequestTooLarge(f"file: at most {self._max_file_bytes} bytes are taken here", param="file")
+
     async def taken(self, request: Request) -> FileRecord:
         """Raises RequestError and what NewFile raises, and HTTPException 408."""
         reader = MultipartReader(request.headers.get("content-type", ""))
+        num_bytes = 0
         try:
             async with asyncio.timeout(_WITHIN_S), aclosing(request.stream()) as pieces:
                 async for piece in pieces:
+                    num_bytes += len(piece)
+                    self.check_size(num_bytes)
                     await self._take(reader, piece)
         except TimeoutError:
             raise HTTPException(408, headers={"connection": "close"}) from None

@@ -270,6 +270,28 @@ async def test_a_tenants_room_is_bounded_and_comes_back(completions: MakeComplet
         assert not client.keys("d:offline:data:*") and not client.keys("d:offline:file:*")
 
 
+@pytest.mark.parametrize("beside", ["before the first part", "in a part of another name", "behind the last"])
+async def test_what_stands_beside_a_file_is_bounded(
+    completions: MakeCompletions, empty_redis: str, beside: str
+) -> None:
+    """Also where the client does not say how long its body is."""
+
+    async def body() -> AsyncIterator[bytes]:
+        if beside != "before the first part":
+            yield b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b\r\n'
+            yield b'Content-Disposition: form-data; name="other"; filename="f"\r\n\r\n{}'
+        if beside == "behind the last":
+            yield b"\r\n--b--\r\n"
+        for _ in range(400):
+            yield b"x" * 4096
+
+    async with batch_router(completions, empty_redis, bounds=BatchBounds(max_bytes=2**20)) as router:
+        async with httpx.AsyncClient(base_url=router.address) as http:
+            headers = {"content-type": "multipart/form-data; boundary=b"}
+            answer = await http.post("/v1/files", headers=headers, content=body())
+            assert (answer.status_code, answer.json()["error"]["param"]) == (413, "file")
+
+
 async def test_what_answers_need_beyond_the_room_ends_a_batch(completions: MakeCompletions, empty_redis: str) -> None:
     bounds = BatchBounds(max_bytes=2 * (4 * ENTRY_BYTES + 8192))
     async with batch_router(completions, empty_redis, bounds=bounds, at_a_time=1) as router:
