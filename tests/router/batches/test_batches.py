@@ -105,6 +105,14 @@ async def test_a_line_that_is_refused_is_in_the_error_file_with_the_answer_that_
     assert long["response"]["body"]["error"]["message"]
 
 
+async def test_each_answer_is_one_line_however_lines_are_told_apart(router: BatchRouter) -> None:
+    odd = "a\x85b\u2028c\u2029d\u2028"
+    lines = [chat_line(odd), chat_line(f"{odd}2", user=odd * 100)]
+    done = await ended(router.client, await sent(router.client, jsonl(lines)))
+    assert [line["custom_id"] for line in await read(router.client, done.output_file_id)] == [odd]
+    assert [line["custom_id"] for line in await read(router.client, done.error_file_id)] == [f"{odd}2"]
+
+
 async def test_every_line_is_checked_before_any_is_answered(router: BatchRouter) -> None:
     lines: list[Any] = [
         chat_line("a"),
