@@ -20,6 +20,7 @@ from router.access.keyring import Keyring
 from router.access.limits import Limits
 from router.access.local_limiter import LocalLimiter
 from router.batches.bounds import ENTRY_BYTES, MAX_LINE_BYTES, PART_BYTES, BatchBounds
+from router.doors import files_api
 from router.doors.openai_api import create_app
 from tests.router.access.keys import SALT_KEY, access_with, book_of, issue
 from tests.router.batches.batch_doors import BatchRouter, batch_router, chat_line, ended, jsonl, read, sent
@@ -298,6 +299,20 @@ async def test_what_stands_beside_a_file_is_bounded(
             headers = {"content-type": "multipart/form-data; boundary=b"}
             answer = await http.post("/v1/files", headers=headers, content=body())
             assert (answer.status_code, answer.json()["error"]["param"]) == (413, "file")
+
+
+async def test_files_that_are_being_read_are_bounded(
+    completions: MakeCompletions, empty_redis: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files_api, "MAX_HELD", 40_000)
+    async with batch_router(completions, empty_redis) as router:
+        client, ids = router.client, dict[int, str]()
+        for size in (50_000, 30_000, 10_000):
+            ids[size] = (await client.files.create(file=("a", b"x" * size), purpose="batch")).id
+        with pytest.raises(openai.RateLimitError, match="too many large files"):
+            await client.files.content(ids[50_000])
+        for size in (30_000, 30_000, 10_000):
+            assert len((await client.files.content(ids[size])).content) == size, "each gives its room back"
 
 
 async def test_what_answers_need_beyond_the_room_ends_a_batch(completions: MakeCompletions, empty_redis: str) -> None:
