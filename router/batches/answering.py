@@ -12,6 +12,9 @@ import msgspec
 from router.access.client import Client
 from router.batches.lines import AskedLine
 
+# JSON may have these as they are; to Python's splitlines, by which clients read such a file, each ends a line.
+_LINE_ENDS = {end.encode(): b"\\u%04x" % ord(end) for end in "\x85\u2028\u2029"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class LineAnswer:
@@ -52,4 +55,7 @@ def error_line(line: AskedLine, code: str, message: str) -> bytes:
 def _line(line: AskedLine, response: object, error: object) -> bytes:
     id = f"batch_req_{secrets.token_hex(16)}"
     written = {"id": id, "custom_id": line.custom_id, "response": response, "error": error}
-    return msgspec.json.encode(written) + b"\n"
+    text = msgspec.json.encode(written)
+    for end, escaped in _LINE_ENDS.items():
+        text = text.replace(end, escaped)
+    return text + b"\n"

@@ -32,7 +32,7 @@ T = TypeVar("T", FileRecord, BatchMade, BatchState)
 
 PENDING_S = 900.0  # a file that is being sent goes so long after its latest part
 _RECORD, _STATE = -1, -2  # what a seal is of, where it is of no part
-_READ_BYTES = 2**20  # of one answer of Redis, about
+READ_BYTES = 2**20  # of one answer of Redis, about
 _SWEPT_AT_ONCE = 20
 
 
@@ -87,7 +87,7 @@ class RedisBatches:
 
     async def parts(self, file: HashedPlace, numbers: Sequence[int], *, part_bytes: int) -> AsyncIterator[bytes]:
         """part_bytes: of one, about. Ends early where one is gone, or is not what was put."""
-        at_once = max(1, _READ_BYTES // max(1, part_bytes))
+        at_once = max(1, READ_BYTES // max(1, part_bytes))
         for begin in range(0, len(numbers), at_once):
             some = numbers[begin : begin + at_once]
             found: Any = await self._redis.hmget(self._at("data", file), [str(number) for number in some])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Mapping
+from contextlib import ExitStack, aclosing
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from cluster.words.errors import RequestError, RequestTooLarge
 from router.access.visit import Visit
@@ -15,15 +17,19 @@ from router.batches.batches import Batches
 from router.batches.bounds import MAX_FILES
 from router.batches.new_file import NewFile
 from router.batches.records import INPUT, FileRecord
+from router.batches.redis_batches import READ_BYTES
 from router.doors.batches_api import has_batches
 from router.doors.http_visits import HttpVisits, tenant_of
 from router.doors.json_answer import json_answer
 from router.doors.multipart import Field, FileBegin, MultipartReader
 from router.doors.pages import is_newest_first, page, page_size
+from router.stored.held_bytes import HeldBytes
+from router.stored.response_store import SMALL_BYTES
 
 _WITHIN_S = 600.0  # in which a file has come
 _MAX_BESIDE = 64 * 2**10  # bytes of a body beside its file
 _MAX_NAME = 256
+MAX_HELD = 256 * 2**20  # bytes of files that are being read: of each so many at a time as come from Redis together
 _LEAST_KEPT_S = 3600  # what a client may ask for at least
 
 
@@ -33,6 +39,7 @@ class FilesApi:
     def __init__(self, visits: HttpVisits, batches: Batches | None) -> None:
         self._visits = visits
         self._batches = batches
+        self._held = HeldBytes(MAX_HELD, "files")  # by tenant
 
     def add_to(self, app: FastAPI) -> None:
         for path, method, endpoint in (
@@ -47,10 +54,9 @@ class FilesApi:
     async def _create(self, request: Request, visit: Visit) -> Response:
         with self._visits.noted(request):
             batches = has_batches(self._batches)
+            upload = _Upload(batches.new_file(tenant_of(request)), max_file_bytes=batches.max_file_bytes)
             announced = request.headers.get("content-length", "")
-            if announced.isdecimal() and int(announced) > batches.max_file_bytes + _MAX_BESIDE:
-                raise RequestTooLarge(f"file: at most {batches.max_file_bytes} bytes are taken here", param="file")
-            upload = _Upload(batches.new_file(tenant_of(request)))
+            upload.check_size(int(announced) if announced.isdecimal() else 0)
             try:
                 record = await upload.taken(request)
             except BaseException:
@@ -80,31 +86,56 @@ class FilesApi:
         return json_answer({"id": id, "object": "file", "deleted": True}, await visit.charge([]))
 
     async def _content(self, request: Request, visit: Visit) -> Response:
-        record = await self._found(request)
-        content = has_batches(self._batches).content(tenant_of(request), record)
-        headers = {**await visit.charge([]), "content-length": str(record.num_bytes)}
-        return StreamingResponse(content, media_type="application/octet-stream", headers=headers)
+        record, tenant = await self._found(request), tenant_of(request)
+        with ExitStack() as held:
+            if record.num_bytes > SMALL_BYTES:
+                with self._visits.noted(request):
+                    held.enter_context(self._held.during(tenant, min(record.num_bytes, READ_BYTES)))
+            headers = {**await visit.charge([]), "content-length": str(record.num_bytes)}
+            return _Content(has_batches(self._batches).content(tenant, record), headers, held.pop_all())
 
     async def _found(self, request: Request) -> FileRecord:
         with self._visits.noted(request):
             return await has_batches(self._batches).file(tenant_of(request), request.path_params["id"])
 
 
+class _Content(StreamingResponse):
+    """Of a file, which counts as held until it has been written, or its client is cut off."""
+
+    def __init__(self, content: AsyncIterator[bytes], headers: Mapping[str, str], held: ExitStack) -> None:
+        """held: is closed at the end, whichever that is."""
+        super().__init__(content, media_type="application/octet-stream", headers=headers)
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._held:
+            await super().__call__(scope, receive, send)
+
+
 class _Upload:
     """A file on its way in. What comes of it is kept as it comes: this process has little of it at a time."""
 
-    def __init__(self, file: NewFile) -> None:
+    def __init__(self, file: NewFile, *, max_file_bytes: int) -> None:
         self.file = file
+        self._max_file_bytes = max_file_bytes
         self._fields: dict[str, str] = {}
         self._filename: str | None = None
         self._is_file = False  # what comes belongs to it
 
+    def check_size(self, num_bytes: int) -> None:
+        """Of the whole body: what stands beside the file is little. Raises RequestTooLarge."""
+        if num_bytes > self._max_file_bytes + _MAX_BESIDE:
+            raise RequestTooLarge(f"file: at most {self._max_file_bytes} bytes are taken here", param="file")
+
     async def taken(self, request: Request) -> FileRecord:
         """Raises RequestError and what NewFile raises, and HTTPException 408."""
         reader = MultipartReader(request.headers.get("content-type", ""))
+        num_bytes = 0
         try:
             async with asyncio.timeout(_WITHIN_S), aclosing(request.stream()) as pieces:
                 async for piece in pieces:
+                    num_bytes += len(piece)
+                    self.check_size(num_bytes)
                     await self._take(reader, piece)
         except TimeoutError:
             raise HTTPException(408, headers={"connection": "close"}) from None

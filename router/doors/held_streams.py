@@ -43,6 +43,7 @@ class HeldStream:
         self._is_left = False
         self._reader = 0  # the number of the connection that reads
         self._leaving: asyncio.TimerHandle | None = None
+        self._making: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._change: asyncio.Future[None] = self._loop.create_future()  # of anything; then there is another
 
@@ -58,7 +59,7 @@ class HeldStream:
         if message["type"] == "http.response.start":
             self._start = message
             if message["status"] != 200:
-                self.leave()
+                self._forget()
         else:
             for event in self._cut(message.get("body", b"")):
                 await self._put(event)
@@ -68,7 +69,7 @@ class HeldStream:
     async def outlive(self, making: Coroutine[Any, Any, None], playing: Coroutine[Any, Any, object]) -> None:
         """Make the answer, while it is played to the connection that asked for it; after the end of that, go on until
         it is made, or nobody wants it any more."""
-        task = asyncio.ensure_future(making)
+        task = self._making = asyncio.ensure_future(making)
         task.add_done_callback(lambda _: self._changed())
         try:
             await playing
@@ -78,7 +79,13 @@ class HeldStream:
             await asyncio.gather(task, return_exceptions=True)
 
     def leave(self) -> None:
-        """Nobody wants it any more."""
+        """Nobody wants it any more: it is not made further, whoever still reads."""
+        self._forget()
+        if self._making:
+            self._making.cancel()
+
+    def _forget(self) -> None:
+        """Nobody can take it up any more."""
         if not self._is_left:
             self._is_left = True
             self._on_left()
@@ -88,7 +95,8 @@ class HeldStream:
 
     async def play(self, send: Send, *, after: int = 0) -> None:
         """To a connection, from behind event `after` until the answer's end, or until another connection reads. Raises
-        RequestError, and UnknownObject for events that are not here any more."""
+        RequestError, and UnknownObject for events that are not here any more, or an answer that was ended before it
+        began."""
         if not 0 <= after <= self._num_dropped + len(self._events):
             raise RequestError(f"{AFTER}: this answer has no event {after}", param=AFTER)
         if after < self._num_dropped:
@@ -100,8 +108,9 @@ class HeldStream:
             self._leaving.cancel()
         self._changed()  # for the connection before, and for who waits for room
         try:
-            await self._until(lambda: self._start is not None)
-            assert self._start
+            await self._until(lambda: self._start or self._is_left)
+            if not self._start:
+                raise UnknownObject("this answer was ended before it began")
             await send({**self._start, "headers": list(self._start["headers"])})
             while events := await self._after(reader):
                 await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})

@@ -7,6 +7,7 @@ busy     from the end of a header until that request, and those that were sent b
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable
 from email.utils import formatdate
@@ -21,6 +22,7 @@ from router.doors.connections import ConnectionLimits
 from router.doors.json_answer import to_json
 from router.doors.openai_errors import http_error
 
+_UPGRADE = re.compile(rb"^(?=upgrade[ \t]*:)", re.IGNORECASE | re.MULTILINE)
 _PROGRESS = 16 << 10  # bytes that must leave within the time for reading, where more than 64 KiB wait
 
 
@@ -106,6 +108,7 @@ class HttpConnection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if not self._is_busy:
             self._await_header()
+            data = _without_upgrade(data)
         self._num_fed += len(data)
         super().data_received(data)
         if self._num_fed > self._limits.header_bytes and not self.transport.is_closing():  # of a trailer, too
@@ -135,6 +138,8 @@ class HttpConnection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():  # its body would be taken for the next request
+            raise ValueError("another protocol is asked for")
         if self._is_busy and len(self.pipeline) >= self._limits.pipelined:
             raise ValueError("too many requests, one behind the other")
         self._num_fed = self._num_header_bytes = 0
@@ -225,6 +230,13 @@ class HttpConnection(HttpToolsProtocol):
         if self._reading_due:
             self._reading_due.cancel()
         self._reading_due = self.loop.call_later(self._connections.max_unread_s, then, *args)
+
+
+def _without_upgrade(data: bytes) -> bytes:
+    """No request is asked to go on in another protocol, which clients offer (Java's own, with every first one: h2c) and
+    a server may pass over (RFC 9110, 7.8): the parser would not read its body."""
+    header, end, rest = data.partition(b"\r\n\r\n")
+    return b"%b%b%b" % (_UPGRADE.sub(b"x-", header), end, rest)
 
 
 @lru_cache(maxsize=1)

@@ -48,8 +48,15 @@ class MultipartReader:
         self._num_parts = 0
         self.is_over = False
 
+    @property
+    def num_held(self) -> int:
+        """Bytes, of which it is not known yet what they are."""
+        return len(self._held)
+
     def feed(self, piece: bytes) -> Iterator[Field | FileBegin | bytes]:
         """Fields, the beginnings of files, and what is in these. Raises RequestError."""
+        if self.is_over:
+            return  # what comes after does not count, and is not kept
         self._held += piece
         while not self.is_over:
             at = self._held.find(self._mark)
@@ -62,7 +69,7 @@ class MultipartReader:
             if len(ending) < 2:
                 return
             if ending == b"--":
-                self.is_over = True
+                self.is_over, self._held = True, b""
                 yield from self._part_ends()
                 return
             end = self._held.find(b"\r\n\r\n", len(self._mark))

@@ -72,7 +72,7 @@ class OpenAIApi:
         num_echo_logprobs = body.logprobs if isinstance(body, TextBody) and body.echo else None
         has_answer = not (isinstance(body, TextBody) and body.is_prompt_all)
         for one in opened:
-            echo = await self._completions.prompts.text_of(one.request, one.prompt_ids) if has_echo else ""
+            echo = await one.prompt_text() if has_echo else ""
             num_echoed += len(echo) * one.n
             _check_repeated(body, opened, num_echoed)
             forms.append(TextForm(tokenizer, echo=echo, num_echo_logprobs=num_echo_logprobs, has_answer=has_answer))

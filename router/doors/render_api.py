@@ -47,7 +47,7 @@ class RenderApi:
         """The text is an extension: vLLM has the tokens alone. Raises RequestError."""
         rendered, num_chars = list[JSON](), 0
         for one in opened:
-            text = await self._completions.prompts.text_of(one.request, one.prompt_ids)
+            text = await one.prompt_text()
             num_chars += len(text) + ID_CHARS * len(one.prompt_ids)
             if num_chars > MAX_REPEATED:
                 raise RequestError("prompt: is too much for an answer to repeat; ask for fewer at once", param="prompt")

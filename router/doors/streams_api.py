@@ -9,14 +9,16 @@ from starlette.types import Receive, Scope, Send
 from router.doors.event_stream import while_connected
 from router.doors.held_streams import HeldStream, HeldStreams, number_after
 
+_PATH = "/v1/streams/{request_id:path}"  # a client may have slashes in its ids
+
 
 class StreamsApi:
     def __init__(self, streams: HeldStreams) -> None:
         self._streams = streams
 
     def add_to(self, app: FastAPI) -> None:
-        app.add_api_route("/v1/streams/{request_id}", self.take_up, methods=["GET"])
-        app.add_api_route("/v1/streams/{request_id}", self.end, methods=["DELETE"])
+        app.add_api_route(_PATH, self.take_up, methods=["GET"])
+        app.add_api_route(_PATH, self.end, methods=["DELETE"])
 
     async def take_up(self, request_id: str, request: Request) -> Response:
         return _TakenUp(self._streams.find(request.scope, request_id), number_after(request.scope))

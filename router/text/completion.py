@@ -106,7 +106,8 @@ class Completions:
         try:
             check(request, self.model)
             clock = TokenClock(self.metrics, num_choices=request.num_choices)
-            prompt_ids = truncated(await self.prompts.encode(request, num_beside=num_beside), request, self.model)
+            given_ids = await self.prompts.encode(request, num_beside=num_beside)
+            prompt_ids = truncated(given_ids, request, self.model)
             num_numbers = num_prompt_numbers(request, len(prompt_ids))
             check_prompt_numbers(num_numbers, param=request.prompt_logprobs_field)
             grammar = None
@@ -125,7 +126,16 @@ class Completions:
             self.trail.refused(request, error)
             raise
         limit_s = self.max_request_s if request.deadline_s is None else min(request.deadline_s, self.max_request_s)
-        return Completion(self, request, prompt_ids, sampling, grammar=grammar, clock=clock, limit_s=limit_s)
+        return Completion(
+            self,
+            request,
+            prompt_ids,
+            sampling,
+            is_cut=len(prompt_ids) < len(given_ids),
+            grammar=grammar,
+            clock=clock,
+            limit_s=limit_s,
+        )
 
     async def _bound(self, request: CompletionRequest, grammar: Grammar, prompt: str) -> Grammar | None:
         making = partial(bound_answer, request, self.prompts.dialect, prompt)
@@ -155,15 +165,19 @@ class Completion:
         prompt_ids: tuple[int, ...],
         sampling: Sampling,
         *,
+        is_cut: bool,
         grammar: Grammar | None,
         clock: TokenClock,
         limit_s: float,
     ) -> None:
+        """is_cut: the prompt has fewer tokens than the client gave."""
         self.request = request
         self.n = request.n  # that are answered
         self.num_choices = request.num_choices  # that run
         self.prompt_ids = prompt_ids
         self.max_answer_tokens = request.num_choices * sampling.max_tokens
+        self._prompts = service.prompts
+        self._is_cut = is_cut
         self._sampling = sampling
         self._grammar = grammar  # what the whole of an answer keeps to
         self._token_service = service.token_service
@@ -231,6 +245,10 @@ class Completion:
     def prompt_logprobs(self) -> PromptLogprobs | None:
         """Of its prompt's tokens after the first, where the request asks for it: there when the first event comes."""
         return self._generation.prompt_logprobs if self._generation else None
+
+    async def prompt_text(self) -> str:
+        """As the client gave it, where the model sees all of that; else that of its tokens, special ones and all."""
+        return await self._prompts.text_of(self.request, self.prompt_ids, is_cut=self._is_cut)
 
     @property
     def num_prompt_numbers(self) -> int:

@@ -65,9 +65,9 @@ class PromptEncoder:
         check(request, self._model)
         return await self.text_of(request, request.prompt)
 
-    async def text_of(self, request: CompletionRequest, prompt_ids: tuple[int, ...]) -> str:
-        """Of its prompt, as the client gave it; where that was ids, special tokens and all."""
-        if isinstance(request.prompt, str):
+    async def text_of(self, request: CompletionRequest, prompt_ids: tuple[int, ...], *, is_cut: bool = False) -> str:
+        """Of its prompt, as the client gave it; where that was ids, or more than these, special tokens and all."""
+        if isinstance(request.prompt, str) and not is_cut:
             return request.prompt
         decode = partial(self.tokenizer.decode, prompt_ids, skip_special_tokens=False)
         return await self._threads.run(request.key_id, decode) if len(prompt_ids) > _MANY_TOKENS else decode()

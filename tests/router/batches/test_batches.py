@@ -20,6 +20,7 @@ from router.access.keyring import Keyring
 from router.access.limits import Limits
 from router.access.local_limiter import LocalLimiter
 from router.batches.bounds import ENTRY_BYTES, MAX_LINE_BYTES, PART_BYTES, BatchBounds
+from router.doors import files_api
 from router.doors.http_app import create_app
 from tests.router.access.keys import SALT_KEY, access_with, book_of, issue
 from tests.router.batches.batch_doors import BatchRouter, batch_router, chat_line, ended, jsonl, read, sent
@@ -103,6 +104,14 @@ async def test_a_line_that_is_refused_is_in_the_error_file_with_the_answer_that_
     assert (hot["custom_id"], hot["response"]["status_code"], hot["error"]) == ("hot", 400, None)
     assert hot["response"]["body"]["error"]["param"] == "temperature"
     assert long["response"]["body"]["error"]["message"]
+
+
+async def test_each_answer_is_one_line_however_lines_are_told_apart(router: BatchRouter) -> None:
+    odd = "a\x85b\u2028c\u2029d\u2028"
+    lines = [chat_line(odd), chat_line(f"{odd}2", user=odd * 100)]
+    done = await ended(router.client, await sent(router.client, jsonl(lines)))
+    assert [line["custom_id"] for line in await read(router.client, done.output_file_id)] == [odd]
+    assert [line["custom_id"] for line in await read(router.client, done.error_file_id)] == [f"{odd}2"]
 
 
 async def test_every_line_is_checked_before_any_is_answered(router: BatchRouter) -> None:
@@ -268,6 +277,42 @@ async def test_a_tenants_room_is_bounded_and_comes_back(completions: MakeComplet
             name: str(ENTRY_BYTES).encode() for name in client.hkeys("d:offline:bytes")
         }, "only the batch itself is left"
         assert not client.keys("d:offline:data:*") and not client.keys("d:offline:file:*")
+
+
+@pytest.mark.parametrize("beside", ["before the first part", "in a part of another name", "behind the last"])
+async def test_what_stands_beside_a_file_is_bounded(
+    completions: MakeCompletions, empty_redis: str, beside: str
+) -> None:
+    """Also where the client does not say how long its body is."""
+
+    async def body() -> AsyncIterator[bytes]:
+        if beside != "before the first part":
+            yield b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b\r\n'
+            yield b'Content-Disposition: form-data; name="other"; filename="f"\r\n\r\n{}'
+        if beside == "behind the last":
+            yield b"\r\n--b--\r\n"
+        for _ in range(400):
+            yield b"x" * 4096
+
+    async with batch_router(completions, empty_redis, bounds=BatchBounds(max_bytes=2**20)) as router:
+        async with httpx.AsyncClient(base_url=router.address) as http:
+            headers = {"content-type": "multipart/form-data; boundary=b"}
+            answer = await http.post("/v1/files", headers=headers, content=body())
+            assert (answer.status_code, answer.json()["error"]["param"]) == (413, "file")
+
+
+async def test_files_that_are_being_read_are_bounded(
+    completions: MakeCompletions, empty_redis: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files_api, "MAX_HELD", 40_000)
+    async with batch_router(completions, empty_redis) as router:
+        client, ids = router.client, dict[int, str]()
+        for size in (50_000, 30_000, 10_000):
+            ids[size] = (await client.files.create(file=("a", b"x" * size), purpose="batch")).id
+        with pytest.raises(openai.RateLimitError, match="too many large files"):
+            await client.files.content(ids[50_000])
+        for size in (30_000, 30_000, 10_000):
+            assert len((await client.files.content(ids[size])).content) == size, "each gives its room back"
 
 
 async def test_what_answers_need_beyond_the_room_ends_a_batch(completions: MakeCompletions, empty_redis: str) -> None:

@@ -52,6 +52,13 @@ def test_what_httpx_sends() -> None:
     assert not fed(request.headers["content-type"], body[:-4], size=5)[2]
 
 
+def test_what_comes_after_the_end_is_not_kept() -> None:
+    reader = MultipartReader(_TYPE)
+    assert not list(reader.feed(b"--b-1--")) and reader.is_over
+    for _ in range(10):
+        assert not list(reader.feed(b"x" * 1000)) and not reader.num_held
+
+
 @pytest.mark.parametrize(
     ("content_type", "body"),
     [

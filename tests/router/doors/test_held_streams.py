@@ -7,6 +7,7 @@ import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import openai
@@ -120,6 +121,63 @@ async def test_it_can_be_ended(completions: MakeCompletions) -> None:
             await http.delete("/v1/streams/mine")
             assert "[DONE]" not in (await answer.aread()).decode()  # its connection ends, too
         await becomes(lambda: len(fake.ended) == 2)
+
+
+async def test_it_can_be_ended_before_it_begins(completions: MakeCompletions) -> None:
+    fake = FakeTokenService(hang_after=0)
+    async with _door(completions, fake) as http:
+        asking = asyncio.ensure_future(http.post("/v1/completions", json=_BODY, headers=_HOLD))
+        await fake.is_hanging.wait()
+        assert (await http.delete("/v1/streams/mine")).json()["deleted"]
+        answer = await asking
+        assert answer.status_code == 404 and "before it began" in answer.json()["error"]["message"]
+        assert [kind for _, kind in fake.ended] == [asyncio.CancelledError]
+
+
+async def test_nobody_waits_for_one_that_was_ended_before_it_began() -> None:
+    held = HeldStream(30.0)
+
+    async def send(message: Any) -> None:
+        pass
+
+    first, second = (asyncio.ensure_future(held.play(send)) for _ in range(2))
+    await asyncio.sleep(0)
+    held.leave()
+    async with asyncio.timeout(10):
+        told = await asyncio.gather(first, second, return_exceptions=True)
+    assert [type(one) for one in told] == [UnknownObject] * 2
+
+
+async def test_who_ends_it_does_not_wait_for_whoever_reads() -> None:
+    held, is_sending, is_cancelled = HeldStream(30.0), asyncio.Event(), asyncio.Event()
+
+    async def make() -> None:
+        await held.send(_START)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            is_cancelled.set()
+
+    async def send(message: Any) -> None:
+        is_sending.set()
+        await asyncio.Event().wait()  # to a connection that takes nothing
+
+    making = asyncio.ensure_future(held.outlive(make(), held.play(send)))
+    async with asyncio.timeout(10):
+        await is_sending.wait()
+        held.leave()
+        await is_cancelled.wait()
+    making.cancel()
+    await asyncio.gather(making, return_exceptions=True)
+
+
+async def test_an_id_may_have_any_visible_characters(completions: MakeCompletions) -> None:
+    fake = FakeTokenService(hang_after=3)
+    async with _door(completions, fake) as http:
+        for id in ("run/7", "a%2Fb", "a?b#c"):
+            fake.go_on.clear()
+            await _lose(http, fake, headers={**_HOLD, "x-request-id": id})
+            assert (await http.delete(f"/v1/streams/{quote(id, safe='')}")).json()["id"] == id
 
 
 async def test_the_connection_that_comes_last_reads(completions: MakeCompletions) -> None:

@@ -50,6 +50,39 @@ async def within(seconds: float, event: asyncio.Event) -> None:
     await asyncio.wait_for(event.wait(), seconds)
 
 
+# ---- another protocol
+
+
+async def test_an_offer_of_another_protocol_is_passed_over(address: tuple[str, int], fake: FakeTokenService) -> None:
+    """As Java's own client makes it with its first request over http."""
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
+    head, content = http_post(BODIES[1]).split(b"\r\n\r\n")
+    for parts in ([head + b"\r\n" + offer + b"\r\n" + content], [head + b"\r\n" + offer + b"\r\n", content]):
+        reader, writer = await asyncio.open_connection(*address)
+        for _ in range(2):
+            for part in parts:
+                writer.write(part)
+                await writer.drain()
+            assert b"200 OK" in await asyncio.wait_for(reader.readline(), 10)
+            head_told = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+            length = int(head_told.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            assert b"text_completion" in await asyncio.wait_for(reader.readexactly(length), 10)
+        writer.close()
+    assert len(fake.started) == 4
+
+
+async def test_a_body_is_never_taken_for_a_request(address: tuple[str, int]) -> None:
+    """An offer behind another request is not passed over, but refused."""
+    hidden = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")  # the offer comes while that is answered
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n" % len(hidden))
+    writer.write(b"connection: upgrade\r\nupgrade: h2c\r\n\r\n" + hidden)
+    told = await asyncio.wait_for(reader.read(), 10)
+    writer.close()
+    assert b"max_model_len" not in told
+
+
 # ---- going away
 
 

@@ -56,6 +56,21 @@ async def test_an_echo_has_one_place_for_each_token_whole_and_streamed(door: Ope
             assert [one for each in told for one in getattr(each, name)] == getattr(logprobs, name), name
 
 
+async def test_an_echo_is_of_what_the_model_has_seen(door: OpenAIDoor, byte_level: Tokenizer) -> None:
+    text = "The capital of France is Paris."
+    ids = byte_level.encode(text)
+    for kept in (3, len(ids)):
+        shown = byte_level.decode(ids[-kept:], skip_special_tokens=False)
+        body = {"prompt": text, "truncate_prompt_tokens": kept, "max_tokens": 2, "echo": True, "logprobs": 0}
+        (choice,) = (await door.http.post("/v1/completions", json=body)).json()["choices"]
+        assert choice["text"].startswith(shown) and choice["logprobs"]["text_offset"][kept] == len(shown)
+        for token, start in zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True):
+            assert choice["text"][start:].startswith(token), (token, start)
+        (rendered,) = (await door.http.post("/v1/completions/render", json=body)).json()
+        assert (rendered["prompt"], rendered["token_ids"]) == (shown, ids[-kept:])
+    assert shown == text
+
+
 async def test_a_prompt_may_be_all_that_is_answered(door: OpenAIDoor, byte_level: Tokenizer) -> None:
     fields: dict[str, Any] = {"model": "tiny", "prompt": "hello", "max_tokens": 0, "echo": True}
     answer = await door.client.completions.create(**fields, logprobs=2, extra_body={"return_token_ids": True})
