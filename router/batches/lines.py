@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
@@ -30,11 +31,13 @@ class AskedLine:
 
 
 async def lines_of(parts: AsyncIterator[bytes]) -> AsyncIterator[NumberedLine]:
-    """Those that are not blank. One that is too long comes cut off, longer than MAX_LINE_BYTES by one, and is the
+    """Those that are not blank, without the mark by which some editors begin a file. One that is too long comes cut off, longer than MAX_LINE_BYTES by one, and is the
     last."""
     rest, number = b"", 0
     async for part in parts:
         *whole, rest = (rest + part).split(b"\n")
+        if whole and not number:
+            whole[0] = whole[0].removeprefix(BOM_UTF8)
         for text in whole:
             number += 1
             if text.strip():
@@ -43,6 +46,8 @@ async def lines_of(parts: AsyncIterator[bytes]) -> AsyncIterator[NumberedLine]:
                 return
         if len(rest) > MAX_LINE_BYTES:
             break
+    if not number:
+        rest = rest.removeprefix(BOM_UTF8)
     if rest.strip():
         yield NumberedLine(number=number + 1, text=rest[: MAX_LINE_BYTES + 1])
 

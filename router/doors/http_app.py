@@ -176,10 +176,10 @@ class _RequestIds:
 
         def send_with_id(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = request_id
+                headers, told = MutableHeaders(scope=message), scope["state"]["request_id"]
+                headers["x-request-id"] = told
                 if is_anthropic:
-                    headers["request-id"] = request_id
+                    headers["request-id"] = told
             return send(message)
 
         await self._app(scope, receive, send_with_id)

@@ -21,7 +21,9 @@ class StreamsApi:
         app.add_api_route(_PATH, self.end, methods=["DELETE"])
 
     async def take_up(self, request_id: str, request: Request) -> Response:
-        return _TakenUp(self._streams.find(request.scope, request_id), number_after(request.scope))
+        held = self._streams.find(request.scope, request_id)
+        request.state.request_id = request_id  # by which it can be taken up once more
+        return _TakenUp(held, number_after(request.scope))
 
     async def end(self, request_id: str, request: Request) -> Response:
         self._streams.find(request.scope, request_id).leave()

@@ -45,10 +45,17 @@ class PromptEncoder:
 
     def least_tokens(self, request: CompletionRequest) -> int:
         """Tokens that it needs at least, told from its size alone: a text has as many as if each were the longest."""
+        least, num_kept = self._least_in(request), request.truncate_prompt_tokens
+        if num_kept is not None:
+            least = min(least, num_kept if num_kept > 0 else self._model.max_context)
+        return least + request.num_choices
+
+    def _least_in(self, request: CompletionRequest) -> int:
+        """Tokens of the prompt as it was given."""
         prompt = request.prompt
         if isinstance(prompt, tuple):
-            return len(prompt) + request.num_choices
-        return max(1, -(-num_chars(prompt) // self.tokenizer.longest_token)) + request.num_choices
+            return len(prompt)
+        return max(1, -(-num_chars(prompt) // self.tokenizer.longest_token))
 
     async def tokenize(self, request: CompletionRequest) -> tuple[int, ...]:
         """The tokens of its prompt alone, bounded like any. Raises RequestError and its kin."""
@@ -81,7 +88,7 @@ class PromptEncoder:
             text = "tools: how this model writes calls is not known here; the operator can say so (model.tool_parser)"
             raise RequestError(text, param="tools")
         # What could not fit even if every token were the longest one is not worth tokenising.
-        if self.least_tokens(request) - request.num_choices > self._model.max_context:
+        if self._least_in(request) > self._model.max_context:
             raise ContextLengthExceeded(
                 f"this model's context holds {self._model.max_context} tokens; {num_chars(prompt)} characters are more",
                 param="messages" if isinstance(prompt, Chat) else "prompt",

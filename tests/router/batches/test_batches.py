@@ -153,6 +153,13 @@ async def test_a_file_without_lines(router: BatchRouter, content: bytes, code: s
     assert done.errors and done.errors.data and [one.code for one in done.errors.data] == [code]
 
 
+@pytest.mark.parametrize("end", [b"", b"\n"])
+async def test_the_mark_by_which_an_editor_begins_a_file_is_passed_over(router: BatchRouter, end: bytes) -> None:
+    content = b"\xef\xbb\xbf" + jsonl([chat_line("a")]).rstrip(b"\n") + end
+    done = await ended(router.client, await sent(router.client, content))
+    assert done.output_file_id and [one["custom_id"] for one in await read(router.client, done.output_file_id)] == ["a"]
+
+
 async def test_a_file_of_several_parts_and_of_lines_across_them(router: BatchRouter) -> None:
     lines = [chat_line(f"{number}", metadata={"beside": "x" * 150_000}) for number in range(5)]
     content = jsonl(lines).rstrip(b"\n")  # the last line may end without one

@@ -66,6 +66,7 @@ async def test_a_lost_stream_goes_on_behind_the_last_event(completions: MakeComp
         for after in ("1", "3"):
             rest = await http.get("/v1/streams/mine", headers={"last-event-id": after})
             assert rest.headers["content-type"].startswith("text/event-stream")
+            assert rest.headers["x-request-id"] == "mine", "by which it can be taken up once more"
             assert _ID.findall(rest.text) == [str(i) for i in range(int(after) + 1, 12)]
         whole = await http.get("/v1/streams/mine")
         undisturbed = await http.post("/v1/completions", json=_BODY, headers={"x-request-id": "mine"})

@@ -439,3 +439,9 @@ async def test_many_small_messages_are_rendered_elsewhere_than_on_the_event_loop
     assert len((await opening).prompt_ids) > 300
     await asyncio.gather(*holding)
     service.close()
+
+
+@pytest.mark.parametrize(("kept", "least"), [(None, 200), (3, 3), (500, 200), (-1, 200)])
+def test_what_is_cut_off_needs_no_tokens(completions: MakeCompletions, kept: int | None, least: int) -> None:
+    prompts = completions(FakeTokenService()).prompts
+    assert prompts.least_tokens(request((5,) * 200, truncate_prompt_tokens=kept, n=2)) == least + 2
