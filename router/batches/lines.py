@@ -31,8 +31,10 @@ class AskedLine:
 
 
 async def lines_of(parts: AsyncIterator[bytes]) -> AsyncIterator[NumberedLine]:
-    """Those that are not blank, without the mark by which some editors begin a file. One that is too long comes cut off, longer than MAX_LINE_BYTES by one, and is the
-    last."""
+    """Those that are not blank, without the mark by which some editors begin a file.
+
+    One that is too long comes cut off, longer than MAX_LINE_BYTES by one, and is the last.
+    """
     rest, number = b"", 0
     async for part in parts:
         *whole, rest = (rest + part).split(b"\n")
