@@ -17,8 +17,10 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from tokenizers import Tokenizer
 
 from cluster.grammar.mask import GrammarMask, bits_of
+from cluster.grammar.thinking_mask import ThinkingMask
 from cluster.words.errors import RequestError
 from cluster.words.grammar import Grammar, GrammarKind
+from cluster.words.thinking_budget import ThinkingBudget
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +50,7 @@ class GrammarCompiler:
 
     def compile(self, grammar: Grammar, *, param: str = "grammar") -> CompiledGrammar:
         """For one request. Mostly some ms, without the interpreter. Raises RequestError that names `param`."""
-        tokenizer = self._tokenizer
-        if tokenizer is None:
-            raise RequestError(f"{param}: this model's tokenizer allows no grammars", param=param)
+        tokenizer = self._understood(param)
         grammar.check(param)
         begin = time.thread_time()
         try:
@@ -69,6 +69,27 @@ class GrammarCompiler:
             return LLMatcher(tokenizer, source, log_level=0, limits=_LIMITS)
 
         return CompiledGrammar(matcher, tokenizer, self._tokens, anew=anew if took_s < _QUICK_S else None)
+
+    def bounded(
+        self, budget: ThinkingBudget, grammar: GrammarMask | None = None, *, param: str = "thinking"
+    ) -> ThinkingMask:
+        """The mask of the first choice of a request, which thinks for so long, around that of its grammar. Raises
+        RequestError that names `param`."""
+        tokenizer = self._understood(param)
+
+        markers = (budget.opening.encode(), budget.closing.encode())
+
+        def bytes_of(token_id: int) -> bytes:
+            said = tokenizer.decode_bytes([token_id])
+            is_hidden = tokenizer.is_special_token(token_id) and said not in markers
+            return b"" if is_hidden else said
+
+        return ThinkingMask(budget, bytes_of=bytes_of, vocab_size=tokenizer.vocab_size, grammar=grammar)
+
+    def _understood(self, param: str) -> LLTokenizer:
+        if self._tokenizer is None:
+            raise RequestError(f"{param}: this model's tokenizer allows no grammars", param=param)
+        return self._tokenizer
 
 
 class CompiledGrammar:

@@ -122,6 +122,11 @@ class _Sampled(AskingBody):
     not be enforced whole is refused; of others, what cannot be is passed over."""
     structured_outputs: StructuredOutputs | None = None
     """Extension: one of `json` (a schema), `json_object`, `regex`, `choice` and `grammar` (Lark or GBNF)."""
+    thinking_token_budget: int | None = None
+    """Extension: when an answer has thought for so many tokens, the end of its thinking is written for it. 0: it does
+    not think. For a model that thinks."""
+    thinking_budget: int | None = None
+    """The same, by Qwen's name."""
     user: str | None = None
     """Whose share it takes of what its tenant has."""
     # Of the API, and without effect on the answer.
@@ -171,8 +176,17 @@ class _Sampled(AskingBody):
         fields["stop"] = None if self.stop is None else tuple(self.stop)
         for name in ("stop_token_ids", "allowed_token_ids", "bad_words"):
             fields[name] = None if (given := getattr(self, name)) is None else tuple(given)
-        fields |= grammar_of(self.response_format, self.structured_outputs)
+        fields |= self._thinking() | grammar_of(self.response_format, self.structured_outputs)
         return {name: value for name, value in fields.items() if value is not None}
+
+    def _thinking(self) -> dict[str, Any]:
+        """Raises RequestError."""
+        budgets = {name: getattr(self, name) for name in ("thinking_token_budget", "thinking_budget")}
+        given = {name: budget for name, budget in budgets.items() if budget is not None}
+        if len(set(given.values())) > 1:
+            text = "thinking_budget: is another name of thinking_token_budget, and says something else"
+            raise RequestError(text, param="thinking_budget")
+        return next(({"thinking_token_budget": given[name], "thinking_field": name} for name in given), {})
 
 
 class TextBody(_Sampled):
@@ -235,7 +249,6 @@ class ChatBody(_Sampled, ChatSettings):
     input_ids: Unsupported = None
     thinking: Unsupported = None
     reasoning: Unsupported = None
-    thinking_token_budget: Unsupported = None
     include_reasoning: Annotated[bool | None, AfterValidator(Only((True,)))] = None
     functions: Unsupported = None
     function_call: Annotated[Any, AfterValidator(Only(("none", "auto")))] = None

@@ -28,6 +28,7 @@ from cluster.words.errors import (
 from cluster.words.grammar import Grammar
 from cluster.words.prompt_logprobs import PromptLogprobs
 from cluster.words.request import Sampling, SequenceRequest
+from cluster.words.thinking_budget import ThinkingBudget
 from router.generation import Generation, RequestRoute, TokenService
 from router.metrics import Metrics
 from router.text.answer_events import AnswerEvents
@@ -51,6 +52,7 @@ from router.text.events import Event, Summary, TokenUsage
 from router.text.grammar_check import GrammarCheck
 from router.text.prompt_encoder import PromptEncoder, num_chars
 from router.text.text_threads import TextThreads
+from router.text.thinking_budget import thinking_budget
 from router.text.token_clock import TokenClock
 from router.text.tokenizer import Tokenizer
 from router.text.trail import RequestTrail
@@ -109,9 +111,11 @@ class Completions:
             prompt_ids = truncated(await self.prompts.encode(request, num_beside=num_beside), request, self.model)
             num_numbers = num_prompt_numbers(request, len(prompt_ids))
             check_prompt_numbers(num_numbers, param=request.prompt_logprobs_field)
-            grammar = None
+            grammar, end = None, self.prompts.end_of(prompt_ids)
+            thinking = thinking_budget(request, self.prompts.dialect, self.tokenizer, end)
+            self._grammars.check_thinking(thinking, request.thinking_field)
             if request.grammar:
-                grammar = await self._bound(request, request.grammar, self.prompts.end_of(prompt_ids))
+                grammar = await self._bound(request, request.grammar, end)
                 await self._grammars.check(replace(request, grammar=grammar))
             sampling = sampling_of(
                 request,
@@ -125,7 +129,9 @@ class Completions:
             self.trail.refused(request, error)
             raise
         limit_s = self.max_request_s if request.deadline_s is None else min(request.deadline_s, self.max_request_s)
-        return Completion(self, request, prompt_ids, sampling, grammar=grammar, clock=clock, limit_s=limit_s)
+        return Completion(
+            self, request, prompt_ids, sampling, grammar=grammar, thinking=thinking, clock=clock, limit_s=limit_s
+        )
 
     async def _bound(self, request: CompletionRequest, grammar: Grammar, prompt: str) -> Grammar | None:
         making = partial(bound_answer, request, self.prompts.dialect, prompt)
@@ -156,6 +162,7 @@ class Completion:
         sampling: Sampling,
         *,
         grammar: Grammar | None,
+        thinking: ThinkingBudget | None,
         clock: TokenClock,
         limit_s: float,
     ) -> None:
@@ -166,6 +173,7 @@ class Completion:
         self.max_answer_tokens = request.num_choices * sampling.max_tokens
         self._sampling = sampling
         self._grammar = grammar  # what the whole of an answer keeps to
+        self._thinking = thinking  # for how long it may think before that
         self._token_service = service.token_service
         self._metrics = service.metrics
         self._trail = service.trail
@@ -286,6 +294,7 @@ class Completion:
             num_prompt_tokens=len(self.prompt_ids),
             sampling=self._sampling,
             grammar=self._grammar,
+            thinking=self._thinking,
             num_prompt_logprobs=self.request.prompt_logprobs,
             choices=tuple(range(self.num_choices)),
             salt=self.request.salt,

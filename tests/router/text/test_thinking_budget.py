@@ -1,0 +1,105 @@
+"""What a budget becomes for replicas, and that what is counted of the thinking keeps to it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from cluster.grammar.compiler import GrammarCompiler
+from cluster.words.errors import UnsupportedField
+from cluster.words.grammar import Grammar, GrammarKind
+from cluster.words.request import SampledToken
+from router.text.answer_reader import AnswerReader
+from router.text.chat import Chat
+from router.text.choice_text import ChoiceText
+from router.text.completion_request import CompletionRequest
+from router.text.dialect import Dialect
+from router.text.thinking_budget import thinking_budget
+from router.text.tokenizer import Tokenizer
+
+_THINKS = Dialect(thinks=True)
+_CHAT = Chat(messages=({"role": "user", "content": "hi"},))
+_REGEX = Grammar(kind=GrammarKind.REGEX, text="a")
+_SCHEMA = Grammar(kind=GrammarKind.JSON_SCHEMA, text="{}")
+
+
+def _request(num_tokens: int | None = 4, **fields: object) -> CompletionRequest:
+    return CompletionRequest(id="r", thinking_token_budget=num_tokens, **{"prompt": _CHAT, **fields})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("request_", "prompt", "is_open"),
+    [
+        (_request(), "assistant\n<think>\n", True),
+        (_request(), "assistant\n", False),
+        (_request(), "assistant\n<think>\n\n</think>\n\n", False),
+        (_request(prompt="Think. <think>"), "Think. <think>", True),
+        (_request(grammar=_SCHEMA), "<think>", True),
+        (_request(None), "<think>", None),
+        (_request(grammar=_REGEX), "<think>", None),  # which leaves no room for thinking
+        (_request(grammar=_SCHEMA), "</think>", None),
+        (_request(prompt="a<think>", grammar=_SCHEMA), "a<think>", None),
+    ],
+)
+def test_what_replicas_are_told(
+    request_: CompletionRequest, prompt: str, is_open: bool | None, byte_level: Tokenizer
+) -> None:
+    budget = thinking_budget(request_, _THINKS, byte_level, prompt)
+    assert (None if budget is None else budget.is_open) is is_open
+    if budget:
+        assert budget.num_tokens == 4 and byte_level.decode(budget.closing_ids) == budget.closing == "</think>"
+
+
+def test_a_model_that_does_not_think_has_none(byte_level: Tokenizer) -> None:
+    with pytest.raises(UnsupportedField, match="does not think") as refused:
+        thinking_budget(_request(thinking_field="its name"), Dialect("hermes"), byte_level, "<think>")
+    assert refused.value.param == "its name"
+    assert thinking_budget(_request(None), Dialect(), byte_level, "") is None
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_more_is_counted_than_the_budget_and_the_marker(
+    seed: int, byte_level_dir: Path, byte_level: Tokenizer, compiler: GrammarCompiler
+) -> None:
+    """Whatever a model writes, in whatever pieces: it is read here as replicas have read it."""
+    rng = random.Random(seed)
+    pieces = [
+        "<think> so",
+        "<",
+        "th",
+        "i",
+        "n",
+        "k",
+        ">",
+        "</",
+        "/",
+        ">\n",
+        " ",
+        "\n",
+        "🎉",
+        "a",
+        "</think>",
+        "<think>",
+    ]
+    written = [token for _ in range(60) for token in byte_level.encode(rng.choice(pieces), add_special_tokens=False)]
+    if seed % 2:  # it opens it, and says more of what could end it
+        written = byte_level.encode(rng.choice(["<think>", "\n<think> so"]), add_special_tokens=False) + written
+    end = rng.choice(["assistant\n", "assistant\n<think>\n"])
+    budget = thinking_budget(_request(rng.choice([0, 1, 5, 20])), _THINKS, byte_level, end)
+    assert budget
+    mask, tokens = compiler.bounded(budget), list[int]()
+    while len(tokens) < 60:
+        forced = mask.only(tokens, 0)
+        tokens.append(written.pop(0) if forced is None else forced)
+    reader = AnswerReader.of(_CHAT, _THINKS, end)
+    choice = ChoiceText(_request(), 0, byte_level, reader=reader)
+    delta = choice.add(SampledToken(token_id=token) for token in tokens)
+    assert choice.num_thinking <= budget.num_tokens + len(budget.closing_ids)
+    assert not (delta.thinking and reader and reader.is_thinking), "60 tokens are more than any budget here"
+
+
+@pytest.fixture(scope="module")
+def compiler(byte_level_dir: Path, byte_level: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(byte_level_dir, vocab_size=byte_level.vocab_size)
