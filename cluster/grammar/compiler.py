@@ -134,6 +134,8 @@ def _source(grammar: Grammar) -> str:
             return LLMatcher.grammar_from_regex(grammar.text)
         case GrammarKind.LARK:
             return LLMatcher.grammar_from_lark(_as_lark(grammar.text))
+        case GrammarKind.STRUCTURAL_TAG:
+            raise ValueError("structural tags are Lark before they are compiled")
     return LLMatcher.grammar_from_json_schema(
         grammar.text,
         overrides={

@@ -118,10 +118,11 @@ class _Sampled(AskingBody):
     """Extension: of each of the prompt's tokens its log-probability and rank, and so many of the likeliest. Times the
     prompt's tokens at most 262,144, each token itself counted, too; not with `stream`."""
     response_format: ResponseFormat | None = None
-    """`text`, `json_object` or `json_schema`: the answer keeps to it, or ends by `length`. A `strict` schema that can
-    not be enforced whole is refused; of others, what cannot be is passed over."""
+    """`text`, `json_object`, `json_schema` or `structural_tag`: the answer keeps to it, or ends by `length`. A `strict`
+    schema that can not be enforced whole is refused; of others, what cannot be is passed over."""
     structured_outputs: StructuredOutputs | None = None
-    """Extension: one of `json` (a schema), `json_object`, `regex`, `choice` and `grammar` (Lark or GBNF)."""
+    """Extension: one of `json` (a schema), `json_object`, `regex`, `choice`, `grammar` (Lark or GBNF) and
+    `structural_tag` (JSON)."""
     thinking_token_budget: int | None = None
     """Extension: when an answer has thought for so many tokens, the end of its thinking is written for it. 0: it does
     not think. For a model that thinks."""

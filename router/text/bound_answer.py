@@ -13,11 +13,11 @@ from router.parsers.thinking import END_THINK, THINK
 from router.text.chat import Chat
 from router.text.completion_request import CompletionRequest
 from router.text.dialect import Dialect
-from router.text.json_schema import DROPPED, lenient, moved, rewritten
+from router.text.json_schema import DROPPED, in_lark, lenient, moved, rewritten
+from router.text.structural_tag import structural_tag_rules
 
 _SCHEMAS = (GrammarKind.JSON_SCHEMA, GrammarKind.LENIENT_JSON_SCHEMA)
 _NOTES = ("description", "title", "default", "examples", "x-guidance")  # in a tool's schema
-_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,9 @@ def may_think(grammar: Grammar | None, chat: Chat, prompt: str) -> bool:
     end = prompt.rstrip()
     if grammar is None:
         return True
-    return grammar.kind in _SCHEMAS and (end.endswith(THINK) or not (chat.is_continued or end.endswith(END_THINK)))
+    return grammar.kind in (*_SCHEMAS, GrammarKind.STRUCTURAL_TAG) and (
+        end.endswith(THINK) or not (chat.is_continued or end.endswith(END_THINK))
+    )
 
 
 def bound_answer(request: CompletionRequest, dialect: Dialect, prompt: str) -> Grammar | None:
@@ -49,7 +51,7 @@ def bound_answer(request: CompletionRequest, dialect: Dialect, prompt: str) -> G
     try:
         return _bound_answer(request, dialect, prompt)
     except RecursionError:
-        text = f"{request.grammar_field}: a schema of it, or of tools, is nested too deeply"
+        text = f"{request.grammar_field}: something of it, or a schema of tools, is nested too deeply"
         raise RequestError(text, param=request.grammar_field) from None
 
 
@@ -59,6 +61,13 @@ def _bound_answer(request: CompletionRequest, dialect: Dialect, prompt: str) -> 
         grammar.check(request.grammar_field)
         schema = lenient(_object(grammar.text, request.grammar_field))
         grammar = Grammar(kind=grammar.kind, text=json.dumps(schema))
+    if grammar is not None and grammar.kind is GrammarKind.STRUCTURAL_TAG:
+        thinks = isinstance(chat, Chat) and dialect.thinks and may_think(grammar, chat, prompt)
+        rules = [f"start: {'thought ' if thinks else ''}answer"]
+        if thinks:
+            rules += _thought(is_open=prompt.rstrip().endswith(THINK))
+        rules += structural_tag_rules(grammar.text, request.grammar_field)  # calls, too, are what these say
+        return Grammar(kind=GrammarKind.LARK, text="\n".join(rules))
     if grammar is None or not isinstance(chat, Chat):
         return grammar
     tools = chat.tools if chat.forced is None else ()
@@ -77,7 +86,9 @@ def _bound_answer(request: CompletionRequest, dialect: Dialect, prompt: str) -> 
 
 
 def _thought(*, is_open: bool) -> Iterator[str]:
-    yield f"thought: {'said' if is_open else f'({json.dumps(THINK)} said)?'}"
+    yield f"thought: {'said' if is_open else '(opening said)?'}"
+    if not is_open:
+        yield f"opening[lazy]: {json.dumps(THINK)}"  # also where an answer may begin with any text
     yield "said: thinking gap"
     yield f"thinking[suffix={json.dumps(END_THINK)}]: /(?s:.*)/"
     yield r"gap: /\n{0,2}/"
@@ -102,7 +113,7 @@ def _call(name: str, arguments: dict[str, Any], form: _Calls) -> dict[str, Any]:
 
 
 def _rule(name: str, schema: dict[str, Any], *, is_lenient: bool) -> str:
-    return f"{name}: %json {json.dumps({**schema, 'x-guidance': {**_WRITTEN, 'lenient': is_lenient}})}"
+    return f"{name}: {in_lark(schema, is_lenient=is_lenient)}"
 
 
 def _object(text: str, param: str) -> dict[str, Any]:
