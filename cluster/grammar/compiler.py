@@ -45,7 +45,7 @@ class GrammarCompiler:
 
     def __init__(self, model_dir: Path, *, vocab_size: int) -> None:
         """vocab_size: of the logits. A model whose tokenizer is not understood has no grammars, and serves the rest."""
-        self._tokenizer = _open_tokenizer(model_dir / "tokenizer.json", vocab_size)
+        self._tokenizer, self.special_tokens = _open_tokenizer(model_dir / "tokenizer.json", vocab_size)
         self._tokens = range(vocab_size)
 
     def compile(self, grammar: Grammar, *, param: str = "grammar") -> CompiledGrammar:
@@ -112,8 +112,12 @@ class CompiledGrammar:
         return GrammarMask(self._matcher.deep_copy(), tokens=self._tokens, ends=ends, anew=self._anew)
 
 
-def _open_tokenizer(path: Path, vocab_size: int) -> LLTokenizer | None:
-    """With one token more, which no model has: the end of an answer. Left to itself, llguidance may take token 0."""
+def _open_tokenizer(path: Path, vocab_size: int) -> tuple[LLTokenizer | None, dict[str, int]]:
+    """With one token more, which no model has: the end of an answer. Left to itself, llguidance may take token 0.
+
+    And the tokens that no text of a grammar matches, only `<[id]>` does, by their text: llguidance takes every added
+    token in angle brackets for one of these.
+    """
     try:
         tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
         known = set(tokenizer.get_vocab().values())
@@ -121,10 +125,12 @@ def _open_tokenizer(path: Path, vocab_size: int) -> LLTokenizer | None:
         end = tokenizer.token_to_id(_END)
         if end is None or end in known:
             raise ValueError("it has no room for a token more")
-        return LLTokenizer(tokenizer.to_str(), n_vocab=max(vocab_size, end + 1, 1 + max(known)), eos_token=[end])
+        opened = LLTokenizer(tokenizer.to_str(), n_vocab=max(vocab_size, end + 1, 1 + max(known)), eos_token=[end])
+        added = {token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items()}
+        return opened, {text: i for text, i in added.items() if i != end and opened.is_special_token(i)}
     except Exception as error:  # of tokenizers, plain Exception
         logger.warning("no grammars: %s: %s", path, _in_one_line(str(error)))
-        return None
+        return None, {}
 
 
 def _source(grammar: Grammar) -> str:

@@ -22,7 +22,7 @@ _NOTES = ("description", "title", "default", "examples", "x-guidance")  # in a t
 
 @dataclass(frozen=True)
 class _Calls:
-    """How a family of models writes calls, in Lark."""
+    """How a family of models writes calls."""
 
     opening: str
     arguments: str  # what it calls them
@@ -31,8 +31,8 @@ class _Calls:
 
 
 _CALLS = {
-    "hermes": _Calls(r'"<tool_call>\n"', "arguments", r'"\n</tool_call>"', r'"\n"'),
-    "llama3_json": _Calls("", "parameters", "", '"; "'),
+    "hermes": _Calls("<tool_call>\n", "arguments", "\n</tool_call>", "\n"),
+    "llama3_json": _Calls("", "parameters", "", "; "),
 }
 
 
@@ -65,8 +65,9 @@ def _bound_answer(request: CompletionRequest, dialect: Dialect, prompt: str) -> 
         thinks = isinstance(chat, Chat) and dialect.thinks and may_think(grammar, chat, prompt)
         rules = [f"start: {'thought ' if thinks else ''}answer"]
         if thinks:
-            rules += _thought(is_open=prompt.rstrip().endswith(THINK))
-        rules += structural_tag_rules(grammar.text, request.grammar_field)  # calls, too, are what these say
+            rules += _thought(dialect, prompt)
+        # Calls, too, are what these say.
+        rules += structural_tag_rules(grammar.text, request.grammar_field, dialect.special)
         return Grammar(kind=GrammarKind.LARK, text="\n".join(rules))
     if grammar is None or not isinstance(chat, Chat):
         return grammar
@@ -77,7 +78,7 @@ def _bound_answer(request: CompletionRequest, dialect: Dialect, prompt: str) -> 
     grammar.check(request.grammar_field)
     rules = [f"start: {'thought ' if thinks else ''}body", f"body: {'answer | calls' if tools else 'answer'}"]
     if thinks:
-        rules += _thought(is_open=prompt.rstrip().endswith(THINK))
+        rules += _thought(dialect, prompt)
     if tools:
         rules += _calls(request, chat, dialect)
     schema = _object(grammar.text, request.grammar_field)
@@ -85,12 +86,18 @@ def _bound_answer(request: CompletionRequest, dialect: Dialect, prompt: str) -> 
     return Grammar(kind=GrammarKind.LARK, text="\n".join(rules))
 
 
-def _thought(*, is_open: bool) -> Iterator[str]:
+def _thought(dialect: Dialect, prompt: str) -> Iterator[str]:
+    is_open = prompt.rstrip().endswith(THINK)
     yield f"thought: {'said' if is_open else '(opening said)?'}"
     if not is_open:
-        yield f"opening[lazy]: {json.dumps(THINK)}"  # also where an answer may begin with any text
+        token = dialect.special.begun(THINK)
+        yield f"opening: opened {f'| {token[0]}' if token else ''}"
+        yield f"opened[lazy]: {json.dumps(THINK)}"  # also where an answer may begin with any text
     yield "said: thinking gap"
-    yield f"thinking[suffix={json.dumps(END_THINK)}]: /(?s:.*)/"
+    token = dialect.special.begun(END_THINK)
+    yield f"thinking: ended {f'| anything {token[0]}' if token else ''}"
+    yield f"ended[suffix={json.dumps(END_THINK)}]: /(?s:.*)/"
+    yield "anything: /(?s:.*)/"
     yield r"gap: /\n{0,2}/"
 
 
@@ -100,8 +107,9 @@ def _calls(request: CompletionRequest, chat: Chat, dialect: Dialect) -> Iterator
     if form is None or request.grammar.kind not in _SCHEMAS:
         text = f"tools: with {request.grammar_field} no call could be made here; set tool_choice to none or required"
         raise RequestError(text, param="tools")
-    yield f"calls: call ({form.between} call)*" if chat.is_parallel else "calls: call"
-    yield f"call: {' | '.join(f'{form.opening} call{number} {form.closing}' for number in range(len(chat.tools)))}"
+    opening, closing, between = map(dialect.special.literal, (form.opening, form.closing, form.between))
+    yield f"calls: call ({between} call)*" if chat.is_parallel else "calls: call"
+    yield f"call: {' | '.join(f'{opening} call{number} {closing}' for number in range(len(chat.tools)))}"
     for number, (name, parameters) in enumerate(chat.parameters.items()):
         lean = rewritten(lenient(parameters), lambda key, value: DROPPED if key in _NOTES else value)
         yield _rule(f"call{number}", _call(name, {"type": "object", **lean}, form), is_lenient=True)

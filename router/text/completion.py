@@ -51,6 +51,7 @@ from router.text.dialect import Dialect
 from router.text.events import Event, Summary, TokenUsage
 from router.text.grammar_check import GrammarCheck
 from router.text.prompt_encoder import PromptEncoder, num_chars
+from router.text.special_tokens import SpecialTokens
 from router.text.text_threads import TextThreads
 from router.text.thinking_budget import thinking_budget
 from router.text.token_clock import TokenClock
@@ -91,11 +92,12 @@ class Completions:
         self.max_unread_s = max_unread_s
         self.threads = TextThreads()
         self.trail = trail or RequestTrail()
+        special = SpecialTokens(grammars.special_tokens if grammars else None)
         self.prompts = PromptEncoder(
             tokenizer,
             chat_template,
             model=model,
-            dialect=dialect or Dialect.of(chat_template.source),
+            dialect=replace(dialect or Dialect.of(chat_template.source), special=special),
             threads=self.threads,
         )
         self._grammars = GrammarCheck(grammars)

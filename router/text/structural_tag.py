@@ -8,12 +8,14 @@ lazy where they end with something: the first trigger counts, and the first end.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NoReturn
 
 from cluster.words.errors import RequestError
 from cluster.words.grammar import MAX_SCHEMA_BYTES
 from router.text.json_schema import in_lark, lenient
+from router.text.special_tokens import SpecialTokens
 
 _ANYTHING = "/(?s:.*)/"
 _MAX_LISTED = 512  # tags, triggers and elements of one format
@@ -35,10 +37,10 @@ _NEUTRAL = {"style": ("json", None), "any_order": (False, None), "excludes": ([]
 _Format = Mapping[str, Any]
 
 
-def structural_tag_rules(text: str, param: str) -> list[str]:
+def structural_tag_rules(text: str, param: str, special: SpecialTokens) -> list[str]:
     """Rules in Lark, with that of `answer` as the last. text: JSON. Raises RequestError that names `param`, and the
     path in it; and RecursionError."""
-    writer = _Writer(param)
+    writer = _Writer(param, special)
     if len(text) > MAX_SCHEMA_BYTES:
         raise RequestError(f"{param}: at most {MAX_SCHEMA_BYTES} bytes are taken", param=param)
     try:
@@ -74,9 +76,11 @@ def _as_format(given: Mapping[str, Any], writer: _Writer) -> _Format:
 class _Writer:
     """Writes one grammar. Paths are those in what the client has sent."""
 
-    def __init__(self, param: str) -> None:
+    def __init__(self, param: str, special: SpecialTokens) -> None:
         self.rules: list[str] = []
         self._param = param
+        self._special = special
+        self._literal, self._one_of = special.literal, special.one_of
 
     def fail(self, path: str, why: str) -> NoReturn:
         raise RequestError(f"{self._param}: {path + ' ' if path else ''}{why}", param=self._param)
@@ -105,12 +109,12 @@ class _Writer:
         """An expression of this and of one of `ends`; of none where the answer may end there, or goes on."""
         match form["type"]:
             case "const_string":
-                return f"{_literal(form['value'])} {_one_of(ends)}"
+                return f"{self._literal(form['value'])} {self._one_of(ends)}"
             case "json_schema":
                 schema = form["json_schema"]
                 if isinstance(schema, bool):
                     schema = {} if schema else {"not": {}}
-                return f"{self._rule(in_lark(lenient(schema), is_lenient=True))} {_one_of(ends)}"
+                return f"{self._rule(in_lark(lenient(schema), is_lenient=True))} {self._one_of(ends)}"
             case "any_text":
                 return self._text(ends)
             case "sequence":
@@ -123,9 +127,9 @@ class _Writer:
             case "or":
                 return f"({' | '.join(self.written(*one, ends) for one in self._listed(form, 'elements', path))})"
             case "tag":
-                return f"{_literal(form['begin'])} {self._behind_begin(form, path)} {_one_of(ends)}"
+                return f"{self._literal(form['begin'])} {self._behind_begin(form, path)} {self._one_of(ends)}"
             case "tags_with_separator":
-                return f"{self._separated(form, path)} {_one_of(ends)}"
+                return f"{self._separated(form, path)} {self._one_of(ends)}"
         return self._triggered(form, path, ends)
 
     def _behind_begin(self, tag: _Format, path: str) -> str:
@@ -140,7 +144,7 @@ class _Writer:
     def _separated(self, form: _Format, path: str) -> str:
         tags = self._listed(form, "tags", path, kind="tag")
         one = self._rule(" | ".join(self.written(tag, place, ()) for tag, place in tags))
-        more = "" if form["stop_after_first"] else f"({_literal(form['separator'])} {one})*"
+        more = "" if form["stop_after_first"] else f"({self._literal(form['separator'])} {one})*"
         return f"({one} {more}){'' if form['at_least_one'] else '?'}"
 
     def _triggered(self, form: _Format, path: str, ends: tuple[str, ...]) -> str:
@@ -148,6 +152,7 @@ class _Writer:
         if not all(isinstance(trigger, str) and trigger for trigger in triggers):
             self.fail(f"{path}.triggers", "must be strings that are not empty")
         behind: dict[str, list[str]] = {trigger: [] for trigger in triggers}
+        named: dict[str, list[str]] = {}  # behind the token with which a tag begins, as a whole
         first = list[str]()
         for tag, place in self._listed(form, "tags", path, kind="tag"):
             begin = tag["begin"]
@@ -155,22 +160,40 @@ class _Writer:
             if len(found) != 1:
                 self.fail(f"{place}.begin", f"must begin with one of the triggers, and not with {len(found) or 'none'}")
             body = self._rule(self._behind_begin(tag, place))
-            behind[found[0]].append(f"{_literal(begin.removeprefix(found[0]))} {body}")
-            first.append(f"{_literal(begin)} {body}")
+            behind[found[0]].append(f"{self._literal(begin.removeprefix(found[0]))} {body}")
+            first.append(f"{self._literal(begin)} {body}")
+            if token := self._special.begun(begin):
+                named.setdefault(token[0], []).append(f"{self._literal(token[1])} {body}")
         if idle := next((trigger for trigger, tags in behind.items() if not tags), None):
             self.fail(f"{path}.triggers", f"has {idle[:64]!r}, with which no tag begins")
         if form["at_least_one"] and form["stop_after_first"]:
-            return f"({' | '.join(first)}) {_one_of(ends)}"
-        tags = " | ".join(f"{self._text((trigger,))} ({' | '.join(bodies)})" for trigger, bodies in behind.items())
+            return f"({' | '.join(first)}) {self._one_of(ends)}"
+        tags = " | ".join([*self._spelt(behind), *self._named(named)])
         if form["stop_after_first"]:
-            return f"(({tags}) {_one_of(ends)} | {self._text(ends)})"
+            return f"(({tags}) {self._one_of(ends)} | {self._text(ends)})"
         return f"{'(' + ' | '.join(first) + ')' if form['at_least_one'] else ''} ({tags})* {self._text(ends)}"
+
+    def _spelt(self, behind: Mapping[str, Sequence[str]]) -> Iterator[str]:
+        for trigger, tags in behind.items():
+            text = self._rule(f"{_ANYTHING} {json.dumps(trigger, ensure_ascii=False)}", mark="[lazy]")
+            yield f"{text} ({' | '.join(tags)})"
+
+    def _named(self, behind: Mapping[str, Sequence[str]]) -> Iterator[str]:
+        for token, tags in behind.items():
+            yield f"{self._anything} {token} ({' | '.join(tags)})"
 
     def _text(self, ends: tuple[str, ...]) -> str:
         """Free text up to the first of these, with it."""
         if not ends:
-            return self._rule(_ANYTHING)
-        return self._rule(f"{_ANYTHING} {_one_of(ends)}", mark="[lazy]")
+            return self._anything
+        spelt = self._rule(f"{_ANYTHING} {SpecialTokens().one_of(ends)}", mark="[lazy]")
+        tokens = [token for end in ends if (token := self._special.begun(end))]
+        named = [f"{self._anything} {token} {self._literal(rest)}" for token, rest in tokens]
+        return f"({' | '.join([spelt, *named])})"
+
+    @cached_property
+    def _anything(self) -> str:
+        return self._rule(_ANYTHING)
 
     def _rule(self, expression: str, mark: str = "") -> str:
         """Its name."""
@@ -199,11 +222,3 @@ def _is_free(form: Any) -> bool:
             asked = (elements[-1:] if form["type"] == "sequence" else elements) if isinstance(elements, list) else []
             return any(map(_is_free, asked))
     return False
-
-
-def _one_of(texts: Sequence[str]) -> str:
-    return f"({' | '.join(map(_literal, texts))})" if any(texts) else ""
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False) if text else ""

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import random
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer as FastTokenizer
 
 from cluster.grammar.compiler import GrammarCompiler
 from cluster.words.errors import UnsupportedField
 from cluster.words.grammar import Grammar, GrammarKind
 from cluster.words.request import SampledToken
 from router.text.answer_reader import AnswerReader
+from router.text.bound_answer import bound_answer
 from router.text.chat import Chat
 from router.text.choice_text import ChoiceText
 from router.text.completion_request import CompletionRequest
 from router.text.dialect import Dialect
+from router.text.special_tokens import SpecialTokens
 from router.text.thinking_budget import thinking_budget
 from router.text.tokenizer import Tokenizer
 
 _THINKS = Dialect(thinks=True)
 _CHAT = Chat(messages=({"role": "user", "content": "hi"},))
 _REGEX = Grammar(kind=GrammarKind.REGEX, text="a")
+_TAGS = Grammar(kind=GrammarKind.STRUCTURAL_TAG, text='{"format": {"type": "any_text"}}')
 _SCHEMA = Grammar(kind=GrammarKind.JSON_SCHEMA, text="{}")
 
 
@@ -103,3 +110,39 @@ def test_no_more_is_counted_than_the_budget_and_the_marker(
 @pytest.fixture(scope="module")
 def compiler(byte_level_dir: Path, byte_level: Tokenizer) -> GrammarCompiler:
     return GrammarCompiler(byte_level_dir, vocab_size=byte_level.vocab_size)
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+@pytest.mark.parametrize("is_open", [False, True])
+@pytest.mark.parametrize("form", [_SCHEMA, _TAGS], ids=["schema", "tags"])
+def test_a_grammar_begins_behind_markers_that_are_tokens(
+    form: Grammar, is_open: bool, is_special: bool, byte_level_dir: Path, tmp_path: Path
+) -> None:
+    """Special tokens, or not; and where they are spelt."""
+    fast = FastTokenizer.from_file(str(byte_level_dir / "tokenizer.json"))
+    for text in ("<think>", "</think>"):
+        fast.add_special_tokens([text]) if is_special else fast.add_tokens([text])
+    shutil.copytree(byte_level_dir, tmp_path / "model")
+    fast.save(str(tmp_path / "model" / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path / "model")
+    compiler = GrammarCompiler(tmp_path / "model", vocab_size=tokenizer.vocab_size)
+    dialect = replace(_THINKS, special=SpecialTokens(compiler.special_tokens))
+    request, end = _request(3, grammar=form), "assistant\n<think>" if is_open else "assistant\n"
+    grammar, budget = bound_answer(request, dialect, end), thinking_budget(request, dialect, tokenizer, end)
+    assert grammar and budget and len(budget.closing_ids) == 1
+    (ends,) = tokenizer.encode("<|im_end|>", add_special_tokens=False)
+    for opening in ([] if is_open else tokenizer.encode("<think>", add_special_tokens=False),):
+        mask = compiler.bounded(budget, compiler.compile(grammar).mask([ends]))
+        tokens = [*opening]
+        for token in tokenizer.encode("abc", add_special_tokens=False):
+            assert mask.only(tokens, 0) is None and _has(mask.allowed(tokens, 0), token)
+            tokens.append(token)
+        tokens.append(mask.only(tokens, 0) or -1)
+        assert tokenizer.decode(tokens, skip_special_tokens=False).endswith("abc</think>")
+        for token in [*tokenizer.encode("{}", add_special_tokens=False), ends]:
+            assert _has(mask.allowed(tokens, 0), token), tokenizer.decode(tokens)
+            tokens.append(token)
+
+
+def _has(words: Sequence[int], token: int) -> bool:
+    return bool(int(words[token >> 5]) >> (token & 31) & 1)
