@@ -74,7 +74,8 @@ def sample(logits_PV: Tensor, rows: Seq[SamplingRow], positions: Seq[int] | None
             return [(token_id, None) if token_id >= 0 else None for token_id in ids]
         told = _told(telling, *logprobs) if telling else {}
         for i, row in asking if min(ids) < 0 else ():  # a NaN is the model's
-            row.is_contradicted = ids[i] == NO_LOGIT_IS_FINITE and row.ruled is not None
+            is_asked = row.ruled is not None or row.mask is not None
+            row.is_contradicted = ids[i] == NO_LOGIT_IS_FINITE and is_asked
         return [(token_id, told.get(i)) if token_id >= 0 else None for i, token_id in enumerate(ids)]
 
     return Sampled(ids_R, chosen)
@@ -92,7 +93,7 @@ def _forbid(logits_RV: Tensor, rows: Seq[_NumberedRow]) -> None:
     if early := [(i, row.early_stops()) for i, row in rows if row.is_early]:
         early_2U = _pairs(early)
         _set_impossible(logits_RV, early_2U[:, (early_2U[1] >= 0) & (early_2U[1] < vocabulary)])
-    if masked := [(i, row) for i, row in rows if row.mask is not None]:
+    if masked := [(i, row) for i, row in rows if row.is_masked]:
         words = [row.mask.allowed(row.tokens, row.num_prompt_tokens) for _, row in masked if row.mask is not None]
         words_NW1 = _place(np.stack(words), torch.int32, device).unsqueeze(-1)
         is_allowed_NV = (words_NW1 >> torch.arange(32, device=device) & 1).flatten(1)[:, :vocabulary].bool()

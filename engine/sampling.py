@@ -53,6 +53,11 @@ class TokenMask(Protocol):
         """Why it can say nothing any more; empty: it can."""
         ...
 
+    def may_forbid(self, tokens: Seq[int], start: int, num_coming: int, /) -> bool:
+        """Whether some token may not follow tokens[start:] and so many more, whichever those are. Where that is not so,
+        it need not be asked."""
+        ...
+
     def allowed(self, tokens: Seq[int], start: int, /) -> NDArray[np.int32]:
         """Which tokens may follow tokens[start:], which the sequence has generated so far: a bit for each of the
         vocabulary, 32 in a word, the lowest first. None is set once `failure` says why."""
@@ -96,7 +101,12 @@ class SamplingRow:
     @property
     def is_plain(self) -> bool:
         """The greatest logit is all that is asked for."""
-        return self._is_plain and self.mask is None
+        return self._is_plain and not self.is_masked
+
+    @property
+    def is_masked(self) -> bool:
+        """Its mask may forbid some token."""
+        return self._is_masked_behind(self.num_coming)
 
     @property
     def position(self) -> int:
@@ -105,8 +115,8 @@ class SamplingRow:
 
     @property
     def reads_tokens(self) -> bool:
-        """It must know all tokens before to say what is asked of the next one."""
-        return self.mask is not None or self._reads_tokens
+        """It must know the next token to say what is asked of the one behind that."""
+        return self._reads_tokens or self._is_masked_behind(1)
 
     @property
     def num_generated(self) -> int:
@@ -149,6 +159,10 @@ class SamplingRow:
             return None
         token_id = self.mask.only(self.tokens, self.num_prompt_tokens)
         return token_id if token_id is not None and self._permits(token_id) else None
+
+    def _is_masked_behind(self, num_coming: int) -> bool:
+        mask = self.mask
+        return mask is not None and mask.may_forbid(self.tokens, self.num_prompt_tokens, num_coming)
 
     def _permits(self, token_id: int) -> bool:
         """Nothing else that is asked forbids it."""

@@ -30,6 +30,7 @@ from cluster.words.process_name import ProcessName
 from cluster.words.request import Role, SampledToken, Sampling, SequenceRequest
 from cluster.words.spec import Spec
 from cluster.words.spec_file import parse_spec
+from cluster.words.thinking_budget import ThinkingBudget
 from router.generation import RequestRoute
 from router.metrics import Metrics
 from router.routing.chooser import Chooser
@@ -159,6 +160,7 @@ class LocalCluster:
         n: int = 1,
         salt: str = "",
         grammar: Grammar | None = None,
+        thinking: ThinkingBudget | None = None,
     ) -> Answer:
         request = SequenceRequest(
             id=id,
@@ -168,6 +170,7 @@ class LocalCluster:
             choices=tuple(range(n)),
             salt=salt,
             grammar=grammar,
+            thinking=thinking,
         )
         tokens: dict[int, list[SampledToken]] = {choice: [] for choice in range(n)}
         async with self.core.start(request) as generation:

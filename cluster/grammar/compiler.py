@@ -17,8 +17,10 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from tokenizers import Tokenizer
 
 from cluster.grammar.mask import GrammarMask, bits_of
+from cluster.grammar.thinking_mask import ThinkingMask
 from cluster.words.errors import RequestError
 from cluster.words.grammar import Grammar, GrammarKind
+from cluster.words.thinking_budget import ThinkingBudget
 
 logger = logging.getLogger(__name__)
 
@@ -43,14 +45,12 @@ class GrammarCompiler:
 
     def __init__(self, model_dir: Path, *, vocab_size: int) -> None:
         """vocab_size: of the logits. A model whose tokenizer is not understood has no grammars, and serves the rest."""
-        self._tokenizer = _open_tokenizer(model_dir / "tokenizer.json", vocab_size)
+        self._tokenizer, self.special_tokens = _open_tokenizer(model_dir / "tokenizer.json", vocab_size)
         self._tokens = range(vocab_size)
 
     def compile(self, grammar: Grammar, *, param: str = "grammar") -> CompiledGrammar:
         """For one request. Mostly some ms, without the interpreter. Raises RequestError that names `param`."""
-        tokenizer = self._tokenizer
-        if tokenizer is None:
-            raise RequestError(f"{param}: this model's tokenizer allows no grammars", param=param)
+        tokenizer = self._understood(param)
         grammar.check(param)
         begin = time.thread_time()
         try:
@@ -69,6 +69,27 @@ class GrammarCompiler:
             return LLMatcher(tokenizer, source, log_level=0, limits=_LIMITS)
 
         return CompiledGrammar(matcher, tokenizer, self._tokens, anew=anew if took_s < _QUICK_S else None)
+
+    def bounded(
+        self, budget: ThinkingBudget, grammar: GrammarMask | None = None, *, param: str = "thinking"
+    ) -> ThinkingMask:
+        """The mask of the first choice of a request, which thinks for so long, around that of its grammar. Raises
+        RequestError that names `param`."""
+        tokenizer = self._understood(param)
+
+        markers = (budget.opening.encode(), budget.closing.encode())
+
+        def bytes_of(token_id: int) -> bytes:
+            said = tokenizer.decode_bytes([token_id])
+            is_hidden = tokenizer.is_special_token(token_id) and said not in markers
+            return b"" if is_hidden else said
+
+        return ThinkingMask(budget, bytes_of=bytes_of, vocab_size=tokenizer.vocab_size, grammar=grammar)
+
+    def _understood(self, param: str) -> LLTokenizer:
+        if self._tokenizer is None:
+            raise RequestError(f"{param}: this model's tokenizer allows no grammars", param=param)
+        return self._tokenizer
 
 
 class CompiledGrammar:
@@ -91,8 +112,12 @@ class CompiledGrammar:
         return GrammarMask(self._matcher.deep_copy(), tokens=self._tokens, ends=ends, anew=self._anew)
 
 
-def _open_tokenizer(path: Path, vocab_size: int) -> LLTokenizer | None:
-    """With one token more, which no model has: the end of an answer. Left to itself, llguidance may take token 0."""
+def _open_tokenizer(path: Path, vocab_size: int) -> tuple[LLTokenizer | None, dict[str, int]]:
+    """With one token more, which no model has: the end of an answer. Left to itself, llguidance may take token 0.
+
+    And the tokens that no text of a grammar matches, only `<[id]>` does, by their text: llguidance takes every added
+    token in angle brackets for one of these.
+    """
     try:
         tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
         known = set(tokenizer.get_vocab().values())
@@ -100,10 +125,12 @@ def _open_tokenizer(path: Path, vocab_size: int) -> LLTokenizer | None:
         end = tokenizer.token_to_id(_END)
         if end is None or end in known:
             raise ValueError("it has no room for a token more")
-        return LLTokenizer(tokenizer.to_str(), n_vocab=max(vocab_size, end + 1, 1 + max(known)), eos_token=[end])
+        opened = LLTokenizer(tokenizer.to_str(), n_vocab=max(vocab_size, end + 1, 1 + max(known)), eos_token=[end])
+        added = {token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items()}
+        return opened, {text: i for text, i in added.items() if i != end and opened.is_special_token(i)}
     except Exception as error:  # of tokenizers, plain Exception
         logger.warning("no grammars: %s: %s", path, _in_one_line(str(error)))
-        return None
+        return None, {}
 
 
 def _source(grammar: Grammar) -> str:
@@ -113,6 +140,8 @@ def _source(grammar: Grammar) -> str:
             return LLMatcher.grammar_from_regex(grammar.text)
         case GrammarKind.LARK:
             return LLMatcher.grammar_from_lark(_as_lark(grammar.text))
+        case GrammarKind.STRUCTURAL_TAG:
+            raise ValueError("structural tags are Lark before they are compiled")
     return LLMatcher.grammar_from_json_schema(
         grammar.text,
         overrides={

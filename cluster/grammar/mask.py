@@ -37,6 +37,9 @@ class GrammarMask:
         self._num_taken = 0  # tokens that the matcher has seen
         self._cost = _Cost()  # of it and its forks
 
+    def may_forbid(self, tokens: Sequence[int], start: int, num_coming: int) -> bool:
+        return True
+
     def allowed(self, tokens: Sequence[int], start: int) -> NDArray[np.int32]:
         """None at all once `failure` says why."""
         begin = time.thread_time()

@@ -73,6 +73,7 @@ class Member:
     max_batch_tokens: int = 2048  # in one step; longer prompts are computed in chunks
     keeps_grammars: bool = False  # its version knows the grammar of a request; older ones would pass it over
     keeps_token_rules: bool = False  # and the token rules of its sampling
+    keeps_thinking_budgets: bool = False  # and for how long it may think
     tells_prompt_logprobs: bool = False  # and the log-probabilities of its prompt
     wire_version: int = WIRE_VERSION
 
@@ -81,6 +82,7 @@ class Member:
         needed = (
             (request.grammar is not None, self.keeps_grammars),
             (request.sampling.token_rules is not None, self.keeps_token_rules),
+            (request.thinking is not None, self.keeps_thinking_budgets),
             (request.num_prompt_logprobs is not None, self.tells_prompt_logprobs),
         )
         return all(knows for is_asked, knows in needed if is_asked)

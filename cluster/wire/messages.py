@@ -10,19 +10,24 @@ from cluster.words.errors import RequestError
 from cluster.words.grammar import Grammar, GrammarKind
 from cluster.words.handoff import Handoff, Holder
 from cluster.words.request import FinishReason, SampledToken, Sampling, SequenceRequest, TokenLogprob
+from cluster.words.thinking_budget import ThinkingBudget
 from cluster.words.timing import StepTiming
 from cluster.words.token_rules import TokenRules
 
 
 def sequence_to_proto(request: SequenceRequest) -> pb.Sequence:
     grammar = to_message(pb.Grammar, request.grammar) if request.grammar else None
-    return to_message(pb.Sequence, request, sampling=_sampling_to_proto(request.sampling), grammar=grammar)
+    thinking = to_message(pb.ThinkingBudget, request.thinking) if request.thinking else None
+    sampling = _sampling_to_proto(request.sampling)
+    return to_message(pb.Sequence, request, sampling=sampling, grammar=grammar, thinking=thinking)
 
 
 def sequence_from_proto(message: pb.Sequence) -> SequenceRequest:
     """Raises RequestError for a grammar of a kind that we do not know: without it, other tokens would be chosen."""
     grammar = _grammar_from_proto(message.grammar) if message.HasField("grammar") else None
-    return from_message(SequenceRequest, message, sampling=_sampling_from_proto(message.sampling), grammar=grammar)
+    thinking = from_message(ThinkingBudget, message.thinking) if message.HasField("thinking") else None
+    sampling = _sampling_from_proto(message.sampling)
+    return from_message(SequenceRequest, message, sampling=sampling, grammar=grammar, thinking=thinking)
 
 
 def handoff_to_proto(handoff: Handoff) -> pb.Handoff:

@@ -23,6 +23,7 @@ class GrammarKind(StrEnum):
     LENIENT_JSON_SCHEMA = "lenient_json_schema"  # what cannot be enforced of it is passed over
     REGEX = "regex"  # in Rust's syntax, of the whole answer
     LARK = "lark"  # as llguidance has it; the answer is its `start`
+    STRUCTURAL_TAG = "structural_tag"  # as xgrammar has it, in JSON; a router makes LARK of it, for replicas too
 
 
 @dataclass(frozen=True, kw_only=True)

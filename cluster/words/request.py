@@ -8,6 +8,7 @@ from enum import StrEnum
 from hashlib import blake2b
 
 from cluster.words.grammar import Grammar
+from cluster.words.thinking_budget import ThinkingBudget
 from cluster.words.token_rules import TokenRules
 
 OFFLINE = 2**31 - 1  # the last of all priorities: such a request goes when nobody of any other waits
@@ -76,6 +77,7 @@ class SequenceRequest:
     salt: str = ""  # what keys its prefix hashes: 32 hex digits, or nothing
     adapter: str = ""
     grammar: Grammar | None = None  # what every choice must keep to
+    thinking: ThinkingBudget | None = None  # for how long each may think; None: as long as it will
     # Of the prompt's own tokens, as Sampling.num_logprobs. Whoever computes the prompt then computes all of it, and
     # takes nothing from a cache: log-probabilities are not kept there.
     num_prompt_logprobs: int | None = None

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from cluster.grammar.compiler import GrammarCompiler
 from cluster.grammar.mask import GrammarMask
-from cluster.words.grammar import Grammar
+from cluster.grammar.thinking_mask import ThinkingMask
 from cluster.words.request import SequenceRequest
 
 
@@ -19,16 +19,22 @@ class Grammars:
         self._compiler = compiler
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="grammars")
 
-    async def mask_of(self, request: SequenceRequest) -> GrammarMask | None:
+    async def mask_of(self, request: SequenceRequest) -> GrammarMask | ThinkingMask | None:
         """As far as the request's tokens go. Raises RequestError."""
-        if request.grammar is None:
+        if request.grammar is None and request.thinking is None:
             return None
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._make, request.grammar, request)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._make, request)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _make(self, grammar: Grammar, request: SequenceRequest) -> GrammarMask:
-        mask = self._compiler.compile(grammar).mask(request.sampling.stop_token_ids)
-        mask.take(request.token_ids, request.num_prompt_tokens)
-        return mask
+    def _make(self, request: SequenceRequest) -> GrammarMask | ThinkingMask | None:
+        mask = None
+        if request.grammar is not None:
+            mask = self._compiler.compile(request.grammar).mask(request.sampling.stop_token_ids)
+            mask.take(request.token_ids, request.num_prompt_tokens)
+        if request.thinking is None:
+            return mask
+        bounded = self._compiler.bounded(request.thinking, mask)
+        bounded.take(request.token_ids, request.num_prompt_tokens)
+        return bounded

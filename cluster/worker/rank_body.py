@@ -267,5 +267,6 @@ def _member(setup: RankSetup, runner: ModelRunner, *, max_tokens: int) -> Member
         max_batch_tokens=setup.pool.max_batch_tokens,
         keeps_grammars=True,
         keeps_token_rules=True,
+        keeps_thinking_budgets=True,
         tells_prompt_logprobs=True,
     )

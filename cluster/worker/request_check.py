@@ -48,6 +48,8 @@ def check_request(request: SequenceRequest, *, vocab_size: int, max_tokens: int)
         _check(0 <= num_top <= most, "num_prompt_logprobs", f"must be 0 to {most} for so long a prompt")
     if request.grammar:
         request.grammar.check("grammar")
+    if request.thinking:
+        request.thinking.check(vocab_size)
 
 
 def holder_of(message: pb.PrefillRequest | pb.GenerateRequest) -> Holder | None:

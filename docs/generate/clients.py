@@ -59,6 +59,7 @@ _ORDER = ("yes", "only", "ignored", "refused")
 _OF = ("text:", "chat:")
 _SAME_AS = {
     "max_completion_tokens": "max_tokens",
+    "thinking_budget": "thinking_token_budget",
     "stop_sequences": "stop",
     "output": "content",
     "summary": "content",

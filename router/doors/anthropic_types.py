@@ -29,7 +29,7 @@ from router.text.completion_request import MAX_STOP_CHARS, MAX_STOPS, MAX_USER_C
 
 class AnthropicThinking(OpenAIObject):
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: Ignored = None  # the API demands one; thinking ends where the model ends it
+    budget_tokens: int | None = None
     display: Literal["summarized", "omitted"] | None = None
 
 
@@ -64,7 +64,8 @@ class ConversationBody(AskingBody):
     its first call."""
     thinking: AnthropicThinking | None = None
     """`enabled`: for a model that thinks; `disabled`: for a template that knows how, and a model that does not think;
-    `adaptive`: as its template has it. `display: omitted` leaves out what was thought; `budget_tokens` is ignored."""
+    `adaptive`: as its template has it. `budget_tokens`: when it has thought for so many, the end of its thinking is
+    written for it; any number from 0 on. `display: omitted` leaves out what was thought."""
     output_config: OutputConfig | None = None
     """`format`, a JSON schema: the answer keeps to it, or ends by `max_tokens`. `effort`: for a template that knows
     `reasoning_effort`."""
@@ -163,6 +164,9 @@ class MessagesBody(ConversationBody):
             fields["stop"] = tuple(self.stop_sequences)
         if self.metadata and self.metadata.user_id:
             fields["user"] = self.metadata.user_id
+        if self.thinking and self.thinking.type != "disabled" and self.thinking.budget_tokens is not None:
+            fields["thinking_token_budget"] = self.thinking.budget_tokens
+            fields["thinking_field"] = "thinking.budget_tokens"
         if chat.forced is not None:
             tools = [tool.given() for tool in self.tools or ()]
             fields["grammar"] = forced_grammar(chat.forced, tools, is_parallel=self.is_parallel)

@@ -165,7 +165,7 @@ def _grammar_of(message: pb.GenerateRequest, prompt: str | Chat | tuple[int, ...
             grammar = ANY_OBJECT
         case "choice":
             grammar = Grammar.of_choice(given.choice.texts, "grammar.choice")
-        case "json_schema" | "lenient_json_schema" | "regex":
+        case "json_schema" | "lenient_json_schema" | "regex" | "structural_tag":
             grammar = Grammar(kind=GrammarKind(kind), text=getattr(given, kind))
         case "grammar":
             grammar = Grammar(kind=GrammarKind.LARK, text=given.grammar)

@@ -11,7 +11,8 @@ from cluster.words.errors import RequestError
 from cluster.words.grammar import ANY_OBJECT, Grammar, GrammarKind
 from router.doors.openai_fields import Ignored, Only, OpenAIObject, Unsupported
 
-_KINDS = ("json_", "json_object", "regex", "choice", "grammar")  # of structured outputs
+_KINDS = ("json_", "json_object", "regex", "choice", "grammar", "structural_tag")  # of structured outputs
+_OF_TAGS = ("format", "structures", "triggers")  # of a structural tag
 
 
 class JsonSchema(OpenAIObject):
@@ -22,16 +23,26 @@ class JsonSchema(OpenAIObject):
 
 
 class ResponseFormat(OpenAIObject):
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")  # beside json_object, as llama.cpp has it
+    # Beside structural_tag; see router.text.structural_tag, which looks into them.
+    format: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
 
     def grammar(self) -> Grammar | None:
         """Raises RequestError."""
         if self.schema_ is not None and self.type != "json_object":
             raise RequestError("response_format.schema: belongs beside json_object", param="response_format.schema")
+        parts = {name: part for name in _OF_TAGS if (part := getattr(self, name)) is not None}
+        if parts and self.type != "structural_tag":
+            name = f"response_format.{next(iter(parts))}"
+            raise RequestError(f"{name}: belongs beside structural_tag", param=name)
         if self.type == "text":
             return None
+        if self.type == "structural_tag":
+            return Grammar(kind=GrammarKind.STRUCTURAL_TAG, text=json.dumps(parts))
         if self.type == "json_object":
             return _lenient(self.schema_) if self.schema_ is not None else ANY_OBJECT
         if self.json_schema is None or self.json_schema.schema_ is None:
@@ -52,13 +63,13 @@ class StructuredOutputs(OpenAIObject):
     disable_fallback: Ignored = None
     disable_additional_properties: Annotated[bool | None, AfterValidator(Only((False,)))] = None
     whitespace_pattern: Unsupported = None
-    structural_tag: Unsupported = None
+    structural_tag: dict[str, Any] | str | None = None
 
     def named(self) -> tuple[str, Grammar]:
         """The field that is set, and what it says. Raises RequestError."""
         given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
-            text = "structured_outputs: one of json, json_object, regex, choice and grammar must be set"
+            text = "structured_outputs: one of json, json_object, regex, choice, grammar and structural_tag must be set"
             raise RequestError(text, param="structured_outputs")
         return f"structured_outputs.{given[0].rstrip('_')}", self._grammar()
 
@@ -68,6 +79,10 @@ class StructuredOutputs(OpenAIObject):
         if self.json_ is not None:
             text = self.json_ if isinstance(self.json_, str) else json.dumps(self.json_)
             return Grammar(kind=GrammarKind.JSON_SCHEMA, text=text)
+        if self.structural_tag is not None:
+            tag = self.structural_tag
+            text = tag if isinstance(tag, str) else json.dumps(tag)
+            return Grammar(kind=GrammarKind.STRUCTURAL_TAG, text=text)
         if self.regex is not None:
             return Grammar(kind=GrammarKind.REGEX, text=self.regex)
         if self.choice is not None:

@@ -118,10 +118,16 @@ class _Sampled(AskingBody):
     """Extension: of each of the prompt's tokens its log-probability and rank, and so many of the likeliest. Times the
     prompt's tokens at most 262,144, each token itself counted, too; not with `stream`."""
     response_format: ResponseFormat | None = None
-    """`text`, `json_object` or `json_schema`: the answer keeps to it, or ends by `length`. A `strict` schema that can
-    not be enforced whole is refused; of others, what cannot be is passed over."""
+    """`text`, `json_object`, `json_schema` or `structural_tag`: the answer keeps to it, or ends by `length`. A `strict`
+    schema that can not be enforced whole is refused; of others, what cannot be is passed over."""
     structured_outputs: StructuredOutputs | None = None
-    """Extension: one of `json` (a schema), `json_object`, `regex`, `choice` and `grammar` (Lark or GBNF)."""
+    """Extension: one of `json` (a schema), `json_object`, `regex`, `choice`, `grammar` (Lark or GBNF) and
+    `structural_tag` (JSON)."""
+    thinking_token_budget: int | None = None
+    """Extension: when an answer has thought for so many tokens, the end of its thinking is written for it. 0: it does
+    not think. For a model that thinks."""
+    thinking_budget: int | None = None
+    """The same, by Qwen's name."""
     user: str | None = None
     """Whose share it takes of what its tenant has."""
     # Of the API, and without effect on the answer.
@@ -167,8 +173,17 @@ class _Sampled(AskingBody):
         fields["stop"] = None if self.stop is None else tuple(self.stop)
         for name in ("stop_token_ids", "allowed_token_ids", "bad_words"):
             fields[name] = None if (given := getattr(self, name)) is None else tuple(given)
-        fields |= grammar_of(self.response_format, self.structured_outputs)
+        fields |= self._thinking() | grammar_of(self.response_format, self.structured_outputs)
         return {name: value for name, value in fields.items() if value is not None}
+
+    def _thinking(self) -> dict[str, Any]:
+        """Raises RequestError."""
+        budgets = {name: getattr(self, name) for name in ("thinking_token_budget", "thinking_budget")}
+        given = {name: budget for name, budget in budgets.items() if budget is not None}
+        if len(set(given.values())) > 1:
+            text = "thinking_budget: is another name of thinking_token_budget, and says something else"
+            raise RequestError(text, param="thinking_budget")
+        return next(({"thinking_token_budget": given[name], "thinking_field": name} for name in given), {})
 
 
 class TextBody(_Sampled):
@@ -231,7 +246,6 @@ class ChatBody(_Sampled, ChatSettings):
     input_ids: Unsupported = None
     thinking: Unsupported = None
     reasoning: Unsupported = None
-    thinking_token_budget: Unsupported = None
     include_reasoning: Annotated[bool | None, AfterValidator(Only((True,)))] = None
     functions: Unsupported = None
     function_call: Annotated[Any, AfterValidator(Only(("none", "auto")))] = None

@@ -32,7 +32,7 @@ _MAX_KEY, _MAX_VALUE = 64, 512  # characters
 _LOGPROBS = "message.output_text.logprobs"
 _SAME = ("model", "temperature", "top_p", "user", "tool_choice", "parallel_tool_calls", "seed", "top_k", "min_p",
          "presence_penalty", "frequency_penalty", "repetition_penalty", "cache_salt", "priority",
-         "chat_template_kwargs")  # as a chat has them  # fmt: skip
+         "chat_template_kwargs", "thinking_token_budget")  # as a chat has them  # fmt: skip
 
 
 class FunctionTool(OpenAIObject):
@@ -151,6 +151,8 @@ class ResponsesBody(AskingBody):
     priority: int | None = None
     """Extension, as of a chat."""
     chat_template_kwargs: dict[str, Any] | None = None
+    """Extension, as of a chat."""
+    thinking_token_budget: int | None = None
     """Extension, as of a chat."""
     background: Annotated[bool | None, AfterValidator(Only((False,)))] = None
     stream_options: Ignored = None

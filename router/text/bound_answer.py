@@ -13,16 +13,16 @@ from router.parsers.thinking import END_THINK, THINK
 from router.text.chat import Chat
 from router.text.completion_request import CompletionRequest
 from router.text.dialect import Dialect
-from router.text.json_schema import DROPPED, lenient, moved, rewritten
+from router.text.json_schema import DROPPED, in_lark, lenient, moved, rewritten
+from router.text.structural_tag import structural_tag_rules
 
 _SCHEMAS = (GrammarKind.JSON_SCHEMA, GrammarKind.LENIENT_JSON_SCHEMA)
 _NOTES = ("description", "title", "default", "examples", "x-guidance")  # in a tool's schema
-_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 @dataclass(frozen=True)
 class _Calls:
-    """How a family of models writes calls, in Lark."""
+    """How a family of models writes calls."""
 
     opening: str
     arguments: str  # what it calls them
@@ -31,8 +31,8 @@ class _Calls:
 
 
 _CALLS = {
-    "hermes": _Calls(r'"<tool_call>\n"', "arguments", r'"\n</tool_call>"', r'"\n"'),
-    "llama3_json": _Calls("", "parameters", "", '"; "'),
+    "hermes": _Calls("<tool_call>\n", "arguments", "\n</tool_call>", "\n"),
+    "llama3_json": _Calls("", "parameters", "", "; "),
 }
 
 
@@ -41,7 +41,9 @@ def may_think(grammar: Grammar | None, chat: Chat, prompt: str) -> bool:
     end = prompt.rstrip()
     if grammar is None:
         return True
-    return grammar.kind in _SCHEMAS and (end.endswith(THINK) or not (chat.is_continued or end.endswith(END_THINK)))
+    return grammar.kind in (*_SCHEMAS, GrammarKind.STRUCTURAL_TAG) and (
+        end.endswith(THINK) or not (chat.is_continued or end.endswith(END_THINK))
+    )
 
 
 def bound_answer(request: CompletionRequest, dialect: Dialect, prompt: str) -> Grammar | None:
@@ -49,7 +51,7 @@ def bound_answer(request: CompletionRequest, dialect: Dialect, prompt: str) -> G
     try:
         return _bound_answer(request, dialect, prompt)
     except RecursionError:
-        text = f"{request.grammar_field}: a schema of it, or of tools, is nested too deeply"
+        text = f"{request.grammar_field}: something of it, or a schema of tools, is nested too deeply"
         raise RequestError(text, param=request.grammar_field) from None
 
 
@@ -59,6 +61,14 @@ def _bound_answer(request: CompletionRequest, dialect: Dialect, prompt: str) -> 
         grammar.check(request.grammar_field)
         schema = lenient(_object(grammar.text, request.grammar_field))
         grammar = Grammar(kind=grammar.kind, text=json.dumps(schema))
+    if grammar is not None and grammar.kind is GrammarKind.STRUCTURAL_TAG:
+        thinks = isinstance(chat, Chat) and dialect.thinks and may_think(grammar, chat, prompt)
+        rules = [f"start: {'thought ' if thinks else ''}answer"]
+        if thinks:
+            rules += _thought(dialect, prompt)
+        # Calls, too, are what these say.
+        rules += structural_tag_rules(grammar.text, request.grammar_field, dialect.special)
+        return Grammar(kind=GrammarKind.LARK, text="\n".join(rules))
     if grammar is None or not isinstance(chat, Chat):
         return grammar
     tools = chat.tools if chat.forced is None else ()
@@ -68,7 +78,7 @@ def _bound_answer(request: CompletionRequest, dialect: Dialect, prompt: str) -> 
     grammar.check(request.grammar_field)
     rules = [f"start: {'thought ' if thinks else ''}body", f"body: {'answer | calls' if tools else 'answer'}"]
     if thinks:
-        rules += _thought(is_open=prompt.rstrip().endswith(THINK))
+        rules += _thought(dialect, prompt)
     if tools:
         rules += _calls(request, chat, dialect)
     schema = _object(grammar.text, request.grammar_field)
@@ -76,10 +86,18 @@ def _bound_answer(request: CompletionRequest, dialect: Dialect, prompt: str) -> 
     return Grammar(kind=GrammarKind.LARK, text="\n".join(rules))
 
 
-def _thought(*, is_open: bool) -> Iterator[str]:
-    yield f"thought: {'said' if is_open else f'({json.dumps(THINK)} said)?'}"
+def _thought(dialect: Dialect, prompt: str) -> Iterator[str]:
+    is_open = prompt.rstrip().endswith(THINK)
+    yield f"thought: {'said' if is_open else '(opening said)?'}"
+    if not is_open:
+        token = dialect.special.begun(THINK)
+        yield f"opening: opened {f'| {token[0]}' if token else ''}"
+        yield f"opened[lazy]: {json.dumps(THINK)}"  # also where an answer may begin with any text
     yield "said: thinking gap"
-    yield f"thinking[suffix={json.dumps(END_THINK)}]: /(?s:.*)/"
+    token = dialect.special.begun(END_THINK)
+    yield f"thinking: ended {f'| anything {token[0]}' if token else ''}"
+    yield f"ended[suffix={json.dumps(END_THINK)}]: /(?s:.*)/"
+    yield "anything: /(?s:.*)/"
     yield r"gap: /\n{0,2}/"
 
 
@@ -89,8 +107,9 @@ def _calls(request: CompletionRequest, chat: Chat, dialect: Dialect) -> Iterator
     if form is None or request.grammar.kind not in _SCHEMAS:
         text = f"tools: with {request.grammar_field} no call could be made here; set tool_choice to none or required"
         raise RequestError(text, param="tools")
-    yield f"calls: call ({form.between} call)*" if chat.is_parallel else "calls: call"
-    yield f"call: {' | '.join(f'{form.opening} call{number} {form.closing}' for number in range(len(chat.tools)))}"
+    opening, closing, between = map(dialect.special.literal, (form.opening, form.closing, form.between))
+    yield f"calls: call ({between} call)*" if chat.is_parallel else "calls: call"
+    yield f"call: {' | '.join(f'{opening} call{number} {closing}' for number in range(len(chat.tools)))}"
     for number, (name, parameters) in enumerate(chat.parameters.items()):
         lean = rewritten(lenient(parameters), lambda key, value: DROPPED if key in _NOTES else value)
         yield _rule(f"call{number}", _call(name, {"type": "object", **lean}, form), is_lenient=True)
@@ -102,7 +121,7 @@ def _call(name: str, arguments: dict[str, Any], form: _Calls) -> dict[str, Any]:
 
 
 def _rule(name: str, schema: dict[str, Any], *, is_lenient: bool) -> str:
-    return f"{name}: %json {json.dumps({**schema, 'x-guidance': {**_WRITTEN, 'lenient': is_lenient}})}"
+    return f"{name}: {in_lark(schema, is_lenient=is_lenient)}"
 
 
 def _object(text: str, param: str) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class ChoiceText:
         self._reader = reader
         self.finished: Finished | None = None
         self.num_tokens = 0
-        self.num_thinking = 0  # tokens of them
+        self.num_thinking = 0  # tokens of them: behind the marker that begins it, up to the one that ends it
         self._num_chars = 0
         self._min_tokens = request.min_tokens
         self._include_stop = request.include_stop
@@ -59,7 +59,7 @@ class ChoiceText:
     def _read(self, reader: AnswerReader, text: str, delta: Delta) -> None:
         was_thinking = reader.is_thinking
         delta.add(reader.add(text))
-        self.num_thinking += was_thinking or reader.is_thinking
+        self.num_thinking += was_thinking
         if self.finished is not None and not reader.is_over:
             delta.add(reader.finish())
         if self.finished is None and reader.is_over:

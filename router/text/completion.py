@@ -28,6 +28,7 @@ from cluster.words.errors import (
 from cluster.words.grammar import Grammar
 from cluster.words.prompt_logprobs import PromptLogprobs
 from cluster.words.request import Sampling, SequenceRequest
+from cluster.words.thinking_budget import ThinkingBudget
 from router.generation import Generation, RequestRoute, TokenService
 from router.metrics import Metrics
 from router.text.answer_events import AnswerEvents
@@ -50,7 +51,9 @@ from router.text.dialect import Dialect
 from router.text.events import Event, Summary, TokenUsage
 from router.text.grammar_check import GrammarCheck
 from router.text.prompt_encoder import PromptEncoder, num_chars
+from router.text.special_tokens import SpecialTokens
 from router.text.text_threads import TextThreads
+from router.text.thinking_budget import thinking_budget
 from router.text.token_clock import TokenClock
 from router.text.tokenizer import Tokenizer
 from router.text.trail import RequestTrail
@@ -89,11 +92,12 @@ class Completions:
         self.max_unread_s = max_unread_s
         self.threads = TextThreads()
         self.trail = trail or RequestTrail()
+        special = SpecialTokens(grammars.special_tokens if grammars else None)
         self.prompts = PromptEncoder(
             tokenizer,
             chat_template,
             model=model,
-            dialect=dialect or Dialect.of(chat_template.source),
+            dialect=replace(dialect or Dialect.of(chat_template.source), special=special),
             threads=self.threads,
         )
         self._grammars = GrammarCheck(grammars)
@@ -110,9 +114,11 @@ class Completions:
             prompt_ids = truncated(given_ids, request, self.model)
             num_numbers = num_prompt_numbers(request, len(prompt_ids))
             check_prompt_numbers(num_numbers, param=request.prompt_logprobs_field)
-            grammar = None
+            grammar, end = None, self.prompts.end_of(prompt_ids)
+            thinking = thinking_budget(request, self.prompts.dialect, self.tokenizer, end)
+            self._grammars.check_thinking(thinking, request.thinking_field)
             if request.grammar:
-                grammar = await self._bound(request, request.grammar, self.prompts.end_of(prompt_ids))
+                grammar = await self._bound(request, request.grammar, end)
                 await self._grammars.check(replace(request, grammar=grammar))
             sampling = sampling_of(
                 request,
@@ -133,6 +139,7 @@ class Completions:
             sampling,
             is_cut=len(prompt_ids) < len(given_ids),
             grammar=grammar,
+            thinking=thinking,
             clock=clock,
             limit_s=limit_s,
         )
@@ -167,6 +174,7 @@ class Completion:
         *,
         is_cut: bool,
         grammar: Grammar | None,
+        thinking: ThinkingBudget | None,
         clock: TokenClock,
         limit_s: float,
     ) -> None:
@@ -180,6 +188,7 @@ class Completion:
         self._is_cut = is_cut
         self._sampling = sampling
         self._grammar = grammar  # what the whole of an answer keeps to
+        self._thinking = thinking  # for how long it may think before that
         self._token_service = service.token_service
         self._metrics = service.metrics
         self._trail = service.trail
@@ -304,6 +313,7 @@ class Completion:
             num_prompt_tokens=len(self.prompt_ids),
             sampling=self._sampling,
             grammar=self._grammar,
+            thinking=self._thinking,
             num_prompt_logprobs=self.request.prompt_logprobs,
             choices=tuple(range(self.num_choices)),
             salt=self.request.salt,

@@ -42,6 +42,7 @@ RANGES: Mapping[str, tuple[float, float, bool]] = {
     "frequency_penalty": (-2, 2, True),
     "n": (1, MAX_CHOICES, True),
     "best_of": (1, MAX_CHOICES, True),
+    "thinking_token_budget": (0, 2**31 - 1, True),
     "logprobs": (0, MAX_LOGPROBS, True),
     "prompt_logprobs": (0, MAX_LOGPROBS, True),
     "max_tokens": (1, 2**31 - 1, True),
@@ -102,6 +103,8 @@ class CompletionRequest:
     logprobs: int | None = None  # None: none; k: of the chosen token and of the k likeliest
     prompt_logprobs: int | None = None  # the same of the prompt's own tokens
     prompt_logprobs_field: str = "prompt_logprobs"  # what the client calls it
+    thinking_token_budget: int | None = None  # that each answer thinks for at most; None: as long as it will
+    thinking_field: str = "thinking_token_budget"  # what the client calls it
     grammar: Grammar | None = None  # what every answer keeps to
     grammar_field: str = "grammar"  # what the client calls it
     user: str = ""  # whose share it takes of what its tenant has
@@ -126,6 +129,11 @@ class CompletionRequest:
         """What the client calls these."""
         return "n" if self.best_of is None else "best_of"
 
+    def called(self, name: str) -> str:
+        """What the client calls that field."""
+        names = {"max_tokens": self.max_tokens_field, "thinking_token_budget": self.thinking_field}
+        return names.get(name, name)
+
     def in_its_words(self, error: RequestError) -> RequestError:
         """A refusal by the core, which knows of choices no more than how many run."""
         field = self.choices_field
@@ -149,7 +157,7 @@ def check(request: CompletionRequest, model: ModelCard) -> None:
             continue
         if not lowest <= value <= highest or (value == lowest and not is_lowest_allowed):  # NaN fails as well
             rule = f"from {lowest} to {highest}" if is_lowest_allowed else f"above {lowest} and at most {highest}"
-            called = request.max_tokens_field if name == "max_tokens" else name
+            called = request.called(name)
             raise RequestError(f"{called}: must be {rule}, not {value}", param=called)
     if request.max_tokens is not None and request.min_tokens > request.max_tokens:
         most = f"{request.max_tokens_field}, {request.max_tokens}"

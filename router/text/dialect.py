@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from router.parsers.formats import CALL_FORMATS, find_call_format
 from router.parsers.thinking import END_THINK, THINK
+from router.text.special_tokens import SpecialTokens
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,7 @@ class Dialect:
 
     calls: str | None = None  # one of CALL_FORMATS; None: we read none
     thinks: bool = False
+    special: SpecialTokens = field(default_factory=SpecialTokens, compare=False)
 
     @classmethod
     def of(cls, template: str, *, tool_parser: str = "auto", reasoning_parser: str = "auto") -> Dialect:

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from cluster.grammar.compiler import GrammarCompiler
 from cluster.words.errors import CapacityError, RequestError
 from cluster.words.grammar import Grammar
+from cluster.words.thinking_budget import ThinkingBudget
 from router.text.completion_request import CompletionRequest
 from router.text.text_threads import TextThreads
 
@@ -42,6 +43,14 @@ class GrammarCheck:
             raise RequestError(f"{param}: {problem}", param=param)
         else:
             self._known.move_to_end(grammar)
+
+    def check_thinking(self, budget: ThinkingBudget | None, param: str) -> None:
+        """Raises RequestError that names the client's field where replicas could not keep to it."""
+        if budget is None:
+            return
+        if self._compiler is None:
+            raise RequestError(f"{param}: is not supported here", param=param)
+        self._compiler.bounded(budget, param=param)
 
     def close(self) -> None:
         self._threads.close()

@@ -5,12 +5,14 @@ All of it raises RecursionError for a schema that is nested some 300 deep.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
 DROPPED = object()
+_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _TYPES = frozenset(("null", "boolean", "number", "integer", "string", "array", "object"))
 _LOOKING_AROUND = re.compile(r"\(\?<?[=!]|\\[bB1-9]|\\k<")  # and words' bounds, and back; also where it is escaped
 _MAX_DIGITS = 9  # of a number in a reference
@@ -29,6 +31,11 @@ def rewritten(schema: Any, rule: Callable[[str, Any], Any]) -> Any:
         return schema
     made = {key: rule(key, value) for key, value in schema.items()}
     return {key: _inside(key, value, rule) for key, value in made.items() if value is not DROPPED}
+
+
+def in_lark(schema: Mapping[str, Any], *, is_lenient: bool) -> str:
+    """As a rule of llguidance's Lark has it, written as json.dumps writes."""
+    return f"%json {json.dumps({**schema, 'x-guidance': {**_WRITTEN, 'lenient': is_lenient}})}"
 
 
 def lenient(schema: Any) -> Any:

@@ -102,6 +102,9 @@ class OneByOne:
     def failure(self) -> str:
         return self._mask.failure
 
+    def may_forbid(self, tokens: Sequence[int], start: int, num_coming: int) -> bool:
+        return True
+
     def allowed(self, tokens: Sequence[int], start: int) -> NDArray[np.int32]:
         return self._mask.allowed(tokens, start)
 

@@ -255,6 +255,9 @@ class AlwaysSeven:
 
     failure = ""
 
+    def may_forbid(self, tokens: Sequence[int], start: int, num_coming: int, /) -> bool:
+        return True
+
     def allowed(self, tokens: Sequence[int], start: int, /) -> Any:
         return np.array([1 << 7, 0, 0, 0, 0], dtype=np.int32)
 

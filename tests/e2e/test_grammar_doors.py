@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,15 @@ _HOSTILE = {
 }
 
 
+_EACH = 'e["x"]'
+_TAGS: Any = {
+    "type": "structural_tag",
+    "structures": [{"begin": "e[", "schema": {"enum": ["x"]}, "end": "]"}],
+    "triggers": ["e"],
+}
+_ONCE = {"at_least_one": True, "stop_after_first": True}
+
+
 class City(BaseModel):
     name: str
     is_large: bool
@@ -62,6 +72,7 @@ async def test_answers_keep_to_what_clients_ask_for_at_both_doors(smollm2_dir: P
             async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
                 await _check_formats(client)
                 await _check_structured(client)
+                await _check_structural_tags(client)
                 await _check_refusals(client)
             await _check_grpc(service.grpc_port)
         finally:
@@ -105,6 +116,46 @@ async def _check_structured(client: AsyncOpenAI) -> None:
         assert text.choices[0].text in wanted
 
 
+async def _check_structural_tags(client: AsyncOpenAI) -> None:
+    """Free text, in which each e begins a tag; and one tag, in each form in which it may be said."""
+    told = await client.chat.completions.create(**_ASKED | {"max_tokens": 30}, response_format=_TAGS)
+    text = told.choices[0].message.content
+    assert _keeps_to_tags(text) and _EACH in text, text
+    stream = await client.completions.create(
+        model="smollm2",
+        prompt="The",
+        max_tokens=24,
+        extra_body={"structured_outputs": {"structural_tag": json.dumps(_TAGS)}},
+        stream=True,
+    )
+    text = "".join([chunk.choices[0].text async for chunk in stream])
+    assert _keeps_to_tags(text), text
+    city = {
+        "type": "tag",
+        "begin": "<city>",
+        "content": {"type": "json_schema", "json_schema": _CITY},
+        "end": "</city>",
+    }
+    for form in (city, {"type": "triggered_tags", "triggers": ["<"], "tags": [city], **_ONCE}):
+        asked: Any = {"type": "structural_tag", "format": form}
+        (choice,) = (await client.chat.completions.create(**_ASKED, response_format=asked)).choices
+        begin, content, end = re.split("(?<=<city>)|(?=</city>)", choice.message.content)
+        assert (begin, end, choice.finish_reason) == ("<city>", "</city>", "stop")
+        Draft202012Validator(_CITY).validate(json.loads(content))
+    with pytest.raises(openai.BadRequestError, match=r"response_format: format.content.type is not supp") as refused:
+        asked["format"] = {**city, "content": {"type": "qwen_xml_parameter"}}
+        await client.chat.completions.create(**_ASKED, response_format=asked)
+    assert refused.value.param == "response_format"
+
+
+def _keeps_to_tags(text: str) -> bool:
+    """Whole, or cut within the last."""
+    *whole, last = re.split("(?=e)", text)
+    return all("e" not in part or part.startswith(_EACH) for part in whole) and (
+        "e" not in last or last.startswith(_EACH) or _EACH.startswith(last)
+    )
+
+
 async def _check_refusals(client: AsyncOpenAI) -> None:
     """Each is refused by name, or answered; and meanwhile others are."""
     asked = [_ask_for(client, schema) for schema in _HOSTILE.values()]
@@ -146,8 +197,15 @@ async def _check_grpc(port: int) -> None:
             asked = pb.GenerateRequest(prompt="A city: ", sampling=sampling, grammar=grammar)
             text = "".join([event.delta.text async for event in stub.Generate(asked)])
             Draft202012Validator(_CITY).validate(json.loads(text))
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            async for _ in stub.Generate(pb.GenerateRequest(prompt="x", grammar=pb.Grammar(regex="["))):
-                pass
-        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert "grammar.regex" in refused.value.details()
+        tags = pb.GenerateRequest(prompt="The", sampling=sampling, grammar=pb.Grammar(structural_tag=json.dumps(_TAGS)))
+        text = "".join([event.delta.text async for event in stub.Generate(tags)])
+        assert _keeps_to_tags(text), text
+        for wrong, says in (
+            (pb.Grammar(regex="["), "grammar.regex"),
+            (pb.Grammar(structural_tag="{}"), "grammar.structural_tag: needs format, or"),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                async for _ in stub.Generate(pb.GenerateRequest(prompt="x", grammar=wrong)):
+                    pass
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert says in refused.value.details()

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from cluster.grammar.compiler import CompiledGrammar
+from cluster.grammar.thinking_mask import ThinkingMask
 from cluster.words.request import SampledToken, Sampling, SequenceRequest
+from cluster.words.thinking_budget import ThinkingBudget
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
 from engine.orders import Orders
@@ -17,6 +19,7 @@ from engine.runner import ModelRunner
 from engine.sampler import sample
 from engine.sequence import Sequence as TokenSequence
 from engine.step import ScheduledStep
+from tests.engine.steps import VOCAB_SIZE
 
 AMPLE = SchedulerConfig(max_batch_tokens=512, max_running=32, max_waiting=32)
 
@@ -29,6 +32,7 @@ class Asked:
     sampling: Sampling
     grammar: CompiledGrammar | None = None
     num_choices: int = 1
+    thinking: ThinkingMask | None = None  # around no grammar
 
 
 @dataclass
@@ -96,5 +100,21 @@ def _sequence(one: Asked, id: str, *, block_size: int) -> TokenSequence:
         choices=tuple(range(one.num_choices)),
     )
     sequence = TokenSequence(request, 0, model="m", block_size=block_size, max_context=128)
-    sequence.sampling_row.mask = one.grammar.mask(one.sampling.stop_token_ids) if one.grammar else None
+    if one.grammar:
+        sequence.sampling_row.mask = one.grammar.mask(one.sampling.stop_token_ids)
+    if one.thinking:
+        sequence.sampling_row.mask = one.thinking.fork()
     return sequence
+
+
+def thinking(num_tokens: int, *, is_open: bool = True) -> ThinkingMask:
+    """Of an answer without a grammar; the end of its thinking are the first eight tokens."""
+    marker = "<[end]>!"
+    budget = ThinkingBudget(
+        num_tokens=num_tokens, is_open=is_open, opening="<", closing=marker, closing_ids=tuple(range(len(marker)))
+    )
+
+    def bytes_of(token_id: int) -> bytes:
+        return marker[token_id].encode() if token_id < len(marker) else b"."
+
+    return ThinkingMask(budget, bytes_of=bytes_of, vocab_size=VOCAB_SIZE)

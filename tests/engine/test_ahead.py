@@ -17,7 +17,7 @@ from cluster.words.request import Sampling
 from cluster.words.token_rules import TokenRules
 from engine.engine import SchedulerConfig
 from engine.runner import ModelRunner
-from tests.engine.asked import Asked, answers
+from tests.engine.asked import Asked, answers, thinking
 from tests.engine.steps import VOCAB_SIZE, prompts
 from tests.engine.tiny_models import MakeModel, MakeRunner
 
@@ -36,7 +36,8 @@ samplings = st.builds(
     repetition_penalty=st.sampled_from([1.0, 1.0, 1.0, 1.3]),
     token_rules=st.sampled_from([None, None, TokenRules(logit_bias=((3, 4.0),)), TokenRules(bad_words=((3, 4),))]),
 )
-asks = st.tuples(st.integers(2, 40), samplings, st.integers(1, 3))
+thoughts = st.sampled_from([None, None, thinking(0), thinking(3), thinking(11), thinking(3, is_open=False)])
+asks = st.tuples(st.integers(2, 40), samplings, st.integers(1, 3), thoughts)
 
 
 @pytest.fixture(autouse=True)
@@ -59,10 +60,10 @@ def runner(tiny_model: MakeModel, make_runner: MakeRunner) -> ModelRunner:
     asked=st.lists(asks, min_size=1, max_size=6), num_blocks=st.sampled_from([20, 512]), budget=st.sampled_from([9, 64])
 )
 def test_what_is_said_is_the_same(asked: list[Any], num_blocks: int, budget: int, runner: ModelRunner) -> None:
-    texts = prompts(*(length for length, _, _ in asked))
+    texts = prompts(*(length for length, _, _, _ in asked))
     wanted = [
-        Asked(prompt, sampling, num_choices=choices)
-        for prompt, (_, sampling, choices) in zip(texts, asked, strict=True)
+        Asked(prompt, sampling, num_choices=choices, thinking=thought)
+        for prompt, (_, sampling, choices, thought) in zip(texts, asked, strict=True)
     ]
     limits = SchedulerConfig(max_batch_tokens=budget, max_running=8, max_waiting=9)
     waits = answers(runner, wanted, limits, num_blocks)
@@ -70,6 +71,15 @@ def test_what_is_said_is_the_same(asked: list[Any], num_blocks: int, budget: int
     assert ahead.ids == waits.ids and not waits.num_fed
     assert ahead.tokens == waits.tokens, "log-probabilities, or why it has ended"
     assert ahead.failures == waits.failures
+
+
+def test_a_bounded_thought_waits_at_its_end_alone(runner: ModelRunner) -> None:
+    """12 tokens of thought and 20 behind the marker; of the 8 of that, none is computed before it is known."""
+    (prompt,) = prompts(9)
+    (said,) = answers(runner, [Asked(prompt, Sampling(max_tokens=40, seed=1), thinking=thinking(12))]).ids
+    ahead = answers(runner, [Asked(prompt, Sampling(max_tokens=40, seed=1), thinking=thinking(12))], runs_ahead=True)
+    assert ahead.ids == [said] and said[12:20] == list(range(8))
+    assert ahead.num_known == 8 and ahead.num_fed == 11 - 1 + 20 - 2
 
 
 def test_all_but_the_first_token_of_an_answer_are_fed(runner: ModelRunner) -> None:

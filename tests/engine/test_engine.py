@@ -50,6 +50,9 @@ class FakeMask:
 
     failure = ""
 
+    def may_forbid(self, tokens: Sequence[int], start: int, num_coming: int, /) -> bool:
+        return True
+
     def allowed(self, tokens: Sequence[int], start: int, /) -> NDArray[np.int32]:
         raise NotImplementedError
 

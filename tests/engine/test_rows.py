@@ -50,6 +50,9 @@ class OneOf:
     def __init__(self, *allowed: Seq[int]) -> None:
         self._allowed = allowed
 
+    def may_forbid(self, tokens: Seq[int], start: int, num_coming: int, /) -> bool:
+        return True
+
     def allowed(self, tokens: Seq[int], start: int, /) -> NDArray[np.int32]:
         bits = np.zeros(-(-VOCAB_SIZE // 32) * 32, dtype=np.uint8)
         bits[list(self._allowed[(len(tokens) - start) % len(self._allowed)])] = 1

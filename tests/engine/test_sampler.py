@@ -219,6 +219,9 @@ class FakeMask:
         self._words = np.zeros((V + 31) // 32, dtype=np.int32)
         self._words[token_id >> 5] = 1 << (token_id & 31)
 
+    def may_forbid(self, tokens: Any, start: int, num_coming: int) -> bool:
+        return True
+
     def allowed(self, tokens: Any, start: int) -> Any:
         return self._words
 
@@ -234,6 +237,7 @@ TOO_MUCH = {
     "bad words": (Sampling(token_rules=replace(_ALLOWED, bad_words=((5,), (3, 6)))), None),
     "too early": (Sampling(token_rules=_ALLOWED, min_tokens=9, stop_token_ids=(5, 6)), None),
     "mask": (Sampling(token_rules=_ALLOWED, temperature=0.0), FakeMask(7)),
+    "mask, too early": (Sampling(min_tokens=9, stop_token_ids=(7,)), FakeMask(7)),
     "mask and bad words": (Sampling(token_rules=TokenRules(bad_words=((7,),)), num_logprobs=1), FakeMask(7)),
 }
 

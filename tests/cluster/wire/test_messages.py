@@ -12,6 +12,7 @@ from cluster.words.errors import RequestError
 from cluster.words.grammar import Grammar, GrammarKind
 from cluster.words.handoff import Handoff, Holder
 from cluster.words.request import FinishReason, SampledToken, Sampling, SequenceRequest, TokenLogprob
+from cluster.words.thinking_budget import ThinkingBudget
 from cluster.words.timing import StepTiming
 from cluster.words.token_rules import TokenRules
 
@@ -43,6 +44,7 @@ _FULL = SequenceRequest(
     deadline_s=1.5,
     grammar=Grammar(kind=GrammarKind.REGEX, text="a+"),
     num_prompt_logprobs=0,
+    thinking=ThinkingBudget(num_tokens=0, is_open=True, opening="<a>", closing="</a>", closing_ids=(3, 4)),
 )
 _BARE = SequenceRequest(id="r", token_ids=(1,), num_prompt_tokens=1)
 
@@ -65,6 +67,7 @@ def test_all_of_a_sampling_travels_and_of_a_sequence_all_but_whose_it_is() -> No
         return {field.name for field in fields(kind)}
 
     assert names(TokenRules) == {field.name for field in pb.TokenRules.DESCRIPTOR.fields}
+    assert names(ThinkingBudget) == {field.name for field in pb.ThinkingBudget.DESCRIPTOR.fields}
     assert names(Sampling) == {field.name for field in pb.Sampling.DESCRIPTOR.fields}
     assert names(SequenceRequest) - {field.name for field in pb.Sequence.DESCRIPTOR.fields} == {"user"}
 

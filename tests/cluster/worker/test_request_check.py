@@ -12,6 +12,7 @@ from cluster.rpc import worker_pb2 as pb
 from cluster.words.errors import ContextLengthExceeded, RequestError
 from cluster.words.grammar import Grammar, GrammarKind
 from cluster.words.request import Sampling, SequenceRequest
+from cluster.words.thinking_budget import ThinkingBudget
 from cluster.words.token_rules import TokenRules
 from cluster.worker.request_check import check_request, holder_of
 from router.access.client import salt_of
@@ -47,6 +48,7 @@ def test_what_a_router_sends_passes() -> None:
         ("salt", "acme"),
         ("salt", "0" * 33),
         ("adapter", "x" * 2000),
+        ("thinking", ThinkingBudget(num_tokens=1, is_open=True, opening="<", closing=">", closing_ids=(3, 10))),
         ("grammar", Grammar(kind=GrammarKind.LARK, text="")),
         ("grammar", Grammar(kind=GrammarKind.REGEX, text="a" * 9000)),
         ("grammar", Grammar(kind=GrammarKind.JSON_SCHEMA, text="a" * 70_000)),

@@ -274,7 +274,7 @@ def test_the_same_request_as_a_chats() -> None:
 
 async def test_thinking_is_a_block_of_its_own(completions: MakeCompletions, byte_level: Tokenizer) -> None:
     template = _HERMES.replace("{%- if message.content %}", "{{- message.reasoning_content }}{%- if message.content %}")
-    async with _door(completions, byte_level, template + "{# </think> #}") as door:
+    async with _door(completions, byte_level, template + "{# </think> #}", has_grammars=True) as door:
         door.say(f"<think>\nHm, < 3?\n</think>\n\nYes.\n{_LYON}")
         fields: Any = {"model": "tiny", "max_tokens": 256, "messages": _USER, "tools": [_TOOL]}
         for thinking, thought in (

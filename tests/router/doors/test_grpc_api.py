@@ -113,6 +113,46 @@ async def test_text_and_token_ids(door: Door, byte_level: Tokenizer, as_ids: boo
     assert text_of(await door.generate(message)) == "abab"
 
 
+async def test_the_best_of_more_choices_come_when_all_have_ended(door: Door, byte_level: Tokenizer) -> None:
+    """As over HTTP. All that were computed are counted."""
+    said = ["aa<|im_end|>", "bbb<|im_end|>", "c<|im_end|>", "ddddddddd<|im_end|>"]
+    door.fake.script = lambda request, choice: byte_level.encode(said[choice])
+    door.fake.logprobs = (-0.9, -0.25, -0.5, -0.125)
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])
+    for logprobs in (None, 0):
+        for message in (pb.GenerateRequest(prompt="x"), pb.GenerateRequest(chat=chat)):
+            message.sampling.MergeFrom(pb.SamplingParams(max_tokens=20, n=2, best_of=4, logprobs=logprobs))
+            responses = await door.generate(message)
+            texts = {0: "", 1: ""}
+            for response in responses[:-1]:
+                texts[response.delta.choice] += response.delta.text
+                assert logprobs is None or not response.HasField("delta") or response.delta.logprobs
+            assert texts == {0: "ddddddddd", 1: "bbb"}
+            ends = [response.finished for response in responses if response.HasField("finished")]
+            assert [(end.choice, end.finish_reason) for end in ends] == [(0, "stop"), (1, "stop")]
+            assert logprobs == 0 or not any(response.delta.logprobs for response in responses)
+            usage = responses[-1].summary.usage
+            assert usage.completion_tokens == sum(len(byte_level.encode(text)) for text in said)
+    assert {sent.choices for sent in door.fake.started} == {(0, 1, 2, 3)}
+    same = await door.generate(pb.GenerateRequest(prompt="x", sampling=pb.SamplingParams(max_tokens=20, best_of=1)))
+    assert text_of(same) == "aa"
+
+
+@pytest.mark.parametrize(
+    ("sampling", "says"),
+    [
+        (pb.SamplingParams(n=2, best_of=1), "must not be less than n"),
+        (pb.SamplingParams(best_of=129), "from 1 to 128"),
+        (pb.SamplingParams(best_of=0), "from 1 to 128"),
+    ],
+)
+async def test_how_many_the_best_are_of_is_bounded(door: Door, sampling: pb.SamplingParams, says: str) -> None:
+    status, message, details = await door.refused(pb.GenerateRequest(prompt="x", sampling=sampling))
+    assert status is grpc.StatusCode.INVALID_ARGUMENT and message.startswith("best_of: ") and says in message
+    assert [one.field for one in details["BadRequest"].field_violations] == ["sampling.best_of"]
+    assert not door.fake.started
+
+
 async def test_every_sampling_field_reaches_the_workers(door: Door, byte_level: Tokenizer) -> None:
     sampling = pb.SamplingParams(
         max_tokens=4,
@@ -129,6 +169,7 @@ async def test_every_sampling_field_reaches_the_workers(door: Door, byte_level: 
         stop_token_ids=[300],
         ignore_eos=True,
         n=2,
+        best_of=3,
         logprobs=1,
         skip_special_tokens=False,
         include_stop=True,
@@ -139,13 +180,14 @@ async def test_every_sampling_field_reaches_the_workers(door: Door, byte_level: 
         bad_words=["Paris"],
         prompt_logprobs=3,
     )
-    assert {field.name for field, _ in sampling.ListFields()} | {"skip_special_tokens"} == {
+    elsewhere = {"skip_special_tokens", "thinking_token_budget"}  # the other is for models that think
+    assert {field.name for field, _ in sampling.ListFields()} | elsewhere == {
         field.name for field in pb.SamplingParams.DESCRIPTOR.fields
     }
     message = pb.GenerateRequest(prompt="ab", sampling=sampling, tenant="acme", cache_salt="s", priority=-3)
     await door.generate(message, timeout=30)
     (sent,) = door.fake.started
-    assert (sent.choices, sent.priority, sent.tenant, sent.user) == ((0, 1), -3, "", "acme")
+    assert (sent.choices, sent.priority, sent.tenant, sent.user) == ((0, 1, 2), -3, "", "acme")
     assert sent.salt and "s" != sent.salt
     assert sent.deadline_s is not None and 25 < sent.deadline_s < 31  # gRPC rounds it up on the wire
     for name in ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from cluster.words.errors import RequestError
 from cluster.words.grammar import ANY_OBJECT, Grammar, GrammarKind
 from router.doors.openai_fields import ignored_header
 from router.doors.openai_types import TextBody
@@ -15,6 +17,9 @@ _SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 _STRICT, _LENIENT = (
     Grammar(kind=kind, text=json.dumps(_SCHEMA)) for kind in (GrammarKind.JSON_SCHEMA, GrammarKind.LENIENT_JSON_SCHEMA)
 )
+_FORMAT = {"type": "const_string", "value": "a"}
+_OLD = {"structures": [{"begin": "<a>", "schema": _SCHEMA, "end": "</a>"}], "triggers": ["<a"]}
+_TAG = Grammar(kind=GrammarKind.STRUCTURAL_TAG, text=json.dumps({"format": _FORMAT}))
 
 
 @pytest.mark.parametrize(
@@ -48,6 +53,10 @@ _STRICT, _LENIENT = (
             },
             _STRICT,
         ),
+        ({"response_format": {"type": "structural_tag", "format": _FORMAT}}, _TAG),
+        ({"response_format": {"type": "structural_tag", **_OLD}}, replace(_TAG, text=json.dumps(_OLD))),
+        ({"structured_outputs": {"structural_tag": json.dumps({"format": _FORMAT})}}, _TAG),
+        ({"structured_outputs": {"structural_tag": {"format": _FORMAT}}}, _TAG),
     ],
     ids=lambda value: str(value)[:60],
 )
@@ -55,6 +64,13 @@ def test_what_is_asked_for_in_whose_words(fields: dict[str, Any], expected: Gram
     body = TextBody.model_validate_json(json.dumps({"prompt": "a", **fields}))
     (request,) = body.requests("r")
     assert request.grammar == expected and not ignored_header(body)
+
+
+def test_the_parts_of_a_structural_tag_belong_beside_it() -> None:
+    body = TextBody.model_validate({"prompt": "a", "response_format": {"type": "json_object", "format": _FORMAT}})
+    with pytest.raises(RequestError, match="belongs beside structural_tag") as refused:
+        body.requests("r")
+    assert refused.value.param == "response_format.format"
 
 
 def test_what_nobody_knows_there_is_ignored_and_named_as_elsewhere() -> None:

@@ -1,0 +1,147 @@
+"""Answers that may think for so many tokens: what comes of them is, wherever they run, what comes of the same model
+where the end of its thinking stands in its prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cluster.words.grammar import Grammar, GrammarKind
+from cluster.words.probe import Milestone
+from cluster.words.request import Role, Sampling, choice_seed
+from cluster.words.thinking_budget import ThinkingBudget
+from tests.ceiling import Ceiling
+from tests.character_tokenizer import CHARACTERS, END, save_tokenizer
+from tests.e2e.conftest import Checkpoint, Reference, exact_tree
+from tests.engine.steps import prompts
+from tests.local_cluster import LocalCluster, beside, local_cluster
+from tests.rank_in_process import Fault
+from tests.waiting import WITHIN_S
+
+_SAMPLED = Sampling(max_tokens=40, temperature=1.0, seed=3)
+_PROMPTS = prompts(20, 33, 47, 18, 25)
+_BUDGETS = (0, 1, 9, 17, 38)  # the last ends within its marker
+_CLOSING = tuple(CHARACTERS.index(character) for character in "</think>")
+_CHOICES = 2
+
+
+def _budget(num_tokens: int) -> ThinkingBudget:
+    return ThinkingBudget(
+        num_tokens=num_tokens, is_open=True, opening="<think>", closing="</think>", closing_ids=_CLOSING
+    )
+
+
+@pytest.fixture(scope="module")
+def model_dir(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("letters") / "model"
+    shutil.copytree(checkpoint("llama"), directory)
+    save_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def expected(model_dir: Path, reference: Reference) -> list[list[int]]:
+    """By an engine that knows of no budget: it thinks, and then goes on behind a prompt with the marker in it."""
+    told = list[list[int]]()
+    for seed, (prompt, budget) in enumerate(zip(_PROMPTS, _BUDGETS, strict=True)):
+        for choice in range(_CHOICES):
+            sampling = replace(_SAMPLED, seed=choice_seed(seed, choice))
+            (thought,) = reference(model_dir, [prompt], sampling) if budget else ([],)
+            ids = [*[token.token_id for token in thought[:budget]], *_CLOSING][: _SAMPLED.max_tokens]
+            if left := _SAMPLED.max_tokens - len(ids):
+                (answer,) = reference(model_dir, [[*prompt, *ids]], replace(sampling, max_tokens=left))
+                ids += [token.token_id for token in answer]
+            told.append(ids)
+    return told
+
+
+async def _ask(cluster: LocalCluster) -> list[list[int]]:
+    asked = [
+        cluster.generate(prompt, replace(_SAMPLED, seed=seed), id=str(seed), n=_CHOICES, thinking=_budget(budget))
+        for seed, (prompt, budget) in enumerate(zip(_PROMPTS, _BUDGETS, strict=True))
+    ]
+    async with asyncio.timeout(WITHIN_S):
+        answers = await asyncio.gather(*asked)
+    return [[token.token_id for token in tokens] for answer in answers for tokens in answer.tokens.values()]
+
+
+async def test_on_one_pair_also_where_the_first_token_is_the_last(
+    model_dir: Path, redis_url: str, expected: list[list[int]]
+) -> None:
+    async with local_cluster(model_dir, redis_url, **exact_tree(1, 1)) as cluster:
+        assert await _ask(cluster) == expected
+        one = replace(_SAMPLED, max_tokens=1)
+        first = await cluster.generate(_PROMPTS[0], one, thinking=_budget(0))  # of the prefill replica alone
+        assert first.ids == [_CLOSING[0]] and not first.route.decode_replica
+        told = await cluster.generate(_PROMPTS[2], replace(_SAMPLED, seed=2, num_logprobs=1), thinking=_budget(9))
+        assert told.ids == expected[4] and all(token.logprob for token in told.tokens[0])
+        await cluster.idle()
+        seen = cluster.seen(cluster.pools[Role.DECODE][0])
+        # Of the marker of each choice at least what comes behind a token that it did not itself force.
+        await cluster.until(lambda: seen.status.totals.forced_tokens >= 7 * _CHOICES * 4)
+
+
+async def test_where_a_replica_is_killed(model_dir: Path, redis_url: str, expected: list[list[int]]) -> None:
+    async with local_cluster(model_dir, redis_url, processes=True, **exact_tree(2, 0)) as cluster:
+        doomed = await cluster.add(Role.DECODE, Fault(Milestone.COMPUTING, nth=9))
+        await cluster.add(Role.DECODE)
+        assert await _ask(cluster) == expected
+        assert doomed.has_been_hit, "the fault never happened"
+        await cluster.idle()
+
+
+async def test_where_blocks_run_out(model_dir: Path, redis_url: str, expected: list[list[int]]) -> None:
+    """A pool of 20 blocks, where the router expects answers of one token."""
+    bytes_per_block = 3 * 2 * 2 * 16 * 4 * 16  # layers, k and v, kv heads, head_dim, float32, block
+    tree = exact_tree(1, 1)
+    tree["decode"] |= {"kv_memory_gib": 20.5 * bytes_per_block / 2**30}
+    async with local_cluster(model_dir, redis_url, **tree) as cluster:
+        cluster.core.dispatch.finished([1] * 200)
+        assert await _ask(cluster) == expected
+        await cluster.idle()
+        await cluster.until(lambda: cluster.seen(cluster.pools[Role.DECODE][0]).status.totals.preemptions)
+
+
+@pytest.mark.parametrize("num_tokens", [5, 12, 20])
+async def test_a_choice_that_moves_before_within_and_behind_its_marker(
+    model_dir: Path, redis_url: str, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, num_tokens: int
+) -> None:
+    monkeypatch.setattr("engine.known_tokens.MAX_KNOWN", 2)
+    ceiling = Ceiling(num_tokens)
+    ceiling.arm(monkeypatch.setattr)
+    async with local_cluster(model_dir, redis_url, **exact_tree(1, 1)) as cluster:
+        thinking = cluster.generate(_PROMPTS[2], replace(_SAMPLED, seed=2), thinking=_budget(9))
+        moving = asyncio.create_task(thinking)
+        source = cluster.pools[Role.DECODE][0]
+        await cluster.until(lambda: cluster.seen(source).status.running)
+        target = await cluster.add(Role.DECODE)
+        async with beside(cluster.drain(source)):
+            await cluster.until(lambda: cluster.seen(target).status.running)
+            ceiling.lift()
+            moved = await moving
+        assert moved.route.decode_replica == target.id and moved.route.attempts == 1
+        assert moved.ids == expected[4]
+
+
+async def test_a_worker_of_an_older_version_is_not_asked(model_dir: Path, redis_url: str) -> None:
+    async with local_cluster(model_dir, redis_url, **exact_tree(1, 2)) as cluster:
+        old = cluster.seen(cluster.pools[Role.DECODE][0])
+        old.member = replace(old.member, keeps_thinking_budgets=False)
+        answers = [await cluster.generate(prompt, _SAMPLED, thinking=_budget(2)) for prompt in _PROMPTS]
+        assert old.id not in {answer.route.decode_replica for answer in answers}
+
+
+async def test_a_grammar_begins_behind_the_marker(model_dir: Path, redis_url: str) -> None:
+    text = 'start: thinking answer\nthinking[suffix="</think>"]: /(?s:.*)/\nanswer: "yes, indeed"'
+    grammar = Grammar(kind=GrammarKind.LARK, text=text)
+    sampling = replace(_SAMPLED, stop_token_ids=(END,))
+    async with local_cluster(model_dir, redis_url, **exact_tree(1, 1)) as cluster:
+        answer = await cluster.generate(_PROMPTS[0], sampling, n=2, grammar=grammar, thinking=_budget(6))
+        for tokens in answer.tokens.values():
+            said = "".join(CHARACTERS[token.token_id] for token in tokens[:-1])
+            assert said[6:] == "</think>yes, indeed" and tokens[-1].token_id == END
+        await cluster.idle()
