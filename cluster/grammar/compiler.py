@@ -20,6 +20,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from cluster.grammar.endless_schema import is_endless
 from cluster.grammar.exact_schema import ESCAPES, exact, has_unwritten
 from cluster.grammar.mask import GrammarMask, bits_of
 from cluster.words.errors import RequestError
@@ -148,6 +149,8 @@ def _exact_text(text: str, options: dict[str, Any]) -> str:
     is_lenient = options.get("lenient") is True
     try:
         schema = exact(json.loads(text), is_lenient=is_lenient)
+        if is_endless(schema):
+            raise ValueError("no answer to it ends: it only leads back to itself")
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if not isinstance(schema, dict):

@@ -6,15 +6,12 @@ All of it raises RecursionError for a schema that is nested some 300 deep.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any
-from urllib.parse import unquote
 
-from cluster.words.json_schema import DROPPED, rewritten
+from cluster.words.json_schema import DROPPED, rewritten, target
 
 _TYPES = frozenset(("null", "boolean", "number", "integer", "string", "array", "object"))
 _LOOKING_AROUND = re.compile(r"\(\?<?[=!]|\\[bB1-9]|\\k<")  # and words' bounds, and back; also where it is escaped
-_MAX_DIGITS = 9  # of a number in a reference
 _OF_DOCUMENT = frozenset(("$id", "$schema"))  # what a schema says as a document of its own
 
 
@@ -37,17 +34,10 @@ def _can_be_enforced(key: str, value: Any, document: Any) -> bool:
 
 
 def _leads_somewhere(reference: str, document: Any) -> bool:
-    if reference != "#" and not reference.startswith("#/"):
+    try:
+        target(document, reference)
+    except LookupError:
         return False
-    found = document
-    for part in reference.split("/")[1:]:
-        name = unquote(part).replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and name.isdecimal() and len(name) < _MAX_DIGITS and int(name) < len(found):
-            found = found[int(name)]
-        elif isinstance(found, Mapping) and name in found:
-            found = found[name]
-        else:
-            return False
     return True
 
 
