@@ -24,7 +24,14 @@ _LEAP = "(?:0[48]|[2468][048]|[13579][26])"  # two digits of a year
 _DAYS = rf"^(?:[0-9]{{4}}-(?:0[13-9]|1[0-2]|02-(?:[01]|2[0-8]))|(?:[0-9][0-9]{_LEAP}|{_LEAP}00)-02-29)"
 _YEARS = "^[0-9]{0,3}[1-9]"  # from 1, as Python and others count
 _SECONDS = "^[^:]*:[0-9]{2}:[0-5]"  # no leap second, of which only some are
-_FORMATS = {"date": (_DAYS, _YEARS), "time": (_SECONDS,), "date-time": (_DAYS, _YEARS, _SECONDS)}
+_LABEL = "(?:[^.]{1,2}|[^.]{2}[^.-][^.]*|[^.]{2}-(?:[^.-][^.]*)?)"
+_LABELS = rf"^(?:{_LABEL}\.)*{_LABEL}\.?$"  # none as xn--…, which stands for other letters by rules of its own
+_FORMATS = {
+    "date": (_DAYS, _YEARS),
+    "time": (_SECONDS,),
+    "date-time": (_DAYS, _YEARS, _SECONDS),
+    "hostname": (_LABELS,),
+}
 
 
 def exact(schema: Any, *, is_lenient: bool) -> Any:
