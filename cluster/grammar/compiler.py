@@ -6,27 +6,33 @@ is compiled serves two requests: matchers of one origin share what they have fou
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from cluster.grammar.endless_schema import is_endless
+from cluster.grammar.exact_schema import ESCAPES, exact, has_unwritten
 from cluster.grammar.mask import GrammarMask, bits_of
 from cluster.grammar.thinking_mask import ThinkingMask
 from cluster.words.errors import RequestError
-from cluster.words.grammar import Grammar, GrammarKind
+from cluster.words.grammar import SCHEMA_RULE, Grammar, GrammarKind
 from cluster.words.thinking_budget import ThinkingBudget
 
 logger = logging.getLogger(__name__)
 
 _END = "<the grammar may end here>"
 _MAX_ERROR = 300  # characters
-_MAX_COMPILE_S = 0.5  # of a thread's time. A large `multipleOf` takes longer, which no limit of llguidance's bounds
+_MAX_COMPILE_S = 0.5  # of a thread's time; what would take much longer, a limit refuses before
 _QUICK_S = 0.02
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=100_000,  # some 2 ms
@@ -46,7 +52,9 @@ class GrammarCompiler:
     def __init__(self, model_dir: Path, *, vocab_size: int) -> None:
         """vocab_size: of the logits. A model whose tokenizer is not understood has no grammars, and serves the rest."""
         self._tokenizer, self.special_tokens = _open_tokenizer(model_dir / "tokenizer.json", vocab_size)
-        self._tokens = range(vocab_size)
+        if self._tokenizer is not None:
+            of_tokenizer = self._tokenizer.vocab_size
+            self._tokens = bits_of(range(vocab_size), of_tokenizer) & ~bits_of(self._tokenizer.eos_tokens, of_tokenizer)
 
     def compile(self, grammar: Grammar, *, param: str = "grammar") -> CompiledGrammar:
         """For one request. Mostly some ms, without the interpreter. Raises RequestError that names `param`."""
@@ -68,7 +76,8 @@ class GrammarCompiler:
         def anew() -> LLMatcher:
             return LLMatcher(tokenizer, source, log_level=0, limits=_LIMITS)
 
-        return CompiledGrammar(matcher, tokenizer, self._tokens, anew=anew if took_s < _QUICK_S else None)
+        again = anew if took_s < _QUICK_S else None
+        return CompiledGrammar(matcher, tokens=self._tokens, vocab_size=tokenizer.vocab_size, anew=again)
 
     def bounded(
         self, budget: ThinkingBudget, grammar: GrammarMask | None = None, *, param: str = "thinking"
@@ -96,13 +105,18 @@ class CompiledGrammar:
     """The compiled grammar of one request, for the masks of its choices: they share what these may cost."""
 
     def __init__(
-        self, matcher: LLMatcher, tokenizer: LLTokenizer, tokens: range, *, anew: Callable[[], LLMatcher] | None
+        self,
+        matcher: LLMatcher,
+        *,
+        tokens: NDArray[np.uint32],
+        vocab_size: int,
+        anew: Callable[[], LLMatcher] | None,
     ) -> None:
-        """tokens: that the model has. anew: compiles it again, soon; None: it takes long."""
+        """tokens: bits of what the model has, without the matcher's own end. vocab_size: of the matcher. anew: compiles
+        it again, soon; None: it takes long."""
         self._matcher = matcher
-        self._vocab_size = tokenizer.vocab_size
-        known = bits_of(tokens, tokenizer.vocab_size)
-        self._tokens = known & ~bits_of(tokenizer.eos_tokens, tokenizer.vocab_size)
+        self._vocab_size = vocab_size
+        self._tokens = tokens
         self._anew = anew
         self.is_quick = anew is not None  # compiling it took so little that nobody need count how often it is done
 
@@ -134,23 +148,44 @@ def _open_tokenizer(path: Path, vocab_size: int) -> tuple[LLTokenizer | None, di
 
 
 def _source(grammar: Grammar) -> str:
-    """As llguidance reads it. JSON is written as json.dumps does: whoever may add blanks may go on for ever."""
+    """As llguidance reads it. Raises ValueError."""
     match grammar.kind:
         case GrammarKind.REGEX:
             return LLMatcher.grammar_from_regex(grammar.text)
         case GrammarKind.LARK:
-            return LLMatcher.grammar_from_lark(_as_lark(grammar.text))
+            return LLMatcher.grammar_from_lark(SCHEMA_RULE.sub(_exact_rule, _as_lark(grammar.text)))
         case GrammarKind.STRUCTURAL_TAG:
             raise ValueError("structural tags are Lark before they are compiled")
-    return LLMatcher.grammar_from_json_schema(
-        grammar.text,
-        overrides={
-            "whitespace_flexible": False,
-            "item_separator": ", ",
-            "key_separator": ": ",
-            "lenient": grammar.kind is GrammarKind.LENIENT_JSON_SCHEMA,
-        },
-    )
+    written = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    is_lenient = grammar.kind is GrammarKind.LENIENT_JSON_SCHEMA
+    return LLMatcher.grammar_from_json_schema(_exact_text(grammar.text, {**written, "lenient": is_lenient}))
+
+
+def _exact_rule(rule: re.Match[str]) -> str:
+    """Of a grammar in Lark, a rule that is a schema. What is no schema, llguidance says."""
+    try:
+        options = json.loads(rule[2]).get("x-guidance", {})
+    except (ValueError, AttributeError, RecursionError):
+        return rule[0]
+    return rule[1] + _exact_text(rule[2], options if isinstance(options, dict) else {})
+
+
+def _exact_text(text: str, options: dict[str, Any]) -> str:
+    """options: how it is written; what the schema says of that is not asked, for it could take back what is done here.
+
+    JSON is written as json.dumps does: whoever may add blanks may go on for ever. Raises ValueError.
+    """
+    is_lenient = options.get("lenient") is True
+    try:
+        schema = exact(json.loads(text), is_lenient=is_lenient)
+        if is_endless(schema):
+            raise ValueError("no answer to it ends: it only leads back to itself")
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(schema, dict):
+        raise ValueError("a schema must be an object")
+    escapes = {} if is_lenient and has_unwritten(schema) else {"json_allowed_escapes": ESCAPES}
+    return json.dumps({**schema, "x-guidance": {**options, **escapes}})
 
 
 def _as_lark(text: str) -> str:
@@ -167,7 +202,10 @@ def _first_problem(matcher: LLMatcher) -> str:
     """Why no answer can even begin."""
     probe = matcher.deep_copy()
     has_any = any(probe.compute_bitmask())
-    return "" if has_any and not probe.is_error() else f"no answer keeps to it ({probe.get_error() or 'nothing fits'})"
+    if has_any and not probe.is_error():
+        return ""
+    said = probe.get_error().partition("\n")[0].replace("NoExtensionBias", "").strip()  # which is that, in its words
+    return f"no answer keeps to it ({said or 'nothing fits'})"
 
 
 def _in_one_line(text: str) -> str:

@@ -13,7 +13,7 @@ from cluster.words.checking import check
 MAX_SCHEMA_BYTES = 64 * 1024
 MAX_GRAMMAR_BYTES = 8 * 1024  # of a regular expression or a grammar beside schemas: a mask costs what they are long
 _MAX_INTEGER, _MAX_DIGITS = 2**53 - 1, 17  # with a sign
-_SCHEMA_RULE = re.compile(r"^(\w+: %json )(.+)$", re.MULTILINE)
+SCHEMA_RULE = re.compile(r"^(\w+: %json )(.+)$", re.MULTILINE)  # its schema is the second group
 
 
 class GrammarKind(StrEnum):
@@ -48,8 +48,8 @@ class Grammar:
         _check_size(self.text, param, MAX_GRAMMAR_BYTES if is_small else MAX_SCHEMA_BYTES)
         schemas = [self.text] if self.kind is GrammarKind.JSON_SCHEMA else []
         if self.kind is GrammarKind.LARK:
-            _check_size(_SCHEMA_RULE.sub(_without_schema, self.text), param, MAX_GRAMMAR_BYTES)
-            schemas = [rule[2] for rule in _SCHEMA_RULE.finditer(self.text)]
+            _check_size(SCHEMA_RULE.sub(_without_schema, self.text), param, MAX_GRAMMAR_BYTES)
+            schemas = [rule[2] for rule in SCHEMA_RULE.finditer(self.text)]
         for schema in schemas:
             _check_integers(schema, param)
 

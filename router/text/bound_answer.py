@@ -9,11 +9,12 @@ from typing import Any
 
 from cluster.words.errors import RequestError
 from cluster.words.grammar import Grammar, GrammarKind
+from cluster.words.json_schema import DROPPED, rewritten
 from router.parsers.thinking import END_THINK, THINK
 from router.text.chat import Chat
 from router.text.completion_request import CompletionRequest
 from router.text.dialect import Dialect
-from router.text.json_schema import DROPPED, in_lark, lenient, moved, rewritten
+from router.text.json_schema import in_lark, lenient, moved
 from router.text.structural_tag import structural_tag_rules
 
 _SCHEMAS = (GrammarKind.JSON_SCHEMA, GrammarKind.LENIENT_JSON_SCHEMA)

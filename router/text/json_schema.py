@@ -1,4 +1,4 @@
-"""A JSON schema rewritten, keyword by keyword: what only looks like one, by its name or in a value, stays as it is.
+"""A JSON schema without what cannot be kept to, and at another place of a document.
 
 All of it raises RecursionError for a schema that is nested some 300 deep.
 """
@@ -7,30 +7,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
-from urllib.parse import unquote
 
-DROPPED = object()
+from cluster.words.json_schema import DROPPED, rewritten, target
+
 _WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _TYPES = frozenset(("null", "boolean", "number", "integer", "string", "array", "object"))
 _LOOKING_AROUND = re.compile(r"\(\?<?[=!]|\\[bB1-9]|\\k<")  # and words' bounds, and back; also where it is escaped
-_MAX_DIGITS = 9  # of a number in a reference
 _OF_DOCUMENT = frozenset(("$id", "$schema"))  # what a schema says as a document of its own
-_LITERAL = frozenset(("const", "enum", "default", "examples"))  # keywords whose values are no schemas
-_NAMED = frozenset(
-    ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
-)  # of schemas by name
-
-
-def rewritten(schema: Any, rule: Callable[[str, Any], Any]) -> Any:
-    """rule: what a keyword's value is to be, before what is inside of that is looked at; or DROPPED."""
-    if isinstance(schema, list):
-        return [rewritten(one, rule) for one in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    made = {key: rule(key, value) for key, value in schema.items()}
-    return {key: _inside(key, value, rule) for key, value in made.items() if value is not DROPPED}
 
 
 def in_lark(schema: Mapping[str, Any], *, is_lenient: bool) -> str:
@@ -57,17 +42,10 @@ def _can_be_enforced(key: str, value: Any, document: Any) -> bool:
 
 
 def _leads_somewhere(reference: str, document: Any) -> bool:
-    if reference != "#" and not reference.startswith("#/"):
+    try:
+        target(document, reference)
+    except LookupError:
         return False
-    found = document
-    for part in reference.split("/")[1:]:
-        name = unquote(part).replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and name.isdecimal() and len(name) < _MAX_DIGITS and int(name) < len(found):
-            found = found[int(name)]
-        elif isinstance(found, Mapping) and name in found:
-            found = found[name]
-        else:
-            return False
     return True
 
 
@@ -79,11 +57,3 @@ def moved(schema: Any, place: str) -> Any:
         return place + value[1:] if is_inside else value
 
     return rewritten({key: value for key, value in schema.items() if key not in _OF_DOCUMENT}, led)
-
-
-def _inside(key: str, value: Any, rule: Callable[[str, Any], Any]) -> Any:
-    if key in _LITERAL:
-        return value
-    if key in _NAMED and isinstance(value, Mapping):
-        return {name: rewritten(one, rule) for name, one in value.items()}
-    return rewritten(value, rule)

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import shutil
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from jsonschema import Draft202012Validator
 
 from cluster.words.errors import GrammarNotFollowed, NoTokenAllowed, RequestError
 from cluster.words.grammar import Grammar, GrammarKind
 from cluster.words.probe import Milestone
 from cluster.words.request import FinishReason, Role, Sampling
 from cluster.words.token_rules import TokenRules
-from router.text.tokenizer import Tokenizer
 from tests.ceiling import Ceiling
 from tests.character_tokenizer import CHARACTERS, END, save_tokenizer
 from tests.e2e.conftest import Checkpoint, exact_tree
 from tests.engine.steps import prompts
-from tests.generated_schemas import Schema, schemas
 from tests.local_cluster import Answer, LocalCluster, beside, local_cluster
 from tests.rank_in_process import Fault
 from tests.waiting import WITHIN_S
@@ -32,7 +27,6 @@ _SAMPLED = Sampling(max_tokens=40, temperature=1.0, seed=3, stop_token_ids=(END,
 _PROMPTS = prompts(20, 33, 47, 18)
 _LETTERS = "[a-c][1-9]{12,20}(xy|z){6,8}"
 _GRAMMAR = Grammar(kind=GrammarKind.REGEX, text=_LETTERS)
-_MAX_ANSWER = 64
 _SHORT = Grammar(kind=GrammarKind.REGEX, text="a[bc]")
 _A, _B, _C, _Z, _FIVE = map(CHARACTERS.index, "abcz5")
 
@@ -134,35 +128,3 @@ async def test_a_worker_is_not_asked_for_what_its_version_does_not_know(model_di
         old.member = replace(old.member, keeps_grammars=True, keeps_token_rules=False)
         answers = [await cluster.generate(prompt, ruled, grammar=_GRAMMAR) for prompt in _PROMPTS]
         assert old.id not in {answer.route.decode_replica for answer in answers}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1700)
-@pytest.mark.parametrize("count", [100, 1000])
-async def test_answers_of_smollm2_are_instances_of_their_schemas(smollm2_dir: Path, redis_url: str, count: int) -> None:
-    """Each, or it was cut by its length; and the same on one pair of replicas as on two."""
-    asked, answers = schemas(count), list[list[list[int]]]()
-    tokenizer = Tokenizer(smollm2_dir)
-    for pairs in (1, 2):
-        async with local_cluster(smollm2_dir, redis_url, **exact_tree(pairs, pairs)) as cluster:
-            answers.append([tokens async for tokens in _instances(cluster, tokenizer, asked)])
-            await cluster.idle()
-    assert answers[0] == answers[1]
-    whole = [(schema, tokens) for schema, tokens in zip(asked, answers[0], strict=True) if len(tokens) < _MAX_ANSWER]
-    for schema, tokens in whole:
-        Draft202012Validator(schema).validate(json.loads(tokenizer.decode(tokens)))
-    assert len(whole) > count / 2
-
-
-async def _instances(cluster: LocalCluster, tokenizer: Tokenizer, asked: list[Schema]) -> AsyncIterator[list[int]]:
-    prompt = tokenizer.encode("A thing, as JSON: ")
-    ends = tuple(tokenizer.eos_token_ids)
-    sampling = Sampling(max_tokens=_MAX_ANSWER, temperature=0.0, stop_token_ids=ends)
-    for begin in range(0, len(asked), 16):
-        grammars = [
-            Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(schema)) for schema in asked[begin : begin + 16]
-        ]
-        some = [cluster.generate(prompt, sampling, id=str(i), grammar=grammar) for i, grammar in enumerate(grammars)]
-        for answer in await asyncio.gather(*some):
-            is_whole = answer.tokens[0][-1].finish_reason is FinishReason.STOP
-            yield answer.ids[:-1] if is_whole else answer.ids

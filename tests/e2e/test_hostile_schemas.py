@@ -1,0 +1,144 @@
+"""Schemas that are none or cost much, as they come to the HTTP door of a real router: each has its answer soon, and
+streams that run beside them go on."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from cluster.grammar.compiler import CompiledGrammar, GrammarCompiler
+from cluster.process.ports import free_port
+from cluster.words.grammar import Grammar
+from router.service import RouterService
+from tests.hostile_schemas import hostile_schemas
+from tests.identities import router
+from tests.local_cluster import beside, local_cluster
+from tests.waiting import WITHIN_S, becomes
+
+_CHAT = {"model": "smollm2", "messages": [{"role": "user", "content": "Tell me a tale."}], "temperature": 0}
+_FORM = '"response_format": {"type": "json_schema", "json_schema": {"name": "s", "strict": true, "schema": '
+_SOME = {  # of each kind some, for every day
+    *("half a character", "bytes that are no UTF-8", "60,000 brackets", "2,500 arrays in each other"),
+    *("an object that needs itself", "multiples of a large prime", "1,900 properties", "2 ** 30 ways by allOf"),
+    *("a pattern: stars in a star", "a pattern: 7,000 choices", "16 patterns at once", "a schema from elsewhere"),
+}
+
+
+class _Stream:
+    """An answer without a grammar, as it comes."""
+
+    def __init__(self, client: httpx.AsyncClient) -> None:
+        self._client = client
+        self.times: list[float] = []  # of its pieces
+        self.came = threading.Condition()
+
+    async def run(self) -> None:
+        body = {**_CHAT, "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        while True:  # one after the other, as long as anybody looks
+            async with self._client.stream("POST", "/chat/completions", json=body) as answer:
+                assert answer.status_code == 200
+                async for line in answer.aiter_lines():
+                    if line.startswith("data: {"):
+                        with self.came:
+                            self.times.append(time.monotonic())
+                            self.came.notify_all()
+
+    def wait_for(self, more: int) -> bool:
+        """On a thread: until so many more pieces have come."""
+        with self.came:
+            begin = len(self.times)
+            return self.came.wait_for(lambda: len(self.times) >= begin + more, timeout=WITHIN_S)
+
+
+@asynccontextmanager
+async def _door(model_dir: Path, redis_url: str) -> AsyncIterator[httpx.AsyncClient]:
+    tree = {
+        "model": {"served_name": "smollm2"},
+        "prefill": {"kv_memory_gib": 0.25},
+        "decode": {"kv_memory_gib": 0.25},
+        "router": {"grpc_port": free_port(), "http_port": free_port()},
+    }
+    async with local_cluster(model_dir, redis_url, processes=True, **tree) as cluster:
+        identity = cluster.identity(router("router-1"))
+        service = await RouterService.open(cluster.spec, credentials=cluster.credentials, identity=identity)
+        try:
+            await becomes(lambda: all(service.health().values()))
+            url = "http://{}:{}/v1".format(*service.http_address)
+            async with httpx.AsyncClient(base_url=url, timeout=WITHIN_S) as client:
+                yield client
+        finally:
+            await service.close()
+        await cluster.idle()
+
+
+@pytest.mark.timeout(240)
+async def test_streams_go_on_while_schemas_are_compiled(
+    smollm2_dir: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No compilation here ends before a stream that runs beside it has had tokens: were it on the event loop, or did it
+    hold the interpreter, none would come."""
+    compile_it, compiled = GrammarCompiler.compile, list[str]()
+
+    def compile_late(self: GrammarCompiler, grammar: Grammar, *, param: str = "grammar") -> CompiledGrammar:
+        assert stream.wait_for(2), "the stream stands still"
+        compiled.append(grammar.text)
+        return compile_it(self, grammar, param=param)
+
+    async with _door(smollm2_dir, redis_url) as client:
+        stream = _Stream(client)
+        async with beside(stream.run()):
+            await becomes(lambda: stream.times)
+            monkeypatch.setattr(GrammarCompiler, "compile", compile_late)
+            for name in sorted(_SOME):
+                assert 200 <= await _ask(client, *hostile_schemas()[name]) < 500, name
+    assert len(compiled) > len(_SOME) / 2, "hardly any was compiled"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_each_has_its_answer_soon(smollm2_dir: Path, redis_url: str) -> None:
+    took: list[tuple[float, int, str]] = []
+    async with _door(smollm2_dir, redis_url) as client:
+        stream = _Stream(client)
+        async with beside(stream.run()):
+            await becomes(lambda: len(stream.times) > 50)
+            first = len(stream.times)
+            for name, (text, is_refused) in hostile_schemas().items():
+                begin = time.monotonic()
+                status = await _ask(client, text, is_refused)
+                took.append((time.monotonic() - begin, status, name))
+            during = stream.times[first:]
+            flood = [_ask(client, text, is_refused) for text, is_refused in hostile_schemas().values()]
+            begin, at = time.monotonic(), len(stream.times)
+            statuses = await asyncio.gather(*flood)
+            print(f"all at once: {time.monotonic() - begin:.2f} s, {len(stream.times) - at} pieces of the stream")
+    assert all(200 <= status < 500 for status in [*statuses, *(status for _, status, _ in took)])
+    gaps = [_longest_gap(stream.times[:first]), _longest_gap(during)]
+    print(f"longest gap of a stream beside them: {gaps[1]:.3f} s in {len(during)} pieces; {gaps[0]:.3f} s before")
+    print(f"{len(took)} schemas, {sum(400 <= status for _, status, _ in took)} refused; the slowest:")
+    print(*(f"{seconds:.3f} s, {status}: {name}" for seconds, status, name in sorted(took)[-8:]), sep="\n")
+    assert len(during) > len(took) / 2, "the stream stood still"
+
+
+async def _ask(client: httpx.AsyncClient, schema: str, is_refused: bool) -> int:
+    """The status; a refusal that is the schema's own names it."""
+    start = json.dumps({**_CHAT, "max_tokens": 2})[:-1]
+    body = f"{start}, {_FORM}{schema}}}}}}}".encode(errors="surrogateescape")
+    answer = await client.post("/chat/completions", content=body, headers={"content-type": "application/json"})
+    assert not is_refused or 400 <= answer.status_code < 500, (schema[:200], answer.text[:300])
+    if answer.status_code != 200:
+        assert len(answer.json()["error"]["message"]) < 600
+    return answer.status_code
+
+
+def _longest_gap(times: list[float]) -> float:
+    return max(later - sooner for sooner, later in itertools.pairwise(times))

