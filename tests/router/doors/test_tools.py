@@ -88,6 +88,21 @@ async def test_calls_whole_and_streamed(completions: MakeCompletions, byte_level
         assert '"strict"' not in prompt
 
 
+async def test_what_has_come_together_of_a_call_is_one_entry_of_a_chunk(
+    completions: MakeCompletions, byte_level: Tokenizer
+) -> None:
+    """As OpenAI has it: instructor reads the first entry of each chunk, and no other."""
+    fields: dict[str, Any] = {"model": "tiny", "messages": USER, "tools": [_TOOL]}
+    async with _door(completions) as door:
+        door.fake.together = 5
+        _say(door, byte_level, _PARIS)
+        stream = await door.client.chat.completions.create(**fields, stream=True)
+        chunks = [chunk.choices[0].delta.tool_calls or [] async for chunk in stream if chunk.choices]
+        assert all(len(calls) <= 1 for calls in chunks)
+        arguments = "".join((calls[0].function and calls[0].function.arguments) or "" for calls in chunks if calls)
+    assert json.loads(arguments) == {"city": "Paris 🎉", "days": 3}
+
+
 async def test_parsed_calls(completions: MakeCompletions, byte_level: Tokenizer) -> None:
     async with _door(completions) as door:
         _say(door, byte_level, _PARIS)
