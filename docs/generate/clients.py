@@ -15,7 +15,7 @@ from cluster.words.errors import ClusterError, outcome_of
 from docs.generate.table import table
 from router.doors.anthropic_types import MessagesBody
 from router.doors.batch_types import BatchBody
-from router.doors.openai_fields import Only
+from router.doors.openai_fields import EMPTY, Only
 from router.doors.openai_messages import MAX_CALLS, MAX_PARTS, MAX_TOOLS, ChatMessage
 from router.doors.openai_types import MAX_PROMPTS_TIMES_N, ChatBody, TextBody
 from router.doors.responses_items import MAX_ID_CHARS, InputItem
@@ -150,9 +150,10 @@ def _support(name: str, field: FieldInfo) -> tuple[str, str, str]:
     if rule := next(
         (m.func for m in field.metadata if isinstance(m, AfterValidator) and isinstance(m.func, Only)), None
     ):
-        if rule.neutral in ((), ([], {})):
-            return "refused", "", ""
-        return f"only {' or '.join(f'`{json.dumps(value)}`' for value in rule.neutral)}", "", field.description or ""
+        note = f"Instead: `{rule.instead}`." if rule.instead else field.description or ""
+        if rule.neutral in ((), EMPTY):
+            return "refused", "", note
+        return f"only {' or '.join(f'`{json.dumps(value)}`' for value in rule.neutral)}", "", note
     if field.annotation is Any and not field.metadata:
         return "ignored", "", ""
     required = "required. " if field.is_required() else ""

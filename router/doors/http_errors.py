@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from http import HTTPStatus
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -16,6 +17,7 @@ from cluster.words.errors import CapacityError, ClusterError, RateLimited, Reque
 from router.doors.error_form import ErrorForm
 
 CLIENT_GONE = 499  # nobody reads it; nginx's number, for access logs
+_BEHIND_V1 = ("batches", "chat", "completions", "files", "models", "responses")
 _DRAIN_BYTES = 64 * 1024 * 1024
 _DRAIN_S = 5.0
 
@@ -34,7 +36,8 @@ def answer_to(request: Request, error: Exception) -> Response:
     """What a request hears of an error, before anything was sent. Its state says in which form."""
     form: ErrorForm = request.state.errors
     if isinstance(error, HTTPException):
-        message = f"{request.method} {request.url.path}: {error.detail}"
+        hint = _hint(request.url.path) if error.status_code == HTTPStatus.NOT_FOUND else ""
+        message = f"{request.method} {request.url.path}: {error.detail}{hint}"
         body = form.http(error.status_code, phrase=error.detail, message=message)
         return JSONResponse(body, status_code=error.status_code, headers=error.headers)
     if isinstance(error, ClientDisconnect):  # while it was sending the body
@@ -54,6 +57,15 @@ def error_response(error: BaseException, form: ErrorForm) -> Response:
     if isinstance(error, RateLimited):
         headers |= error.headers
     return JSONResponse(body, status_code=status, headers=headers)
+
+
+def _hint(path: str) -> str:
+    """What a client's base_url should be, where that is why there is no such path."""
+    if path.startswith("/v1/v1/"):
+        return "; /v1 is there twice: the base_url of an Anthropic client ends without it"
+    if path.split("/")[1] in _BEHIND_V1:
+        return "; the base_url of an OpenAI client ends with /v1"
+    return ""
 
 
 class _EarlyAnswer(JSONResponse):

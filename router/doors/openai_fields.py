@@ -25,18 +25,25 @@ _UNSEEN = re.compile(r"[^A-Za-z0-9_.\-\[\]]")  # what a client writes goes into 
 
 @dataclass(frozen=True)
 class Only:
-    """Validates a field that we know and cannot serve: what it may be without changing the answer."""
+    """Validates a field that we know and cannot serve: what it may be without changing the answer, and which field of
+    ours, by its path, asks for the same."""
 
     neutral: tuple[Any, ...]
+    instead: str = ""
 
     def __call__(self, value: Any) -> Any:
         if value is not None and value not in self.neutral:
+            if self.instead:
+                raise PydanticCustomError(
+                    UNSUPPORTED, "is not supported here; use {instead}", {"instead": self.instead}
+                )
             raise PydanticCustomError(UNSUPPORTED, "is not supported here")
         return value
 
 
 Ignored = Any  # changes nothing about the answer
-Unsupported = Annotated[Any, AfterValidator(Only(([], {})))]
+EMPTY: tuple[Any, ...] = ([], {})
+Unsupported = Annotated[Any, AfterValidator(Only(EMPTY))]
 
 
 class OpenAIObject(BaseModel):

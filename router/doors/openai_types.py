@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
 from cluster.words.errors import RequestError, UnsupportedField
 from cluster.words.token_rules import MAX_BIAS
-from router.doors.openai_fields import Ignored, Only, OpenAIObject, Unsupported
+from router.doors.openai_fields import EMPTY, Ignored, Only, OpenAIObject, Unsupported
 from router.doors.openai_forced import forced_grammar
 from router.doors.openai_grammar import ResponseFormat, StructuredOutputs, grammar_of
 from router.doors.openai_messages import ChatSettings, Messages, ToolChoice
@@ -143,13 +143,13 @@ class _Sampled(AskingBody):
     logits_processors: Unsupported = None
     custom_logit_processor: Unsupported = None
     stop_regex: Unsupported = None
-    guided_json: Unsupported = None
-    guided_regex: Unsupported = None
-    guided_choice: Unsupported = None
-    guided_grammar: Unsupported = None
-    json_schema: Unsupported = None
-    regex: Unsupported = None
-    ebnf: Unsupported = None
+    guided_json: Annotated[Any, AfterValidator(Only(EMPTY, "structured_outputs.json"))] = None
+    guided_regex: Annotated[Any, AfterValidator(Only(EMPTY, "structured_outputs.regex"))] = None
+    guided_choice: Annotated[Any, AfterValidator(Only(EMPTY, "structured_outputs.choice"))] = None
+    guided_grammar: Annotated[Any, AfterValidator(Only(EMPTY, "structured_outputs.grammar"))] = None
+    json_schema: Annotated[Any, AfterValidator(Only(EMPTY, "structured_outputs.json"))] = None
+    regex: Annotated[Any, AfterValidator(Only(EMPTY, "structured_outputs.regex"))] = None
+    ebnf: Annotated[Any, AfterValidator(Only(EMPTY, "structured_outputs.grammar"))] = None
     lora_path: Unsupported = None
     typical_p: Annotated[float | None, AfterValidator(Only((1.0,)))] = None
     length_penalty: Annotated[float | None, AfterValidator(Only((1.0,)))] = None
@@ -245,10 +245,10 @@ class ChatBody(_Sampled, ChatSettings):
     documents: Unsupported = None
     input_ids: Unsupported = None
     thinking: Unsupported = None
-    reasoning: Unsupported = None
+    reasoning: Annotated[Any, AfterValidator(Only(EMPTY, "reasoning_effort"))] = None
     include_reasoning: Annotated[bool | None, AfterValidator(Only((True,)))] = None
-    functions: Unsupported = None
-    function_call: Annotated[Any, AfterValidator(Only(("none", "auto")))] = None
+    functions: Annotated[Any, AfterValidator(Only(EMPTY, "tools"))] = None
+    function_call: Annotated[Any, AfterValidator(Only(("none", "auto"), "tool_choice"))] = None
     modalities: Annotated[Any, AfterValidator(Only((["text"],)))] = None
     audio: Unsupported = None
     prediction: Unsupported = None

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, PlainValidator
 
 from cluster.words.errors import RequestError
 from router.doors.json_answer import JSON, to_json
-from router.doors.openai_fields import Ignored, Only, OpenAIObject, Unsupported
+from router.doors.openai_fields import EMPTY, Ignored, Only, OpenAIObject, Unsupported
 from router.doors.openai_grammar import ResponseFormat
 from router.doors.openai_messages import (
     MAX_TOOLS,
@@ -162,7 +162,7 @@ class ResponsesBody(AskingBody):
     prompt_cache_key: Ignored = None
     prompt_cache_retention: Ignored = None
     prompt_cache_options: Ignored = None
-    conversation: Unsupported = None
+    conversation: Annotated[Any, AfterValidator(Only(EMPTY, "previous_response_id"))] = None
     prompt: Unsupported = None
     context_management: Unsupported = None
     moderation: Unsupported = None

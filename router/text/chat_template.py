@@ -73,7 +73,8 @@ class ChatTemplate:
         if not messages:
             raise RequestError("messages: there must be at least one", param="messages")
         if tools and not self.knows_tools:
-            raise RequestError("tools: this model's chat template knows none", param="tools")
+            text = "tools: this model's chat template knows none; the operator can give one (model.chat_template)"
+            raise RequestError(text, param="tools")
         told = self._calls.told(messages)
         self._name_roles(told)
         if is_continued:

@@ -230,9 +230,10 @@ def sampling_of(
     room = model.max_context - num_prompt_tokens
     if room < max(1, request.min_tokens, request.max_tokens or 0):
         asked = f" and {request.max_tokens} for the answer" if request.max_tokens else ""
+        fix = f"ask for {room} at most" if room > 0 else "shorten the prompt"
         raise ContextLengthExceeded(
             f"this model's context holds {model.max_context} tokens, prompt and answer together; "
-            f"the request needs {num_prompt_tokens} for the prompt{asked}",
+            f"the request needs {num_prompt_tokens} for the prompt{asked}; {fix}",
             param="messages" if isinstance(request.prompt, Chat) else "prompt",
         )
     ends = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else eos_token_ids)

@@ -35,7 +35,7 @@ from tests.waiting import becomes
 _HERMES = (ROOT / "tests" / "router" / "text" / "templates" / "hermes_tools.jinja").read_text()
 _PAGE = (ROOT / "docs" / "CLIENTS.md").read_text()
 _EXAMPLES = re.findall(r"^```python\n(.*?)^```", _PAGE, re.DOTALL | re.MULTILINE)
-_SECURE, _OPENAI, _TOOLS, _RESPONSES, _BATCHES, _ANTHROPIC, _GRPC = _EXAMPLES
+_SECURE, _OPENAI, _TOOLS, _RESPONSES, _BATCHES, _PARSED, _ANTHROPIC, _GRPC = _EXAMPLES
 
 
 @pytest.mark.timeout(300)
@@ -63,6 +63,7 @@ async def test_the_examples_do_what_the_pages_say(
             again = await _run(_OPENAI.replace("127.0.0.1:8000", address))
             assert first.endswith("tokens\n") and len(first.splitlines()) > 2
             assert again.splitlines()[0] == first.splitlines()[0]  # the seeded answer
+            assert 0 <= int(await _run(_PARSED.replace("127.0.0.1:8000", address))) <= 50_000_000
             answer = await _run(_GRPC.replace("127.0.0.1:50051", f"127.0.0.1:{service.grpc_port}"))
             assert "Paris" in answer and "choice 0: stop" in answer and "by prefill-0 and decode-1" in answer
         finally:

@@ -69,6 +69,8 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
 UNSUPPORTED = [
     ({"tools": [{}]}, "tools", "does not take it"),
     ({"suffix": "x"}, "suffix", "is not supported here"),
+    ({"guided_json": {"type": "object"}}, "guided_json", "use structured_outputs.json"),
+    ({"ebnf": "root ::= 'a'"}, "ebnf", "use structured_outputs.grammar"),
 ]
 
 
@@ -108,7 +110,7 @@ WRONG_CHAT: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "custom", "function": {"name": "f"}}]}, "tools[0].type", "should be 'function'"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "should match pattern"),
     ({"tools": [F, F]}, "tools", "'f' is there twice"),
-    ({"tools": [F]}, "tools", "chat template knows none"),
+    ({"tools": [F]}, "tools", "chat template knows none; the operator can"),
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
     (
         {"tools": [F], "tool_choice": "required", "structured_outputs": {"regex": "a"}},
@@ -117,7 +119,7 @@ WRONG_CHAT: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"tools": [F], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "named 'g'"),
     ({"tools": [F], "tool_choice": {"type": "any"}}, "tool_choice", "must be"),
-    ({"functions": [{"name": "f"}]}, "functions", "is not supported here"),
+    ({"functions": [{"name": "f"}]}, "functions", "is not supported here; use tools"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "not together"),
     ({"response_format": {"type": "json_object"}}, "response_format", "is not supported here"),
     ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema", "beside json_object"),
@@ -191,6 +193,15 @@ async def test_unknown_routes(door: OpenAIDoor) -> None:
     wrong = await door.http.get("/v1/completions")
     assert wrong.status_code == 405 and wrong.headers["allow"] == "POST"
     assert "GET /v1/completions" in wrong.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [("/chat/completions", "ends with /v1"), ("/v1/v1/messages", "without it"), ("/v1/embeddings", ": Not Found")],
+)
+async def test_a_wrong_base_url_is_told(door: OpenAIDoor, path: str, says: str) -> None:
+    answer = await door.http.post(path, json={})
+    assert answer.status_code == 404 and answer.json()["error"]["message"].endswith(says)
 
 
 @pytest.mark.parametrize("stream", [False, True])
