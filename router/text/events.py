@@ -33,9 +33,12 @@ class Delta:
     def add(self, said: Said) -> None:
         for call in said.calls:
             call.at += len(self.text)
+            if self.calls and call.goes_on_from(self.calls[-1]):
+                self.calls[-1].arguments += call.arguments
+            else:
+                self.calls.append(call)
         self.text += said.text
         self.thinking += said.thinking
-        self.calls += said.calls
 
     def text_with_broken(self, *, is_whole: bool) -> str:
         """And that of what was no call: all of it, or what has not been said."""

@@ -88,6 +88,25 @@ async def test_calls_whole_and_streamed(completions: MakeCompletions, byte_level
         assert '"strict"' not in prompt
 
 
+@pytest.mark.parametrize("together", [2, 7, 1000])
+async def test_a_chunk_has_one_call_however_much_comes_at_once(
+    completions: MakeCompletions, byte_level: Tokenizer, together: int
+) -> None:
+    """As where tokens are forced, or their reader is behind. There are clients that look at the first one alone."""
+    fields: dict[str, Any] = {"model": "tiny", "messages": USER, "tools": [_TOOL], "stream": True, "logprobs": True}
+    async with _door(completions) as door:
+        door.fake.together = together
+        _say(door, byte_level, f"Let me look.\n{_PARIS}\n{_LYON}\n")
+        said, num_tokens = dict[int, str](), 0
+        async for chunk in await door.client.chat.completions.create(**fields):
+            for choice in chunk.choices:
+                num_tokens += len(choice.logprobs.content or []) if choice.logprobs else 0
+                for call in (choice.delta.tool_calls or [])[:1]:
+                    said[call.index] = said.get(call.index, "") + ((call.function and call.function.arguments) or "")
+        assert [json.loads(text) for text in said.values()] == [{"city": "Paris 🎉", "days": 3}, {"city": "Lyon"}]
+        assert num_tokens == len(byte_level.encode(f"Let me look.\n{_PARIS}\n{_LYON}\n<|im_end|>"))
+
+
 async def test_parsed_calls(completions: MakeCompletions, byte_level: Tokenizer) -> None:
     async with _door(completions) as door:
         _say(door, byte_level, _PARIS)
