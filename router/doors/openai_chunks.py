@@ -62,7 +62,8 @@ class ChoiceChunks:
             return b""
         logprobs = self._form.logprobs([event]) if event.has_logprobs else None
         ids = self._ids([token.token_id for token in event.tokens])
-        return self._chunk(self._form.said(event), logprobs=logprobs, **ids)
+        first, *others = self._form.said(event)
+        return self._chunk(first, logprobs=logprobs, **ids) + b"".join(map(self._chunk, others))
 
     def _ids(self, token_ids: object) -> JSON:
         return {"token_ids": token_ids} if self._has_ids else {}

@@ -32,8 +32,9 @@ class Form(Protocol):
         """A chunk's text; with "", nothing but the end of the choice is said."""
         ...
 
-    def said(self, delta: Delta) -> JSON:
-        """All that a chunk brings, also what is more than text."""
+    def said(self, delta: Delta) -> list[JSON]:
+        """All that is said, also what is more than text: in one chunk, or in several where calls follow each other.
+        There are clients that look at a chunk's first call alone."""
         ...
 
     def message(self, whole: WholeChoice) -> JSON:
@@ -71,8 +72,8 @@ class TextForm:
     def piece(self, text: str) -> JSON:
         return {"text": text}
 
-    def said(self, delta: Delta) -> JSON:
-        return {"text": delta.text}
+    def said(self, delta: Delta) -> list[JSON]:
+        return [{"text": delta.text}]
 
     def message(self, whole: WholeChoice) -> JSON:
         return {"text": self.echo + whole.text}
@@ -112,13 +113,14 @@ class ChatForm:
     def piece(self, text: str) -> JSON:
         return {"delta": {"content": text} if text else {}}
 
-    def said(self, delta: Delta) -> JSON:
+    def said(self, delta: Delta) -> list[JSON]:
         said = self.piece(delta.text_with_broken(is_whole=False))
         if delta.thinking:
             said["delta"]["reasoning_content"] = delta.thinking
-        if calls := [chunk_of(call) for call in delta.calls if call.broken is None]:
-            said["delta"]["tool_calls"] = calls
-        return said
+        calls = [{"tool_calls": [chunk_of(call)]} for call in delta.calls if call.broken is None]
+        if calls:
+            said["delta"] |= calls[0]
+        return [said, *({"delta": call} for call in calls[1:])]
 
     def message(self, whole: WholeChoice) -> JSON:
         message: JSON = {"role": "assistant", "content": whole.text, "refusal": None}

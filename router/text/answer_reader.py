@@ -27,6 +27,11 @@ class CallSaid:
     rest: str = ""  # what of that has not been said
     at: int = 0  # where in the text beside it this stands
 
+    def goes_on_from(self, last: CallSaid) -> bool:
+        """With more of the same arguments, and nothing else; a call's beginning stays by itself."""
+        is_more = self.number == last.number and not self.id and self.broken is None
+        return is_more and not last.id and last.broken is None
+
 
 @dataclass(slots=True)
 class Said:

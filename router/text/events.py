@@ -33,17 +33,12 @@ class Delta:
     def add(self, said: Said) -> None:
         for call in said.calls:
             call.at += len(self.text)
-            self._add_call(call)
+            if self.calls and call.goes_on_from(self.calls[-1]):
+                self.calls[-1].arguments += call.arguments
+            else:
+                self.calls.append(call)
         self.text += said.text
         self.thinking += said.thinking
-
-    def _add_call(self, call: CallSaid) -> None:
-        """More of one call is one entry: some clients read no more than the first of a chunk."""
-        last = self.calls[-1] if self.calls else None
-        if last and last.number == call.number and last.broken is None and call.broken is None and not call.id:
-            last.arguments += call.arguments
-        else:
-            self.calls.append(call)
 
     def text_with_broken(self, *, is_whole: bool) -> str:
         """And that of what was no call: all of it, or what has not been said."""

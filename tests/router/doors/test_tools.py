@@ -88,19 +88,23 @@ async def test_calls_whole_and_streamed(completions: MakeCompletions, byte_level
         assert '"strict"' not in prompt
 
 
-async def test_what_has_come_together_of_a_call_is_one_entry_of_a_chunk(
-    completions: MakeCompletions, byte_level: Tokenizer
+@pytest.mark.parametrize("together", [2, 7, 1000])
+async def test_a_chunk_has_one_call_however_much_comes_at_once(
+    completions: MakeCompletions, byte_level: Tokenizer, together: int
 ) -> None:
-    """As OpenAI has it: instructor reads the first entry of each chunk, and no other."""
-    fields: dict[str, Any] = {"model": "tiny", "messages": USER, "tools": [_TOOL]}
+    """As where tokens are forced, or their reader is behind. There are clients that look at the first one alone."""
+    fields: dict[str, Any] = {"model": "tiny", "messages": USER, "tools": [_TOOL], "stream": True, "logprobs": True}
     async with _door(completions) as door:
-        door.fake.together = 5
-        _say(door, byte_level, _PARIS)
-        stream = await door.client.chat.completions.create(**fields, stream=True)
-        chunks = [chunk.choices[0].delta.tool_calls or [] async for chunk in stream if chunk.choices]
-        assert all(len(calls) <= 1 for calls in chunks)
-        arguments = "".join((calls[0].function and calls[0].function.arguments) or "" for calls in chunks if calls)
-    assert json.loads(arguments) == {"city": "Paris 🎉", "days": 3}
+        door.fake.together = together
+        _say(door, byte_level, f"Let me look.\n{_PARIS}\n{_LYON}\n")
+        said, num_tokens = dict[int, str](), 0
+        async for chunk in await door.client.chat.completions.create(**fields):
+            for choice in chunk.choices:
+                num_tokens += len(choice.logprobs.content or []) if choice.logprobs else 0
+                for call in (choice.delta.tool_calls or [])[:1]:
+                    said[call.index] = said.get(call.index, "") + ((call.function and call.function.arguments) or "")
+        assert [json.loads(text) for text in said.values()] == [{"city": "Paris 🎉", "days": 3}, {"city": "Lyon"}]
+        assert num_tokens == len(byte_level.encode(f"Let me look.\n{_PARIS}\n{_LYON}\n<|im_end|>"))
 
 
 async def test_parsed_calls(completions: MakeCompletions, byte_level: Tokenizer) -> None:
