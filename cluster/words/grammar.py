@@ -49,7 +49,7 @@ class Grammar:
         schemas = [self.text] if self.kind is GrammarKind.JSON_SCHEMA else []
         if self.kind is GrammarKind.LARK:
             _check_size(SCHEMA_RULE.sub(_without_schema, self.text), param, MAX_GRAMMAR_BYTES)
-            schemas = [rule[2] for rule in SCHEMA_RULE.finditer(self.text)]
+            schemas = [rule[2] for rule in SCHEMA_RULE.finditer(self.text) if not _is_lenient(rule[2])]
         for schema in schemas:
             _check_integers(schema, param)
 
@@ -75,6 +75,14 @@ def _check_integers(schema: str, param: str) -> None:
         json.loads(schema, parse_int=check_one)
     except (ValueError, RecursionError):
         return  # whoever compiles it says what is wrong
+
+
+def _is_lenient(schema: str) -> bool:
+    """Whether what cannot be kept to is passed over, in a rule that is this schema."""
+    try:
+        return json.loads(schema)["x-guidance"]["lenient"] is True
+    except (ValueError, TypeError, LookupError, RecursionError):
+        return False
 
 
 def _without_schema(rule: re.Match[str]) -> str:
