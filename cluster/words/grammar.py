@@ -39,7 +39,7 @@ class Grammar:
         check(bool(texts), param, "must not be empty")
         fits = len(texts) + sum(map(len, texts[:MAX_GRAMMAR_BYTES])) <= MAX_GRAMMAR_BYTES
         check(fits, param, f"at most {MAX_GRAMMAR_BYTES} bytes are taken")
-        return cls(kind=GrammarKind.LARK, text="start: " + " | ".join(json.dumps(t, ensure_ascii=False) for t in texts))
+        return cls(kind=GrammarKind.LARK, text="start: " + " | ".join(map(in_quotes, texts)))
 
     def check(self, param: str) -> None:
         """Its size. Raises RequestError."""
@@ -55,6 +55,11 @@ class Grammar:
 
 
 ANY_OBJECT = Grammar(kind=GrammarKind.JSON_SCHEMA, text='{"type": "object"}')
+
+
+def in_quotes(text: str) -> str:
+    """As a literal of Lark's, which takes JSON's escapes, and no control character as it is."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
 def _check_size(text: str, param: str, most: int) -> None:
