@@ -6,8 +6,9 @@ Found with the specification's own tests (json-schema-org/JSON-Schema-Test-Suite
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
 from math import lcm
 from typing import Any
@@ -19,6 +20,9 @@ from cluster.words.json_schema import changed
 ESCAPES = 'nrbtf\\"'
 _UNWRITTEN = re.compile(r"(?<!\\)(?:\\\\)*\\u00(?:[01]|7f)")  # in what json.dumps makes
 _MAX_STEP = 16_384  # of `multipleOf`, as _step has it: 0.1 s; a million takes 7
+_BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+# Beside a whole number that is excluded; of much smaller ones llguidance does not know.
+_MARGIN, _RELATIVE = 1e-9, 1e-14
 _MEETING = frozenset(("allOf", "anyOf", "oneOf", "$ref"))  # through which several schemas hold for one value
 _LEAP = "(?:0[48]|[2468][048]|[13579][26])"  # two digits of a year
 _DAYS = rf"^(?:[0-9]{{4}}-(?:0[13-9]|1[0-2]|02-(?:[01]|2[0-8]))|(?:[0-9][0-9]{_LEAP}|{_LEAP}00)-02-29)"
@@ -36,7 +40,8 @@ _FORMATS = {
 
 def exact(schema: Any, *, is_lenient: bool) -> Any:
     """Raises ValueError where it cannot be said, unless it is lenient, and RecursionError."""
-    is_slow = _is_slow(schema)
+    found = _parts(schema)
+    is_slow, near = _is_slow(found), _near(found)
     if is_slow and not is_lenient:
         text = f"such as all together are kept to up to {_MAX_STEP}, zeros at its end and the point aside"
         raise ValueError(f"multipleOf: {text}")
@@ -49,6 +54,10 @@ def exact(schema: Any, *, is_lenient: bool) -> Any:
             made["pattern"] = _in_rust(pattern)
         if isinstance(named := made.get("patternProperties"), Mapping):
             made["patternProperties"] = {_in_rust(pattern): one for pattern, one in named.items()}
+        for key, away in (("exclusiveMinimum", 1), ("exclusiveMaximum", -1)):
+            value = made.get(key)
+            if type(value) in (int, float) and value in near and value * away >= 0:
+                made[key] = value + away * max(_MARGIN, abs(value) * _RELATIVE)
         form = made.get("format")
         if isinstance(form, str) and form in _FORMATS and isinstance(others := made.get("allOf", []), list):
             made["allOf"] = [*others, *({"pattern": pattern} for pattern in _FORMATS[form])]
@@ -62,9 +71,7 @@ def has_unwritten(value: Any) -> bool:
     return bool(_UNWRITTEN.search(json.dumps(value)))
 
 
-def _is_slow(schema: Any) -> bool:
-    """Whether a number's remainder has more values than can be told apart in time: where several steps may hold for
-    one number, they count as one that all of them divide."""
+def _parts(schema: Any) -> list[Mapping[str, Any]]:
     found = list[Mapping[str, Any]]()
 
     def look(keywords: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -72,6 +79,20 @@ def _is_slow(schema: Any) -> bool:
         return keywords
 
     changed(schema, look)
+    return found
+
+
+def _near(found: Iterable[Mapping[str, Any]]) -> set[int]:
+    """Whole numbers less than 1 away from a bound that is farther from 0: where they are excluded, llguidance lets them
+    through all the same, be the two bounds said in one part or in several."""
+    bounds = (keywords[key] for keywords in found for key in _BOUNDS if key in keywords)
+    between = [value for value in bounds if isinstance(value, float) and not (math.isinf(value) or value.is_integer())]
+    return {around(value) for value in between if value == value for around in (math.floor, math.ceil)}
+
+
+def _is_slow(found: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether a number's remainder has more values than can be told apart in time: where several steps may hold for
+    one number, they count as one that all of them divide."""
     steps = {step for keywords in found for step in _step(keywords.get("multipleOf"))}
     is_meeting = any(_MEETING & keywords.keys() for keywords in found)
     return (lcm(*steps) if is_meeting else sum(steps)) > _MAX_STEP

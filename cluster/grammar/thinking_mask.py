@@ -35,7 +35,7 @@ class ThinkingMask:
         self._bytes_of = bytes_of
         self._vocab_size = vocab_size
         self._grammar = grammar
-        self._thinking = _Thinking(budget, bytes_of)
+        self._thinking = _Thinking(budget, bytes_of, finishes_characters=grammar is not None)
 
     @property
     def failure(self) -> str:
@@ -83,7 +83,9 @@ class _Thinking:
     """Reads tokens as router.parsers.thinking reads their text: thinking is all behind the token that completes the
     opening marker, up to the one that completes the closing marker."""
 
-    def __init__(self, budget: ThinkingBudget, bytes_of: Callable[[int], bytes]) -> None:
+    def __init__(self, budget: ThinkingBudget, bytes_of: Callable[[int], bytes], *, finishes_characters: bool) -> None:
+        """finishes_characters: no end comes within one. What is thought keeps to a grammar then, which knows nothing
+        of their pieces, and lets the rest of one follow, 3 tokens at most."""
         self.num_seen = 0
         self._budget = budget
         self._bytes_of = bytes_of
@@ -91,6 +93,8 @@ class _Thinking:
         self._held = ""  # text in which a marker may have begun
         self._begin: int | None = 0 if budget.is_open else None  # of the thinking, among the generated tokens
         self._is_over = False  # or there is none
+        self._finishes_characters = finishes_characters
+        self._num_late = 0  # tokens beyond the budget that finish a character
 
     def take(self, tokens: Sequence[int], start: int) -> None:
         """See what is new of tokens[start:]."""
@@ -102,6 +106,7 @@ class _Thinking:
                 self._look_for_opening()
             if self._begin is not None:
                 self._look_for_closing(self._begin)
+                self._num_late += self._finishes_characters and self._is_cut(self._begin)
         self.num_seen = num_tokens
 
     @property
@@ -109,7 +114,7 @@ class _Thinking:
         """The next token, where it is of the end of the thinking."""
         if self._is_over or self._begin is None:
             return None
-        number = self.num_seen - self._begin - self._budget.num_tokens
+        number = self._num_over(self._begin)
         return self._budget.closing_ids[number] if number >= 0 else None
 
     @property
@@ -130,6 +135,13 @@ class _Thinking:
 
     def _look_for_closing(self, begin: int) -> None:
         closing = self._budget.closing
-        num_forced = self.num_seen - begin - self._budget.num_tokens
-        self._is_over = closing in self._held or num_forced >= len(self._budget.closing_ids)
+        self._is_over = closing in self._held or self._num_over(begin) >= len(self._budget.closing_ids)
         self._held = self._held[1 - len(closing) :] if len(closing) > 1 else ""
+
+    def _is_cut(self, begin: int) -> bool:
+        """Whether the end of the thinking would come next, and the last character is in pieces."""
+        return self._num_over(begin) == 0 and bool(self._decoder.getstate()[0])
+
+    def _num_over(self, begin: int) -> int:
+        """Tokens behind the last one of the thinking that may be; below 0: it may have more."""
+        return self.num_seen - begin - self._budget.num_tokens - self._num_late

@@ -169,12 +169,15 @@ class GrammarNotFollowed(ClusterError):
 class NoTokenAllowed(ClusterError):
     """What the request asks of its tokens leaves none that could come next. Never retried: it would end so elsewhere.
 
-    That is its `allowed_token_ids` and `bad_words`, together with each other, with a grammar or with `min_tokens`.
+    That is its `allowed_token_ids` and `bad_words`, together with each other, a grammar, a thinking budget or
+    `min_tokens`.
     """
 
     @classmethod
     def of(cls, request_id: str) -> NoTokenAllowed:
-        asked = "its allowed_token_ids and bad_words, with its grammar and min_tokens where it has them"
+        asked = (
+            "its allowed_token_ids and bad_words, with its grammar, thinking budget and min_tokens where it has them"
+        )
         return cls(f"{request_id}: {asked}, leave no token that could come next; ask for less")
 
 

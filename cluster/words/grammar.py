@@ -39,7 +39,7 @@ class Grammar:
         check(bool(texts), param, "must not be empty")
         fits = len(texts) + sum(map(len, texts[:MAX_GRAMMAR_BYTES])) <= MAX_GRAMMAR_BYTES
         check(fits, param, f"at most {MAX_GRAMMAR_BYTES} bytes are taken")
-        return cls(kind=GrammarKind.LARK, text="start: " + " | ".join(json.dumps(t, ensure_ascii=False) for t in texts))
+        return cls(kind=GrammarKind.LARK, text="start: " + " | ".join(map(in_quotes, texts)))
 
     def check(self, param: str) -> None:
         """Its size. Raises RequestError."""
@@ -49,12 +49,17 @@ class Grammar:
         schemas = [self.text] if self.kind is GrammarKind.JSON_SCHEMA else []
         if self.kind is GrammarKind.LARK:
             _check_size(SCHEMA_RULE.sub(_without_schema, self.text), param, MAX_GRAMMAR_BYTES)
-            schemas = [rule[2] for rule in SCHEMA_RULE.finditer(self.text)]
+            schemas = [rule[2] for rule in SCHEMA_RULE.finditer(self.text) if not _is_lenient(rule[2])]
         for schema in schemas:
             _check_integers(schema, param)
 
 
 ANY_OBJECT = Grammar(kind=GrammarKind.JSON_SCHEMA, text='{"type": "object"}')
+
+
+def in_quotes(text: str) -> str:
+    """As a literal of Lark's, which takes JSON's escapes, and no control character as it is."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
 def _check_size(text: str, param: str, most: int) -> None:
@@ -75,6 +80,14 @@ def _check_integers(schema: str, param: str) -> None:
         json.loads(schema, parse_int=check_one)
     except (ValueError, RecursionError):
         return  # whoever compiles it says what is wrong
+
+
+def _is_lenient(schema: str) -> bool:
+    """Whether what cannot be kept to is passed over, in a rule that is this schema."""
+    try:
+        return json.loads(schema)["x-guidance"]["lenient"] is True
+    except (ValueError, TypeError, LookupError, RecursionError):
+        return False
 
 
 def _without_schema(rule: re.Match[str]) -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -66,8 +67,9 @@ class MeasuredWays:
 
     def _seconds(self, what: str, ways: Ways) -> dict[str, float]:
         if not self._knows(what, ways):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(self._path.with_suffix(".lock"), timeout=_MEASURE_S):
+            self._times |= _read(self._path)
+        if not self._knows(what, ways):
+            with self._alone():
                 self._times |= _read(self._path)
                 if not self._knows(what, ways):
                     self._times[what] = _measured(ways)
@@ -77,6 +79,17 @@ class MeasuredWays:
 
     def _knows(self, what: str, ways: Ways) -> bool:
         return ways.keys() <= self._times.get(what, {}).keys()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Nobody beside it measures, where its directory lets them tell each other."""
+        with ExitStack() as held:
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                held.enter_context(FileLock(self._path.with_suffix(".lock"), timeout=_MEASURE_S))
+            except OSError as error:  # it is read-only or full, say, or another user's; or a neighbour takes too long
+                logger.warning("measuring without a look at who else does: %s", error)
+            yield
 
     def _write(self) -> None:
         try:
@@ -111,6 +124,9 @@ def _read(path: Path) -> Times:
     """Nothing where there is none, or what is there was not written by us."""
     try:
         times = json.loads(path.read_text())
-        return {str(what): {str(name): float(took) for name, took in ways.items()} for what, ways in times.items()}
-    except (OSError, ValueError, AttributeError, TypeError):
+        return {
+            str(what): {str(name): took for name, given in ways.items() if 0 < (took := float(given)) < float("inf")}
+            for what, ways in times.items()
+        }
+    except (OSError, ValueError, AttributeError, TypeError, OverflowError, RecursionError):
         return {}

@@ -12,8 +12,13 @@ class ThinkingReader:
 
     def __init__(self, *, is_open: bool) -> None:
         """is_open: the prompt ends with the mark that opens it."""
+        self._is_open = is_open
         self._held = ""
         self._state = "opened" if is_open else "before"
+
+    def anew(self) -> ThinkingReader:
+        """One of the same answer, at its beginning."""
+        return ThinkingReader(is_open=self._is_open)
 
     @property
     def is_inside(self) -> bool:

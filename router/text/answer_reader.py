@@ -67,6 +67,10 @@ class AnswerReader:
     def is_thinking(self) -> bool:
         return self._thinking is not None and self._thinking.is_inside
 
+    def thinking_anew(self) -> ThinkingReader | None:
+        """What reads the thinking of this answer, at its beginning."""
+        return self._thinking.anew() if self._thinking else None
+
     def add(self, text: str) -> Said:
         thought, text = self._thinking.add(text) if self._thinking else ("", text)
         return self._said(thought, self._calls.add(text) if self._calls else [text])

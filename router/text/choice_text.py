@@ -29,6 +29,7 @@ class ChoiceText:
         """reader: of what is more than text in it; shown: special tokens that are for him."""
         self.choice = choice
         self._reader = reader
+        self._thinking = reader.thinking_anew() if reader else None  # of all that comes, as it comes
         self.finished: Finished | None = None
         self.num_tokens = 0
         self.num_thinking = 0  # tokens of them: behind the marker that begins it, up to the one that ends it
@@ -57,9 +58,7 @@ class ChoiceText:
         return delta
 
     def _read(self, reader: AnswerReader, text: str, delta: Delta) -> None:
-        was_thinking = reader.is_thinking
         delta.add(reader.add(text))
-        self.num_thinking += was_thinking
         if self.finished is not None and not reader.is_over:
             delta.add(reader.finish())
         if self.finished is None and reader.is_over:
@@ -72,6 +71,9 @@ class ChoiceText:
         self.num_tokens += 1
         text = self._text_of(token)
         self._num_chars += len(text)
+        if self._thinking is not None:
+            self.num_thinking += self._thinking.is_inside
+            self._thinking.add(text)  # and not what a stop string lets through: that may come later
         sent, stop = self._cut(text)
         if stop is not None:
             self.finished = Finished(self.choice, FinishReason.STOP, stop)

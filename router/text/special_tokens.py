@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from functools import cached_property
+
+from cluster.words.grammar import in_quotes
 
 
 class SpecialTokens:
@@ -36,5 +37,5 @@ class SpecialTokens:
         return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
     def _piece(self, text: str) -> str:
-        spelt = json.dumps(text, ensure_ascii=False)
+        spelt = in_quotes(text)
         return f"({spelt} | <[{self._ids[text]}]>)" if text in self._ids else spelt

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any, NoReturn
 
 from cluster.words.errors import RequestError
-from cluster.words.grammar import MAX_SCHEMA_BYTES
+from cluster.words.grammar import MAX_SCHEMA_BYTES, in_quotes
 from router.text.json_schema import in_lark, lenient
 from router.text.special_tokens import SpecialTokens
 
@@ -80,7 +80,9 @@ class _Writer:
         self.rules: list[str] = []
         self._param = param
         self._special = special
-        self._literal, self._one_of = special.literal, special.one_of
+        self._literal = special.literal
+        self._ends: dict[tuple[str, ...], str] = {}  # their rules: many parts of a format may have the same ones
+        self._texts: dict[tuple[str, ...], str] = {}  # rules, by the ends of free text
 
     def fail(self, path: str, why: str) -> NoReturn:
         raise RequestError(f"{self._param}: {path + ' ' if path else ''}{why}", param=self._param)
@@ -109,12 +111,12 @@ class _Writer:
         """An expression of this and of one of `ends`; of none where the answer may end there, or goes on."""
         match form["type"]:
             case "const_string":
-                return f"{self._literal(form['value'])} {self._one_of(ends)}"
+                return f"{self._literal(form['value'])} {self._end(ends)}"
             case "json_schema":
                 schema = form["json_schema"]
                 if isinstance(schema, bool):
                     schema = {} if schema else {"not": {}}
-                return f"{self._rule(in_lark(lenient(schema), is_lenient=True))} {self._one_of(ends)}"
+                return f"{self._rule(in_lark(lenient(schema), is_lenient=True))} {self._end(ends)}"
             case "any_text":
                 return self._text(ends)
             case "sequence":
@@ -127,9 +129,9 @@ class _Writer:
             case "or":
                 return f"({' | '.join(self.written(*one, ends) for one in self._listed(form, 'elements', path))})"
             case "tag":
-                return f"{self._literal(form['begin'])} {self._behind_begin(form, path)} {self._one_of(ends)}"
+                return f"{self._literal(form['begin'])} {self._behind_begin(form, path)} {self._end(ends)}"
             case "tags_with_separator":
-                return f"{self._separated(form, path)} {self._one_of(ends)}"
+                return f"{self._separated(form, path)} {self._end(ends)}"
         return self._triggered(form, path, ends)
 
     def _behind_begin(self, tag: _Format, path: str) -> str:
@@ -167,15 +169,15 @@ class _Writer:
         if idle := next((trigger for trigger, tags in behind.items() if not tags), None):
             self.fail(f"{path}.triggers", f"has {idle[:64]!r}, with which no tag begins")
         if form["at_least_one"] and form["stop_after_first"]:
-            return f"({' | '.join(first)}) {self._one_of(ends)}"
+            return f"({' | '.join(first)}) {self._end(ends)}"
         tags = " | ".join([*self._spelt(behind), *self._named(named)])
         if form["stop_after_first"]:
-            return f"(({tags}) {self._one_of(ends)} | {self._text(ends)})"
+            return f"(({tags}) {self._end(ends)} | {self._text(ends)})"
         return f"{'(' + ' | '.join(first) + ')' if form['at_least_one'] else ''} ({tags})* {self._text(ends)}"
 
     def _spelt(self, behind: Mapping[str, Sequence[str]]) -> Iterator[str]:
         for trigger, tags in behind.items():
-            text = self._rule(f"{_ANYTHING} {json.dumps(trigger, ensure_ascii=False)}", mark="[lazy]")
+            text = self._rule(f"{_ANYTHING} {in_quotes(trigger)}", mark="[lazy]")
             yield f"{text} ({' | '.join(tags)})"
 
     def _named(self, behind: Mapping[str, Sequence[str]]) -> Iterator[str]:
@@ -186,10 +188,21 @@ class _Writer:
         """Free text up to the first of these, with it."""
         if not ends:
             return self._anything
+        if ends not in self._texts:
+            self._texts[ends] = self._text_before(ends)
+        return self._texts[ends]
+
+    def _text_before(self, ends: tuple[str, ...]) -> str:
         spelt = self._rule(f"{_ANYTHING} {SpecialTokens().one_of(ends)}", mark="[lazy]")
         tokens = [token for end in ends if (token := self._special.begun(end))]
         named = [f"{self._anything} {token} {self._literal(rest)}" for token, rest in tokens]
-        return f"({' | '.join([spelt, *named])})"
+        return self._rule(" | ".join([spelt, *named]))
+
+    def _end(self, ends: tuple[str, ...]) -> str:
+        """One of these."""
+        if any(ends) and ends not in self._ends:
+            self._ends[ends] = self._rule(self._special.one_of(ends))
+        return self._ends.get(ends, "")
 
     @cached_property
     def _anything(self) -> str:

@@ -75,3 +75,14 @@ def test_a_web_of_references_costs_what_it_is_long() -> None:
         return is_endless(json.loads(json.dumps(web)))
 
     assert look(4000) and growth(look, 1000) < 10
+
+
+def test_so_does_a_chain_of_them_and_what_is_at_its_end_is_seen() -> None:
+    def chain(count: int, end: Any) -> Any:
+        return {"$defs": {str(i): _needs({"$ref": f"#/$defs/{i + 1}"}) for i in range(count)} | {str(count): end}}
+
+    def look(count: int) -> bool:
+        return is_endless({**chain(count, {"type": "null"}), "$ref": "#/$defs/0"})
+
+    assert not look(1000) and growth(look, 1000) < 10
+    assert is_endless({**chain(100, {"type": "null"}), "$ref": "#/$defs/0", "allOf": [_HERE]})

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from cluster.grammar.compiler import GrammarCompiler
 from cluster.grammar.thinking_mask import ThinkingMask
@@ -114,6 +114,32 @@ def test_a_grammar_begins_behind_it(compiler: GrammarCompiler) -> None:
         tokens.append(known)
     assert tokens[_START:] == [*_ids('abcd</think>"yes"'), END]
     assert mask.may_forbid(tokens, _START, 0) and mask.fork().failure == mask.failure == ""
+
+
+@pytest.mark.parametrize("num_tokens", range(8))
+def test_a_character_of_several_tokens_is_whole_where_the_thinking_keeps_to_a_grammar(
+    tmp_path: Path, num_tokens: int
+) -> None:
+    """Which knows of whole ones alone, and would end where the marker comes within one."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())  # a token for each byte
+    tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    compiler, thought = GrammarCompiler(tmp_path, vocab_size=256), "aé\U0001f9ff"
+    text = f'start: thinking "b"\nthinking[suffix="{_CLOSING}"]: /(?s:.*)/'
+    ids, closing = (tokenizer.encode(said).ids for said in (thought, _CLOSING))
+    budget = replace(_budget(num_tokens), closing_ids=tuple(closing))
+    mask = compiler.bounded(budget, compiler.compile(Grammar(kind=GrammarKind.LARK, text=text)).mask([]))
+    tokens, wanted = list(_PROMPT), list(ids)
+    while not (tokenizer.decode(tokens[_START:]).endswith(_CLOSING) or mask.failure):
+        forced = mask.only(tokens, _START)
+        assert mask.fork().only(tokens, _START) == forced
+        tokens.append(wanted.pop(0) if forced is None else forced)
+    whole = next(end for end in range(5) if len(thought[:end].encode()) >= num_tokens)
+    assert tokenizer.decode(tokens[_START:]) == thought[:whole] + _CLOSING
+    mask.allowed(tokens, _START)
+    assert not mask.failure
 
 
 def test_a_marker_that_is_one_token_special_or_not(tmp_path: Path) -> None:

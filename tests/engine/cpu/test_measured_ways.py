@@ -73,7 +73,13 @@ def test_torch_must_be_quicker_by_more_than_noise(
     assert MeasuredWays(tmp_path / "ways.json").quickest("a product", ways) == KERNELS
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"a product": 3}', '{"a product": {"kernels": 1}}', '{"a product": {'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", '{"a product": 3}', '{"a product": {"kernels": 1}}', '{"a product": {']
+    + [f'{{"a product": {{"kernels": {took}, "torch": 2}}}}' for took in ("NaN", "-Infinity", "0", "1" + "0" * 400)]
+    + ["[" * 100_000],
+    ids=range(10),
+)
 def test_what_nobody_here_has_written_is_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
@@ -82,6 +88,20 @@ def test_what_nobody_here_has_written_is_measured_again(
     ways = {KERNELS: clock.work(KERNELS, 2.0), TORCH: clock.work(TORCH, 1.0)}
     assert MeasuredWays(path).quickest("a product", ways) == TORCH and clock.calls
     assert MeasuredWays(path).quickest("a product", dict.fromkeys(ways, pytest.fail)) == TORCH
+
+
+def test_what_is_there_is_taken_where_nothing_can_be_written_and_else_it_is_measured_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container whose image has the kernels, and is read-only."""
+    clock, path = Clock(monkeypatch), tmp_path / "kernels" / "ways.json"
+    ways = {KERNELS: clock.work(KERNELS, 2.0), TORCH: clock.work(TORCH, 1.0)}
+    assert MeasuredWays(path).quickest("a product", ways) == TORCH
+    path.with_suffix(".lock").unlink()
+    path.with_suffix(".lock").mkdir()
+    assert MeasuredWays(path).quickest("a product", dict.fromkeys(ways, pytest.fail)) == TORCH
+    nowhere, num_calls = path / "ways.json", len(clock.calls)
+    assert MeasuredWays(nowhere).quickest("a product", ways) == TORCH and len(clock.calls) > num_calls
 
 
 def test_a_way_that_came_since_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

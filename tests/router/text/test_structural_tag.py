@@ -229,6 +229,24 @@ def test_what_is_no_schema_has_the_size_of_a_grammar(compiler: GrammarCompiler) 
         compiler.compile(made)
 
 
+def test_what_many_parts_have_in_common_is_written_once() -> None:
+    parts = {"type": "or", "elements": [{"type": "or", "elements": [_ANY, _const("a")] * 150}] * 3}
+    text = json.dumps({"format": _tag("a", parts, "e" * 30_000)})
+    made = bound_answer(_request(text), Dialect(), "")
+    assert made is not None and len(made.text) < 3 * len(text)
+
+
+@pytest.mark.parametrize(
+    "character", ["\x7f", "\x85", "\u2028", "\ufeff", "\n", "\0", '"', "\\", "/", "\\u0041", "%json {}"]
+)
+def test_any_text_is_taken_literally(compiler: GrammarCompiler, character: str) -> None:
+    said = f"a{character}b"
+    for form in (_const(said), _tag(said, _ANY, said), {**_TAGS, "triggers": [said], "tags": [_tag(said, end=said)]}):
+        made = bound_answer(_request({"format": form}), Dialect(), "")
+        assert made is not None and compiler.compile(made)
+    assert compiler.compile(Grammar.of_choice([said], "field"))
+
+
 _NAMES = ["value", "json_schema", "elements", "begin", "content", "end", "triggers", "tags", "separator", "excludes"]
 _LEAVES = st.one_of(
     st.sampled_from(["", "a", "<f=", "</f>", "\n", 'a"\\']), st.none(), st.booleans(), st.integers(-1, 2)

@@ -146,3 +146,12 @@ def test_a_grammar_begins_behind_markers_that_are_tokens(
 
 def _has(words: Sequence[int], token: int) -> bool:
     return bool(int(words[token >> 5]) >> (token & 31) & 1)
+
+
+@pytest.mark.parametrize("stop", ["</think>, so be it", ">!"])
+def test_what_a_stop_string_holds_back_counts_where_it_came(byte_level: Tokenizer, stop: str) -> None:
+    thought, answer = (byte_level.encode(text, add_special_tokens=False) for text in ("Well</think>", ", so be sure"))
+    choice = ChoiceText(_request(stop=(stop,)), 0, byte_level, reader=AnswerReader.of(_CHAT, _THINKS, "<think>"))
+    delta = choice.add(SampledToken(token_id=token) for token in [*thought, *answer])
+    assert choice.num_thinking == len(thought)
+    assert delta.thinking + delta.text == "Well, so be sure"
