@@ -12,7 +12,6 @@ from cluster.words.request import SampledToken
 from engine.admission import Admission, AdmitInTime, AdmitWithRoomToGrow
 from engine.ahead import expect, fed_tokens, may_be_followed
 from engine.decoding import Decoding
-from engine.drafting import Drafting
 from engine.known_tokens import take_known
 from engine.kv.block_manager import BlockManager
 from engine.last_rows import LastRows
@@ -22,10 +21,11 @@ from engine.prompts import Prompt, PromptQueue, allocate
 from engine.sampling import Chosen, Sampler
 from engine.sequence import Sequence
 from engine.speculation.draft import Draft
+from engine.speculation.drafting import Drafting
 from engine.speculation.speculation import Speculation
+from engine.speculation.verification import choices_of, verify
 from engine.step import KVConnector, NoConnector, Prefilled, Runner, ScheduledStep, StepResult
 from engine.tiers.orders import TierOrders
-from engine.verification import choices_of, verify
 
 Logits = TypeVar("Logits")
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from cluster.words.prompt_logprobs import PromptLogprobs
 from cluster.words.request import OFFLINE, Sampling, SequenceRequest, choice_seed
-from engine import ahead, known_tokens, verification
+from engine import ahead, known_tokens
 from engine import engine as engine_module
 from engine.batch.batch import Batch, FedTokens, KeptRows
 from engine.batch.rows import RowChanges
@@ -28,6 +28,7 @@ from engine.prompts import KVSource, Prompt, PromptQueue
 from engine.sampling import Chosen, Sampled, SamplingRow
 from engine.sequence import Sequence as TokenSequence
 from engine.speculation import speculation as speculation_module
+from engine.speculation import verification
 from engine.speculation.draft import Draft
 from engine.speculation.proposer import NUM_KINDS, Proposal
 from engine.speculation.speculation import Speculation

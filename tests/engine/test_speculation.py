@@ -115,7 +115,7 @@ def _compare_logprobs(ours: SampledToken, theirs: SampledToken, *, atol: float) 
     if ours.logprob and theirs.logprob:
         assert [id for id, _ in ours.logprob.top] == [id for id, _ in theirs.logprob.top]
         ours_told = [ours.logprob.logprob, *(value for _, value in ours.logprob.top)]
-        assert_allclose(ours_told, [theirs.logprob.logprob, *(value for _, value in theirs.logprob.top)], atol=1e-4)
+        assert_allclose(ours_told, [theirs.logprob.logprob, *(value for _, value in theirs.logprob.top)], atol=atol)
 
 
 @pytest.mark.parametrize("name", [*OURS, "auto"])
