@@ -90,7 +90,7 @@ engine.step: cluster(words) engine(batch last_rows orders prompts sampling scori
 engine.streams: cluster(words)
 engine.tiers: cluster(process words) engine(kv rate sequence streams)
 engine.tools: cluster(model process words) engine(batch config cpu engine kernels kv layers learnt_timing model
-    orders pace parallel prompts runner sampler sampling sequence step weights)
+    orders pace parallel prompts runner sampler sampling sequence speculation step weights)
 engine.weights: cluster(model words)
 kvtransfer.bench: cluster(process rpc wire words) engine(batch config kv runner) kvtransfer(links movers protocol)
 kvtransfer.links: cluster(words) engine(streams)
