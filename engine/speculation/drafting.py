@@ -12,6 +12,10 @@ from engine.speculation.draft import Draft
 from engine.speculation.draft_plan import FREE, StepPrice
 from engine.speculation.speculation import Speculation
 
+# A token that is drafted for one row makes all the others wait; and of many guesses those are taken that are believed
+# too much.
+_MARGIN = 1.5
+
 
 class Drafting:
     """Owned by the step thread."""
@@ -68,4 +72,5 @@ class Drafting:
             return FREE
         num_context = sum(len(sequence.tokens) for sequence in rows)
         plain_s = timing.step_s(num_tokens=num_tokens, num_pairs=0, num_context=num_context)
-        return StepPrice(plain=plain_s, token=timing.token_s, drafting=self._pace.draft_factor) if plain_s else FREE
+        token_s = timing.token_s * _MARGIN
+        return StepPrice(plain=plain_s, token=token_s, drafting=self._pace.draft_factor) if plain_s else FREE

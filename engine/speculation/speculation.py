@@ -24,7 +24,10 @@ from engine.speculation.suffix import Suffix
 
 Method = Literal["ngram", "suffix", "auto"]
 
-_TRY_EVERY = 64  # steps in which nothing pays: prices are learnt from steps that draft
+_MANY = 8  # rows
+_IN_VAIN = 16  # looks
+_LOOK_EVERY = 8  # steps
+_TRY_EVERY = 64  # looks of which nothing comes: prices are learnt from steps that draft
 _TRIED = 3  # tokens of one row
 _TRY_ABOVE = 0.5  # as likely as that they are right
 
@@ -65,7 +68,9 @@ class Speculation:
         self._vocab_size = vocab_size
         self._acceptance = {method: Acceptance() for method in methods}
         self._rows: WeakKeyDictionary[Sequence, _Row] = WeakKeyDictionary()
-        self._num_without = 0  # steps since something was drafted
+        self._num_without = 0  # steps without a draft since the last trial
+        self._num_in_vain = 0  # looks since something was worth drafting
+        self._num_passed_over = 0  # steps since the last look
 
     @classmethod
     def of(cls, method: Method, *, max_tokens: int, vocab_size: int, corpus: Corpus | None = None) -> Speculation:
@@ -80,11 +85,14 @@ class Speculation:
     ) -> dict[Sequence, Draft]:
         """For rows of a step that are about to compute their last tokens; all together at most so many tokens. Blocks
         for them are taken."""
+        if self._passes_over(rows):
+            return {}
         best = [self._best(row) for row in rows]
         chances = [
             guess.chances[: self._most(row)] if guess else () for row, (_, guess) in zip(rows, best, strict=True)
         ]
         lengths = plan_drafts(chances, len(rows), price, max_tokens)
+        self._num_in_vain = 0 if any(lengths) else self._num_in_vain + 1
         if not any(lengths):
             lengths = self._try_one(chances, max_tokens)
         drafts: dict[Sequence, Draft] = {}
@@ -97,8 +105,12 @@ class Speculation:
 
     def awaits(self, rows: Seq[Sequence], price: StepPrice, *, max_tokens: int) -> bool:
         """Whether something would be drafted for them as they are now."""
+        if self._passes_over(rows):
+            return False
         chances = [guess.chances if guess else () for _, guess in map(self._best, rows)]
-        return any(plan_drafts(chances, len(rows), price, max_tokens))
+        is_worth_it = any(plan_drafts(chances, len(rows), price, max_tokens))
+        self._num_in_vain = 0 if is_worth_it else self._num_in_vain + 1
+        return is_worth_it
 
     def verified(self, draft: Draft, chosen: Seq[int]) -> None:
         """A step has shown what its sequence goes on with."""
@@ -111,6 +123,13 @@ class Speculation:
         """It has its last token."""
         for proposer in self._methods.values():
             proposer.finished(sequence)
+
+    def _passes_over(self, rows: Seq[Sequence]) -> bool:
+        """Beside many rows, where nothing has been worth it for a while: a look takes up to 30 us a row."""
+        if len(rows) < _MANY or self._num_in_vain < _IN_VAIN:
+            return False
+        self._num_passed_over = (self._num_passed_over + 1) % _LOOK_EVERY
+        return self._num_passed_over > 0
 
     def _most(self, row: Sequence) -> int:
         """Tokens that may be drafted for a row: the step chooses one more, and it gets none beyond its end."""

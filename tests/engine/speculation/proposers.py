@@ -33,8 +33,10 @@ class FakeProposer:
     def __init__(self, guess: Callable[[Seq[int], int], Seq[int]]) -> None:
         self._guess = guess
         self.finished_with: list[list[int]] = []
+        self.num_asked = 0
 
     def propose(self, sequence: Sequence, max_tokens: int) -> Proposal:
+        self.num_asked += 1
         tokens = self._guess(sequence.tokens, max_tokens)
         return Proposal(tokens, [0] * len(tokens))
 

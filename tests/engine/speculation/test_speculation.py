@@ -99,6 +99,21 @@ def test_beside_many_rows_there_is_nothing_but_a_trial_now_and_then() -> None:
     assert 0 < sum(count > 0 for count in drafted) <= 10 and max(drafted) <= 3
 
 
+def test_beside_many_rows_nobody_looks_each_time_where_it_was_in_vain() -> None:
+    for num_rows, num_looks in ((2, 200), (16, 16 + (200 - 16) // 8)):
+        proposer = FakeProposer(_wrong)
+        replica = Replica(_speculation(wrong=proposer), num_rows=num_rows)
+        for _ in range(200):
+            replica.step(StepPrice(plain=1.0, token=1.0))
+        assert proposer.num_asked == num_looks * num_rows
+    speculation = _speculation(right=FakeProposer(_right))
+    replica = Replica(speculation, num_rows=16)
+    for _ in range(40):
+        replica.step(StepPrice(plain=1.0, token=1.0))
+    drafted = [bool(replica.step(StepPrice(plain=16.0, token=0.1))) for _ in range(20)]
+    assert any(drafted[:8]) and all(drafted[8:]), "what has become worth it is not seen"
+
+
 def test_what_the_step_has_no_room_for_is_not_drafted() -> None:
     replica = Replica(_speculation(right=FakeProposer(_right)), num_rows=3)
     for room in (0, 1, 2, 5, 30):
