@@ -19,7 +19,7 @@ class Acceptance:
     def __init__(self) -> None:
         # A kind that stands for a longer match is believed more: that much is known of every text.
         self._reached = [_PRIOR] * NUM_KINDS
-        self._right = [_PRIOR * (1 + kind % 16) / (8 + kind % 16) for kind in range(NUM_KINDS)]
+        self._right = [_PRIOR * (1 + kind % 16) / (5 + kind % 16) for kind in range(NUM_KINDS)]
 
     def chance(self, kind: int) -> float:
         return self._right[kind] / self._reached[kind]

@@ -64,6 +64,11 @@ class Corpus:
         if is_ours:
             self._new = [*self._new, answer][-_MOST_NEW:]
 
+    def forget(self) -> None:
+        """Every answer."""
+        self._halves.clear()
+        self._new, self.num_tokens = [], 0
+
     def take_new(self) -> list[Answer]:
         """What was finished here since the last call, as far as it is still known: for whoever tells other replicas."""
         new, self._new = self._new, []

@@ -1,9 +1,10 @@
 """Tokens per second of an engine that drafts, beside those of one that does not, on prompts whose answers repeat them.
 
 Every method answers the same prompts in turn, in rounds that each begin with another one, so that what else the
-machine does meets all of them; the best of each counts. Nothing is known of earlier answers, nor of how often guesses
-are right, at the beginning of each: whoever asks for something like it again gets it sooner than this says. Prompts are
-computed before the clock starts. `--cpu-time`: what one thread itself takes, for a machine that is busy.
+machine does meets all of them; the best of each counts. As in a replica, what steps take and how often guesses are
+right has been learnt from what came before; but nothing is known of earlier answers: whoever asks for something like it
+again gets it sooner than this says. Prompts are computed before the clock starts. `--cpu-time`: what one thread itself
+takes, for a machine that is busy.
 
     cluster bench speculation --json
 """
@@ -29,6 +30,7 @@ from engine.prompts import Prompt
 from engine.runner import ModelRunner
 from engine.sampler import sample
 from engine.sequence import Sequence
+from engine.speculation.corpus import Corpus
 from engine.speculation.speculation import Method, Speculation
 
 _BLOCK_SIZE = 16
@@ -72,9 +74,7 @@ def bench_speculation(
     runner = ModelRunner(EngineConfig(model_dir=model_dir, block_size=_BLOCK_SIZE, num_blocks=num_blocks))
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, seed=1, stop_token_ids=tuple(stop_token_ids))
     clock = time.thread_time if cpu_time else time.perf_counter
-    paces = {
-        method: Pace(_CpuMark if cpu_time else HostMark) for method in methods
-    }  # a replica has learnt what its steps take
+    replicas = {method: _Replica(method, runner, cpu_time=cpu_time) for method in methods}
     rows = []
     for kind, asked in prompts.items():
         for batch in batches:
@@ -82,11 +82,34 @@ def bench_speculation(
             for number in range(tries):
                 first = number % len(methods)
                 for method in (*methods[first:], *methods[:first]):
-                    found[method].append(_answer(runner, asked[:batch], sampling, method, paces[method], clock))
+                    found[method].append(_answer(runner, asked[:batch], sampling, replicas[method], clock))
             rows += _rows(kind, batch, found)
     kind_of_time = "cpu" if cpu_time else "wall"
     how = {"model": model_dir.name, "threads": torch.get_num_threads(), "clock": kind_of_time}
     return how | {"temperature": temperature, "rows": rows}
+
+
+class _Replica:
+    """What a method has learnt."""
+
+    def __init__(self, method: str, runner: ModelRunner, *, cpu_time: bool) -> None:
+        self.pace = Pace(_CpuMark if cpu_time else HostMark)
+        self.corpus = Corpus()
+        self.speculation = (
+            None
+            if method == "off"
+            else Speculation.of(
+                cast(Method, method),
+                max_tokens=_MAX_DRAFT,
+                vocab_size=runner.config.vocab_size,
+                corpus=self.corpus,
+            )
+        )
+
+    def count(self) -> tuple[int, int]:
+        """Tokens drafted, and accepted, so far."""
+        counts = self.speculation.counts.values() if self.speculation else ()
+        return sum(count.drafted.total() for count in counts), sum(count.accepted.total() for count in counts)
 
 
 class _CpuMark:
@@ -128,34 +151,32 @@ def _answer(
     runner: ModelRunner,
     prompts: Seq[Seq[int]],
     sampling: Sampling,
-    method: str,
-    pace: Pace,
+    replica: _Replica,
     clock: Callable[[], float],
 ) -> _Answers:
-    speculation = None
-    if method != "off":
-        vocab_size = runner.config.vocab_size
-        speculation = Speculation.of(cast(Method, method), max_tokens=_MAX_DRAFT, vocab_size=vocab_size)
+    replica.corpus.forget()
+    pace, speculation = replica.pace, replica.speculation
+    before = replica.count()
     blocks = BlockManager(runner.pool.num_blocks)
     limits = SchedulerConfig(max_batch_tokens=512, max_running=_MAX_RUNNING, max_waiting=len(prompts))
     engine = Engine(runner, sample, blocks, limits, block_size=_BLOCK_SIZE, pace=pace, speculation=speculation)
-    sequences = []
+    sequences: list[Sequence] = []
+    running: list[Sequence] = []
     for number, tokens in enumerate(prompts):  # each alone
         sequence = _sequence(runner, number, tokens, sampling)
         engine.add(Prompt(sequence))
-        while sequence not in engine.decoding.running:
-            engine.step()
-        engine.pause(sequence)
+        while sequence not in engine.decoding.running and engine.step().did_work:
+            pass
         sequences.append(sequence)
-    for sequence in sequences:
+        running += [sequence] if sequence in engine.decoding.running else []  # else it has ended already
+        engine.pause(sequence)
+    for sequence in running:
         engine.resume(sequence)
     num_steps, begin = 0, clock()
     while engine.step().did_work:
         num_steps += 1
     answers = _Answers(clock() - begin, num_steps, [one.tokens[one.request.num_prompt_tokens :] for one in sequences])
-    for counts in speculation.counts.values() if speculation else ():
-        answers.num_drafted += counts.drafted.total()
-        answers.num_accepted += counts.accepted.total()
+    answers.num_drafted, answers.num_accepted = (now - then for now, then in zip(replica.count(), before, strict=True))
     return answers
 
 

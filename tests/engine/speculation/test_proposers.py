@@ -124,6 +124,8 @@ def test_a_corpus_is_bounded_by_scope_and_as_a_whole() -> None:
     assert not corpus.continuations(_SCOPE, [200, 201], 1), "who has not asked for longest is forgotten first"
     corpus.add(Answer(_SCOPE, tuple(range(5000))))
     assert corpus.num_tokens <= 400 and corpus.continuations(_SCOPE, [4990, 4991], 1)
+    corpus.forget()
+    assert not corpus.num_tokens and not corpus.continuations(_SCOPE, [4990, 4991], 1) and not corpus.take_new()
 
 
 def test_what_was_finished_here_is_told_once() -> None:
