@@ -14,6 +14,7 @@ from cluster.worker.role_parts import LeaderParts, RoleParts
 from decode_worker.server import DecodeServicer
 from decode_worker.worker import DecodeWorker
 from engine.config import EngineConfig
+from engine.speculation.speculation import Speculation
 
 
 def make_rank(launch: Launch, **arguments: Any) -> RankProcess[DecodeWorker]:
@@ -36,7 +37,15 @@ def _make_worker(parts: LeaderParts) -> DecodeWorker:
         addresses=parts.setup.addresses,
         handoff_s=parts.setup.spec.timeouts.handoff_s,
         close_handoff=parts.inbox.close_handoff,
+        speculation=_speculation(parts),
     )
+
+
+def _speculation(parts: LeaderParts) -> Speculation | None:
+    spec, vocab_size = parts.setup.spec.speculation, parts.engine.gang.runner.config.vocab_size
+    if spec.method == "off":
+        return None
+    return Speculation.of(spec.method, max_tokens=spec.max_tokens, vocab_size=vocab_size)
 
 
 def _configure(config: EngineConfig, spec: Spec) -> EngineConfig:

@@ -15,6 +15,7 @@ from decode_worker.moves import MoveListener, Moves
 from decode_worker.ticket import ticket_for
 from engine.orders import Orders
 from engine.prompts import Prompt
+from engine.speculation.speculation import Speculation
 from engine.step import ScheduledStep
 from kvtransfer.protocol.arrivals import Arrival, Arrivals, ReceivingEnd
 from kvtransfer.protocol.frames import Opening
@@ -37,8 +38,9 @@ class DecodeWorker:
         addresses: list[str],
         handoff_s: float,
         close_handoff: Callable[[str, Callable[[], None]], None],
+        speculation: Speculation | None = None,
     ) -> None:
-        self.replica = ReplicaEngine(parts, self)
+        self.replica = ReplicaEngine(parts, self, speculation=speculation)
         self._name = name
         self._addresses = tuple(addresses)
         self._layout = parts.gang.runner.layout.fingerprint

@@ -20,7 +20,12 @@ from engine.step import ScheduledStep
 
 def may_be_followed(step: ScheduledStep, running: Collection[Sequence]) -> bool:
     """Whether the next step can be planned before this one's tokens are known, and has something to compute."""
-    if step.prompts or step.known or any(sequence.sampling_row.reads_tokens for sequence, _ in step.decoding):
+    if (
+        step.prompts
+        or step.known
+        or step.drafts
+        or any(sequence.sampling_row.reads_tokens for sequence, _ in step.decoding)
+    ):
         return False
     return any(sequence in running and not sequence.ends_with_next for sequence, _ in step.decoding)
 

@@ -20,6 +20,10 @@ from engine.pace import Pace
 from engine.prompts import Prompt, PromptQueue, allocate
 from engine.sampling import Chosen, Sampler
 from engine.sequence import Sequence
+from engine.speculation.draft import Draft
+from engine.speculation.drafting import Drafting
+from engine.speculation.speculation import Speculation
+from engine.speculation.verification import choices_of, verify
 from engine.step import KVConnector, NoConnector, Prefilled, Runner, ScheduledStep, StepResult
 from engine.tiers.orders import TierOrders
 
@@ -55,11 +59,13 @@ class Engine(Generic[Logits]):
         tier_orders: Callable[[], list[TierOrders]] = list,
         adapters: Mapping[str, int] | None = None,
         pace: Pace | None = None,
+        speculation: Speculation | None = None,
         runs_ahead: bool = False,
     ) -> None:
         """connector: None where everything is computed here. tier_orders: what must be done with lower tiers before
         anything is written to a block that was allocated since the last call. adapters: of the model, by name. pace:
-        None where nobody wants to know. runs_ahead: a step is still computed when the runner and the sampler return.
+        None where nobody wants to know. speculation: None where nothing is drafted. runs_ahead: a step is still
+        computed when the runner and the sampler return.
         """
         self.blocks = blocks
         self.prompts = PromptQueue(blocks, max_waiting=config.max_waiting)
@@ -77,6 +83,9 @@ class Engine(Generic[Logits]):
         self._sampler = sampler
         self._adapters = adapters or {}
         self._pace = pace
+        self._drafting = Drafting(
+            speculation, pace, blocks, max_batch_tokens=config.max_batch_tokens, max_running=config.max_running
+        )
         self._runs_ahead = runs_ahead
         self._under_way: ScheduledStep | None = None  # launched, not completed
 
@@ -85,12 +94,16 @@ class Engine(Generic[Logits]):
     def step(self) -> StepResult:
         """One step. Where it is to run ahead, the next one is under way when this returns."""
         step, self._under_way = self._under_way or self.launch(), None
-        if self._runs_ahead and may_be_followed(step, self.decoding.running):
+        if self._is_to_be_followed(step):
             ahead = self.launch(behind=step)
             step.take_what_came_before(ahead)
             if ahead.has_rows:
                 self._under_way = ahead
         return self.complete(step)
+
+    def _is_to_be_followed(self, step: ScheduledStep) -> bool:
+        running = self.decoding.running
+        return self._runs_ahead and may_be_followed(step, running) and not self._drafting.awaits(running)
 
     def launch(self, behind: ScheduledStep | None = None) -> ScheduledStep:
         """Choose the rows of a step, have the runner execute it and the sampler choose from it.
@@ -110,8 +123,9 @@ class Engine(Generic[Logits]):
             if rows:
                 assert logits is not None
                 step.sampled = self._sampler(logits, rows, positions)
+            step.logits = logits if step.drafts else None
             if self._pace:
-                self._pace.end(step.batch, has_prompts=bool(step.prompts))
+                self._pace.end(step.batch, has_prompts=bool(step.prompts), has_drafts=bool(step.drafts))
         else:
             if self._pace and not behind:
                 self._pace.rest()
@@ -136,9 +150,13 @@ class Engine(Generic[Logits]):
         )
         for sequence, token in step.known:
             if token.finish_reason:
-                self.end(sequence)
+                self._finished(sequence)
         running = self.decoding.running
-        for (sequence, num_tokens), choice in zip(step.decoding, chosen, strict=False):
+        for sequence, num_tokens in step.decoding:
+            if step.drafts and (draft := step.drafts.get(sequence)):
+                self._verify(step, sequence, num_tokens, draft, chosen, result)
+                continue
+            choice = next(chosen)
             if sequence not in running:
                 continue
             sequence.computed(num_tokens, self.blocks)
@@ -148,10 +166,29 @@ class Engine(Generic[Logits]):
             token = sequence.append(*choice)
             result.sampled.append((sequence, token))
             if token.finish_reason:
-                self.end(sequence)
+                self._finished(sequence)
         if step.prompts:
             self._complete_prompts(step, chosen, result)
         return result
+
+    def _verify(
+        self,
+        step: ScheduledStep,
+        sequence: Sequence,
+        num_tokens: int,
+        draft: Draft,
+        chosen: Iterator[Chosen | None],
+        result: StepResult,
+    ) -> None:
+        """Nobody has left since the launch: no step with drafts is followed by another before it is completed."""
+        choices = choices_of(draft, sequence, chosen, self._sampler, step.logits)
+        tokens, is_found = verify(draft, sequence, num_tokens, choices, self.blocks)
+        result.sampled += [(sequence, token) for token in tokens]
+        self._drafting.verified(draft, [token.token_id for token in tokens])
+        if not is_found:
+            self._fail(sequence, result)
+        elif tokens[-1].finish_reason:
+            self._finished(sequence)
 
     def _complete_prompts(self, step: ScheduledStep, chosen: Iterator[Chosen | None], result: StepResult) -> None:
         """chosen: what is left of it for them."""
@@ -185,11 +222,17 @@ class Engine(Generic[Logits]):
         prompts = self.prompts.chunks(budget - len(known), self._admission.in_time())
         over = {sequence for sequence, token in known if token.finish_reason}
         going_on = [(one, len(one.tokens) - one.num_computed) for one in decoding if one not in over]
+        whole = [prompt for prompt, num_tokens in prompts if num_tokens == prompt.sequence.num_missing]
         rows = (prompt.sequence.scored_row(row, num) for row, (prompt, num) in enumerate(prompts, len(going_on)))
         return ScheduledStep(
             decoding=going_on,
             prompts=prompts,
-            whole=[prompt for prompt, num_tokens in prompts if num_tokens == prompt.sequence.num_missing],
+            drafts=self._drafting.drafts(
+                [sequence for sequence, _ in going_on],
+                num_tokens=sum(num_tokens for _, num_tokens in (*going_on, *prompts)),
+                num_logits=len(going_on) + sum(len(prompt.choices) for prompt in whole),
+            ),
+            whole=whole,
             last_rows=self._last_rows,
             scored=[row for row in rows if row],
             fetched=fetched,
@@ -261,6 +304,11 @@ class Engine(Generic[Logits]):
             result.prefilled.append(Prefilled(prompt, [sequence.peek(*first) for first in chosen]))
             self.cancel(prompt)
 
+    def _finished(self, sequence: Sequence) -> None:
+        """It has its last token."""
+        self._drafting.finished(sequence)
+        self.end(sequence)
+
     def _fail(self, sequence: Sequence, result: StepResult) -> None:
         """There is no next token. Where that is not for what is asked, its KV may be why: nobody is to find it."""
         self.end(sequence)
@@ -281,7 +329,7 @@ class Engine(Generic[Logits]):
     def _append(self, sequence: Sequence, chosen: Chosen) -> SampledToken:
         token = sequence.append(*chosen)
         if token.finish_reason:
-            self.end(sequence)
+            self._finished(sequence)
         return token
 
     def _fork(self, root: Sequence, choices: Seq[int]) -> list[Sequence]:

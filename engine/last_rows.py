@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from itertools import chain
+from types import MappingProxyType
 
 import numpy as np
 
@@ -22,13 +24,22 @@ class LastRows:
         self._sequences: list[Sequence] = []
         self._tables: list[list[int]] = []  # the sequences' own, which grow at their ends only
 
-    def changes(self, sequences: list[Sequence], query_lens: Seq[int], scored: Seq[ScoredRow] = ()) -> RowChanges:
-        """From the last step to one in which each of these computes its next so many tokens."""
+    def changes(
+        self,
+        sequences: list[Sequence],
+        num_tokens: Seq[int],
+        scored: Seq[ScoredRow] = (),
+        drafts: Mapping[int, Seq[int]] = MappingProxyType({}),
+    ) -> RowChanges:
+        """From the last step to one in which each of these computes its next so many tokens; drafts: and these, by row.
+        Of those that have drafts the logits of all positions from their last own token on are wanted."""
         starts = np.array([one.num_computed + one.sampling_row.num_coming for one in sequences])
         tables = [sequence.blocks for sequence in sequences]
         kept = self._places(sequences, tables, starts)
         self._sequences, self._tables = sequences, tables
-        is_new, lens = kept < 0, np.array(query_lens)
+        is_new, lens = kept < 0, np.array(num_tokens)
+        for row, tokens in drafts.items():
+            lens[row] += len(tokens)
         ends, num_added = self._kept.ends_of(kept, starts[is_new], lens)
         counts = num_blocks(ends, self._block_size)
         growing = np.flatnonzero(num_added)
@@ -38,10 +49,10 @@ class LastRows:
             number=self._kept.number + 1,
             kept=kept,
             query_lens=lens,
-            num_logits=(ends == [len(one.tokens) + one.sampling_row.num_coming for one in sequences]).astype(np.int64),
+            num_logits=_num_logits(sequences, ends, drafts),
             starts=starts[is_new],
             adapters=np.array([sequences[row].adapter for row in np.flatnonzero(is_new)], dtype=np.int64),
-            token_ids=np.array(_tokens(sequences, query_lens)),
+            token_ids=np.array(_tokens(sequences, num_tokens, drafts)),
             blocks=np.array(list(chain.from_iterable(added)), dtype=np.int64),
             scored=np.array([(one.row, len(one.next_tokens)) for one in scored], dtype=np.int64).reshape(-1, 2),
         )
@@ -63,12 +74,19 @@ class LastRows:
         return np.where(is_behind, kept, -1)
 
 
-def _tokens(sequences: list[Sequence], query_lens: Seq[int]) -> list[int]:
+def _num_logits(sequences: list[Sequence], ends: Ints, drafts: Mapping[int, Seq[int]]) -> Ints:
+    wanted: Ints = (ends == [len(one.tokens) + one.sampling_row.num_coming for one in sequences]).astype(np.int64)
+    for row, tokens in drafts.items():
+        wanted[row] = 1 + len(tokens)
+    return wanted
+
+
+def _tokens(sequences: list[Sequence], num_tokens: Seq[int], drafts: Mapping[int, Seq[int]]) -> list[int]:
     """The tokens that are computed, row by row; 0 for one that is coming."""
-    if len(query_lens) == sum(query_lens):  # mostly
+    if len(num_tokens) == sum(num_tokens) and not drafts:  # mostly
         return [0 if one.sampling_row.num_coming else one.tokens[one.num_computed] for one in sequences]
     tokens: list[int] = []
-    for sequence, count in zip(sequences, query_lens, strict=True):
+    for row, (sequence, count) in enumerate(zip(sequences, num_tokens, strict=True)):
         start = sequence.num_computed
         if sequence.num_coming:
             tokens.append(0)
@@ -76,4 +94,5 @@ def _tokens(sequences: list[Sequence], query_lens: Seq[int]) -> list[int]:
             tokens.append(sequence.tokens[start])
         else:
             tokens += sequence.tokens[start : start + count]
+        tokens += drafts.get(row, ())
     return tokens

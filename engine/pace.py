@@ -12,6 +12,8 @@ from engine.batch.batch import Batch
 from engine.learnt_timing import LearntTiming
 from engine.rate import Rate
 
+_NEW = 0.05  # weight of a step beside those of its kind before it
+
 
 class StepMark(Protocol):
     """A moment in the work of whoever computes steps: behind all that was launched before it was made."""
@@ -39,6 +41,7 @@ class HostMark:
 class _Step(NamedTuple):
     batch: Batch
     has_prompts: bool
+    has_drafts: bool
     begin: StepMark
     end: StepMark
 
@@ -53,6 +56,7 @@ class Pace:
         self._steps = Rate()
         self._tokens = Rate()
         self._timing = LearntTiming()
+        self._beside = {False: 1.0, True: 1.0}  # what steps take beside what is learnt: with drafts, and without
         self._last: StepMark | None = None  # the end of the last step; the begin of the next one if it follows at once
         self._launched: deque[_Step] = deque()  # those that have not been seen to be over
 
@@ -60,12 +64,12 @@ class Pace:
         """A step is about to be launched."""
         self._last = self._last or self._mark()
 
-    def end(self, batch: Batch, *, has_prompts: bool) -> None:
+    def end(self, batch: Batch, *, has_prompts: bool, has_drafts: bool = False) -> None:
         """A step with this batch has been launched. Without prompts, or with rows of one token each, it only
         decodes."""
         assert self._last is not None
         begin, self._last = self._last, self._mark()
-        self._launched.append(_Step(batch, has_prompts, begin, self._last))
+        self._launched.append(_Step(batch, has_prompts, has_drafts, begin, self._last))
         while self._launched and self._launched[0].end.is_past:
             self._count(self._launched.popleft())
 
@@ -76,11 +80,27 @@ class Pace:
     def _count(self, step: _Step) -> None:
         batch, seconds = step.batch, step.end.seconds_since(step.begin)
         only_decodes = not step.has_prompts or batch.num_tokens == len(batch.query_lens)
+        if only_decodes:
+            self._compare(step, seconds)
         self._timing.saw(batch, seconds, only_decodes=only_decodes)
         if only_decodes:
             self._steps.add(1, seconds)
         else:
             self._tokens.add(batch.num_tokens, seconds)
+
+    def _compare(self, step: _Step, seconds: float) -> None:
+        if timing := self._timing.timing:
+            num_context = int(step.batch.context_lens.sum())
+            expected_s = timing.step_s(num_tokens=step.batch.num_tokens, num_pairs=0, num_context=num_context)
+            if expected_s:
+                ratio = min(2.0, max(0.5, seconds / expected_s))
+                self._beside[step.has_drafts] += _NEW * (ratio - self._beside[step.has_drafts])
+
+    @property
+    def draft_factor(self) -> float:
+        """What steps with drafts take, beside steps without that have as many tokens: on a device that has recorded the
+        latter, or runs ahead with them, more."""
+        return self._beside[True] / self._beside[False]
 
     @property
     def prompt_tokens_per_s(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -83,7 +84,8 @@ class SamplingRow:
     num_prompt_tokens: int
     mask: TokenMask | None = None  # None: all tokens are allowed
     ruled: RuledTokens | None = None  # what its token rules say; made here where another choice has not handed it on
-    # While a step is planned: how many tokens the one before it is choosing, which are not among `tokens` yet. 0 or 1
+    # How many tokens before the one to be chosen are not among `tokens`. While a step is planned, those that the one
+    # before it is choosing: 0 or 1. See also `behind`.
     num_coming: int = field(default=0, init=False)
     is_contradicted: bool = field(default=False, init=False)  # a sampler has found that what is asked leaves no token
     _is_plain: bool = field(init=False, repr=False)
@@ -117,6 +119,17 @@ class SamplingRow:
     def reads_tokens(self) -> bool:
         """It must know the next token to say what is asked of the one behind that."""
         return self._reads_tokens or self._is_masked_behind(1)
+
+    @property
+    def goes_one_by_one(self) -> bool:
+        """What is asked of it must be told of one token before it is asked of the next."""
+        return self.reads_tokens or self.ruled is not None
+
+    def behind(self, num_drafted: int) -> SamplingRow:
+        """How to choose so many tokens later, whatever they are: of one that does not go one by one."""
+        row = copy(self)
+        row.num_coming = num_drafted
+        return row
 
     @property
     def num_generated(self) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from cluster.words.request import SampledToken
 from engine.batch.batch import Batch, FedTokens
@@ -16,6 +17,7 @@ from engine.prompts import Prompt
 from engine.sampling import Sampled, SamplingRow
 from engine.scoring import ScoredRow, Scores
 from engine.sequence import Sequence
+from engine.speculation.draft import Draft
 
 Logits = TypeVar("Logits", covariant=True)
 
@@ -27,6 +29,7 @@ class ScheduledStep:
     decoding: list[tuple[Sequence, int]]  # each computes its last tokens: one, and those that were known
     prompts: list[tuple[Prompt, int]]  # and how many tokens of each
     last_rows: LastRows
+    drafts: Mapping[Sequence, Draft] = field(default_factory=dict)  # what some of those that decode compute beyond
     whole: list[Prompt] = field(default_factory=list)  # of these, those of which nothing is missing then
     scored: list[ScoredRow] = field(default_factory=list)  # of the prompts that ask for it
     scores: Scores | None = None  # of these; whoever computes the step sets it
@@ -34,6 +37,7 @@ class ScheduledStep:
     known: list[tuple[Sequence, SampledToken]] = field(default_factory=list)  # what sequences got before it
     orders: Orders = field(default_factory=Orders)
     fed: FedTokens | None = None  # those that are computed here before anybody knows them
+    logits: Any = None  # where there are drafts, some of which are judged one token after another
     sampled: Sampled | None = None  # of every sequence that decodes; then, for each prompt that is whole, every choice
 
     @property
@@ -48,7 +52,10 @@ class ScheduledStep:
 
     def sampling_rows(self) -> tuple[list[SamplingRow], list[int] | None]:
         """Whose next token is to be chosen: that of every sequence that decodes; then, for each prompt that is whole,
-        one for every choice. And where the logits of each are; None: in this order."""
+        one for every choice. And where the logits of each are; None: in this order. Of a row with a draft, also what
+        follows each drafted token, but where that must wait for the choice before it."""
+        if self.drafts:
+            return self._sampling_rows_with_drafts()
         rows = [sequence.sampling_row for sequence, _ in self.decoding]
         if not self.whole:
             return rows, None
@@ -57,6 +64,26 @@ class ScheduledStep:
             rows += [prompt.sequence.sampling_row_of(choice) for choice in prompt.choices]
             positions += [position] * len(prompt.choices)
         return rows, positions if len(rows) > len(self.decoding) + len(self.whole) else None
+
+    def _sampling_rows_with_drafts(self) -> tuple[list[SamplingRow], list[int]]:
+        rows: list[SamplingRow] = []
+        positions: list[int] = []
+        first_logits = 0
+        for sequence, _ in self.decoding:
+            row, draft = sequence.sampling_row, self.drafts.get(sequence)
+            rows.append(row)
+            positions.append(first_logits)
+            if draft:
+                draft.first_logits, num_drafted = first_logits, len(draft.tokens)
+                if not row.goes_one_by_one:
+                    rows += [row.behind(i) for i in range(1, num_drafted + 1)]
+                    positions += range(first_logits + 1, first_logits + num_drafted + 1)
+                first_logits += num_drafted
+            first_logits += 1
+        for position, prompt in enumerate(self.whole, first_logits):
+            rows += [prompt.sequence.sampling_row_of(choice) for choice in prompt.choices]
+            positions += [position] * len(prompt.choices)
+        return rows, positions
 
     def note_scores(self) -> None:
         """Tell the prompts that are scored what this step has said of them."""
@@ -69,14 +96,16 @@ class ScheduledStep:
 
     @property
     def num_tokens(self) -> int:
-        return sum(num_tokens for _, num_tokens in (*self.decoding, *self.prompts))
+        num_drafted = sum(len(draft.tokens) for draft in self.drafts.values())
+        return num_drafted + sum(num_tokens for _, num_tokens in (*self.decoding, *self.prompts))
 
     @cached_property
     def changes(self) -> RowChanges:
         """What is different from the rows of the step before; made when a runner asks for it, or for the batch."""
         sequences = [sequence for sequence, _ in self.decoding] + [prompt.sequence for prompt, _ in self.prompts]
-        query_lens = [num_tokens for _, num_tokens in (*self.decoding, *self.prompts)]
-        return self.last_rows.changes(sequences, query_lens, self.scored)
+        num_tokens = [num_tokens for _, num_tokens in (*self.decoding, *self.prompts)]
+        drafts = {row: self.drafts[one].tokens for row, (one, _) in enumerate(self.decoding) if one in self.drafts}
+        return self.last_rows.changes(sequences, num_tokens, self.scored, drafts)
 
     @cached_property
     def batch(self) -> Batch:

@@ -49,6 +49,11 @@ _RATES = (
     ("pair_s", "step_pair_seconds", "What a step takes for each pair of a prompt's token and a position before it."),
     ("context_s", "step_context_seconds", "What a step takes for each position that a decoding sequence reads."),
 )
+# Of what it drafts (speculation), by method and by place in the draft, the first being 0.
+_DRAFTS = (
+    ("tokens", "speculation_drafted_tokens_total", "Tokens drafted, and computed to see whether they are right."),
+    ("accepted", "speculation_accepted_tokens_total", "Of these, those that were right: generated tokens, too."),
+)
 # Of its Totals, since the replica started.
 _COUNTERS = (
     ("prompt_tokens", "replica_prompt_tokens_total", "Prompt tokens admitted."),
@@ -171,10 +176,18 @@ class _ReplicaCollector(Collector):
                 families[name].add_metric(labels, float(getattr(status.timing, field)))
             for field, name, _ in _COUNTERS:
                 families[name].add_metric(labels, float(getattr(status.totals, field)))
+            for drafted in status.totals.drafted:
+                for field, name, _ in _DRAFTS:
+                    for place, count in enumerate(getattr(drafted, field)):
+                        families[name].add_metric((*labels, drafted.method, str(place)), float(count))
         yield from families.values()
 
 
 def _families() -> dict[str, GaugeMetricFamily | CounterMetricFamily]:
     labels = ("replica", "role")
     gauges = {name: GaugeMetricFamily(name, meaning, labels=labels) for _, name, meaning in (*_GAUGES, *_RATES)}
-    return gauges | {name: CounterMetricFamily(name, meaning, labels=labels) for _, name, meaning in _COUNTERS}
+    drafts = {
+        name: CounterMetricFamily(name, meaning, labels=(*labels, "method", "place")) for _, name, meaning in _DRAFTS
+    }
+    counters = {name: CounterMetricFamily(name, meaning, labels=labels) for _, name, meaning in _COUNTERS}
+    return gauges | counters | drafts

@@ -37,14 +37,15 @@ cluster.rpc:
 cluster.wire: cluster(identity rpc words)
 cluster.words:
 cluster.worker: cluster(grammar index model process rpc wire words) engine(batch config device_mark engine kv orders
-    pace parallel prompts rate runner sampler scorer sequence step tiers) kvtransfer(links movers protocol)
-decode_worker.actor: cluster(rpc words worker) engine(config) decode_worker(server worker)
+    pace parallel prompts rate runner sampler scorer sequence speculation step tiers) kvtransfer(links movers
+    protocol)
+decode_worker.actor: cluster(rpc words worker) engine(config speculation) decode_worker(server worker)
 decode_worker.answers: cluster(rpc wire words worker) engine(prompts sequence step) kvtransfer(protocol)
     decode_worker(moves)
 decode_worker.moves: cluster(words worker) engine(engine kv orders rate sequence) kvtransfer(protocol)
 decode_worker.server: cluster(rpc wire words worker) engine(prompts) kvtransfer(protocol) decode_worker(worker)
 decode_worker.ticket: cluster(words) engine(prompts)
-decode_worker.worker: cluster(rpc words worker) engine(orders prompts step) kvtransfer(protocol)
+decode_worker.worker: cluster(rpc words worker) engine(orders prompts speculation step) kvtransfer(protocol)
     decode_worker(answers moves ticket)
 engine.admission: cluster(words) engine(decoding kv prompts)
 engine.ahead: engine(batch sequence step)
@@ -57,7 +58,7 @@ engine.decoding: engine(kv sequence)
 engine.device_mark:
 engine.device_memory: cluster(words) engine(config)
 engine.engine: cluster(words) engine(admission ahead decoding known_tokens kv last_rows orders pace prompts sampling
-    sequence step tiers)
+    sequence speculation step tiers)
 engine.expert_placement:
 engine.kernels: engine(cpu)
 engine.known_tokens: cluster(words) engine(kv sequence)
@@ -84,11 +85,12 @@ engine.sampling: cluster(words) engine(penalties ruled_tokens)
 engine.scorer: cluster(words) engine(logprobs scoring step)
 engine.scoring: cluster(words)
 engine.sequence: cluster(words) engine(kv ruled_tokens sampling scoring)
-engine.step: cluster(words) engine(batch last_rows orders prompts sampling scoring sequence)
+engine.speculation: cluster(words) engine(kv pace sampling sequence)
+engine.step: cluster(words) engine(batch last_rows orders prompts sampling scoring sequence speculation)
 engine.streams: cluster(words)
 engine.tiers: cluster(process words) engine(kv rate sequence streams)
 engine.tools: cluster(model process words) engine(batch config cpu engine kernels kv layers learnt_timing model
-    orders pace parallel prompts runner sampler sampling sequence step weights)
+    orders pace parallel prompts runner sampler sampling sequence speculation step weights)
 engine.weights: cluster(model words)
 kvtransfer.bench: cluster(process rpc wire words) engine(batch config kv runner) kvtransfer(links movers protocol)
 kvtransfer.links: cluster(words) engine(streams)

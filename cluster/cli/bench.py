@@ -12,12 +12,14 @@ from cluster.cli import load
 from cluster.cli import model_options as options
 from cluster.cli.isolation import isolation
 from cluster.cli.router_bench import router
+from cluster.cli.speculation_bench import speculation
 from cluster.words.errors import SpecError
 
 bench = typer.Typer(help="Measure a deployment under a load; or, by a command's name, something else.")
 bench.callback(invoke_without_command=True)(load.load)
 bench.command()(isolation)
 bench.command()(router)
+bench.command()(speculation)
 
 _MESSAGES = "64,256,1024,4096,16384,65536"
 _Counts = Annotated[str, typer.Option(metavar="N[,N…]")]

@@ -410,7 +410,7 @@ class StepTiming(_message.Message):
     def __init__(self, base_s: _Optional[float] = ..., token_s: _Optional[float] = ..., pair_s: _Optional[float] = ..., context_s: _Optional[float] = ...) -> None: ...
 
 class Totals(_message.Message):
-    __slots__ = ("prompt_tokens", "prefix_hit_tokens", "generated_tokens", "transfer_bytes", "transfer_seconds", "transfers", "transfer_failures", "preemptions", "cancelled", "migrations", "computed_tokens", "pulls", "pulled_tokens", "pull_failures", "pull_seconds", "host_hit_tokens", "disk_hit_tokens", "host_saved_bytes", "disk_saved_bytes", "tier_losses", "forced_tokens")
+    __slots__ = ("prompt_tokens", "prefix_hit_tokens", "generated_tokens", "transfer_bytes", "transfer_seconds", "transfers", "transfer_failures", "preemptions", "cancelled", "migrations", "computed_tokens", "pulls", "pulled_tokens", "pull_failures", "pull_seconds", "host_hit_tokens", "disk_hit_tokens", "host_saved_bytes", "disk_saved_bytes", "tier_losses", "forced_tokens", "drafted")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -432,6 +432,7 @@ class Totals(_message.Message):
     DISK_SAVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     TIER_LOSSES_FIELD_NUMBER: _ClassVar[int]
     FORCED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     prefix_hit_tokens: int
     generated_tokens: int
@@ -453,4 +454,15 @@ class Totals(_message.Message):
     disk_saved_bytes: int
     tier_losses: int
     forced_tokens: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., transfers: _Optional[int] = ..., transfer_failures: _Optional[int] = ..., preemptions: _Optional[int] = ..., cancelled: _Optional[int] = ..., migrations: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., pulls: _Optional[int] = ..., pulled_tokens: _Optional[int] = ..., pull_failures: _Optional[int] = ..., pull_seconds: _Optional[float] = ..., host_hit_tokens: _Optional[int] = ..., disk_hit_tokens: _Optional[int] = ..., host_saved_bytes: _Optional[int] = ..., disk_saved_bytes: _Optional[int] = ..., tier_losses: _Optional[int] = ..., forced_tokens: _Optional[int] = ...) -> None: ...
+    drafted: _containers.RepeatedCompositeFieldContainer[Drafted]
+    def __init__(self, prompt_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfer_seconds: _Optional[float] = ..., transfers: _Optional[int] = ..., transfer_failures: _Optional[int] = ..., preemptions: _Optional[int] = ..., cancelled: _Optional[int] = ..., migrations: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., pulls: _Optional[int] = ..., pulled_tokens: _Optional[int] = ..., pull_failures: _Optional[int] = ..., pull_seconds: _Optional[float] = ..., host_hit_tokens: _Optional[int] = ..., disk_hit_tokens: _Optional[int] = ..., host_saved_bytes: _Optional[int] = ..., disk_saved_bytes: _Optional[int] = ..., tier_losses: _Optional[int] = ..., forced_tokens: _Optional[int] = ..., drafted: _Optional[_Iterable[_Union[Drafted, _Mapping]]] = ...) -> None: ...
+
+class Drafted(_message.Message):
+    __slots__ = ("method", "tokens", "accepted")
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    method: str
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    accepted: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, method: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted: _Optional[_Iterable[int]] = ...) -> None: ...

@@ -204,6 +204,23 @@ class EngineSpec(_Section):
         return "off" if value is False else value  # YAML reads a bare off as false
 
 
+class SpeculationSpec(_Section):
+    """Tokens that a decode replica drafts, and computes together with those that are certain. Answers stay token for
+    token what they are without."""
+
+    method: Literal["off", "ngram", "suffix", "auto"] = "off"
+    """`ngram`: what followed the last tokens where they stood before, in the prompt or in the answer. `suffix`: also
+    where they stood in answers that the replica gave to the same tenant. `auto`: of both, what promises more. It pays
+    where answers repeat what is there (edits, rewriting, code); where it does not, nothing is drafted."""
+    max_tokens: Annotated[Tokens, Field(ge=1, le=64)] = 16
+    """Of a choice in one step at most: how many it is follows what has been accepted, and what tokens cost."""
+
+    @field_validator("method", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: Any) -> Any:
+        return "off" if value is False else value  # YAML reads a bare off as false
+
+
 class RouterSpec(_Section):
     """Where clients ask, and how requests find their replicas."""
 
@@ -363,6 +380,7 @@ class Spec(_Section):
     prefill: PrefillPoolSpec = PrefillPoolSpec()
     decode: DecodePoolSpec = DecodePoolSpec()
     engine: EngineSpec = EngineSpec()
+    speculation: SpeculationSpec = SpeculationSpec()
     router: RouterSpec = RouterSpec()
     index: Annotated[str, Field(repr=False)] = "embedded"
     """Where the prefix index is kept: `embedded`, a Valkey that is started beside Ray's head, or a

@@ -23,6 +23,7 @@ from engine.pace import HostMark, Pace
 from engine.prompts import Prompt
 from engine.rate import Rate
 from engine.sampler import sample
+from engine.speculation.speculation import Speculation
 from engine.step import KVConnector, StepResult
 from engine.tiers.tiers import Tiers
 from kvtransfer.movers.grants import Grants
@@ -45,7 +46,8 @@ class EngineParts:
 class ReplicaEngine:
     """Owned by the step thread of rank 0."""
 
-    def __init__(self, parts: EngineParts, connector: KVConnector) -> None:
+    def __init__(self, parts: EngineParts, connector: KVConnector, *, speculation: Speculation | None = None) -> None:
+        """speculation: None where nothing is drafted."""
         block_size = parts.gang.runner.layout.block_size
         self.totals = pb.Totals()
         self.pace = Pace(DeviceMark if parts.gang.runner.device.type == "cuda" else HostMark)
@@ -59,6 +61,7 @@ class ReplicaEngine:
             connector=connector,
             tier_orders=parts.tiers.table.take_orders,
             pace=self.pace,
+            speculation=speculation,
             runs_ahead=parts.gang.runs_ahead,
         )
         self.fetches = Fetches(
@@ -68,6 +71,7 @@ class ReplicaEngine:
         self._gang = parts.gang
         self._blocks = parts.blocks
         self._tiers = parts.tiers
+        self._speculation = speculation
 
     def add(self, prompt: Prompt, holder: Holder | None) -> None:
         """Queue a prompt, of which `holder` may hold more than is here. Raises what Engine.add does."""
@@ -164,8 +168,18 @@ class ReplicaEngine:
             timing=timing_to_proto(self.pace.timing),
         )
         self._tell_tiers(status)
+        self._tell_drafts()
         status.totals.CopyFrom(self.totals)
         return status
+
+    def _tell_drafts(self) -> None:
+        if self._speculation is None:
+            return
+        del self.totals.drafted[:]
+        for method, counts in self._speculation.counts.items():
+            places = range(max(counts.drafted, default=-1) + 1)
+            drafted, accepted = ([count[place] for place in places] for count in (counts.drafted, counts.accepted))
+            self.totals.drafted.add(method=method, tokens=drafted, accepted=accepted)
 
     def _tell_tiers(self, status: pb.Status) -> None:
         tiers, totals = self._tiers, self.totals

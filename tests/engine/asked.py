@@ -18,6 +18,7 @@ from engine.prompts import Prompt
 from engine.runner import ModelRunner
 from engine.sampler import sample
 from engine.sequence import Sequence as TokenSequence
+from engine.speculation.speculation import Speculation
 from engine.step import ScheduledStep
 from tests.engine.steps import VOCAB_SIZE
 
@@ -44,6 +45,7 @@ class Said:
     num_steps: int = 0
     num_known: int = 0
     num_preemptions: int = 0
+    num_accepted: int = 0  # tokens that were drafted
     num_fed: int = 0  # tokens that were computed before the host knew them
 
     @property
@@ -58,12 +60,21 @@ def answers(
     num_blocks: int = 512,
     *,
     runs_ahead: bool = False,
+    speculation: Speculation | None = None,
 ) -> Said:
     said, blocks = Said(), BlockManager(num_blocks)
     bounded = _Bounded(runner, config.max_batch_tokens)
-    engine = Engine(bounded, sample, blocks, config, block_size=runner.layout.block_size, runs_ahead=runs_ahead)
+    engine = Engine(
+        bounded,
+        sample,
+        blocks,
+        config,
+        block_size=runner.layout.block_size,
+        runs_ahead=runs_ahead,
+        speculation=speculation,
+    )
     for number, one in enumerate(asked):
-        engine.add(Prompt(_sequence(one, str(number), block_size=runner.layout.block_size)))
+        engine.add(Prompt(sequence_of(one, str(number), block_size=runner.layout.block_size)))
     while (result := engine.step()).did_work:
         said.num_steps += 1
         said.num_known += result.num_known
@@ -74,8 +85,13 @@ def answers(
             said.failures[sequence.request.id] = type(sequence.failure).__name__
         blocks.check_integrity()
     assert blocks.num_available == num_blocks
+    said.num_accepted = num_accepted(speculation) if speculation else 0
     said.num_preemptions, said.num_fed = engine.decoding.num_preemptions, bounded.num_fed
     return said
+
+
+def num_accepted(speculation: Speculation) -> int:
+    return sum(counts.accepted.total() for counts in speculation.counts.values())
 
 
 class _Bounded:
@@ -91,7 +107,7 @@ class _Bounded:
         return self._runner.execute(step, orders)
 
 
-def _sequence(one: Asked, id: str, *, block_size: int) -> TokenSequence:
+def sequence_of(one: Asked, id: str, *, block_size: int) -> TokenSequence:
     request = SequenceRequest(
         id=id,
         token_ids=tuple(one.prompt),

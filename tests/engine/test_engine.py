@@ -3,8 +3,9 @@ its own tokens, and every block is in one state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain, product
 
 import numpy as np
 import pytest
@@ -24,8 +25,13 @@ from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
 from engine.orders import Orders
 from engine.prompts import KVSource, Prompt, PromptQueue
-from engine.sampling import Sampled, SamplingRow
+from engine.sampling import Chosen, Sampled, SamplingRow
 from engine.sequence import Sequence as TokenSequence
+from engine.speculation import speculation as speculation_module
+from engine.speculation import verification
+from engine.speculation.draft import Draft
+from engine.speculation.proposer import NUM_KINDS, Proposal
+from engine.speculation.speculation import Speculation
 from engine.step import Prefilled, ScheduledStep
 
 _BLOCK = 4
@@ -375,14 +381,25 @@ class EngineMachine(RuleBasedStateMachine):
 
     decodes = True
     runs_ahead = False
+    max_running = 5
+    drafts = False
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks, self.pool = BlockManager(_NUM_BLOCKS), FakePool()
-        limits = {"max_batch_tokens": _MAX_BATCH_TOKENS, "max_running": 5, "max_waiting": 20}
+        limits = {"max_batch_tokens": _MAX_BATCH_TOKENS, "max_running": self.max_running, "max_waiting": 20}
         config = SchedulerConfig(**limits, decodes=self.decodes)
+        self.hostile = HostileProposer()
+        self.speculation = Speculation({"hostile": self.hostile}, max_tokens=5, vocab_size=UNTOLD)
         self.engine = Engine(
-            self.pool, choose, self.blocks, config, block_size=_BLOCK, connector=self, runs_ahead=self.runs_ahead
+            self.pool,
+            choose,
+            self.blocks,
+            config,
+            block_size=_BLOCK,
+            connector=self,
+            runs_ahead=self.runs_ahead,
+            speculation=self.speculation if self.drafts else None,
         )
         self.prompts: list[Prompt] = []  # not whole yet
         self.running: list[TokenSequence] = []
@@ -437,7 +454,12 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule()
     def step(self) -> None:
+        held = {sequence: len(sequence.blocks) for sequence in self.running}
         result = self.engine.step()
+        for sequence, num_blocks in held.items():
+            if sequence in self.engine.decoding.running and not self.runs_ahead:
+                assert sequence.num_missing == 1, "as if nothing had been drafted"
+                assert len(sequence.blocks) <= max(num_blocks, sequence.num_blocks_for(sequence.num_computed))
         said: dict[TokenSequence, list[int]] = {}
         for sequence, token in result.sampled:
             said.setdefault(sequence, []).append(token.token_id)
@@ -510,6 +532,20 @@ class EngineMachine(RuleBasedStateMachine):
         held = {block for sequence in self._alive() for block in sequence.blocks}
         assert self.blocks.num_blocks - self.blocks.num_available == len(held), "held by nobody, or not held"
 
+    @invariant()
+    def what_is_found_is_what_was_computed(self) -> None:
+        for sequence in self._alive():
+            assert sequence.num_computed <= len(sequence.tokens)
+            for number, prefix_hash in enumerate(sequence.hashes()):
+                if prefix_hash in self.blocks:
+                    begin = self.blocks.block_of(prefix_hash) * _BLOCK
+                    found = [self.pool.tokens.get(slot) for slot in range(begin, begin + _BLOCK)]
+                    assert found == sequence.tokens[number * _BLOCK : (number + 1) * _BLOCK], "nobody has computed this"
+
+    @rule(temper=st.integers(0, 4))
+    def guess(self, temper: int) -> None:
+        self.hostile.temper = temper
+
     def teardown(self) -> None:
         for prompt in self.prompts:
             self.engine.cancel(prompt)
@@ -563,6 +599,44 @@ class AheadMachine(EngineMachine):
     runs_ahead = True
 
 
+class SpeculatingMachine(EngineMachine):
+    """The same with drafts, of which nobody knows how good they are."""
+
+    max_running = 12
+    drafts = True
+
+
+class SpeculatingAheadMachine(SpeculatingMachine):
+    """The same where steps run ahead, if they have nothing to draft."""
+
+    runs_ahead = True
+
+
+class HostileProposer:
+    """Implements Proposer: knows what comes, or nearly, or says what no model could."""
+
+    temper = 0
+
+    def propose(self, sequence: TokenSequence, max_tokens: int) -> Proposal:
+        tokens = list(sequence.tokens)
+        for _ in range(max_tokens + 2):  # more than was asked for, and beyond any end
+            tokens.append(_next(tokens, sequence.sampling_row.seed))
+        guess = tokens[len(sequence.tokens) :]
+        dice = hash(tuple(tokens))
+        if self.temper == 1:
+            guess[dice % len(guess)] += 1
+        elif self.temper == 2:
+            guess = [POISON - 2] * len(guess)
+        elif self.temper == 3:
+            guess[dice % len(guess)] = (-1, UNTOLD, POISON, 1 << 40)[dice % 4]
+        elif self.temper == 4:
+            guess = guess[: dice % 3]
+        return Proposal(guess, [dice % NUM_KINDS] * len(guess))
+
+    def finished(self, sequence: TokenSequence) -> None:
+        assert sequence.blocks, "it has left before it was finished"
+
+
 _SETTINGS = settings(
     max_examples=60,
     stateful_step_count=40,
@@ -572,7 +646,9 @@ _SETTINGS = settings(
 _SEARCH = settings(_SETTINGS, max_examples=1000, phases=[Phase.generate], derandomize=True)  # any failure will do
 
 
-@pytest.mark.parametrize("machine", [EngineMachine, PrefillingMachine, AheadMachine])
+@pytest.mark.parametrize(
+    "machine", [EngineMachine, PrefillingMachine, AheadMachine, SpeculatingMachine, SpeculatingAheadMachine]
+)
 def test_whatever_happens_sequences_and_blocks_stay_whole(machine: type[EngineMachine]) -> None:
     run_state_machine_as_test(machine, settings=_SETTINGS)
 
@@ -678,3 +754,75 @@ def test_a_fault_of_steps_that_run_ahead_is_found(
     monkeypatch.setattr(owner, name, fault)
     with pytest.raises((AssertionError, LookupError, ValueError, ExceptionGroup)):
         run_state_machine_as_test(AheadMachine, settings=_SEARCH)
+
+
+def _one_too_many(
+    draft: Draft, sequence: TokenSequence, num_tokens: int, choices: Iterator[Chosen | None], blocks: BlockManager
+) -> object:
+    """What was chosen behind the first drafted token counts, though that is not the sequence's next one."""
+    first = next(choices)
+    agreeing = Draft(tokens=[first[0] if first else -1, *draft.tokens[1:]], num_blocks=draft.num_blocks)
+    return _verify(agreeing, sequence, num_tokens, chain((first,), choices), blocks)
+
+
+def _all_are_booked(
+    draft: Draft, sequence: TokenSequence, num_tokens: int, choices: Iterator[Chosen | None], blocks: BlockManager
+) -> object:
+    """The KV of rejected positions, too; for others to find, where it fills a block."""
+    found = _verify(draft, sequence, num_tokens, choices, blocks)
+    num_computed = sequence.num_computed
+    while sequence.num_computed < len(sequence.tokens):
+        sequence.computed(1, blocks)
+    sequence.num_computed = num_computed
+    return found
+
+
+def _without_asking(sequence: TokenSequence, num_tokens: int, blocks: BlockManager) -> int:
+    return num_tokens
+
+
+def _one_position_early(self: SamplingRow, num_drafted: int) -> SamplingRow:
+    return _behind(self, num_drafted - 1)
+
+
+_verify, _behind = verification.verify, SamplingRow.behind
+
+
+def _with_every_temper() -> None:
+    """A few requests to a replica that drafts, until all is said, with each way to guess."""
+    for temper, length, max_tokens in product(range(5), (3, 6), (5, 11)):
+        machine = SpeculatingMachine()
+        machine.hostile.temper = temper
+        for kind in range(2):
+            mask = FakeMask() if kind else None
+            prompt = _prompt([kind] * (length + kind), max_tokens=max_tokens, choices=2, mask=mask)
+            machine.engine.add(prompt)
+            machine.prompts.append(prompt)
+        while machine.prompts or machine.running:
+            machine.step()
+            machine.every_block_is_in_one_state()
+            machine.what_is_found_is_what_was_computed()
+        machine.teardown()
+
+
+def test_whoever_guesses_sequences_and_blocks_stay_whole() -> None:
+    _with_every_temper()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault"),
+    [
+        (engine_module, "verify", _one_too_many),
+        (engine_module, "verify", _all_are_booked),
+        (SamplingRow, "behind", _one_position_early),
+        (SamplingRow, "goes_one_by_one", property(lambda self: False)),
+        (Draft, "give_back", lambda self, sequence, blocks: None),
+        (speculation_module, "take_room", _without_asking),
+    ],
+)
+def test_a_fault_of_drafts_is_found(
+    owner: object, name: str, fault: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, fault)
+    with pytest.raises((AssertionError, LookupError, ValueError)):
+        _with_every_temper()

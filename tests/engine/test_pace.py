@@ -30,10 +30,26 @@ def _batch(*counts: int) -> Batch:
     return Batch.of(rows, block_size=64)
 
 
-def _step(pace: Pace, clock: Clock, seconds: float, *counts: int, has_prompts: bool = False) -> None:
+def _step(
+    pace: Pace, clock: Clock, seconds: float, *counts: int, has_prompts: bool = False, has_drafts: bool = False
+) -> None:
     pace.begin()
     clock.now += seconds
-    pace.end(_batch(*counts), has_prompts=has_prompts)
+    pace.end(_batch(*counts), has_prompts=has_prompts, has_drafts=has_drafts)
+
+
+def test_what_drafts_cost_beyond_their_tokens_is_learnt(clock: Clock) -> None:
+    pace = Pace()
+    for _ in range(100):
+        for count in (1, 2, 3, 4):
+            _step(pace, clock, 0.10 + 0.01 * count, *[1] * count)
+            _step(pace, clock, 0.10 + 0.01 * count, count, has_drafts=True)
+    assert pace.draft_factor == pytest.approx(1.0, abs=0.02)
+    for _ in range(100):
+        for count in (1, 2, 3, 4):
+            _step(pace, clock, 0.10 + 0.01 * count, *[1] * count)
+            _step(pace, clock, 0.15 + 0.015 * count, count, has_drafts=True)
+    assert pace.draft_factor == pytest.approx(1.5, abs=0.1)
 
 
 def test_steps_that_only_decode_and_those_that_compute_prompts_are_told_apart(clock: Clock) -> None:

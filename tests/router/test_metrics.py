@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.rpc.worker_pb2 import Status, StepTiming, Totals
+from cluster.rpc.worker_pb2 import Drafted, Status, StepTiming, Totals
 from cluster.words.request import Role
 from router.metrics import Metrics, TokenHistogram
 
@@ -50,6 +50,7 @@ def test_replicas_are_exported_as_they_last_said() -> None:
                 blocks_free=4,
                 blocks_cached=5,
                 draining=True,
+                totals=Totals(drafted=[Drafted(method="suffix", tokens=[9, 4], accepted=[7, 3])]),
             ),
         ),
     ]
@@ -62,6 +63,12 @@ def test_replicas_are_exported_as_they_last_said() -> None:
     assert found["kv_transfer_bytes_total", prefill] == 1 << 40
     assert [found[f"kv_blocks{kind}", decode] for kind in ("", "_free", "_cached")] == [10, 4, 5]
     assert found["replica_draining", decode] == 1
+    drafts = [
+        found[f"speculation_{kind}_tokens_total", decode | {("method", "suffix"), ("place", place)}]
+        for kind in ("drafted", "accepted")
+        for place in "01"
+    ]
+    assert drafts == [9, 4, 7, 3]
     assert found["step_base_seconds", decode] == 0.5 and ("step_base_seconds", prefill) not in found
 
     statuses.pop(0)

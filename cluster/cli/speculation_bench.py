@@ -1,0 +1,82 @@
+"""`cluster bench speculation`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cluster.cli import model_options as options
+from cluster.words.errors import SpecError
+
+_METHODS = ("off", "ngram", "suffix", "auto")
+
+
+def speculation(
+    model: options.Model = options.DEFAULT_MODEL,
+    batch: Annotated[str, typer.Option(metavar="N[,N…]")] = "1,4",
+    kind: Annotated[str, typer.Option(metavar="NAME[,NAME…]", help="Of the prompts; default: all.")] = "",
+    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    max_tokens: Annotated[int, typer.Option(min=2)] = 256,
+    tries: Annotated[int, typer.Option(min=1, help="Rounds, in which the methods take turns.")] = 5,
+    threads: Annotated[int | None, typer.Option(min=1, help="Default: one per processor.")] = None,
+    cpu_time: Annotated[bool, typer.Option("--cpu-time", help="One thread's own time, on a busy machine.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Tokens per second with each method of drafting beside none, on this machine's processors.
+
+    Prompts that ask for an edit of a text, of JSON and of code, and one that does not; in bfloat16.
+    """
+    from cluster.model.source import resolve
+    from engine.tools.bench_speculation import bench_speculation, prompt_texts
+
+    batches = sorted({int(count) for count in batch.split(",") if count.isdigit() and int(count)})
+    texts = prompt_texts()
+    kinds = kind.split(",") if kind else list(texts)
+    if not batches or not set(kinds) <= texts.keys():
+        raise SpecError(f"--batch takes whole numbers above 0, --kind some of {', '.join(texts)}")
+    directory = resolve(model)
+    prompts, ends = _encode(directory, {name: texts[name] for name in kinds}, count=max(batches))
+    result = bench_speculation(
+        directory,
+        prompts,
+        batches=batches,
+        methods=_METHODS,
+        temperature=temperature,
+        max_tokens=max_tokens,
+        stop_token_ids=ends,
+        tries=tries,
+        threads=threads,
+        cpu_time=cpu_time,
+    )
+    print(json.dumps(result) if as_json else "\n".join(_lines(result)))
+
+
+def _encode(directory: Path, texts: dict[str, str], *, count: int) -> tuple[dict[str, list[list[int]]], list[int]]:
+    """So many prompts of each text, which differ in their first line, in ChatML where the model has its marks; and the
+    tokens that end an answer."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    marks = [tokenizer.token_to_id(mark) for mark in ("<|im_end|>", "<|endoftext|>")]
+    shape = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n" if marks[0] is not None else "{}\n\n"
+    prompts = {
+        name: [tokenizer.encode(shape.format(f"Request {i + 1}.\n\n{text}")).ids for i in range(count)]
+        for name, text in texts.items()
+    }
+    return prompts, [mark for mark in marks if mark is not None]
+
+
+def _lines(result: dict[str, Any]) -> list[str]:
+    return [
+        f"{result['model']}, {result['threads']} threads, {result['clock']} time, temperature {result['temperature']}",
+        *(
+            f"{row['kind']:<14} batch {row['batch']:3}  {row['method']:<7} {row['tokens_per_s']:8.1f} tokens/s  "
+            f"{row['beside_off']:6.2f} x  {row['tokens']:5} tokens in {row['steps']:4} steps, "
+            f"{row['accepted']} of {row['drafted']} drafted tokens accepted"
+            f"{'' if row['is_same'] else '  NOT THE SAME TOKENS'}"
+            for row in result["rows"]
+        ),
+    ]

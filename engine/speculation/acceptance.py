@@ -1,0 +1,52 @@
+"""How often a method's tokens are right, learnt from what sequences became."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from engine.speculation.proposer import NUM_KINDS
+
+_PRIOR = 4.0  # tokens: what is believed of a kind before there is anything to believe
+_MEMORY = 256.0  # tokens of a kind: then the older half counts for half
+_ROW_PRIOR = 4.0
+_ROW_KEEP = 0.9  # weight of what a request's earlier drafts were, at each new one
+_BOUNDS = 0.25, 1.25  # of what one request is beside others
+
+
+class Acceptance:
+    """Of one method, over all requests: by kind, given that all tokens before were right."""
+
+    def __init__(self) -> None:
+        # A kind that stands for a longer match is believed more: that much is known of every text.
+        self._reached = [_PRIOR] * NUM_KINDS
+        self._right = [_PRIOR * (1 + kind % 16) / (5 + kind % 16) for kind in range(NUM_KINDS)]
+
+    def chance(self, kind: int) -> float:
+        return self._right[kind] / self._reached[kind]
+
+    def saw(self, kinds: Seq[int], num_right: int, num_reached: int) -> None:
+        """Of a proposal, so many tokens were right, and so many were looked at: one more, or all."""
+        for place in range(num_reached):
+            kind = kinds[place]
+            self._reached[kind] += 1.0
+            self._right[kind] += place < num_right
+            if self._reached[kind] > _MEMORY:
+                self._reached[kind] /= 2
+                self._right[kind] /= 2
+
+
+class RowAcceptance:
+    """Of one method and one request, beside what was to be expected of the kinds."""
+
+    def __init__(self) -> None:
+        self._expected = _ROW_PRIOR
+        self._right = _ROW_PRIOR
+
+    def saw(self, expected: float, num_right: int) -> None:
+        self._expected = self._expected * _ROW_KEEP + expected + _ROW_PRIOR * (1 - _ROW_KEEP)
+        self._right = self._right * _ROW_KEEP + num_right + _ROW_PRIOR * (1 - _ROW_KEEP)
+
+    @property
+    def factor(self) -> float:
+        least, most = _BOUNDS
+        return min(most, max(least, self._right / self._expected))

@@ -1,0 +1,76 @@
+"""What an engine asks of speculation: drafts for the rows of a step, within its room and what its time is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from collections.abc import Sequence as Seq
+
+from engine.kv.block_manager import BlockManager
+from engine.pace import Pace
+from engine.sequence import Sequence
+from engine.speculation.draft import Draft
+from engine.speculation.draft_plan import FREE, StepPrice
+from engine.speculation.speculation import Speculation
+
+# A token that is drafted for one row makes all the others wait; and of many guesses those are taken that are believed
+# too much.
+_MARGIN = 1.5
+
+
+class Drafting:
+    """Owned by the step thread."""
+
+    def __init__(
+        self,
+        speculation: Speculation | None,
+        pace: Pace | None,
+        blocks: BlockManager,
+        *,
+        max_batch_tokens: int,
+        max_running: int,
+    ) -> None:
+        """speculation: None where nothing is drafted. pace: None where all that may be right is drafted."""
+        self._speculation = speculation
+        self._pace = pace
+        self._blocks = blocks
+        self._max_batch_tokens = max_batch_tokens
+        self._max_running = max_running
+
+    def drafts(self, rows: Seq[Sequence], *, num_tokens: int, num_logits: int) -> dict[Sequence, Draft]:
+        """For rows of a step that decode, beside which it computes so many tokens and wants so many logits. With what
+        they leave of a step's tokens, and no more logits than those of the largest batch, for which there is memory.
+
+        Nothing for a step that is launched behind another one: what its rows go on from is not known yet."""
+        if self._speculation is None or not rows or any(sequence.num_coming for sequence in rows):
+            return {}
+        most = min(self._max_batch_tokens - num_tokens, self._max_running - num_logits)
+        if most < 1:
+            return {}
+        return self._speculation.draft(rows, self._price(rows, num_tokens), max_tokens=most, blocks=self._blocks)
+
+    def awaits(self, running: Collection[Sequence]) -> bool:
+        """Whether it would be worth something to know the tokens of the step under way before the next is planned."""
+        most = self._max_running - len(running)
+        if self._speculation is None or most < 1:
+            return False
+        rows = list(running)
+        return self._speculation.awaits(rows, self._price(rows, len(rows)), max_tokens=most)
+
+    def verified(self, draft: Draft, chosen: Seq[int]) -> None:
+        """A step has shown what its sequence goes on with."""
+        assert self._speculation
+        self._speculation.verified(draft, chosen)
+
+    def finished(self, sequence: Sequence) -> None:
+        """It has its last token."""
+        if self._speculation:
+            self._speculation.finished(sequence)
+
+    def _price(self, rows: Seq[Sequence], num_tokens: int) -> StepPrice:
+        timing = self._pace.timing if self._pace else None
+        if self._pace is None or timing is None:
+            return FREE
+        num_context = sum(len(sequence.tokens) for sequence in rows)
+        plain_s = timing.step_s(num_tokens=num_tokens, num_pairs=0, num_context=num_context)
+        token_s = timing.token_s * _MARGIN
+        return StepPrice(plain=plain_s, token=token_s, drafting=self._pace.draft_factor) if plain_s else FREE

@@ -1,0 +1,60 @@
+"""What followed the last tokens wherever they stood before: in the request, and in answers to others like it."""
+
+from __future__ import annotations
+
+from engine.sequence import Sequence
+from engine.speculation.corpus import Answer, Corpus, Scope
+from engine.speculation.histories import Histories
+from engine.speculation.proposer import NOTHING, NUM_KINDS, Proposal
+from engine.speculation.token_index import MOST_MATCH
+
+_NEARLY = 4  # tokens: a place that agrees with so many fewer than the best one is not heard
+_MOST_CERTAIN = 0.75  # of the votes: below that, a token is of another kind
+_LEAST = 0.3
+
+assert NUM_KINDS >= 2 * MOST_MATCH
+
+
+class Suffix:
+    """Implements Proposer, after SuffixDecoding (Oliaro et al. 2024, arXiv:2411.04975): places vote for the next token,
+    each with as many votes as tokens agree there, and those that voted for another one are not heard any more. Its
+    kinds: with how many tokens the best place agrees up to the one in question, and whether most votes were for it."""
+
+    def __init__(self, histories: Histories, corpus: Corpus) -> None:
+        self._histories = histories
+        self._corpus = corpus
+
+    def propose(self, sequence: Sequence, max_tokens: int) -> Proposal:
+        index = self._histories.of(sequence)
+        places = [
+            (match.num_tokens, index.tokens[match.next : match.next + max_tokens]) for match in index.matches_of_end()
+        ]
+        places += self._corpus.continuations(Scope.of(sequence.request), sequence.tokens, max_tokens)
+        if not places:
+            return NOTHING
+        best = max(num_tokens for num_tokens, _ in places)
+        places = [place for place in places if place[0] + _NEARLY > best]
+        tokens: list[int] = []
+        kinds: list[int] = []
+        for i in range(max_tokens):
+            votes: dict[int, int] = {}
+            for num_tokens, followed in places:
+                if i < len(followed):
+                    votes[followed[i]] = votes.get(followed[i], 0) + num_tokens
+            if not votes:
+                break
+            token = max(votes, key=votes.__getitem__)
+            share = votes[token] / sum(votes.values())
+            if share < _LEAST:
+                break
+            tokens.append(token)
+            kinds.append(min(best + i, MOST_MATCH) - 1 + (MOST_MATCH if share < _MOST_CERTAIN else 0))
+            if len(votes) > 1:
+                places = [place for place in places if len(place[1]) <= i or place[1][i] == token]
+        return Proposal(tokens, kinds)
+
+    def finished(self, sequence: Sequence) -> None:
+        request = sequence.request
+        answer = tuple(sequence.tokens[request.num_prompt_tokens :])
+        if len(answer) > 2:
+            self._corpus.add(Answer(Scope.of(request), answer))

@@ -1,0 +1,188 @@
+"""Tokens per second of an engine that drafts, beside those of one that does not, on prompts whose answers repeat them.
+
+Every method answers the same prompts in turn, in rounds that each begin with another one, so that what else the
+machine does meets all of them; the best of each counts. As in a replica, what steps take and how often guesses are
+right has been learnt from what came before; but nothing is known of earlier answers: whoever asks for something like it
+again gets it sooner than this says. Prompts are computed before the clock starts. `--cpu-time`: what one thread itself
+takes, for a machine that is busy.
+
+    cluster bench speculation --json
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from cluster.words.request import Sampling, SequenceRequest
+from engine.config import EngineConfig
+from engine.engine import Engine, SchedulerConfig
+from engine.kv.block_manager import BlockManager
+from engine.pace import HostMark, Pace
+from engine.prompts import Prompt
+from engine.runner import ModelRunner
+from engine.sampler import sample
+from engine.sequence import Sequence
+from engine.speculation.corpus import Corpus
+from engine.speculation.speculation import Method, Speculation
+
+_BLOCK_SIZE = 16
+_MAX_RUNNING = 64  # as in a decode replica, if the operator says nothing
+_MAX_DRAFT = 16
+
+
+def prompt_texts() -> dict[str, str]:
+    """What is asked, by name."""
+    found = (path for path in files("engine.tools").joinpath("prompts").iterdir() if path.name.endswith(".txt"))
+    return {path.name.removesuffix(".txt"): path.read_text() for path in sorted(found, key=lambda path: path.name)}
+
+
+@dataclass
+class _Answers:
+    seconds: float
+    num_steps: int
+    tokens: list[list[int]]
+    num_drafted: int = 0
+    num_accepted: int = 0
+
+
+def bench_speculation(
+    model_dir: Path,
+    prompts: Mapping[str, Seq[Seq[int]]],
+    *,
+    batches: Seq[int],
+    methods: Seq[str],
+    temperature: float,
+    max_tokens: int,
+    stop_token_ids: Seq[int],
+    tries: int,
+    threads: int | None,
+    cpu_time: bool,
+) -> dict[str, Any]:
+    """Measure; returns plain JSON values. prompts: of each kind as many as the largest batch, as token ids."""
+    if threads is not None or cpu_time:
+        torch.set_num_threads(1 if cpu_time else threads or 1)
+    longest = max(len(prompt) for kind in prompts.values() for prompt in kind) + max_tokens
+    num_blocks = max(batches) * (-(-longest // _BLOCK_SIZE) + 1)
+    runner = ModelRunner(EngineConfig(model_dir=model_dir, block_size=_BLOCK_SIZE, num_blocks=num_blocks))
+    sampling = Sampling(max_tokens=max_tokens, temperature=temperature, seed=1, stop_token_ids=tuple(stop_token_ids))
+    clock = time.thread_time if cpu_time else time.perf_counter
+    replicas = {method: _Replica(method, runner, cpu_time=cpu_time) for method in methods}
+    rows = []
+    for kind, asked in prompts.items():
+        for batch in batches:
+            found: dict[str, list[_Answers]] = {method: [] for method in methods}
+            for number in range(tries):
+                first = number % len(methods)
+                for method in (*methods[first:], *methods[:first]):
+                    found[method].append(_answer(runner, asked[:batch], sampling, replicas[method], clock))
+            rows += _rows(kind, batch, found)
+    kind_of_time = "cpu" if cpu_time else "wall"
+    how = {"model": model_dir.name, "threads": torch.get_num_threads(), "clock": kind_of_time}
+    return how | {"temperature": temperature, "rows": rows}
+
+
+class _Replica:
+    """What a method has learnt."""
+
+    def __init__(self, method: str, runner: ModelRunner, *, cpu_time: bool) -> None:
+        self.pace = Pace(_CpuMark if cpu_time else HostMark)
+        self.corpus = Corpus()
+        self.speculation = (
+            None
+            if method == "off"
+            else Speculation.of(
+                cast(Method, method),
+                max_tokens=_MAX_DRAFT,
+                vocab_size=runner.config.vocab_size,
+                corpus=self.corpus,
+            )
+        )
+
+    def count(self) -> tuple[int, int]:
+        """Tokens drafted, and accepted, so far."""
+        counts = self.speculation.counts.values() if self.speculation else ()
+        return sum(count.drafted.total() for count in counts), sum(count.accepted.total() for count in counts)
+
+
+class _CpuMark:
+    """Implements StepMark by the time that this thread has had."""
+
+    is_past = True
+
+    def __init__(self) -> None:
+        self._at = time.thread_time()
+
+    def seconds_since(self, earlier: _CpuMark) -> float:
+        return self._at - earlier._at
+
+
+def _rows(kind: str, batch: int, found: Mapping[str, Seq[_Answers]]) -> list[dict[str, Any]]:
+    plain = found["off"]
+    return [
+        {
+            "kind": kind,
+            "batch": batch,
+            "method": method,
+            "tokens": sum(map(len, plain[0].tokens)),
+            "is_same": all(one.tokens == plain[0].tokens for one in answers),
+            "tokens_per_s": round(sum(map(len, answers[0].tokens)) / _best(answers), 1),
+            "beside_off": round(_best(plain) / _best(answers), 3),
+            "steps": answers[-1].num_steps,
+            "drafted": answers[-1].num_drafted,
+            "accepted": answers[-1].num_accepted,
+        }
+        for method, answers in found.items()
+    ]
+
+
+def _best(answers: Seq[_Answers]) -> float:
+    return min(one.seconds for one in answers)
+
+
+def _answer(
+    runner: ModelRunner,
+    prompts: Seq[Seq[int]],
+    sampling: Sampling,
+    replica: _Replica,
+    clock: Callable[[], float],
+) -> _Answers:
+    replica.corpus.forget()
+    pace, speculation = replica.pace, replica.speculation
+    before = replica.count()
+    blocks = BlockManager(runner.pool.num_blocks)
+    limits = SchedulerConfig(max_batch_tokens=512, max_running=_MAX_RUNNING, max_waiting=len(prompts))
+    engine = Engine(runner, sample, blocks, limits, block_size=_BLOCK_SIZE, pace=pace, speculation=speculation)
+    sequences: list[Sequence] = []
+    running: list[Sequence] = []
+    for number, tokens in enumerate(prompts):  # each alone
+        sequence = _sequence(runner, number, tokens, sampling)
+        engine.add(Prompt(sequence))
+        while sequence not in engine.decoding.running and engine.step().did_work:
+            pass
+        sequences.append(sequence)
+        running += [sequence] if sequence in engine.decoding.running else []  # else it has ended already
+        engine.pause(sequence)
+    for sequence in running:
+        engine.resume(sequence)
+    num_steps, begin = 0, clock()
+    while engine.step().did_work:
+        num_steps += 1
+    answers = _Answers(clock() - begin, num_steps, [one.tokens[one.request.num_prompt_tokens :] for one in sequences])
+    answers.num_drafted, answers.num_accepted = (now - then for now, then in zip(replica.count(), before, strict=True))
+    return answers
+
+
+def _sequence(runner: ModelRunner, number: int, tokens: Seq[int], sampling: Sampling) -> Sequence:
+    request = SequenceRequest(
+        id=str(number), token_ids=tuple(tokens), num_prompt_tokens=len(tokens), sampling=sampling, salt=str(number)
+    )
+    layout, limit = runner.layout, len(tokens) + sampling.max_tokens + 1
+    return Sequence(request, 0, model=layout.model, block_size=layout.block_size, max_context=limit)

@@ -1,0 +1,144 @@
+"""Answers of a deployment that drafts are, wherever they run, those of one process that does not."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.words.probe import Milestone
+from cluster.words.request import Role, Sampling
+from cluster.words.token_rules import TokenRules
+from engine.config import EngineConfig
+from engine.pace import Pace
+from engine.runner import ModelRunner
+from router.metrics import Metrics
+from tests.ceiling import Ceiling
+from tests.e2e.conftest import Checkpoint, exact_tree
+from tests.engine.asked import Asked, answers
+from tests.engine.steps import prompts
+from tests.local_cluster import LocalCluster, beside, local_cluster
+from tests.rank_in_process import Fault
+from tests.waiting import WITHIN_S
+
+_SAMPLED = Sampling(max_tokens=40, temperature=1.0, seed=3)
+_PROMPTS = prompts(20, 33, 47, 18, 25)
+_FEW = TokenRules(allowed_token_ids=(5, 6, 7))  # whatever is said of these was said before
+_SAMPLINGS = (
+    _SAMPLED,
+    replace(_SAMPLED, temperature=0.0),
+    replace(_SAMPLED, temperature=0.7, presence_penalty=1.0, num_logprobs=1),
+    replace(_SAMPLED, max_tokens=13, seed=9),
+    replace(_SAMPLED, token_rules=_FEW),
+)
+
+
+@pytest.fixture(scope="module")
+def model_dir(checkpoint: Checkpoint) -> Path:
+    return checkpoint("llama")
+
+
+@pytest.fixture(scope="module")
+def expected(model_dir: Path) -> list[list[int]]:
+    runner = ModelRunner(EngineConfig(model_dir=model_dir, dtype="float32", kv_memory_gib=0.1))
+    asked = [Asked(prompt, sampling, num_choices=2) for prompt, sampling in zip(_PROMPTS, _SAMPLINGS, strict=True)]
+    return answers(runner, asked).ids
+
+
+@pytest.fixture
+def drafts_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this machine's steps take."""
+    monkeypatch.setattr(Pace, "timing", None)
+
+
+def _tree(method: str, prefill: int = 1, decode: int = 1) -> dict[str, Any]:
+    return exact_tree(prefill, decode) | {"speculation": {"method": method, "max_tokens": 5}}
+
+
+async def _ask(cluster: LocalCluster) -> list[list[int]]:
+    asked = [
+        cluster.generate(prompt, sampling, id=str(i), n=2)
+        for i, (prompt, sampling) in enumerate(zip(_PROMPTS, _SAMPLINGS, strict=True))
+    ]
+    async with asyncio.timeout(WITHIN_S):
+        found = await asyncio.gather(*asked)
+    return [[token.token_id for token in tokens] for answer in found for tokens in answer.tokens.values()]
+
+
+def _num_accepted(cluster: LocalCluster) -> int:
+    seen = [cluster.seen(replica) for replica in cluster.pools[Role.DECODE] if replica.is_alive]
+    return sum(sum(one.accepted) for replica in seen for one in replica.status.totals.drafted)
+
+
+@pytest.mark.usefixtures("drafts_always")
+@pytest.mark.parametrize("method", ["ngram", "suffix", "auto"])
+async def test_on_one_pair(model_dir: Path, redis_url: str, expected: list[list[int]], method: str) -> None:
+    async with local_cluster(model_dir, redis_url, **_tree(method)) as cluster:
+        for _ in range(2):  # the second time, the first one's answers are known
+            assert await _ask(cluster) == expected
+        await cluster.idle()
+        await cluster.until(lambda: _num_accepted(cluster) > (10 if method == "ngram" else 100))
+        metrics = Metrics()
+        metrics.watch(lambda: [(Role.DECODE, cluster.seen(cluster.pools[Role.DECODE][0]).status)])
+        text = metrics.render().decode()
+        method = "suffix" if method == "auto" else method
+        assert f'speculation_drafted_tokens_total{{method="{method}",place="0",replica=' in text
+
+
+async def test_on_two_ranks_one_of_which_is_only_told(
+    model_dir: Path, redis_url: str, expected: list[list[int]]
+) -> None:
+    tree = _tree("suffix")
+    tree["decode"] |= {"tensor_parallel": 2}
+    async with local_cluster(model_dir, redis_url, processes=True, **tree) as cluster:
+        for _ in range(3):
+            assert await _ask(cluster) == expected
+        await cluster.idle()
+
+
+async def test_where_a_replica_is_killed(model_dir: Path, redis_url: str, expected: list[list[int]]) -> None:
+    async with local_cluster(model_dir, redis_url, processes=True, **_tree("suffix", 2, 0)) as cluster:
+        doomed = await cluster.add(Role.DECODE, Fault(Milestone.COMPUTING, nth=30))
+        await cluster.add(Role.DECODE)
+        for _ in range(3):
+            assert await _ask(cluster) == expected
+        assert doomed.has_been_hit, "the fault never happened"
+        await cluster.idle()
+
+
+@pytest.mark.usefixtures("drafts_always")
+async def test_where_blocks_run_out(model_dir: Path, redis_url: str, expected: list[list[int]]) -> None:
+    """A pool of 20 blocks, where the router expects answers of one token."""
+    bytes_per_block = 3 * 2 * 2 * 16 * 4 * 16  # layers, k and v, kv heads, head_dim, float32, block
+    tree = _tree("suffix")
+    tree["decode"] |= {"kv_memory_gib": 20.5 * bytes_per_block / 2**30}
+    async with local_cluster(model_dir, redis_url, **tree) as cluster:
+        for _ in range(2):
+            cluster.core.dispatch.finished([1] * 200)
+            assert await _ask(cluster) == expected
+        await cluster.idle()
+        await cluster.until(lambda: cluster.seen(cluster.pools[Role.DECODE][0]).status.totals.preemptions)
+
+
+@pytest.mark.usefixtures("drafts_always")
+@pytest.mark.parametrize("num_tokens", [3, 9, 21])
+async def test_a_choice_that_moves_among_them(
+    model_dir: Path, redis_url: str, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, num_tokens: int
+) -> None:
+    async with local_cluster(model_dir, redis_url, **_tree("suffix")) as cluster:
+        assert await _ask(cluster) == expected
+        ceiling = Ceiling(num_tokens)
+        ceiling.arm(monkeypatch.setattr)
+        moving = asyncio.create_task(cluster.generate(_PROMPTS[0], _SAMPLED))
+        source = cluster.pools[Role.DECODE][0]
+        await cluster.until(lambda: cluster.seen(source).status.running)
+        target = await cluster.add(Role.DECODE)
+        async with beside(cluster.drain(source)):
+            await cluster.until(lambda: cluster.seen(target).status.context_tokens)  # it decodes there
+            ceiling.lift()
+            moved = await moving
+        assert moved.route.decode_replica == target.id and moved.route.attempts == 1
+        assert moved.ids == expected[0]
