@@ -120,10 +120,9 @@ class SamplingRow:
         """It must know the next token to say what is asked of the one behind that."""
         return self._reads_tokens or self._is_masked_behind(1)
 
-    @property
-    def goes_one_by_one(self) -> bool:
-        """What is asked of it must be told of one token before it is asked of the next."""
-        return self.reads_tokens or self.ruled is not None
+    def goes_one_by_one(self, num_drafted: int) -> bool:
+        """What is asked of it, as far as behind so many tokens, must be told of one before it is asked of the next."""
+        return self._reads_tokens or self.ruled is not None or self._is_masked_behind(num_drafted)
 
     def behind(self, num_drafted: int) -> SamplingRow:
         """How to choose so many tokens later, whatever they are: of one that does not go one by one."""

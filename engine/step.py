@@ -75,7 +75,7 @@ class ScheduledStep:
             positions.append(first_logits)
             if draft:
                 draft.first_logits, num_drafted = first_logits, len(draft.tokens)
-                if not row.goes_one_by_one:
+                if not row.goes_one_by_one(num_drafted):
                     rows += [row.behind(i) for i in range(1, num_drafted + 1)]
                     positions += range(first_logits + 1, first_logits + num_drafted + 1)
                 first_logits += num_drafted

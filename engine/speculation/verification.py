@@ -61,7 +61,7 @@ def choices_of(
     chosen: what the sampler has chosen for the rows of this step, from here on; the row's own are taken from it.
     """
     first = next(chosen)
-    if sequence.sampling_row.goes_one_by_one:
+    if sequence.sampling_row.goes_one_by_one(len(draft.tokens)):
         return chain((first,), _one_by_one(draft, sequence, sampler, logits))
     behind: Iterable[Chosen | None] = [next(chosen) for _ in draft.tokens]
     return chain((first,), behind)

@@ -25,7 +25,7 @@ from engine.sequence import Sequence
 from engine.speculation.proposer import Proposer
 from engine.speculation.speculation import Speculation
 from tests.character_tokenizer import END, save_tokenizer
-from tests.engine.asked import AMPLE, Asked, Said, answers, num_accepted, sequence_of
+from tests.engine.asked import AMPLE, Asked, Said, answers, num_accepted, sequence_of, thinking
 from tests.engine.speculation.proposers import OURS, FakeProposer
 from tests.engine.steps import VOCAB_SIZE, prompts
 from tests.engine.tiny_models import MakeModel, MakeRunner
@@ -71,14 +71,16 @@ def runner(tiny_model: MakeModel, make_runner: MakeRunner) -> ModelRunner:
 
 @pytest.fixture
 def asked(grammar: CompiledGrammar) -> list[Asked]:
-    """One of each kind, beside one that keeps to a grammar; every second with two choices."""
-    every = prompts(*(9 + 5 * i for i in range(len(_SAMPLINGS) + 1)))
+    """One of each kind, beside one that keeps to a grammar, and one that thinks for some tokens and no longer; every
+    second with two choices."""
+    every = prompts(*(9 + 5 * i for i in range(len(_SAMPLINGS) + 2)))
     found = [
         Asked(prompt, replace(sampling, max_tokens=14 + i), num_choices=1 + i % 2)
         for i, (prompt, sampling) in enumerate(zip(every, _SAMPLINGS.values(), strict=False))
     ]
     bound = Sampling(max_tokens=30, temperature=1.0, seed=8, stop_token_ids=(END,))
-    return [*found, Asked(every[-1], bound, grammar, num_choices=2)]
+    thinks = Asked(every[-2], Sampling(max_tokens=30, temperature=1.0, seed=9), thinking=thinking(10))
+    return [*found, thinks, Asked(every[-1], bound, grammar, num_choices=2)]
 
 
 def _speculation(**methods: Proposer) -> Speculation:
