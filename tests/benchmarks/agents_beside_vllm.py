@@ -67,7 +67,7 @@ def _program(python: Path, name: str, url: str) -> str:
 
 
 def _speed(door: AgentsDoor) -> Any:
-    return asyncio.run(speed(door.url))
+    return asyncio.run(speed(door))
 
 
 _PARTS: dict[str, Any] = {

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from tests.benchmarks.agents_doors import MODEL
+from tests.benchmarks.agents_doors import MODEL, AgentsDoor
 from tests.benchmarks.forced_tokens import SCHEMAS
 
 _BATCH, _FREE_TOKENS, _MAX_TOKENS, _TRIES = 32, 77, 200, 1
@@ -21,29 +21,31 @@ _PATIENCE_S = 170.0
 _numbers = itertools.count()
 
 
-async def speed(url: str) -> dict[str, Any]:
+async def speed(door: AgentsDoor) -> dict[str, Any]:
     """After a warm-up; the machine's load before and after."""
-    async with httpx.AsyncClient(base_url=url, timeout=_PATIENCE_S) as client:
+    async with httpx.AsyncClient(base_url=door.url, timeout=_PATIENCE_S) as client:
         await asyncio.gather(*(_ask(client, _FREE_TOKENS // 4, None) for _ in range(_BATCH)))
         await asyncio.gather(*(_ask(client, _MAX_TOKENS, schema) for schema in SCHEMAS.values()))
         load = [round(os.getloadavg()[0], 1)]
-        free = [await _batch(client, [None] * _BATCH) for _ in range(_TRIES)]
-        bound = [await _batch(client, list(islice(cycle(SCHEMAS.values()), _BATCH))) for _ in range(_TRIES)]
+        free = [await _batch(client, door, [None] * _BATCH) for _ in range(_TRIES)]
+        bound = [await _batch(client, door, list(islice(cycle(SCHEMAS.values()), _BATCH))) for _ in range(_TRIES)]
         ttft = await _first_tokens(client)
         load.append(round(os.getloadavg()[0], 1))
     best = {"free": min(free, key=lambda row: row["s"]), "schemas": min(bound, key=lambda row: row["s"])}
     return {**best, "all": [*free, *bound], "ttft_ms": ttft, "load": load}
 
 
-async def _batch(client: httpx.AsyncClient, asked: list[Any]) -> dict[str, Any]:
-    """tokens_per_s: of the whole, prompts of about 40 tokens included; decode: from the last first token on."""
-    begin = time.monotonic()
+async def _batch(client: httpx.AsyncClient, door: AgentsDoor, asked: list[Any]) -> dict[str, Any]:
+    """tokens_per_s: of the whole, prompts of about 40 tokens included. cpu_s: of all the door's processes, which can be
+    compared on a machine that is busy with other things."""
+    before, begin = door.cpu_s(), time.monotonic()
     rows = await asyncio.gather(*(_ask(client, _MAX_TOKENS if schema else _FREE_TOKENS, schema) for schema in asked))
     seconds, tokens = max(row["end"] for row in rows) - begin, sum(row["tokens"] for row in rows)
     return {
         "s": round(seconds, 2),
         "tokens": tokens,
         "tokens_per_s": round(tokens / seconds, 1),
+        "cpu_s": round(door.cpu_s() - before, 2),
         "answers_per_s": round(len(rows) / seconds, 2),
         "ended": sum(row["reason"] == "stop" for row in rows),
         "characters": sum(row["characters"] for row in rows),
