@@ -409,7 +409,7 @@ class EngineMachine(RuleBasedStateMachine):
         pass
 
     def orders(self, step: ScheduledStep) -> Orders:
-        assert step.num_tokens <= _MAX_BATCH_TOKENS
+        assert step.num_tokens <= max(_MAX_BATCH_TOKENS, len(step.decoding)), "each that decodes has a row"
         return Orders()
 
     @rule(
