@@ -125,7 +125,8 @@ class Engine(Generic[Logits]):
                 step.sampled = self._sampler(logits, rows, positions)
             step.logits = logits if step.drafts else None
             if self._pace:
-                self._pace.end(step.batch, has_prompts=bool(step.prompts), has_drafts=bool(step.drafts))
+                has_drafts = bool(step.drafts) if self._drafting.is_on else None
+                self._pace.end(step.batch, has_prompts=bool(step.prompts), has_drafts=has_drafts)
         else:
             if self._pace and not behind:
                 self._pace.rest()
@@ -227,16 +228,21 @@ class Engine(Generic[Logits]):
         return ScheduledStep(
             decoding=going_on,
             prompts=prompts,
-            drafts=self._drafting.drafts(
-                [sequence for sequence, _ in going_on],
-                num_tokens=sum(num_tokens for _, num_tokens in (*going_on, *prompts)),
-                num_logits=len(going_on) + sum(len(prompt.choices) for prompt in whole),
-            ),
+            drafts=self._drafts(going_on, prompts, whole) if self._drafting.is_on else {},
             whole=whole,
             last_rows=self._last_rows,
             scored=[row for row in rows if row],
             fetched=fetched,
             known=known,
+        )
+
+    def _drafts(
+        self, decoding: list[tuple[Sequence, int]], prompts: list[tuple[Prompt, int]], whole: list[Prompt]
+    ) -> dict[Sequence, Draft]:
+        return self._drafting.drafts(
+            [sequence for sequence, _ in decoding],
+            num_tokens=sum(num_tokens for _, num_tokens in (*decoding, *prompts)),
+            num_logits=len(decoding) + sum(len(prompt.choices) for prompt in whole),
         )
 
     # Sequences.

@@ -41,7 +41,7 @@ class HostMark:
 class _Step(NamedTuple):
     batch: Batch
     has_prompts: bool
-    has_drafts: bool
+    has_drafts: bool | None
     begin: StepMark
     end: StepMark
 
@@ -64,9 +64,9 @@ class Pace:
         """A step is about to be launched."""
         self._last = self._last or self._mark()
 
-    def end(self, batch: Batch, *, has_prompts: bool, has_drafts: bool = False) -> None:
+    def end(self, batch: Batch, *, has_prompts: bool, has_drafts: bool | None = None) -> None:
         """A step with this batch has been launched. Without prompts, or with rows of one token each, it only
-        decodes."""
+        decodes. has_drafts: None where none ever has, and nobody wants to know what they take."""
         assert self._last is not None
         begin, self._last = self._last, self._mark()
         self._launched.append(_Step(batch, has_prompts, has_drafts, begin, self._last))
@@ -80,21 +80,21 @@ class Pace:
     def _count(self, step: _Step) -> None:
         batch, seconds = step.batch, step.end.seconds_since(step.begin)
         only_decodes = not step.has_prompts or batch.num_tokens == len(batch.query_lens)
-        if only_decodes:
-            self._compare(step, seconds)
+        if only_decodes and step.has_drafts is not None:
+            self._compare(seconds, batch, has_drafts=step.has_drafts)
         self._timing.saw(batch, seconds, only_decodes=only_decodes)
         if only_decodes:
             self._steps.add(1, seconds)
         else:
             self._tokens.add(batch.num_tokens, seconds)
 
-    def _compare(self, step: _Step, seconds: float) -> None:
+    def _compare(self, seconds: float, batch: Batch, *, has_drafts: bool) -> None:
         if timing := self._timing.timing:
-            num_context = int(step.batch.context_lens.sum())
-            expected_s = timing.step_s(num_tokens=step.batch.num_tokens, num_pairs=0, num_context=num_context)
+            num_context = int(batch.context_lens.sum())
+            expected_s = timing.step_s(num_tokens=batch.num_tokens, num_pairs=0, num_context=num_context)
             if expected_s:
                 ratio = min(2.0, max(0.5, seconds / expected_s))
-                self._beside[step.has_drafts] += _NEW * (ratio - self._beside[step.has_drafts])
+                self._beside[has_drafts] += _NEW * (ratio - self._beside[has_drafts])
 
     @property
     def draft_factor(self) -> float:

@@ -36,6 +36,11 @@ class Drafting:
         self._max_batch_tokens = max_batch_tokens
         self._max_running = max_running
 
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is ever drafted."""
+        return self._speculation is not None
+
     def drafts(self, rows: Seq[Sequence], *, num_tokens: int, num_logits: int) -> dict[Sequence, Draft]:
         """For rows of a step that decode, beside which it computes so many tokens and wants so many logits. With what
         they leave of a step's tokens, and no more logits than those of the largest batch, for which there is memory.

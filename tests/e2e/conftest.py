@@ -34,6 +34,12 @@ def exact_tree(prefill: int, decode: int, **router: Any) -> dict[str, Any]:
     }
 
 
+def gib_of_blocks(number: int) -> float:
+    """A pool that has room for so many blocks of the tiny Llama in float32, and not for one more."""
+    bytes_per_block = 3 * 2 * 2 * 16 * 4 * 16  # layers, k and v, kv heads, head_dim, float32, block
+    return (number + 0.5) * bytes_per_block / 2**30
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     """checkpoint("llama", num_key_value_heads=1) -> a model directory with random weights and a tokenizer."""

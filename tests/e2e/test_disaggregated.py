@@ -11,7 +11,7 @@ import pytest
 
 from cluster.words.request import SampledToken, Sampling, choice_seed
 from cluster.words.token_rules import TokenRules
-from tests.e2e.conftest import Checkpoint, Reference
+from tests.e2e.conftest import Checkpoint, Reference, gib_of_blocks
 from tests.engine.steps import prompts
 from tests.local_cluster import local_cluster
 
@@ -157,9 +157,7 @@ async def test_preemption_changes_no_token(checkpoint: Checkpoint, reference: Re
     rules = TokenRules(logit_bias=((5, 1.0),), bad_words=((5, 5), (7,)))
     sampling = replace(_GREEDY, max_tokens=60, token_rules=rules)
     expected = [_ids(tokens) for tokens in reference(model_dir, asked, sampling)]
-    bytes_per_block = 3 * 2 * 2 * 16 * 4 * 16  # layers, k and v, kv heads, head_dim, float32, block
-    gib = 20.5 * bytes_per_block / 2**30
-    async with local_cluster(model_dir, redis_url, **_tree(kv_memory_gib=gib)) as cluster:
+    async with local_cluster(model_dir, redis_url, **_tree(kv_memory_gib=gib_of_blocks(20))) as cluster:
         cluster.core.dispatch.finished([1] * 200)  # so short have answers been until now
         answers = await asyncio.gather(*(cluster.generate(p, sampling, id=str(i)) for i, p in enumerate(asked)))
         assert [answer.ids for answer in answers] == expected

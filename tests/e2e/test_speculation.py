@@ -17,7 +17,7 @@ from engine.pace import Pace
 from engine.runner import ModelRunner
 from router.metrics import Metrics
 from tests.ceiling import Ceiling
-from tests.e2e.conftest import Checkpoint, exact_tree
+from tests.e2e.conftest import Checkpoint, exact_tree, gib_of_blocks
 from tests.engine.asked import Asked, answers
 from tests.engine.steps import prompts
 from tests.local_cluster import LocalCluster, beside, local_cluster
@@ -112,9 +112,8 @@ async def test_where_a_replica_is_killed(model_dir: Path, redis_url: str, expect
 @pytest.mark.usefixtures("drafts_always")
 async def test_where_blocks_run_out(model_dir: Path, redis_url: str, expected: list[list[int]]) -> None:
     """A pool of 20 blocks, where the router expects answers of one token."""
-    bytes_per_block = 3 * 2 * 2 * 16 * 4 * 16  # layers, k and v, kv heads, head_dim, float32, block
     tree = _tree("suffix")
-    tree["decode"] |= {"kv_memory_gib": 20.5 * bytes_per_block / 2**30}
+    tree["decode"] |= {"kv_memory_gib": gib_of_blocks(20)}
     async with local_cluster(model_dir, redis_url, **tree) as cluster:
         for _ in range(2):
             cluster.core.dispatch.finished([1] * 200)

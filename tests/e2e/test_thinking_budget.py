@@ -16,7 +16,7 @@ from cluster.words.request import Role, Sampling, choice_seed
 from cluster.words.thinking_budget import ThinkingBudget
 from tests.ceiling import Ceiling
 from tests.character_tokenizer import CHARACTERS, END, save_tokenizer
-from tests.e2e.conftest import Checkpoint, Reference, exact_tree
+from tests.e2e.conftest import Checkpoint, Reference, exact_tree, gib_of_blocks
 from tests.engine.steps import prompts
 from tests.local_cluster import LocalCluster, beside, local_cluster
 from tests.rank_in_process import Fault
@@ -96,9 +96,8 @@ async def test_where_a_replica_is_killed(model_dir: Path, redis_url: str, expect
 
 async def test_where_blocks_run_out(model_dir: Path, redis_url: str, expected: list[list[int]]) -> None:
     """A pool of 20 blocks, where the router expects answers of one token."""
-    bytes_per_block = 3 * 2 * 2 * 16 * 4 * 16  # layers, k and v, kv heads, head_dim, float32, block
     tree = exact_tree(1, 1)
-    tree["decode"] |= {"kv_memory_gib": 20.5 * bytes_per_block / 2**30}
+    tree["decode"] |= {"kv_memory_gib": gib_of_blocks(20)}
     async with local_cluster(model_dir, redis_url, **tree) as cluster:
         cluster.core.dispatch.finished([1] * 200)
         assert await _ask(cluster) == expected

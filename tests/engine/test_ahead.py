@@ -5,11 +5,9 @@ What may happen between steps is played by the machine of test_engine.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +18,8 @@ from engine.runner import ModelRunner
 from tests.engine.asked import Asked, answers, thinking
 from tests.engine.steps import VOCAB_SIZE, prompts
 from tests.engine.tiny_models import MakeModel, MakeRunner
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 _STOPS = tuple(range(0, VOCAB_SIZE, 9))  # so many that answers end where nobody expects it
 
@@ -38,15 +38,6 @@ samplings = st.builds(
 )
 thoughts = st.sampled_from([None, None, thinking(0), thinking(3), thinking(11), thinking(3, is_open=False)])
 asks = st.tuples(st.integers(2, 40), samplings, st.integers(1, 3), thoughts)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """For models as small as these: on a busy machine two wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

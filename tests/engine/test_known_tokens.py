@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from numpy.testing import assert_allclose
 
 from cluster.grammar.compiler import CompiledGrammar, GrammarCompiler
@@ -25,6 +24,8 @@ from tests.engine.steps import prompts
 from tests.engine.tiny_models import MakeModel, MakeRunner
 from tests.generated_schemas import schemas
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 _TEXT = "ab, and so on[0-9]: the rest is known, and more than 32 tokens of it"
 _B = CHARACTERS.index("b")
 
@@ -34,15 +35,6 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """Until `undo`, no token is known before it is chosen."""
     monkeypatch.setattr(SamplingRow, "known_token", lambda row: None)
     yield monkeypatch
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """For models as small as these: on a busy machine two wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
@@ -30,6 +30,8 @@ from tests.engine.speculation.proposers import OURS, FakeProposer
 from tests.engine.steps import VOCAB_SIZE, prompts
 from tests.engine.tiny_models import MakeModel, MakeRunner
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 _SMALL = SchedulerConfig(max_batch_tokens=48, max_running=24, max_waiting=32)
 _RULES = TokenRules(logit_bias=((5, 4.0), (6, -9.0)), bad_words=((5, 5), (7,)))
 _SAMPLINGS = {
@@ -44,15 +46,6 @@ _SAMPLINGS = {
     "stops": Sampling(temperature=1.0, seed=7, min_tokens=6, stop_token_ids=tuple(range(0, VOCAB_SIZE, 4))),
     "logprobs, penalties": Sampling(temperature=0.0, num_logprobs=0, repetition_penalty=1.2),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """For models as small as these: on a busy machine two wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
