@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, settings
@@ -25,7 +29,16 @@ _TREE = {  # it leads back to itself, and may end
 
 
 def schemas(count: int) -> list[Schema]:
-    """So many."""
+    """So many. An interpreter of their own draws them: Hypothesis also draws constants of whatever modules are loaded,
+    so that another test beside this one, or a number that was changed anywhere, would bring others."""
+    command = [sys.executable, "-m", "tests.generated_schemas", str(count)]
+    root = Path(__file__).parent.parent
+    drawn = subprocess.run(command, cwd=root, check=True, stdout=subprocess.PIPE, timeout=300)
+    found: list[Schema] = json.loads(drawn.stdout)
+    return found
+
+
+def _draw(count: int) -> list[Schema]:
     found: list[Schema] = []
 
     @settings(max_examples=count, derandomize=True, database=None, phases=[Phase.generate], deadline=None,
@@ -106,3 +119,7 @@ def _objects(draw: st.DrawFn, inner: st.SearchStrategy[Schema]) -> Schema:
     if others == "named":
         more = {"patternProperties": {"^x_[0-9]{1,3}$": draw(inner)}, "additionalProperties": False}
     return {"type": "object", "properties": properties, "required": required, **more}
+
+
+if __name__ == "__main__":
+    json.dump(_draw(int(sys.argv[1])), sys.stdout)
