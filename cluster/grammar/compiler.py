@@ -26,6 +26,7 @@ from cluster.grammar.mask import GrammarMask, bits_of
 from cluster.grammar.thinking_mask import ThinkingMask
 from cluster.words.errors import RequestError
 from cluster.words.grammar import SCHEMA_RULE, Grammar, GrammarKind
+from cluster.words.json_schema import WRITTEN
 from cluster.words.thinking_budget import ThinkingBudget
 
 logger = logging.getLogger(__name__)
@@ -156,9 +157,8 @@ def _source(grammar: Grammar) -> str:
             return LLMatcher.grammar_from_lark(SCHEMA_RULE.sub(_exact_rule, _as_lark(grammar.text)))
         case GrammarKind.STRUCTURAL_TAG:
             raise ValueError("structural tags are Lark before they are compiled")
-    written = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     is_lenient = grammar.kind is GrammarKind.LENIENT_JSON_SCHEMA
-    return LLMatcher.grammar_from_json_schema(_exact_text(grammar.text, {**written, "lenient": is_lenient}))
+    return LLMatcher.grammar_from_json_schema(_exact_text(grammar.text, {**WRITTEN, "lenient": is_lenient}))
 
 
 def _exact_rule(rule: re.Match[str]) -> str:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
+# How instances are written, in llguidance's words: as json.dumps does. Whoever may add blanks may go on for ever.
+WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 DROPPED = object()
 _MAX_DIGITS = 9  # of a number in a reference
 LITERAL = frozenset(("const", "enum", "default", "examples"))  # keywords whose values are no schemas

@@ -10,9 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from cluster.words.json_schema import DROPPED, rewritten, target
+from cluster.words.json_schema import DROPPED, WRITTEN, rewritten, target
 
-_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _TYPES = frozenset(("null", "boolean", "number", "integer", "string", "array", "object"))
 _LOOKING_AROUND = re.compile(r"\(\?<?[=!]|\\[bB1-9]|\\k<")  # and words' bounds, and back; also where it is escaped
 _OF_DOCUMENT = frozenset(("$id", "$schema"))  # what a schema says as a document of its own
@@ -20,7 +19,7 @@ _OF_DOCUMENT = frozenset(("$id", "$schema"))  # what a schema says as a document
 
 def in_lark(schema: Mapping[str, Any], *, is_lenient: bool) -> str:
     """As a rule of llguidance's Lark has it, written as json.dumps writes."""
-    return f"%json {json.dumps({**schema, 'x-guidance': {**_WRITTEN, 'lenient': is_lenient}})}"
+    return f"%json {json.dumps({**schema, 'x-guidance': {**WRITTEN, 'lenient': is_lenient}})}"
 
 
 def lenient(schema: Any) -> Any:
