@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import resource
 import time
 from pathlib import Path
@@ -19,6 +20,7 @@ from cluster.process.log import redirect_output
 from cluster.words.errors import ReplicaFailed
 from cluster.words.launch import Launch
 from cluster.words.process_name import ProcessName
+from cluster.words.traffic import TrafficNews
 from router.service import RouterService
 
 _LEAVE_S = 15.0  # a router's way out, beside the requests
@@ -68,6 +70,7 @@ class Router:
             trail=trail,
             keys=await asyncio.to_thread(ask_controller, spec.name, "keys"),
         )
+        self._service.tell_traffic(functools.partial(_tell_controller, spec.name))
         spare_the_old()
 
     async def check_health(self) -> None:
@@ -77,3 +80,9 @@ class Router:
 
     async def __del__(self) -> None:
         await self._service.close()
+
+
+async def _tell_controller(deployment: str, news: TrafficNews) -> str:
+    """Returns which life of its own it is that knows of this. Raises ClusterError."""
+    life: str = await asyncio.to_thread(ask_controller, deployment, "note_traffic", news)
+    return life

@@ -21,12 +21,15 @@ from cluster.words.request import Role
 logger = logging.getLogger(__name__)
 
 _KEPT_FAILURES = 5
+_KEPT_TIMES = 10
 
 
 @dataclass
 class _Member:
     life: ReplicaLife
     started_at: float
+    is_adopted: bool
+    left_at: float | None = None  # asked to drain
     task: asyncio.Task[None] | None = None
 
     @property
@@ -49,6 +52,7 @@ class ReplicaPool:
         self._failures: deque[Failure] = deque(maxlen=_KEPT_FAILURES)
         self._failed_starts: Counter[str] = Counter()  # since all was well, by the node's name
         self._past_homes: dict[str, Home] = {}
+        self._drain_times_s: deque[float] = deque(maxlen=_KEPT_TIMES)
 
     def reconcile(self, desired: Desired, new_id: Callable[[], str]) -> None:
         """Start and retire what `desired` asks for. Starts at most what the backoff allows; never blocks."""
@@ -66,7 +70,7 @@ class ReplicaPool:
 
     def add(self, life: ReplicaLife) -> None:
         """Let this one live: new, or adopted."""
-        member = _Member(life, time.monotonic())
+        member = _Member(life, time.monotonic(), is_adopted=life.serving_since is not None)
         self._members[life.view.id] = member
         member.task = asyncio.create_task(self._live(member))
 
@@ -76,6 +80,7 @@ class ReplicaPool:
         if member.life.view.state is ReplicaState.DRAINING:
             return
         member.life.leave()
+        member.left_at = time.monotonic()
         if member.life.serving_since is None and member.task is not None:
             member.task.cancel()
 
@@ -108,6 +113,23 @@ class ReplicaPool:
     def num_draining(self) -> int:
         return sum(member.life.view.state is ReplicaState.DRAINING for member in self._members.values())
 
+    def is_changing(self, desired: int) -> bool:
+        """Whether replicas come or go. Not where they fail to start, which may go on for ever."""
+        views = [member.life.view for member in self._members.values()]
+        is_settled = len(views) == desired and all(view.state is ReplicaState.READY for view in views)
+        return not is_settled and not self._backoff.has_given_up
+
+    @property
+    def start_times_s(self) -> list[float]:
+        """Of those that live: from being wanted until they served."""
+        lives = [member for member in self._members.values() if not member.is_adopted]
+        return [since - member.started_at for member in lives if (since := member.life.serving_since) is not None]
+
+    @property
+    def drain_times_s(self) -> list[float]:
+        """The last ones, of replicas that had served."""
+        return list(self._drain_times_s)
+
     def report(self, desired: int) -> PoolReport:
         """The pool's part of `Controller.status`."""
         views = [member.life.view for member in self._members.values()]
@@ -131,6 +153,8 @@ class ReplicaPool:
             logger.exception("%s: unexpected", life.view.id)
             self._note_failure(member, f"{type(error).__name__}: {error}", will_repeat=False)
         finally:
+            if member.left_at is not None and life.serving_since is not None:
+                self._drain_times_s.append(time.monotonic() - member.left_at)
             if life.home:
                 self._past_homes[life.view.id] = life.home
             del self._members[life.view.id]
