@@ -32,7 +32,8 @@ class TrafficRecord:
         self._next_number = 0
         self._num_ids = 0
         self._untold: dict[int, None] = {}  # numbers that nobody was told of
-        self._ended: dict[int, None] = {}  # told of, but not that they are over
+        self._changed: dict[int, None] = {}  # told of, but not of their first token, or that they are over
+        self._unanswered: dict[int, Callable[[], float]] = {}  # until their first token
         self._num_lost = 0
 
     @property
@@ -40,8 +41,9 @@ class TrafficRecord:
         """That are remembered."""
         return len(self._requests)
 
-    def arrived(self, token_ids: Sequence[int], *, salt: str, num_choices: int) -> range:
-        """A request with this prompt, one for each of its choices; its numbers, for `over`."""
+    def arrived(self, token_ids: Sequence[int], *, salt: str, num_choices: int, ttft_s: Callable[[], float]) -> range:
+        """A request with this prompt, one for each of its choices; its numbers, for `over`. ttft_s: 0 until there is a
+        token."""
         ids = prefix_ids(self._key, salt, token_ids)
         numbers = range(self._next_number, self._next_number + num_choices)
         self._next_number += num_choices
@@ -49,6 +51,7 @@ class TrafficRecord:
         for number in numbers:
             self._requests[number] = SeenRequest(arrival_s=now, num_tokens=len(token_ids), ids=ids)
             self._untold[number] = None
+            self._unanswered[number] = ttft_s
             self._num_ids += len(ids)
         self._forget(now)
         return numbers
@@ -56,11 +59,11 @@ class TrafficRecord:
     def over(self, numbers: range, num_outputs: Iterable[int], *, ttft_s: float, itl_s: float) -> None:
         """As many tokens of each choice. ttft_s: 0 where none came."""
         for number, num_output in zip(numbers, num_outputs, strict=True):
+            self._unanswered.pop(number, None)
             if seen := self._requests.get(number):
                 seen.num_output = num_output
                 seen.ttft_s, seen.itl_s = ttft_s or None, itl_s or None
-                if number not in self._untold:
-                    self._ended[number] = None
+                self._note_change(number)
 
     def news(
         self, replicas: tuple[ReplicaNews, ...] = (), *, num_waiting: int = 0, all_of_it: bool = False
@@ -69,17 +72,29 @@ class TrafficRecord:
         knows them."""
         now = self._now()
         self._forget(now)
+        self._note_first_tokens()
         told = self._requests if all_of_it else self._untold
         news = TrafficNews(
             router=self._router,
             arrived={number: _ago(self._requests[number], now) for number in told},
-            ended={} if all_of_it else {number: _ago(self._requests[number], now) for number in self._ended},
+            changed={} if all_of_it else {number: _ago(self._requests[number], now) for number in self._changed},
             num_lost=self._num_lost,
             num_waiting=num_waiting,
             replicas=replicas,
         )
-        self._untold, self._ended, self._num_lost = {}, {}, 0
+        self._untold, self._changed, self._num_lost = {}, {}, 0
         return news
+
+    def _note_first_tokens(self) -> None:
+        for number, ttft_s in list(self._unanswered.items()):
+            if first := ttft_s():
+                self._requests[number].ttft_s = first
+                del self._unanswered[number]
+                self._note_change(number)
+
+    def _note_change(self, number: int) -> None:
+        if number not in self._untold:
+            self._changed[number] = None
 
     def _forget(self, now: float) -> None:
         """What is old, and what there is no room for."""
@@ -92,7 +107,8 @@ class TrafficRecord:
             del requests[number]
             self._num_ids -= len(first.ids or ())
             self._num_lost += self._untold.pop(number, 0) is None
-            self._ended.pop(number, None)
+            self._changed.pop(number, None)
+            self._unanswered.pop(number, None)
 
 
 def prefix_ids(key: bytes, salt: str, token_ids: Sequence[int]) -> Sequence[int]:

@@ -25,8 +25,8 @@ _ARROWS = parse_table("""
 cluster.bench: cluster(rpc wire words)
 cluster.chaos: cluster(control host process rpc wire words)
 cluster.cli: cluster(bench chaos control host identity model process rpc wire words)
-    engine(config quantization tools) kvtransfer(bench) router(bench simulator)
-cluster.control: cluster(identity index process rpc wire words)
+    engine(config quantization tools) kvtransfer(bench) router(autoscale bench simulator)
+cluster.control: cluster(identity index process rpc wire words) router(autoscale)
 cluster.grammar: cluster(words)
 cluster.host: cluster(control index model process rpc wire words) router(app text)
 cluster.identity: cluster(words)
@@ -101,6 +101,7 @@ prefill_worker.server: cluster(rpc wire words worker) engine(prompts) kvtransfer
 prefill_worker.worker: cluster(rpc words worker) engine(orders prompts step) kvtransfer(protocol)
 router.access: cluster(index process words) router(text)
 router.app: cluster(control process words) router(service)
+router.autoscale: cluster(bench words) router(simulator)
 router.batches: cluster(index process words) router(access)
 router.bench: cluster(bench index process rpc wire words) router(access doors metrics routing serving text)
 router.doors: cluster(rpc wire words) router(access batches metrics stored text)
@@ -109,11 +110,12 @@ router.metrics: cluster(rpc words)
 router.parsers:
 router.routing: cluster(index words)
 router.service: cluster(grammar index model process rpc words) router(access batches doors metrics routing serving
-    stored text)
+    stored text traffic)
 router.serving: cluster(index process rpc wire words) router(generation metrics routing)
 router.simulator: cluster(bench index words) engine(engine kv orders prompts sampling sequence step) router(routing)
 router.stored: cluster(index words)
-router.text: cluster(grammar words) router(generation metrics parsers)
+router.text: cluster(grammar words) router(generation metrics parsers traffic)
+router.traffic: cluster(words)
 """)
 
 

@@ -12,10 +12,10 @@ from cluster.words.errors import SpecError
 from cluster.words.spec import AutoscaleSpec, PoolBounds, Spec
 from router.autoscale.decide import Autoscaler
 from router.autoscale.live_fleets import devices_of
-from router.autoscale.outlook import Fleets
 from router.autoscale.pool_sizes import PoolSizes, ScaleLimits
 from router.autoscale.replay import ReplayPrice, ScaledReplay
 from router.autoscale.scaling_decision import ScalingDecision
+from router.autoscale.simulated_outlook import Fleets
 from router.simulator.fleet import FleetSetup
 from router.simulator.profile import Profile
 from router.simulator.run import simulate

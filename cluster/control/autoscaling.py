@@ -22,7 +22,7 @@ from cluster.control.traffic_book import TrafficBook
 from cluster.words.errors import ClusterError
 from cluster.words.request import Role
 from router.autoscale.decide import AutoscaleState
-from router.autoscale.decide_live import LiveSight, decide_live
+from router.autoscale.live_sight import LiveSight
 from router.autoscale.observation import ChangePrice
 from router.autoscale.pool_sizes import PoolSizes
 from router.autoscale.scaling_decision import ScalingDecision
@@ -50,6 +50,8 @@ class AutoscaleReport(TypedDict):
 
 async def _decide_beside(state: AutoscaleState, sight: LiveSight) -> tuple[AutoscaleState, ScalingDecision]:
     """In a process of Ray's on the head: the controller answers meanwhile."""
+    from router.autoscale.decide_live import decide_live  # with the simulator, of which this process has no use
+
     [head] = [node for node in live_nodes() if node.is_head]
     async with asyncio.timeout(_DECIDE_S):
         found: tuple[AutoscaleState, ScalingDecision] = await run_on(head.id, decide_live, state, sight)

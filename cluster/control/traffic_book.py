@@ -31,7 +31,7 @@ class TrafficBook:
         """Returns our life."""
         now = self._now()
         self.num_lost += news.num_lost
-        for number, seen in {**news.arrived, **news.ended}.items():
+        for number, seen in {**news.arrived, **news.changed}.items():
             key = (news.router, number)
             seen.arrival_s = now - seen.arrival_s
             before = self._requests.get(key)

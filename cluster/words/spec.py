@@ -374,7 +374,9 @@ class PoolBounds(_Section):
     """How many replicas of one role there may be."""
 
     min: Annotated[int, Field(ge=1, le=MAX_REPLICAS)] = 1
+    """Replicas that there are at least."""
     max: Annotated[int, Field(ge=1, le=MAX_REPLICAS)] = 8
+    """Replicas that there are at most."""
 
     @model_validator(mode="after")
     def _there_is_a_size(self) -> PoolBounds:

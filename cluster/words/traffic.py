@@ -13,7 +13,8 @@ TOKENS_PER_HASH = 64  # of a prompt, behind one hash of all before them
 
 @dataclass(kw_only=True, slots=True)
 class SeenRequest:
-    """One request: told when it arrives, and filled in when it is over. Times are seconds of whoever holds it."""
+    """One request: told when it arrives, filled in at its first token and when it is over. Times are seconds of whoever
+    holds it."""
 
     arrival_s: float
     num_tokens: int  # of the prompt
@@ -58,7 +59,7 @@ class TrafficNews:
 
     router: str
     arrived: dict[int, SeenRequest]  # by the router's own number; those that are over already included
-    ended: dict[int, SeenRequest]  # told of before, and over now
+    changed: dict[int, SeenRequest]  # told of before: their first token has come, or they are over
     num_lost: int  # that it had no room for until now
     num_waiting: int = 0  # requests, for a replica with room
     replicas: tuple[ReplicaNews, ...] = ()

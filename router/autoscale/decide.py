@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from cluster.words.spec import AutoscaleSpec
+from router.autoscale.demand import Demand
 from router.autoscale.observation import Observation, Saturation
 from router.autoscale.outlook import Outlook
 from router.autoscale.pool_sizes import PoolSizes, ScaleLimits, ScaleMoves
@@ -25,7 +26,8 @@ _CALM = 3  # decisions in a row
 _MOST_PATIENCE = 16  # times _CALM
 _REGRET = 20  # decisions: whoever comes back up within so many was too quick
 _LEAST_GAIN = 0.02  # of the requests
-_HORIZON = 10  # decisions: for so long at least a change is made
+_HOPELESS = 0.5  # of the requests: where fewer are good there is more to do than can be done
+_HORIZON = 10  # decisions: for so long a change is made, as far as anybody knows
 _WORSE, _BETTER, _MOST_CORRECTION = 1.1, 0.98, 1.5  # of the load that the simulator is asked with
 _LEAST_MEASURED = 20  # requests
 _HOT, _COLD = 0.9, 0.5  # of what a pool has, as measured
@@ -103,13 +105,13 @@ class Autoscaler:
         if not self.limits.allow(seen.sizes):
             after = self.limits.nearest(*seen.sizes)
             return state, _Choice(after=after, mode="limits", reason=f"{seen.sizes} is outside of the limits"), None
-        if seen.is_changing:
-            return state, _stay(seen, "waiting", "an earlier change is still under way"), None
         if (ahead := outlook()) is None:
             least = self.limits.least
             state, choice = self._shrink(state, seen, least, "idle", "hardly anything was asked for", ())
             return state, choice, None
-        if not state.trust.is_trusted:
+        if not state.trust.is_trusted:  # what is measured has not seen a change that is under way
+            if seen.is_changing:
+                return state, _stay(seen, "waiting", "an earlier change is still under way"), ahead
             now = ahead.predict(seen.sizes)
             state, choice = self._by_saturation(replace(state, expected=now), seen, seen.saturation)
             return state, choice, ahead
@@ -135,35 +137,57 @@ class Autoscaler:
         best, tried = find_enough(
             ahead, self.limits, demand, load=round(load * _MORE_LOAD, 3), attainment=self.spec.attainment
         )
-        return state, self._worth_it(seen, ahead, now, best, (now, *tried))
+        return state, self._worth_it(seen, ahead, demand.times(load), now, best, (now, *tried))
 
     def _worth_it(
-        self, seen: Observation, ahead: Outlook, now: Prediction, best: Prediction, tried: tuple[Prediction, ...]
+        self,
+        seen: Observation,
+        ahead: Outlook,
+        demand: Demand,
+        now: Prediction,
+        best: Prediction,
+        tried: tuple[Prediction, ...],
     ) -> _Choice:
-        """The best that was found, if it saves more than the change costs."""
-        if best.sizes == seen.sizes:
+        """The best that was found, if it saves more than the change costs: requests that keep the limits or, where
+        there is so much to do that hardly any would, work that is done."""
+        if self._without_less(seen.sizes, best.sizes) == seen.sizes:
             return _stay(seen, "simulator", f"only {_good(now)}, and nothing that is allowed would do better", tried)
         then = best
         if best.good_share < self.spec.attainment:  # under more load than today's sizes were judged by
             then = ahead.predict(best.sizes, load=now.load)
             tried = (*tried, then)
-        moves = ScaleMoves.between(seen.sizes, best.sizes, has_switch=seen.price.switch_s is not None)
+        after = self._without_less(seen.sizes, best.sizes)
+        moves = ScaleMoves.between(seen.sizes, after, has_switch=seen.price.switch_s is not None)
         delay_s = seen.price.delay_s(moves)
         gain = then.good_share - now.good_share
-        worth_s = gain * max(_HORIZON * self.spec.interval_s, delay_s)
-        price_s = seen.price.lost_s(moves) / sum(seen.sizes)
         said = f"{now.sizes} would keep the limits for {now.good_share:.1%}, {best.sizes} for {then.good_share:.1%}"
+        if abs(gain) < _LEAST_GAIN and now.good_share < _HOPELESS:
+            gain = demand.done(best.sizes) - demand.done(now.sizes)
+            said += f" (of the work {demand.done(now.sizes):.0%} and {demand.done(best.sizes):.0%})"
+        worth_s = gain * _HORIZON * self.spec.interval_s
+        price_s = seen.price.lost_s(moves) / sum(seen.sizes)
         costs = f"worth {worth_s:.0f} s of all requests, for {price_s:.1f} s, in {delay_s:.0f} s"
         if gain < _LEAST_GAIN or worth_s <= price_s:
             return replace(_stay(seen, "simulator", f"{said}: not {costs}", tried), worth_s=worth_s, price_s=price_s)
         return _Choice(
-            after=best.sizes,
+            after=after,
             mode="simulator",
             reason=f"{said}: {costs}",
             tried=tried,
             worth_s=worth_s,
             price_s=price_s,
         )
+
+    def _without_less(self, now: PoolSizes, wanted: PoolSizes) -> PoolSizes:
+        """What is wanted now, and of what there is beyond that as much as there may be: to give something up takes more
+        than one look."""
+        after = PoolSizes(max(now.prefill, wanted.prefill), max(now.decode, wanted.decode))
+        while not self.limits.allow(after) and after != wanted:
+            if after.prefill > wanted.prefill:
+                after = PoolSizes(after.prefill - 1, after.decode)
+            else:
+                after = PoolSizes(after.prefill, after.decode - 1)
+        return after
 
     def _shrink(
         self,

@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from cluster.words.errors import ClusterError
-from cluster.words.spec import Spec
-from cluster.words.traffic import ReplicaNews, SeenRequest
 from router.autoscale.decide import Autoscaler, AutoscaleState
 from router.autoscale.live_fleets import devices_of, fleets_of, saturation_of
-from router.autoscale.observation import ChangePrice, Observation
-from router.autoscale.outlook import SimulatedOutlook
+from router.autoscale.live_sight import LiveSight
+from router.autoscale.observation import Observation
 from router.autoscale.pool_sizes import PoolSizes, ScaleLimits
 from router.autoscale.replay import WINDOW_S
 from router.autoscale.scaling_decision import ScalingDecision
-
-
-@dataclass(frozen=True, kw_only=True)
-class LiveSight:
-    """What a controller knows when it asks for a decision."""
-
-    spec: Spec  # with `autoscale`
-    now_s: float  # of the clock by which requests arrived
-    time_s: float  # since 1970, for people
-    requests: Sequence[SeenRequest]
-    replicas: Sequence[ReplicaNews]
-    num_waiting: int
-    price: ChangePrice
-    is_changing: bool
+from router.autoscale.simulated_outlook import SimulatedOutlook
 
 
 def decide_live(state: AutoscaleState, sight: LiveSight) -> tuple[AutoscaleState, ScalingDecision]:

@@ -1,16 +1,10 @@
-"""How many replicas a load keeps busy, by arithmetic: no queue, no cache, no chance. Where the search begins, and what
-tells which of two sizes has more to spare; what is enough the simulator says."""
+"""How many replicas a load keeps busy."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
 
-from cluster.bench.trace import TraceRequest
 from router.autoscale.pool_sizes import PoolSizes
-from router.simulator.fleet import FleetSetup
-from router.simulator.profile import Profile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,35 +18,9 @@ class Demand:
         """The share of its time in which the busier pool computes."""
         return max(self.prefill / sizes.prefill, self.decode / sizes.decode)
 
+    def done(self, sizes: PoolSizes) -> float:
+        """The share of the work that such pools can do."""
+        return min(1.0, 1 / max(self.busy(sizes), 1e-9))
+
     def times(self, factor: float) -> Demand:
         return Demand(prefill=self.prefill * factor, decode=self.decode * factor)
-
-
-def demand_of(
-    trace: Sequence[TraceRequest], setup: FleetSetup, profile: Profile, *, slo_itl_s: float, reuse_share: float
-) -> Demand:
-    """Of a trace of at least two requests. reuse_share: of prompt tokens that need not be computed."""
-    seconds = max(trace[-1].arrival_s, 1e-9)
-    computed = sum(
-        profile.timing.prefill_s(
-            max(1, round(request.num_tokens * (1 - reuse_share))),
-            after=round(request.num_tokens * reuse_share),
-            chunk=setup.prefill_batch_tokens,
-        )
-        for request in trace
-    )
-    mean_context = fmean(request.num_tokens + request.num_output / 2 for request in trace)
-    tokens_per_s = sum(request.num_output for request in trace) / seconds
-    return Demand(
-        prefill=computed / seconds,
-        decode=tokens_per_s / _decode_tokens_per_s(setup, profile, mean_context, slo_itl_s=slo_itl_s),
-    )
-
-
-def _decode_tokens_per_s(setup: FleetSetup, profile: Profile, mean_context: float, *, slo_itl_s: float) -> float:
-    """Of one replica, with as many rows in a step as keep the limit, and as it has room for."""
-    timing = profile.decode_timing
-    row_s = max(timing.token_s + timing.context_s * mean_context, 1e-9)
-    rows = min((slo_itl_s - timing.base_s) / row_s, setup.max_running, setup.kv_tokens / mean_context)
-    rows = max(rows, 1.0)
-    return rows / (timing.base_s + rows * row_s)

@@ -77,13 +77,21 @@ def answer_lengths(requests: Sequence[SeenRequest]) -> list[int]:
 
 
 def forecast_load(
-    requests: Sequence[SeenRequest], answers: Sequence[int], *, begin_s: float, now_s: float, ahead_s: float
+    requests: Sequence[SeenRequest],
+    answers: Sequence[int],
+    *,
+    begin_s: float,
+    shape_s: float,
+    now_s: float,
+    ahead_s: float,
 ) -> LoadForecast:
-    """Of requests that arrived from begin_s to now_s, in this order; at least one. answers: tokens of each."""
+    """Of requests that arrived from begin_s to now_s, in this order; at least one. answers: tokens of each. What is
+    forecast is told beside what was seen from shape_s on."""
     part_s = (now_s - begin_s) / _NUM_PARTS
     arrivals = [request.arrival_s for request in requests]
     bounds = [bisect_left(arrivals, begin_s + part * part_s) for part in range(_NUM_PARTS)] + [len(requests)]
-    seen_prompt, seen_answer = fmean(r.num_tokens for r in requests), fmean(answers)
+    first = bisect_left(arrivals, shape_s)
+    seen_prompt, seen_answer = fmean(r.num_tokens for r in requests[first:]), fmean(answers[first:])
     rates: list[float] = []
     prompts, lengths = [], []
     for low, high in pairwise(bounds):
@@ -92,7 +100,7 @@ def forecast_load(
             prompts.append(fmean(r.num_tokens for r in requests[low:high]))
             lengths.append(fmean(answers[low:high]))
     steps = max(1, round(ahead_s / part_s))
-    seen_rate = len(requests) / (now_s - begin_s)
+    seen_rate = (len(requests) - first) / (now_s - shape_s)
     return LoadForecast(
         seen_rate=seen_rate,
         seen_prompt=seen_prompt,

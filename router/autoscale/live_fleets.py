@@ -11,8 +11,8 @@ from cluster.words.spec import AutoscaleSpec, Spec
 from cluster.words.timing import StepTiming
 from cluster.words.traffic import TOKENS_PER_HASH, ReplicaNews
 from router.autoscale.observation import Saturation
-from router.autoscale.outlook import Fleets
 from router.autoscale.pool_sizes import PoolSizes
+from router.autoscale.simulated_outlook import Fleets
 from router.simulator.fleet import FleetSetup
 from router.simulator.profile import KV, LinkProfile, Profile, Steps
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from statistics import fmean, median
 
 from cluster.words.traffic import SeenRequest
 from router.autoscale.pool_sizes import PoolSizes, ScaleMoves
@@ -53,14 +52,17 @@ class Observation:
     is_changing: bool = False  # an earlier change is still under way
 
     def measured(self, *, since_s: float, slo_ttft_s: float, slo_itl_s: float) -> dict[str, float]:
-        """Of the requests that arrived since then and are over: num, good_share, ttft_p50_s, itl_s."""
-        over = [r for r in self.requests if r.arrival_s >= since_s and r.is_over]
-        ttft = [r.ttft_s for r in over if r.ttft_s is not None]
+        """Of the requests that arrived since then and are over, or late already: num, good_share, ttft_p50_s, itl_s."""
+        new = [r for r in self.requests if r.arrival_s >= since_s]
+        late = [r for r in new if r.ttft_s is None and not r.is_over and self.now_s - r.arrival_s > slo_ttft_s]
+        over = [r for r in new if r.is_over]
+        ttft = [r.ttft_s for r in over if r.ttft_s is not None] + [self.now_s - r.arrival_s for r in late]
         itl = [r.itl_s for r in over if r.itl_s]
         good = sum(r.is_good(slo_ttft_s=slo_ttft_s, slo_itl_s=slo_itl_s) for r in over)
+        num = len(over) + len(late)
         return {
-            "num": len(over),
-            "good_share": good / len(over) if over else 1.0,
-            "ttft_p50_s": float(np.median(ttft)) if ttft else 0.0,
-            "itl_s": float(np.mean(itl)) if itl else 0.0,
+            "num": num,
+            "good_share": good / num if num else 1.0,
+            "ttft_p50_s": median(ttft) if ttft else 0.0,
+            "itl_s": fmean(itl) if itl else 0.0,
         }

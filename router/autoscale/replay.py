@@ -15,11 +15,12 @@ from cluster.words.request import Role
 from cluster.words.traffic import SeenRequest
 from router.autoscale.decide import Autoscaler, AutoscaleState
 from router.autoscale.observation import ChangePrice, Observation, Saturation
-from router.autoscale.outlook import Fleets, SimulatedOutlook
 from router.autoscale.pool_sizes import PoolSizes, ScaleMoves
 from router.autoscale.scaling_decision import ScalingDecision
+from router.autoscale.simulated_outlook import Fleets, SimulatedOutlook
 from router.simulator.clock import Clock
 from router.simulator.fleet import Fleet
+from router.simulator.flight import Flight
 from router.simulator.prefix_hashes import PrefixHashes
 from router.simulator.report import Report
 from router.simulator.run import feed
@@ -65,7 +66,7 @@ class ScaledReplay:
         hashes = PrefixHashes(setup.block_size, trace[0].tokens_per_id)
         self._fleet = Fleet(setup, fleets.profile, hashes, self._clock, self._report)
         self._seen: list[SeenRequest] = []
-        self._num_ended = 0  # flights that _seen knows of
+        self._flights: dict[int, Flight] = {}  # that are not over, as far as _seen knows
         self._num_changing = 0
         self._drains = [_FIRST_DRAIN_S]
         self._replica_s = 0.0
@@ -95,7 +96,7 @@ class ScaledReplay:
                 tokens_per_id=request.tokens_per_id,
             )
         )
-        self._fleet.arrive(request)
+        self._flights[request.number] = self._fleet.arrive(request)
 
     def _decide(self) -> None:
         now, spec = self._clock.now, self._autoscaler.spec
@@ -173,12 +174,14 @@ class ScaledReplay:
         )
 
     def _see_ended(self) -> None:
-        """What has ended since the last look."""
-        for flight in self._report.flights[self._num_ended :]:
-            seen = self._seen[flight.request.number]
-            seen.num_output, seen.ttft_s = flight.request.num_output, flight.ttft_s
-            seen.itl_s = flight.mean_itl_s or None
-        self._num_ended = len(self._report.flights)
+        """What has become of those that were under way at the last look."""
+        for number, flight in list(self._flights.items()):
+            seen = self._seen[number]
+            if flight.first_token_at:
+                seen.ttft_s = flight.ttft_s
+            if flight.ended_at:
+                seen.num_output, seen.itl_s = flight.request.num_output, flight.mean_itl_s or None
+                del self._flights[number]
 
     def _saturation(self, last: Sequence[SeenRequest]) -> Saturation:
         prefill = self._fleet.loads(Role.PREFILL)

@@ -46,7 +46,7 @@ def fewer(sizes: PoolSizes, limits: ScaleLimits, demand: Demand, *, load: float)
     )
     ones = [PoolSizes(sizes.prefill - 1, sizes.decode), PoolSizes(sizes.prefill, sizes.decode - 1)]
     seen = {sizes}
-    for one in [half, *sorted(ones, key=demand.busy)]:
+    for one in [half, *sorted(filter(limits.allow, ones), key=demand.busy)]:
         if one not in seen and limits.allow(one) and demand.times(load).busy(one) < 1:
             seen.add(one)
             yield one

@@ -112,14 +112,13 @@ class DecodeReplica:
         self._start(self._engine.landed(prompt, len(tokens), tokens[-1:]))
         self.store.publish()
         self._wake()
-        self._tell_what_runs()
 
     # Answers that move, as in docs/ARCHITECTURE.md §5, "Drain".
 
     def leave(self, to_move: Callable[[Flight], None]) -> None:
-        """From now on `to_move` is told, once, of each answer that runs here."""
+        """From now on `to_move` is told, once and at the end of a step, of each answer that runs here."""
         self._to_move = to_move
-        self._tell_what_runs()
+        self._wake()
 
     def num_generated(self, flight: Flight) -> int:
         return self._prompts[flight].sequence.num_generated
@@ -244,6 +243,8 @@ class DecodeReplica:
     def _num_plain_steps(self) -> int:
         """How many steps nothing but time can change: until a sequence ends, or blocks run out."""
         decoding = self._engine.decoding.running
+        if self._to_move is not None:  # how many tokens each has is to be known at any time
+            return 1
         if self._engine.num_waiting or self._cores:  # how long a step takes on shared cores is known when it ends
             return 1
         num_steps = min(sequence.request.sampling.max_tokens - sequence.num_generated for sequence in decoding)

@@ -79,7 +79,7 @@ class Fleet:
         self._unanswered: dict[str, int] = {}
         self._link_free_at: dict[tuple[str, str], float] = {}
 
-    def arrive(self, request: TraceRequest) -> None:
+    def arrive(self, request: TraceRequest) -> Flight:
         """Choose replicas for a request, and send it on its way."""
         hashes = self._hashes.of(request)
         begin = time.perf_counter()
@@ -99,6 +99,7 @@ class Fleet:
             self._submit(flight)
         else:
             self._fetch(flight, option.pull_from, computes)
+        return flight
 
     # Replicas come and go.
 

@@ -46,7 +46,7 @@ def simulate(
     return summary | {"wall_s": time.perf_counter() - begin}
 
 
-def feed(clock: Clock, take: Callable[[TraceRequest], None], trace: Sequence[TraceRequest]) -> None:
+def feed(clock: Clock, take: Callable[[TraceRequest], object], trace: Sequence[TraceRequest]) -> None:
     """One arrival after the other: the clock never holds more than the next."""
     arrivals = iter(trace)
 

@@ -228,7 +228,12 @@ class Completion:
         consumed in time, whatever the block was waiting for.
         """
         if self._traffic is not None:
-            self._seen_as = self._traffic.arrived(self.prompt_ids, salt=self.request.salt, num_choices=self.num_choices)
+            self._seen_as = self._traffic.arrived(
+                self.prompt_ids,
+                salt=self.request.salt,
+                num_choices=self.num_choices,
+                ttft_s=lambda: self._clock.ttft_s,
+            )
         try:
             async with (
                 self._until_deadline(),

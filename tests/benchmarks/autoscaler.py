@@ -3,7 +3,7 @@
 
 Both public traces are mixed (cluster/bench/mix.py: requests of both that have at least twenty tokens of prompt for each
 of the answer, and such that have at most two), in a shape that `--shape` names; the load is `--load` of what 16
-replicas carry by arithmetic (router/autoscale/demand.py) if they are split for each moment. See
+replicas carry by arithmetic (router/autoscale/arithmetic.py) if they are split for each moment. See
 docs/benchmarks/autoscaler.md.
 """
 
@@ -24,12 +24,12 @@ from cluster.bench.mix import MixRates, Wave
 from cluster.bench.trace import TraceRequest, read_trace, write_trace
 from cluster.cli.autoscale_replay import compare_table
 from cluster.words.spec import AutoscaleSpec, PoolBounds
+from router.autoscale.arithmetic import demand_of
 from router.autoscale.decide import Autoscaler
-from router.autoscale.demand import demand_of
-from router.autoscale.outlook import Fleets
 from router.autoscale.pool_sizes import PoolSizes, ScaleLimits
 from router.autoscale.replay import ReplayPrice, ScaledReplay
 from router.autoscale.scaling_decision import ScalingDecision
+from router.autoscale.simulated_outlook import Fleets
 from router.simulator.fleet import FleetSetup
 from router.simulator.profile import load_profile
 from router.simulator.run import simulate
