@@ -61,6 +61,10 @@ class FakeRank:
     def drain(self) -> None:
         self._state = "draining"
 
+    def succeed(self, before: FakeRank) -> None:
+        print(f"{self._replica} goes on where {before._replica} was {before._state}", flush=True)
+        before.stop()
+
     def stop(self) -> None:
         self._stopped.set()
 
