@@ -24,7 +24,7 @@ from tests.identities import rank
 from tests.local_cluster import Answer, LocalCluster, local_cluster
 from tests.waiting import WITHIN_S, becomes
 
-_GREEDY = Sampling(max_tokens=60, temperature=0.0)
+_GREEDY = Sampling(max_tokens=40, temperature=0.0)
 _STREAMS = 8
 
 
@@ -39,11 +39,11 @@ def _tree(*, tp: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2])
 async def test_eight_streams_go_on_while_replicas_change_their_role_each_way(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, monkeypatch: pytest.MonkeyPatch, tp: int
 ) -> None:
-    model_dir, asked = checkpoint("llama"), prompts(*range(33, 33 + 3 * _STREAMS))
+    model_dir, asked = checkpoint("llama"), prompts(*range(33, 33 + 2 * _STREAMS))
     expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, asked, _GREEDY)]
     running_on = Ceiling(20)
     running_on.arm(monkeypatch.setattr)
@@ -54,9 +54,9 @@ async def test_eight_streams_go_on_while_replicas_change_their_role_each_way(
         to_prefill = await cluster.switch(decode)
         assert cluster.replicas.get(decode.id) is None
         assert to_prefill.blocks == decode.blocks and to_prefill.blocks["cached"], "what it had it has still"
-        running += _ask(cluster, asked[_STREAMS : 2 * _STREAMS])
+        running += _ask(cluster, asked[_STREAMS:-4])
         to_decode = await cluster.switch(prefill)  # with prompts on their way
-        running += _ask(cluster, asked[2 * _STREAMS :])
+        running += _ask(cluster, asked[-4:])
         running_on.lift()
         answers: list[Answer] = [await task for task in running]
         assert [answer.ids for answer in answers] == expected
