@@ -41,7 +41,9 @@ class Estate:
             raise SpecError(f"it was loaded with another {', '.join(names)} than a {role} replica has now")
         most, needed = largest_step(self.spec, self.role), largest_step(wanted, role)
         if self.runner.device.type == "cuda" and any(need > had for need, had in zip(needed, most, strict=True)):
-            raise SpecError(f"it has memory for steps of {most[0]} tokens and {most[1]} sequences, not of {needed}")
+            raise SpecError(
+                f"it has memory for steps of {most[0]} tokens and {most[1]} sequences, not {needed[0]} and {needed[1]}"
+            )
 
 
 def largest_step(spec: Spec, role: Role) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from cluster.words.errors import ReplicaFailed, ReplicaLost
 from cluster.words.hashing import block_hashes, root_hash
 from cluster.words.request import Role, Sampling
 from router.routing.plain_policies import RoundRobin
+from router.routing.policy import CandidateReplica, Option, RoutingRequest
 from tests.ceiling import Ceiling
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
@@ -65,11 +66,23 @@ async def test_eight_streams_go_on_while_replicas_change_their_role_each_way(
         await cluster.idle()
 
 
+class FakePolicy:
+    """Sends every prompt the one way that the test says."""
+
+    def __init__(self) -> None:
+        self.way = Option(prefill="prefill-0", decode="decode-3")
+
+    def options(
+        self, demand: RoutingRequest, prefills: Sequence[CandidateReplica], decodes: Sequence[CandidateReplica]
+    ) -> Sequence[Option]:
+        return [self.way]
+
+
 async def test_what_it_has_cached_is_known_under_its_new_name_alone(checkpoint: Checkpoint, redis_url: str) -> None:
-    [prompt] = prompts(65)
-    async with local_cluster(checkpoint("llama"), redis_url, **_tree(tp=1)) as cluster:
+    [prompt], policy = prompts(65), FakePolicy()
+    async with local_cluster(checkpoint("llama"), redis_url, policy=policy, **_tree(tp=1)) as cluster:
         first = await cluster.generate(prompt, _GREEDY, id="first")
-        held = next(each for each in cluster.pools[Role.DECODE] if each.id == first.route.decode_replica)
+        [_, held] = cluster.pools[Role.DECODE]
         hashes = block_hashes(root_hash(cluster.model), prompt, block_size=16)
         await cluster.until(lambda: cluster.replicas.index.match(hashes).get(held.id) == 4)
         address = cluster.seen(held).member.address
@@ -80,7 +93,9 @@ async def test_what_it_has_cached_is_known_under_its_new_name_alone(checkpoint: 
         assert held.id not in cluster.replicas.index.match(hashes)
         with pytest.raises(ReplicaLost):
             await _pull(cluster, held.id, address, hashes)
+        policy.way = Option(prefill=heir.id, decode="decode-2")
         again = await cluster.generate(prompt, _GREEDY, id="again")
+        assert again.route.prefill_replica == heir.id and again.route.cached_tokens == 64
         assert again.ids == first.ids
 
 
