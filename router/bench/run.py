@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.bench.doors import Door, open_door
+from cluster.process.garbage import spare_the_old
 from cluster.process.ordered_process import OrderedProcess
 from cluster.wire.door_access import DoorAccess
 from router.bench.clients import open_grpc, open_http
@@ -133,6 +134,7 @@ async def _many(sides: _Sides, door: str, number: int, load: RouterLoad) -> dict
     ask = {"http": open_http, "grpc": open_grpc}[door]
     streams = await ask(sides.ports[door], prompts, num_tokens=_ENDLESS)
     await asyncio.gather(*(stream.begun for stream in streams))
+    spare_the_old()  # of this process, or its own looks for garbage would seem to be tokens' lateness
     bytes_with = sides.router.ask("memory_bytes")
     await asyncio.sleep(step_s)
     for stream in streams:
