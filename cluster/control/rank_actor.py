@@ -14,6 +14,7 @@ from typing import cast
 
 from cluster.control.certificates import open_papers
 from cluster.identity.renewal import Renewal
+from cluster.process.garbage import spare_the_old
 from cluster.process.log import LogPart, log_path, read_log, redirect_output
 from cluster.words.launch import Launch
 from cluster.words.process_name import ProcessName
@@ -67,6 +68,7 @@ class RankActor:
 
     def load(self, addresses: list[str]) -> None:
         self._bound.load(addresses)
+        spare_the_old()
 
     def progress(self) -> Progress:
         return self._bound.progress()
