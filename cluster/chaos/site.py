@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,9 +75,15 @@ class Site:
         status = await self.status()
         return len(status["pools"][role.value]["replicas"]) if status else 0
 
-    async def scale(self, role: Role, count: int) -> None:
-        """`cluster scale`: how many replicas a pool is to have. Raises ClusterError."""
-        await asyncio.to_thread(driver.ask, self._controller, "scale", {role.value: count})
+    async def scale(self, sizes: Mapping[Role, int]) -> None:
+        """`cluster scale`: how many replicas these pools are to have. Raises ClusterError."""
+        named = {role.value: count for role, count in sizes.items()}
+        await asyncio.to_thread(driver.ask, self._controller, "scale", named)
+
+    async def switch(self, replica: str) -> str:
+        """`cluster switch`: what the replica will be called. Raises ClusterError."""
+        heir: str = await asyncio.to_thread(driver.ask, self._controller, "switch", replica)
+        return heir
 
     def named(self, part: str) -> list[Target]:
         """The controller, the router or the index's actor, as Ray titles its processes."""

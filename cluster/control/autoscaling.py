@@ -21,6 +21,7 @@ from cluster.control.scaling_history import ScalingHistory
 from cluster.control.traffic_book import TrafficBook
 from cluster.words.errors import ClusterError
 from cluster.words.request import Role
+from cluster.words.role_switch import hindrance
 from router.autoscale.decide import AutoscaleState
 from router.autoscale.live_sight import LiveSight
 from router.autoscale.observation import ChangePrice
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 _KEPT = 200  # decisions
 _LOOK_S = 1.0  # whether the spec has an autoscaler now
 _DECIDE_S = 120.0  # a decision takes no longer
-_USUAL_START_S, _USUAL_DRAIN_S = 60.0, 10.0  # until they are measured
+_USUAL_START_S, _USUAL_DRAIN_S, _USUAL_SWITCH_S = 60.0, 10.0, 2.0  # until they are measured
 
 Scale = Callable[[dict[str, int]], Awaitable[Any]]
 Decide = Callable[[AutoscaleState, LiveSight], Awaitable[tuple[AutoscaleState, ScalingDecision]]]
@@ -138,7 +139,8 @@ class Autoscaling:
 
     def _sight(self, desired: Desired) -> LiveSight:
         pools = self._pools
-        drains = [s for pool in pools.values() for s in pool.drain_times_s]
+        drain_s = _mean([s for pool in pools.values() for s in pool.drain_times_s], _USUAL_DRAIN_S)
+        switches = [max(0.0, s - drain_s) for pool in pools.values() for s in pool.switch_times_s]
         return LiveSight(
             spec=desired.spec,
             now_s=time.monotonic(),
@@ -149,8 +151,8 @@ class Autoscaling:
             price=ChangePrice(
                 start_prefill_s=_mean(pools[Role.PREFILL].start_times_s, _USUAL_START_S),
                 start_decode_s=_mean(pools[Role.DECODE].start_times_s, _USUAL_START_S),
-                drain_s=_mean(drains, _USUAL_DRAIN_S),
-                switch_s=None,
+                drain_s=drain_s,
+                switch_s=None if hindrance(desired.spec) else _mean(switches, _USUAL_SWITCH_S),
             ),
             is_changing=any(pool.is_changing(desired.spec.pool(role).replicas) for role, pool in pools.items()),
         )

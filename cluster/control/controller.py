@@ -32,6 +32,7 @@ from cluster.control.remains import remove_remains
 from cluster.control.replica import number_of, replica_id, role_of
 from cluster.control.replica_life import ReplicaLife
 from cluster.control.report import ControllerReport
+from cluster.control.role_switches import RoleSwitches
 from cluster.control.traffic_book import TrafficBook
 from cluster.control.traffic_capture import CaptureReport, TrafficCapture
 from cluster.process.log import LogPart, log_path, read_log, redirect_output
@@ -67,6 +68,7 @@ class Controller:
         self._keys = KeyKeeper(self._desired.launch) if self._desired else None
         self._changed = asyncio.Event()
         self._pools = {role: ReplicaPool(role, changed=self._changed.set) for role in Role}
+        self._switches = RoleSwitches(self._pools)
         self._has_adopted = asyncio.Event()
         self._router_logs = RouterLogs()
         self._people = PersonBook(name)
@@ -107,20 +109,40 @@ class Controller:
     async def scale(self, replicas: dict[str, int], *, wait_for_nodes: bool = False) -> dict[str, tuple[int, int]]:
         """Change the size of the pools named; the others are not touched. Returns (before, after) of each.
 
-        Raises DeployError, and changes nothing, when the nodes of today have no room, unless `wait_for_nodes`.
+        Where one shrinks and the other grows, replicas change their role in place, as by `switch`, as far as the spec
+        lets them (cluster.words.role_switch): `status` says of each what it `was`. Raises DeployError, and changes
+        nothing, when the nodes of today have no room, unless `wait_for_nodes`.
         """
         desired = self._known
         wanted = {Role(role): number for role, number in replicas.items()}
         if any(not 0 <= number <= MAX_REPLICAS for number in wanted.values()):
             raise SpecError(f"a pool has from 0 to {MAX_REPLICAS} replicas")  # a spec with more could not be read again
         before = {role: desired.spec.pool(role).replicas for role in wanted}
+        switching = self._switches.possible(desired, wanted)
         if not wait_for_nodes:
-            self._check_room({role: number - before[role] for role, number in wanted.items()})
+            more = {role: number - before[role] for role, number in wanted.items()}
+            self._check_room({role: number - len(switching) if number > 0 else number for role, number in more.items()})
+        for replica in switching:
+            self._switches.begin(desired, replica)
         for role, number in wanted.items():
             desired.scale(role, number)
             self._pools[role].retry()
         self._desire_changed()
         return {role.value: (before[role], number) for role, number in wanted.items()}
+
+    async def switch(self, replica: str) -> str:
+        """Make a replica that serves one of the other pool, with the processes, weights and cached blocks that it has;
+        the pools' sizes follow. Returns the id that it will have, at once: `status` shows the rest.
+
+        It drains first, as by `drain`. Where it is lost meanwhile, or is not done within timeouts.drain_s, a fresh one
+        starts under the new id. Raises SpecError, and changes nothing, where it cannot be done.
+        """
+        await self._has_adopted.wait()
+        self._pool_of(replica)
+        self._switches.check(self._known, replica)
+        heir = self._switches.begin(self._known, replica)
+        self._desire_changed()
+        return heir
 
     async def drain(self, replica: str) -> None:
         """Let one replica finish its work, or hand it over, and leave; a fresh one under a new id takes its place."""
@@ -255,6 +277,8 @@ class Controller:
         for life in lives:
             if isinstance(life, ReplicaLife):
                 self._pools[life.view.role].add(life)
+        if self._desired:
+            self._switches.resume(self._desired)
         self._has_adopted.set()
 
     async def _adopt_one(self, replica: str) -> ReplicaLife | None:
@@ -275,6 +299,8 @@ class Controller:
     def _reconcile(self) -> None:
         if (desired := self._desired) is None:
             return
+        if self._switches.forget_ended(desired):
+            desired_store.save(desired)
         for role, pool in self._pools.items():
             pool.reconcile(desired, functools.partial(self._new_id, role))
 

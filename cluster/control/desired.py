@@ -35,6 +35,9 @@ class Desired:
     launch: Launch
     parts: Parts = Parts()
     next_number: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(Role, 0))  # of replica ids, never reused
+    # Replicas that have changed their role, or are about to: what Ray calls their gangs (the id of their first life),
+    # and the id that they have now, or will have.
+    switched: dict[str, str] = field(default_factory=dict)
 
     @property
     def spec(self) -> Spec:
@@ -59,6 +62,7 @@ class Desired:
                 "credentials": {"secret": credentials.secret.hex()},
                 "parts": asdict(self.parts),
                 "next_number": self.next_number,
+                "switched": self.switched,
             }
         )
 
@@ -74,6 +78,7 @@ class Desired:
             ),
             parts=Parts(**known_fields(Parts, tree["parts"])),
             next_number={Role(role): number for role, number in tree["next_number"].items()},
+            switched=tree.get("switched", {}),
         )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from cluster.control.desired import Desired
 from cluster.control.gang import Home
 from cluster.control.pool_plan import STABLE_S, Backoff, plan_pool
-from cluster.control.replica import Failure, ReplicaState
+from cluster.control.replica import Failure, ReplicaState, ReplicaStatus
 from cluster.control.replica_life import ReplicaLife
 from cluster.control.report import PoolReport
 from cluster.words.errors import ReplicaFailed
@@ -35,6 +35,12 @@ class _Member:
     @property
     def stays(self) -> bool:
         return self.life.view.state is not ReplicaState.DRAINING
+
+    @property
+    def start_s(self) -> float | None:
+        """None: it does not serve yet, or an earlier life of the controller has started it."""
+        since = self.life.serving_since
+        return since - self.started_at if since is not None and not self.is_adopted else None
 
     def is_stable(self, now: float) -> bool:
         since = self.life.serving_since
@@ -61,8 +67,7 @@ class ReplicaPool:
         num_stable = sum(member.is_stable(now) for member in members if member.stays)
         if members and num_stable >= desired.spec.pool(self.role).replicas:  # not while one is missing
             self.retry()
-        views = [member.life.view for member in members]
-        plan = plan_pool(desired.spec.pool(self.role).replicas, views, can_start=self._backoff.allows(now))
+        plan = plan_pool(desired.spec.pool(self.role).replicas, self.views, can_start=self._backoff.allows(now))
         for replica in plan.retire:
             self.retire(replica)
         for _ in range(plan.start):
@@ -74,12 +79,12 @@ class ReplicaPool:
         self._members[life.view.id] = member
         member.task = asyncio.create_task(self._live(member))
 
-    def retire(self, replica: str) -> None:
-        """A replica that serves drains first; any other is removed at once."""
+    def retire(self, replica: str, *, heir: ReplicaLife | None = None) -> None:
+        """A replica that serves drains first; any other is removed at once. heir: who goes on with its processes."""
         member = self._members[replica]
-        if member.life.view.state is ReplicaState.DRAINING:
+        if member.life.view.state is ReplicaState.DRAINING and heir is None:
             return
-        member.life.leave()
+        member.life.leave(heir)
         member.left_at = time.monotonic()
         if member.life.serving_since is None and member.task is not None:
             member.task.cancel()
@@ -106,6 +111,10 @@ class ReplicaPool:
         return life.home if life else self._past_homes.get(replica)
 
     @property
+    def views(self) -> list[ReplicaStatus]:
+        return [member.life.view for member in self._members.values()]
+
+    @property
     def ids(self) -> list[str]:
         return list(self._members)
 
@@ -122,8 +131,14 @@ class ReplicaPool:
     @property
     def start_times_s(self) -> list[float]:
         """Of those that live: from being wanted until they served."""
-        lives = [member for member in self._members.values() if not member.is_adopted]
-        return [since - member.started_at for member in lives if (since := member.life.serving_since) is not None]
+        return [
+            seconds for member in self._members.values() if (seconds := member.start_s) and not member.life.view.was
+        ]
+
+    @property
+    def switch_times_s(self) -> list[float]:
+        """The same of those that were of the other role, whose drain included."""
+        return [seconds for member in self._members.values() if (seconds := member.start_s) and member.life.view.was]
 
     @property
     def drain_times_s(self) -> list[float]:
@@ -132,7 +147,7 @@ class ReplicaPool:
 
     def report(self, desired: int) -> PoolReport:
         """The pool's part of `Controller.status`."""
-        views = [member.life.view for member in self._members.values()]
+        views = self.views
         return {
             "desired": desired,
             "ready": sum(view.state is ReplicaState.READY for view in views),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from cluster.words.rank import Blocks
 
@@ -22,6 +22,7 @@ class ReplicaReport(TypedDict):
     waiting: int
     stage: str  # what it does at present, or waits for
     fraction: float  # of loading, 0 to 1
+    was: NotRequired[str]  # the id that it had in the other pool; empty: it has been what it is all its life
 
 
 class FailureReport(TypedDict):
