@@ -6,9 +6,9 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, TypedDict
+from typing import Any, Protocol, TypedDict
 
 from ray.exceptions import RayError
 
@@ -37,6 +37,13 @@ _USUAL_START_S, _USUAL_DRAIN_S, _USUAL_SWITCH_S = 60.0, 10.0, 2.0  # until they 
 
 Scale = Callable[[dict[str, int]], Awaitable[Any]]
 Decide = Callable[[AutoscaleState, LiveSight], Awaitable[tuple[AutoscaleState, ScalingDecision]]]
+
+
+class HistoryStore(Protocol):
+    """Where decisions outlive this process: cluster.control.scaling_history, or what a test has."""
+
+    def load(self, name: str, /) -> ScalingHistory | None: ...
+    def save(self, name: str, state: AutoscaleState, decisions: Iterable[ScalingDecision], /) -> None: ...
 
 
 class AutoscaleReport(TypedDict):
@@ -72,6 +79,7 @@ class Autoscaling:
         desired: Callable[[], Desired | None],
         scale: Scale,
         decide: Decide = _decide_beside,
+        store: HistoryStore = scaling_history,
     ) -> None:
         self._pools = pools
         self._book = book
@@ -79,6 +87,7 @@ class Autoscaling:
         self._scale = scale
         self._decide = decide
         self._name = name
+        self._store = store
         self._state: AutoscaleState | None = None  # None: not looked for yet
         self._decisions: deque[ScalingDecision] = deque(maxlen=_KEPT)
         self._history = "nothing was decided yet"
@@ -121,7 +130,7 @@ class Autoscaling:
             return None
         state = self._known_state()
         new_state, decision = await self._decide(state, self._sight(desired))
-        stored = scaling_history.load(self._name)
+        stored = self._store.load(self._name)
         if stored and stored.state.number > state.number:
             self._take_over(stored)
             return None
@@ -129,7 +138,7 @@ class Autoscaling:
             return None  # an operator has scaled: what was decided is of other sizes
         self._state = new_state
         self._decisions.append(decision)
-        scaling_history.save(
+        self._store.save(
             self._name, new_state, self._decisions
         )  # before it is done: whoever comes after us knows of it
         logger.info("autoscale %s -> %s by %s: %s", decision.before, decision.after, decision.mode, decision.reason)
@@ -165,7 +174,7 @@ class Autoscaling:
 
     def _known_state(self) -> AutoscaleState:
         if self._state is None:
-            if stored := scaling_history.load(self._name):
+            if stored := self._store.load(self._name):
                 self._take_over(stored)
             else:
                 self._history = f"it began anew at {time.strftime('%Y-%m-%d %H:%M:%S')}"

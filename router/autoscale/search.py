@@ -10,7 +10,7 @@ from router.autoscale.pool_sizes import PoolSizes, ScaleLimits
 from router.autoscale.scaling_decision import Prediction
 
 FULL = 0.85  # of its time: a pool that computes more than that has queues
-_MOST_TRIED = 6
+_MOST_TRIED = 4
 
 
 def find_enough(

@@ -22,11 +22,11 @@ from router.simulator.profile import Profile
 from router.simulator.report import Report
 from router.simulator.run import feed
 
-_SHAPE_S = 90.0  # of the window: what comes next is like the last of it, where that is enough to say
-_ENOUGH = 100  # requests
-_MOST_OUTPUT = 150_000  # tokens of answers that one simulation generates: some seconds
+_SHAPE_S = 60.0  # of the window: what comes next is like the last of it, where that is enough to say
+_ENOUGH = 60  # requests
+_MOST_OUTPUT = 100_000  # tokens of answers that one simulation generates: some seconds
 _LEAST_REQUESTS = 8
-_MOST_PAST = 2000  # requests before these, whose prompts are in the caches when a simulation begins
+_MOST_PAST = 200  # requests before these, whose prompts are in the caches when a simulation begins
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +80,7 @@ class SimulatedOutlook:
         self._fleets = fleets
         self._trace = trace
         self._now = now
+        self._hashes = PrefixHashes(fleets.setup.block_size, trace[0].tokens_per_id)
         self._predicted: dict[tuple[PoolSizes, float], Prediction] = {}
 
     @classmethod
@@ -124,8 +125,7 @@ class SimulatedOutlook:
         fleets = self._fleets
         setup = replace(fleets.setup, num_prefill=sizes.prefill, num_decode=sizes.decode)
         clock, report = Clock(), Report(slo_ttft_s=fleets.slo_ttft_s, slo_itl_s=fleets.slo_itl_s)
-        hashes = PrefixHashes(setup.block_size, self._trace[0].tokens_per_id)
-        fleet = Fleet(setup, fleets.profile, hashes, clock, report)
+        fleet = Fleet(setup, fleets.profile, self._hashes, clock, report)
         fleet.warm(self._now.cached)
         for request, num_generated in self._now.running:
             fleet.place(request, num_generated)
