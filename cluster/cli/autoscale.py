@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 autoscale = typer.Typer(no_args_is_help=True, help="Both pools sized as one decision: what was decided, and why.")
 
-_NOT_ON = "no `autoscale` in its spec: pools keep the sizes that they are given"
+_NOT_ON = "no `autoscale` in its spec: pools keep the sizes that they are given (`cluster autoscale set SPEC`)"
+_OFF = "off"
 
 
 @autoscale.command()
@@ -69,6 +70,21 @@ def explain(
         known = f"it remembers {decisions[0]['number']} to {decisions[-1]['number']}" if decisions else _NOT_ON
         raise SpecError(f"no decision {number or ''}: {known}")
     print(json.dumps(found[-1], indent=1) if as_json else _whole(ScalingDecision.of(found[-1])))
+
+
+@autoscale.command("set")
+def set_rules(
+    spec: Annotated[str, typer.Argument(help="A spec, of which only `autoscale` is read; or off.")],
+    name: Name = None,
+) -> None:
+    """Go by other rules from the next decision on, or by none."""
+    from cluster.words.spec_file import load_spec
+
+    rules = None if spec == _OFF else load_spec(spec).autoscale
+    if rules is None and spec != _OFF:
+        raise SpecError(f"{spec}: has no `autoscale`; write one, or `cluster autoscale set {_OFF}`")
+    ask_deployed(name, "set_autoscale", rules)
+    print("pools keep the sizes that they have" if rules is None else "by these rules from the next decision on")
 
 
 @autoscale.command()

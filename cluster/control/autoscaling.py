@@ -138,9 +138,8 @@ class Autoscaling:
             return None  # an operator has scaled: what was decided is of other sizes
         self._state = new_state
         self._decisions.append(decision)
-        self._store.save(
-            self._name, new_state, self._decisions
-        )  # before it is done: whoever comes after us knows of it
+        # Before it is done: whoever comes after us knows of it.
+        self._store.save(self._name, new_state, self._decisions)
         logger.info("autoscale %s -> %s by %s: %s", decision.before, decision.after, decision.mode, decision.reason)
         if decision.is_change and not decision.is_dry_run:
             await self._scale({Role.PREFILL.value: decision.after.prefill, Role.DECODE.value: decision.after.decode})

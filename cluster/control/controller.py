@@ -43,7 +43,7 @@ from cluster.words.papers import Certificate, Identity
 from cluster.words.person import People, PersonRole
 from cluster.words.process_name import ProcessName
 from cluster.words.request import Role
-from cluster.words.spec import MAX_REPLICAS, Spec
+from cluster.words.spec import MAX_REPLICAS, AutoscaleSpec, Spec
 from cluster.words.traffic import TrafficNews
 
 logger = logging.getLogger(__name__)
@@ -237,6 +237,11 @@ class Controller:
             self._traffic.ended = lambda seen: None
             self._capture.remove()
             self._capture = None
+
+    async def set_autoscale(self, rules: AutoscaleSpec | None) -> None:
+        """By these rules from the next decision on; None: nobody decides of the pools' sizes any more."""
+        self._known.set_autoscale(rules)
+        self._desire_changed()
 
     async def autoscaling(self) -> AutoscaleReport:
         """What was decided of the pools' sizes, and why."""

@@ -48,9 +48,8 @@ class _Present:
     waiting: list[TraceRequest]  # for their first token
 
     @classmethod
-    def of(cls, requests: Sequence[SeenRequest], now_s: float, *, first: int) -> _Present:
-        """first: of those that are replayed, whose prompts should not be found."""
-        answers = answer_lengths(requests)
+    def of(cls, requests: Sequence[SeenRequest], answers: Sequence[int], now_s: float, *, first: int) -> _Present:
+        """answers: tokens of each. first: of those that are replayed, whose prompts should not be found."""
         itl_s = fmean([r.itl_s for r in requests[-_MOST_PAST:] if r.itl_s] or [1.0])
         running, waiting = [], []
         for i, (seen, length) in enumerate(zip(requests, answers, strict=True)):
@@ -94,7 +93,8 @@ class SimulatedOutlook:
         recent = [request for request in requests if request.arrival_s >= now_s - window_s]
         if len(recent) < _LEAST_REQUESTS:
             return None
-        answers = answer_lengths(recent)
+        all_answers = answer_lengths(requests)  # what answers a kind of prompt has may have been seen long ago
+        answers = all_answers[len(requests) - len(recent) :]
         first = min(sum(request.arrival_s < now_s - _SHAPE_S for request in recent), max(0, len(recent) - _ENOUGH))
         forecast = forecast_load(
             recent,
@@ -106,7 +106,8 @@ class SimulatedOutlook:
         )
         first = max(first, _affordable(answers))
         trace = upcoming(recent[first:], answers[first:], forecast)
-        return cls(fleets, trace, forecast, _Present.of(requests, now_s, first=len(requests) - len(recent) + first))
+        present = _Present.of(requests, all_answers, now_s, first=len(requests) - len(recent) + first)
+        return cls(fleets, trace, forecast, present)
 
     @property
     def num_simulated(self) -> int:
