@@ -161,7 +161,7 @@ class Autoscaler:
         delay_s = seen.price.delay_s(moves)
         gain = then.good_share - now.good_share
         said = f"{now.sizes} would keep the limits for {now.good_share:.1%}, {best.sizes} for {then.good_share:.1%}"
-        if abs(gain) < _LEAST_GAIN and now.good_share < _HOPELESS:
+        if max(now.good_share, then.good_share) < _HOPELESS:  # who is good by then is chance
             gain = demand.done(best.sizes) - demand.done(now.sizes)
             said += f" (of the work {demand.done(now.sizes):.0%} and {demand.done(best.sizes):.0%})"
         worth_s = gain * _HORIZON * self.spec.interval_s

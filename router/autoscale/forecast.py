@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from statistics import fmean
+from statistics import fmean, variance
 
 from cluster.bench.trace import TraceRequest
 from cluster.words.traffic import SeenRequest
@@ -21,6 +21,9 @@ from cluster.words.traffic import SeenRequest
 _LEVEL, _TREND, _DAMPING = 0.4, 0.2, 0.8
 _CHANCE = 1.5  # standard errors
 _NUM_PARTS = 12  # of the window: each is one observation of the series
+_SHORTEST_S, _ENOUGH, _FEW = 15.0, 20, 3  # of what is taken for one kind: seconds, requests, and to differ from it
+_SURE = 3.5  # standard errors: beyond that it is no chance
+_LAST_KNOWN = 20  # answers, that tell of the next ones
 _MOST_RATIO = 2.0  # of what is forecast to what was seen, either way
 _OWN_IDS = 1 << 50  # ids from here on are nobody else's
 
@@ -61,19 +64,49 @@ def holt(values: Sequence[float], *, steps: int) -> tuple[float, float]:
 
 
 def answer_lengths(requests: Sequence[SeenRequest]) -> list[int]:
-    """Of each; of one that is not over, the mean of those with about as long a prompt: the last to arrive are not over
-    where answers are long, and without them the load would look like that of short ones."""
+    """Of each; of one that is not over, the mean of the last ones with about as long a prompt: the last to arrive are
+    not over where answers are long, and without them the load would look like that of short ones."""
     known: defaultdict[int, list[int]] = defaultdict(list)
     for request in requests:
         if request.num_output is not None:
             known[request.num_tokens.bit_length()].append(request.num_output)
     all_known = [length for lengths in known.values() for length in lengths] or [1]
-    means = {kind: round(fmean(lengths)) for kind, lengths in known.items()}
+    means = {kind: round(fmean(lengths[-_LAST_KNOWN:])) for kind, lengths in known.items()}
     usual = round(fmean(all_known))
     return [
         max(1, r.num_output if r.num_output is not None else means.get(r.num_tokens.bit_length(), usual))
         for r in requests
     ]
+
+
+def begin_of_the_same(requests: Sequence[SeenRequest], *, now_s: float) -> int:
+    """The first of the last requests that are of one kind, by their rate and the lengths of their prompts: from the
+    last few seconds back, twice as far each time, until what is further back differs by more than chance."""
+    arrivals = [request.arrival_s for request in requests]
+    width_s = _SHORTEST_S
+    first = bisect_left(arrivals, now_s - width_s)
+    while len(requests) - first < _ENOUGH and first:
+        width_s *= 2
+        first = bisect_left(arrivals, now_s - width_s)
+    while first:
+        before = bisect_left(arrivals, now_s - 2 * width_s)
+        older_s = now_s - width_s - max(now_s - 2 * width_s, arrivals[0])
+        if _differ(requests[before:first], older_s, requests[first:], width_s):
+            break
+        width_s, first = 2 * width_s, before
+    return first
+
+
+def _differ(older: Sequence[SeenRequest], older_s: float, newer: Sequence[SeenRequest], newer_s: float) -> bool:
+    """Welch's test of the lengths' logarithms, and the same of two Poisson rates."""
+    if len(older) < _FEW:
+        return False
+    rate_error = math.sqrt(len(older) / older_s**2 + len(newer) / newer_s**2)
+    if abs(len(older) / older_s - len(newer) / newer_s) > _SURE * rate_error:
+        return True
+    logs = [[math.log(max(1, r.num_tokens)) for r in some] for some in (older, newer)]
+    length_error = math.sqrt(sum(variance(some) / len(some) for some in logs))
+    return abs(fmean(logs[0]) - fmean(logs[1])) > _SURE * length_error
 
 
 def forecast_load(

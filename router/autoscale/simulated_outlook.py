@@ -12,7 +12,14 @@ from cluster.bench.trace import TraceRequest
 from cluster.words.traffic import SeenRequest
 from router.autoscale.arithmetic import demand_of
 from router.autoscale.demand import Demand
-from router.autoscale.forecast import LoadForecast, answer_lengths, forecast_load, trace_request, upcoming
+from router.autoscale.forecast import (
+    LoadForecast,
+    answer_lengths,
+    begin_of_the_same,
+    forecast_load,
+    trace_request,
+    upcoming,
+)
 from router.autoscale.pool_sizes import PoolSizes
 from router.autoscale.scaling_decision import Prediction
 from router.simulator.clock import Clock
@@ -22,10 +29,10 @@ from router.simulator.profile import Profile
 from router.simulator.report import Report
 from router.simulator.run import feed
 
-_SHAPE_S = 60.0  # of the window: what comes next is like the last of it, where that is enough to say
-_ENOUGH = 60  # requests
+_HORIZON_S = 60.0  # that are simulated, as far as that can be afforded
 _MOST_OUTPUT = 100_000  # tokens of answers that one simulation generates: some seconds
 _LEAST_REQUESTS = 8
+_OTHERS = 1 << 66  # more than any id
 _MOST_PAST = 200  # requests before these, whose prompts are in the caches when a simulation begins
 
 
@@ -95,7 +102,7 @@ class SimulatedOutlook:
             return None
         all_answers = answer_lengths(requests)  # what answers a kind of prompt has may have been seen long ago
         answers = all_answers[len(requests) - len(recent) :]
-        first = min(sum(request.arrival_s < now_s - _SHAPE_S for request in recent), max(0, len(recent) - _ENOUGH))
+        first = begin_of_the_same(recent, now_s=now_s)
         forecast = forecast_load(
             recent,
             answers,
@@ -105,7 +112,7 @@ class SimulatedOutlook:
             ahead_s=ahead_s,
         )
         first = max(first, _affordable(answers))
-        trace = upcoming(recent[first:], answers[first:], forecast)
+        trace = _again(upcoming(recent[first:], answers[first:], forecast), answers[first:])
         present = _Present.of(requests, all_answers, now_s, first=len(requests) - len(recent) + first)
         return cls(fleets, trace, forecast, present)
 
@@ -157,3 +164,21 @@ def _affordable(answers: Sequence[int]) -> int:
     while first and (left := left - answers[first - 1]) >= 0:
         first -= 1
     return min(first, max(0, len(answers) - _LEAST_REQUESTS))
+
+
+def _again(trace: list[TraceRequest], answers: Sequence[int]) -> list[TraceRequest]:
+    """The same requests over and over until they are long enough, each time with prompts that nobody has seen."""
+    seconds = trace[-1].arrival_s * len(trace) / max(1, len(trace) - 1)
+    times = min(_HORIZON_S / max(seconds, 1e-3), _MOST_OUTPUT / sum(answers))
+    found = list(trace)
+    for turn in range(1, round(times)):
+        found += [
+            replace(
+                request,
+                number=request.number + turn * len(trace),
+                arrival_s=request.arrival_s + turn * seconds,
+                ids=request.ids and tuple(id + turn * _OTHERS for id in request.ids),
+            )
+            for request in trace
+        ]
+    return found

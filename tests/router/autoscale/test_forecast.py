@@ -8,7 +8,7 @@ from statistics import fmean
 import pytest
 
 from cluster.words.traffic import SeenRequest
-from router.autoscale.forecast import answer_lengths, forecast_load, holt, upcoming
+from router.autoscale.forecast import answer_lengths, begin_of_the_same, forecast_load, holt, upcoming
 
 
 def _requests(arrivals: list[float], *, num_tokens: int = 640, num_output: int | None = 50) -> list[SeenRequest]:
@@ -59,3 +59,23 @@ def test_what_is_replayed_is_as_the_forecast_says_and_keeps_its_prefixes() -> No
     assert fmean(request.num_tokens for request in trace) == pytest.approx(found.prompt, rel=0.01)
     assert all(request.ids and request.ids[:10] == tuple(range(10))[: len(request.ids)] for request in trace)
     assert all(len(request.ids or ()) * request.tokens_per_id >= request.num_tokens for request in trace)
+
+
+def test_what_is_replayed_goes_back_as_far_as_the_traffic_is_of_one_kind() -> None:
+    draw = random.Random(11)
+
+    def some(begin_s: float, end_s: float, rate: float, mean: int) -> list[SeenRequest]:
+        count = int(rate * (end_s - begin_s))
+        arrivals = sorted(draw.uniform(begin_s, end_s) for _ in range(count))
+        return [
+            SeenRequest(arrival_s=when, num_tokens=max(1, round(draw.expovariate(1 / mean))), ids=None)
+            for when in arrivals
+        ]
+
+    same = some(0, 180, 3.0, 800)
+    assert begin_of_the_same(same, now_s=180.0) == 0
+    turned = [*some(0, 150, 2.0, 8000), *some(150, 180, 4.0, 300)]
+    assert turned[begin_of_the_same(turned, now_s=180.0)].arrival_s >= 149.0
+    quicker = [*some(0, 150, 1.0, 800), *some(150, 180, 6.0, 800)]
+    assert quicker[begin_of_the_same(quicker, now_s=180.0)].arrival_s >= 149.0
+    assert begin_of_the_same(some(0, 180, 0.05, 800), now_s=180.0) == 0
