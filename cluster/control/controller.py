@@ -12,6 +12,7 @@ import functools
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ray.exceptions import RayError
 
@@ -25,11 +26,14 @@ from cluster.control.node_logs import RouterLogs, read_there
 from cluster.control.operations import Operations
 from cluster.control.person_book import PersonBook
 from cluster.control.placement import ResourceDemand, check_fit, live_nodes
-from cluster.control.pool import ReplicaPool
 from cluster.control.remains import remove_remains
 from cluster.control.replica import number_of, replica_id, role_of
 from cluster.control.replica_life import ReplicaLife
 from cluster.control.report import ControllerReport
+from cluster.control.revision_teller import RevisionTeller
+from cluster.control.role_pools import RolePools
+from cluster.control.update import UpdateOptions
+from cluster.control.updater import Updater
 from cluster.process.log import LogPart, log_path, read_log, redirect_output
 from cluster.words.api_key import ApiKey, KeyBook, KeyChange
 from cluster.words.errors import ClusterError, DeployError, RankUnreachable, ReplicaFailed, SpecError
@@ -39,6 +43,7 @@ from cluster.words.person import People, PersonRole
 from cluster.words.process_name import ProcessName
 from cluster.words.request import Role
 from cluster.words.spec import MAX_REPLICAS, Spec
+from cluster.words.spec_file import parse_spec
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +66,8 @@ class Controller:
             redirect_output(_own_log(self._desired.launch.log_dir), who=ACTOR_NAME)
         self._keys = KeyKeeper(self._desired.launch) if self._desired else None
         self._changed = asyncio.Event()
-        self._pools = {role: ReplicaPool(role, changed=self._changed.set) for role in Role}
+        self._pools = {role: RolePools(role, changed=self._changed.set) for role in Role}
+        self._updater = self._make_updater(self._desired) if self._desired else None
         self._has_adopted = asyncio.Event()
         self._router_logs = RouterLogs()
         self._people = PersonBook(name)
@@ -77,6 +83,7 @@ class Controller:
             await self._open_operations(launch)
             self._desired = Desired(launch=launch, parts=parts)
             self._keys = KeyKeeper(launch)
+            self._updater = self._make_updater(self._desired)
         else:
             _check_same_model(self._desired.spec, launch.spec)
             self._desired = replace(self._desired, launch=replace(self._desired.launch, spec=launch.spec))
@@ -87,7 +94,8 @@ class Controller:
         await self._has_adopted.wait()
         desired = self._known
         pools = {role.value: self._pools[role].report(desired.spec.pool(role).replicas) for role in Role}
-        return {"spec": desired.spec.model_dump(mode="json"), "pools": pools}
+        spec = desired.spec.model_dump(mode="json")
+        return {"spec": spec, "pools": pools, "revision": self._updates.report(desired)}
 
     async def scale(self, replicas: dict[str, int], *, wait_for_nodes: bool = False) -> dict[str, tuple[int, int]]:
         """Change the size of the pools named; the others are not touched. Returns (before, after) of each.
@@ -95,6 +103,8 @@ class Controller:
         Raises DeployError, and changes nothing, when the nodes of today have no room, unless `wait_for_nodes`.
         """
         desired = self._known
+        if desired.update:
+            raise SpecError(f"an update to revision {desired.update.revision} is under way; scale when it is over")
         wanted = {Role(role): number for role, number in replicas.items()}
         if any(not 0 <= number <= MAX_REPLICAS for number in wanted.values()):
             raise SpecError(f"a pool has from 0 to {MAX_REPLICAS} replicas")  # a spec with more could not be read again
@@ -106,6 +116,26 @@ class Controller:
             self._pools[role].retry()
         self._desire_changed()
         return {role.value: (before[role], number) for role, number in wanted.items()}
+
+    async def update(self, spec: dict[str, Any], options: UpdateOptions) -> bool:
+        """Begin to turn the deployment into one of `spec`; False where nothing of it has to be replaced.
+
+        Raises SpecError, or DeployError where there is no room; then nothing has changed.
+        """
+        await self._has_adopted.wait()
+        self._updates.begin(self._known, parse_spec(spec), options)
+        self._changed.set()
+        return self._known.update is not None
+
+    async def abort_update(self) -> int:
+        """Take the update back that is under way; the revision that returns. Raises SpecError."""
+        self._updates.abort(self._known, "an operator has taken it back")
+        self._changed.set()
+        return self._known.revision
+
+    async def revisions(self) -> str:
+        """The table that routers read in Redis, for one that starts."""
+        return self._updates.tell(self._known).to_json()
 
     async def drain(self, replica: str) -> None:
         """Let one replica finish its work, or hand it over, and leave; a fresh one under a new id takes its place."""
@@ -180,6 +210,8 @@ class Controller:
         await asyncio.gather(*(pool.stop() for pool in self._pools.values()))
         if self._keys:
             await self._keys.close()
+        if self._updater:
+            await self._updater.close()
         remove_remains(self._name)
 
     async def _reconcile_forever(self) -> None:
@@ -205,14 +237,14 @@ class Controller:
             raise problems[0]
         for life in lives:
             if isinstance(life, ReplicaLife):
-                self._pools[life.view.role].add(life)
+                self._pools[life.view.role].add(life, self._known.make_of(life.view.id, life.view.role))
         self._has_adopted.set()
 
     async def _adopt_one(self, replica: str) -> ReplicaLife | None:
         try:
             if self._desired is None:
                 raise ReplicaFailed("nothing is desired")
-            life = ReplicaLife(replica, self._desired)
+            life = ReplicaLife(replica, self._desired.as_made(replica, role_of(replica)))
             async with asyncio.timeout(_ADOPT_S):
                 while not await _is_reached(life):
                     await asyncio.sleep(_RECONCILE_S)
@@ -226,8 +258,9 @@ class Controller:
     def _reconcile(self) -> None:
         if (desired := self._desired) is None:
             return
-        for role, pool in self._pools.items():
-            pool.reconcile(desired, functools.partial(self._new_id, role))
+        for role, goals in self._updates.goals(desired).items():
+            self._pools[role].reconcile(goals, functools.partial(self._new_id, role))
+        self._updates.tell(desired)
 
     async def _serve_people(self) -> None:
         if self._desired and not self._operations:
@@ -244,11 +277,17 @@ class Controller:
             self._identity = self._identity or issue_identity(launch.spec, name)
             self._operations = await Operations.open(self, self._people, address, self._identity, trail=trail)
 
-    def _new_id(self, role: Role) -> str:
-        """An id that no replica has had. Stored before it is used, so that this holds across restarts."""
-        number = self._known.take_number(role)
+    def _new_id(self, role: Role, make: int) -> str:
+        """An id that no replica has had, for one that this revision makes. Stored before it is used, so that this holds
+        across restarts."""
+        replica = replica_id(role, self._known.take_number(role))
+        if make != self._known.makes[role]:
+            self._known.made[replica] = make
         desired_store.save(self._known)
-        return replica_id(role, number)
+        return replica
+
+    def _make_updater(self, desired: Desired) -> Updater:
+        return Updater(self._pools, teller=RevisionTeller(desired.launch), save=lambda: desired_store.save(self._known))
 
     def _check_room(self, more: dict[Role, int]) -> None:
         nodes = live_nodes()
@@ -258,7 +297,7 @@ class Controller:
             [ResourceDemand(role, self._known.spec.pool(role), max(number, 0)) for role, number in more.items()], nodes
         )
 
-    def _pool_of(self, replica: str) -> ReplicaPool:
+    def _pool_of(self, replica: str) -> RolePools:
         """The pool to which a replica belongs, or has belonged. Raises SpecError for any other name."""
         for pool in self._pools.values():
             if pool.get(replica) is not None or pool.home(replica) is not None:
@@ -286,6 +325,12 @@ class Controller:
         if self._keys is None:
             raise DeployError(f"{self._name}: nothing has been deployed yet")
         return self._keys
+
+    @property
+    def _updates(self) -> Updater:
+        if self._updater is None:
+            raise DeployError(f"{self._name}: nothing has been deployed yet")
+        return self._updater
 
     @property
     def _known(self) -> Desired:
