@@ -25,6 +25,7 @@ _SLOW_S = 6.0
 _SLOW_TURN_S = 0.1
 _SLOW_SHARE = 0.25  # of each turn, the part in which a slow rank may run
 _DRAIN_S = 120.0
+_UPDATE_S = 300.0
 _POLL_S = 0.2
 _STORM_S = 6.0
 _STORM_SHARE = 0.7  # of the requests of a storm, those that are given up
@@ -98,6 +99,15 @@ async def _rescale(role: Role, scene: Scene) -> str:
     return f"{count} to 1 to {count}"
 
 
+async def _update(scene: Scene) -> str:
+    if not await scene.site.update():
+        return ""
+    async with asyncio.timeout(_UPDATE_S):
+        while await scene.site.is_updating():
+            await asyncio.sleep(_POLL_S)
+    return "every replica"
+
+
 async def _abort_storm(scene: Scene) -> str:
     scene.load.abort_share = _STORM_SHARE
     await asyncio.sleep(_STORM_S)
@@ -124,6 +134,7 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "rescale-prefill": Fault("the prefill pool is scaled to one replica, and back", partial(_rescale, Role.PREFILL)),
     "rescale-decode": Fault("the decode pool is scaled to one replica, and back", partial(_rescale, Role.DECODE)),
+    "update": Fault("all replicas are replaced by those of another revision, of the same spec", _update),
     "redis-down": Fault("kill -9 of the embedded Redis, which comes back empty", partial(_kill, "redis")),
     "redis-stop": Fault(f"the embedded Redis stands still for {_STOPPED_S:g} s", partial(_stop, "redis")),
     "controller": Fault("kill -9 of the controller", partial(_kill, "controller")),

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.control.report import Pools
+from cluster.control.update import UpdateOptions
 from cluster.host import driver
 from cluster.host.state import State
 from cluster.host.status import DeploymentReport, read_status
 from cluster.process import processes
-from cluster.words.errors import ClusterError, SpecError
+from cluster.words.errors import ClusterError, DeployError, SpecError
 from cluster.words.request import Role
 
 _TITLES = {"controller": "ray::Controller", "router": "ray::ServeReplica", "index": "ray::EmbeddedIndex"}
@@ -77,6 +78,22 @@ class Site:
     async def scale(self, role: Role, count: int) -> None:
         """`cluster scale`: how many replicas a pool is to have. Raises ClusterError."""
         await asyncio.to_thread(driver.ask, self._controller, "scale", {role.value: count})
+
+    async def update(self) -> bool:
+        """Begin `cluster update --restart`: all replicas are replaced by others of the same spec; False where there is
+        no room for that. Raises ClusterError."""
+        status = await asyncio.to_thread(driver.ask, self._controller, "status")
+        options = UpdateOptions(restarts_all=True)
+        try:
+            await asyncio.to_thread(driver.ask, self._controller, "update", status["spec"], options)
+        except (DeployError, SpecError):
+            return False
+        return True
+
+    async def is_updating(self) -> bool:
+        """Also while the controller does not answer."""
+        status = await self.status()
+        return status is None or bool(status["revision"] and status["revision"]["update"])
 
     def named(self, part: str) -> list[Target]:
         """The controller, the router or the index's actor, as Ray titles its processes."""
