@@ -90,13 +90,14 @@ class Updater:
         goals = {role: {desired.makes[role]: Goal(desired, desired.spec.pool(role).replicas)} for role in Role}
         if update := desired.update:
             views = self._views(desired, update)
-            for role, wanted in self._step(update, views).items():
+            steps = self._step(update, views)
+            for role, wanted in steps.items():
                 old, new = _by_age(update, wanted)
                 goals[role] = {
                     desired.makes[role]: Goal(desired, old),
                     update.revision: Goal(desired.of(update.spec), new),
                 }
-            self._share = self._new_share(update, views)
+            self._share = _new_share(update, views, steps)
         return goals
 
     def tell(self, desired: Desired) -> RevisionTable:
@@ -213,21 +214,6 @@ class Updater:
         self._waits_for = f"no room for another {' and '.join(short)} replica" if short else ""
         return next_step(views, is_trial=update.phase is Phase.CANARY)
 
-    def _new_share(self, update: Update, views: Mapping[Role, RoleView]) -> float:
-        """Of the requests, by what there is of each revision: the smaller pool counts."""
-        coming = min((view.share_there for view in views.values()), default=0.0)
-        leaving = min(
-            (view.leaving.ready / view.leaving_target if view.leaving_target else 1.0 for view in views.values()),
-            default=0.0,
-        )
-        if not all(view.is_coming_there for view in views.values()):
-            coming = 0.0
-        if update.phase is Phase.CANARY:
-            return (update.options.canary or 0.0) if coming else 0.0
-        if update.phase is Phase.RETURNING:
-            return leaving / (leaving + coming) if leaving and not coming else 0.0
-        return coming / (leaving + coming) if coming else 0.0
-
     def _room(
         self,
         pools: Mapping[Role, PoolSpec],
@@ -308,6 +294,25 @@ class Updater:
 def roles_of(changes: Iterable[KeyChange], *, restarts_all: bool = False) -> frozenset[Role]:
     """Whose replicas an update replaces."""
     return frozenset(Role) if restarts_all else frozenset(role for one in changes for role in one.needs.roles)
+
+
+def _new_share(update: Update, views: Mapping[Role, RoleView], steps: Mapping[Role, Wanted]) -> float:
+    """Of the requests, for the new revision: by what there is of each after this step. The smaller pool counts."""
+    is_coming_whole = all(view.is_coming_there for view in views.values())
+    coming = min((view.share_there for view in views.values()), default=0.0) if is_coming_whole else 0.0
+    leaving = min(
+        (
+            min(view.leaving.ready, steps[role].leaving) / view.leaving_target
+            for role, view in views.items()
+            if view.leaving_target
+        ),
+        default=0.0,
+    )
+    if update.phase is Phase.CANARY:
+        return (update.options.canary or 0.0) if coming else 0.0
+    if update.phase is Phase.RETURNING:
+        return leaving / (leaving + coming) if leaving and not coming else 0.0
+    return coming / (leaving + coming) if coming else 0.0
 
 
 def _by_age(update: Update, wanted: Wanted) -> tuple[int, int]:
