@@ -15,7 +15,7 @@ from cluster.words.errors import DeployError, SpecError
 
 if TYPE_CHECKING:
     from cluster.control.report import ControllerReport
-    from cluster.control.spec_diff import KeyChange
+    from cluster.control.spec_diff import SpecChange
     from cluster.host.reporter import Reporter
     from cluster.words.request import Role
     from cluster.words.spec import Spec
@@ -115,7 +115,7 @@ def _wanted(old: Spec, topology: str | None, overrides: list[str]) -> Spec:
     return updated(old, named, is_whole=topology is not None and Path(topology).exists())
 
 
-def _as_text(changes: Sequence[KeyChange], now: ControllerReport, *, restarts_all: bool) -> str:
+def _as_text(changes: Sequence[SpecChange], now: ControllerReport, *, restarts_all: bool) -> str:
     """What an update would do, for people."""
     from cluster.cli.console import columns
     from cluster.control.spec_diff import Needs

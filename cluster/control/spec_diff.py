@@ -67,7 +67,7 @@ _SAYS_LINKS = ("kv",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeyChange:
+class SpecChange:
     """One key that an update changes."""
 
     path: str  # "decode.max_running"
@@ -94,10 +94,10 @@ def updated(old: Spec, named: Mapping[str, Any], *, is_whole: bool) -> Spec:
     """
     before = dict(_leaves(old.model_dump(mode="json")))
     wanted = dict(_leaves(parse_spec(dict(named)).model_dump(mode="json"))) if is_whole else {}
-    changes = [KeyChange(path=path, old=before.get(path), new=value) for path, value in wanted.items()]
+    changes = [SpecChange(path=path, old=before.get(path), new=value) for path, value in wanted.items()]
     kept = dict(before)
     for path in before.keys() - wanted.keys() if is_whole else ():  # of a mapping, as labels are
-        if KeyChange(path=path, old=None, new=None).needs is not Needs.DEPLOYMENT:
+        if SpecChange(path=path, old=None, new=None).needs is not Needs.DEPLOYMENT:
             del kept[path]
     kept |= {change.path: change.new for change in changes if change.needs is not Needs.DEPLOYMENT}
     tree = _tree(kept)
@@ -105,15 +105,15 @@ def updated(old: Spec, named: Mapping[str, Any], *, is_whole: bool) -> Spec:
     return parse_spec(tree, origin="the updated spec")
 
 
-def changes_of(old: Spec, new: Spec) -> list[KeyChange]:
+def changes_of(old: Spec, new: Spec) -> list[SpecChange]:
     """In the order of the spec."""
     before, after = dict(_leaves(old.model_dump(mode="json"))), dict(_leaves(new.model_dump(mode="json")))
     paths = list(dict.fromkeys([*before, *after]))
     both = ((path, before.get(path), after.get(path)) for path in paths)
-    return [KeyChange(path=path, old=was, new=becomes) for path, was, becomes in both if was != becomes]
+    return [SpecChange(path=path, old=was, new=becomes) for path, was, becomes in both if was != becomes]
 
 
-def check_possible(changes: Sequence[KeyChange]) -> None:
+def check_possible(changes: Sequence[SpecChange]) -> None:
     """Raises SpecError where one of them is more than an update can do."""
     beyond = [change.path for change in changes if change.needs is Needs.DEPLOYMENT]
     if beyond:

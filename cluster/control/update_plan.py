@@ -20,7 +20,7 @@ _SURGE = 0.25  # of a pool, beyond its size: replicas that are there beside thos
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tally:
+class ReplicaCount:
     """The replicas of one role and one revision."""
 
     ready: int = 0  # they serve, and routers have had the time to see it
@@ -37,8 +37,8 @@ class Tally:
 class RoleView:
     """One role that both revisions have replicas of their own of."""
 
-    leaving: Tally
-    coming: Tally
+    leaving: ReplicaCount
+    coming: ReplicaCount
     leaving_target: int  # with which it was whole
     coming_target: int  # with which it shall be
     room: int = 0  # for so many replicas of the coming one on the nodes of now, beside those that wait for it

@@ -17,10 +17,10 @@ from cluster.control.replica import ReplicaState
 from cluster.control.report import RevisionReport, UpdateReport
 from cluster.control.revision_teller import RevisionTeller
 from cluster.control.role_pools import Goal, RolePools
-from cluster.control.spec_diff import KeyChange, changes_of, check_possible, kind_of, tokens_of
+from cluster.control.spec_diff import SpecChange, changes_of, check_possible, kind_of, tokens_of
 from cluster.control.update import Phase, Update, UpdateOptions
 from cluster.control.update_judge import problem_of
-from cluster.control.update_plan import RoleView, Tally, Wanted, is_at_end, next_step, surge_of
+from cluster.control.update_plan import ReplicaCount, RoleView, Wanted, is_at_end, next_step, surge_of
 from cluster.words.errors import DeployError, SpecError
 from cluster.words.request import Role
 from cluster.words.revisions import Revision, RevisionTable
@@ -46,7 +46,7 @@ class Updater:
         self._waits_for = ""
         self._told: tuple[Revision, ...] | None = None
 
-    def begin(self, desired: Desired, spec: Spec, options: UpdateOptions) -> list[KeyChange]:
+    def begin(self, desired: Desired, spec: Spec, options: UpdateOptions) -> list[SpecChange]:
         """Raises SpecError, and DeployError where there is no room for a new revision beside the old one; then nothing
         has changed. Returns what changes."""
         if desired.update and (desired.update.spec, desired.update.options) == (spec, options):
@@ -291,7 +291,7 @@ class Updater:
         return "; ".join([*parts, self._waits_for] if self._waits_for else parts)
 
 
-def roles_of(changes: Iterable[KeyChange], *, restarts_all: bool = False) -> frozenset[Role]:
+def roles_of(changes: Iterable[SpecChange], *, restarts_all: bool = False) -> frozenset[Role]:
     """Whose replicas an update replaces."""
     return frozenset(Role) if restarts_all else frozenset(role for one in changes for role in one.needs.roles)
 
@@ -321,7 +321,7 @@ def _by_age(update: Update, wanted: Wanted) -> tuple[int, int]:
     return (wanted.coming, wanted.leaving) if is_back else (wanted.leaving, wanted.coming)
 
 
-def _tally(pool: ReplicaPool) -> Tally:
+def _tally(pool: ReplicaPool) -> ReplicaCount:
     now, counts = time.monotonic(), dict.fromkeys(("ready", "starting", "pending", "draining"), 0)
     for life in pool.lives:
         state, since = life.view.state, life.serving_since
@@ -332,7 +332,7 @@ def _tally(pool: ReplicaPool) -> Tally:
             counts["pending"] += 1
         else:
             counts["ready" if state is ReplicaState.READY and is_seen else "starting"] += 1
-    return Tally(**counts)
+    return ReplicaCount(**counts)
 
 
 def _fits(pools: Mapping[Role, PoolSpec], counts: Mapping[Role, int], nodes: list) -> bool:  # type: ignore[type-arg]

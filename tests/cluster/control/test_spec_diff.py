@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from cluster.control.spec_diff import KeyChange, Needs, changes_of, check_possible, kind_of, tokens_of, updated
+from cluster.control.spec_diff import Needs, SpecChange, changes_of, check_possible, kind_of, tokens_of, updated
 from cluster.control.updater import roles_of
 from cluster.words.errors import SpecError
 from cluster.words.request import Role
@@ -46,7 +46,7 @@ def test_each_change_has_its_need(named: dict[str, Any], path: str, needs: Needs
 
 def test_every_key_of_a_spec_is_thought_of() -> None:
     """A new key is refused by an update until somebody has given it a rule, or has written it down here."""
-    beyond = {path for path in _paths(Spec) if KeyChange(path=path, old=0, new=1).needs is Needs.DEPLOYMENT}
+    beyond = {path for path in _paths(Spec) if SpecChange(path=path, old=0, new=1).needs is Needs.DEPLOYMENT}
     assert {path for path in beyond if not path.startswith(("router.", "security."))} == {
         "name", "index", "kv.block_size", "model.source", "model.served_name", "model.max_context", "model.tool_parser",
         "model.reasoning_parser", "model.chat_template", "timeouts.queue_s", "timeouts.request_s", "timeouts.unread_s",

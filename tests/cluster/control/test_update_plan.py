@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.control.update_plan import RoleView, Tally, is_at_end, next_step, surge_of
+from cluster.control.update_plan import ReplicaCount, RoleView, is_at_end, next_step, surge_of
 from cluster.words.request import Role
 
 OLD, NEW = 0, 1
@@ -34,11 +34,11 @@ class _World:
             self.replicas[role, OLD] = [_Replica("ready") for _ in range(old)]
             self.replicas[role, NEW] = []
 
-    def tally(self, role: Role, revision: int) -> Tally:
+    def count_of(self, role: Role, revision: int) -> ReplicaCount:
         counts = dict.fromkeys(("ready", "starting", "pending", "draining"), 0)
         for replica in self.replicas[role, revision]:
             counts[replica.state] += 1
-        return Tally(**counts)
+        return ReplicaCount(**counts)
 
     def room(self, role: Role) -> int:
         taken = sum(len(self.replicas[role, revision]) for revision in (OLD, NEW))
@@ -48,8 +48,8 @@ class _World:
         leaving, coming = (NEW, OLD) if is_back else (OLD, NEW)
         return {
             role: RoleView(
-                leaving=self.tally(role, leaving),
-                coming=self.tally(role, coming),
+                leaving=self.count_of(role, leaving),
+                coming=self.count_of(role, coming),
                 leaving_target=targets[leaving],
                 coming_target=targets[coming],
                 room=self.room(role),
@@ -81,7 +81,10 @@ class _World:
 
     def is_whole(self) -> bool:
         return any(
-            all(self.tally(role, revision).ready >= min(1, targets[revision]) for role, targets in self.targets.items())
+            all(
+                self.count_of(role, revision).ready >= min(1, targets[revision])
+                for role, targets in self.targets.items()
+            )
             for revision in (OLD, NEW)
         )
 
@@ -141,21 +144,23 @@ def test_a_whole_revision_serves_at_each_step_and_it_ends_there_or_back(
 def test_with_room_the_new_come_beside_the_old() -> None:
     world = _World({role: (4, 4) for role in Role}, dict.fromkeys(Role, 8), Random(0))
     world.carry_out()
-    assert all((world.tally(role, OLD).ready, world.tally(role, NEW).pending) == (4, 1) for role in Role)
+    assert all((world.count_of(role, OLD).ready, world.count_of(role, NEW).pending) == (4, 1) for role in Role)
 
 
 def test_without_room_one_makes_it_but_never_the_last() -> None:
     two = _World({role: (2, 2) for role in Role}, dict.fromkeys(Role, 2), Random(0))
     two.carry_out()
-    assert all((two.tally(role, OLD).ready, two.tally(role, OLD).draining) == (1, 1) for role in Role)
+    assert all((two.count_of(role, OLD).ready, two.count_of(role, OLD).draining) == (1, 1) for role in Role)
     one = _World({role: (1, 1) for role in Role}, dict.fromkeys(Role, 1), Random(0))
     one.carry_out()
-    assert all(one.tally(role, OLD).ready == 1 for role in Role)
+    assert all(one.count_of(role, OLD).ready == 1 for role in Role)
 
 
 def test_a_canary_leaves_the_old_ones_where_they_are() -> None:
     views = {
-        role: RoleView(leaving=Tally(ready=4), coming=Tally(ready=1), leaving_target=4, coming_target=1, room=3)
+        role: RoleView(
+            leaving=ReplicaCount(ready=4), coming=ReplicaCount(ready=1), leaving_target=4, coming_target=1, room=3
+        )
         for role in Role
     }
     assert all((one.leaving, one.coming) == (4, 1) for one in next_step(views, is_trial=True).values())
@@ -164,7 +169,9 @@ def test_a_canary_leaves_the_old_ones_where_they_are() -> None:
 
 def test_an_old_one_that_dies_meanwhile_is_replaced_by_its_like() -> None:
     views = {
-        role: RoleView(leaving=Tally(ready=2), coming=Tally(starting=1), leaving_target=4, coming_target=4, room=0)
+        role: RoleView(
+            leaving=ReplicaCount(ready=2), coming=ReplicaCount(starting=1), leaving_target=4, coming_target=4, room=0
+        )
         for role in Role
     }
     assert all(one.leaving == 3 for one in next_step(views).values())
