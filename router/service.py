@@ -153,9 +153,8 @@ class RouterService:
             name=spec.name,
             key=credentials.key(Purpose.REVISIONS),
             router=identity.name.router,
+            known=revisions,
         )
-        if revisions:
-            dispatch.revisions.take(revisions)
         core = RouterCore(dispatch)
         tokenizer = Tokenizer(model_dir)
         source = find_chat_template(model_dir, spec.model.chat_template)

@@ -93,7 +93,7 @@ class Site:
     async def is_updating(self) -> bool:
         """Also while the controller does not answer."""
         status = await self.status()
-        return status is None or bool(status["revision"] and status["revision"]["update"])
+        return status is None or bool((status.get("revision") or {}).get("update"))
 
     def named(self, part: str) -> list[Target]:
         """The controller, the router or the index's actor, as Ray titles its processes."""

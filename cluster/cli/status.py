@@ -71,7 +71,7 @@ def as_text(report: DeploymentReport) -> str:
             notes.append(pool["failures"][-1]["text"])
         if pool["has_given_up"]:
             notes.append("it failed to start too often and is not tried again until `cluster scale`")
-    notes += update_lines(report["revision"])
+    notes += update_lines(report.get("revision"))
     if report["tls"] == "off":
         notes.append(TLS_IS_OFF)
     ready = "ready" if report["ready"] else "not ready"

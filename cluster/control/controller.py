@@ -118,10 +118,8 @@ class Controller:
         return {role.value: (before[role], number) for role, number in wanted.items()}
 
     async def update(self, spec: dict[str, Any], options: UpdateOptions) -> bool:
-        """Begin to turn the deployment into one of `spec`; False where nothing of it has to be replaced.
-
-        Raises SpecError, or DeployError where there is no room; then nothing has changed.
-        """
+        """Begin to turn the deployment into one of `spec`; False where nothing of it has to be replaced. Raises
+        SpecError, or DeployError where there is no room; then nothing has changed."""
         await self._has_adopted.wait()
         self._updates.begin(self._known, parse_spec(spec), options)
         self._changed.set()
@@ -135,6 +133,7 @@ class Controller:
 
     async def revisions(self) -> str:
         """The table that routers read in Redis, for one that starts."""
+        await self._has_adopted.wait()
         return self._updates.tell(self._known).to_json()
 
     async def drain(self, replica: str) -> None:

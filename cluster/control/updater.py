@@ -60,6 +60,7 @@ class Updater:
         check_possible(changes)
         roles = roles_of(changes, restarts_all=options.restarts_all)
         if not roles:
+            self._check_growth(desired, spec, waits=options.waits_for_nodes)
             desired.launch = replace(desired.launch, spec=spec)
         else:
             if not options.waits_for_nodes:
@@ -254,6 +255,13 @@ class Updater:
                     f"cannot make it without a gap; `cluster scale {alone[0]}=2` where there is room, add a node, or "
                     "`cluster down` and deploy anew"
                 ) from None
+
+    def _check_growth(self, desired: Desired, spec: Spec, *, waits: bool) -> None:
+        """As `cluster scale` does. Raises DeployError."""
+        more = {role: spec.pool(role).replicas - desired.spec.pool(role).replicas for role in Role}
+        demands = [ResourceDemand(role, spec.pool(role), number) for role, number in more.items() if number > 0]
+        if demands and not waits:
+            check_fit(demands, live_nodes())
 
     def _revisions(self, desired: Desired) -> tuple[Revision, ...]:
         update = desired.update

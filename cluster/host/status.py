@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from cluster.control.report import ControllerReport, Pools, RevisionReport
 from cluster.host import driver
@@ -29,7 +29,7 @@ class DeploymentReport(TypedDict):
     endpoints: Endpoints
     tls: str  # between its processes: security.tls of the spec
     pools: Pools
-    revision: RevisionReport | None  # None: of a controller that has no updates
+    revision: NotRequired[RevisionReport | None]  # None: of a controller that has no updates
 
 
 def read_status(state: State, controller: Any) -> DeploymentReport:

@@ -23,13 +23,14 @@ logger = logging.getLogger(__name__)
 class RevisionChannel:
     """Either end. Belongs to an event loop."""
 
-    def __init__(self, redis: Redis, *, name: str, key: bytes) -> None:
-        """name: of the deployment. key: 32 bytes that its processes have, and nobody else."""
+    def __init__(self, redis: Redis, *, name: str, key: bytes, least_version: int = 0) -> None:
+        """name: of the deployment. key: 32 bytes that its processes have, and nobody else. least_version: of a table
+        that is read."""
         self._redis = redis
         self._key = key
         self._table = f"{name}:revisions"
         self._counts = f"{name}:revisions:counts"
-        self._version = -1  # of the last table read
+        self._version = least_version - 1  # of the last table read
         self._passed_over: object = None  # of which we have said so
 
     async def publish(self, table: RevisionTable) -> None:

@@ -74,11 +74,11 @@ class Revisions:
         """
         if not self.is_split:
             return [None]
-        mine = next((one for one in self.all if one.number == number), None)
-        tokens = mine.tokens if mine else None
+        oldest = min(self.all, key=lambda one: one.number)  # was there before anybody told revisions apart
+        mine = next((one for one in self.all if one.number == number), oldest)
         return sorted(
             self._newest_first(),
-            key=lambda one: (one.replicas.isdisjoint(untried), one is not mine, one.tokens != tokens),
+            key=lambda one: (one.replicas.isdisjoint(untried), one is not mine, one.tokens != mine.tokens),
         )
 
     def meet(self, one: str, other: str) -> bool:

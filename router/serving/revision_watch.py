@@ -21,11 +21,23 @@ _LOOK_S = 0.25
 class RevisionWatch:
     """Owns `redis`. Where that is away the revisions known stay."""
 
-    def __init__(self, redis: Redis, revisions: Revisions, *, name: str, key: bytes, router: str) -> None:
-        """name: of the deployment. key: by which its processes seal what they say of revisions. router: this one."""
+    def __init__(
+        self,
+        redis: Redis,
+        revisions: Revisions,
+        *,
+        name: str,
+        key: bytes,
+        router: str,
+        known: RevisionTable | None = None,
+    ) -> None:
+        """name: of the deployment. key: by which its processes seal what they say of revisions. router: this one.
+        known: by the controller's own word; an older table is not believed."""
         self._redis = redis
         self._revisions = revisions
-        self._channel = RevisionChannel(redis, name=name, key=key)
+        self._channel = RevisionChannel(redis, name=name, key=key, least_version=known.version if known else 0)
+        if known:
+            revisions.take(known)
         self._router = router
         self._reach = RedisReach("requests go to the revisions that are known")
 

@@ -70,6 +70,7 @@ def test_a_revision_that_does_not_start_is_taken_back(deploy: Deploy) -> None:
     assert deployment.call("status")["spec"]["engine"]["cuda_graphs"] == "auto"
 
 
+@pytest.mark.slow
 def test_an_operator_takes_a_canary_back(deploy: Deploy) -> None:
     deployment = deploy(SMALL)
     deployment.until_ready()
@@ -82,6 +83,7 @@ def test_an_operator_takes_a_canary_back(deploy: Deploy) -> None:
     assert until_over(deployment) == "revision 2 was taken back: an operator has taken it back"
 
 
+@pytest.mark.slow
 def test_what_is_taken_live_replaces_nothing(deploy: Deploy) -> None:
     deployment = deploy(SMALL)
     before = deployment.until_ready()

@@ -106,7 +106,7 @@ class _World:
 _SIZES = st.integers(1, 5)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     sizes=st.fixed_dictionaries({role: st.tuples(_SIZES, _SIZES) for role in Role}),
     spare=st.fixed_dictionaries({role: st.integers(0, 4) for role in Role}),

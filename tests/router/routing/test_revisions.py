@@ -74,6 +74,7 @@ def test_a_request_goes_on_where_it_was_unless_all_has_failed_there() -> None:
     assert numbers(unlike.after(1, untried={"decode-0", "decode-1"})) == [1, 2]
     assert numbers(unlike.after(2, untried={"decode-0", "decode-1"})) == [2, 1]
     assert numbers(unlike.after(2, untried={"decode-0"})) == [1, 2]
+    assert numbers(unlike.after(None, untried={"decode-0", "decode-1"})) == [1, 2]  # from before the update
 
 
 def test_replicas_meet_within_a_revision_and_answers_move_between_those_of_a_kind() -> None:
