@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,9 +76,15 @@ class Site:
         status = await self.status()
         return len(status["pools"][role.value]["replicas"]) if status else 0
 
-    async def scale(self, role: Role, count: int) -> None:
-        """`cluster scale`: how many replicas a pool is to have. Raises ClusterError."""
-        await asyncio.to_thread(driver.ask, self._controller, "scale", {role.value: count})
+    async def scale(self, sizes: Mapping[Role, int]) -> None:
+        """`cluster scale`: how many replicas these pools are to have. Raises ClusterError."""
+        named = {role.value: count for role, count in sizes.items()}
+        await asyncio.to_thread(driver.ask, self._controller, "scale", named)
+
+    async def switch(self, replica: str) -> str:
+        """`cluster switch`: what the replica will be called. Raises ClusterError."""
+        heir: str = await asyncio.to_thread(driver.ask, self._controller, "switch", replica)
+        return heir
 
     async def update(self) -> bool:
         """Begin `cluster update --restart`: all replicas are replaced by others of the same spec; False where there is
@@ -93,7 +100,10 @@ class Site:
     async def is_updating(self) -> bool:
         """Also while the controller does not answer."""
         status = await self.status()
-        return status is None or bool((status.get("revision") or {}).get("update"))
+        if status is None:
+            return True
+        revision = status.get("revision")
+        return revision is not None and revision["update"] is not None
 
     def named(self, part: str) -> list[Target]:
         """The controller, the router or the index's actor, as Ray titles its processes."""

@@ -47,6 +47,7 @@ for command in (
     deploy.deploy,
     status.status,
     operate.scale,
+    operate.switch,
     operate.drain,
     operate.logs,
     update.update,
@@ -85,7 +86,7 @@ def main_options(
             "--as",
             metavar="FILE",
             envvar=CERTIFICATE,
-            help="A file of `cluster operators create`: status, logs, scale, drain and keys by it, without Ray.",
+            help="A file of `cluster operators create`: by it status, logs, scale, switch, drain and keys, no Ray.",
         ),
     ] = None,
 ) -> None:

@@ -43,6 +43,9 @@ class Desired:
     update: Update | None = None
     last_update: str = ""  # what came of it, in a line
     table_version: int = 0  # of what routers are told of revisions
+    # Replicas that have changed their role, or are about to: what Ray calls their gangs (the id of their first life),
+    # and the id that they have now, or will have.
+    switched: dict[str, str] = field(default_factory=dict)
 
     @property
     def spec(self) -> Spec:
@@ -88,6 +91,7 @@ class Desired:
                 "update": self.update.to_tree() if self.update else None,
                 "last_update": self.last_update,
                 "table_version": self.table_version,
+                "switched": self.switched,
             }
         )
 
@@ -110,6 +114,7 @@ class Desired:
             update=Update.from_tree(update) if (update := tree.get("update")) else None,
             last_update=tree.get("last_update", ""),
             table_version=tree.get("table_version", 0),
+            switched=tree.get("switched", {}),
         )
 
 

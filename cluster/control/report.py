@@ -23,6 +23,7 @@ class ReplicaReport(TypedDict):
     stage: str  # what it does at present, or waits for
     fraction: float  # of loading, 0 to 1
     revision: NotRequired[int]  # that has made it
+    was: NotRequired[str]  # the id that it had in the other pool; empty: it has been what it is all its life
 
 
 class FailureReport(TypedDict):

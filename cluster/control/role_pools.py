@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from cluster.control.desired import Desired
 from cluster.control.gang import Home
 from cluster.control.pool import ReplicaPool
+from cluster.control.replica import ReplicaStatus
 from cluster.control.replica_life import ReplicaLife
 from cluster.control.report import PoolReport, ReplicaReport
 from cluster.words.request import Role
@@ -24,11 +25,12 @@ class Goal:
 class RolePools:
     """As one ReplicaPool, which it is while there is one revision. Owned by the controller's event loop."""
 
-    def __init__(self, role: Role, *, changed: Callable[[], None]) -> None:
+    def __init__(self, role: Role, *, make: int = 1, changed: Callable[[], None]) -> None:
+        """make: the revision that makes its replicas, as long as there is one alone."""
         self.role = role
         self._changed = changed
         self._pools: dict[int, ReplicaPool] = {}  # by the revision that has made their replicas; also when it is gone
-        self._newest = 1  # of those that shall be
+        self._newest = make  # of those that shall be
 
     def reconcile(self, goals: Mapping[int, Goal], new_id: Callable[[int], str]) -> None:
         """Start and retire what each revision's goal asks for, by number; of a revision without one all leave.
@@ -48,15 +50,15 @@ class RolePools:
             self._pools[make] = ReplicaPool(self.role, changed=self._changed)
         return self._pools[make]
 
-    def add(self, life: ReplicaLife, make: int) -> None:
-        """Let this one live, which that revision has made."""
-        self.of(make).add(life)
+    def add(self, life: ReplicaLife, make: int | None = None) -> None:
+        """Let this one live, which that revision has made; None: the newest."""
+        self.of(self._newest if make is None else make).add(life)
 
-    def retire(self, replica: str) -> None:
-        """A replica that serves drains first; any other is removed at once."""
+    def retire(self, replica: str, *, heir: ReplicaLife | None = None) -> None:
+        """A replica that serves drains first; any other is removed at once. heir: who goes on with its processes."""
         for pool in self._pools.values():
             if pool.get(replica):
-                pool.retire(replica)
+                pool.retire(replica, heir=heir)
 
     def retry(self) -> None:
         """Forget earlier failures to start."""
@@ -74,6 +76,10 @@ class RolePools:
     def home(self, replica: str) -> Home | None:
         """Where a replica's logs are, also when it is gone."""
         return next((home for pool in self._pools.values() if (home := pool.home(replica))), None)
+
+    @property
+    def views(self) -> list[ReplicaStatus]:
+        return [view for pool in self._pools.values() for view in pool.views]
 
     @property
     def ids(self) -> list[str]:

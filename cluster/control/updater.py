@@ -17,6 +17,7 @@ from cluster.control.replica import ReplicaState
 from cluster.control.report import RevisionReport, UpdateReport
 from cluster.control.revision_teller import RevisionTeller
 from cluster.control.role_pools import Goal, RolePools
+from cluster.control.room import check_room
 from cluster.control.spec_diff import SpecChange, changes_of, check_possible, kind_of, tokens_of
 from cluster.control.update import Phase, Update, UpdateOptions
 from cluster.control.update_judge import problem_of
@@ -60,7 +61,9 @@ class Updater:
         check_possible(changes)
         roles = roles_of(changes, restarts_all=options.restarts_all)
         if not roles:
-            self._check_growth(desired, spec, waits=options.waits_for_nodes)
+            if not options.waits_for_nodes:
+                more = {role: spec.pool(role).replicas - desired.spec.pool(role).replicas for role in Role}
+                check_room(spec, more, is_draining=any(pools.num_draining for pools in self._pools.values()))
             desired.launch = replace(desired.launch, spec=spec)
         else:
             if not options.waits_for_nodes:
@@ -255,13 +258,6 @@ class Updater:
                     f"cannot make it without a gap; `cluster scale {alone[0]}=2` where there is room, add a node, or "
                     "`cluster down` and deploy anew"
                 ) from None
-
-    def _check_growth(self, desired: Desired, spec: Spec, *, waits: bool) -> None:
-        """As `cluster scale` does. Raises DeployError."""
-        more = {role: spec.pool(role).replicas - desired.spec.pool(role).replicas for role in Role}
-        demands = [ResourceDemand(role, spec.pool(role), number) for role, number in more.items() if number > 0]
-        if demands and not waits:
-            check_fit(demands, live_nodes())
 
     def _revisions(self, desired: Desired) -> tuple[Revision, ...]:
         update = desired.update

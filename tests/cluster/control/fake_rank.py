@@ -32,6 +32,9 @@ class FakeRank:
         self._state = "loading"
         self._stopped = threading.Event()
 
+    def __str__(self) -> str:
+        return f"{self._replica} was {self._state}"
+
     def bind(self) -> Binding:
         return {"pid": os.getpid(), "host": "node", "address": f"127.0.0.1:{20_000 + self._rank}", "device": "cpu"}
 
@@ -61,6 +64,10 @@ class FakeRank:
 
     def drain(self) -> None:
         self._state = "draining"
+
+    def succeed(self, before: FakeRank) -> None:
+        print(f"{self._replica} goes on where {before}", flush=True)
+        before.stop()
 
     def stop(self) -> None:
         self._stopped.set()

@@ -141,3 +141,43 @@ async def test_an_adopted_replica_that_is_one_too_many_drains(monkeypatch: pytes
         await adopted.rank.answer("status", STATUS | {"state": "drained"})
         await becomes(lambda: not adopted.pool.ids)
     assert adopted.removed == [True]
+
+
+class WaitingHeir:
+    """A replica that is to have the gang of another."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.gangs: list[FakeGang] = []
+        monkeypatch.setattr(replica_life, "Gang", self._make)
+        self.life = ReplicaLife("prefill-1", make_desired({"timeouts": {"start_s": 1.0}}), was="decode-1")
+        self.living = asyncio.create_task(self.life.live())
+
+    def _make(self, replica: str, desired: Desired, failures: Mapping[str, int]) -> FakeGang:
+        self.gangs.append(FakeGang())
+        return self.gangs[-1]
+
+
+async def test_an_heir_without_a_gang_starts_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    heir = WaitingHeir(monkeypatch)
+    await becomes(lambda: heir.life.view.stage == "waits for decode-1 to drain")
+    assert not heir.life.inherit(None)
+    with pytest.raises(ReplicaFailed, match="not ready 1 s after it was placed"):
+        await heir.living
+    assert heir.gangs[0].is_removed
+
+
+async def test_a_gang_is_left_to_nobody_who_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    heir, gang = WaitingHeir(monkeypatch), FakeGang()
+    await becomes(lambda: heir.life.view.stage)
+    heir.living.cancel()
+    await asyncio.gather(heir.living, return_exceptions=True)
+    assert not heir.life.inherit(gang), "whoever has it removes it"
+
+
+async def test_a_gang_that_was_taken_is_removed_by_who_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    heir, gang = WaitingHeir(monkeypatch), FakeGang()
+    await becomes(lambda: heir.life.view.stage)
+    assert heir.life.inherit(gang)
+    heir.living.cancel()
+    await asyncio.gather(heir.living, return_exceptions=True)
+    assert gang.is_removed
