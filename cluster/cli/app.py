@@ -32,6 +32,7 @@ from cluster.cli import (
     quality,
     simulate,
     status,
+    update,
 )
 from cluster.cli.connection import ADDRESS
 from cluster.host.person_file import CERTIFICATE
@@ -50,6 +51,7 @@ for command in (
     operate.switch,
     operate.drain,
     operate.logs,
+    update.update,
     deploy.down,
     generate.generate,
     generate.chat,
