@@ -31,6 +31,7 @@ from cluster.cli import (
     quality,
     simulate,
     status,
+    update,
 )
 from cluster.cli.connection import ADDRESS
 from cluster.host.person_file import CERTIFICATE
@@ -49,6 +50,7 @@ for command in (
     operate.switch,
     operate.drain,
     operate.logs,
+    update.update,
     deploy.down,
     generate.generate,
     generate.chat,

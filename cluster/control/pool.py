@@ -50,14 +50,16 @@ class ReplicaPool:
         self._failed_starts: Counter[str] = Counter()  # since all was well, by the node's name
         self._past_homes: dict[str, Home] = {}
 
-    def reconcile(self, desired: Desired, new_id: Callable[[], str]) -> None:
-        """Start and retire what `desired` asks for. Starts at most what the backoff allows; never blocks."""
+    def reconcile(self, desired: Desired, new_id: Callable[[], str], *, count: int | None = None) -> None:
+        """Start and retire until there are `count` (None: as many as the spec says). Starts at most what the backoff
+        allows; never blocks."""
+        wanted = desired.spec.pool(self.role).replicas if count is None else count
         now = time.monotonic()
         members = list(self._members.values())
         num_stable = sum(member.is_stable(now) for member in members if member.stays)
-        if members and num_stable >= desired.spec.pool(self.role).replicas:  # not while one is missing
+        if members and num_stable >= wanted:  # not while one is missing
             self.retry()
-        plan = plan_pool(desired.spec.pool(self.role).replicas, self.views, can_start=self._backoff.allows(now))
+        plan = plan_pool(wanted, self.views, can_start=self._backoff.allows(now))
         for replica in plan.retire:
             self.retire(replica)
         for _ in range(plan.start):
@@ -106,6 +108,10 @@ class ReplicaPool:
     @property
     def ids(self) -> list[str]:
         return list(self._members)
+
+    @property
+    def lives(self) -> list[ReplicaLife]:
+        return [member.life for member in self._members.values()]
 
     @property
     def num_draining(self) -> int:

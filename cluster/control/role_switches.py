@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from cluster.control.desired import Desired
-from cluster.control.pool import ReplicaPool
 from cluster.control.pool_plan import plan_switches
 from cluster.control.replica import ReplicaState, replica_id, role_of
 from cluster.control.replica_life import ReplicaLife
+from cluster.control.role_pools import RolePools
 from cluster.words.errors import SpecError
 from cluster.words.request import Role
 from cluster.words.role_switch import hindrance, other
@@ -21,7 +21,7 @@ class RoleSwitches:
     """Owned by the controller's event loop, as the pools are. Nothing here waits: what `desired` says after a call is
     to be saved in the same turn."""
 
-    def __init__(self, pools: Mapping[Role, ReplicaPool]) -> None:
+    def __init__(self, pools: Mapping[Role, RolePools]) -> None:
         self._pools = pools
 
     def check(self, desired: Desired, replica: str) -> None:
@@ -34,6 +34,11 @@ class RoleSwitches:
             raise SpecError(f"{replica} is {life.view.state}: only one that is ready can change its role")
         if role is Role.DECODE and sum(view.state is ReplicaState.READY for view in self._pools[role].views) < 2:
             raise SpecError(f"{replica} is the only decode replica that is ready: nobody could go on with its answers")
+        if not _knows_the_other(desired, role):
+            raise SpecError(
+                f"{replica} was started before an update changed the {other(role)} pool: `cluster update --restart` "
+                "replaces all, or `cluster scale` both pools"
+            )
         if reason := hindrance(spec):
             raise SpecError(f"{replica} cannot become a {other(role)} replica as it is: {reason}")
 
@@ -42,7 +47,8 @@ class RoleSwitches:
         if hindrance(desired.spec):
             return []
         sizes = {role: desired.spec.pool(role).replicas for role in Role}
-        return plan_switches(wanted, sizes, {role: pool.views for role, pool in self._pools.items()})
+        found = plan_switches(wanted, sizes, {role: pool.views for role, pool in self._pools.items()})
+        return [replica for replica in found if _knows_the_other(desired, role_of(replica))]
 
     def begin(self, desired: Desired, replica: str) -> str:
         """Let a replica that serves drain, for an heir in the other pool. Returns the heir's id."""
@@ -75,3 +81,8 @@ class RoleSwitches:
         new = ReplicaLife(heir, desired, was=life.view.id)
         self._pools[new.view.role].add(new)
         self._pools[life.view.role].retire(life.view.id, heir=new)
+
+
+def _knows_the_other(desired: Desired, role: Role) -> bool:
+    """Whether what this role's replicas were started with says of the other role what holds now."""
+    return desired.makes[role] >= desired.makes[other(role)]
