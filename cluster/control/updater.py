@@ -21,7 +21,7 @@ from cluster.control.room import check_room, share_out
 from cluster.control.spec_diff import SpecChange, changes_of, check_possible, kind_of, tokens_of
 from cluster.control.update import Phase, Update, UpdateOptions
 from cluster.control.update_judge import problem_of
-from cluster.control.update_plan import ReplicaCount, RoleView, Wanted, is_at_end, next_step
+from cluster.control.update_plan import ReplicaCount, RoleView, Wanted, is_at_end, next_step, surge_of
 from cluster.words.errors import DeployError, SpecError
 from cluster.words.request import Role
 from cluster.words.revisions import Revision, RevisionTable
@@ -187,10 +187,10 @@ class Updater:
             for role in update.roles
         }
         coming_pools = {role: targets[role][0 if is_back else 1] for role in update.roles}
-        lacking = {
-            role: max(0, coming_pools[role].replicas - tallies[role][0 if is_back else 1].staying)
-            for role in update.roles
-        }
+        lacking = {}
+        for role, pool in coming_pools.items():
+            missing = pool.replicas - tallies[role][0 if is_back else 1].staying
+            lacking[role] = min(max(0, missing), surge_of(max(each.replicas for each in targets[role])))
         rooms = lacking if update.options.waits_for_nodes else self._room(coming_pools, lacking)
         views = {}
         for role in update.roles:
