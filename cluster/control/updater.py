@@ -17,7 +17,7 @@ from cluster.control.replica import ReplicaState
 from cluster.control.report import RevisionReport, UpdateReport
 from cluster.control.revision_teller import RevisionTeller
 from cluster.control.role_pools import Goal, RolePools
-from cluster.control.room import check_room
+from cluster.control.room import check_room, share_out
 from cluster.control.spec_diff import SpecChange, changes_of, check_possible, kind_of, tokens_of
 from cluster.control.update import Phase, Update, UpdateOptions
 from cluster.control.update_judge import problem_of
@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 _SEEN_S = 2.0  # routers have seen by then that a replica serves
 _FAILED_ROUNDS = 3  # of starting replicas of a new revision, before it is taken back
-_MANY = 1_000_000
 
 
 class Updater:
@@ -188,9 +187,11 @@ class Updater:
             for role in update.roles
         }
         coming_pools = {role: targets[role][0 if is_back else 1] for role in update.roles}
-        pending = {role: tallies[role][0 if is_back else 1].pending for role in update.roles}
-        limits = {role: surge_of(max(pool.replicas for pool in targets[role])) for role in update.roles}
-        rooms = self._room(coming_pools, pending, limits, is_endless=update.options.waits_for_nodes)
+        lacking = {}
+        for role, pool in coming_pools.items():
+            missing = pool.replicas - tallies[role][0 if is_back else 1].staying
+            lacking[role] = min(max(0, missing), surge_of(max(each.replicas for each in targets[role])))
+        rooms = lacking if update.options.waits_for_nodes else self._room(coming_pools, lacking)
         views = {}
         for role in update.roles:
             old, new = ((tally, pool.replicas) for tally, pool in zip(tallies[role], targets[role], strict=True))
@@ -218,29 +219,13 @@ class Updater:
         self._waits_for = f"no room for another {' and '.join(short)} replica" if short else ""
         return next_step(views, is_trial=update.phase is Phase.CANARY)
 
-    def _room(
-        self,
-        pools: Mapping[Role, PoolSpec],
-        pending: Mapping[Role, int],
-        limits: Mapping[Role, int],
-        *,
-        is_endless: bool,
-    ) -> dict[Role, int]:
-        """For how many more of each there is room now, beside those that wait for it."""
-        if is_endless:
-            return dict.fromkeys(pools, _MANY)
+    def _room(self, pools: Mapping[Role, PoolSpec], lacking: Mapping[Role, int]) -> dict[Role, int]:
+        """For how many of what each lacks there is room now."""
+        waiting = {role: sum(view.state is ReplicaState.PENDING for view in self._pools[role].views) for role in pools}
         try:
-            nodes = live_nodes()
+            return share_out(live_nodes(), pools, waiting, lacking)
         except RayError:  # what lives stays as it is
             return dict.fromkeys(pools, 0)
-        found: dict[Role, int] = {}
-        for role in sorted(pools, key=lambda role: limits[role]):
-            for more in range(limits[role], -1, -1):
-                asked = dict(pending) | {one: pending[one] + number for one, number in (found | {role: more}).items()}
-                if more == 0 or _fits(pools, asked, nodes):
-                    found[role] = more
-                    break
-        return found
 
     def _check_room(self, desired: Desired, spec: Spec, roles: Iterable[Role]) -> None:
         """There must be room for one replica of each role beside the old ones, or for all but the last of these to make
@@ -332,16 +317,8 @@ def _tally(pool: ReplicaPool) -> ReplicaCount:
         is_seen = since is not None and now - since >= _SEEN_S
         if state is ReplicaState.DRAINING:
             counts["draining"] += 1
-        elif state is ReplicaState.PENDING:
+        elif state is ReplicaState.PENDING and life.view.stage:  # else it has hardly been asked for
             counts["pending"] += 1
         else:
             counts["ready" if state is ReplicaState.READY and is_seen else "starting"] += 1
     return ReplicaCount(**counts)
-
-
-def _fits(pools: Mapping[Role, PoolSpec], counts: Mapping[Role, int], nodes: list) -> bool:  # type: ignore[type-arg]
-    try:
-        check_fit([ResourceDemand(role, pools[role], count) for role, count in counts.items()], nodes)
-    except DeployError:
-        return False
-    return True
