@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import resource
 import time
 from pathlib import Path
@@ -17,11 +18,14 @@ from cluster.control.asking import ask_controller
 from cluster.control.certificates import open_identity
 from cluster.process.garbage import spare_the_old
 from cluster.process.log import redirect_output
-from cluster.words.errors import ReplicaFailed
+from cluster.words.errors import DeployError, ReplicaFailed
 from cluster.words.launch import Launch
 from cluster.words.process_name import ProcessName
+from cluster.words.revisions import RevisionTable
 from cluster.words.traffic import TrafficNews
 from router.service import RouterService
+
+logger = logging.getLogger(__name__)
 
 _LEAVE_S = 15.0  # a router's way out, beside the requests
 _LOOK_S = 0.1  # Serve waits so long for requests of its own, of which there are none
@@ -69,6 +73,7 @@ class Router:
             host=host,
             trail=trail,
             keys=await asyncio.to_thread(ask_controller, spec.name, "keys"),
+            revisions=await asyncio.to_thread(_revisions, spec.name),
         )
         self._service.tell_traffic(functools.partial(_tell_controller, spec.name))
         spare_the_old()
@@ -86,3 +91,12 @@ async def _tell_controller(deployment: str, news: TrafficNews) -> str:
     """Returns which life of its own it is that knows of this. Raises ClusterError."""
     life: str = await asyncio.to_thread(ask_controller, deployment, "note_traffic", news)
     return life
+
+
+def _revisions(deployment: str) -> RevisionTable | None:
+    """None: the controller is of a version that has no updates."""
+    try:
+        return RevisionTable.from_json(ask_controller(deployment, "revisions"))
+    except DeployError as error:
+        logger.warning("the revisions that serve are told by Redis alone: %s", error)
+        return None

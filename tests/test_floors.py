@@ -24,9 +24,10 @@ from tests.rooms import (
 _ARROWS = parse_table("""
 cluster.bench: cluster(rpc wire words)
 cluster.chaos: cluster(control host process rpc wire words)
-cluster.cli: cluster(bench chaos control host identity model process rpc wire words)
+cluster.cli: cluster(bench chaos control doctor host identity model process rpc wire words)
     engine(config quantization tools) kvtransfer(bench) router(autoscale bench simulator)
 cluster.control: cluster(identity index process rpc wire words) router(autoscale)
+cluster.doctor: cluster(control index model process words)
 cluster.grammar: cluster(words)
 cluster.host: cluster(control index model process rpc wire words) router(app text)
 cluster.identity: cluster(words)

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.control.report import Pools
+from cluster.control.update import UpdateOptions
 from cluster.host import driver
 from cluster.host.state import State
 from cluster.host.status import DeploymentReport, read_status
 from cluster.process import processes
-from cluster.words.errors import ClusterError, SpecError
+from cluster.words.errors import ClusterError, DeployError, SpecError
 from cluster.words.request import Role
 
 _TITLES = {"controller": "ray::Controller", "router": "ray::ServeReplica", "index": "ray::EmbeddedIndex"}
@@ -84,6 +85,25 @@ class Site:
         """`cluster switch`: what the replica will be called. Raises ClusterError."""
         heir: str = await asyncio.to_thread(driver.ask, self._controller, "switch", replica)
         return heir
+
+    async def update(self) -> bool:
+        """Begin `cluster update --restart`: all replicas are replaced by others of the same spec; False where there is
+        no room for that. Raises ClusterError."""
+        status = await asyncio.to_thread(driver.ask, self._controller, "status")
+        options = UpdateOptions(restarts_all=True)
+        try:
+            await asyncio.to_thread(driver.ask, self._controller, "update", status["spec"], options)
+        except (DeployError, SpecError):
+            return False
+        return True
+
+    async def is_updating(self) -> bool:
+        """Also while the controller does not answer."""
+        status = await self.status()
+        if status is None:
+            return True
+        revision = status.get("revision")
+        return revision is not None and revision["update"] is not None
 
     def named(self, part: str) -> list[Target]:
         """The controller, the router or the index's actor, as Ray titles its processes."""

@@ -23,6 +23,7 @@ from cluster.cli import (
     capture,
     chaos,
     deploy,
+    doctor,
     explain,
     generate,
     keys,
@@ -33,6 +34,7 @@ from cluster.cli import (
     quality,
     simulate,
     status,
+    update,
 )
 from cluster.cli.connection import ADDRESS
 from cluster.host.person_file import CERTIFICATE
@@ -40,17 +42,18 @@ from cluster.words.errors import ClusterError, SpecError
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 for command in (
+    doctor.doctor,
     deploy.deploy,
     status.status,
     operate.scale,
     operate.switch,
     operate.drain,
     operate.logs,
+    update.update,
     deploy.down,
     generate.generate,
     generate.chat,
@@ -69,6 +72,14 @@ app.add_typer(capture.capture, name="capture")
 app.add_typer(keys.keys, name="keys")
 app.add_typer(operators.operators, name="operators")
 app.add_typer(quality.evaluate, name="eval")
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        from importlib.metadata import version
+
+        print(f"cluster {version('xpyd')}")
+        raise typer.Exit
 
 
 @app.callback()
@@ -91,6 +102,9 @@ def main_options(
             help="A file of `cluster operators create`: by it status, logs, scale, switch, drain and keys, no Ray.",
         ),
     ] = None,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print it, and do nothing.")
+    ] = False,
 ) -> None:
     """Serve one model by prefill and decode replicas: deploy, watch, rescale, ask."""
     if address and certificate:

@@ -16,7 +16,7 @@ from cluster.control import scaling_history
 from cluster.control.desired import Desired
 from cluster.control.node_task import run_on
 from cluster.control.placement import live_nodes
-from cluster.control.pool import ReplicaPool
+from cluster.control.role_pools import RolePools
 from cluster.control.scaling_history import ScalingHistory
 from cluster.control.traffic_book import TrafficBook
 from cluster.words.errors import ClusterError
@@ -73,7 +73,7 @@ class Autoscaling:
     def __init__(
         self,
         name: str,
-        pools: Mapping[Role, ReplicaPool],
+        pools: Mapping[Role, RolePools],
         book: TrafficBook,
         *,
         desired: Callable[[], Desired | None],

@@ -60,14 +60,16 @@ class ReplicaPool:
         self._past_homes: dict[str, Home] = {}
         self._drain_times_s: deque[float] = deque(maxlen=_KEPT_TIMES)
 
-    def reconcile(self, desired: Desired, new_id: Callable[[], str]) -> None:
-        """Start and retire what `desired` asks for. Starts at most what the backoff allows; never blocks."""
+    def reconcile(self, desired: Desired, new_id: Callable[[], str], *, count: int | None = None) -> None:
+        """Start and retire until there are `count` (None: as many as the spec says). Starts at most what the backoff
+        allows; never blocks."""
+        wanted = desired.spec.pool(self.role).replicas if count is None else count
         now = time.monotonic()
         members = list(self._members.values())
         num_stable = sum(member.is_stable(now) for member in members if member.stays)
-        if members and num_stable >= desired.spec.pool(self.role).replicas:  # not while one is missing
+        if members and num_stable >= wanted:  # not while one is missing
             self.retry()
-        plan = plan_pool(desired.spec.pool(self.role).replicas, self.views, can_start=self._backoff.allows(now))
+        plan = plan_pool(wanted, self.views, can_start=self._backoff.allows(now))
         for replica in plan.retire:
             self.retire(replica)
         for _ in range(plan.start):
@@ -119,14 +121,16 @@ class ReplicaPool:
         return list(self._members)
 
     @property
+    def lives(self) -> list[ReplicaLife]:
+        return [member.life for member in self._members.values()]
+
+    @property
     def num_draining(self) -> int:
         return sum(member.life.view.state is ReplicaState.DRAINING for member in self._members.values())
 
-    def is_changing(self, desired: int) -> bool:
-        """Whether replicas come or go. Not where they fail to start, which may go on for ever."""
-        views = [member.life.view for member in self._members.values()]
-        is_settled = len(views) == desired and all(view.state is ReplicaState.READY for view in views)
-        return not is_settled and not self._backoff.has_given_up
+    @property
+    def has_given_up(self) -> bool:
+        return self._backoff.has_given_up
 
     @property
     def start_times_s(self) -> list[float]:

@@ -19,7 +19,8 @@ class FakeRank:
     """Implements cluster.words.rank.Rank.
 
     fault: "raises in load" or "dies in load" (rank 0 alone), "slow load" (until the file `go` appears in the log
-    directory), or "slow drain" (until the file `<replica>.finished` appears there).
+    directory), or "slow drain" (until the file `<replica>.finished` appears there). Where the file `fails` is there, it
+    raises in load, whatever its fault.
     """
 
     def __init__(self, launch: Launch, *, identity: Identity, fault: str = "") -> None:
@@ -39,7 +40,7 @@ class FakeRank:
 
     def load(self, addresses: list[str]) -> None:
         print(f"loading with {len(addresses)} ranks", flush=True)
-        if self._fault == "raises in load" and self._rank == 0:
+        if (self._fault == "raises in load" and self._rank == 0) or (self._dir / "fails").exists():
             raise ValueError("weights.safetensors is\ncut short")
         if self._fault == "dies in load" and self._rank == 0:
             print("about to die", flush=True)

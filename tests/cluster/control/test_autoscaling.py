@@ -11,7 +11,7 @@ import pytest
 
 from cluster.control.autoscaling import Autoscaling
 from cluster.control.desired import Desired
-from cluster.control.pool import ReplicaPool
+from cluster.control.role_pools import RolePools
 from cluster.control.scaling_history import ScalingHistory
 from cluster.control.traffic_book import TrafficBook
 from cluster.words.credentials import Credentials
@@ -57,7 +57,7 @@ class _Site:
     def new_life(self) -> Autoscaling:
         return Autoscaling(
             "test",
-            {role: ReplicaPool(role, changed=lambda: None) for role in Role},
+            {role: RolePools(role, changed=lambda: None) for role in Role},
             TrafficBook(),
             desired=lambda: self.desired,
             scale=self._scale,
