@@ -107,8 +107,8 @@ def replay(
 ) -> None:
     """Replay a trace against a simulated deployment with the autoscaler, in virtual time: what it would have decided,
     and what would have come of it."""
-    from cluster.cli.autoscale_replay import compare_table, replay_trace, rules_of
     from cluster.words.spec_file import load_spec
+    from router.autoscale.trial import replay_trace, rules_of
 
     of = load_spec(spec)
     changes = {
@@ -131,6 +131,25 @@ def replay(
         said=lambda line: print(line, file=sys.stderr, flush=True),
     )
     print(json.dumps(found, indent=1) if as_json else compare_table(found))
+
+
+def compare_table(found: dict[str, Any]) -> str:
+    """Of the autoscaler, and of what was beside it."""
+    from cluster.cli.console import columns
+
+    scaled, fixed = found["scaled"], found["fixed"]
+    rows = [["", "GOOD", "GOOD/S", "TTFT P50 ms", "P99", "ITL P50 ms", "P99", "REUSED"]]
+    for what, report in [*fixed.items(), ("autoscaler", scaled)]:
+        good_per_s = report["good_share"] * report["completed"] / scaled["trace_s"]
+        times = [f"{report[key][q]:,.0f}" for key in ("ttft_ms", "itl_ms") for q in ("p50", "p99")]
+        rows.append([what, f"{report['good_share']:.1%}", f"{good_per_s:.3f}", *times, f"{report['reuse_share']:.1%}"])
+    best = max((report["good_share"] for report in fixed.values()), default=0.0)
+    ratio = f"{scaled['good_share'] / best:.2f} x the best fixed split; " if best else ""
+    return (
+        f"{columns(rows)}\n{scaled['completed']:,} requests in {scaled['trace_s'] / 60:.0f} min; {ratio}"
+        f"{scaled['changes']} changes, {scaled['changes_per_hour']:.1f} an hour; {scaled['mean_replicas']:.1f} replicas"
+        f" on average"
+    )
 
 
 def _line(decision: ScalingDecision) -> str:

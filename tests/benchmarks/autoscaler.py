@@ -22,7 +22,7 @@ from typing import Any
 from cluster.bench import mix as mixes
 from cluster.bench.mix import MixRates, Wave
 from cluster.bench.trace import TraceRequest, read_trace, write_trace
-from cluster.cli.autoscale_replay import compare_table
+from cluster.cli.autoscale import compare_table
 from cluster.words.spec import AutoscaleSpec, PoolBounds
 from router.autoscale.arithmetic import demand_of
 from router.autoscale.decide import Autoscaler

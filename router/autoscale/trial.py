@@ -1,4 +1,4 @@
-"""What `cluster autoscale replay` does: a spec, a profile and a trace to what would have come of it."""
+"""What would have come of the autoscaler, in virtual time: of a spec, a profile and a trace; and every fixed split."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from cluster.bench.trace import TraceRequest
-from cluster.cli.console import columns
 from cluster.words.errors import SpecError
 from cluster.words.spec import AutoscaleSpec, PoolBounds, Spec
 from router.autoscale.decide import Autoscaler
@@ -93,19 +92,3 @@ def splits(limits: ScaleLimits) -> list[PoolSizes]:
         if limits.allow(sizes):
             found.append(sizes)
     return found
-
-
-def compare_table(found: dict[str, Any]) -> str:
-    scaled, fixed = found["scaled"], found["fixed"]
-    rows = [["", "GOOD", "GOOD/S", "TTFT P50 ms", "P99", "ITL P50 ms", "P99", "REUSED"]]
-    for what, report in [*fixed.items(), ("autoscaler", scaled)]:
-        good_per_s = report["good_share"] * report["completed"] / scaled["trace_s"]
-        times = [f"{report[key][q]:,.0f}" for key in ("ttft_ms", "itl_ms") for q in ("p50", "p99")]
-        rows.append([what, f"{report['good_share']:.1%}", f"{good_per_s:.3f}", *times, f"{report['reuse_share']:.1%}"])
-    best = max((report["good_share"] for report in fixed.values()), default=0.0)
-    ratio = f"{scaled['good_share'] / best:.2f} x the best fixed split; " if best else ""
-    return (
-        f"{columns(rows)}\n{scaled['completed']:,} requests in {scaled['trace_s'] / 60:.0f} min; {ratio}"
-        f"{scaled['changes']} changes, {scaled['changes_per_hour']:.1f} an hour; {scaled['mean_replicas']:.1f} replicas"
-        f" on average"
-    )
