@@ -27,7 +27,8 @@ def rules_of(spec: Spec, **changes: Any) -> AutoscaleSpec:
     rules = spec.autoscale
     if rules is None:
         devices = devices_of(spec)
-        most = spec.prefill.replicas * devices.prefill + spec.decode.replicas * devices.decode
+        there_are = spec.prefill.replicas * devices.prefill + spec.decode.replicas * devices.decode
+        most = changes.get("max_devices", there_are)
         bounds = PoolBounds(min=1, max=max(1, most - 1))
         rules = AutoscaleSpec(prefill=bounds, decode=bounds, max_devices=most)
     return AutoscaleSpec.model_validate(rules.model_dump() | changes)
