@@ -24,6 +24,7 @@ from cluster.cli import (
     explain,
     generate,
     keys,
+    monitoring,
     operate,
     operators,
     plan,
@@ -31,6 +32,8 @@ from cluster.cli import (
     quality,
     simulate,
     status,
+    top,
+    trace,
 )
 from cluster.cli.connection import ADDRESS
 from cluster.host.person_file import CERTIFICATE
@@ -53,6 +56,9 @@ for command in (
     generate.chat,
     batch.batch,
     explain.explain,
+    trace.trace,
+    top.top,
+    monitoring.monitoring,
     chaos.chaos,
     simulate.simulate,
     plan.plan,

@@ -28,6 +28,7 @@ from router.routing.decisions import Decisions
 from router.routing.fair_shares import QueuedRequest
 from router.routing.replica_load import ReplicaLoad
 from router.routing.tenant_share import NO_PLACES, Places, most_choices
+from router.serving.flows import Flows
 from router.serving.gate import AdmissionGate
 from router.serving.move import DecodeStream
 from router.serving.pair import Booking, Pair, PromptBooking
@@ -69,6 +70,7 @@ class Dispatch:
         decode replicas, for one tenant; now."""
         self.replicas = replicas
         self.decisions = Decisions()
+        self.flows = Flows()
         self._chooser = chooser
         self._model = model
         self._block_size = block_size

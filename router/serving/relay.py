@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from time import monotonic
 
 from cluster.words.errors import ClusterError
+from cluster.words.life import LifeState
 from cluster.words.prompt_logprobs import PromptLogprobs
 from cluster.words.request import SequenceRequest
 from router.generation import Arrived, Generation
@@ -27,6 +29,7 @@ logger = logging.getLogger(__name__)
 _MAX_FRUITLESS = 5
 _PROGRESS = 8  # tokens
 _BACKOFF_S, _MAX_BACKOFF_S = 0.01, 1.0
+_MAX_TROUBLE = 200  # characters of why an attempt failed, as it is remembered
 
 
 class Relay:
@@ -35,13 +38,15 @@ class Relay:
     def __init__(self, request: SequenceRequest, dispatch: Dispatch, running: set[DecodeStreams]) -> None:
         """running: the attempts of all requests that are under way."""
         self._state = RequestState(request)
-        self.route = self._state.route
+        self.route, self.life = self._state.route, self._state.life
         self._dispatch = dispatch
         self._running = running
         self._attempts: dict[int, Attempt] = {}  # of each choice, the one that serves it now
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Generation:
+        request = self._state.request
+        self._dispatch.decisions.live(request.id, self.life, tenant=request.tenant)
         self._task = asyncio.create_task(self._run())
         return self
 
@@ -69,9 +74,10 @@ class Relay:
             self._state.unfinished.discard(choice)
 
     async def _run(self) -> None:
-        state = self._state
+        state, came = self._state, monotonic()
         try:
             async with self._dispatch.admit(state.request) as pair:
+                state.life.add(LifeState.QUEUE, "", came)
                 await self._serve(state.request.choices, pair)
         except* ClusterError as errors:
             state.outbox.end(_first(errors))
@@ -103,6 +109,7 @@ class Relay:
                 if fruitless == _MAX_FRUITLESS or not self._dispatch.may_try_again(error, failed):
                     raise
                 logger.warning("request=%s goes on elsewhere: %s", state.request.id, error)
+                state.life.troubles.append(str(error)[:_MAX_TROUBLE])
             pair = None
             choices = self._unfinished(choices)
             state.lost(choices)
@@ -123,7 +130,10 @@ class Relay:
             state.route.migrations += 1
         try:
             state.check_deadline()
-            pair = pair or await dispatch.choose(state.continuation(choices), avoid=failed)
+            if pair is None:
+                came = monotonic()
+                pair = await dispatch.choose(state.continuation(choices), avoid=failed)
+                state.life.add(LifeState.QUEUE, "", came)
             if choices := self._unfinished(choices):  # some may have been stopped meanwhile
                 await self._try(choices, pair, failed=failed)
         finally:
