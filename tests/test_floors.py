@@ -108,7 +108,7 @@ router.bench: cluster(bench index process rpc wire words) router(access doors me
 router.doors: cluster(rpc wire words) router(access batches metrics stored text tracing)
 router.generation: cluster(words)
 router.metrics: cluster(rpc words)
-router.monitoring: cluster(rpc) router(metrics routing serving)
+router.monitoring: cluster(rpc words) router(metrics routing serving)
 router.parsers:
 router.routing: cluster(index words)
 router.service: cluster(grammar index model process rpc words) router(access admin_door batches doors metrics routing

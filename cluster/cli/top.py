@@ -136,7 +136,7 @@ def _replica_rows(views: Sequence[View]) -> list[list[str]]:
         used = 1 - (one["blocks_free"] + one["blocks_cached"]) / blocks
         tokens = one["computed_per_s"] if one["role"] == "prefill" else one["generated_per_s"]
         shares = [one["running"] / max(1, one["max_running"]), used, one["blocks_cached"] / blocks, one["reused"]]
-        numbers = [f"{share:.0%}" for share in shares]
+        numbers = ["-" if share is None else f"{share:.0%}" for share in shares]
         rate = [f"{tokens:.0f}", f"{one['link_bytes_per_s'] / 1e6:.1f}"]
         rows.append([one["id"], one["state"], str(one["running"]), str(one["waiting"]), *numbers, *rate])
     return rows

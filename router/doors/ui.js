@@ -89,7 +89,7 @@ function box(replica, x, y) {
     rect(x + 10, y + 52, room, 7, "bar"),
     rect(x + 10, y + 52, room * held, 7, "held"),
     rect(x + 10 + room * held, y + 52, room * cached, 7, "cached"),
-    text(x + 10, y + 70, `KV ${(100 * held).toFixed(0)} % in use, ${(100 * cached).toFixed(0)} % cached, reuse ${(100 * replica.reused).toFixed(0)} %`, "small"),
+    text(x + 10, y + 70, `KV ${(100 * held).toFixed(0)} % in use, ${(100 * cached).toFixed(0)} % cached${replica.reused === null ? "" : `, ${(100 * replica.reused).toFixed(0)} % reused`}`, "small"),
   );
   return group;
 }

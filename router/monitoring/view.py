@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from cluster.rpc import worker_pb2 as pb
+from cluster.words.request import Role
 from router.metrics import Metrics
 from router.monitoring.history import History, Point
 from router.routing.decisions import Decisions
@@ -22,7 +23,7 @@ from router.serving.replica import Replica
 _TAKE_S = 1.0
 _MAX_REPLICAS = 256  # that are told one by one
 _MAX_FLOWS = 128
-_MAX_DECISIONS = 20
+_MAX_DECISIONS = 12
 _MAX_EVENTS = 50
 
 AutoscalerLog = Callable[[], Sequence[Mapping[str, Any]]]
@@ -112,11 +113,18 @@ class RouterView:
             "blocks_below": status.blocks_host + status.blocks_disk,
             "generated_per_s": rate.generated_per_s,
             "computed_per_s": rate.computed_per_s,
-            "reused": totals.prefix_hit_tokens / totals.prompt_tokens if totals.prompt_tokens else 0.0,
+            "reused": _reused(replica),
             "link_bytes_per_s": status.link_bytes_per_s,
             "transfer_failures": totals.transfer_failures,
             "preemptions": totals.preemptions,
         }
+
+
+def _reused(replica: Replica) -> float | None:
+    """Of its prompts' tokens, those that it held; None where prompts are received as well, and nobody counts these."""
+    totals = replica.status.totals
+    is_known = replica.member.role is Role.PREFILL and totals.prompt_tokens
+    return min(1.0, totals.prefix_hit_tokens / totals.prompt_tokens) if is_known else None
 
 
 class _Rate:

@@ -20,7 +20,7 @@ from router.service import RouterService
 from tests.e2e.conftest import Checkpoint
 from tests.identities import router
 from tests.local_cluster import LocalCluster, beside, local_cluster
-from tests.waiting import becomes
+from tests.waiting import becomes, told
 
 _CHROMIUM = shutil.which("chromium")
 playwright = pytest.importorskip("playwright.async_api", reason="no playwright here: pip install playwright")
@@ -72,34 +72,46 @@ async def _look(page: Any, service: RouterService, cluster: LocalCluster) -> Non
     await row.first.locator("a").click()
     await page.wait_for_selector("#life rect.decode", timeout=_WAIT_MS)
     assert _HOSTILE in await page.inner_text("#life-head")
-    states = await page.locator("#life text").all_inner_texts()
+    states = await page.locator("#life text").all_text_contents()
     assert {"compute prefill-0", "wire prefill-0"} <= set(states)
     assert "predicted" in await page.inner_text("#routes")
     assert await page.locator("img").count() == 0 and await page.locator("script").count() == 1
-    if path := os.environ.get("XPYD_SCREENSHOT"):
-        points = "document.querySelector('#rate path').getAttribute('d').split('L').length"
-        await page.wait_for_function(f"{points} > 40", timeout=60_000)
-        await page.screenshot(path=path, full_page=True)
 
     # A kill, and a replica more.
     victim = next(replica for replica in cluster.pools[Role.DECODE] if replica.id == "decode-1")
     victim.send(signal.SIGKILL)
     began = time.monotonic()
-    gone = "(s => !s || s.dataset.state === 'lost')(document.querySelector('[data-replica=\"decode-1\"]'))"
-    await page.wait_for_function(gone, timeout=_SHOWN_MS)
+    ready = '[data-replica="{}"][data-state="ready"]'
+    await page.wait_for_selector(ready.format("decode-1"), state="detached", timeout=_SHOWN_MS)
     print(f"a kill is shown after {time.monotonic() - began:.2f} s")
     added = await cluster.add(Role.DECODE)
     began = time.monotonic()
     await becomes(lambda: service.health()["decode"] == 2)
-    await page.wait_for_selector(f'[data-replica="{added.id}"][data-state="ready"]', timeout=_SHOWN_MS)
+    await page.wait_for_selector(ready.format(added.id), timeout=_SHOWN_MS)
     print(f"a replica more is shown {time.monotonic() - began:.2f} s after it can be used")
     await page.locator("#events tr", has_text="decode-1").first.wait_for(timeout=_WAIT_MS)
+    if path := os.environ.get("XPYD_SCREENSHOT"):
+        await _picture(page, service, path)
     for rank in added.ranks:
         rank.drain()
-    await page.wait_for_function(
-        f"(s => !s || s.dataset.state !== 'ready')(document.querySelector('[data-replica=\"{added.id}\"]'))",
-        timeout=_SHOWN_MS,
-    )
+    await page.wait_for_selector(ready.format(added.id), state="detached", timeout=_SHOWN_MS)
+
+
+async def _picture(page: Any, service: RouterService, path: str) -> None:
+    """For the documents."""
+    async with httpx.AsyncClient(base_url="http://{}:{}".format(*service.http_address)) as client:
+        body = {"prompt": [6 + i % 19 for i in range(90)], "max_tokens": 32, "temperature": 0, "ignore_eos": True}
+        await client.post("/v1/completions", json=body, headers={"x-request-id": "chat-42"}, timeout=60)
+    await page.locator("#decisions a", has_text="chat-42").first.click()
+    await page.locator("#life-head", has_text="chat-42").wait_for(timeout=_WAIT_MS)
+    points = "() => document.querySelector('#rate path').getAttribute('d').split('L').length"
+    await told(lambda: _is_more(page, points, 90), within_s=150)
+    await page.screenshot(path=path, full_page=True)
+
+
+async def _is_more(page: Any, number: str, than: int) -> bool:
+    found: int = await page.evaluate(number)
+    return found > than
 
 
 async def _load(service: RouterService) -> None:
