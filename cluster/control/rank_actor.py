@@ -12,6 +12,7 @@ import time
 from typing import cast
 
 from cluster.control.certificates import open_identity
+from cluster.process.garbage import spare_the_old
 from cluster.process.log import LogPart, log_path, read_log, redirect_output
 from cluster.words.launch import Launch
 from cluster.words.process_name import ProcessName
@@ -47,6 +48,7 @@ class RankActor:
 
     def load(self, addresses: list[str]) -> None:
         self._bound.load(addresses)
+        spare_the_old()
 
     def progress(self) -> Progress:
         return self._bound.progress()

@@ -38,6 +38,7 @@ class TimedStream:
         self._last = now
 
     def end(self, error: str = "") -> None:
+        error = error or ("" if self._last else "it ended before anything came")
         for future in (self.begun, self.ended):
             if not future.done():
                 future.set_exception(ConnectionError(error)) if error else future.set_result(None)

@@ -78,11 +78,12 @@ async def open_grpc_api(
     what is more waits or is refused (UNAVAILABLE). Raises DeployError.
     """
     inference = InferenceServicer(completions, access)
+    max_waiting = 2 * limits.streams
     gate = KeyInterceptor(
         access,
         free=[health.SERVICE_NAME],
         within_s=limits.message_s,
-        max_waiting=2 * limits.streams,
+        max_waiting=max_waiting,
         entered={f"/{SERVICE}/{method}": inference.entered for method in ("Generate", "Tokenize", "Detokenize")},
     )
     server = grpc.aio.server(
@@ -96,6 +97,9 @@ async def open_grpc_api(
             ("grpc.max_connection_age_ms", _ms(limits.age_s)),  # then a client is asked to connect anew
             ("grpc.max_connection_age_grace_ms", _ms(completions.max_request_s)),  # in which what runs may end
             ("grpc.max_concurrent_streams", limits.streams),
+            # Calls that came while this event loop was busy; beyond 1,000 gRPC would cut off one or the other, unsaid.
+            ("grpc.server.max_pending_requests", max_waiting),
+            ("grpc.server.max_pending_requests_hard_limit", max_waiting),
             ("grpc.so_reuseport", int(is_port_shared)),
         ),
     )

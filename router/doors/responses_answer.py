@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from cluster.words.errors import outcome_of
@@ -37,7 +38,7 @@ class ResponseAnswer:
     def __post_init__(self) -> None:
         self._events = ResponseEvents()
         self._output = ResponseOutput(
-            self.id.partition("_")[2], self._logprobs, self._events if self.is_streamed else None
+            self.id.partition("_")[2], partial(_logprobs, self.form), self._events if self.is_streamed else None
         )
         self._finished: Finished | None = None
         self._usage: TokenUsage | None = None
@@ -118,9 +119,10 @@ class ResponseAnswer:
             **more,
         }
 
-    def _logprobs(self, delta: Delta) -> list[JSON]:
-        content: list[JSON] = self.form.logprobs([delta])["content"]
-        return content
+
+def _logprobs(form: ChatForm, delta: Delta) -> list[JSON]:
+    content: list[JSON] = form.logprobs([delta])["content"]
+    return content
 
 
 def _usage(usage: TokenUsage) -> JSON:

@@ -69,6 +69,7 @@ class Attempt:
                 await asyncio.wait({self._prefilling}, timeout=_SHIPPED_S)
         finally:
             self._pair.prompt_booking.end()
+            self._prefilling = None
             try:
                 await self._tasks.close()
             finally:  # a client that leaves may interrupt even this

@@ -28,10 +28,13 @@ class AttemptTasks:
         return task
 
     async def close(self) -> None:
-        """End those that have not ended."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        """End those that have not ended. None is kept: with the error that a task holds and all that its lines were
+        about, the request and its prompt would be a circle, and stay until the collector of those looks."""
+        while tasks := self._tasks:
+            self._tasks = []
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()):

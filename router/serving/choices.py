@@ -23,7 +23,6 @@ class Choices:
 
     def __init__(self, state: RequestState, choices: Sequence[int], *, has_prefill: bool) -> None:
         """has_prefill: the first tokens come from a prefill replica."""
-        self.error: ClusterError | None = None
         self._state = state
         self._choices = choices
         self._has_prefill = has_prefill
@@ -34,6 +33,7 @@ class Choices:
         if not has_prefill:
             self.prefill_spoke.set()
         self._early: list[tuple[int, SampledToken]] = []  # of D, not joined yet
+        self._errors: list[ClusterError] = []  # one at most, until it is raised: it knows by then who waited here
         self._arrived = asyncio.Event()  # set at each token
         self._ended = asyncio.Event()
 
@@ -54,8 +54,8 @@ class Choices:
     async def wait(self) -> None:
         """Until all have finished. Raises the error that came first."""
         await self._ended.wait()
-        if self.error:
-            raise self.error
+        if self._errors:
+            raise self._errors.pop()
 
     async def wait_for(self, choice: int, num_tokens: int) -> None:
         """Until a choice has so many tokens, of all attempts, or has finished."""
@@ -93,7 +93,7 @@ class Choices:
 
     def fail(self, error: ClusterError) -> None:
         """The attempt cannot go on. What it brought stays valid."""
-        self.error = self.error or error
+        self._errors = self._errors or [error]
         self._ended.set()
 
     def _join(self) -> None:

@@ -134,7 +134,7 @@ class AdmissionGate(Generic[T]):
                 give_back(future.result())
             raise
         finally:
-            del self._waiting[queued]
+            del self._waiting[queued], future  # an error that it has knows this line, and would be in a circle
 
     def wake(self) -> None:
         """Something may have become free."""
@@ -183,6 +183,7 @@ class AdmissionGate(Generic[T]):
             taken = choose()
         except Exception as error:  # also a policy's own: it ends this request, and nobody behind it
             future.set_exception(error)
+            del future  # as in `_wait`
             self._leave(queued, queue)
             return False
         if taken is None:

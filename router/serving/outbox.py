@@ -20,7 +20,7 @@ class Outbox:
         self._bundles: deque[dict[int, list[SampledToken]]] = deque()  # by choice; all but the last are full
         self._num_in_last = 0
         self._is_over = False
-        self._error: ClusterError | None = None
+        self._errors: list[ClusterError] = []  # one at most, until it is raised: it knows by then who took
         self._loop = asyncio.get_running_loop()
         self._waking: asyncio.Future[None] | None = None  # of who waits; an Event would cost each token twice as much
 
@@ -37,7 +37,8 @@ class Outbox:
     def end(self, error: ClusterError | None = None) -> None:
         """No more come. The first word counts."""
         if not self._is_over:
-            self._is_over, self._error = True, error
+            self._is_over = True
+            self._errors = [error] if error else []
             self._wake()
 
     async def take(self) -> dict[int, list[SampledToken]]:
@@ -52,8 +53,8 @@ class Outbox:
             finally:
                 self._waking = None
         if not self._bundles:
-            if self._error:
-                raise self._error
+            if self._errors:
+                raise self._errors.pop()
             return {}
         bundle = self._bundles.popleft()
         self.num_waiting -= sum(map(len, bundle.values()))

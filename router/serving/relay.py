@@ -51,9 +51,10 @@ class Relay:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        assert self._task
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        task, self._task = self._task, None  # which knows what it was about when it ended: a circle, if it were kept
+        assert task
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
     def __aiter__(self) -> Relay:
         return self

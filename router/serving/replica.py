@@ -116,6 +116,7 @@ class Replica:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+            del task, either  # they know the error that passes here, and it knows this line: a circle
 
     def forget(self) -> None:
         """It has left. Calls of ours fail as with any replica lost; the channel goes with the last of them."""

@@ -21,16 +21,14 @@ class UnreadLimit:
     def __init__(self, limit_s: float, *, request_id: str) -> None:
         self._limit_s = limit_s
         self._request_id = request_id
-        self._scope = asyncio.timeout(None)
+        self.is_passed = False  # known at the end of the block
+        self._scope: asyncio.Timeout | None = None  # within the block: it knows the task, which knows the whole request
         self._given_at: float | None = None  # None: whoever consumes waits for more
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
 
-    @property
-    def is_passed(self) -> bool:
-        return self._scope.expired()
-
     async def __aenter__(self) -> UnreadLimit:
+        self._scope = asyncio.timeout(None)
         await self._scope.__aenter__()
         self._look()
         return self
@@ -40,8 +38,11 @@ class UnreadLimit:
     ) -> None:
         if self._timer:
             self._timer.cancel()
+        scope, self._scope = self._scope, None
+        assert scope
+        self.is_passed = scope.expired()
         try:
-            await self._scope.__aexit__(kind, error, traceback)
+            await scope.__aexit__(kind, error, traceback)
         except TimeoutError:
             raise ClientTooSlow(f"request {self._request_id}: not read for {self._limit_s:g} s") from None
 
@@ -63,7 +64,7 @@ class UnreadLimit:
     def _look(self) -> None:
         """A timer that is set for each token would cost more than the token."""
         now = self._loop.time()
-        if self._given_at is not None and now - self._given_at > self._limit_s:
+        if self._scope and self._given_at is not None and now - self._given_at > self._limit_s:
             self._scope.reschedule(now)
         else:
             self._timer = self._loop.call_later(self._limit_s / _LOOKS, self._look)

@@ -98,8 +98,11 @@ class FakeCall(Generic[Event]):
     async def __anext__(self) -> Event:
         event = await self._events.get()
         if event is None or isinstance(event, ClusterError):
-            self._events.put_nowait(event)
-            raise event or StopAsyncIteration
+            self._events.put_nowait(None)
+            try:
+                raise event or StopAsyncIteration
+            finally:
+                del event  # it knows this line, which would know it
         return event
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Awaitable, Callable
 from random import Random
 
@@ -149,13 +150,16 @@ def play(scenario: Scenario, seed: int) -> None:
             await scenario(world)
             await world.settle()
             world.check_empty()
+            world.check_forgotten()
         finally:
             await world.close()
 
     loop = VirtualTimeLoop()
+    gc.disable()
     try:
         loop.run_until_complete(run())
     finally:
+        gc.enable()
         loop.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 from random import Random
+from weakref import ref
 
 from cluster.index.membership import Member
 from cluster.words.errors import CapacityError, ClusterError, DeadlineExceeded
@@ -222,6 +223,15 @@ class World:
             assert not self.replicas.index.depths(hashes), f"{client.request.id}: a prefix that is still expected"
         left = {name for task in asyncio.all_tasks() if (name := _name(task)).split(".")[0] in _OF_A_REQUEST}
         assert not left, f"tasks without a request: {left}"
+
+    def check_forgotten(self) -> None:
+        """After `check_empty`, while Python's collector does not run: what served a request is freed with the last one
+        who knows it, and is in no circle."""
+        served = [(client.request.id, ref(client.generation.route)) for client in self.clients if client.generation]
+        for client in self.clients:
+            client.task = client.generation = client.error = None
+        kept = [id for id, route in served if route() is not None]
+        assert not kept, f"what served {kept} waits for the collector of circles"
 
     async def close(self) -> None:
         for client in self.clients:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +12,7 @@ from cluster.words.errors import ReplicaLost
 from cluster.words.handoff import Handoff
 from cluster.words.request import SampledToken, SequenceRequest
 from router.serving.attempt import Attempt
+from router.serving.attempt_tasks import AttemptTasks
 from router.serving.choices import Choices
 from router.serving.decode_streams import DecodeStreams
 from router.serving.dispatch import Dispatch
@@ -62,6 +62,12 @@ def _lost_without_a_word(self: Replica, stream: int, sink: TokenSink) -> None:
     _SUBSCRIBE(self, stream, lambda tokens: sink(tokens) if isinstance(tokens, list) else None)
 
 
+async def _keep_them(self: AttemptTasks) -> None:
+    tasks = list(self._tasks)
+    await _CLOSE(self)
+    self._tasks.extend(tasks)
+
+
 def _hand_on_twice(self: Replica, stream: int, sink: TokenSink) -> None:
     def twice(tokens: list[SampledToken] | ReplicaLost) -> None:
         sink(tokens)
@@ -74,7 +80,7 @@ async def _stop_is_not_noticed(self: Attempt, choice: int) -> None:
     pass
 
 
-_CONTINUATION = RequestState.continuation
+_CLOSE, _CONTINUATION = AttemptTasks.close, RequestState.continuation
 _FOLLOW, _PREFILL, _SUBSCRIBE = ChoiceMove.follow, FakeWorker.prefill, Replica.subscribe
 
 _FAULTS: dict[str, Fault] = {
@@ -91,17 +97,10 @@ _FAULTS: dict[str, Fault] = {
     "a prompt is expected for ever": (PromptBooking, "end", lambda self, is_computed=False: None),
     "streams stay subscribed": (DecodeStreams, "close", lambda self: None),
     "what a frame brings counts twice": (Replica, "subscribe", _hand_on_twice),
+    "what an attempt has done is kept": (AttemptTasks, "close", _keep_them),
     "who has failed is chosen again": (Attempt, "blamed", property(lambda self: set())),
     "no other prefill replica is asked": (Dispatch, "another_prefill", lambda self, request, pair, avoid: None),
 }
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Any:
-    """Thousands of planned losses need not be logged."""
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
