@@ -104,8 +104,9 @@ def _head(views: Sequence[View]) -> str:
     requests = sum(point["requests_per_s"] for point in lately) / seconds
     waiting = sum(view["history"][-1]["waiting"] for view in views if view["history"])
     ttft, itl = (_worst(lately, key) for key in ("ttft_s", "itl_s"))
+    routers = f"{len(views)} router{'s' if len(views) > 1 else ''}"
     return (
-        f"{_text(first['deployment'])}: {len(views)} routers, {counts['prefill']}P{counts['decode']}D, "
+        f"{_text(first['deployment'])}: {routers}, {counts['prefill']}P{counts['decode']}D, "
         f"{tokens:.0f} tokens/s, {requests:.1f} requests/s, {waiting} waiting, TTFT {ttft}, ITL {itl}"
     )
 

@@ -31,14 +31,18 @@ class PromptClock:
         self._times[prompt] = _Times()
 
     def fetching(self, prompt: Prompt) -> None:
-        """Its prefix is asked for."""
-        self._began(prompt)
+        """Its prefix is asked for; again, where it did not come and another one may."""
+        if (times := self._times.get(prompt)) and times.turn is None:
+            times.turn = monotonic()
 
     def computing(self, prompts: Iterable[Prompt]) -> None:
         """A step has rows of these."""
+        now = 0.0
         for prompt in prompts:
-            if times := self._began(prompt):
-                times.fetched = times.fetched or monotonic()
+            if (times := self._times.get(prompt)) and times.fetched is None:
+                now = now or monotonic()
+                times.fetched = now
+                times.turn = times.turn or now
 
     def waited_s(self, prompt: Prompt) -> float:
         """So far, of one that is admitted."""
@@ -58,9 +62,3 @@ class PromptClock:
     def forget(self, prompt: Prompt) -> None:
         """Nobody waits for it any more."""
         self._times.pop(prompt, None)
-
-    def _began(self, prompt: Prompt) -> _Times | None:
-        times = self._times.get(prompt)
-        if times and times.turn is None:
-            times.turn = monotonic()
-        return times
