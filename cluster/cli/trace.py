@@ -12,6 +12,7 @@ from cluster.cli.routers import Admin, remembered
 from cluster.words.life import Span, critical_path, spans_of
 
 _WIDTH = 60  # of the picture
+_SHOWN = 0.01  # of all the time: what is less is left out of the path
 
 
 def trace(
@@ -47,7 +48,8 @@ def picture(id: str, life: dict[str, Any]) -> list[str]:
     lines.append(_row(["STATE", "WHERE", "AT ms", "FOR ms"], widths))
     for span, row in zip(spans, rows, strict=True):
         lines.append(f"{_row(row, widths)}  |{_bar(span, path, total_s)}|")
-    lines.append("critical path: " + (" > ".join(_share(span, total_s) for span in path) or "nothing yet"))
+    shown = [_share(span, total_s) for span in path if span.end_s - span.start_s >= _SHOWN * total_s]
+    lines.append("critical path: " + (" > ".join(shown) or "nothing yet"))
     lines += [f"went on elsewhere: {trouble}" for trouble in life["troubles"]]
     return lines
 
