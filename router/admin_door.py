@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from cluster.index.redis_client import connect_redis
 from cluster.index.router_addresses import RouterAddresses
@@ -13,7 +14,7 @@ from router.doors.admin_api import create_admin_app, open_admin_listener
 from router.doors.http_listener import HttpListener
 from router.doors.ui_page import UiPage
 from router.metrics import Metrics
-from router.monitoring.view import AutoscalerLog, RouterView
+from router.monitoring.view import RouterView
 from router.serving.dispatch import Dispatch
 
 _ANY = ("0.0.0.0", "::")
@@ -22,9 +23,10 @@ _ANY = ("0.0.0.0", "::")
 class AdminDoor:
     """Lives on the event loop of its router."""
 
-    def __init__(self, listener: HttpListener, addresses: RouterAddresses) -> None:
+    def __init__(self, listener: HttpListener, addresses: RouterAddresses, scaling: list[Mapping[str, Any]]) -> None:
         self._listener = listener
         self._addresses = addresses
+        self._scaling = scaling
 
     @classmethod
     async def open(
@@ -38,11 +40,11 @@ class AdminDoor:
         metrics: Metrics,
         health: Callable[[], Mapping[str, int]],
         tasks: Supervisor,
-        autoscaler: AutoscalerLog = tuple,
     ) -> AdminDoor:
         """node: the address of this machine among the others. health: usable replicas by role. tasks: among which its
-        own run. autoscaler: as RouterView has it. Raises DeployError."""
+        own run. Raises DeployError."""
         known: dict[str, str] = {}
+        scaling: list[Mapping[str, Any]] = []
         view = RouterView(
             deployment=spec.name,
             router=router,
@@ -51,7 +53,7 @@ class AdminDoor:
             decisions=dispatch.decisions,
             flows=dispatch.flows,
             routers=lambda: known,
-            autoscaler=autoscaler,
+            autoscaler=lambda: scaling,
         )
         app = create_admin_app(
             deployment=spec.name,
@@ -75,12 +77,16 @@ class AdminDoor:
         )
         tasks.start("addresses", addresses.run)
         tasks.start("view", view.run)
-        return cls(listener, addresses)
+        return cls(listener, addresses, scaling)
 
     @property
     def address(self) -> tuple[str, int]:
         """Where it listens."""
         return self._listener.address
+
+    def show_scaling(self, decisions: Sequence[Mapping[str, Any]]) -> None:
+        """The last decisions of an autoscaler, the latest first, as RouterView has them."""
+        self._scaling[:] = decisions
 
     async def close(self) -> None:
         await self._listener.close(grace_s=0)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from cluster.grammar.compiler import GrammarCompiler
 from cluster.index.redis_client import connect_redis
@@ -231,6 +232,12 @@ class RouterService:
     def is_ready(self) -> bool:
         """Whether requests should come here."""
         return not self._is_closing and self.health()[Role.DECODE] > 0
+
+    def show_scaling(self, decisions: Sequence[Mapping[str, Any]]) -> None:
+        """For operators: the last decisions of an autoscaler, the latest first, each with `at` (unix seconds), `text`
+        and `reason`."""
+        assert self._admin
+        self._admin.show_scaling(decisions)
 
     async def close(self) -> None:
         """Say that no more requests should come, let those under way finish for as long as the spec says, and go."""

@@ -73,6 +73,7 @@ async def _look(services: list[RouterService]) -> None:
     await told(all_targets)
 
     # And of what it sees.
+    services[0].show_scaling([{"at": 0.0, "text": "2P1D", "reason": "first tokens come late"}])
     view = (await admins[0].get("/debug/view")).json()
     assert {one["id"]: one["state"] for one in view["replicas"]} == {"prefill-0": "ready", "decode-1": "ready"}
     (flow,) = view["flows"]
@@ -83,6 +84,7 @@ async def _look(services: list[RouterService]) -> None:
     assert decision["options"][0]["prefill"] == "prefill-0" and decision["options"][0]["cost_s"] > 0
     assert sorted(view["routers"].values()) == sorted(addresses)
     lines = plain([view, (await admins[1].get("/debug/view")).json()]).splitlines()
+    assert view["autoscaler"][0]["text"] == "2P1D" and any("first tokens come late" in line for line in lines)
     assert "2 routers, 1P1D" in lines[0] and any(line.startswith("decode-1") for line in lines)
 
     # As a page, which no other page may read through a name of its own.
