@@ -11,6 +11,7 @@ durations, so that a trace is whole also where a replica was lost, and no clocks
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -28,7 +29,8 @@ if TYPE_CHECKING:  # whoever does not trace does not load it
     from opentelemetry.trace import Tracer
 
 _MAX_REPLICAS = 256  # whose resources are kept; ids are never used again
-_LAST_WORDS_S = 3.0  # for the last spans to be sent
+_LAST_WORDS_S = 3.0  # for spans to be sent, the last ones included
+_SAY_S = 60.0
 _ROUTER = "router"
 
 
@@ -63,7 +65,8 @@ class Tracing:
                 "pip install opentelemetry-exporter-otlp-proto-http"
             ) from None
         endpoint = None if spec.otlp_endpoint == "environment" else spec.otlp_endpoint.rstrip("/") + "/v1/traces"
-        processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint))
+        processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=_LAST_WORDS_S))
+        logging.getLogger(OTLPSpanExporter.__module__).addFilter(Seldom(_SAY_S))
         return cls(processor, ratio=spec.ratio, deployment=deployment, router=router)
 
     def begin(self, name: str, headers: Mapping[str, str]) -> Trace:
@@ -113,6 +116,22 @@ class Tracing:
         provider = TracerProvider(sampler=sampler, resource=Resource.create(who), shutdown_on_exit=False)
         provider.add_span_processor(self._processor)
         return provider
+
+
+class Seldom(logging.Filter):
+    """Of records in a row, lets through the first of each so many seconds: a collector that is away is news once."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._seconds = seconds
+        self._last: float | None = None
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        now = time.monotonic()
+        if self._last is not None and now - self._last < self._seconds:
+            return False
+        self._last = now
+        return True
 
 
 class Trace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -14,6 +15,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from cluster.process.ports import free_port
 from cluster.rpc import inference_pb2 as pb
 from cluster.rpc.inference_pb2_grpc import InferenceStub
 from cluster.words.errors import CapacityError, SpecError
@@ -184,6 +186,23 @@ async def test_calls_to_replicas_carry_it() -> None:
     await worker.close()
     await server.stop(0)
     assert [one.get("traceparent") for one in heard] == [_SAMPLED, _SAMPLED, None, None]
+
+
+async def test_a_collector_that_is_away_keeps_nobody_waiting(
+    completions: MakeCompletions, caplog: pytest.LogCaptureFixture
+) -> None:
+    reason = "no exporter here: pip install opentelemetry-exporter-otlp-proto-http"
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter", reason=reason)
+    spec = TracingSpec(otlp_endpoint=f"http://127.0.0.1:{free_port()}", ratio=1.0)
+    traced = _Traced(completions, ratio=1.0)
+    traced.completions.tracing = tracing = Tracing.of(spec, deployment="d", router="r")
+    assert tracing
+    for _ in range(2):
+        assert await _ask(traced, "http", None)
+        await asyncio.to_thread(tracing.flush)
+    await asyncio.to_thread(tracing.close)
+    said = [record for record in caplog.records if record.name.startswith("opentelemetry")]
+    assert len(said) == 1, "once a minute"
 
 
 def test_without_the_exporter_the_operator_hears_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
