@@ -91,7 +91,7 @@ def _drawn(views: Sequence[View]) -> RenderableType:
     )
 
 
-_STYLES = {"lost": "bold red", "draining": "yellow", "ready": "green"}
+_STYLES = {"lost": "bold red", "draining": "yellow", "joining": "yellow", "ready": "green"}
 _REPLICA_HEADS = ["REPLICA", "STATE", "RUN", "WAIT", "LOAD", "KV USED", "CACHED", "REUSE", "TOKENS/S", "LINK MB/S"]
 
 

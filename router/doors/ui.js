@@ -73,7 +73,7 @@ const edge = (place, leaves) => ({
 });
 
 function box(replica, x, y) {
-  const state = ["ready", "draining", "lost"].includes(replica.state) ? replica.state : "lost";
+  const state = ["ready", "joining", "draining", "lost"].includes(replica.state) ? replica.state : "lost";
   const role = replica.role === "prefill" ? "prefill" : "decode";
   const held = replica.blocks ? 1 - (replica.blocks_free + replica.blocks_cached) / replica.blocks : 0;
   const cached = replica.blocks ? replica.blocks_cached / replica.blocks : 0;

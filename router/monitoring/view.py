@@ -55,6 +55,7 @@ class RouterView:
         self._history = History(metrics)
         self._rates: dict[str, _Rate] = {}  # by replica
         self._states: dict[str, str] = {}
+        self._has_lived: set[str] = set()
         self._events: deque[dict[str, Any]] = deque(maxlen=_MAX_EVENTS)
 
     async def run(self) -> None:
@@ -69,9 +70,10 @@ class RouterView:
         states = {}
         for replica in self._replicas:
             self._rates.setdefault(replica.id, _Rate()).take(replica.status.totals)
-            states[replica.id] = _state(replica)
+            states[replica.id] = self._state(replica)
         for name in [name for name in self._rates if name not in states]:
             del self._rates[name]
+        self._has_lived &= states.keys()
         for name in [*states, *(name for name in self._states if name not in states)]:
             before, now = self._states.get(name), states.get(name, "gone")
             if before != now and (before or self._states or now != "ready"):
@@ -80,7 +82,7 @@ class RouterView:
 
     def now(self, *, has_history: bool = True) -> dict[str, Any]:
         """has_history: with the last minutes; else with their last second alone."""
-        replicas = sorted(self._replicas, key=lambda replica: (_state(replica) == "ready", _order(replica.id)))
+        replicas = sorted(self._replicas, key=lambda replica: (self._state(replica) == "ready", _order(replica.id)))
         points = list(self._history.points)
         return {
             **self._names,
@@ -95,6 +97,12 @@ class RouterView:
             "autoscaler": [dict(one) for one in self._autoscaler()],
         }
 
+    def _state(self, replica: Replica) -> str:
+        if replica.is_alive:
+            self._has_lived.add(replica.id)
+            return "draining" if replica.status.draining else "ready"
+        return "lost" if replica.id in self._has_lived else "joining"
+
     def _told(self, replica: Replica) -> dict[str, Any]:
         status, rate = replica.status, self._rates.get(replica.id) or _Rate()
         totals = status.totals
@@ -102,7 +110,7 @@ class RouterView:
             "id": replica.id,
             "role": replica.member.role.value,
             "address": replica.member.address,
-            "state": _state(replica),
+            "state": self._state(replica),
             "running": status.running,
             "waiting": status.waiting,
             "queued_tokens": status.queued_tokens,
@@ -141,12 +149,6 @@ class _Rate:
             self.generated_per_s = max(0, now[1] - self._last[1]) / seconds
             self.computed_per_s = max(0, now[2] - self._last[2]) / seconds
         self._last = now
-
-
-def _state(replica: Replica) -> str:
-    if not replica.is_alive:
-        return "lost"
-    return "draining" if replica.status.draining else "ready"
 
 
 def _order(replica: str) -> tuple[str, int]:
