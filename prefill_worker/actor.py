@@ -8,8 +8,11 @@ from typing import Any
 from cluster.rpc.worker_pb2_grpc import add_PrefillWorkerServicer_to_server
 from cluster.words.launch import Launch
 from cluster.words.request import Role
+from cluster.words.role_switch import hindrance
+from cluster.words.spec import Spec
 from cluster.worker.rank_process import RankProcess
 from cluster.worker.role_parts import LeaderParts, RoleParts
+from engine.config import EngineConfig
 from prefill_worker.server import PrefillServicer
 from prefill_worker.worker import PrefillWorker
 
@@ -21,8 +24,15 @@ def make_rank(launch: Launch, **arguments: Any) -> RankProcess[PrefillWorker]:
         servicer=PrefillServicer(),
         add_servicer=add_PrefillWorkerServicer_to_server,
         make_worker=_make_worker,
+        configure=_configure,
     )
     return RankProcess(launch, role=parts, **arguments)
+
+
+def _configure(config: EngineConfig, spec: Spec) -> EngineConfig:
+    """It may become a decode replica, which should not have to record its steps first."""
+    records = spec.engine.cuda_graphs == "auto" and not hindrance(spec)
+    return replace(config, recorded_rows=spec.decode.max_running if records else 0)
 
 
 def _make_worker(parts: LeaderParts) -> PrefillWorker:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
 import time
 from pathlib import Path
@@ -16,10 +17,13 @@ from cluster.control.asking import ask_controller
 from cluster.control.certificates import open_identity
 from cluster.process.garbage import spare_the_old
 from cluster.process.log import redirect_output
-from cluster.words.errors import ReplicaFailed
+from cluster.words.errors import DeployError, ReplicaFailed
 from cluster.words.launch import Launch
 from cluster.words.process_name import ProcessName
+from cluster.words.revisions import RevisionTable
 from router.service import RouterService
+
+logger = logging.getLogger(__name__)
 
 _LEAVE_S = 15.0  # a router's way out, beside the requests
 _LOOK_S = 0.1  # Serve waits so long for requests of its own, of which there are none
@@ -68,6 +72,7 @@ class Router:
             node=ray.util.get_node_ip_address(),
             trail=trail,
             keys=await asyncio.to_thread(ask_controller, spec.name, "keys"),
+            revisions=await asyncio.to_thread(_revisions, spec.name),
         )
         spare_the_old()
 
@@ -78,3 +83,12 @@ class Router:
 
     async def __del__(self) -> None:
         await self._service.close()
+
+
+def _revisions(deployment: str) -> RevisionTable | None:
+    """None: the controller is of a version that has no updates."""
+    try:
+        return RevisionTable.from_json(ask_controller(deployment, "revisions"))
+    except DeployError as error:
+        logger.warning("the revisions that serve are told by Redis alone: %s", error)
+        return None

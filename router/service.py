@@ -23,6 +23,7 @@ from cluster.words.credentials import Credentials, Purpose
 from cluster.words.network import is_loopback
 from cluster.words.papers import Identity
 from cluster.words.request import Role
+from cluster.words.revisions import RevisionTable
 from cluster.words.spec import RouterSpec, Spec
 from router.access.access import Access
 from router.admin_door import AdminDoor
@@ -42,6 +43,7 @@ from router.serving.discovery import Discovery
 from router.serving.dispatch import Dispatch
 from router.serving.grpc_worker import GrpcWorker
 from router.serving.replicas import Replicas
+from router.serving.revision_watch import RevisionWatch
 from router.stored.response_store import StoreBounds
 from router.stored.responses import StoredResponses
 from router.text.chat_template import ChatTemplate, find_chat_template
@@ -66,6 +68,7 @@ class RouterService:
         completions: Completions,
         core: RouterCore,
         discovery: Discovery,
+        revisions: RevisionWatch,
         metrics: Metrics,
         access: Access,
         stored: StoredResponses,
@@ -75,9 +78,11 @@ class RouterService:
         drain_s: float,
     ) -> None:
         self._completions = completions
+        self._core = core
         self._dispatch = core.dispatch
         self._replicas = core.dispatch.replicas
         self._discovery = discovery
+        self._revisions = revisions
         self._metrics = metrics
         self._access = access
         self._stored = stored
@@ -100,12 +105,13 @@ class RouterService:
         node: str | None = None,
         trail: Path | None = None,
         keys: KeyBook | None = None,
+        revisions: RevisionTable | None = None,
     ) -> RouterService:
         """Load the model's text side, find the replicas, open both doors. Raises SpecError, DeployError.
 
         identity: by a name that no other one of this deployment has. host: where the doors listen. node: the address of
-        this machine among the others; None: that one. trail: the file with one line for each request. keys: what the
-        controller has said of API keys; None: Redis alone says it.
+        this machine among the others; None: that one. trail: the file with one line for each request. keys, revisions:
+        what the controller has said of API keys and of the revisions that serve; None: Redis alone says it.
         """
         model_dir = await asyncio.to_thread(model_source.resolve, spec.model.source)
         config = model_config.load(model_dir)
@@ -143,6 +149,14 @@ class RouterService:
             max_waiting=spec.router.max_waiting,
             metrics=metrics,
             tenant_share=lambda: spec.router.tenant_share if access.has_many_tenants else 1.0,
+        )
+        watch = RevisionWatch(
+            connect_redis(credentials.index_url),
+            dispatch.revisions,
+            name=spec.name,
+            key=credentials.key(Purpose.REVISIONS),
+            router=identity.name.router,
+            known=revisions,
         )
         core = RouterCore(dispatch)
         tokenizer = Tokenizer(model_dir)
@@ -186,7 +200,9 @@ class RouterService:
             at_a_time=min(_MAX_LINES, max(1, spec.decode.max_running // 2)),
         )
         drain_s = spec.timeouts.drain_s
-        service = cls(completions, core, discovery, metrics, access, stored, batches, tasks=tasks, drain_s=drain_s)
+        service = cls(
+            completions, core, discovery, watch, metrics, access, stored, batches, tasks=tasks, drain_s=drain_s
+        )
         await service._open_doors(spec, host=host)
         await service._open_admin(spec, credentials, router=identity.name.router, node=node or host)
         discovery.start()
@@ -253,7 +269,9 @@ class RouterService:
         if self._batches:
             await self._batches.close()
         await self._discovery.close()
+        await self._core.close()
         await self._tasks.close()
+        await self._revisions.close()
         await self._replicas.close()
         if tracing := self._completions.tracing:
             await asyncio.to_thread(tracing.close)
@@ -306,6 +324,7 @@ class RouterService:
     def _start(self, core: RouterCore, spec: RouterSpec) -> None:
         """What runs for as long as the router does."""
         self._tasks.start("health", self._watch)
+        self._tasks.start("revisions", self._revisions.follow_forever)
         if self._batches:
             self._batches.start(self._tasks)
         if spec.rebalance:

@@ -19,6 +19,7 @@ import redis
 import decode_worker.actor
 import prefill_worker.actor
 from cluster.control import authority_store
+from cluster.control.replica import role_of
 from cluster.identity.authority import Authority
 from cluster.index.redis_client import connect_redis
 from cluster.model import config as model_config
@@ -28,6 +29,7 @@ from cluster.words.launch import Launch
 from cluster.words.papers import Identity
 from cluster.words.process_name import ProcessName
 from cluster.words.request import Role, SampledToken, Sampling, SequenceRequest
+from cluster.words.role_switch import other
 from cluster.words.spec import Spec
 from cluster.words.spec_file import parse_spec
 from cluster.words.thinking_budget import ThinkingBudget
@@ -198,6 +200,26 @@ class LocalCluster:
         for rank in replica.ranks:
             rank.drain()
         await becomes(lambda: replica.ranks[0].status()["state"] == "drained")
+
+    async def switch(self, replica: LocalReplica) -> LocalReplica:
+        """Let a replica whose ranks are in this process become one of the other pool, and wait until the router sees
+        it."""
+        role = other(role_of(replica.id))
+        heir = LocalReplica(f"{role}-{self._next_id}", [])
+        self._next_id += 1
+        await self.drain(replica)
+        for rank in range(len(replica.ranks)):
+            identity = self.identity(ProcessName.of_rank(self.spec.name, heir.id, rank))
+            heir.ranks.append(_MAKERS[role](self.launch, identity=identity, host="127.0.0.1"))
+        bindings = await asyncio.gather(*(asyncio.to_thread(rank.bind) for rank in heir.ranks))
+        pairs = zip(heir.ranks, replica.ranks, strict=True)
+        await asyncio.gather(*(asyncio.to_thread(rank.succeed, before) for rank, before in pairs))
+        self.pools[role_of(replica.id)].remove(replica)
+        self.pools[role].append(heir)
+        addresses = [binding["address"] for binding in bindings]
+        await asyncio.gather(*(asyncio.to_thread(rank.load, addresses) for rank in heir.ranks))
+        await self.until(lambda: (seen := self.replicas.get(heir.id)) and seen.is_usable)
+        return heir
 
     def seen(self, replica: LocalReplica) -> Replica:
         """As the router sees it."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from cluster.chaos.network import partition
 from cluster.words.request import Role
+from cluster.words.role_switch import other
 
 if TYPE_CHECKING:  # the command line shows the names before it may import Ray
     from cluster.chaos.load import LoadGenerator
@@ -25,6 +26,7 @@ _SLOW_S = 6.0
 _SLOW_TURN_S = 0.1
 _SLOW_SHARE = 0.25  # of each turn, the part in which a slow rank may run
 _DRAIN_S = 120.0
+_UPDATE_S = 300.0
 _POLL_S = 0.2
 _STORM_S = 6.0
 _STORM_SHARE = 0.7  # of the requests of a storm, those that are given up
@@ -88,14 +90,39 @@ async def _rescale(role: Role, scene: Scene) -> str:
     count = await scene.site.size(role)
     if count < 2:
         return ""
-    await scene.site.scale(role, 1)
+    await scene.site.scale({role: 1})
     try:
         async with asyncio.timeout(_DRAIN_S):
             while await scene.site.size(role) != 1:
                 await asyncio.sleep(_POLL_S)
     finally:
-        await scene.site.scale(role, count)
+        await scene.site.scale({role: count})
     return f"{count} to 1 to {count}"
+
+
+async def _update(scene: Scene) -> str:
+    if not await scene.site.update():
+        return ""
+    async with asyncio.timeout(_UPDATE_S):
+        while await scene.site.is_updating():
+            await asyncio.sleep(_POLL_S)
+    return "every replica"
+
+
+async def _switch(role: Role, scene: Scene) -> str:
+    replicas = sorted({target.replica for target in await scene.site.ranks(role)})
+    if len(replicas) < 2:
+        return ""
+    sizes = {pool: await scene.site.size(pool) for pool in Role}
+    replica = scene.random.choice(replicas)
+    heir = await scene.site.switch(replica)
+    try:
+        async with asyncio.timeout(_DRAIN_S):
+            while heir not in {target.replica for target in await scene.site.ranks(other(role))}:
+                await asyncio.sleep(_POLL_S)
+    finally:
+        await scene.site.scale(sizes)
+    return f"{replica} to {heir} and back"
 
 
 async def _abort_storm(scene: Scene) -> str:
@@ -124,6 +151,9 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "rescale-prefill": Fault("the prefill pool is scaled to one replica, and back", partial(_rescale, Role.PREFILL)),
     "rescale-decode": Fault("the decode pool is scaled to one replica, and back", partial(_rescale, Role.DECODE)),
+    "update": Fault("all replicas are replaced by those of another revision, of the same spec", _update),
+    "switch-prefill": Fault("a prefill replica becomes a decode replica, and back", partial(_switch, Role.PREFILL)),
+    "switch-decode": Fault("a decode replica becomes a prefill replica, and back", partial(_switch, Role.DECODE)),
     "redis-down": Fault("kill -9 of the embedded Redis, which comes back empty", partial(_kill, "redis")),
     "redis-stop": Fault(f"the embedded Redis stands still for {_STOPPED_S:g} s", partial(_stop, "redis")),
     "controller": Fault("kill -9 of the controller", partial(_kill, "controller")),

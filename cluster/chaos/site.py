@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from cluster.control.report import Pools
+from cluster.control.update import UpdateOptions
 from cluster.host import driver
 from cluster.host.state import State
 from cluster.host.status import DeploymentReport, read_status
 from cluster.process import processes
-from cluster.words.errors import ClusterError, SpecError
+from cluster.words.errors import ClusterError, DeployError, SpecError
 from cluster.words.request import Role
 
 _TITLES = {"controller": "ray::Controller", "router": "ray::ServeReplica", "index": "ray::EmbeddedIndex"}
@@ -74,9 +76,34 @@ class Site:
         status = await self.status()
         return len(status["pools"][role.value]["replicas"]) if status else 0
 
-    async def scale(self, role: Role, count: int) -> None:
-        """`cluster scale`: how many replicas a pool is to have. Raises ClusterError."""
-        await asyncio.to_thread(driver.ask, self._controller, "scale", {role.value: count})
+    async def scale(self, sizes: Mapping[Role, int]) -> None:
+        """`cluster scale`: how many replicas these pools are to have. Raises ClusterError."""
+        named = {role.value: count for role, count in sizes.items()}
+        await asyncio.to_thread(driver.ask, self._controller, "scale", named)
+
+    async def switch(self, replica: str) -> str:
+        """`cluster switch`: what the replica will be called. Raises ClusterError."""
+        heir: str = await asyncio.to_thread(driver.ask, self._controller, "switch", replica)
+        return heir
+
+    async def update(self) -> bool:
+        """Begin `cluster update --restart`: all replicas are replaced by others of the same spec; False where there is
+        no room for that. Raises ClusterError."""
+        status = await asyncio.to_thread(driver.ask, self._controller, "status")
+        options = UpdateOptions(restarts_all=True)
+        try:
+            await asyncio.to_thread(driver.ask, self._controller, "update", status["spec"], options)
+        except (DeployError, SpecError):
+            return False
+        return True
+
+    async def is_updating(self) -> bool:
+        """Also while the controller does not answer."""
+        status = await self.status()
+        if status is None:
+            return True
+        revision = status.get("revision")
+        return revision is not None and revision["update"] is not None
 
     def named(self, part: str) -> list[Target]:
         """The controller, the router or the index's actor, as Ray titles its processes."""

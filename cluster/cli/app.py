@@ -34,6 +34,7 @@ from cluster.cli import (
     status,
     top,
     trace,
+    update,
 )
 from cluster.cli.connection import ADDRESS
 from cluster.host.person_file import CERTIFICATE
@@ -49,8 +50,10 @@ for command in (
     deploy.deploy,
     status.status,
     operate.scale,
+    operate.switch,
     operate.drain,
     operate.logs,
+    update.update,
     deploy.down,
     generate.generate,
     generate.chat,
@@ -89,7 +92,7 @@ def main_options(
             "--as",
             metavar="FILE",
             envvar=CERTIFICATE,
-            help="A file of `cluster operators create`: status, logs, scale, drain and keys by it, without Ray.",
+            help="A file of `cluster operators create`: by it status, logs, scale, switch, drain and keys, no Ray.",
         ),
     ] = None,
 ) -> None:

@@ -28,8 +28,8 @@ def find_state(name: str | None, *, by_certificate: bool = False, to_remove: boo
         deployment = PersonFile.load(certificate).identity.name.deployment
         if not by_certificate or name not in (None, deployment):
             raise SpecError(
-                f"--as (or {CERTIFICATE}): by that certificate there are status, logs, scale, drain and keys of "
-                f"{deployment}; do all else without it, from a host of its Ray"
+                f"--as (or {CERTIFICATE}): by that certificate there are status, logs, scale, switch, drain and keys "
+                f"of {deployment}; do all else without it, from a host of its Ray"
             )
         return State(name=deployment, ray_address="", local_ray=None, grpc="", http="", deploying=None)
     address = os.environ.get(ADDRESS)

@@ -1,4 +1,4 @@
-"""`cluster scale`, `drain` and `logs`: looking after a deployment that is up."""
+"""`cluster scale`, `switch`, `drain` and `logs`: looking after a deployment that is up."""
 
 from __future__ import annotations
 
@@ -33,12 +33,32 @@ def scale(
     """Change the size of one pool or both, and return when it is done.
 
     A replica that leaves takes no new requests. A prefill replica finishes those that it has, a decode replica hands
-    them over; the other pool is not touched.
+    them over; the other pool is not touched. Where one pool shrinks and the other grows, replicas change their role
+    instead, as by `cluster switch`, where the spec lets them.
     """
     wanted = _parse_sizes(sizes)
     change = _change(name, "scale", wanted, roles=wanted, timeout=timeout, wait_for_nodes=wait_for_nodes)
     what = ", ".join(f"{role} {before} -> {after}" for role, (before, after) in change.answer.items())
-    print(f"scaled {what} in {change.seconds:.1f} s")
+    switched = "".join(f"; {was} became {replica}" for was, replica in change.switched.items())
+    print(f"scaled {what} in {change.seconds:.1f} s{switched}")
+
+
+def switch(
+    replica: Annotated[str, typer.Argument(help="Such as decode-1; see `cluster status`.")],
+    name: Name = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds; default timeouts.start_s + timeouts.drain_s.")] = None,
+) -> None:
+    """Make a replica one of the other pool, under a new id; its weights and cached blocks stay where they are.
+
+    It takes no new requests, hands over its answers or finishes its prompts, and serves in its new role; the sizes of
+    both pools follow. Returns when that is done.
+    """
+    change = _change(name, "switch", replica, roles=("prefill", "decode"), timeout=timeout)
+    sizes = " ".join(f"{role}={pool['desired']}" for role, pool in change.pools.items())
+    if change.switched.get(replica) == change.answer:
+        print(f"{replica} is {change.answer} now, after {change.seconds:.1f} s: {sizes}")
+    else:
+        print(f"{replica} was lost on the way, a fresh replica serves instead, after {change.seconds:.1f} s: {sizes}")
 
 
 def drain(
@@ -85,9 +105,16 @@ def logs(
 class _Change:
     """What came of a change to the pools."""
 
+    known: set[str]  # the replicas that there were before
     answer: Any  # the controller's, when it was asked
     pools: Pools
     seconds: float
+
+    @property
+    def switched(self) -> dict[str, str]:
+        """The replicas that have changed their role meanwhile: what they were, and are."""
+        replicas = [replica for pool in self.pools.values() for replica in pool["replicas"]]
+        return {was: replica["id"] for replica in replicas if (was := replica.get("was", "")) in self.known}
 
 
 def _change(
@@ -103,13 +130,14 @@ def _change(
     from cluster.host.router_admin import await_seen
 
     known_failures = failures_so_far(controller)
+    known = {replica["id"] for pool in ask(controller, "status")["pools"].values() for replica in pool["replicas"]}
     result = ask(controller, method, *args, **kw)
     timeouts = ask(controller, "status")["spec"]["timeouts"]
     deadline = begin + (timeout or timeouts["start_s"] + timeouts["drain_s"])
     with reporter(is_new=False) as report:
         pools = await_ready(controller, roles, deadline=deadline, reporter=report, known_failures=known_failures)
     await_seen(state, {role: pools[role]["desired"] for role in roles}, within_s=_SEE_ALL_S)
-    return _Change(result, pools, time.monotonic() - begin)
+    return _Change(known, result, pools, time.monotonic() - begin)
 
 
 def _parse_sizes(sizes: list[str]) -> dict[str, int]:

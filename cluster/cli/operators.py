@@ -27,7 +27,7 @@ operators = typer.Typer(
 @operators.command()
 def create(
     person: Annotated[str, typer.Argument(metavar="NAME", help="Whose certificate it is to be.")],
-    role: Annotated[PersonRole, typer.Option(help="viewer: status, logs. operator: scale, drain and keys, too.")],
+    role: Annotated[PersonRole, typer.Option(help="viewer: status, logs. operator: scale, switch, drain, keys, too.")],
     days: Annotated[float, typer.Option(min=0.01, max=3650, help="For which it holds.")] = 30.0,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Default: NAME.json, here.")] = None,
     name: Name = None,

@@ -12,6 +12,7 @@ from cluster.cli.deploy import TLS_IS_OFF, Name
 from cluster.words.errors import DeployError, NotDeployed
 
 if TYPE_CHECKING:  # Ray must not be imported before local_ray.join()
+    from cluster.control.report import RevisionReport
     from cluster.host.status import DeploymentReport
 
 _NOT_READY, _NOTHING_DEPLOYED = 1, 3
@@ -40,6 +41,18 @@ def status(
     raise typer.Exit(0 if report["ready"] else _NOT_READY)
 
 
+def update_lines(revision: RevisionReport | None) -> list[str]:
+    """An update under way, or what became of the last one."""
+    if revision is None:
+        return []
+    if update := revision["update"]:
+        why = f" ({update['reason']})" if update["reason"] else ""
+        share = f"{update['share']:.0%} of the requests go there"
+        return [f"update to revision {update['revision']}: {update['phase']}{why}: {update['step']}; {share}"]
+    last = revision["last_update"]
+    return [f"revision {revision['number']}; the last update: {last}"] if last else []
+
+
 def as_text(report: DeploymentReport) -> str:
     """As people read it."""
     from cluster.cli.console import columns
@@ -58,6 +71,7 @@ def as_text(report: DeploymentReport) -> str:
             notes.append(pool["failures"][-1]["text"])
         if pool["has_given_up"]:
             notes.append("it failed to start too often and is not tried again until `cluster scale`")
+    notes += update_lines(report.get("revision"))
     if report["tls"] == "off":
         notes.append(TLS_IS_OFF)
     ready = "ready" if report["ready"] else "not ready"

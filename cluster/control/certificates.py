@@ -11,11 +11,15 @@ from cluster.words.process_name import ProcessName
 
 def open_identity(name: ProcessName, *, tls: str) -> Identity:
     """Of this process, renewed for as long as it lives; `tls` as in the spec. Blocks. Raises ClusterError."""
-    if tls == "off":
-        return Identity(name, None)
-    identity = Identity(name, _obtain(name))
-    Renewal(identity, lambda: _obtain(name)).start()
-    return identity
+    return open_papers(name, tls=tls).identity
+
+
+def open_papers(name: ProcessName, *, tls: str) -> Renewal:
+    """The same, for a process that may take another name: then it stops the renewal of this one."""
+    identity = Identity(name, None if tls == "off" else _obtain(name))
+    renewal = Renewal(identity, lambda: _obtain(name))
+    renewal.start()
+    return renewal
 
 
 def _obtain(name: ProcessName) -> Papers:

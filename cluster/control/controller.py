@@ -12,33 +12,37 @@ import functools
 import logging
 from dataclasses import replace
 from pathlib import Path
-
-from ray.exceptions import RayError
+from typing import Any
 
 from cluster.control import authority_store
 from cluster.control import desired as desired_store
-from cluster.control.authority_store import issue_identity
 from cluster.control.desired import CONTROLLER, Desired, Parts
 from cluster.control.gang import find_replicas, remove_leftovers
 from cluster.control.key_keeper import KeyKeeper
-from cluster.control.node_logs import RouterLogs, read_there
-from cluster.control.operations import Operations
+from cluster.control.node_logs import RouterLogs
+from cluster.control.people_door import PeopleDoor
 from cluster.control.person_book import PersonBook
-from cluster.control.placement import ResourceDemand, check_fit, live_nodes
-from cluster.control.pool import ReplicaPool
+from cluster.control.rank_logs import read_rank
 from cluster.control.remains import remove_remains
 from cluster.control.replica import number_of, replica_id, role_of
 from cluster.control.replica_life import ReplicaLife
 from cluster.control.report import ControllerReport
-from cluster.process.log import LogPart, log_path, read_log, redirect_output
+from cluster.control.revision_teller import RevisionTeller
+from cluster.control.role_pools import RolePools
+from cluster.control.role_switches import RoleSwitches
+from cluster.control.room import check_room
+from cluster.control.update import UpdateOptions
+from cluster.control.updater import Updater
+from cluster.process.log import LogPart, read_log, redirect_output
 from cluster.words.api_key import ApiKey, KeyBook, KeyChange
-from cluster.words.errors import ClusterError, DeployError, RankUnreachable, ReplicaFailed, SpecError
+from cluster.words.errors import DeployError, RankUnreachable, ReplicaFailed, SpecError
 from cluster.words.launch import Launch
-from cluster.words.papers import Certificate, Identity
+from cluster.words.papers import Certificate
 from cluster.words.person import People, PersonRole
 from cluster.words.process_name import ProcessName
 from cluster.words.request import Role
 from cluster.words.spec import MAX_REPLICAS, Spec
+from cluster.words.spec_file import parse_spec
 
 logger = logging.getLogger(__name__)
 
@@ -61,12 +65,14 @@ class Controller:
             redirect_output(_own_log(self._desired.launch.log_dir), who=ACTOR_NAME)
         self._keys = KeyKeeper(self._desired.launch) if self._desired else None
         self._changed = asyncio.Event()
-        self._pools = {role: ReplicaPool(role, changed=self._changed.set) for role in Role}
+        makes = self._desired.makes if self._desired else dict.fromkeys(Role, 1)
+        self._pools = {role: RolePools(role, make=makes[role], changed=self._changed.set) for role in Role}
+        self._updater = self._make_updater(self._desired) if self._desired else None
+        self._switches = RoleSwitches(self._pools)
         self._has_adopted = asyncio.Event()
         self._router_logs = RouterLogs()
         self._people = PersonBook(name)
-        self._operations: Operations | None = None
-        self._identity: Identity | None = None  # to these people
+        self._people_door = PeopleDoor(self, self._people)
         self._loop = asyncio.create_task(self._reconcile_forever())
 
     async def apply(self, launch: Launch, *, parts: Parts) -> None:
@@ -74,9 +80,10 @@ class Controller:
         if self._desired is None:
             redirect_output(_own_log(launch.log_dir), who=ACTOR_NAME)
             authority_store.prepare(launch.spec)
-            await self._open_operations(launch)
+            await self._people_door.open(launch)
             self._desired = Desired(launch=launch, parts=parts)
             self._keys = KeyKeeper(launch)
+            self._updater = self._make_updater(self._desired)
         else:
             _check_same_model(self._desired.spec, launch.spec)
             self._desired = replace(self._desired, launch=replace(self._desired.launch, spec=launch.spec))
@@ -87,25 +94,69 @@ class Controller:
         await self._has_adopted.wait()
         desired = self._known
         pools = {role.value: self._pools[role].report(desired.spec.pool(role).replicas) for role in Role}
-        return {"spec": desired.spec.model_dump(mode="json"), "pools": pools}
+        spec = desired.spec.model_dump(mode="json")
+        return {"spec": spec, "pools": pools, "revision": self._updates.report(desired)}
 
     async def scale(self, replicas: dict[str, int], *, wait_for_nodes: bool = False) -> dict[str, tuple[int, int]]:
         """Change the size of the pools named; the others are not touched. Returns (before, after) of each.
 
-        Raises DeployError, and changes nothing, when the nodes of today have no room, unless `wait_for_nodes`.
+        Where one shrinks and the other grows, replicas change their role in place, as by `switch`, as far as the spec
+        lets them (cluster.words.role_switch): `status` says of each what it `was`. Raises DeployError, and changes
+        nothing, when the nodes of today have no room, unless `wait_for_nodes`.
         """
         desired = self._known
+        self._check_no_update()
         wanted = {Role(role): number for role, number in replicas.items()}
         if any(not 0 <= number <= MAX_REPLICAS for number in wanted.values()):
             raise SpecError(f"a pool has from 0 to {MAX_REPLICAS} replicas")  # a spec with more could not be read again
         before = {role: desired.spec.pool(role).replicas for role in wanted}
+        switching = self._switches.possible(desired, wanted)
         if not wait_for_nodes:
-            self._check_room({role: number - before[role] for role, number in wanted.items()})
+            more = {role: number - before[role] for role, number in wanted.items()}
+            more = {role: number - len(switching) if number > 0 else number for role, number in more.items()}
+            is_draining = any(pool.num_draining for pool in self._pools.values())
+            check_room(desired.spec, more, is_draining=is_draining)
+        for replica in switching:
+            self._switches.begin(desired, replica)
         for role, number in wanted.items():
             desired.scale(role, number)
             self._pools[role].retry()
         self._desire_changed()
         return {role.value: (before[role], number) for role, number in wanted.items()}
+
+    async def update(self, spec: dict[str, Any], options: UpdateOptions) -> bool:
+        """Begin to turn the deployment into one of `spec`; False where nothing of it has to be replaced. Raises
+        SpecError, or DeployError where there is no room; then nothing has changed."""
+        await self._has_adopted.wait()
+        self._updates.begin(self._known, parse_spec(spec), options)
+        self._changed.set()
+        return self._known.update is not None
+
+    async def abort_update(self) -> int:
+        """Take the update back that is under way; the revision that returns. Raises SpecError."""
+        self._updates.abort(self._known, "an operator has taken it back")
+        self._changed.set()
+        return self._known.revision
+
+    async def revisions(self) -> str:
+        """The table that routers read in Redis, for one that starts."""
+        await self._has_adopted.wait()
+        return self._updates.tell(self._known).to_json()
+
+    async def switch(self, replica: str) -> str:
+        """Make a replica that serves one of the other pool, with the processes, weights and cached blocks that it has;
+        the pools' sizes follow. Returns the id that it will have, at once: `status` shows the rest.
+
+        It drains first, as by `drain`. Where it is lost meanwhile, or is not done within timeouts.drain_s, a fresh one
+        starts under the new id. Raises SpecError, and changes nothing, where it cannot be done.
+        """
+        await self._has_adopted.wait()
+        self._pool_of(replica)
+        self._check_no_update()
+        self._switches.check(self._known, replica)
+        heir = self._switches.begin(self._known, replica)
+        self._desire_changed()
+        return heir
 
     async def drain(self, replica: str) -> None:
         """Let one replica finish its work, or hand it over, and leave; a fresh one under a new id takes its place."""
@@ -130,8 +181,9 @@ class Controller:
         home = self._pool_of(replica).home(replica)
         if home is None:
             raise DeployError(f"{replica} has not been placed on a node yet: there is no log")
+        life, log_dir = self._pools[role_of(replica)].get(replica), self._known.launch.log_dir
         return {
-            rank: await self._read_log(replica, rank, home.node_id, lines=lines, start=(starts or {}).get(rank))
+            rank: await read_rank(life, log_dir, replica, rank, home, lines=lines, start=(starts or {}).get(rank))
             for rank in range(home.num_ranks)
         }
 
@@ -175,11 +227,12 @@ class Controller:
     async def stop(self) -> None:
         """Remove every replica at once, and forget the deployment."""
         self._loop.cancel()
-        if self._operations:
-            await self._operations.close()
+        await self._people_door.close()
         await asyncio.gather(*(pool.stop() for pool in self._pools.values()))
         if self._keys:
             await self._keys.close()
+        if self._updater:
+            await self._updater.close()
         remove_remains(self._name)
 
     async def _reconcile_forever(self) -> None:
@@ -189,7 +242,8 @@ class Controller:
                 if not self._has_adopted.is_set():  # nothing may be started beside what lives
                     await self._adopt()
                 self._reconcile()
-                await self._serve_people()
+                if self._desired:
+                    await self._people_door.keep_open(self._desired.launch)
             except Exception:  # an edge: Ray may be away, and without this loop nothing is ever replaced again
                 logger.exception("the replicas are not looked after; trying again")
             with contextlib.suppress(TimeoutError):
@@ -205,14 +259,16 @@ class Controller:
             raise problems[0]
         for life in lives:
             if isinstance(life, ReplicaLife):
-                self._pools[life.view.role].add(life)
+                self._pools[life.view.role].add(life, self._known.make_of(life.view.id, life.view.role))
+        if self._desired:
+            self._switches.resume(self._desired)
         self._has_adopted.set()
 
     async def _adopt_one(self, replica: str) -> ReplicaLife | None:
         try:
             if self._desired is None:
                 raise ReplicaFailed("nothing is desired")
-            life = ReplicaLife(replica, self._desired)
+            life = ReplicaLife(replica, self._desired.as_made(replica, role_of(replica)))
             async with asyncio.timeout(_ADOPT_S):
                 while not await _is_reached(life):
                     await asyncio.sleep(_RECONCILE_S)
@@ -226,56 +282,37 @@ class Controller:
     def _reconcile(self) -> None:
         if (desired := self._desired) is None:
             return
-        for role, pool in self._pools.items():
-            pool.reconcile(desired, functools.partial(self._new_id, role))
+        if self._switches.forget_ended(desired):
+            desired_store.save(desired)
+        for role, goals in self._updates.goals(desired).items():
+            self._pools[role].reconcile(goals, functools.partial(self._new_id, role))
+        self._updates.tell(desired)
 
-    async def _serve_people(self) -> None:
-        if self._desired and not self._operations:
-            try:
-                await self._open_operations(self._desired.launch)
-            except ClusterError as error:
-                logger.warning("people with certificates are not served; trying again: %s", error)
-
-    async def _open_operations(self, launch: Launch) -> None:
-        """Serve people with certificates, if the spec says so. Raises SpecError, DeployError."""
-        if address := launch.spec.security.operators:
-            trail = Path(launch.log_dir).with_name("trail") / "commands.jsonl"
-            name = ProcessName.of_controller(self._name)
-            self._identity = self._identity or issue_identity(launch.spec, name)
-            self._operations = await Operations.open(self, self._people, address, self._identity, trail=trail)
-
-    def _new_id(self, role: Role) -> str:
-        """An id that no replica has had. Stored before it is used, so that this holds across restarts."""
-        number = self._known.take_number(role)
+    def _new_id(self, role: Role, make: int) -> str:
+        """An id that no replica has had, for one that this revision makes. Stored before it is used, so that this holds
+        across restarts."""
+        replica = replica_id(role, self._known.take_number(role))
+        if make != self._known.makes[role]:
+            self._known.made[replica] = make
         desired_store.save(self._known)
-        return replica_id(role, number)
+        return replica
 
-    def _check_room(self, more: dict[Role, int]) -> None:
-        nodes = live_nodes()
-        if min(more.values(), default=0) < 0 or any(pool.num_draining for pool in self._pools.values()):
-            nodes = [replace(node, available=node.total) for node in nodes]  # room is being made; who knows where
-        check_fit(
-            [ResourceDemand(role, self._known.spec.pool(role), max(number, 0)) for role, number in more.items()], nodes
-        )
+    def _make_updater(self, desired: Desired) -> Updater:
+        return Updater(self._pools, teller=RevisionTeller(desired.launch), save=lambda: desired_store.save(self._known))
 
-    def _pool_of(self, replica: str) -> ReplicaPool:
+    def _check_no_update(self) -> None:
+        if update := self._known.update:
+            raise SpecError(
+                f"an update to revision {update.revision} is under way: the pools' sizes are its own till then"
+            )
+
+    def _pool_of(self, replica: str) -> RolePools:
         """The pool to which a replica belongs, or has belonged. Raises SpecError for any other name."""
         for pool in self._pools.values():
             if pool.get(replica) is not None or pool.home(replica) is not None:
                 return pool
         known = ", ".join(replica for pool in self._pools.values() for replica in pool.ids)
         raise SpecError(f"no replica is called {replica}; there are: {known or 'none'}")
-
-    async def _read_log(self, replica: str, rank: int, node_id: str, *, lines: int, start: int | None) -> LogPart:
-        life = self._pools[role_of(replica)].get(replica)
-        if life is not None:
-            with contextlib.suppress(ReplicaFailed, TimeoutError):
-                return await life.read_log(rank, lines=lines, start=start)
-        path = log_path(self._known.launch.log_dir, replica, rank)
-        try:
-            return await read_there(node_id, path, lines=lines, start=start)
-        except (RayError, TimeoutError) as error:
-            raise DeployError(f"{replica}: its node no longer gives out {path}: {type(error).__name__}") from error
 
     def _desire_changed(self) -> None:
         desired_store.save(self._known)
@@ -286,6 +323,12 @@ class Controller:
         if self._keys is None:
             raise DeployError(f"{self._name}: nothing has been deployed yet")
         return self._keys
+
+    @property
+    def _updates(self) -> Updater:
+        if self._updater is None:
+            raise DeployError(f"{self._name}: nothing has been deployed yet")
+        return self._updater
 
     @property
     def _known(self) -> Desired:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from cluster.control.ray_store import StoreEntry
+from cluster.control.update import Update
 from cluster.words.credentials import Credentials
 from cluster.words.launch import Launch
 from cluster.words.records import known_fields
@@ -35,10 +36,34 @@ class Desired:
     launch: Launch
     parts: Parts = Parts()
     next_number: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(Role, 0))  # of replica ids, never reused
+    revision: int = 1  # of the spec
+    last_revision: int = 1  # that there was; never reused
+    makes: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(Role, 1))  # revisions that made its replicas
+    made: dict[str, int] = field(default_factory=dict)  # by replica: the revision that has made it
+    update: Update | None = None
+    last_update: str = ""  # what came of it, in a line
+    table_version: int = 0  # of what routers are told of revisions
+    # Replicas that have changed their role, or are about to: what Ray calls their gangs (the id of their first life),
+    # and the id that they have now, or will have.
+    switched: dict[str, str] = field(default_factory=dict)
 
     @property
     def spec(self) -> Spec:
         return self.launch.spec
+
+    def of(self, spec: Spec) -> Desired:
+        """With another spec: what a replica of another revision is started with."""
+        return replace(self, launch=replace(self.launch, spec=spec))
+
+    def make_of(self, replica: str, role: Role) -> int:
+        """The revision that has made a replica."""
+        return self.made.get(replica, self.makes[role])
+
+    def as_made(self, replica: str, role: Role) -> Desired:
+        """With the spec by which this replica was started."""
+        update = self.update
+        is_new = update is not None and self.make_of(replica, role) == update.revision
+        return self.of(update.spec) if update is not None and is_new else self
 
     def scale(self, role: Role, replicas: int) -> None:
         pool = self.spec.pool(role).model_copy(update={"replicas": replicas})
@@ -59,6 +84,14 @@ class Desired:
                 "credentials": {"secret": credentials.secret.hex()},
                 "parts": asdict(self.parts),
                 "next_number": self.next_number,
+                "revision": self.revision,
+                "last_revision": self.last_revision,
+                "makes": self.makes,
+                "made": self.made,
+                "update": self.update.to_tree() if self.update else None,
+                "last_update": self.last_update,
+                "table_version": self.table_version,
+                "switched": self.switched,
             }
         )
 
@@ -73,8 +106,20 @@ class Desired:
                 credentials=Credentials(secret=secret, index_url=tree["index_url"]),
             ),
             parts=Parts(**known_fields(Parts, tree["parts"])),
-            next_number={Role(role): number for role, number in tree["next_number"].items()},
+            next_number=_by_role(tree["next_number"]),
+            revision=tree.get("revision", 1),
+            last_revision=tree.get("last_revision", 1),
+            makes=_by_role(tree.get("makes", dict.fromkeys(Role, 1))),
+            made=tree.get("made", {}),
+            update=Update.from_tree(update) if (update := tree.get("update")) else None,
+            last_update=tree.get("last_update", ""),
+            table_version=tree.get("table_version", 0),
+            switched=tree.get("switched", {}),
         )
+
+
+def _by_role(numbers: dict[str, int]) -> dict[Role, int]:
+    return {Role(role): number for role, number in numbers.items()}
 
 
 def namespace(name: str) -> str:

@@ -30,6 +30,7 @@ from cluster.control.rank_actor import CONCURRENCY_GROUPS, RankActor
 from cluster.control.replica import parse_rank_name, rank_name, role_of
 from cluster.words.errors import RankUnreachable, ReplicaFailed
 from cluster.words.process_name import ProcessName
+from cluster.words.rank import Binding
 
 _ANSWER_S = 10.0  # a call that only looks takes milliseconds; a machine that swaps takes longer
 _PLACE_POLL_S = 1.0
@@ -57,7 +58,7 @@ class Gang:
     def __init__(self, replica: str, desired: Desired, *, failures: Mapping[str, int] = NO_FAILURES) -> None:
         """failures: how many of its pool's last starts failed on each node, by its name."""
         self.home: Home | None = None  # None before it is placed
-        self._replica = replica
+        self._replica = replica  # its first life's id, which Ray calls it by for good
         self._desired = desired
         self._role = role_of(replica)
         self._pool = desired.spec.pool(self._role)
@@ -80,8 +81,9 @@ class Gang:
 
     def _preferred_node(self) -> Node | None:
         groups = _groups(self._desired.spec.name).items()
+        ids = self._desired.switched
         taken = Counter(
-            group["bundles_to_node_id"].get(0) for replica, group in groups if role_of(replica) is self._role
+            group["bundles_to_node_id"].get(0) for name, group in groups if role_of(ids.get(name, name)) is self._role
         )
         return preferred_node(self._pool, live_nodes(), taken=taken, failures=self._failures)
 
@@ -149,6 +151,25 @@ class Gang:
         finally:
             for call in calls:
                 call.cancel()
+
+    @property
+    def name(self) -> str:
+        """What Ray calls it: the id of the replica that it was first."""
+        return self._replica
+
+    async def present_id(self) -> str:
+        """The replica that its ranks say they are. Raises ReplicaFailed where they are of two."""
+        names = set(await self.ask_all("replica"))
+        if len(names) != 1:
+            raise ReplicaFailed(f"not whole: its ranks are of {' and of '.join(sorted(names))}")
+        return str(names.pop())
+
+    async def become(self, replica: str, desired: Desired) -> list[Binding]:
+        """Its ranks are those of `replica` from now on, with the role of that; they have yet to load. Before that they
+        have drained."""
+        part = desired.parts.rank(role_of(replica))
+        bindings: list[Binding] = await self.ask_all("become", part, desired.launch, replica, within_s=None)
+        return bindings
 
     async def watch(self) -> None:
         """Never return; raise as soon as any rank ends, for whatever reason."""

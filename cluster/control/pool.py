@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from cluster.control.desired import Desired
 from cluster.control.gang import Home
 from cluster.control.pool_plan import STABLE_S, Backoff, plan_pool
-from cluster.control.replica import Failure, ReplicaState
+from cluster.control.replica import Failure, ReplicaState, ReplicaStatus
 from cluster.control.replica_life import ReplicaLife
 from cluster.control.report import PoolReport
 from cluster.words.errors import ReplicaFailed
@@ -50,15 +50,16 @@ class ReplicaPool:
         self._failed_starts: Counter[str] = Counter()  # since all was well, by the node's name
         self._past_homes: dict[str, Home] = {}
 
-    def reconcile(self, desired: Desired, new_id: Callable[[], str]) -> None:
-        """Start and retire what `desired` asks for. Starts at most what the backoff allows; never blocks."""
+    def reconcile(self, desired: Desired, new_id: Callable[[], str], *, count: int | None = None) -> None:
+        """Start and retire until there are `count` (None: as many as the spec says). Starts at most what the backoff
+        allows; never blocks."""
+        wanted = desired.spec.pool(self.role).replicas if count is None else count
         now = time.monotonic()
         members = list(self._members.values())
         num_stable = sum(member.is_stable(now) for member in members if member.stays)
-        if members and num_stable >= desired.spec.pool(self.role).replicas:  # not while one is missing
+        if members and num_stable >= wanted:  # not while one is missing
             self.retry()
-        views = [member.life.view for member in members]
-        plan = plan_pool(desired.spec.pool(self.role).replicas, views, can_start=self._backoff.allows(now))
+        plan = plan_pool(wanted, self.views, can_start=self._backoff.allows(now))
         for replica in plan.retire:
             self.retire(replica)
         for _ in range(plan.start):
@@ -70,12 +71,12 @@ class ReplicaPool:
         self._members[life.view.id] = member
         member.task = asyncio.create_task(self._live(member))
 
-    def retire(self, replica: str) -> None:
-        """A replica that serves drains first; any other is removed at once."""
+    def retire(self, replica: str, *, heir: ReplicaLife | None = None) -> None:
+        """A replica that serves drains first; any other is removed at once. heir: who goes on with its processes."""
         member = self._members[replica]
-        if member.life.view.state is ReplicaState.DRAINING:
+        if member.life.view.state is ReplicaState.DRAINING and heir is None:
             return
-        member.life.leave()
+        member.life.leave(heir)
         if member.life.serving_since is None and member.task is not None:
             member.task.cancel()
 
@@ -101,8 +102,16 @@ class ReplicaPool:
         return life.home if life else self._past_homes.get(replica)
 
     @property
+    def views(self) -> list[ReplicaStatus]:
+        return [member.life.view for member in self._members.values()]
+
+    @property
     def ids(self) -> list[str]:
         return list(self._members)
+
+    @property
+    def lives(self) -> list[ReplicaLife]:
+        return [member.life for member in self._members.values()]
 
     @property
     def num_draining(self) -> int:
@@ -110,7 +119,7 @@ class ReplicaPool:
 
     def report(self, desired: int) -> PoolReport:
         """The pool's part of `Controller.status`."""
-        views = [member.life.view for member in self._members.values()]
+        views = self.views
         return {
             "desired": desired,
             "ready": sum(view.state is ReplicaState.READY for view in views),

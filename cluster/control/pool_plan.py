@@ -1,11 +1,13 @@
-"""Which replicas to start and which to retire: pure choices, so that they are tested without a cluster."""
+"""Which replicas to start, to retire, and to take over from the other pool: pure choices, so that they are tested
+without a cluster."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster.control.replica import ReplicaState, ReplicaStatus, number_of
+from cluster.words.request import Role
 
 # Least useful first: what serves nobody yet is the cheapest to lose.
 _RETIRE_ORDER = (ReplicaState.PENDING, ReplicaState.STARTING, ReplicaState.LOADING, ReplicaState.READY)
@@ -62,6 +64,23 @@ def plan_pool(desired: int, replicas: Sequence[ReplicaStatus], *, can_start: boo
     if surplus > 0:
         return PoolPlan(retire=tuple(replica.id for replica in sorted(staying, key=_usefulness)[:surplus]))
     return PoolPlan(start=-surplus if can_start else 0)
+
+
+def plan_switches(
+    wanted: Mapping[Role, int], sizes: Mapping[Role, int], replicas: Mapping[Role, Sequence[ReplicaStatus]]
+) -> list[str]:
+    """Which replicas of a pool that shrinks become replicas of the one that grows: as many as both allow, of those that
+    would be retired, and only such as serve.
+
+    wanted: the new sizes of the pools that are named. sizes: what each pool should have had until now.
+    """
+    growth = {role: wanted.get(role, size) - size for role, size in sizes.items()}
+    room, shrinking = max(growth.values()), min(growth, key=lambda role: growth[role])
+    if growth[shrinking] >= 0:
+        return []
+    leaving = plan_pool(wanted[shrinking], replicas[shrinking], can_start=False).retire
+    serving = {replica.id for replica in replicas[shrinking] if replica.state is ReplicaState.READY}
+    return [replica for replica in leaving if replica in serving][: max(0, room)]
 
 
 def _usefulness(replica: ReplicaStatus) -> tuple[int, int, int]:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import importlib
 import logging
+import threading
 import time
 from typing import cast
 
-from cluster.control.certificates import open_identity
-from cluster.process.garbage import spare_the_old
+from cluster.control.certificates import open_papers
+from cluster.identity.renewal import Renewal
+from cluster.process.garbage import collect_the_new, spare_the_old
 from cluster.process.log import LogPart, log_path, read_log, redirect_output
 from cluster.words.launch import Launch
 from cluster.words.process_name import ProcessName
@@ -32,23 +34,46 @@ class RankActor:
         self._import_path = import_path
         self._launch = launch
         self._name = name
-        self._log = log_path(launch.log_dir, name.replica, name.rank)
         self._rank: Rank | None = None
-        redirect_output(self._log, who=str(name))
+        self._renewal: Renewal | None = None  # of its papers
+        self._becoming = threading.Lock()
+        self._has_loaded = False
+        redirect_output(log_path(launch.log_dir, name.replica, name.rank), who=str(name))
 
     def bind(self) -> Binding:
         if self._rank is None:
-            module, _, name = self._import_path.partition(":")
-            began_at = time.monotonic()
-            make = getattr(importlib.import_module(module), name)
-            logger.info("%s imported in %.1f s", module, time.monotonic() - began_at)
-            identity = open_identity(self._name, tls=self._launch.spec.security.tls)
-            self._rank = cast(Rank, make(self._launch, identity=identity))
+            self._rank = self._make(self._import_path, self._launch, self._name)
         return self._rank.bind()
+
+    def become(self, import_path: str, launch: Launch, replica: str) -> Binding:
+        """A rank of `replica` from now on, which goes on with what this one has loaded. Before that it has drained;
+        after that it has to load. Asked again (by a controller that restarted), it gives the same answer."""
+        with self._becoming:
+            if replica == self._name.replica:
+                return self.bind()
+            before, renewal = self._bound, self._renewal
+            name = ProcessName.of_rank(self._name.deployment, replica, self._name.rank)
+            logger.info("this process is %s from now on", name)
+            redirect_output(log_path(launch.log_dir, replica, name.rank), who=str(name))
+            heir = self._make(import_path, launch, name)
+            binding = heir.bind()  # before the other port is closed: nobody takes the one for the other
+            heir.succeed(before)
+            self._rank, self._name, self._import_path, self._launch = heir, name, import_path, launch
+            if renewal:
+                renewal.stop()
+            return binding
+
+    def replica(self) -> str:
+        """Of which this is a rank now."""
+        return self._name.replica
 
     def load(self, addresses: list[str]) -> None:
         self._bound.load(addresses)
-        spare_the_old()
+        if self._has_loaded:  # in another role: nobody waits while all that is there is looked through
+            collect_the_new()
+        else:
+            spare_the_old()
+        self._has_loaded = True
 
     def progress(self) -> Progress:
         return self._bound.progress()
@@ -67,7 +92,16 @@ class RankActor:
             self._rank.stop()
 
     def read_log(self, lines: int, start: int | None = None) -> LogPart:
-        return read_log(self._log, lines=lines, start=start)
+        path = log_path(self._launch.log_dir, self._name.replica, self._name.rank)
+        return read_log(path, lines=lines, start=start)
+
+    def _make(self, import_path: str, launch: Launch, name: ProcessName) -> Rank:
+        module, _, function = import_path.partition(":")
+        began_at = time.monotonic()
+        make = getattr(importlib.import_module(module), function)
+        logger.info("%s imported in %.1f s", module, time.monotonic() - began_at)
+        self._renewal = open_papers(name, tls=launch.spec.security.tls)
+        return cast(Rank, make(launch, identity=self._renewal.identity))
 
     @property
     def _bound(self) -> Rank:

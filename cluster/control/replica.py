@@ -38,6 +38,7 @@ class ReplicaStatus:
     waiting: int = 0
     stage: str = ""  # what it does at present, or waits for
     fraction: float = 0.0  # of loading
+    was: str = ""  # the id that it had in the other pool, where it has changed its role
 
     def report(self) -> ReplicaReport:
         """Everything but the role, under which the pools list it anyway."""

@@ -25,42 +25,90 @@ _SILENT_S = 60.0  # rank 0 has not answered for so long: it hangs
 
 
 class ReplicaLife:
-    """Owned by the controller's event loop. `view` is always fit to show."""
+    """Owned by the controller's event loop. `view` is always fit to show.
 
-    def __init__(self, replica: str, desired: Desired, *, failures: Mapping[str, int] = NO_FAILURES) -> None:
-        """failures: how many of its pool's last starts failed on each node, by its name."""
-        self.view = ReplicaStatus(id=replica, role=role_of(replica))
+    A replica that changes its role is two lives, one after the other, of one gang: the first drains, and hands it to
+    its heir. Where that does not come to pass, the heir starts like any other replica.
+    """
+
+    def __init__(
+        self, replica: str, desired: Desired, *, failures: Mapping[str, int] = NO_FAILURES, was: str = ""
+    ) -> None:
+        """failures: how many of its pool's last starts failed on each node, by its name. was: the replica whose heir
+        this one is."""
+        self.view = ReplicaStatus(id=replica, role=role_of(replica), was=was)
         self.serving_since: float | None = None  # time.monotonic()
         self._heard_at = 0.0
+        self._desired = desired
         self._timeouts = desired.spec.timeouts
         self._gang = Gang(replica, desired, failures=failures)
         self._leave = asyncio.Event()
+        self._heir: ReplicaLife | None = None
+        self._awaits_gang = bool(was)
+        self._settled = asyncio.Event()  # whether there is a gang to take over
+        self._inherited_at: float | None = None  # time.monotonic()
 
     @property
     def home(self) -> Home | None:
         return self._gang.home
 
+    @property
+    def gang(self) -> str:
+        """What Ray calls its gang."""
+        return self._gang.name
+
     async def live(self) -> None:
         """Start, serve and, once asked to, drain. Returns when it has left as it should, or raises ReplicaFailed.
 
-        However it ends, by cancellation too, nothing of the replica is left.
+        However it ends, by cancellation too, nothing of the replica is left but what its heir has taken.
         """
+        is_handed_on = False
         try:
             if self.view.state is ReplicaState.PENDING:
-                await self._gang.place(self._note_stage)
+                if self._awaits_gang:
+                    self.view.stage = f"waits for {self.view.was} to drain"
+                    await self._settled.wait()
+                if self._inherited_at is None:
+                    await self._gang.place(self._note_stage)
                 await self._start()
-            await self._serve()
+            is_drained = await self._serve()
+            is_handed_on = is_drained and self._heir is not None and self._heir.inherit(self._gang)
         finally:
-            await asyncio.shield(self._gang.remove(is_serving=self.serving_since is not None))
+            self._awaits_gang = False
+            if self._heir and not is_handed_on:
+                self._heir.inherit(None)
+            if not is_handed_on:
+                await asyncio.shield(self._gang.remove(is_serving=self.serving_since is not None))
 
-    def leave(self) -> None:
-        """Drain, then let live() return. One that does not serve yet has nothing to drain: cancel live(), too."""
+    def leave(self, heir: ReplicaLife | None = None) -> None:
+        """Drain, then let live() return. One that does not serve yet has nothing to drain: cancel live(), too.
+
+        heir: another life, which goes on with this one's gang, once that has drained.
+        """
+        self._heir = heir
         self._enter(ReplicaState.DRAINING)
         self._leave.set()
 
+    def inherit(self, gang: Gang | None) -> bool:
+        """From the life before this one: its gang, or that there is none to be had. False: it is not wanted any
+        more, and whoever has it removes it."""
+        if not self._awaits_gang:
+            return False
+        self._awaits_gang = False
+        if gang:
+            self._gang, self._inherited_at = gang, time.monotonic()
+        else:
+            self.view.was = ""
+        self._settled.set()
+        return gang is not None
+
     async def adopt(self) -> None:
-        """Before live(): take over what an earlier life of the controller started, or raise ReplicaFailed."""
+        """Before live(): take over what an earlier life of the controller started, or raise ReplicaFailed. One that has
+        changed its role has the id then that its ranks have."""
         self._gang.find()
+        if self._gang.name in self._desired.switched:
+            replica = await self._gang.present_id()
+            self.view.id, self.view.role = replica, role_of(replica)
         self._note_bindings(await self._gang.ask_all("bind"))
         state = await self._refresh()
         if state == "loading":
@@ -79,8 +127,7 @@ class ReplicaLife:
         self._enter(ReplicaState.STARTING)
         try:
             async with asyncio.timeout(self._timeouts.start_s):
-                self._gang.spawn()
-                bindings: list[Binding] = await self._gang.ask_all("bind", within_s=None)
+                bindings = await self._bind()
                 self._note_bindings(bindings)
                 self._enter(ReplicaState.LOADING)
                 await self._load([binding["address"] for binding in bindings])
@@ -88,6 +135,13 @@ class ReplicaLife:
             at = f", at {self.view.stage!r}" if self.view.stage else ""
             reason = f"not ready {self._timeouts.start_s:g} s after it was placed (timeouts.start_s){at}"
             raise ReplicaFailed(reason, will_repeat=True) from None
+
+    async def _bind(self) -> list[Binding]:
+        if self._inherited_at is not None:
+            return await self._gang.become(self.view.id, self._desired)
+        self._gang.spawn()
+        bindings: list[Binding] = await self._gang.ask_all("bind", within_s=None)
+        return bindings
 
     async def _load(self, addresses: list[str]) -> None:
         progress = asyncio.create_task(self._follow_progress())
@@ -106,9 +160,13 @@ class ReplicaLife:
                     self.view.stage, self.view.fraction = slowest["stage"], slowest["fraction"]
                 await asyncio.sleep(_POLL_EAGERLY_S)
 
-    async def _serve(self) -> None:
-        """Until it has drained, as asked. Raises ReplicaFailed when a rank ends before."""
+    async def _serve(self) -> bool:
+        """Until it has drained, as asked, or may not take longer for that: False. Raises ReplicaFailed when a rank ends
+        before."""
         self.serving_since = self._heard_at = time.monotonic()
+        if self._inherited_at is not None:
+            seconds = self.serving_since - self._inherited_at
+            logger.info("%s serves %.2f s after %s had drained", self.view.id, seconds, self.view.was)
         await self._hear()
         if not self._leave.is_set():
             self._enter(ReplicaState.READY)
@@ -116,13 +174,16 @@ class ReplicaLife:
         stay = asyncio.create_task(self._stay_until_drained())
         try:
             await asyncio.wait({watch, stay}, return_when=asyncio.FIRST_COMPLETED)
-            await (watch if watch.done() else stay)
+            if watch.done():
+                await watch
+            return await stay
         finally:
             watch.cancel()
             stay.cancel()
 
-    async def _stay_until_drained(self) -> None:
-        """Keep the view fresh until told to leave; then drain, and return when nothing is left or the time is up."""
+    async def _stay_until_drained(self) -> bool:
+        """Keep the view fresh until told to leave; then drain, and return when nothing is left or, False, the time is
+        up."""
         while not await self._is_leaving_within(_POLL_S):
             await self._hear()
         try:
@@ -132,6 +193,8 @@ class ReplicaLife:
                     await asyncio.sleep(_POLL_EAGERLY_S)
         except TimeoutError:
             logger.warning("%s is still busy after timeouts.drain_s; it leaves now", self.view.id)
+            return False
+        return True
 
     async def _is_leaving_within(self, seconds: float) -> bool:
         try:

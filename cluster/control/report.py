@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from cluster.words.rank import Blocks
 
@@ -22,6 +22,8 @@ class ReplicaReport(TypedDict):
     waiting: int
     stage: str  # what it does at present, or waits for
     fraction: float  # of loading, 0 to 1
+    revision: NotRequired[int]  # that has made it
+    was: NotRequired[str]  # the id that it had in the other pool; empty: it has been what it is all its life
 
 
 class FailureReport(TypedDict):
@@ -48,6 +50,24 @@ class PoolReport(TypedDict):
 Pools = dict[str, PoolReport]  # by role
 
 
+class UpdateReport(TypedDict):
+    """An update under way."""
+
+    revision: int  # to which it leads
+    phase: str  # a cluster.control.update.Phase
+    reason: str  # why it returns; "" while it does not
+    roles: list[str]  # whose replicas are replaced
+    share: float  # of the requests that go to that revision now
+    step: str  # how far it has come, and what it waits for, in words
+
+
+class RevisionReport(TypedDict):
+    number: int  # of the spec
+    update: UpdateReport | None
+    last_update: str  # what became of the one before, in a line; "" where there was none
+
+
 class ControllerReport(TypedDict):
     spec: dict[str, Any]  # as it is now, scaled since the operator wrote it
     pools: Pools
+    revision: NotRequired[RevisionReport]

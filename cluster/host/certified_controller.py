@@ -39,6 +39,7 @@ class CertifiedController:
             "logs": _logs,
             "scale": _scale,
             "drain": _drain,
+            "switch": _switch,
             "keys": _keys,
             "add_key": _add_key,
             "revoke_key": _revoke_key,
@@ -89,6 +90,11 @@ async def _scale(
 
 async def _drain(stub: rpc.OperationsStub, replica: str) -> None:
     await stub.Drain(pb.DrainRequest(replica=replica))
+
+
+async def _switch(stub: rpc.OperationsStub, replica: str) -> str:
+    heir: str = (await stub.Switch(pb.SwitchRequest(replica=replica))).replica
+    return heir
 
 
 async def _keys(stub: rpc.OperationsStub) -> KeyBook:

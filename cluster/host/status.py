@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
-from cluster.control.report import ControllerReport, Pools
+from cluster.control.report import ControllerReport, Pools, RevisionReport
 from cluster.host import driver
 from cluster.host.doors import open_ones
 from cluster.host.router_admin import ask_routers, seen_by
@@ -29,6 +29,7 @@ class DeploymentReport(TypedDict):
     endpoints: Endpoints
     tls: str  # between its processes: security.tls of the spec
     pools: Pools
+    revision: NotRequired[RevisionReport | None]  # None: of a controller that has no updates
 
 
 def read_status(state: State, controller: Any) -> DeploymentReport:
@@ -45,7 +46,15 @@ def read_status(state: State, controller: Any) -> DeploymentReport:
     doors = with_open_doors(state)
     endpoints: Endpoints = {"grpc": doors.grpc, "http": doors.http, "admin": admin}
     tls: str = report["spec"]["security"]["tls"]
-    return {"name": state.name, "ready": ready, "endpoints": endpoints, "tls": tls, "pools": pools}
+    revision = report.get("revision")
+    return {
+        "name": state.name,
+        "ready": ready,
+        "endpoints": endpoints,
+        "tls": tls,
+        "pools": pools,
+        "revision": revision,
+    }
 
 
 def with_open_doors(state: State) -> State:

@@ -21,7 +21,7 @@ class Renewal:
     """
 
     def __init__(self, identity: Identity, obtain: Callable[[], Papers], *, retry_s: float = _RETRY_S) -> None:
-        self._identity = identity
+        self.identity = identity
         self._obtain = obtain
         self._retry_s = retry_s
         self._stopped = threading.Event()
@@ -29,7 +29,7 @@ class Renewal:
 
     def start(self) -> None:
         """There is nothing to renew without TLS."""
-        if self._identity.papers:
+        if self.identity.papers:
             self._thread.start()
 
     def stop(self) -> None:
@@ -38,15 +38,15 @@ class Renewal:
             self._thread.join()
 
     def _run(self) -> None:
-        assert self._identity.papers
-        pause_s = self._identity.papers.certificate.life_s * _AT
+        assert self.identity.papers
+        pause_s = self.identity.papers.certificate.life_s * _AT
         while not self._stopped.wait(pause_s):
             try:
                 papers = self._obtain()
             except Exception as error:  # the edge of this thread: it must never end while the process lives
-                logger.warning("the certificate of %s is not renewed yet: %s", self._identity.name, error)
+                logger.warning("the certificate of %s is not renewed yet: %s", self.identity.name, error)
                 pause_s = self._retry_s
             else:
-                self._identity.renew(papers)
+                self.identity.renew(papers)
                 pause_s = papers.certificate.life_s * _AT
-                logger.info("the certificate of %s is renewed, for %.0f s", self._identity.name, pause_s / _AT)
+                logger.info("the certificate of %s is renewed, for %.0f s", self.identity.name, pause_s / _AT)

@@ -113,6 +113,7 @@ RULES: Mapping[str, RpcRule] = {
     "/cluster.operate.v1.Operations/Logs": RpcRule(_LOOKS),
     "/cluster.operate.v1.Operations/Scale": RpcRule(_CHANGES),
     "/cluster.operate.v1.Operations/Drain": RpcRule(_CHANGES),
+    "/cluster.operate.v1.Operations/Switch": RpcRule(_CHANGES),
     "/cluster.operate.v1.Operations/ListKeys": RpcRule(_CHANGES),
     "/cluster.operate.v1.Operations/CreateKey": RpcRule(_CHANGES),
     "/cluster.operate.v1.Operations/RevokeKey": RpcRule(_CHANGES),

@@ -23,6 +23,10 @@ class BackgroundThread:
     def join(self, timeout_s: float | None = None) -> None:
         self._thread.join(timeout_s)
 
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
     def run(self) -> None:
         """Wait until the work has ended; raise its error if it failed."""
         self._thread.join()

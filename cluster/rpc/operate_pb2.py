@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x63luster/rpc/operate.proto\x12\x12\x63luster.operate.v1\"\x0f\n\rStatusRequest\"\x1d\n\x0bStatusReply\x12\x0e\n\x06report\x18\x01 \x01(\t\"\x99\x01\n\x0bLogsRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\r\n\x05lines\x18\x02 \x01(\r\x12;\n\x06starts\x18\x03 \x03(\x0b\x32+.cluster.operate.v1.LogsRequest.StartsEntry\x1a-\n\x0bStartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x8f\x01\n\tLogsReply\x12\x37\n\x05ranks\x18\x01 \x03(\x0b\x32(.cluster.operate.v1.LogsReply.RanksEntry\x1aI\n\nRanksEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12*\n\x05value\x18\x02 \x01(\x0b\x32\x1b.cluster.operate.v1.RankLog:\x02\x38\x01\"$\n\x07RankLog\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x04\"\x99\x01\n\x0cScaleRequest\x12@\n\x08replicas\x18\x01 \x03(\x0b\x32..cluster.operate.v1.ScaleRequest.ReplicasEntry\x12\x16\n\x0ewait_for_nodes\x18\x02 \x01(\x08\x1a/\n\rReplicasEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"w\n\nScaleReply\x12:\n\x06\x62\x65\x66ore\x18\x01 \x03(\x0b\x32*.cluster.operate.v1.ScaleReply.BeforeEntry\x1a-\n\x0b\x42\x65\x66oreEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\x1f\n\x0c\x44rainRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\"\x0c\n\nDrainReply\"\x11\n\x0fListKeysRequest\"\x1d\n\rListKeysReply\x12\x0c\n\x04\x62ook\x18\x01 \x01(\t\"-\n\x10\x43reateKeyRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\" \n\x10RevokeKeyRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"?\n\x0e\x43hangeKeyReply\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0f\n\x07is_told\x18\x02 \x01(\x08\x12\x0f\n\x07problem\x18\x03 \x01(\t2\xba\x04\n\nOperations\x12L\n\x06Status\x12!.cluster.operate.v1.StatusRequest\x1a\x1f.cluster.operate.v1.StatusReply\x12\x46\n\x04Logs\x12\x1f.cluster.operate.v1.LogsRequest\x1a\x1d.cluster.operate.v1.LogsReply\x12I\n\x05Scale\x12 .cluster.operate.v1.ScaleRequest\x1a\x1e.cluster.operate.v1.ScaleReply\x12I\n\x05\x44rain\x12 .cluster.operate.v1.DrainRequest\x1a\x1e.cluster.operate.v1.DrainReply\x12R\n\x08ListKeys\x12#.cluster.operate.v1.ListKeysRequest\x1a!.cluster.operate.v1.ListKeysReply\x12U\n\tCreateKey\x12$.cluster.operate.v1.CreateKeyRequest\x1a\".cluster.operate.v1.ChangeKeyReply\x12U\n\tRevokeKey\x12$.cluster.operate.v1.RevokeKeyRequest\x1a\".cluster.operate.v1.ChangeKeyReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x63luster/rpc/operate.proto\x12\x12\x63luster.operate.v1\"\x0f\n\rStatusRequest\"\x1d\n\x0bStatusReply\x12\x0e\n\x06report\x18\x01 \x01(\t\"\x99\x01\n\x0bLogsRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\r\n\x05lines\x18\x02 \x01(\r\x12;\n\x06starts\x18\x03 \x03(\x0b\x32+.cluster.operate.v1.LogsRequest.StartsEntry\x1a-\n\x0bStartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x8f\x01\n\tLogsReply\x12\x37\n\x05ranks\x18\x01 \x03(\x0b\x32(.cluster.operate.v1.LogsReply.RanksEntry\x1aI\n\nRanksEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12*\n\x05value\x18\x02 \x01(\x0b\x32\x1b.cluster.operate.v1.RankLog:\x02\x38\x01\"$\n\x07RankLog\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x04\"\x99\x01\n\x0cScaleRequest\x12@\n\x08replicas\x18\x01 \x03(\x0b\x32..cluster.operate.v1.ScaleRequest.ReplicasEntry\x12\x16\n\x0ewait_for_nodes\x18\x02 \x01(\x08\x1a/\n\rReplicasEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"w\n\nScaleReply\x12:\n\x06\x62\x65\x66ore\x18\x01 \x03(\x0b\x32*.cluster.operate.v1.ScaleReply.BeforeEntry\x1a-\n\x0b\x42\x65\x66oreEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\x1f\n\x0c\x44rainRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\"\x0c\n\nDrainReply\" \n\rSwitchRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\"\x1e\n\x0bSwitchReply\x12\x0f\n\x07replica\x18\x01 \x01(\t\"\x11\n\x0fListKeysRequest\"\x1d\n\rListKeysReply\x12\x0c\n\x04\x62ook\x18\x01 \x01(\t\"-\n\x10\x43reateKeyRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\" \n\x10RevokeKeyRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"?\n\x0e\x43hangeKeyReply\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0f\n\x07is_told\x18\x02 \x01(\x08\x12\x0f\n\x07problem\x18\x03 \x01(\t2\x88\x05\n\nOperations\x12L\n\x06Status\x12!.cluster.operate.v1.StatusRequest\x1a\x1f.cluster.operate.v1.StatusReply\x12\x46\n\x04Logs\x12\x1f.cluster.operate.v1.LogsRequest\x1a\x1d.cluster.operate.v1.LogsReply\x12I\n\x05Scale\x12 .cluster.operate.v1.ScaleRequest\x1a\x1e.cluster.operate.v1.ScaleReply\x12I\n\x05\x44rain\x12 .cluster.operate.v1.DrainRequest\x1a\x1e.cluster.operate.v1.DrainReply\x12L\n\x06Switch\x12!.cluster.operate.v1.SwitchRequest\x1a\x1f.cluster.operate.v1.SwitchReply\x12R\n\x08ListKeys\x12#.cluster.operate.v1.ListKeysRequest\x1a!.cluster.operate.v1.ListKeysReply\x12U\n\tCreateKey\x12$.cluster.operate.v1.CreateKeyRequest\x1a\".cluster.operate.v1.ChangeKeyReply\x12U\n\tRevokeKey\x12$.cluster.operate.v1.RevokeKeyRequest\x1a\".cluster.operate.v1.ChangeKeyReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -65,16 +65,20 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAINREQUEST']._serialized_end=745
   _globals['_DRAINREPLY']._serialized_start=747
   _globals['_DRAINREPLY']._serialized_end=759
-  _globals['_LISTKEYSREQUEST']._serialized_start=761
-  _globals['_LISTKEYSREQUEST']._serialized_end=778
-  _globals['_LISTKEYSREPLY']._serialized_start=780
-  _globals['_LISTKEYSREPLY']._serialized_end=809
-  _globals['_CREATEKEYREQUEST']._serialized_start=811
-  _globals['_CREATEKEYREQUEST']._serialized_end=856
-  _globals['_REVOKEKEYREQUEST']._serialized_start=858
-  _globals['_REVOKEKEYREQUEST']._serialized_end=890
-  _globals['_CHANGEKEYREPLY']._serialized_start=892
-  _globals['_CHANGEKEYREPLY']._serialized_end=955
-  _globals['_OPERATIONS']._serialized_start=958
-  _globals['_OPERATIONS']._serialized_end=1528
+  _globals['_SWITCHREQUEST']._serialized_start=761
+  _globals['_SWITCHREQUEST']._serialized_end=793
+  _globals['_SWITCHREPLY']._serialized_start=795
+  _globals['_SWITCHREPLY']._serialized_end=825
+  _globals['_LISTKEYSREQUEST']._serialized_start=827
+  _globals['_LISTKEYSREQUEST']._serialized_end=844
+  _globals['_LISTKEYSREPLY']._serialized_start=846
+  _globals['_LISTKEYSREPLY']._serialized_end=875
+  _globals['_CREATEKEYREQUEST']._serialized_start=877
+  _globals['_CREATEKEYREQUEST']._serialized_end=922
+  _globals['_REVOKEKEYREQUEST']._serialized_start=924
+  _globals['_REVOKEKEYREQUEST']._serialized_end=956
+  _globals['_CHANGEKEYREPLY']._serialized_start=958
+  _globals['_CHANGEKEYREPLY']._serialized_end=1021
+  _globals['_OPERATIONS']._serialized_start=1024
+  _globals['_OPERATIONS']._serialized_end=1672
 # @@protoc_insertion_point(module_scope)

@@ -55,6 +55,11 @@ class OperationsStub(object):
                 request_serializer=cluster_dot_rpc_dot_operate__pb2.DrainRequest.SerializeToString,
                 response_deserializer=cluster_dot_rpc_dot_operate__pb2.DrainReply.FromString,
                 _registered_method=True)
+        self.Switch = channel.unary_unary(
+                '/cluster.operate.v1.Operations/Switch',
+                request_serializer=cluster_dot_rpc_dot_operate__pb2.SwitchRequest.SerializeToString,
+                response_deserializer=cluster_dot_rpc_dot_operate__pb2.SwitchReply.FromString,
+                _registered_method=True)
         self.ListKeys = channel.unary_unary(
                 '/cluster.operate.v1.Operations/ListKeys',
                 request_serializer=cluster_dot_rpc_dot_operate__pb2.ListKeysRequest.SerializeToString,
@@ -102,6 +107,13 @@ class OperationsServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Switch(self, request, context):
+        """One replica becomes one of the other pool, under a new id, without loading its weights again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListKeys(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -142,6 +154,11 @@ def add_OperationsServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=cluster_dot_rpc_dot_operate__pb2.DrainRequest.FromString,
                     response_serializer=cluster_dot_rpc_dot_operate__pb2.DrainReply.SerializeToString,
+            ),
+            'Switch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Switch,
+                    request_deserializer=cluster_dot_rpc_dot_operate__pb2.SwitchRequest.FromString,
+                    response_serializer=cluster_dot_rpc_dot_operate__pb2.SwitchReply.SerializeToString,
             ),
             'ListKeys': grpc.unary_unary_rpc_method_handler(
                     servicer.ListKeys,
@@ -268,6 +285,33 @@ class Operations(object):
             '/cluster.operate.v1.Operations/Drain',
             cluster_dot_rpc_dot_operate__pb2.DrainRequest.SerializeToString,
             cluster_dot_rpc_dot_operate__pb2.DrainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Switch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cluster.operate.v1.Operations/Switch',
+            cluster_dot_rpc_dot_operate__pb2.SwitchRequest.SerializeToString,
+            cluster_dot_rpc_dot_operate__pb2.SwitchReply.FromString,
             options,
             channel_credentials,
             insecure,

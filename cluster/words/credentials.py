@@ -20,6 +20,7 @@ class Purpose(StrEnum):
     SALTS = "cache salts"  # keys the salts of prefix hashes
     RESPONSES = "responses"  # names stored responses, and seals them
     BATCHES = "batches"  # the same of batches and their files
+    REVISIONS = "revisions"  # seals which revisions serve, and what becomes of requests there
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ class PersonRole(StrEnum):
     """What a person may do; each RPC of proto/operate.proto says which it takes (cluster/identity/rules.py)."""
 
     VIEWER = "viewer"  # looks: status, logs
-    OPERATOR = "operator"  # and changes: scale, drain, API keys
+    OPERATOR = "operator"  # and changes: scale, switch, drain, API keys
 
 
 @dataclass(frozen=True, kw_only=True)

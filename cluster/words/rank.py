@@ -10,11 +10,14 @@ replica with two ranks, as its ranks see it:
  4  status               of rank 0, every second
  5  drain                on every rank; then status() until rank 0 is "drained"
  6  stop                 on every rank
+
+One that changes its role is another rank in the same process: after 5, make_rank, bind and succeed(the one before) on
+every rank, and on from 2.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
 
 if TYPE_CHECKING:  # commands know what a rank says of itself, and must not wait for pydantic
     from cluster.words.launch import Launch
@@ -76,6 +79,12 @@ class Rank(Protocol):
 
     def drain(self) -> None:
         """Take no new request from now on; finish those that are here, or hand them over. Returns at once."""
+        ...
+
+    def succeed(self, before: Any) -> None:
+        """After bind(), instead of the weights that load() would read: go on with those of the rank that this process
+        has been, which has drained, and its cached blocks. That one serves nobody any more when this returns. Raises
+        where it loaded what this one cannot use, or has not let go of all; then nothing is left of either."""
         ...
 
     def stop(self) -> None:

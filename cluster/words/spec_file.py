@@ -27,6 +27,15 @@ def load_spec(source: str, *, overrides: list[str] | None = None) -> Spec:
     return parse_spec(tree, origin=source)
 
 
+def named_keys(source: str | None, overrides: list[str]) -> dict[str, Any]:
+    """The plain values that a file or a shorthand (None: neither) and overrides name, without any default. Raises
+    SpecError."""
+    tree = _read(source) if source is not None else {}
+    for override in overrides:
+        _override(tree, override)
+    return tree
+
+
 def parse_spec(tree: dict[str, Any], *, origin: str = "spec") -> Spec:
     """Validate a tree of plain values. Raises SpecError."""
     try:

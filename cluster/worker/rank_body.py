@@ -18,8 +18,10 @@ from cluster.process.background import BackgroundThread
 from cluster.rpc import transfer_pb2_grpc, worker_pb2_grpc
 from cluster.wire.frames import FrameHub, WorkerServicer
 from cluster.words.credentials import Purpose
+from cluster.words.errors import ReplicaFailed
 from cluster.words.network import check_link
 from cluster.words.spec import Spec
+from cluster.worker.estate import Estate, LeaderEstate, largest_step
 from cluster.worker.gang_runner import GangRunner
 from cluster.worker.grammars import Grammars
 from cluster.worker.inbox import Inbox
@@ -34,7 +36,6 @@ from engine.engine import SchedulerConfig
 from engine.kv.block_manager import BlockManager
 from engine.kv.eviction import make_eviction
 from engine.parallel import TensorParallel
-from engine.prompts import Prompt
 from engine.runner import ModelRunner
 from engine.tiers.rank_tiers import RankTiers
 from engine.tiers.tiers import Tiers
@@ -75,6 +76,8 @@ class RankBody(Generic[W]):
         self._tiers: RankTiers | None = None
         self._inbox: Inbox | None = None
         self._grammars: Grammars | None = None
+        self._loaded: tuple[RankSetup, ModelRunner] | None = None
+        self._parts: EngineParts | None = None  # on rank 0
 
     def register(self, server: aio.Server) -> None:
         """Add the servicers, before anything is loaded."""
@@ -83,29 +86,41 @@ class RankBody(Generic[W]):
         worker_pb2_grpc.add_PrefixHolderServicer_to_server(self._prefixes, server)
         self.role.add_servicer(self.role.servicer, server)
 
-    def load(self, setup: RankSetup) -> None:
-        """Form the gang, load the weights, begin to serve. Raises ClusterError."""
-        timeouts = setup.spec.timeouts
-        if self.device.type == "cuda":
-            gpus = setup.spec.pool(self.role.role).resources.gpus
-            own_name = f"{setup.host.host}/{os.getpid()}" if gpus < 1 else ""
-            guide_nccl(os.environ, host=setup.host.host, rank_on_shared_gpu=own_name)
-        setup.on_progress("meeting the other ranks", 0.0)
-        self._others, parallel = open_gang(
-            self._ranks,
-            setup.host,
-            setup.addresses,
-            rank=setup.rank,
-            steps=self._steps,
-            device=self.device,
-            start_s=timeouts.start_s,
-            ask_s=timeouts.handoff_s,
-        )
-        runner = self._load_model(setup, parallel)
-        if setup.rank == 0:
-            self._lead(setup, runner, self._others)
+    def load(self, setup: RankSetup, estate: Estate | None = None) -> None:
+        """Form the gang, load the weights, begin to serve; with an estate, weights and blocks are there already, and
+        the gang is formed. Raises ClusterError."""
+        if estate:
+            self._others, runner = self._reconnect(setup), estate.runner
         else:
-            self._follow(setup, runner, self._others)
+            self._others, parallel = self._meet(setup)
+            runner = self._load_model(setup, parallel)
+        self._loaded = setup, runner
+        if setup.rank == 0:
+            self._lead(setup, runner, self._others, estate)
+        else:
+            self._follow(setup, runner, self._others, estate)
+
+    def hand_over(self, *, within_s: float) -> Estate:
+        """Leave the world, and all but the connections to a rank that goes on in this process: they are to be closed.
+        Before that the replica has drained. Blocks for so long; raises ReplicaFailed where it does not come to that."""
+        assert self._loaded, "load() comes first"
+        self._prefixes.granting = None  # who asks now for a prefix would wait for a rank that is no more
+        setup, runner = self._loaded
+        leader = None
+        if self.service:
+            assert self._parts and self._grammars
+            self.service.end_whole(within_s=within_s)
+            leader = LeaderEstate(blocks=self._parts.blocks, tiers=self._parts.tiers, grammars=self._grammars)
+        elif self._following:
+            self._following.join(within_s)  # rank 0 says when
+            if self._following.is_running or self._following.failure:
+                raise ReplicaFailed(f"rank {setup.rank} still follows rank 0, or could not to the end")
+        receiver, self._ranks.receiver = self._ranks.receiver, None
+        if receiver:
+            receiver.close_all()
+        estate = Estate(spec=setup.spec, role=setup.role, runner=runner, tiers=self._tiers, leader=leader)
+        self._tiers = self._grammars = None  # no longer closed with this one
+        return estate
 
     def run(self) -> None:
         """Return when this rank has been told to stop; raise what ended it otherwise."""
@@ -126,9 +141,36 @@ class RankBody(Generic[W]):
         if self._others:
             await self._others.disconnect()
 
+    def _meet(self, setup: RankSetup) -> tuple[OtherRanks, TensorParallel]:
+        timeouts = setup.spec.timeouts
+        if self.device.type == "cuda":
+            gpus = setup.spec.pool(self.role.role).resources.gpus
+            own_name = f"{setup.host.host}/{os.getpid()}" if gpus < 1 else ""
+            guide_nccl(os.environ, host=setup.host.host, rank_on_shared_gpu=own_name)
+        setup.on_progress("meeting the other ranks", 0.0)
+        return open_gang(
+            self._ranks,
+            setup.host,
+            setup.addresses,
+            rank=setup.rank,
+            steps=self._steps,
+            device=self.device,
+            start_s=timeouts.start_s,
+            ask_s=timeouts.handoff_s,
+        )
+
+    def _reconnect(self, setup: RankSetup) -> OtherRanks:
+        """By their new names, at their new addresses. What they compute together goes on as it is."""
+        timeouts = setup.spec.timeouts
+        connecting = OtherRanks.connect(
+            setup.addresses, identity=setup.host.identity, steps=self._steps, timeout_s=timeouts.handoff_s
+        )
+        return setup.host.call(connecting, timeout_s=timeouts.start_s)
+
     def _load_model(self, setup: RankSetup, parallel: TensorParallel) -> ModelRunner:
         """This rank's share of the weights, and its KV pool. Returns when every rank has them."""
         spec, pool = setup.spec, setup.pool
+        max_batch_tokens, max_running = largest_step(spec, setup.role)
         torch.set_num_threads(max(1, int(pool.resources.cpus)))
         setup.on_progress("finding the model", 0.05)
         config = EngineConfig(
@@ -139,8 +181,8 @@ class RankBody(Generic[W]):
             pool_dtype=spec.kv.pool_dtype,
             block_size=spec.kv.block_size,
             kv_memory_gib=pool.kv_memory_gib,
-            max_batch_tokens=pool.max_batch_tokens,
-            max_running=pool.max_running,
+            max_batch_tokens=max_batch_tokens,
+            max_running=max_running,
             max_context=spec.model.max_context,
             link_bytes=_link_bytes(setup, self.device),
             deterministic=spec.engine.deterministic,
@@ -159,29 +201,30 @@ class RankBody(Generic[W]):
             is_loaded=is_loaded,
         )
         parallel.wait_for_all("pool", timeout_s=spec.timeouts.start_s)
-        runner.warm_up(pool.max_batch_tokens)
+        runner.warm_up(max_batch_tokens)
         return runner
 
-    def _follow(self, setup: RankSetup, runner: ModelRunner, others: OtherRanks) -> None:
+    def _follow(self, setup: RankSetup, runner: ModelRunner, others: OtherRanks, estate: Estate | None) -> None:
         """Another rank than 0: do as rank 0 says, and tell it what comes and goes here."""
 
         def report(part: Part) -> None:
             setup.host.spawn(others.report(part_to_report(part, rank=setup.rank)))
 
-        _, gang = self._connect(setup, runner, report)
+        _, gang = self._connect(setup, runner, report, estate)
         self._following = BackgroundThread(gang.follow, name="following")
         self._following.start()
 
-    def _lead(self, setup: RankSetup, runner: ModelRunner, others: OtherRanks) -> None:
+    def _lead(self, setup: RankSetup, runner: ModelRunner, others: OtherRanks, estate: Estate | None) -> None:
         """Rank 0: begin to take requests."""
         inbox = self._inbox = Inbox(setup, others)
-        receiver, gang = self._connect(setup, runner, functools.partial(inbox.heard, 0))
-        parts = _leader_parts(setup, gang, receiver, inbox)
+        receiver, gang = self._connect(setup, runner, functools.partial(inbox.heard, 0), estate)
+        left = estate.leader if estate else None
+        parts = _leader_parts(setup, gang, receiver, inbox, left)
+        self._parts = parts.engine
         worker = self.role.make_worker(parts)
         self.service = ReplicaService(worker, setup.host, self._hub, replica=setup.replica)
         inbox.open(worker, self.service.post)
-        model_dir = model_source.resolve(setup.spec.model.source)
-        self._grammars = Grammars(GrammarCompiler(model_dir, vocab_size=runner.config.vocab_size))
+        self._grammars = left.grammars if left else _open_grammars(setup, runner)
         live = LiveReplica(
             service=self.service,
             worker=worker,
@@ -204,7 +247,7 @@ class RankBody(Generic[W]):
         )
 
     def _connect(
-        self, setup: RankSetup, runner: ModelRunner, heard: Callable[[Part], None]
+        self, setup: RankSetup, runner: ModelRunner, heard: Callable[[Part], None], estate: Estate | None
     ) -> tuple[Receiver, GangRunner]:
         """Serve senders elsewhere from now on, and be ready to send and to load. `heard` is told what comes of it."""
         backend = backend_for(runner.device, host_link=setup.spec.kv.host_link)
@@ -222,7 +265,13 @@ class RankBody(Generic[W]):
         )
         receiver = self._ranks.receiver = Receiver(config, meeting=self._ranks.meeting, on_landed=heard)
         self._sender = Sender(config, loop=setup.host.loop, on_shipped=heard)
-        self._tiers = open_tiers(setup, runner, heard)
+        if estate:
+            self._tiers = estate.tiers
+            if self._tiers:
+                self._tiers.on_loaded = heard
+            runner.parallel.least(0)  # every rank has come to this
+        else:
+            self._tiers = open_tiers(setup, runner, heard)
         return receiver, GangRunner(runner, self._sender, self._tiers, steps=self._steps, probe=setup.probe)
 
 
@@ -234,11 +283,21 @@ def _link_bytes(setup: RankSetup, device: torch.device) -> int:
     return 2 * num_peers * device_bytes(backend)
 
 
-def _leader_parts(setup: RankSetup, gang: GangRunner, receiver: Receiver, inbox: Inbox) -> LeaderParts:
+def _open_grammars(setup: RankSetup, runner: ModelRunner) -> Grammars:
+    model_dir = model_source.resolve(setup.spec.model.source)
+    return Grammars(GrammarCompiler(model_dir, vocab_size=runner.config.vocab_size))
+
+
+def _leader_parts(
+    setup: RankSetup, gang: GangRunner, receiver: Receiver, inbox: Inbox, left: LeaderEstate | None
+) -> LeaderParts:
     spec, pool, layout = setup.spec, setup.pool, gang.runner.layout
-    num_blocks, eviction = gang.runner.pool.num_blocks, spec.kv.eviction
-    blocks = BlockManager(num_blocks, make_eviction(eviction, num_blocks=num_blocks))
-    tiers: Tiers[Prompt] = Tiers(blocks, gang.tiers, layout, eviction=eviction, timeout_s=spec.timeouts.transfer_s)
+    if left:
+        blocks, tiers = left.blocks, left.tiers
+    else:
+        num_blocks, eviction = gang.runner.pool.num_blocks, spec.kv.eviction
+        blocks = BlockManager(num_blocks, make_eviction(eviction, num_blocks=num_blocks))
+        tiers = Tiers(blocks, gang.tiers, layout, eviction=eviction, timeout_s=spec.timeouts.transfer_s)
     engine = EngineParts(
         gang=gang,
         blocks=blocks,

@@ -6,14 +6,16 @@ import logging
 import os
 import socket
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+from cluster.process.background import BackgroundThread
 from cluster.process.stopwatch import Stopwatch
 from cluster.wire.rank_host import RankHost
 from cluster.words.launch import Launch
 from cluster.words.papers import Identity
 from cluster.words.probe import Probe, unobserved
 from cluster.words.rank import Binding, Progress, RankStatus
+from cluster.worker.estate import Estate
 from cluster.worker.rank_body import RankBody
 from cluster.worker.rank_setup import RankSetup
 from cluster.worker.replica_service import RoleWorker
@@ -22,6 +24,7 @@ from cluster.worker.role_parts import RoleParts
 logger = logging.getLogger(__name__)
 
 _CLOSE_S = 10.0
+_HAND_OVER_S = 10.0  # a step, and the last handoffs that are closed; milliseconds, as a rule
 
 W = TypeVar("W", bound=RoleWorker)
 
@@ -39,6 +42,7 @@ class RankProcess(Generic[W]):
         probe: Probe = unobserved,
     ) -> None:
         """host: the address to listen on; otherwise the one by which Ray knows this node."""
+        self._launch = launch
         self._body = RankBody(role, launch.spec)
         self._setup = partial(RankSetup, launch=launch, role=role.role, on_progress=self._note_progress, probe=probe)
         self._address = host
@@ -47,6 +51,7 @@ class RankProcess(Generic[W]):
         self._binding: Binding | None = None
         self._watch = Stopwatch()
         self._progress: Progress = {"stage": "starting", "fraction": 0.0}
+        self._estate: Estate | None = None  # of the rank that this process has been, until it is loaded
 
     def bind(self) -> Binding:
         if self._binding is None:
@@ -63,7 +68,8 @@ class RankProcess(Generic[W]):
     def load(self, addresses: list[str]) -> None:
         assert self._host, "bind() comes first"
         self._watch = Stopwatch()
-        self._body.load(self._setup(addresses=addresses, host=self._host))
+        self._body.load(self._setup(addresses=addresses, host=self._host), self._estate)
+        self._estate = None
         self._note_progress("serving", 1.0)
         logger.info("loaded: %s", self._watch)
 
@@ -82,9 +88,27 @@ class RankProcess(Generic[W]):
         if self._body.service:
             self._body.service.drain()
 
+    def succeed(self, before: RankProcess[Any]) -> None:
+        estate = before.hand_over()
+        estate.check(self._launch.spec, self._body.role.role)
+        self._estate = estate
+
+    def hand_over(self) -> Estate:
+        """End, but for what the estate has. Raises ReplicaFailed.
+
+        It refuses whatever is asked of it when this returns; its connections are closed meanwhile, for peers may take
+        their time, and nothing on them works on blocks any more.
+        """
+        estate = self._body.hand_over(within_s=_HAND_OVER_S)
+        BackgroundThread(self._close, name="closing").start()
+        return estate
+
     def stop(self) -> None:
         if self._body.service:
             self._body.service.stop()
+        self._close()
+
+    def _close(self) -> None:
         if self._host:
             self._host.call(self._body.close(), timeout_s=_CLOSE_S)
             self._host.stop()

@@ -142,9 +142,18 @@ class ReplicaEngine:
         if orders or self._gang.has_others:
             self._gang.execute(None, Orders(tiers=orders))
 
+    @property
+    def is_whole(self) -> bool:
+        """Nobody holds a block, and nothing writes to one."""
+        return self._blocks.num_available == self._blocks.num_blocks
+
     def stop(self) -> None:
-        """Let the other ranks go."""
+        """Save what is worth it, and let the other ranks go."""
         self._tiers.save_ahead(is_last=True)
+        self.let_ranks_go()
+
+    def let_ranks_go(self) -> None:
+        """They do what is left to do, and follow no more."""
         if orders := self._tiers.table.take_orders():
             self._gang.execute(None, Orders(tiers=orders))
         if self._gang.has_others:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -16,7 +17,7 @@ from cluster.process.supervisor import Supervisor
 from cluster.rpc import worker_pb2 as pb
 from cluster.wire.frames import FrameHub
 from cluster.wire.rank_host import RankHost
-from cluster.words.errors import ReplicaLost
+from cluster.words.errors import ReplicaFailed, ReplicaLost
 from cluster.words.rank import RankStatus
 from cluster.words.tier import Tier
 from cluster.worker.gang_watch import watch_ranks
@@ -27,6 +28,7 @@ from kvtransfer.protocol.passage import Shipment
 
 logger = logging.getLogger(__name__)
 
+_LOOK_S = 0.01
 _IDLE_S = 0.5  # how often an idle engine gives a sign of life to its other ranks
 
 
@@ -121,12 +123,35 @@ class ReplicaService:
 
     def stop(self, *, timeout_s: float = 5.0) -> None:
         """Leave the index and the membership, and end the step loop."""
+        self._leave(timeout_s=timeout_s)
+        self._loop.stop(self._worker.replica.stop, timeout_s=timeout_s)
+
+    def end_whole(self, *, within_s: float) -> None:
+        """As `stop`, after it has drained, and so that the engine's blocks are all free or cached, and nobody works on
+        them any more: another service may go on with them. Raises ReplicaFailed where that is not so in time."""
+        deadline = time.monotonic() + within_s
+        if self.status()["state"] != "drained":
+            raise ReplicaFailed("it has not drained")
+        self._leave(timeout_s=within_s)
+        while not self._is_whole(timeout_s=deadline - time.monotonic()):
+            time.sleep(_LOOK_S)  # the last handoffs are being closed
+        self._loop.stop(self._worker.replica.let_ranks_go, timeout_s=deadline - time.monotonic())
+        self._outcome.result(0)
+
+    def _leave(self, *, timeout_s: float) -> None:
         if self._watching:
             self._watching.cancel()
         if self._presence and self._presence_task:
             self._presence_task.cancel()
             self._host.call(self._presence.leave(), timeout_s=timeout_s)
-        self._loop.stop(self._worker.replica.stop, timeout_s=timeout_s)
+
+    def _is_whole(self, *, timeout_s: float) -> bool:
+        answer: Future[bool] = Future()
+        self.post(lambda: answer.set_result(not self._worker.num_requests and self._worker.replica.is_whole))
+        try:
+            return answer.result(max(0.0, timeout_s))
+        except TimeoutError:
+            raise ReplicaFailed("blocks are still held, although it has drained") from None
 
     async def _watch(self, other_ranks: Sequence[str]) -> None:
         try:

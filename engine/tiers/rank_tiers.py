@@ -47,7 +47,7 @@ class RankTiers:
         self._disk = disk
         stores = {Tier.HOST: host, Tier.DISK: disk}
         self._stores: dict[Tier, BlockStore] = {tier: store for tier, store in stores.items() if store}
-        self._on_loaded = on_loaded
+        self.on_loaded = on_loaded
         self._dropped: deque[tuple[Tier, bytes]] = deque(maxlen=_MAX_DROPPED)  # the other ranks are not asked
         # And what comes before: who had the blocks until now.
         self._orders: queue.SimpleQueue[tuple[LoadOrder, Event] | None] = queue.SimpleQueue()
@@ -111,7 +111,7 @@ class RankTiers:
 
     def _load_forever(self) -> None:
         while (ordered := self._orders.get()) is not None:
-            self._on_loaded(self._load_or_none(*ordered))
+            self.on_loaded(self._load_or_none(*ordered))
 
     def _load_or_none(self, order: LoadOrder, behind: Event) -> LoadResult:
         try:

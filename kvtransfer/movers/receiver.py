@@ -78,6 +78,13 @@ class Receiver:
         if incoming:
             incoming.close()
 
+    def close_all(self) -> None:
+        """End every handoff that is open. When this returns, nothing of any of them is written any more."""
+        with self._lock:
+            handoffs = self._incoming.handoffs
+        for handoff in handoffs:
+            self.close(handoff)
+
     def end_of(self, handoff: str) -> int:
         """Positions before this one may come of a handoff that is open here or was; 0: it never was, that we know."""
         with self._lock:

@@ -22,6 +22,11 @@ class Register(Generic[T]):
     def __len__(self) -> int:
         return len(self._open)
 
+    @property
+    def handoffs(self) -> list[str]:
+        """Those that are open."""
+        return list(self._open)
+
     def open(self, handoff: str, entry: T) -> None:
         """Does nothing if it has been closed already, or is open: the first entry has what arrived."""
         if handoff not in self._closed:

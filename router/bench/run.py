@@ -172,7 +172,7 @@ async def _many(sides: _Sides, door: str, number: int, load: RouterLoad) -> dict
     prompts = [[*_PROMPT, 65 + i % _NUM_IDS] for i in range(number)]
     ask = {"http": open_http, "grpc": open_grpc}[door]
     streams: list[TimedStream] = []
-    for first in range(0, number, _OPENED_AT_ONCE):  # of more the door would refuse some: it bounds what waits
+    for first in range(0, number, _OPENED_AT_ONCE):  # a door refuses what is too much at once
         streams += await ask(sides.ports[door], prompts[first : first + _OPENED_AT_ONCE], num_tokens=_ENDLESS)
         await asyncio.gather(*(stream.begun for stream in streams[first:]))
     spare_the_old()  # of this process, or its own looks for garbage would seem to be tokens' lateness

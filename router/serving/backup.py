@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 from cluster.words.errors import ClusterError
 from cluster.words.handoff import Holder
 from cluster.words.request import OFFLINE, Role, Sampling, SequenceRequest
+from router.routing.revisions import Revisions
 from router.serving.decode_streams import DecodeStreams, Running
 from router.serving.replica import Replica
 from router.serving.replicas import Replicas
@@ -41,9 +42,10 @@ class _Copied:
 class Backup:
     """Copies the requests of one router."""
 
-    def __init__(self, replicas: Replicas, *, running: Set[DecodeStreams], every: int) -> None:
+    def __init__(self, replicas: Replicas, revisions: Revisions, *, running: Set[DecodeStreams], every: int) -> None:
         """every: tokens of an answer from one copy to the next."""
         self._replicas = replicas
+        self._revisions = revisions
         self._running = running
         self._every = every
         self._copied: WeakKeyDictionary[DecodeStreams, _Copied] = WeakKeyDictionary()
@@ -71,6 +73,8 @@ class Backup:
             name = home if home in usable else max(room, key=lambda name: room[name], default="")
             # None: of several choices, or not there yet. Asked last, for it puts all tokens together.
             if room.get(name, 0) > 0 and (running := answer.running()):
+                if not self._revisions.meet(name, running.replica.id):
+                    continue  # while a deployment is updated, some have no copies
                 room[name] -= 1
                 self._begin(answer, running, usable[name])
 

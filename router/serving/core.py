@@ -9,6 +9,8 @@ from router.serving.decode_streams import DecodeStreams
 from router.serving.dispatch import Dispatch
 from router.serving.rebalance import Rebalancer
 from router.serving.relay import Relay
+from router.serving.replays import Replays
+from router.serving.request_state import RequestState
 
 
 class RouterCore:
@@ -17,9 +19,13 @@ class RouterCore:
     def __init__(self, dispatch: Dispatch) -> None:
         self.dispatch = dispatch
         self._running: set[DecodeStreams] = set()
+        self._replays = Replays(dispatch)
 
     def start(self, request: SequenceRequest) -> Generation:
-        return Relay(request, self.dispatch, self._running)
+        return Relay(request, self.dispatch, self._running, answered=self._answered)
+
+    async def close(self) -> None:
+        await self._replays.close()
 
     @property
     def num_running(self) -> int:
@@ -28,8 +34,21 @@ class RouterCore:
 
     async def rebalance_forever(self) -> None:
         """Keep the decode replicas about evenly filled with what runs."""
-        await Rebalancer(self.dispatch.replicas, running=self._running).run_forever()
+        dispatch = self.dispatch
+        await Rebalancer(dispatch.replicas, dispatch.revisions, running=self._running).run_forever()
 
     async def back_up_forever(self, *, every: int) -> None:
         """Keep copies of what runs, no more than so many tokens behind, where prefill replicas are idle."""
-        await Backup(self.dispatch.replicas, running=self._running, every=every).run_forever()
+        dispatch = self.dispatch
+        await Backup(dispatch.replicas, dispatch.revisions, running=self._running, every=every).run_forever()
+
+    def _answered(self, state: RequestState, revision: int | None) -> None:
+        """While a deployment is updated, its controller hears how each revision does."""
+        revisions = self.dispatch.revisions
+        if not revisions.is_split:
+            return
+        ttft_s, itl_s = state.spread_s()
+        counts = revisions.count(revision)
+        counts.answered += 1
+        counts.slow += not revisions.slo.is_met(ttft_s=ttft_s, itl_s=itl_s)
+        self._replays.offer(state)

@@ -142,7 +142,7 @@ class DecodeStreams:
         await decode.is_draining.wait()
         while self.on(decode):
             for choice in filter(self._has_begun, self.on(decode)):
-                if stream := self._dispatch.another_decode(self._state.continuation([choice])):
+                if stream := self._dispatch.another_decode(self._state.continuation([choice]), decode.id):
                     await self._move(choice, stream)
             await asyncio.sleep(_MOVE_AGAIN_S)
 

@@ -13,21 +13,22 @@ from cluster.index.prefix_index import Depths
 from cluster.words.errors import (
     CapacityError,
     ClusterError,
-    ContextLengthExceeded,
     DeadlineExceeded,
     LayoutMismatch,
     ReplicaLost,
-    RequestError,
     TransferError,
 )
 from cluster.words.hashing import block_hashes, root_hash
 from cluster.words.request import OFFLINE, Role, SequenceRequest
+from cluster.words.revisions import Revision
 from router.metrics import Metrics
 from router.routing.chooser import AnswerLength, Chooser, Decision, Need, with_room
 from router.routing.decisions import Decisions
 from router.routing.fair_shares import QueuedRequest
 from router.routing.replica_load import ReplicaLoad
-from router.routing.tenant_share import NO_PLACES, Places, most_choices
+from router.routing.revisions import Revisions
+from router.routing.tenant_share import NO_PLACES, Places
+from router.serving.fit import check_fit
 from router.serving.flows import Flows
 from router.serving.gate import AdmissionGate
 from router.serving.move import DecodeStream
@@ -47,6 +48,7 @@ class _Asked:
     request: SequenceRequest
     need: Need
     hashes: list[bytes]
+    only: int | None = None  # a revision
 
 
 class Dispatch:
@@ -64,11 +66,13 @@ class Dispatch:
         max_waiting: int,
         metrics: Metrics,
         tenant_share: Callable[[], float] = lambda: 1.0,
+        revisions: Revisions | None = None,
     ) -> None:
         """model: fingerprint, as in the prefix hashes. vocab_size: of that model.
         queue_s: how long a request may wait for a replica with room. tenant_share: of what the others leave of the
-        decode replicas, for one tenant; now."""
+        decode replicas, for one tenant; now. revisions: None: there is one alone."""
         self.replicas = replicas
+        self.revisions = revisions or Revisions()
         self.decisions = Decisions()
         self.flows = Flows()
         self._chooser = chooser
@@ -94,15 +98,15 @@ class Dispatch:
         return self._shares.held
 
     @asynccontextmanager
-    async def admit(self, request: SequenceRequest) -> AsyncIterator[Pair]:
+    async def admit(self, request: SequenceRequest, *, only: int | None = None) -> AsyncIterator[Pair]:
         """The cheapest pair with room, at the request's turn; its tenant has so much less until the block ends. What is
-        booked for it, `give_back` takes back.
+        booked for it, `give_back` takes back. only: of this revision.
 
         Raises CapacityError, at once where its turn is predicted to come too late, and RequestError when no replica
         could ever hold the request.
         """
         began_at = self._now()
-        asked = self._asked(request)
+        asked = self._asked(request, only=only)
         self._check_fit(request, share=self._tenant_share())
         limit_s = self._queue_s if request.deadline_s is None else min(request.deadline_s, self._queue_s)
         places = Places(asked.need.num_streams, asked.need.num_blocks)
@@ -114,10 +118,11 @@ class Dispatch:
             self._metrics.queue_time.observe(self._now() - began_at)
             yield pair
 
-    async def choose(self, request: SequenceRequest, *, avoid: Set[str]) -> Pair:
+    async def choose(self, request: SequenceRequest, *, avoid: Set[str], served_by: int | None = None) -> Pair:
         """The cheapest pair for a request that was admitted before, room or no room. Waits while there is none at all.
 
-        Replicas in `avoid` are the last resort. Raises as `admit`, and DeadlineExceeded.
+        Replicas in `avoid` are the last resort. served_by: the revision of an earlier pair. Raises as `admit`, and
+        DeadlineExceeded.
         """
         asked = self._asked(request)
         wait_s = self._queue_s if request.deadline_s is None else min(self._queue_s, request.deadline_s)
@@ -126,9 +131,10 @@ class Dispatch:
             self._check_fit(request, share=1.0)
             decodes = self._loads(Role.DECODE, asked)
             # A prompt may wait behind others where the beginning of it is.
-            for some in (with_room(decodes, asked.need), decodes):
-                if pair := self._choose(asked, some, avoid=avoid):
-                    return pair
+            for revision in self.revisions.after(served_by, untried={load.replica for load in decodes} - avoid):
+                for some in (with_room(decodes, asked.need), decodes):
+                    if pair := self._choose(asked, some, revision, avoid=avoid):
+                        return pair
             try:
                 await self.replicas.changed(timeout_s=give_up_at - self._now())
             except TimeoutError:
@@ -146,19 +152,20 @@ class Dispatch:
         if pair.decode is None:
             return None
         asked = self._asked(request)
-        depths = self._depths(asked)
-        decision = self._chooser.choose_prefill(
-            asked.need, self._loads(Role.PREFILL, asked), pair.decode.load(), depths, avoid=avoid
-        )
+        depths, decode = self._depths(asked), pair.decode
+        prefills = [load for load in self._loads(Role.PREFILL, asked) if self.revisions.meet(load.replica, decode.id)]
+        decision = self._chooser.choose_prefill(asked.need, prefills, decode.load(), depths, avoid=avoid)
         if decision is None:
             return None
-        return self._booked(asked, decision, decode=pair.decode, decode_booking=pair.decode_booking)
+        return self._booked(asked, decision, decode, pair.decode_booking, pair.revision)
 
-    def another_decode(self, request: SequenceRequest) -> DecodeStream | None:
-        """A decode replica for a choice that runs on one that drains, with room if any has; and a stream key there."""
+    def another_decode(self, request: SequenceRequest, source: str) -> DecodeStream | None:
+        """A decode replica for a choice that runs on `source`, which drains, with room if any has; and a stream key
+        there."""
         asked = self._asked(request)
         depths = self._depths(asked)
         decodes = self._loads(Role.DECODE, asked)
+        decodes = [load for load in decodes if self.revisions.may_move(source, load.replica)]
         for some in (with_room(decodes, asked.need), decodes):
             decision = self._chooser.choose(asked.need, [], some, depths)
             if decision and (replica := self._replica(decision.decode)):
@@ -244,9 +251,12 @@ class Dispatch:
     def _choose_with_room(self, asked: _Asked) -> Pair | None:
         self._check_fit(asked.request, share=1.0)  # the first replica may have come only now
         decodes = self._loads(Role.DECODE, asked)
-        return self._choose(
-            asked, with_room(decodes, asked.need) or self._owed(asked, decodes), prefill_needs_room=True
-        )
+        some = with_room(decodes, asked.need) or self._owed(asked, decodes)
+        usable = [load.replica for load in decodes]
+        for revision in self.revisions.first_to_last(asked.request, usable=usable, only=asked.only):
+            if pair := self._choose(asked, some, revision, prefill_needs_room=True):
+                return pair
+        return None
 
     def _owed(self, asked: _Asked, decodes: Sequence[ReplicaLoad]) -> Sequence[ReplicaLoad]:
         """Those that make way for it (engine.admission), where answers of others have grown into what its tenant is
@@ -263,15 +273,19 @@ class Dispatch:
         self,
         asked: _Asked,
         decodes: Sequence[ReplicaLoad],
+        revision: Revision | None,
         *,
         avoid: Set[str] = frozenset(),
         prefill_needs_room: bool = False,
     ) -> Pair | None:
-        """The pair that is decided on, booked; None where there is none."""
+        """The pair that is decided on, booked; None where there is none. revision: both are of it; None: all are."""
+        prefills = self._loads(Role.PREFILL, asked)
+        if revision:
+            prefills = [load for load in prefills if load.replica in revision.replicas]
+            decodes = [load for load in decodes if load.replica in revision.replicas]
         if not decodes:
             return None
         depths = self._depths(asked)
-        prefills = self._loads(Role.PREFILL, asked)
         decision = self._chooser.choose(
             asked.need, prefills, decodes, depths, avoid=avoid, prefill_needs_room=prefill_needs_room
         )
@@ -284,10 +298,10 @@ class Dispatch:
             raise ClusterError(f"the routing policy named {decision.options[0]}: no such replica")
         need = asked.need
         booking = Booking(decode, num_blocks=need.num_blocks, num_streams=need.num_streams) if decode else None
-        return self._booked(asked, decision, decode=decode, decode_booking=booking)
+        return self._booked(asked, decision, decode, booking, revision.number if revision else None)
 
     def _booked(
-        self, asked: _Asked, decision: Decision, *, decode: Replica | None, decode_booking: Booking | None
+        self, asked: _Asked, decision: Decision, decode: Replica | None, booking: Booking | None, revision: int | None
     ) -> Pair:
         """The pair of a decision, with its prompt booked where it is to be computed."""
         prefill = self._replica(decision.prefill)
@@ -299,14 +313,15 @@ class Dispatch:
             prompt_booking=PromptBooking(
                 computes, self.replicas.index, asked.hashes, num_tokens=decision.prompt_tokens
             ),
-            decode_booking=decode_booking,
+            decode_booking=booking,
             holder=decision.holder,
+            revision=revision,
         )
 
-    def _asked(self, request: SequenceRequest) -> _Asked:
+    def _asked(self, request: SequenceRequest, *, only: int | None = None) -> _Asked:
         root = root_hash(self._model, adapter=request.adapter, salt=request.salt)
         hashes = block_hashes(root, request.token_ids, block_size=self._block_size)
-        return _Asked(request, self._need(request), hashes)
+        return _Asked(request, self._need(request), hashes, only)
 
     def _need(self, request: SequenceRequest) -> Need:
         num_tokens, num_streams = len(request.token_ids), len(request.choices)
@@ -339,21 +354,7 @@ class Dispatch:
         return self.replicas.get(name) if name else None
 
     def _check_fit(self, request: SequenceRequest, *, share: float) -> None:
-        """Raises RequestError where replicas are there, and none could ever hold the request. share: of it, that one
-        tenant may have."""
-        members = [replica.member for replica in self.replicas.usable(Role.DECODE)]
-        if not members:
-            return
-        if len(request.token_ids) >= (limit := max(member.max_tokens for member in members)):
-            raise ContextLengthExceeded(
-                f"{len(request.token_ids)} tokens leave no room in the {limit} that a replica holds", param="prompt"
-            )
-        places = [member.max_running for member in members]
-        if len(request.choices) > (most := min(max(places), most_choices(sum(places), share=share))):
-            of_whom = "" if most == max(places) else " of one tenant"
-            raise RequestError(
-                f"n: a replica runs at most {most} choices{of_whom} at once, not {len(request.choices)}", param="n"
-            )
+        check_fit(request, [replica.member for replica in self.replicas.usable(Role.DECODE)], share=share)
 
 
 def may_retry(error: ClusterError) -> bool:

@@ -72,6 +72,7 @@ class Pair:
     prompt_booking: PromptBooking  # where the prompt is computed, until it is
     decode_booking: Booking | None  # of the decode replica's blocks, as long as the pair is used
     holder: Holder | None  # from whom whoever computes the prompt may fetch what it lacks of the prefix
+    revision: int | None = None  # both are of; None: there is one alone
 
     def release(self) -> None:
         """It is not used any more."""

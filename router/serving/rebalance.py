@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from cluster.words.request import Role
+from router.routing.revisions import Revisions
 from router.serving.decode_streams import DecodeStreams
 from router.serving.move import DecodeStream
 from router.serving.replica import Replica
@@ -46,8 +47,9 @@ def next_move(crowds: Sequence[Crowd]) -> tuple[str, str] | None:
 class Rebalancer:
     """Moves the requests of one router, one at a time. Others may do the same: the gap leaves room for that."""
 
-    def __init__(self, replicas: Replicas, *, running: Collection[DecodeStreams]) -> None:
+    def __init__(self, replicas: Replicas, revisions: Revisions, *, running: Collection[DecodeStreams]) -> None:
         self._replicas = replicas
+        self._revisions = revisions
         self._running = running
 
     async def run_forever(self) -> None:
@@ -58,7 +60,9 @@ class Rebalancer:
 
     def _start(self) -> asyncio.Task[None] | None:
         decodes = {replica.id: replica for replica in self._replicas.usable(Role.DECODE)}
-        found = next_move([Crowd(replica.id, replica.load().num_streams) for replica in decodes.values()])
+        crowds = [Crowd(replica.id, replica.load().num_streams) for replica in decodes.values()]
+        moves = (next_move(some) for some in self._revisions.apart(crowds, lambda crowd: crowd.replica))
+        found = next((move for move in moves if move), None)
         if not found:
             return None
         source, target = (decodes[name] for name in found)

@@ -9,9 +9,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections.abc import Callable
 from time import monotonic
 
-from cluster.words.errors import ClusterError
+from cluster.words.errors import (
+    CapacityError,
+    ClientTooSlow,
+    ClusterError,
+    DeadlineExceeded,
+    GrammarNotFollowed,
+    NoTokenAllowed,
+    RequestError,
+)
 from cluster.words.life import LifeState
 from cluster.words.prompt_logprobs import PromptLogprobs
 from cluster.words.request import SequenceRequest
@@ -30,18 +39,29 @@ _MAX_FRUITLESS = 5
 _PROGRESS = 8  # tokens
 _BACKOFF_S, _MAX_BACKOFF_S = 0.01, 1.0
 _MAX_TROUBLE = 200  # characters of why an attempt failed, as it is remembered
+_NO_FAULT = (RequestError, CapacityError, DeadlineExceeded, ClientTooSlow, GrammarNotFollowed, NoTokenAllowed)
 
 
 class Relay:
     """Implements router.generation.Generation: a task that serves the request, and the tokens that it has brought."""
 
-    def __init__(self, request: SequenceRequest, dispatch: Dispatch, running: set[DecodeStreams]) -> None:
-        """running: the attempts of all requests that are under way."""
+    def __init__(
+        self,
+        request: SequenceRequest,
+        dispatch: Dispatch,
+        running: set[DecodeStreams],
+        *,
+        answered: Callable[[RequestState, int | None], None] = lambda state, revision: None,
+    ) -> None:
+        """running: the attempts of all requests that are under way. answered: called with a request that has come to
+        its end, and the revision that served it."""
+        self._answered = answered
         self._state = RequestState(request)
         self.route, self.life = self._state.route, self._state.life
         self._dispatch = dispatch
         self._running = running
         self._attempts: dict[int, Attempt] = {}  # of each choice, the one that serves it now
+        self._revision: int | None = None  # that has served it, while there are several
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Generation:
@@ -89,6 +109,7 @@ class Relay:
             # Also where the client, who has the last token already, does not wait for this task to end by itself.
             if not state.unfinished:
                 self._dispatch.finished([len(tokens) for tokens in state.tokens.values()])
+                self._answered(state, self._revision)
             state.outbox.end()
 
     async def _serve(
@@ -133,8 +154,9 @@ class Relay:
             state.check_deadline()
             if pair is None:
                 came = monotonic()
-                pair = await dispatch.choose(state.continuation(choices), avoid=failed)
+                pair = await dispatch.choose(state.continuation(choices), avoid=failed, served_by=self._revision)
                 state.life.add(LifeState.QUEUE, "", came)
+            self._revision = pair.revision
             if choices := self._unfinished(choices):  # some may have been stopped meanwhile
                 await self._try(choices, pair, failed=failed)
         finally:
@@ -147,10 +169,13 @@ class Relay:
         attempt = Attempt(self._state, request, pair, dispatch=self._dispatch, avoid=failed)
         self._attempts |= dict.fromkeys(choices, attempt)
         self._running.add(attempt.streams)  # it may be moved to a replica that has less to do, and is copied
+        counts = self._dispatch.revisions.count(pair.revision)
+        counts.attempts += 1
         try:
             await attempt.run()
-        except ClusterError:
+        except ClusterError as error:
             failed |= attempt.blamed
+            counts.failed += not isinstance(error, _NO_FAULT)
             raise
         finally:
             self._running.discard(attempt.streams)

@@ -33,12 +33,15 @@ class RequestState:
         self.outbox = Outbox()  # for the client
         self._now = asyncio.get_running_loop().time
         self._started_at = self._now()
+        self._first_at: float | None = None  # the first token of any choice
         self._max_unread = _MAX_UNREAD // (1 + (request.sampling.num_logprobs or 0))  # tokens
         self._lost_at: dict[int, float] = {}  # choices that have tokens, and wait for the first of another attempt
 
     def append(self, choice: int, token: SampledToken) -> None:
         """The next token of an unfinished choice, which goes to the client."""
         self.tokens[choice].append(token.token_id)
+        if self._first_at is None:
+            self._first_at = self._now()
         self.outbox.put(choice, token)
         if self._lost_at and (lost_at := self._lost_at.pop(choice, None)) is not None:
             self._log_pause(choice, self._now() - lost_at)
@@ -60,6 +63,12 @@ class RequestState:
         if self.request.deadline_s is None:
             return None
         return max(0.0, self.request.deadline_s - (self._now() - self._started_at))
+
+    def spread_s(self) -> tuple[float, float]:
+        """Until the first token, and from token to token since: of an answer that has just come to its end."""
+        now, num_tokens = self._now(), max(len(tokens) for tokens in self.tokens.values())
+        first_at = now if self._first_at is None else self._first_at
+        return first_at - self._started_at, (now - first_at) / max(1, num_tokens - 1)
 
     def check_deadline(self) -> None:
         """Raises DeadlineExceeded."""

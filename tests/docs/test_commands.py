@@ -73,6 +73,6 @@ def _check(command: Any, words: list[str]) -> str:
     places = [param for param in command.params if param.param_type_name == "argument"]
     takes_many = any(place.nargs == -1 for place in places)
     given = [word for word in words if not word.startswith("-")]
-    if places and not given and len(words) > 0:
+    if any(place.required for place in places) and not given and len(words) > 0:
         return "an argument is missing"
     return f"what is {rest}?" if rest and not takes_many and len(rest) > len(places) else ""

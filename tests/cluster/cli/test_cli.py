@@ -60,6 +60,7 @@ def left_of(cluster: ClusterCommand) -> list[int]:
         (["scale", "prefill"], "scale prefill: write prefill=N, decode=N or both"),
         (["scale", "prefill=2"], "nothing is deployed"),
         (["drain", "decode-0"], "nothing is deployed"),
+        (["switch", "decode-0"], "nothing is deployed"),
         (["logs", "decode-0"], "nothing is deployed"),
         (["generate", "hi"], "nothing is deployed"),
         (["keys", "create", "acme"], "nothing is deployed"),
@@ -113,6 +114,12 @@ def test_the_life_of_a_deployment(cluster: ClusterCommand) -> None:
     drained = cluster.run("drain", "decode-0")
     assert drained.out.startswith("decode-0 has left, decode-2 serves in its place, after ")
     assert cluster.run("logs", "decode-0", "-n", "1").out == "loading with 1 ranks\n"
+    switched = cluster.run("switch", "decode-1")
+    assert switched.out.startswith("decode-1 is prefill-1 now, after "), switched.err
+    assert switched.out.endswith(" s: prefill=2 decode=1\n")
+    scaled = cluster.run("scale", "prefill=1", "decode=2")
+    assert scaled.out.startswith("scaled prefill 2 -> 1, decode 1 -> 2 in ")
+    assert scaled.out.endswith(" s; prefill-1 became decode-3\n")
 
     down = cluster.run("down")
     assert (down.code, down.out.startswith("a and the Ray that was started for it is down after ")) == (0, True)

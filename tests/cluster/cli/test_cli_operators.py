@@ -57,7 +57,9 @@ async def test_a_person_sees_and_does_what_the_role_allows(
         assert code == 2 and "only an operator may call this; viewer/some-viewer is a viewer" in text, arguments
     for arguments in (["down"], ["chaos", "--all"], ["operators", "list"], ["explain", "r"]):
         code, text = await said(PersonRole.OPERATOR, *arguments)
-        assert code == 2 and "by that certificate there are status, logs, scale, drain and keys" in text, arguments
+        assert code == 2 and "by that certificate there are status, logs, scale, switch, drain and keys" in text, (
+            arguments
+        )
     code, text = await said(PersonRole.VIEWER, "--address", "root@head", "scale", "decode=1")
     assert code == 2 and "give one" in text, "or it would be root's command there"
     assert served.controller.asked == before

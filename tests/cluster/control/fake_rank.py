@@ -19,7 +19,8 @@ class FakeRank:
     """Implements cluster.words.rank.Rank.
 
     fault: "raises in load" or "dies in load" (rank 0 alone), "slow load" (until the file `go` appears in the log
-    directory), or "slow drain" (until the file `<replica>.finished` appears there).
+    directory), or "slow drain" (until the file `<replica>.finished` appears there). Where the file `fails` is there, it
+    raises in load, whatever its fault.
     """
 
     def __init__(self, launch: Launch, *, identity: Identity, fault: str = "") -> None:
@@ -31,12 +32,15 @@ class FakeRank:
         self._state = "loading"
         self._stopped = threading.Event()
 
+    def __str__(self) -> str:
+        return f"{self._replica} was {self._state}"
+
     def bind(self) -> Binding:
         return {"pid": os.getpid(), "host": "node", "address": f"127.0.0.1:{20_000 + self._rank}", "device": "cpu"}
 
     def load(self, addresses: list[str]) -> None:
         print(f"loading with {len(addresses)} ranks", flush=True)
-        if self._fault == "raises in load" and self._rank == 0:
+        if (self._fault == "raises in load" and self._rank == 0) or (self._dir / "fails").exists():
             raise ValueError("weights.safetensors is\ncut short")
         if self._fault == "dies in load" and self._rank == 0:
             print("about to die", flush=True)
@@ -60,6 +64,10 @@ class FakeRank:
 
     def drain(self) -> None:
         self._state = "draining"
+
+    def succeed(self, before: FakeRank) -> None:
+        print(f"{self._replica} goes on where {before}", flush=True)
+        before.stop()
 
     def stop(self) -> None:
         self._stopped.set()

@@ -58,6 +58,10 @@ class FakeController:
             raise SpecError("no replica is called decode-99; there are: decode-1")
         self.asked.append(f"drain {replica}")
 
+    async def switch(self, replica: str) -> str:
+        self.asked.append(f"switch {replica}")
+        return "prefill-1"
+
     async def keys(self) -> KeyBook:
         self.asked.append("keys")
         return self.book

@@ -42,3 +42,10 @@ def test_what_another_version_has_kept_is_read_and_what_it_added_passed_over() -
         assert (found.spec.prefill.replicas, found.launch.log_dir, found.parts.decode) == (3, "/logs", "d.e:f")
         assert found.launch.credentials == Credentials(secret=b"\xab" * 32, index_url="redis://:pass@127.0.0.1:7000/0")
         assert found.next_number == {Role.PREFILL: 4, Role.DECODE: 2}
+
+
+def test_what_a_replica_has_become_is_found_again() -> None:
+    launch = Launch(spec=parse_spec({}), log_dir="/logs", credentials=Credentials.new(index_url="redis://h"))
+    desired = Desired(launch=launch, switched={"decode-1": "prefill-3"})
+    assert Desired.from_json(desired.to_json()) == desired
+    assert not Desired.from_json(json.dumps(_OLDEST)).switched

@@ -62,7 +62,7 @@ async def test_a_pool_remembers_where_starts_failed_while_one_of_it_is_missing(m
                 raise ReplicaFailed("its disk is full")
             await asyncio.Event().wait()
 
-        def leave(self) -> None: ...
+        def leave(self, heir: object = None) -> None: ...
 
     now = itertools.count(1000.0, 100.0)  # whenever somebody looks, far later
     monkeypatch.setattr(pool_module, "time", SimpleNamespace(monotonic=lambda: next(now)))

@@ -31,6 +31,7 @@ _KEY = new_key("acme", new_secret(), tenant="t", rpm=7, priorities=(0, 3))
 _CHANGES: list[tuple[str, tuple[Any, ...]]] = [
     ("scale", ({"decode": 3},)),
     ("drain", ("decode-1",)),
+    ("switch", ("decode-1",)),
     ("keys", ()),
     ("add_key", (_KEY,)),
     ("revoke_key", (_KEY,)),
@@ -56,6 +57,7 @@ async def test_an_operator_does_what_the_controller_does_and_hears_what_it_says(
     assert (await _ask(alice, "logs", "router", starts={0: 5}))[0].text == "router 50 {0: 5}\n"
     assert await _ask(alice, "scale", {"decode": 3}, wait_for_nodes=True) == {"decode": (1, 3)}
     await _ask(alice, "drain", "decode-1")
+    assert await _ask(alice, "switch", "decode-1") == "prefill-1"
     assert await _ask(alice, "add_key", _KEY) == KeyChange(key=_KEY, is_told=True)
     assert (await _ask(alice, "keys")).keys == (_KEY,)
     assert await _ask(alice, "revoke_key", _KEY) == KeyChange(key=_KEY, is_told=False, problem="the disk is full")
@@ -64,6 +66,7 @@ async def test_an_operator_does_what_the_controller_does_and_hears_what_it_says(
     assert served.controller.asked == [
         "scale {'decode': 3} True",
         "drain decode-1",
+        "switch decode-1",
         "add acme",
         "keys",
         *("keys", "revoke acme"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.control.pool_plan import Backoff, PoolPlan, plan_pool
+from cluster.control.pool_plan import Backoff, PoolPlan, plan_pool, plan_switches
 from cluster.control.replica import ReplicaState, ReplicaStatus
 from cluster.words.request import Role
 
@@ -53,3 +53,30 @@ def test_what_was_started_together_fails_as_one_round() -> None:
     assert backoff.rounds == 1
     backoff.failed(started_at=6.0, now=7.0)
     assert backoff.rounds == 2
+
+
+def prefill(number: int, state: str = "ready") -> ReplicaStatus:
+    return ReplicaStatus(id=f"prefill-{number}", role=Role.PREFILL, state=ReplicaState(state))
+
+
+def test_a_replica_that_would_be_retired_goes_to_the_pool_that_grows() -> None:
+    pools = {Role.PREFILL: [prefill(0), prefill(1)], Role.DECODE: [replica(0), replica(1), replica(2, running=1)]}
+    sizes = {Role.PREFILL: 2, Role.DECODE: 3}
+    for wanted, switching in (
+        ({Role.PREFILL: 3, Role.DECODE: 2}, ["decode-1"]),
+        ({Role.PREFILL: 3, Role.DECODE: 1}, ["decode-1"]),  # and decode-0 leaves
+        ({Role.PREFILL: 9, Role.DECODE: 1}, ["decode-1", "decode-0"]),
+        ({Role.PREFILL: 1, Role.DECODE: 4}, ["prefill-1"]),
+        ({Role.DECODE: 2}, []),
+        ({Role.PREFILL: 3, Role.DECODE: 4}, []),
+        ({Role.PREFILL: 1, Role.DECODE: 2}, []),
+        ({}, []),
+    ):
+        assert plan_switches(wanted, sizes, pools) == switching, wanted
+
+
+def test_what_does_not_serve_yet_is_replaced() -> None:
+    pools = {Role.PREFILL: [prefill(0)], Role.DECODE: [replica(0), replica(1, "loading"), replica(2, "draining")]}
+    sizes = {Role.PREFILL: 1, Role.DECODE: 2}
+    assert plan_switches({Role.PREFILL: 2, Role.DECODE: 1}, sizes, pools) == []
+    assert plan_switches({Role.PREFILL: 3, Role.DECODE: 0}, sizes, pools) == ["decode-0"]

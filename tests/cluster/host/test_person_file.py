@@ -58,5 +58,5 @@ def test_it_is_for_one_deployment_and_for_some_commands(saved: Path, monkeypatch
     monkeypatch.setenv(CERTIFICATE, str(saved))
     assert find_state(None, by_certificate=True).name == find_state("mine", by_certificate=True).name == "mine"
     for name, by_certificate in ((None, False), ("other", True)):
-        with pytest.raises(SpecError, match="there are status, logs, scale, drain and keys of mine; do all else w"):
+        with pytest.raises(SpecError, match="logs, scale, switch, drain and keys of mine; do all else w"):
             find_state(name, by_certificate=by_certificate)

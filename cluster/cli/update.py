@@ -1,0 +1,176 @@
+"""`cluster update`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cluster.cli.connection import find_state, join_controller
+from cluster.cli.deploy import Name
+from cluster.words.errors import DeployError, SpecError
+
+if TYPE_CHECKING:
+    from cluster.control.report import ControllerReport
+    from cluster.control.spec_diff import SpecChange
+    from cluster.host.reporter import Reporter
+    from cluster.words.request import Role
+    from cluster.words.spec import Spec
+
+_POLL_S = 0.5
+_SEE_ALL_S = 60.0
+
+
+def update(
+    topology: Annotated[
+        str | None,
+        typer.Argument(metavar="FILE|2P4D", help="What the deployment is to become; without it, what --set says."),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="PATH=VALUE", help="Override a field of the spec, e.g. kv.pool_dtype=int8."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option(help="Say what would be replaced and why, and change nothing.")] = False,
+    canary: Annotated[
+        float | None, typer.Option(help="The share of requests that the new revision has first, e.g. 0.1.")
+    ] = None,
+    canary_s: Annotated[float, typer.Option(min=0, help="For so long, before it takes the old one's place.")] = 60.0,
+    slo_ttft_ms: Annotated[
+        float | None, typer.Option(help="Return where it misses this, and the old one less.")
+    ] = None,
+    slo_itl_ms: Annotated[float | None, typer.Option(help="Likewise, from token to token.")] = None,
+    restart: Annotated[bool, typer.Option(help="Also what the spec leaves as it is: its code is new.")] = False,
+    abort: Annotated[bool, typer.Option(help="Take the update back that is under way.")] = False,
+    wait_for_nodes: Annotated[
+        bool, typer.Option(help="Wait for nodes that an autoscaler has yet to add, instead of refusing.")
+    ] = False,
+    timeout: Annotated[float | None, typer.Option(help="Seconds to watch; default: until it is over.")] = None,
+    name: Name = None,
+) -> None:
+    """Take a running deployment to another spec, replica by replica, while requests run; return when that is over.
+
+    It goes on without this command, and returns to the old spec by itself where the new one fails more requests, misses
+    the SLO, or answers otherwise. Exit code 2: it did not come about.
+    """
+    if not (topology or overrides or restart or abort):
+        raise SpecError("cluster update: name a spec, or say --set PATH=VALUE, --restart or --abort")
+    begin = time.monotonic()
+    state = find_state(name)
+    controller = join_controller(state)
+    from cluster.cli.console import reporter
+    from cluster.host.driver import ask
+
+    deadline = None if timeout is None else begin + timeout
+    if abort:
+        revision = ask(controller, "abort_update")
+        with reporter(is_new=False) as report:
+            _await_end(controller, report, deadline=deadline)
+        print(f"back at revision {revision} after {time.monotonic() - begin:.1f} s")
+        return
+    from cluster.control.spec_diff import changes_of, check_possible
+    from cluster.control.update import UpdateOptions
+    from cluster.host.preflight import check_model
+    from cluster.words.revisions import Slo
+    from cluster.words.spec_file import parse_spec
+
+    now: ControllerReport = ask(controller, "status")
+    old = parse_spec(now["spec"], origin="the spec of now")
+    new = _wanted(old, topology, overrides or [])
+    changes = changes_of(old, new)
+    options = UpdateOptions(
+        canary=canary,
+        canary_s=canary_s,
+        slo=Slo(ttft_ms=slo_ttft_ms, itl_ms=slo_itl_ms),
+        restarts_all=restart,
+        waits_for_nodes=wait_for_nodes,
+    )
+    if dry_run:
+        print(_as_text(changes, now, restarts_all=restart))
+        return
+    if not changes and not restart:
+        print("nothing changes")
+        return
+    check_possible(changes)
+    with reporter(is_new=False) as report:
+        check_model(new, report.say)
+        if ask(controller, "update", new.model_dump(mode="json"), options):
+            said = _await_end(controller, report, deadline=deadline)
+        else:
+            said = _await_live(controller, state, report, deadline=deadline or begin + new.timeouts.start_s)
+    print(f"{said}, after {time.monotonic() - begin:.1f} s")
+
+
+def _wanted(old: Spec, topology: str | None, overrides: list[str]) -> Spec:
+    """What the deployment is to become. Raises SpecError."""
+    from cluster.control.spec_diff import updated
+    from cluster.words.spec_file import named_keys
+
+    named = named_keys(topology, overrides)
+    given = named.pop("name", None)
+    if given not in (None, old.name):
+        raise SpecError(f"name: this spec is of {given}, and the deployment is {old.name}; a name cannot change")
+    return updated(old, named, is_whole=topology is not None and Path(topology).exists())
+
+
+def _as_text(changes: Sequence[SpecChange], now: ControllerReport, *, restarts_all: bool) -> str:
+    """What an update would do, for people."""
+    from cluster.cli.console import columns
+    from cluster.control.spec_diff import Needs
+    from cluster.control.updater import roles_of
+
+    lines = [columns([["CHANGE", "NEEDS"], *([str(one), str(one.needs)] for one in changes)])] if changes else []
+    if any(one.needs is Needs.DEPLOYMENT for one in changes):
+        return "\n".join(
+            [*lines, "an update cannot do this: deploy the new spec beside this one, under another --name"]
+        )
+    replaced = roles_of(changes, restarts_all=restarts_all)
+    for role, pool in now["pools"].items():
+        ids = ", ".join(replica["id"] for replica in pool["replicas"]) or "none"
+        why = "replaced" if role in replaced else "stay"
+        lines.append(f"{role}: {ids} {why}")
+    if not changes and not restarts_all:
+        lines = ["nothing changes"]
+    return "\n".join(lines)
+
+
+def _await_end(controller: Any, report: Reporter, *, deadline: float | None) -> str:
+    """Until the update is over; what became of it. Raises DeployError where it was taken back, or at the deadline."""
+    from cluster.host.driver import ask
+
+    said, was_returning = "", False
+    while True:
+        now: ControllerReport = ask(controller, "status")
+        report.show(now["pools"])
+        revision = now["revision"]
+        if (update := revision["update"]) is None:
+            break
+        is_returning = update["phase"] == "returning"
+        if is_returning and not was_returning:
+            report.say(f"revision {update['revision']} is taken back: {update['reason']}")
+        was_returning = is_returning
+        step = f"{update['phase']}: {update['step']}; {update['share']:.0%} of the requests"
+        if step != said:
+            report.say(step)
+        said = step
+        if deadline is not None and time.monotonic() > deadline:
+            raise DeployError(f"not over in time, and it goes on ({step}); `cluster update --abort` takes it back")
+        time.sleep(_POLL_S)
+    outcome = revision["last_update"]
+    if "taken back" in outcome and "an operator" not in outcome:
+        raise DeployError(outcome)
+    return outcome
+
+
+def _await_live(controller: Any, state: Any, report: Reporter, *, deadline: float) -> str:
+    """Where nothing is replaced, but pools may have another size."""
+    from cluster.host.pool_watch import await_ready
+    from cluster.host.router_admin import await_seen
+    from cluster.words.request import Role
+
+    roles: list[Role] = list(Role)
+    pools = await_ready(controller, roles, deadline=deadline, reporter=report)
+    await_seen(state, {role: pools[role]["desired"] for role in roles}, within_s=_SEE_ALL_S)
+    return "taken live: no replica was replaced"

@@ -1,0 +1,52 @@
+"""What a rank leaves to the one that its process becomes in another role: weights, blocks, what is known of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cluster.words.errors import SpecError
+from cluster.words.request import Role
+from cluster.words.role_switch import hindrance, unlike
+from cluster.words.spec import PoolSpec, Spec
+from cluster.worker.grammars import Grammars
+from engine.kv.block_manager import BlockManager
+from engine.prompts import Prompt
+from engine.runner import ModelRunner
+from engine.tiers.rank_tiers import RankTiers
+from engine.tiers.tiers import Tiers
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaderEstate:
+    """Of rank 0. Every block is free or cached."""
+
+    blocks: BlockManager
+    tiers: Tiers[Prompt]
+    grammars: Grammars
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estate:
+    """Nothing computes, and no link of the rank that was there before reads or writes a block."""
+
+    spec: Spec  # with which it was loaded
+    role: Role  # and as what
+    runner: ModelRunner
+    tiers: RankTiers | None
+    leader: LeaderEstate | None
+
+    def check(self, wanted: Spec, role: Role) -> None:
+        """Raises SpecError where a rank that is loaded as `role` with this spec would be another."""
+        if names := unlike(self.spec, self.role, wanted):
+            raise SpecError(f"it was loaded with another {', '.join(names)} than a {role} replica has now")
+        most, needed = largest_step(self.spec, self.role), largest_step(wanted, role)
+        if self.runner.device.type == "cuda" and any(need > had for need, had in zip(needed, most, strict=True)):
+            raise SpecError(
+                f"it has memory for steps of {most[0]} tokens and {most[1]} sequences, not {needed[0]} and {needed[1]}"
+            )
+
+
+def largest_step(spec: Spec, role: Role) -> tuple[int, int]:
+    """Tokens and sequences of the largest step of a rank, in each role that it can have."""
+    pools: list[PoolSpec] = [spec.pool(each) for each in Role if each is role or not hindrance(spec)]
+    return max(pool.max_batch_tokens for pool in pools), max(pool.max_running for pool in pools)

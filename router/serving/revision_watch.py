@@ -1,0 +1,68 @@
+"""Keeping up with the revisions of the deployment, and telling its controller what becomes of requests on each."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from cluster.index.redis_client import RedisReach
+from cluster.index.revision_channel import RevisionChannel
+from cluster.words.revisions import RevisionTable
+from router.routing.revisions import Revisions
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.25
+
+
+class RevisionWatch:
+    """Owns `redis`. Where that is away the revisions known stay."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        revisions: Revisions,
+        *,
+        name: str,
+        key: bytes,
+        router: str,
+        known: RevisionTable | None = None,
+    ) -> None:
+        """name: of the deployment. key: by which its processes seal what they say of revisions. router: this one.
+        known: by the controller's own word; an older table is not believed."""
+        self._redis = redis
+        self._revisions = revisions
+        self._channel = RevisionChannel(redis, name=name, key=key, least_version=known.version if known else 0)
+        if known:
+            revisions.take(known)
+        self._router = router
+        self._reach = RedisReach("requests go to the revisions that are known")
+
+    async def follow_forever(self) -> None:
+        while True:
+            try:
+                await self._look()
+                self._reach.found()
+            except RedisError as error:
+                self._reach.missed(error)
+            except (ValueError, KeyError, TypeError) as error:
+                logger.error("the revisions in Redis cannot be read: %s", error)
+            await asyncio.sleep(_LOOK_S)
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    async def _look(self) -> None:
+        if table := await self._channel.read():
+            self._take(table)
+        if self._revisions.is_split:
+            await self._channel.tell(self._router, self._revisions.counts)
+
+    def _take(self, table: RevisionTable) -> None:
+        before = {one.number for one in self._revisions.all}
+        self._revisions.take(table)
+        if before != {one.number for one in table.revisions}:
+            logger.info("revisions: %s", ", ".join(str(one.number) for one in table.revisions) or "one")

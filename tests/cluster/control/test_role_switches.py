@@ -1,0 +1,82 @@
+"""Replicas that change their role in place: by the controller, on a real Ray, with ranks that hold no model."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import ray
+
+from cluster.words.errors import SpecError
+from tests.cluster.control.conftest import Deployment, ids
+
+Deploy = Callable[..., Deployment]
+
+
+def pids(pools: dict[str, Any]) -> dict[str, int]:
+    return {
+        replica["id"]: replica["ranks"][0]["pid"]
+        for pool in pools.values()
+        for replica in pool["replicas"]
+        if replica["ranks"]
+    }
+
+
+def is_whole(pools: dict[str, Any]) -> bool:
+    return all(pool["ready"] == pool["desired"] == len(pool["replicas"]) for pool in pools.values())
+
+
+def test_a_replica_goes_to_the_other_pool_and_back_with_the_processes_that_it_has(deploy: Deploy) -> None:
+    deployment = deploy({"prefill": {"replicas": 1}, "decode": {"replicas": 2}})
+    before = pids(deployment.until_ready())
+    assert deployment.call("switch", "decode-1") == "prefill-1"
+    there = deployment.until(is_whole)
+    assert pids(there) == {id: before[id] for id in ("prefill-0", "decode-0")} | {"prefill-1": before["decode-1"]}
+    assert [replica["was"] for replica in there["prefill"]["replicas"]] == ["", "decode-1"]
+    text = deployment.call("logs", "prefill-1")[0].text
+    assert "prefill-1 goes on where decode-1 was drained" in text and f"{deployment.name}/prefill-1/0" in text
+    with pytest.raises(SpecError, match="decode-1 has left already"):
+        deployment.call("switch", "decode-1")
+    with pytest.raises(SpecError, match="decode-0 is the only decode replica that is ready"):
+        deployment.call("switch", "decode-0")
+
+    ray.kill(deployment.controller, no_restart=False)  # who comes then knows it by its new name
+    assert pids(deployment.call("status")["pools"]) == pids(there)
+    assert deployment.call("scale", {"prefill": 1, "decode": 2}) == {"prefill": (2, 1), "decode": (1, 2)}
+    back = deployment.until(is_whole)
+    assert pids(back) == {id: before[id] for id in ("prefill-0", "decode-0")} | {"decode-2": before["decode-1"]}
+    os.kill(before["decode-1"], signal.SIGKILL)
+    assert ids(deployment.until(lambda p: is_whole(p) and "decode-2" not in ids(p["decode"]))["decode"]) == [
+        "decode-0",
+        "decode-3",
+    ]
+
+
+def test_what_goes_wrong_on_the_way_is_repaired(deploy: Deploy) -> None:
+    spec = {"prefill": {"replicas": 1}, "decode": {"replicas": 3}}
+    deployment = deploy(spec, decode="slow_drain")
+    before = pids(deployment.until_ready())
+    deployment.call("switch", "decode-2")
+    waiting = deployment.until(lambda pools: pools["prefill"]["replicas"][-1]["stage"])
+    assert waiting["prefill"]["replicas"][-1]["stage"] == "waits for decode-2 to drain"
+    ray.kill(deployment.controller, no_restart=False)  # it goes on with it
+    deployment.until(lambda pools: ids(pools["prefill"]) == ["prefill-0", "prefill-1"])
+    (deployment.log_dir / "decode-2.finished").touch()
+    assert pids(deployment.until(is_whole))["prefill-1"] == before["decode-2"]
+
+    deployment.call("switch", "decode-1")  # which is lost: another one starts in its new role
+    deployment.until(lambda pools: ids(pools["prefill"])[-1] == "prefill-2")
+    os.kill(before["decode-1"], signal.SIGKILL)
+    after = deployment.until(is_whole)
+    assert ids(after["prefill"]) == ["prefill-0", "prefill-1", "prefill-2"] and ids(after["decode"]) == ["decode-0"]
+    assert pids(after)["prefill-2"] != before["decode-1"] and after["prefill"]["replicas"][2]["was"] == ""
+
+    deployment.apply({**spec, "prefill": {"replicas": 3, "kv_memory_gib": 2}, "decode": {"replicas": 1}})
+    with pytest.raises(SpecError, match=r"prefill-1 cannot become a decode replica as it is: the pools differ in kv_m"):
+        deployment.call("switch", "prefill-1")
+    deployment.call("scale", {"prefill": 2, "decode": 2})
+    assert "prefill-2" not in ids(deployment.until(is_whole)["prefill"]), "it was replaced"
+    assert pids(deployment.until(is_whole))["decode-3"] != pids(after)["prefill-2"]

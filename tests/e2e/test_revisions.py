@@ -1,0 +1,165 @@
+"""Two revisions of a deployment side by side: what runs on which, and what a router says of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from cluster.control.spec_diff import kind_of, tokens_of, updated
+from cluster.control.update_judge import problem_of
+from cluster.words.request import Role, Sampling
+from cluster.words.revisions import Revision, RevisionTable, Slo
+from cluster.words.spec import Spec
+from tests.e2e.conftest import Checkpoint, exact_tree
+from tests.engine.steps import prompts
+from tests.local_cluster import Answer, LocalCluster, LocalReplica, local_cluster
+from tests.waiting import becomes
+
+_GREEDY = Sampling(max_tokens=40, temperature=0.0)
+_DETERMINISTIC: dict[str, Any] = {
+    **exact_tree(1, 1),
+    "model": {"dtype": "bfloat16"},
+    "engine": {"deterministic": True},
+}
+
+
+class _Revisions:
+    """The first is what the cluster was started with."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        self.cluster = cluster
+        self.specs = [cluster.spec]
+        self.replicas: list[list[LocalReplica]] = [[replica for pool in cluster.pools.values() for replica in pool]]
+        self._version = 0
+
+    async def add(self, spec: Spec) -> None:
+        """One prefill and one decode replica of another."""
+        self.cluster.launch = replace(self.cluster.launch, spec=spec)
+        self.specs.append(spec)
+        self.share(0.0)  # nothing of it is used before it is told of
+        self.replicas.append([await self.cluster.add(role) for role in Role])
+
+    def share(self, share: float, *, takes_more: bool = False) -> None:
+        """Of the requests, for the second."""
+        self._version += 1
+        old, new = (
+            Revision(
+                number=number,
+                share=part,
+                takes_more=number == 1 or takes_more,
+                tokens=tokens_of(spec),
+                kind=kind_of(spec),
+                replicas=self.ids(number),
+            )
+            for number, part, spec in zip((1, 2), (1 - share, share), self.specs, strict=True)
+        )
+        self.cluster.core.dispatch.revisions.take(RevisionTable(version=self._version, revisions=(old, new)))
+
+    def ids(self, number: int) -> frozenset[str]:
+        return (
+            frozenset(replica.id for replica in self.replicas[number - 1])
+            if number <= len(self.replicas)
+            else frozenset()
+        )
+
+    def of(self, answer: Answer) -> set[int]:
+        """The revisions whose replicas served it."""
+        route = {answer.route.prefill_replica, answer.route.decode_replica}
+        return {number for number in (1, 2) if route & self.ids(number)}
+
+    async def until_tokens(self, number: int, num_tokens: int) -> None:
+        """Until so many more have been decoded on a revision."""
+        decode = self.cluster.seen(self.replicas[number - 1][1])
+        enough = decode.status.totals.generated_tokens + num_tokens
+        await self.cluster.until(lambda: decode.status.totals.generated_tokens >= enough)
+
+    async def ask(self, asked: Sequence[list[int]], *, turn: str) -> list[Answer]:
+        return list(
+            await asyncio.gather(
+                *(self.cluster.generate(prompt, _GREEDY, id=f"{turn}-{i}") for i, prompt in enumerate(asked))
+            )
+        )
+
+
+async def test_an_answer_is_wholly_of_one_revision_while_the_old_one_leaves(
+    checkpoint: Checkpoint, redis_url: str
+) -> None:
+    """Their pools hold other numbers, so that nothing moves between them: what runs finishes where it began."""
+    asked = prompts(*range(40, 56))
+    async with local_cluster(checkpoint("llama"), redis_url, **_DETERMINISTIC) as cluster:
+        both = _Revisions(cluster)
+        await both.add(updated(cluster.spec, {"kv": {"pool_dtype": "int8"}}, is_whole=False))
+        old = await both.ask(asked, turn="old")
+        both.share(1.0)
+        new = await both.ask(asked, turn="new")
+        assert [both.of(answer) for answer in (*old, *new)] == [{1}] * 16 + [{2}] * 16
+        assert [answer.ids for answer in old] != [answer.ids for answer in new]
+        both.share(0.5)
+        running = asyncio.create_task(both.ask(asked, turn="both"))
+        await both.until_tokens(1, 10)
+        await asyncio.gather(*(cluster.drain(replica) for replica in both.replicas[0]))
+        answers = await running
+        assert {number for answer in answers for number in both.of(answer)} == {1, 2}
+        for i, answer in enumerate(answers):
+            assert len(both.of(answer)) == 1
+            assert answer.ids == (old, new)[both.of(answer).pop() - 1][i].ids
+
+
+async def test_running_answers_move_to_a_new_revision_that_gives_the_same_tokens(
+    checkpoint: Checkpoint, redis_url: str
+) -> None:
+    asked = prompts(*range(40, 48))
+    async with local_cluster(checkpoint("llama"), redis_url, **exact_tree(1, 1)) as cluster:
+        both = _Revisions(cluster)
+        expected = [answer.ids for answer in await both.ask(asked, turn="before")]
+        await both.add(updated(cluster.spec, {"decode": {"max_running": 32}}, is_whole=False))
+        running = asyncio.create_task(both.ask(asked, turn="old"))
+        await both.until_tokens(1, 10)
+        both.share(1.0, takes_more=True)
+        await asyncio.gather(*(cluster.drain(replica) for replica in both.replicas[0]))
+        answers = await running
+        assert [answer.ids for answer in answers] == expected
+        assert any(answer.route.decode_replica in both.ids(2) for answer in answers)
+
+
+async def test_a_canary_that_fails_costs_no_request_and_is_counted(checkpoint: Checkpoint, redis_url: str) -> None:
+    asked = prompts(*range(40, 48))
+    async with local_cluster(checkpoint("llama"), redis_url, **exact_tree(1, 1)) as cluster:
+        both = _Revisions(cluster)
+        expected = [answer.ids for answer in await both.ask(asked, turn="before")]
+        await both.add(updated(cluster.spec, {"decode": {"max_running": 32}}, is_whole=False))
+        both.share(1.0)
+        running = asyncio.create_task(both.ask(asked, turn="new"))
+        await both.until_tokens(2, 10)
+        for role in Role:
+            await asyncio.to_thread(cluster.pools[role].pop().ranks[0].stop)
+        assert [answer.ids for answer in await running] == expected
+        counts = cluster.core.dispatch.revisions.counts
+        assert counts[2].failed >= 4 and not counts[1].failed
+        assert problem_of(counts[1], counts[2], slo=Slo()).endswith("on the old one")
+
+
+async def test_answers_that_are_asked_again_show_a_revision_that_gives_others(
+    checkpoint: Checkpoint, redis_url: str
+) -> None:
+    """A new revision is said to give the same tokens, and has other weights."""
+    asked = prompts(*range(40, 60))
+    async with local_cluster(checkpoint("llama"), redis_url, **exact_tree(1, 1)) as cluster:
+        both = _Revisions(cluster)
+        other = checkpoint("llama", initializer_range=0.5)
+        await both.add(updated(cluster.spec, {"model": {"source": str(other)}}, is_whole=False))
+        both.specs[1] = both.specs[0]
+        both.share(0.0)
+        counts = cluster.core.dispatch.revisions.counts
+
+        async def is_seen() -> bool:
+            await both.ask(asked[:4], turn=str(counts[1].replayed))
+            return bool(problem_of(counts[1], counts[2], slo=Slo()))
+
+        while not await is_seen():
+            assert counts[2].replayed < 50
+        assert counts[2].other_tokens >= 3 and not counts[1].other_tokens
+        await cluster.core.close()
+        await becomes(lambda: not cluster.core.num_running)

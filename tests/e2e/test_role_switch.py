@@ -1,0 +1,116 @@
+"""A replica that becomes one of the other pool, with the weights and the blocks that it has."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from grpc import aio
+
+from cluster.rpc import worker_pb2 as pb
+from cluster.rpc import worker_pb2_grpc
+from cluster.wire.call_errors import error_of
+from cluster.wire.channel import open_channel
+from cluster.words.errors import ReplicaFailed, ReplicaLost
+from cluster.words.hashing import block_hashes, root_hash
+from cluster.words.request import Role, Sampling
+from router.routing.plain_policies import RoundRobin
+from router.routing.policy import CandidateReplica, Option, RoutingRequest
+from tests.ceiling import Ceiling
+from tests.e2e.conftest import Checkpoint, Reference
+from tests.engine.steps import prompts
+from tests.identities import rank
+from tests.local_cluster import Answer, LocalCluster, local_cluster
+from tests.waiting import WITHIN_S, becomes
+
+_GREEDY = Sampling(max_tokens=40, temperature=0.0)
+_STREAMS = 8
+
+
+def _tree(*, tp: int) -> dict[str, Any]:
+    pool = {"replicas": 2, "kv_memory_gib": 0.01, "tensor_parallel": tp}
+    return {
+        "model": {"dtype": "float32"},
+        "kv": {"wire_dtype": "raw"},
+        "prefill": {**pool, "max_batch_tokens": 32},
+        "decode": pool,
+        "router": {"max_local_prefill": 0},
+    }
+
+
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2])
+async def test_eight_streams_go_on_while_replicas_change_their_role_each_way(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str, monkeypatch: pytest.MonkeyPatch, tp: int
+) -> None:
+    model_dir, asked = checkpoint("llama"), prompts(*range(33, 33 + 2 * _STREAMS))
+    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, asked, _GREEDY)]
+    running_on = Ceiling(20)
+    running_on.arm(monkeypatch.setattr)
+    async with local_cluster(model_dir, redis_url, policy=RoundRobin(), **_tree(tp=tp)) as cluster:
+        [prefill, _], [_, decode] = cluster.pools[Role.PREFILL], cluster.pools[Role.DECODE]
+        running = _ask(cluster, asked[:_STREAMS])
+        await cluster.until(lambda: cluster.seen(decode).status.totals.generated_tokens >= 40)
+        to_prefill = await cluster.switch(decode)
+        assert cluster.replicas.get(decode.id) is None
+        assert to_prefill.blocks == decode.blocks and to_prefill.blocks["cached"], "what it had it has still"
+        running += _ask(cluster, asked[_STREAMS:-4])
+        to_decode = await cluster.switch(prefill)  # with prompts on their way
+        running += _ask(cluster, asked[-4:])
+        running_on.lift()
+        answers: list[Answer] = [await task for task in running]
+        assert [answer.ids for answer in answers] == expected
+        assert to_prefill.id in {answer.route.prefill_replica for answer in answers}
+        assert to_decode.id in {answer.route.decode_replica for answer in answers}
+        await cluster.idle()
+
+
+class FakePolicy:
+    """Sends every prompt the one way that the test says."""
+
+    def __init__(self) -> None:
+        self.way = Option(prefill="prefill-0", decode="decode-3")
+
+    def options(
+        self, demand: RoutingRequest, prefills: Sequence[CandidateReplica], decodes: Sequence[CandidateReplica]
+    ) -> Sequence[Option]:
+        return [self.way]
+
+
+async def test_what_it_has_cached_is_known_under_its_new_name_alone(checkpoint: Checkpoint, redis_url: str) -> None:
+    [prompt], policy = prompts(65), FakePolicy()
+    async with local_cluster(checkpoint("llama"), redis_url, policy=policy, **_tree(tp=1)) as cluster:
+        first = await cluster.generate(prompt, _GREEDY, id="first")
+        [_, held] = cluster.pools[Role.DECODE]
+        hashes = block_hashes(root_hash(cluster.model), prompt, block_size=16)
+        await cluster.until(lambda: cluster.replicas.index.match(hashes).get(held.id) == 4)
+        address = cluster.seen(held).member.address
+        with pytest.raises(ReplicaFailed, match="it has not drained"):
+            held.ranks[0].hand_over()
+        heir = await cluster.switch(held)
+        await becomes(lambda: cluster.replicas.index.match(hashes).get(heir.id) == 4)
+        assert held.id not in cluster.replicas.index.match(hashes)
+        with pytest.raises(ReplicaLost):
+            await _pull(cluster, held.id, address, hashes)
+        policy.way = Option(prefill=heir.id, decode="decode-2")
+        again = await cluster.generate(prompt, _GREEDY, id="again")
+        assert again.route.prefill_replica == heir.id and again.route.cached_tokens == 64
+        assert again.ids == first.ids
+
+
+def _ask(cluster: LocalCluster, asked: Sequence[list[int]]) -> list[asyncio.Task[Answer]]:
+    return [asyncio.create_task(cluster.generate(prompt, _GREEDY, id=f"{len(prompt)}")) for prompt in asked]
+
+
+async def _pull(cluster: LocalCluster, replica: str, address: str, hashes: Sequence[bytes]) -> None:
+    """As somebody asks who has heard of it before it changed its name. Raises ClusterError."""
+    asking = cluster.identity(rank("decode-99"))
+    async with open_channel(address, peer=rank(replica), identity=asking) as channel:
+        handoff = pb.Handoff(id="h", epoch=1, replica="decode-99", ranks=["127.0.0.1:1"], max_tokens=16, ttl_s=5.0)
+        request = pb.PullRequest(handoff=handoff, hashes=hashes[0])
+        try:
+            async for _ in worker_pb2_grpc.PrefixHolderStub(channel).Pull(request, timeout=WITHIN_S):
+                pass
+        except aio.AioRpcError as error:
+            raise error_of(error, peer=replica) from error

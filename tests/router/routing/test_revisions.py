@@ -1,0 +1,110 @@
+"""Which revision serves a request, and what never meets."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from cluster.words.request import SequenceRequest
+from cluster.words.revisions import Revision, RevisionCounts, RevisionTable, counts_from_json, counts_to_json
+from router.routing.revisions import Revisions
+
+OLD = frozenset({"prefill-0", "decode-0"})
+NEW = frozenset({"prefill-1", "decode-1"})
+
+
+def request(id: str, user: str = "") -> SequenceRequest:
+    return SequenceRequest(id=id, token_ids=(1,), num_prompt_tokens=1, user=user)
+
+
+def revisions(share: float, *, takes_more: bool = False, kinds: tuple[str, str] = ("a", "a")) -> Revisions:
+    made = Revisions()
+    made.take(_table(share, takes_more=takes_more, kinds=kinds))
+    return made
+
+
+def numbers(ways: object) -> list[int]:
+    return [one.number for one in ways]  # type: ignore[attr-defined]
+
+
+def test_where_there_is_one_revision_nothing_is_told_apart() -> None:
+    alone = Revisions()
+    assert alone.first_to_last(request("r"), usable=["decode-0"]) == [None] == alone.after(None, untried=set())
+    assert alone.meet("prefill-0", "decode-9") and alone.may_move("decode-0", "decode-9")
+    assert alone.apart(["decode-0", "decode-9"], str) == [["decode-0", "decode-9"]]
+
+
+def test_a_canary_has_its_share_and_no_more() -> None:
+    canary = revisions(0.1)
+    ways = [numbers(canary.first_to_last(request(str(i)), usable=["decode-0", "decode-1"])) for i in range(4000)]
+    first = Counter(way[0] for way in ways)
+    assert 0.07 < first[2] / 4000 < 0.13
+    assert all(way in ([1], [2, 1]) for way in ways)  # what the old one has no room for waits there
+
+
+def test_who_was_with_the_new_revision_stays_as_its_share_grows() -> None:
+    before, after = revisions(0.2), revisions(0.6)
+    for i in range(500):
+        one = request(str(i))
+        if numbers(before.first_to_last(one, usable=["decode-0", "decode-1"]))[0] == 2:
+            assert numbers(after.first_to_last(one, usable=["decode-0", "decode-1"]))[0] == 2
+
+
+def test_a_user_stays_with_one_revision() -> None:
+    half = revisions(0.5)
+    ways = [numbers(half.first_to_last(request(str(i), "ann"), usable=["decode-0", "decode-1"])) for i in range(50)]
+    assert len({way[0] for way in ways}) == 1
+
+
+def test_while_it_rolls_each_takes_what_the_other_has_no_room_for() -> None:
+    rolling = revisions(0.5, takes_more=True)
+    ways = [numbers(rolling.first_to_last(request(str(i)), usable=["decode-0", "decode-1"])) for i in range(50)]
+    assert {tuple(way) for way in ways} == {(1, 2), (2, 1)}
+
+
+def test_a_revision_without_a_decode_replica_has_no_turn() -> None:
+    canary = revisions(0.1)
+    for i in range(50):
+        assert numbers(canary.first_to_last(request(str(i)), usable=["decode-1"])) == [2]
+        assert numbers(canary.first_to_last(request(str(i)), usable=["decode-0"])) == [1]
+    assert numbers(canary.first_to_last(request("r"), usable=["decode-0", "decode-1"], only=2)) == [2]
+
+
+def test_a_request_goes_on_where_it_was_unless_all_has_failed_there() -> None:
+    unlike = revisions(0.5, kinds=("a", "b"))
+    assert numbers(unlike.after(1, untried={"decode-0", "decode-1"})) == [1, 2]
+    assert numbers(unlike.after(2, untried={"decode-0", "decode-1"})) == [2, 1]
+    assert numbers(unlike.after(2, untried={"decode-0"})) == [1, 2]
+    assert numbers(unlike.after(None, untried={"decode-0", "decode-1"})) == [1, 2]  # from before the update
+
+
+def test_replicas_meet_within_a_revision_and_answers_move_between_those_of_a_kind() -> None:
+    unlike, alike = revisions(0.5, kinds=("a", "b")), revisions(0.5)
+    for some in (unlike, alike):
+        assert some.meet("prefill-1", "decode-1") and not some.meet("prefill-0", "decode-1")
+        assert some.apart(["decode-0", "decode-1"], str) == [["decode-0"], ["decode-1"]]
+    assert alike.may_move("decode-0", "decode-1") and not unlike.may_move("decode-0", "decode-1")
+    assert not alike.may_move("decode-0", "decode-7")  # nobody has told of it yet
+
+
+def test_counts_are_of_one_update() -> None:
+    some = revisions(0.5)
+    some.count(2).attempts += 1
+    some.take(_table(0.7))
+    assert some.counts[2] == RevisionCounts(attempts=1)
+    some.take(RevisionTable(version=9))
+    some.count(2).attempts += 1  # lost: nobody asks for it
+    some.take(_table(0.1))
+    assert some.counts == {1: RevisionCounts(), 2: RevisionCounts()}
+
+
+def test_tables_and_counts_are_read_as_they_were_written() -> None:
+    table = _table(0.3, takes_more=True)
+    assert RevisionTable.from_json(table.to_json()) == table
+    counts = {1: RevisionCounts(attempts=3), 2: RevisionCounts(failed=1)}
+    assert counts_from_json(counts_to_json(counts)) == counts
+
+
+def _table(share: float, *, takes_more: bool = False, kinds: tuple[str, str] = ("a", "a")) -> RevisionTable:
+    old = Revision(number=1, share=1 - share, takes_more=True, tokens=kinds[0], kind=kinds[0], replicas=OLD)
+    new = Revision(number=2, share=share, takes_more=takes_more, tokens=kinds[1], kind=kinds[1], replicas=NEW)
+    return RevisionTable(version=1, revisions=(old, new))

@@ -1,0 +1,87 @@
+"""A router hears which revisions serve, and its controller what becomes of requests on each; whatever Redis does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import redis
+
+from cluster.index.redis_client import connect_redis
+from cluster.index.revision_channel import RevisionChannel
+from cluster.words.revisions import Revision, RevisionCounts, RevisionTable
+from router.routing.revisions import Revisions
+from router.serving.revision_watch import RevisionWatch
+from tests.waiting import becomes, told
+
+KEY = bytes(range(32))
+REVISIONS = tuple(
+    Revision(number=number, share=0.5, takes_more=True, tokens="t", kind="k", replicas=frozenset({f"decode-{number}"}))
+    for number in (1, 2)
+)
+
+
+@asynccontextmanager
+async def watched(redis_url: str, *names: str) -> AsyncIterator[tuple[RevisionChannel, list[Revisions]]]:
+    """The controller's end, and what a router of each name knows."""
+    redis.Redis.from_url(redis_url).flushall()
+    controller = RevisionChannel(connect_redis(redis_url), name="a", key=KEY)
+    known = [Revisions() for _ in names]
+    watches = [
+        RevisionWatch(connect_redis(redis_url), revisions, name="a", key=KEY, router=name)
+        for name, revisions in zip(names, known, strict=True)
+    ]
+    tasks = [asyncio.create_task(watch.follow_forever()) for watch in watches]
+    try:
+        yield controller, known
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for end in (controller, *watches):
+            await end.close()
+
+
+async def test_routers_take_a_table_and_what_they_count_is_added_up(redis_url: str) -> None:
+    async with watched(redis_url, "router-0", "router-1") as (controller, known):
+        await controller.publish(RevisionTable(version=1, revisions=REVISIONS))
+        await becomes(lambda: all(revisions.is_split for revisions in known))
+        for revisions in known:
+            revisions.count(2).attempts += 2
+
+        async def both_are_heard() -> bool:
+            return (await controller.counts()).get(2) == RevisionCounts(attempts=4)
+
+        await told(both_are_heard)
+
+
+async def test_what_is_known_stays_where_redis_has_lost_it_and_an_older_table_is_not_taken(redis_url: str) -> None:
+    async with watched(redis_url, "router-0") as (controller, (known,)):
+        await controller.publish(RevisionTable(version=2, revisions=REVISIONS))
+        await becomes(lambda: known.is_split)
+        redis.Redis.from_url(redis_url).flushall()
+        await controller.publish(RevisionTable(version=1))
+
+        async def has_looked() -> bool:  # it tells what it has counted behind each look
+            return bool(await controller.counts())
+
+        await told(has_looked)
+        await controller.forget_counts()
+        await told(has_looked)
+        assert known.is_split
+        await controller.publish(RevisionTable(version=3))
+        await becomes(lambda: not known.is_split)
+
+
+async def test_what_somebody_else_writes_is_not_believed(redis_url: str) -> None:
+    async with watched(redis_url) as (controller, _):
+        stranger = RevisionChannel(connect_redis(redis_url), name="a", key=bytes(32))
+        await stranger.publish(RevisionTable(version=9, revisions=REVISIONS))
+        await stranger.tell("router-0", {2: RevisionCounts(failed=1000)})
+        assert await controller.read() is None and await controller.counts() == {}
+        await controller.tell("router-0", {2: RevisionCounts(failed=1)})
+        raw = redis.Redis.from_url(redis_url)
+        raw.hset("a:revisions:counts", "router-1", raw.hget("a:revisions:counts", "router-0"))  # said twice
+        assert await controller.counts() == {2: RevisionCounts(failed=1)}
+        await stranger.close()
