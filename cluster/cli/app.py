@@ -25,6 +25,7 @@ from cluster.cli import (
     explain,
     generate,
     keys,
+    monitoring,
     operate,
     operators,
     plan,
@@ -32,6 +33,8 @@ from cluster.cli import (
     quality,
     simulate,
     status,
+    top,
+    trace,
     update,
 )
 from cluster.cli.connection import ADDRESS
@@ -57,6 +60,9 @@ for command in (
     generate.chat,
     batch.batch,
     explain.explain,
+    trace.trace,
+    top.top,
+    monitoring.monitoring,
     chaos.chaos,
     simulate.simulate,
     plan.plan,
