@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import resource
 import time
@@ -21,6 +22,7 @@ from cluster.words.errors import DeployError, ReplicaFailed
 from cluster.words.launch import Launch
 from cluster.words.process_name import ProcessName
 from cluster.words.revisions import RevisionTable
+from cluster.words.traffic import TrafficNews
 from router.service import RouterService
 
 logger = logging.getLogger(__name__)
@@ -74,6 +76,7 @@ class Router:
             keys=await asyncio.to_thread(ask_controller, spec.name, "keys"),
             revisions=await asyncio.to_thread(_revisions, spec.name),
         )
+        self._service.tell_traffic(functools.partial(_tell_controller, spec.name))
         spare_the_old()
 
     async def check_health(self) -> None:
@@ -83,6 +86,12 @@ class Router:
 
     async def __del__(self) -> None:
         await self._service.close()
+
+
+async def _tell_controller(deployment: str, news: TrafficNews) -> str:
+    """Returns which life of its own it is that knows of this. Raises ClusterError."""
+    life: str = await asyncio.to_thread(ask_controller, deployment, "note_traffic", news)
+    return life
 
 
 def _revisions(deployment: str) -> RevisionTable | None:

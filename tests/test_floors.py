@@ -25,8 +25,8 @@ _ARROWS = parse_table("""
 cluster.bench: cluster(rpc wire words)
 cluster.chaos: cluster(control host process rpc wire words)
 cluster.cli: cluster(bench chaos control doctor host identity model process rpc wire words)
-    engine(config quantization tools) kvtransfer(bench) router(bench monitoring simulator)
-cluster.control: cluster(identity index process rpc wire words)
+    engine(config quantization tools) kvtransfer(bench) router(autoscale bench monitoring simulator)
+cluster.control: cluster(identity index process rpc wire words) router(autoscale)
 cluster.doctor: cluster(control index model process words)
 cluster.grammar: cluster(words)
 cluster.host: cluster(control index model process rpc wire words) router(app text)
@@ -103,6 +103,7 @@ prefill_worker.worker: cluster(rpc words worker) engine(orders prompts step) kvt
 router.access: cluster(index process words) router(text)
 router.admin_door: cluster(index process words) router(doors metrics monitoring serving)
 router.app: cluster(control process words) router(service)
+router.autoscale: cluster(bench words) router(simulator)
 router.batches: cluster(index process words) router(access)
 router.bench: cluster(bench index process rpc wire words) router(access doors metrics routing serving text
     tracing)
@@ -113,12 +114,13 @@ router.monitoring: cluster(rpc words) router(metrics routing serving)
 router.parsers:
 router.routing: cluster(index words)
 router.service: cluster(grammar index model process rpc words) router(access admin_door batches doors metrics routing
-    serving stored text tracing)
+    serving stored text tracing traffic)
 router.serving: cluster(index process rpc wire words) router(generation metrics routing)
 router.simulator: cluster(bench index words) engine(engine kv orders prompts sampling sequence step) router(routing)
 router.stored: cluster(index words)
-router.text: cluster(grammar words) router(generation metrics parsers tracing)
+router.text: cluster(grammar words) router(generation metrics parsers tracing traffic)
 router.tracing: cluster(words)
+router.traffic: cluster(words)
 """)
 
 

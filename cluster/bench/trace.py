@@ -1,6 +1,7 @@
 """Traces of traffic: when requests came, how long they were, and which of them began alike.
 
-mooncake   JSONL: timestamp (ms), input_length, output_length, hash_ids (one per 512 tokens: equal ids, equal prefixes)
+mooncake   JSONL: timestamp (ms), input_length, output_length, hash_ids (one per 512 tokens: equal ids, equal prefixes);
+           where blocks are of other sizes, as `cluster capture` writes them, tokens_per_id says so
 azure      CSV: TIMESTAMP, ContextTokens, GeneratedTokens; nothing is known of shared prefixes
 
 `cluster bench` replays them against a deployment, `cluster simulate` against a simulated one.
@@ -13,7 +14,7 @@ import itertools
 import json
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from fractions import Fraction
@@ -66,9 +67,9 @@ def read_trace(
             num_tokens=math.ceil(num_tokens * factor),
             num_output=math.ceil(num_output * factor),
             ids=ids,
-            tokens_per_id=int(TOKENS_PER_ID * factor),
+            tokens_per_id=_scaled(tokens_per_id, factor),
         )
-        for number, (when, num_tokens, num_output, ids) in enumerate(rows[:max_requests])
+        for number, (when, num_tokens, num_output, ids, tokens_per_id) in enumerate(rows[:max_requests])
     ]
 
 
@@ -94,7 +95,31 @@ def _fraction(scale: str) -> Fraction:
     return factor
 
 
-_Row = tuple[float, int, int, tuple[int, ...] | None]
+def write_trace(trace: Sequence[TraceRequest], path: Path) -> None:
+    """In mooncake format. Requests that share nothing get ids that nobody else has."""
+    unknown = 1 + max((id for request in trace for id in request.ids or ()), default=0)
+    with path.open("w") as lines:
+        for request in trace:
+            num_ids = -(-request.num_tokens // request.tokens_per_id)
+            ids = request.ids or range(unknown, unknown := unknown + num_ids)
+            row = {
+                "timestamp": round(request.arrival_s * 1e3, 3),
+                "input_length": request.num_tokens,
+                "output_length": request.num_output,
+                "hash_ids": [*ids[:num_ids]],
+                "tokens_per_id": request.tokens_per_id,
+            }
+            print(json.dumps(row), file=lines)
+
+
+def _scaled(tokens_per_id: int, factor: Fraction) -> int:
+    scaled = tokens_per_id * factor
+    if scaled.denominator != 1:
+        raise SpecError(f"--scale-tokens {factor}: its blocks of {tokens_per_id} tokens would not be whole numbers")
+    return int(scaled)
+
+
+_Row = tuple[float, int, int, tuple[int, ...] | None, int]
 
 
 def _mooncake(lines: Iterator[str]) -> Iterator[_Row]:
@@ -103,15 +128,17 @@ def _mooncake(lines: Iterator[str]) -> Iterator[_Row]:
             row = json.loads(line)
             ids = tuple(int(id) for id in row["hash_ids"])
             num_tokens = int(row["input_length"])
-            if len(ids) * TOKENS_PER_ID < num_tokens:
+            tokens_per_id = _count(int(row.get("tokens_per_id", TOKENS_PER_ID)))
+            if len(ids) * tokens_per_id < num_tokens:
                 raise ValueError(f"{len(ids)} hash_ids do not cover {num_tokens} tokens")
-            yield _time(row["timestamp"] / 1e3), _count(num_tokens), _count(int(row["output_length"])), ids
+            when, num_output = _time(row["timestamp"] / 1e3), _count(int(row["output_length"]))
+            yield when, _count(num_tokens), num_output, ids, tokens_per_id
 
 
 def _azure(lines: Iterator[str]) -> Iterator[_Row]:
     for row in csv.DictReader(lines):
         when = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
-        yield when, _count(int(row["ContextTokens"])), _count(int(row["GeneratedTokens"])), None
+        yield when, _count(int(row["ContextTokens"])), _count(int(row["GeneratedTokens"])), None, TOKENS_PER_ID
 
 
 def _time(when: float) -> float:

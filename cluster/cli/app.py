@@ -17,8 +17,10 @@ from typing import Annotated
 import typer
 
 from cluster.cli import (
+    autoscale,
     batch,
     bench,
+    capture,
     chaos,
     deploy,
     doctor,
@@ -71,6 +73,8 @@ for command in (
 ):
     app.command()(command)
 app.add_typer(bench.bench, name="bench")
+app.add_typer(autoscale.autoscale, name="autoscale")
+app.add_typer(capture.capture, name="capture")
 app.add_typer(keys.keys, name="keys")
 app.add_typer(operators.operators, name="operators")
 app.add_typer(quality.evaluate, name="eval")

@@ -10,12 +10,14 @@ import asyncio
 import contextlib
 import functools
 import logging
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from cluster.control import authority_store
 from cluster.control import desired as desired_store
+from cluster.control.autoscaling import AutoscaleReport, Autoscaling
 from cluster.control.desired import CONTROLLER, Desired, Parts
 from cluster.control.gang import find_replicas, remove_leftovers
 from cluster.control.key_keeper import KeyKeeper
@@ -31,6 +33,8 @@ from cluster.control.revision_teller import RevisionTeller
 from cluster.control.role_pools import RolePools
 from cluster.control.role_switches import RoleSwitches
 from cluster.control.room import check_room
+from cluster.control.traffic_book import TrafficBook
+from cluster.control.traffic_capture import CaptureReport, TrafficCapture
 from cluster.control.update import UpdateOptions
 from cluster.control.updater import Updater
 from cluster.process.log import LogPart, read_log, redirect_output
@@ -41,8 +45,9 @@ from cluster.words.papers import Certificate
 from cluster.words.person import People, PersonRole
 from cluster.words.process_name import ProcessName
 from cluster.words.request import Role
-from cluster.words.spec import MAX_REPLICAS, Spec
+from cluster.words.spec import MAX_REPLICAS, AutoscaleSpec, Spec
 from cluster.words.spec_file import parse_spec
+from cluster.words.traffic import TrafficNews
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +78,17 @@ class Controller:
         self._router_logs = RouterLogs()
         self._people = PersonBook(name)
         self._people_door = PeopleDoor(self, self._people)
+        self._traffic = TrafficBook()
+        self._capture: TrafficCapture | None = None
+        self._autoscaling = Autoscaling(
+            name,
+            self._pools,
+            self._traffic,
+            desired=lambda: self._desired,
+            scale=functools.partial(self.scale, wait_for_nodes=True),
+        )
         self._loop = asyncio.create_task(self._reconcile_forever())
+        self._autoscale = asyncio.create_task(self._autoscaling.run_forever())
 
     async def apply(self, launch: Launch, *, parts: Parts) -> None:
         """Make its spec the desired state. What it says of pools holds for replicas that start from now on."""
@@ -225,9 +240,48 @@ class Controller:
         """Nobody operates by this person's certificate any more. Raises SpecError."""
         self._people.remove(name)
 
+    async def note_traffic(self, news: TrafficNews) -> str:
+        """What a router has seen; returns which life of ours knows of it now."""
+        return self._traffic.note(news)
+
+    async def start_capture(self, *, max_bytes: int) -> None:
+        """Traffic from now on goes to a file on the head. Raises SpecError while there is one already."""
+        if self._capture:
+            raise SpecError("a capture is under way; end it by `cluster capture stop -o FILE`")
+        path = Path(self._known.launch.log_dir).with_name("trail") / "capture.jsonl"
+        self._capture = TrafficCapture(path, begin_s=time.monotonic(), max_bytes=max_bytes)
+        self._traffic.ended = self._capture.note
+
+    async def capture(self) -> CaptureReport | None:
+        """Of the capture that is under way; None: there is none."""
+        return self._capture.report(time.monotonic()) if self._capture else None
+
+    async def read_capture(self, begin: int, num_bytes: int) -> bytes:
+        """Of the file of the capture that is under way. Raises SpecError where there is none."""
+        if self._capture is None:
+            raise SpecError("no capture is under way; begin one by `cluster capture start`")
+        return self._capture.read(begin, num_bytes)
+
+    async def stop_capture(self) -> None:
+        """The capture is over, and its file is removed from the head."""
+        if self._capture:
+            self._traffic.ended = lambda seen: None
+            self._capture.remove()
+            self._capture = None
+
+    async def set_autoscale(self, rules: AutoscaleSpec | None) -> None:
+        """By these rules from the next decision on; None: nobody decides of the pools' sizes any more."""
+        self._known.set_autoscale(rules)
+        self._desire_changed()
+
+    async def autoscaling(self) -> AutoscaleReport:
+        """What was decided of the pools' sizes, and why."""
+        return self._autoscaling.report()
+
     async def stop(self) -> None:
         """Remove every replica at once, and forget the deployment."""
         self._loop.cancel()
+        self._autoscale.cancel()
         await self._people_door.close()
         await asyncio.gather(*(pool.stop() for pool in self._pools.values()))
         if self._keys:

@@ -12,7 +12,7 @@ from cluster.words.credentials import Credentials
 from cluster.words.launch import Launch
 from cluster.words.records import known_fields
 from cluster.words.request import Role
-from cluster.words.spec import Spec
+from cluster.words.spec import AutoscaleSpec, Spec
 from cluster.words.spec_file import parse_spec
 
 CONTROLLER = "controller"  # the name of its actor
@@ -68,6 +68,9 @@ class Desired:
     def scale(self, role: Role, replicas: int) -> None:
         pool = self.spec.pool(role).model_copy(update={"replicas": replicas})
         self.launch = replace(self.launch, spec=self.spec.model_copy(update={role.value: pool}))
+
+    def set_autoscale(self, rules: AutoscaleSpec | None) -> None:
+        self.launch = replace(self.launch, spec=self.spec.model_copy(update={"autoscale": rules}))
 
     def take_number(self, role: Role) -> int:
         number = self.next_number[role]

@@ -21,17 +21,26 @@ from cluster.words.request import Role
 logger = logging.getLogger(__name__)
 
 _KEPT_FAILURES = 5
+_KEPT_TIMES = 10
 
 
 @dataclass
 class _Member:
     life: ReplicaLife
     started_at: float
+    is_adopted: bool
+    left_at: float | None = None  # asked to drain
     task: asyncio.Task[None] | None = None
 
     @property
     def stays(self) -> bool:
         return self.life.view.state is not ReplicaState.DRAINING
+
+    @property
+    def start_s(self) -> float | None:
+        """None: it does not serve yet, or an earlier life of the controller has started it."""
+        since = self.life.serving_since
+        return since - self.started_at if since is not None and not self.is_adopted else None
 
     def is_stable(self, now: float) -> bool:
         since = self.life.serving_since
@@ -49,6 +58,7 @@ class ReplicaPool:
         self._failures: deque[Failure] = deque(maxlen=_KEPT_FAILURES)
         self._failed_starts: Counter[str] = Counter()  # since all was well, by the node's name
         self._past_homes: dict[str, Home] = {}
+        self._drain_times_s: deque[float] = deque(maxlen=_KEPT_TIMES)
 
     def reconcile(self, desired: Desired, new_id: Callable[[], str], *, count: int | None = None) -> None:
         """Start and retire until there are `count` (None: as many as the spec says). Starts at most what the backoff
@@ -67,7 +77,7 @@ class ReplicaPool:
 
     def add(self, life: ReplicaLife) -> None:
         """Let this one live: new, or adopted."""
-        member = _Member(life, time.monotonic())
+        member = _Member(life, time.monotonic(), is_adopted=life.serving_since is not None)
         self._members[life.view.id] = member
         member.task = asyncio.create_task(self._live(member))
 
@@ -77,6 +87,7 @@ class ReplicaPool:
         if member.life.view.state is ReplicaState.DRAINING and heir is None:
             return
         member.life.leave(heir)
+        member.left_at = time.monotonic()
         if member.life.serving_since is None and member.task is not None:
             member.task.cancel()
 
@@ -117,6 +128,27 @@ class ReplicaPool:
     def num_draining(self) -> int:
         return sum(member.life.view.state is ReplicaState.DRAINING for member in self._members.values())
 
+    @property
+    def has_given_up(self) -> bool:
+        return self._backoff.has_given_up
+
+    @property
+    def start_times_s(self) -> list[float]:
+        """Of those that live: from being wanted until they served."""
+        return [
+            seconds for member in self._members.values() if (seconds := member.start_s) and not member.life.view.was
+        ]
+
+    @property
+    def switch_times_s(self) -> list[float]:
+        """The same of those that were of the other role, whose drain included."""
+        return [seconds for member in self._members.values() if (seconds := member.start_s) and member.life.view.was]
+
+    @property
+    def drain_times_s(self) -> list[float]:
+        """The last ones, of replicas that had served."""
+        return list(self._drain_times_s)
+
     def report(self, desired: int) -> PoolReport:
         """The pool's part of `Controller.status`."""
         views = self.views
@@ -140,6 +172,8 @@ class ReplicaPool:
             logger.exception("%s: unexpected", life.view.id)
             self._note_failure(member, f"{type(error).__name__}: {error}", will_repeat=False)
         finally:
+            if member.left_at is not None and life.serving_since is not None:
+                self._drain_times_s.append(time.monotonic() - member.left_at)
             if life.home:
                 self._past_homes[life.view.id] = life.home
             del self._members[life.view.id]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from cluster.control.desired import Desired
 from cluster.control.gang import Home
 from cluster.control.pool import ReplicaPool
-from cluster.control.replica import ReplicaStatus
+from cluster.control.replica import ReplicaState, ReplicaStatus
 from cluster.control.replica_life import ReplicaLife
 from cluster.control.report import PoolReport, ReplicaReport
 from cluster.words.request import Role
@@ -88,6 +88,27 @@ class RolePools:
     @property
     def num_draining(self) -> int:
         return sum(pool.num_draining for pool in self._pools.values())
+
+    def is_changing(self, desired: int) -> bool:
+        """Whether replicas come or go. Not where they fail to start, which may go on for ever."""
+        views = self.views
+        is_settled = len(views) == desired and all(view.state is ReplicaState.READY for view in views)
+        return not is_settled and not any(pool.has_given_up for pool in self._pools.values())
+
+    @property
+    def start_times_s(self) -> list[float]:
+        """Of those that live: from being wanted until they served."""
+        return [seconds for pool in self._pools.values() for seconds in pool.start_times_s]
+
+    @property
+    def switch_times_s(self) -> list[float]:
+        """The same of those that were of the other role, whose drain included."""
+        return [seconds for pool in self._pools.values() for seconds in pool.switch_times_s]
+
+    @property
+    def drain_times_s(self) -> list[float]:
+        """The last ones, of replicas that had served."""
+        return [seconds for pool in self._pools.values() for seconds in pool.drain_times_s]
 
     def report(self, desired: int) -> PoolReport:
         """The role's part of `Controller.status`."""

@@ -20,6 +20,7 @@ class Purpose(StrEnum):
     SALTS = "cache salts"  # keys the salts of prefix hashes
     RESPONSES = "responses"  # names stored responses, and seals them
     BATCHES = "batches"  # the same of batches and their files
+    TRAFFIC = "traffic"  # keys the hashes by which prompts are remembered
     REVISIONS = "revisions"  # seals which revisions serve, and what becomes of requests there
 
 

@@ -388,6 +388,48 @@ class TimeoutSpec(_Section):
     """The longest that a client may have a streamed answer wait for it when its connection is lost; 0: none waits."""
 
 
+class PoolBounds(_Section):
+    """How many replicas of one role there may be."""
+
+    min: Annotated[int, Field(ge=1, le=MAX_REPLICAS)] = 1
+    """Replicas that there are at least."""
+    max: Annotated[int, Field(ge=1, le=MAX_REPLICAS)] = 8
+    """Replicas that there are at most."""
+
+    @model_validator(mode="after")
+    def _there_is_a_size(self) -> PoolBounds:
+        if self.min > self.max:
+            raise ValueError(f"min: {self.min} is more than max: {self.max}")
+        return self
+
+
+class AutoscaleSpec(_Section):
+    """Both pools sized as one decision, which the simulator is asked for (`cluster autoscale`)."""
+
+    slo_ttft_ms: Annotated[float, Field(gt=0, json_schema_extra={"unit": "ms"})] = 2000.0
+    """Until a request's first token."""
+    slo_itl_ms: Annotated[float, Field(gt=0, json_schema_extra={"unit": "ms"})] = 50.0
+    """Mean time between a request's tokens."""
+    attainment: Annotated[float, Field(gt=0, lt=1)] = 0.95
+    """The share of requests that should keep both."""
+    prefill: PoolBounds = PoolBounds()
+    decode: PoolBounds = PoolBounds()
+    max_devices: Count | None = None
+    """Of both pools together: GPUs, or ranks where there are none; null: what the two `max` come to."""
+    interval_s: Annotated[float, Field(ge=1, le=3600, json_schema_extra={"unit": "s"})] = 30.0
+    """From one decision to the next."""
+    dry_run: bool = False
+    """Decide and explain, and change nothing."""
+
+    @model_validator(mode="after")
+    def _the_least_is_allowed(self) -> AutoscaleSpec:
+        if self.max_devices is not None and self.max_devices < self.prefill.min + self.decode.min:
+            raise ValueError(
+                f"max_devices: {self.max_devices} are fewer than prefill.min and decode.min together; make it larger"
+            )
+        return self
+
+
 class Spec(_Section):
     """One deployment: xPyD, the model, and how they are joined."""
 
@@ -406,6 +448,8 @@ class Spec(_Section):
     security: SecuritySpec = SecuritySpec()
     tracing: TracingSpec = TracingSpec()
     timeouts: TimeoutSpec = TimeoutSpec()
+    autoscale: AutoscaleSpec | None = None
+    """null: pools have the sizes that are written here, or that `cluster scale` has given them."""
 
     @field_validator("index")
     @classmethod

@@ -24,7 +24,8 @@ def sections() -> str:
         if key == _POOLS[0]:
             parts.append(_pools(section, of_section[_POOLS[1]] or {}, schema))
         else:
-            parts.append(f"## `{key}`\n\n{section['description']}\n\n{_table(key, section['properties'], schema)}")
+            said = " ".join(filter(None, (section["description"], schema["properties"][key].get("description"))))
+            parts.append(f"## `{key}`\n\n{said}\n\n{_table(key, section['properties'], schema)}")
     return "\n\n".join(parts)
 
 
@@ -54,7 +55,8 @@ def _rows(prefix: str, key: str, field: dict[str, Any], schema: dict[str, Any]) 
 
 def _section(schema: dict[str, Any], field: dict[str, Any]) -> dict[str, Any] | None:
     if "$ref" not in field:
-        return None
+        of_its_own = next((one for one in field.get("anyOf", ()) if "$ref" in one), None)  # that may be left out
+        return _section(schema, of_its_own) if of_its_own else None
     found: dict[str, Any] = schema["$defs"][field["$ref"].rpartition("/")[2]]
     return found
 

@@ -89,8 +89,13 @@ class Dispatch:
         )
         self._now = asyncio.get_running_loop().time
         replicas.on_change = self._room_changed
-        metrics.requests_waiting.set_function(lambda: len(self._gate) + self._shares.num_waiting)
+        metrics.requests_waiting.set_function(lambda: self.num_waiting)
         metrics.tenants_at_share.set_function(lambda: self._shares.num_lines)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests, for a replica with room or for their tenant's turn."""
+        return len(self._gate) + self._shares.num_waiting
 
     @property
     def held(self) -> Mapping[str, Places]:

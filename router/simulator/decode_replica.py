@@ -40,8 +40,8 @@ class _Leap:
 
 class DecodeReplica:
     """Continuous batching. It tells `admitted(flight)`, when its blocks are set aside and a prefill replica may begin;
-    `prefilled(flight)`, when a prompt was computed here; `gaps(seconds, count)` between tokens; `ended(flight)`.
-    Implements engine.step.Runner, and KVConnector.
+    `reserved(flight)`, when they are for one that runs elsewhere; `prefilled(flight)`, when a prompt was computed here;
+    `gaps(seconds, count)` between tokens; `ended(flight)`. Implements engine.step.Runner, and KVConnector.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class DecodeReplica:
         max_batch_tokens: int,
         max_running: int,
         admitted: Callable[[Flight], None],
+        reserved: Callable[[Flight], None],
         prefilled: Callable[[Flight], None],
         gaps: Callable[[float, int], None],
         ended: Callable[[Flight], None],
@@ -71,12 +72,16 @@ class DecodeReplica:
         config = SchedulerConfig(max_batch_tokens=max_batch_tokens, max_running=max_running, max_waiting=NO_LIMIT)
         self._engine = Engine(self, repeat_last, store.blocks, config, block_size=block_size, connector=self)
         self._admitted = admitted
+        self._reserved = reserved
         self._prefilled = prefilled
         self._gaps = gaps
         self._ended = ended
         self._flights: dict[Prompt, Flight] = {}
         self._prompts: dict[Flight, Prompt] = {}
         self._prompt_of: dict[TokenSequence, Prompt] = {}
+        self._to_move: Callable[[Flight], None] | None = None  # told of each answer that runs here; None: it stays
+        self._told: set[Flight] = set()
+        self._handed_over: dict[Flight, Callable[[int], None]] = {}  # once the step under way is over
         self._leap: _Leap | None = None
         self._step_number = 0
         self._under_way: ScheduledStep | None = None
@@ -92,7 +97,9 @@ class DecodeReplica:
     def submit(self, flight: Flight) -> None:
         """With a prefill replica, the prompt's KV comes by `land`; without, it is computed here."""
         source = KVSource.PREFILL if flight.option.prefill else KVSource.HERE
-        prompt = Prompt(flight.sequence(block_size=self._block_size), source=source)
+        self._add(flight, Prompt(flight.sequence(block_size=self._block_size), source=source))
+
+    def _add(self, flight: Flight, prompt: Prompt) -> None:
         self._flights[prompt], self._prompts[flight] = flight, prompt
         self._prompt_of[prompt.sequence] = prompt
         self._engine.add(prompt)
@@ -106,6 +113,64 @@ class DecodeReplica:
         self.store.publish()
         self._wake()
 
+    # Answers that move, as in docs/ARCHITECTURE.md §5, "Drain".
+
+    def leave(self, to_move: Callable[[Flight], None]) -> None:
+        """From now on `to_move` is told, once and at the end of a step, of each answer that runs here."""
+        self._to_move = to_move
+        self._wake()
+
+    def num_generated(self, flight: Flight) -> int:
+        return self._prompts[flight].sequence.num_generated
+
+    def reserve(self, flight: Flight, num_generated: int) -> None:
+        """Set blocks aside for an answer that runs elsewhere, with so many tokens."""
+        sequence = flight.sequence(block_size=self._block_size, num_generated=num_generated)
+        self._add(flight, Prompt(sequence, source=KVSource.DECODE))
+
+    def give_up(self, flight: Flight) -> None:
+        """It does not come."""
+        prompt = self._prompts.pop(flight)
+        del self._flights[prompt], self._prompt_of[prompt.sequence]
+        self._engine.cancel(prompt)
+        self._wake()
+
+    def hand_over(self, flight: Flight, then: Callable[[int], None]) -> None:
+        """Its KV is where it goes on: once the step under way is over, it is not here any more, and `then` is told how
+        many tokens it has; unless it ends before."""
+        self._handed_over[flight] = then
+        if self._under_way:
+            self._wake()
+        else:
+            self._hand_over()
+
+    def take_over(self, flight: Flight, num_generated: int) -> None:
+        """One that was reserved goes on here."""
+        prompt = self._prompts[flight]
+        sequence = prompt.sequence
+        num_new = num_generated - sequence.num_generated
+        self._engine.landed(prompt, len(sequence.tokens) + num_new - 1, sequence.tokens[-1:] * num_new)
+        self.store.publish()
+        self._wake()
+
+    def _hand_over(self) -> None:
+        handed_over, self._handed_over = self._handed_over, {}
+        for flight, then in handed_over.items():
+            if prompt := self._prompts.pop(flight, None):
+                del self._flights[prompt], self._prompt_of[prompt.sequence]
+                num_generated = prompt.sequence.num_generated
+                self._engine.end(prompt.sequence)
+                then(num_generated)
+
+    def _tell_what_runs(self) -> None:
+        if self._to_move is None:
+            return
+        for sequence in list(self._engine.decoding.running):
+            flight = self._flights[self._prompt_of[sequence]]
+            if flight not in self._told:
+                self._told.add(flight)
+                self._to_move(flight)
+
     def missing_tokens(self, flight: Flight) -> int:
         """Tokens whose KV an admitted request lacks here."""
         return self._prompts[flight].sequence.num_missing
@@ -113,7 +178,9 @@ class DecodeReplica:
     def begin_step(self, admitted: Sequence[Prompt]) -> None:
         for prompt in admitted:
             flight = self._flights[prompt]
-            if not prompt.is_received:
+            if prompt.is_running_elsewhere:
+                self._reserved(flight)
+            elif not prompt.is_received:
                 self._free_restored(flight)
                 flight.num_cached = prompt.num_cached
             else:
@@ -176,6 +243,8 @@ class DecodeReplica:
     def _num_plain_steps(self) -> int:
         """How many steps nothing but time can change: until a sequence ends, or blocks run out."""
         decoding = self._engine.decoding.running
+        if self._to_move is not None:  # how many tokens each has is to be known at any time
+            return 1
         if self._engine.num_waiting or self._cores:  # how long a step takes on shared cores is known when it ends
             return 1
         num_steps = min(sequence.request.sampling.max_tokens - sequence.num_generated for sequence in decoding)
@@ -213,8 +282,10 @@ class DecodeReplica:
             flight.first_token_at = flight.last_token_at = self._clock.now
             self._prefilled(flight)
             self._start(prefilled)
+        self._hand_over()
         self.store.publish()
         self._step()
+        self._tell_what_runs()
 
     def _tell_gaps(self, flight: Flight, leap: _Leap) -> None:
         first_at = leap.after(1) if leap.num_steps > 1 else self._clock.now

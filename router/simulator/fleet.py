@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from cluster.bench.trace import TraceRequest
 from cluster.index.prefix_index import PrefixIndex
+from cluster.words.request import Role
+from engine.prompts import ROOM_TOKENS
 from router.routing.plain_policies import make_policy
 from router.routing.policy import CandidateReplica, Option, RoutingRequest
-from router.simulator.clock import Clock
+from router.simulator.clock import Action, Clock
 from router.simulator.cores import Cores
 from router.simulator.decode_replica import DecodeReplica
 from router.simulator.flight import Flight
@@ -18,6 +23,15 @@ from router.simulator.prefix_hashes import PrefixHashes
 from router.simulator.profile import Profile
 from router.simulator.report import Report
 from router.simulator.store import Store
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaUse:
+    """How full one simulated replica is."""
+
+    queue_s: float  # of prompts
+    num_streams: int
+    kv_share: float  # of its blocks, in use
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,13 +66,20 @@ class Fleet:
         self._index = PrefixIndex()  # on devices
         self._stored = PrefixIndex() if setup.host_tokens else self._index  # in any tier
         self._hashes = hashes
-        self.prefills = {f"prefill-{i}": self._prefill(f"prefill-{i}") for i in range(setup.num_prefill)}
-        self.decodes = {f"decode-{i}": self._decode(f"decode-{i}") for i in range(setup.num_decode)}
+        self._next_number = {role: 0 for role in Role}
+        self._leaving: dict[str, Action] = {}  # replicas that get nothing new, and what follows when they are empty
+        self._given: Counter[str] = Counter()  # requests that a replica has a part in
+        self.prefills: dict[str, PrefillReplica] = {}
+        self.decodes: dict[str, DecodeReplica] = {}
+        for _ in range(setup.num_prefill):
+            self.add(Role.PREFILL)
+        for _ in range(setup.num_decode):
+            self.add(Role.DECODE)
         self._busy_until: dict[str, float] = {}  # of the prompts that we have given each replica
         self._unanswered: dict[str, int] = {}
         self._link_free_at: dict[tuple[str, str], float] = {}
 
-    def arrive(self, request: TraceRequest) -> None:
+    def arrive(self, request: TraceRequest) -> Flight:
         """Choose replicas for a request, and send it on its way."""
         hashes = self._hashes.of(request)
         begin = time.perf_counter()
@@ -66,6 +87,8 @@ class Fleet:
         self._report.decided(time.perf_counter() - begin)
         flight = Flight(request, hashes, option, compute_s)
         computes = option.prefill or option.decode
+        flight.with_replicas = {name for name in (option.prefill, option.decode, option.pull_from) if name}
+        self._given.update(flight.with_replicas)
         now = self._clock.now
         self._busy_until[computes] = max(now, self._busy_until.get(computes, 0.0)) + compute_s
         self._unanswered[computes] = self._unanswered.get(computes, 0) + 1
@@ -76,6 +99,135 @@ class Fleet:
             self._submit(flight)
         else:
             self._fetch(flight, option.pull_from, computes)
+        return flight
+
+    # Replicas come and go.
+
+    def add(self, role: Role) -> str:
+        """One more, which serves from now on; returns its name, which no other one has had."""
+        name = f"{role.value}-{self._next_number[role]}"
+        self._next_number[role] += 1
+        if role is Role.PREFILL:
+            self.prefills[name] = self._prefill(name)
+        else:
+            self.decodes[name] = self._decode(name)
+        return name
+
+    def retire(self, role: Role, then: Action) -> str:
+        """The replica with the least to do gets nothing new; when it has nothing any more, it is gone, and `then` is
+        called. Prompts are computed to their end, answers move to others with their KV."""
+        name = min(self.serving(role), key=lambda name: self._given[name])
+        self._leaving[name] = then
+        if leaving := self.decodes.get(name):
+            leaving.leave(lambda flight: self._move(flight, name))
+        self._let_go([name])
+        return name
+
+    def serving(self, role: Role) -> list[str]:
+        """Those that get new requests."""
+        replicas = self.prefills if role is Role.PREFILL else self.decodes
+        return [name for name in replicas if name not in self._leaving]
+
+    def warm(self, past: Iterable[TraceRequest]) -> None:
+        """Before the first arrival: the prompts of these are cached where the router would have sent them."""
+        names = list(self.prefills) or list(self.decodes)
+        for number, request in enumerate(past):
+            hashes = self._hashes.of(request)
+            held = self._index.match(hashes)
+            name = max(held, key=lambda name: held[name]) if held else names[number % len(names)]
+            store = self._replica(name).store
+            store.blocks.free(store.blocks.restore(hashes) or [])
+            store.publish()
+
+    def place(self, request: TraceRequest, num_generated: int) -> None:
+        """Before the first arrival: this one is being answered, and has so many tokens."""
+        name = min(self.serving(Role.DECODE), key=lambda name: self.decodes[name].num_streams)
+        option = Option(prefill=None, decode=name)
+        flight = Flight(request, self._hashes.of(request), option, 0.0, reserved_at=num_generated, with_replicas={name})
+        self._given[name] += 1
+        self.decodes[name].reserve(flight, num_generated)
+
+    def loads(self, role: Role) -> list[ReplicaUse]:
+        """What the replicas of a role, those that leave included, have to do at present."""
+        replicas = self.prefills if role is Role.PREFILL else self.decodes
+        return [
+            ReplicaUse(
+                queue_s=max(0.0, self._busy_until.get(name, 0.0) - self._clock.now),
+                num_streams=replica.num_streams,
+                kv_share=1 - replica.store.blocks.num_available / replica.store.blocks.num_blocks,
+            )
+            for name, replica in replicas.items()
+        ]
+
+    def _let_go(self, names: Iterable[str]) -> None:
+        for name in names:
+            if not self._given[name] and (then := self._leaving.pop(name, None)):
+                self.prefills.pop(name, None)
+                self.decodes.pop(name, None)
+                # Not before whoever is at work now has published what it did.
+                self._clock.at(self._clock.now, functools.partial(self._gone, name, then))
+
+    def _gone(self, name: str, then: Action) -> None:
+        self._index.drop(name)
+        self._stored.drop(name)
+        then()
+
+    def _done_with(self, *names: str) -> None:
+        self._given.subtract(names)
+        self._let_go(names)
+
+    def _ended(self, flight: Flight) -> None:
+        self._report.ended(flight)
+        if target := flight.moves_to:
+            flight.moves_to = None
+            self.decodes[target].give_up(flight)
+        self._done_with(*flight.with_replicas)
+
+    # The way of an answer from a decode replica that leaves to another one.
+
+    def _move(self, flight: Flight, source: str) -> None:
+        if not (others := self.serving(Role.DECODE)):
+            return  # it ends where it is
+        target = min(others, key=lambda name: self.decodes[name].num_streams)
+        flight.moves_to = target
+        flight.with_replicas.add(target)
+        self._given[target] += 1
+        flight.reserved_at = self.decodes[source].num_generated(flight)
+        self.decodes[target].reserve(flight, flight.reserved_at)
+
+    def _copy(self, flight: Flight) -> None:
+        """There is room for it where it goes."""
+        if flight.moves_to is None:  # placed there
+            self._clock.at(
+                self._clock.now, lambda: self.decodes[flight.option.decode].take_over(flight, flight.reserved_at)
+            )
+            return
+        source, link = flight.option.decode, self._profile.link
+        num_tokens = flight.request.num_tokens + self.decodes[source].num_generated(flight)
+        num_bytes = num_tokens * self._profile.kv.wire_bytes_per_token
+        self._report.shipped_bytes += num_bytes
+        copied = self._pass(source, "out", num_bytes, link.bytes_per_s) + link.latency_s
+        self._clock.at(copied, lambda: self._copied(flight, source))
+
+    def _copied(self, flight: Flight, source: str) -> None:
+        if (target := flight.moves_to) is None:
+            return  # it has ended meanwhile
+        if self.decodes[source].num_generated(flight) + 1 < flight.reserved_at + ROOM_TOKENS:
+            self.decodes[source].hand_over(flight, lambda num_generated: self._moved(flight, source, num_generated))
+            return
+        self.decodes[target].give_up(flight)  # it waited there for so long that it has outgrown its blocks
+        flight.with_replicas.discard(target)
+        self._done_with(target)
+        self._move(flight, source)
+
+    def _moved(self, flight: Flight, source: str, num_generated: int) -> None:
+        assert flight.moves_to
+        target, flight.moves_to = flight.moves_to, None
+        flight.option = replace(flight.option, decode=target)
+        self.decodes[target].take_over(flight, num_generated)
+        if source != flight.option.pull_from:
+            flight.with_replicas.discard(source)
+            self._done_with(source)
 
     def _choose(self, request: TraceRequest, hashes: list[bytes]) -> tuple[Option, float]:
         demand = RoutingRequest(
@@ -86,8 +238,8 @@ class Fleet:
         )
         cached = self._index.match(hashes)
         stored = self._stored.match(hashes) if self._stored is not self._index else cached
-        prefills = [self._view(name, replica, cached, stored) for name, replica in self.prefills.items()]
-        decodes = [self._view(name, replica, cached, stored) for name, replica in self.decodes.items()]
+        prefills = [self._view(name, self.prefills[name], cached, stored) for name in self.serving(Role.PREFILL)]
+        decodes = [self._view(name, self.decodes[name], cached, stored) for name in self.serving(Role.DECODE)]
         option = self._policy.options(demand, prefills, decodes)[0]
         # Not as the policy predicts it: one that predicts nothing would see no queue.
         view = next(view for view in (*prefills, *decodes) if view.replica == (option.prefill or option.decode))
@@ -215,8 +367,9 @@ class Fleet:
             max_batch_tokens=self._setup.decode_batch_tokens,
             max_running=self._setup.max_running,
             admitted=self._admitted,
+            reserved=self._copy,
             prefilled=lambda flight: self._answered(name, flight),
             gaps=self._report.gap,
-            ended=self._report.ended,
+            ended=self._ended,
             cores=self._cores,
         )

@@ -27,6 +27,9 @@ class Flight:
     ended_at: float = 0.0
     restored: list[int] = field(default_factory=list)  # blocks held for it until it is admitted
     landed: Callable[[], None] | None = None  # told when the KV is on the decode replica
+    moves_to: str | None = None  # the decode replica to which it is on its way
+    reserved_at: int = 0  # tokens that it had when blocks were set aside there
+    with_replicas: set[str] = field(default_factory=set)  # that have a part in it
 
     @property
     def ttft_s(self) -> float:
@@ -37,12 +40,12 @@ class Flight:
         gaps = self.request.num_output - 1
         return (self.last_token_at - self.first_token_at) / gaps if gaps else 0.0
 
-    def sequence(self, *, block_size: int) -> Sequence:
+    def sequence(self, *, block_size: int, num_generated: int = 0) -> Sequence:
         """As a replica sees it. Its tokens are all alike: what matters of the prompt is in the hashes."""
         num_tokens = self.request.num_tokens
         request = SequenceRequest(
             id=str(self.request.number),
-            token_ids=(self.request.number,) * num_tokens,
+            token_ids=(self.request.number,) * (num_tokens + num_generated),
             num_prompt_tokens=num_tokens,
             sampling=Sampling(max_tokens=self.request.num_output),
             priority=self.request.number,  # who waited for blocks from elsewhere keeps its place in the queue

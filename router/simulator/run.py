@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from cluster.bench.trace import TraceRequest
@@ -35,7 +35,7 @@ def simulate(
     was_enabled = gc.isenabled()
     gc.disable()  # nothing here is freed by the collector, and it would walk millions of hashes again and again
     try:
-        _feed(clock, fleet, trace)
+        feed(clock, fleet.arrive, trace)
         clock.run()
     finally:
         if was_enabled:
@@ -46,7 +46,7 @@ def simulate(
     return summary | {"wall_s": time.perf_counter() - begin}
 
 
-def _feed(clock: Clock, fleet: Fleet, trace: Sequence[TraceRequest]) -> None:
+def feed(clock: Clock, take: Callable[[TraceRequest], object], trace: Sequence[TraceRequest]) -> None:
     """One arrival after the other: the clock never holds more than the next."""
     arrivals = iter(trace)
 
@@ -54,7 +54,7 @@ def _feed(clock: Clock, fleet: Fleet, trace: Sequence[TraceRequest]) -> None:
         following = next(arrivals, None)
         if following:
             clock.at(following.arrival_s, lambda: arrive(following))
-        fleet.arrive(request)
+        take(request)
 
     first = next(arrivals)
     clock.at(first.arrival_s, lambda: arrive(first))

@@ -28,7 +28,7 @@ from cluster.words.errors import (
 from cluster.words.grammar import Grammar
 from cluster.words.life import Life, LifeState
 from cluster.words.prompt_logprobs import PromptLogprobs
-from cluster.words.request import Sampling, SequenceRequest
+from cluster.words.request import OFFLINE, Sampling, SequenceRequest
 from cluster.words.thinking_budget import ThinkingBudget
 from router.generation import Generation, RequestRoute, TokenService
 from router.metrics import Metrics
@@ -60,6 +60,7 @@ from router.text.tokenizer import Tokenizer
 from router.text.trail import RequestTrail
 from router.text.unread import UnreadLimit
 from router.tracing import Tracing
+from router.traffic import TrafficRecord
 
 logger = logging.getLogger(__name__)
 
@@ -80,12 +81,13 @@ class Completions:
         max_request_s: float,
         max_unread_s: float = 60.0,
         trail: RequestTrail | None = None,
+        traffic: TrafficRecord | None = None,
         dialect: Dialect | None = None,
         grammars: GrammarCompiler | None = None,
         tracing: Tracing | None = None,
     ) -> None:
         """max_request_s: how long a request may take, whatever deadline its client names. max_unread_s: how long a
-        client may leave a token unread. dialect: None: as its chat template says.
+        client may leave a token unread. traffic: who remembers what comes. dialect: None: as its chat template says.
         grammars: None: no request may have one. tracing: None: none is traced."""
         self.model = model
         self.tracing = tracing
@@ -96,6 +98,7 @@ class Completions:
         self.max_unread_s = max_unread_s
         self.threads = TextThreads()
         self.trail = trail or RequestTrail()
+        self.traffic = traffic
         special = SpecialTokens(grammars.special_tokens if grammars else None)
         self.prompts = PromptEncoder(
             tokenizer,
@@ -197,6 +200,8 @@ class Completion:
         self._metrics = service.metrics
         self._trail = service.trail
         self._model = service.model.id
+        self._traffic = None if request.priority >= OFFLINE else service.traffic  # nobody waits for those
+        self._seen_as = range(0)
         self._clock = clock
         self._limit_s = limit_s
         self.max_unread_s = service.max_unread_s
@@ -228,6 +233,13 @@ class Completion:
         block raises ClusterError; past the deadline that is DeadlineExceeded, and ClientTooSlow where events are not
         consumed in time, whatever the block was waiting for.
         """
+        if self._traffic is not None:
+            self._seen_as = self._traffic.arrived(
+                self.prompt_ids,
+                salt=self.request.salt,
+                num_choices=self.num_choices,
+                ttft_s=lambda: self._clock.ttft_s,
+            )
         try:
             async with (
                 self._until_deadline(),
@@ -371,6 +383,9 @@ class Completion:
         elif isinstance(error, Exception):
             outcome = outcome_of(error).code
         usage, route, clock = self._usage, self._route, self._clock
+        if self._traffic is not None:
+            lengths = (choice.num_tokens for choice in self._choices)
+            self._traffic.over(self._seen_as, lengths, ttft_s=clock.ttft_s, itl_s=clock.itl_s)
         self._metrics.requests.labels(outcome).inc()
         self._metrics.request_time.observe(clock.elapsed_s)
         self._metrics.prompt_tokens.inc(usage.prompt_tokens)

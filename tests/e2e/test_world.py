@@ -35,6 +35,7 @@ _SHOWN = {
     ("router/monitoring/view.py", "time.time"),
     ("cluster/host/command_trail.py", "time.time"),
     ("cluster/control/operations.py", "time.time"),
+    ("cluster/control/autoscaling.py", "time.time"),
     ("cluster/control/person_book.py", "time.time"),
     ("router/doors/http_connection.py", "time.time"),
     ("router/batches/batches.py", "time.time"),

@@ -1,0 +1,62 @@
+"""What the autoscaler has decided, in Ray's own store: a controller that is restarted goes on from there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cluster.control.desired import namespace
+from cluster.control.ray_store import StoreEntry
+from cluster.words.errors import DeployError
+from router.autoscale.decide import AutoscaleState
+from router.autoscale.pool_sizes import PoolSizes
+from router.autoscale.scaling_decision import Prediction, ScalingDecision
+from router.autoscale.trust import Trust
+
+_STORED = 50  # decisions
+
+
+@dataclass(frozen=True)
+class ScalingHistory:
+    state: AutoscaleState
+    decisions: list[ScalingDecision]  # the latest last
+
+
+def save(name: str, state: AutoscaleState, decisions: Iterable[ScalingDecision]) -> None:
+    """Raises DeployError."""
+    last = [decision.as_dict() for decision in [*decisions][-_STORED:]]
+    _entry(name).put(json.dumps({"state": asdict(state), "decisions": last}))
+
+
+def load(name: str) -> ScalingHistory | None:
+    """None: nothing was decided yet. Raises DeployError."""
+    from ray.exceptions import RayError
+
+    try:
+        text = _entry(name).get()
+    except RayError as error:
+        raise DeployError(f"Ray's own store does not answer: {' '.join(str(error).split())}") from error
+    if not text:
+        return None
+    tree: dict[str, Any] = json.loads(text)
+    return ScalingHistory(_read_state(tree["state"]), [ScalingDecision.of(one) for one in tree["decisions"]])
+
+
+def forget(name: str) -> None:
+    _entry(name).delete()
+
+
+def _entry(name: str) -> StoreEntry:
+    return StoreEntry("autoscale", namespace=namespace(name))
+
+
+def _read_state(tree: dict[str, Any]) -> AutoscaleState:
+    expected, calm = tree["expected"], tree["calm_sizes"]
+    read = {
+        "expected": Prediction(**{**expected, "sizes": PoolSizes(*expected["sizes"])}) if expected else None,
+        "calm_sizes": PoolSizes(*calm) if calm else None,
+        "trust": Trust(**tree["trust"]),
+    }
+    return AutoscaleState(**{**tree, **read})

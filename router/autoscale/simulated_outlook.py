@@ -1,0 +1,184 @@
+"""What the simulator says of sizes that could be, for the load that is forecast."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+import numpy as np
+
+from cluster.bench.trace import TraceRequest
+from cluster.words.traffic import SeenRequest
+from router.autoscale.arithmetic import demand_of
+from router.autoscale.demand import Demand
+from router.autoscale.forecast import (
+    LoadForecast,
+    answer_lengths,
+    begin_of_the_same,
+    forecast_load,
+    trace_request,
+    upcoming,
+)
+from router.autoscale.pool_sizes import PoolSizes
+from router.autoscale.scaling_decision import Prediction
+from router.simulator.clock import Clock
+from router.simulator.fleet import Fleet, FleetSetup
+from router.simulator.prefix_hashes import PrefixHashes
+from router.simulator.profile import Profile
+from router.simulator.report import Report
+from router.simulator.run import feed
+
+_HORIZON_S = 60.0  # that are simulated, as far as that can be afforded
+_MOST_OUTPUT = 100_000  # tokens of answers that one simulation generates: some seconds
+_LEAST_REQUESTS = 8
+_OTHERS = 1 << 66  # more than any id
+_MOST_PAST = 200  # requests before these, whose prompts are in the caches when a simulation begins
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fleets:
+    """What is the same whatever the sizes, for the simulator."""
+
+    setup: FleetSetup
+    profile: Profile
+    slo_ttft_s: float
+    slo_itl_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Present:
+    """Where every simulation begins. Numbers of requests are negative: none of them is judged."""
+
+    cached: list[TraceRequest]  # their prompts may be found
+    running: list[tuple[TraceRequest, int]]  # and the tokens that each has
+    waiting: list[TraceRequest]  # for their first token
+
+    @classmethod
+    def of(cls, requests: Sequence[SeenRequest], answers: Sequence[int], now_s: float, *, first: int) -> _Present:
+        """answers: tokens of each. first: of those that are replayed, whose prompts should not be found."""
+        itl_s = fmean([r.itl_s for r in requests[-_MOST_PAST:] if r.itl_s] or [1.0])
+        running, waiting = [], []
+        for i, (seen, length) in enumerate(zip(requests, answers, strict=True)):
+            if seen.is_over:
+                continue
+            done = 0 if seen.ttft_s is None else 1 + int((now_s - seen.arrival_s - seen.ttft_s) / itl_s)
+            length = max(length, done + 1)
+            request = trace_request(seen, number=-1 - i, arrival_s=0.0, num_tokens=seen.num_tokens, num_output=length)
+            if done:
+                running.append((request, done))
+            else:
+                waiting.append(request)
+        cached = [
+            trace_request(seen, number=-1 - i, arrival_s=0.0, num_tokens=seen.num_tokens, num_output=1)
+            for i, seen in enumerate(requests[:first])
+            if seen.ids is not None
+        ]
+        return cls(cached=cached[-_MOST_PAST:], running=running, waiting=waiting)
+
+
+class SimulatedOutlook:
+    """Implements Outlook. Each pair of sizes is simulated once, whoever asks."""
+
+    def __init__(self, fleets: Fleets, trace: list[TraceRequest], forecast: LoadForecast, now: _Present) -> None:
+        """trace: what is replayed, as what comes next."""
+        self.forecast = forecast
+        self._fleets = fleets
+        self._trace = trace
+        self._now = now
+        self._hashes = PrefixHashes(fleets.setup.block_size, trace[0].tokens_per_id)
+        self._predicted: dict[tuple[PoolSizes, float], Prediction] = {}
+
+    @classmethod
+    def of(
+        cls, fleets: Fleets, requests: Sequence[SeenRequest], *, now_s: float, window_s: float, ahead_s: float
+    ) -> SimulatedOutlook | None:
+        """From what was seen until now, in order of arrival; None where that is too little in the last window_s.
+
+        ahead_s: for how long after now is decided.
+        """
+        recent = [request for request in requests if request.arrival_s >= now_s - window_s]
+        if len(recent) < _LEAST_REQUESTS:
+            return None
+        all_answers = answer_lengths(requests)  # what answers a kind of prompt has may have been seen long ago
+        answers = all_answers[len(requests) - len(recent) :]
+        first = begin_of_the_same(recent, now_s=now_s)
+        forecast = forecast_load(
+            recent,
+            answers,
+            begin_s=max(now_s - window_s, requests[0].arrival_s),
+            shape_s=max(now_s - window_s, recent[first].arrival_s),
+            now_s=now_s,
+            ahead_s=ahead_s,
+        )
+        first = max(first, _affordable(answers))
+        trace = _again(upcoming(recent[first:], answers[first:], forecast), answers[first:])
+        present = _Present.of(requests, all_answers, now_s, first=len(requests) - len(recent) + first)
+        return cls(fleets, trace, forecast, present)
+
+    @property
+    def num_simulated(self) -> int:
+        return len(self._predicted)
+
+    def demand(self, *, reuse_share: float) -> Demand:
+        fleets = self._fleets
+        return demand_of(self._trace, fleets.setup, fleets.profile, slo_itl_s=fleets.slo_itl_s, reuse_share=reuse_share)
+
+    def predict(self, sizes: PoolSizes, *, load: float = 1.0) -> Prediction:
+        if (key := (sizes, load)) not in self._predicted:
+            self._predicted[key] = self._simulate(sizes, load)
+        return self._predicted[key]
+
+    def _simulate(self, sizes: PoolSizes, load: float) -> Prediction:
+        fleets = self._fleets
+        setup = replace(fleets.setup, num_prefill=sizes.prefill, num_decode=sizes.decode)
+        clock, report = Clock(), Report(slo_ttft_s=fleets.slo_ttft_s, slo_itl_s=fleets.slo_itl_s)
+        fleet = Fleet(setup, fleets.profile, self._hashes, clock, report)
+        fleet.warm(self._now.cached)
+        for request, num_generated in self._now.running:
+            fleet.place(request, num_generated)
+        coming = [replace(request, arrival_s=request.arrival_s / load) for request in self._trace]
+        feed(clock, fleet.arrive, [*self._now.waiting, *coming])
+        clock.run()
+        judged = [flight for flight in report.flights if flight.request.number >= 0]
+        ttft = np.array([flight.ttft_s for flight in judged])
+        itl = np.array([flight.mean_itl_s for flight in judged])
+        in_ttft, in_itl = ttft <= fleets.slo_ttft_s, itl <= fleets.slo_itl_s
+        cached = sum(flight.num_cached for flight in judged) / sum(flight.request.num_tokens for flight in judged)
+        return Prediction(
+            sizes=sizes,
+            load=load,
+            good_share=float(np.mean(in_ttft & in_itl)),
+            ttft_share=float(np.mean(in_ttft)),
+            itl_share=float(np.mean(in_itl)),
+            ttft_p50_s=float(np.percentile(ttft, 50)),
+            ttft_p90_s=float(np.percentile(ttft, 90)),
+            itl_s=float(np.mean(itl[itl > 0])) if (itl > 0).any() else 0.0,
+            reuse_share=min(1.0, cached),
+        )
+
+
+def _affordable(answers: Sequence[int]) -> int:
+    """The first of the requests that are replayed: the last ones, as far as their answers can be afforded."""
+    left, first = _MOST_OUTPUT, len(answers)
+    while first and (left := left - answers[first - 1]) >= 0:
+        first -= 1
+    return min(first, max(0, len(answers) - _LEAST_REQUESTS))
+
+
+def _again(trace: list[TraceRequest], answers: Sequence[int]) -> list[TraceRequest]:
+    """The same requests over and over until they are long enough, each time with prompts that nobody has seen."""
+    seconds = trace[-1].arrival_s * len(trace) / max(1, len(trace) - 1)
+    times = min(_HORIZON_S / max(seconds, 1e-3), _MOST_OUTPUT / sum(answers))
+    found = list(trace)
+    for turn in range(1, round(times)):
+        found += [
+            replace(
+                request,
+                number=request.number + turn * len(trace),
+                arrival_s=request.arrival_s + turn * seconds,
+                ids=request.ids and tuple(id + turn * _OTHERS for id in request.ids),
+            )
+            for request in trace
+        ]
+    return found

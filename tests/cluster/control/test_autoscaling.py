@@ -1,0 +1,170 @@
+"""The autoscaler at work in a controller: what it sees, carries out, keeps, and leaves to others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.control.autoscaling import Autoscaling
+from cluster.control.desired import Desired
+from cluster.control.role_pools import RolePools
+from cluster.control.scaling_history import ScalingHistory
+from cluster.control.traffic_book import TrafficBook
+from cluster.words.credentials import Credentials
+from cluster.words.launch import Launch
+from cluster.words.request import Role
+from cluster.words.spec_file import parse_spec
+from router.autoscale.decide import AutoscaleState
+from router.autoscale.live_sight import LiveSight
+from router.autoscale.pool_sizes import PoolSizes
+from router.autoscale.scaling_decision import ScalingDecision
+
+
+class FakeHistory:
+    """What Ray's store would keep."""
+
+    def __init__(self) -> None:
+        self.kept: ScalingHistory | None = None
+
+    def load(self, name: str, /) -> ScalingHistory | None:
+        return self.kept
+
+    def save(self, name: str, state: AutoscaleState, decisions: Iterable[ScalingDecision], /) -> None:
+        self.kept = ScalingHistory(state, list(decisions))
+
+
+class _Site:
+    """A deployment of 2P2D whose autoscaler wants 1P3D, once and for all."""
+
+    def __init__(self, tmp_path: Path, history: FakeHistory | None = None, **rules: Any) -> None:
+        tree = {"prefill": {"replicas": 2}, "decode": {"replicas": 2}, "autoscale": {"max_devices": 4, **rules}}
+        launch = Launch(
+            spec=parse_spec(tree, origin="a test"),
+            log_dir=str(tmp_path),
+            credentials=Credentials.new(index_url="redis://localhost"),
+        )
+        self.desired = Desired(launch=launch)
+        self.history = history or FakeHistory()
+        self.asked: list[LiveSight] = []
+        self.scaled: list[dict[str, int]] = []
+        self.before_done = self.before_scaled = lambda: None
+        self.autoscaling = self.new_life()
+
+    def new_life(self) -> Autoscaling:
+        return Autoscaling(
+            "test",
+            {role: RolePools(role, changed=lambda: None) for role in Role},
+            TrafficBook(),
+            desired=lambda: self.desired,
+            scale=self._scale,
+            decide=self._decide,
+            store=self.history,
+        )
+
+    async def _decide(self, state: AutoscaleState, sight: LiveSight) -> tuple[AutoscaleState, ScalingDecision]:
+        self.asked.append(sight)
+        spec = sight.spec
+        number = state.number + 1
+        decision = ScalingDecision(
+            number=number,
+            time_s=sight.time_s,
+            before=PoolSizes(spec.prefill.replicas, spec.decode.replicas),
+            after=PoolSizes(1, 3),
+            mode="simulator",
+            reason="so it is",
+            is_dry_run=bool(spec.autoscale and spec.autoscale.dry_run),
+        )
+        self.before_done()
+        return replace(state, number=number), decision
+
+    async def _scale(self, sizes: dict[str, int]) -> None:
+        self.before_scaled()
+        self.scaled.append(sizes)
+        for role, number in sizes.items():
+            self.desired.scale(Role(role), number)
+
+
+async def test_both_pools_are_scaled_as_one_change_and_it_is_known_why(tmp_path: Path) -> None:
+    site = _Site(tmp_path)
+    await site.autoscaling.decide_once()
+    assert site.scaled == [{"prefill": 1, "decode": 3}]
+    report = site.autoscaling.report()
+    assert report["sizes"] == [1, 3] and report["decisions"][0]["reason"] == "so it is"
+    assert "began anew" in report["history"]
+
+
+async def test_pools_that_are_alike_may_switch_and_others_may_not(tmp_path: Path) -> None:
+    site = _Site(tmp_path)
+    await site.autoscaling.decide_once()
+    site.desired.launch = replace(
+        site.desired.launch,
+        spec=site.desired.spec.model_copy(
+            update={"decode": site.desired.spec.decode.model_copy(update={"tensor_parallel": 2})}
+        ),
+    )
+    await site.autoscaling.decide_once()
+    alike, unlike = (sight.price.switch_s for sight in site.asked)
+    assert alike is not None and unlike is None
+
+
+async def test_a_dry_run_changes_nothing_and_says_the_same(tmp_path: Path) -> None:
+    site = _Site(tmp_path, dry_run=True)
+    decision = await site.autoscaling.decide_once()
+    assert site.scaled == [] and decision and decision.is_change and decision.is_dry_run
+
+
+async def test_without_the_key_in_the_spec_nothing_is_asked(tmp_path: Path) -> None:
+    site = _Site(tmp_path)
+    site.desired.launch = replace(site.desired.launch, spec=site.desired.spec.model_copy(update={"autoscale": None}))
+    assert await site.autoscaling.decide_once() is None and not site.asked
+    assert site.autoscaling.report()["rules"] is None
+
+
+async def test_a_new_life_goes_on_from_what_was_decided(tmp_path: Path) -> None:
+    site = _Site(tmp_path)
+    await site.autoscaling.decide_once()
+    again = site.new_life()
+    decision = await again.decide_once()
+    assert decision and decision.number == 2
+    assert [one["number"] for one in again.report()["decisions"]] == [1, 2]
+    assert "taken over" in again.report()["history"]
+
+
+async def test_what_another_life_has_decided_meanwhile_stands(tmp_path: Path) -> None:
+    site = _Site(tmp_path)
+    await site.autoscaling.decide_once()
+    other = site.history.kept
+    assert other
+
+    def another_decides() -> None:
+        site.history.save("test", replace(other.state, number=7), other.decisions)
+
+    site.before_done = another_decides
+    assert await site.autoscaling.decide_once() is None and len(site.scaled) == 1
+    site.before_done = lambda: None
+    decision = await site.autoscaling.decide_once()
+    assert decision and decision.number == 8
+
+
+async def test_what_was_decided_of_other_sizes_than_an_operator_has_made_is_dropped(tmp_path: Path) -> None:
+    site = _Site(tmp_path)
+    site.before_done = lambda: site.desired.scale(Role.DECODE, 5)
+    assert await site.autoscaling.decide_once() is None
+    assert site.scaled == [] and site.autoscaling.report()["sizes"] == [2, 5]
+
+
+async def test_a_decision_is_kept_before_it_is_carried_out(tmp_path: Path) -> None:
+    """Else a controller that dies in between would decide it a second time, under the same number."""
+    site = _Site(tmp_path)
+
+    def fails() -> None:
+        assert site.history.kept and site.history.kept.state.number == 1
+        raise RuntimeError("the controller dies")
+
+    site.before_scaled = fails
+    with pytest.raises(RuntimeError):
+        await site.autoscaling.decide_once()

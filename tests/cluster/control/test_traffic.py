@@ -1,0 +1,89 @@
+"""Traffic as the controller collects it, and a capture of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from cluster.bench.trace import read_trace
+from cluster.control.traffic_book import TrafficBook
+from cluster.control.traffic_capture import TrafficCapture
+from cluster.words.traffic import SeenRequest, TrafficNews
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def _seen(ago_s: float, *, num_tokens: int = 150, ids: tuple[int, ...] = (11, 12, 13), **more: object) -> SeenRequest:
+    return SeenRequest(arrival_s=ago_s, num_tokens=num_tokens, ids=ids, **more)  # type: ignore[arg-type]
+
+
+def _news(router: str, arrived: dict[int, SeenRequest], changed: dict[int, SeenRequest] | None = None) -> TrafficNews:
+    return TrafficNews(router=router, arrived=arrived, changed=changed or {}, num_lost=0)
+
+
+def test_all_routers_requests_are_in_one_order_and_change_as_they_are_told() -> None:
+    clock = _Clock()
+    book = TrafficBook(now=clock)
+    assert book.note(_news("a", {0: _seen(5.0), 1: _seen(1.0)})) == book.life
+    book.note(_news("b", {0: _seen(3.0)}))
+    assert [seen.arrival_s for seen in book.recent()] == [995.0, 997.0, 999.0]
+    clock.now += 10
+    book.note(_news("a", {}, {0: _seen(15.5, num_output=7, ttft_s=0.1, itl_s=0.01)}))
+    first = book.recent()[0]
+    assert first.arrival_s == 995.0 and first.num_output == 7
+    clock.now += 2000
+    assert book.recent() == []
+
+
+def test_what_is_told_twice_counts_once_and_another_life_has_another_name() -> None:
+    book, ended = TrafficBook(now=_Clock()), []
+    book.ended = ended.append
+    over = {0: _seen(5.0, num_output=7)}
+    book.note(_news("a", dict(over)))
+    book.note(_news("a", {0: _seen(5.0, num_output=7)}))
+    assert len(book.recent()) == len(ended) == 1
+    assert TrafficBook().life != book.life
+
+
+def _capture(path: Path, rows: list[SeenRequest], **more: int) -> TrafficCapture:
+    capture = TrafficCapture(path, begin_s=100.0, **more)
+    for seen in rows:
+        capture.note(seen)
+    capture.close()
+    return capture
+
+
+def test_a_capture_is_a_trace_in_which_prefixes_are_still_shared(tmp_path: Path) -> None:
+    rows = [
+        _seen(104.0, num_output=9, ttft_s=0.2, itl_s=0.01),
+        _seen(99.0, num_output=9),  # before it began
+        _seen(101.0, num_output=4, ids=(11, 12, 99)),
+    ]
+    capture = _capture(tmp_path / "one" / "capture.jsonl", rows)
+    second, first = read_trace(capture.path)[::-1]
+    assert (first.num_tokens, first.num_output, second.num_output) == (150, 4, 9)
+    assert second.arrival_s - first.arrival_s == 3.0 and first.tokens_per_id == 64
+    assert first.ids and second.ids and first.ids[:2] == second.ids[:2] and first.ids[2] != second.ids[2]
+    assert capture.path.stat().st_mode & 0o077 == 0
+
+
+def test_two_captures_have_no_id_in_common_and_none_that_the_deployment_knows(tmp_path: Path) -> None:
+    rows = [_seen(101.0, num_output=4)]
+    found = []
+    for name in ("one", "two"):
+        path = _capture(tmp_path / name, rows).path
+        found.append(set(json.loads(path.read_text())["hash_ids"]))
+    assert len(found[0]) == 3 and not found[0] & found[1] and not found[0] & {11, 12, 13}
+
+
+def test_a_capture_ends_at_its_limit(tmp_path: Path) -> None:
+    capture = _capture(tmp_path / "capture", [_seen(101.0, num_output=4)] * 100, max_bytes=1000)
+    report = capture.report(111.0)
+    assert report["is_full"] and capture.path.stat().st_size == report["bytes"] <= 1000
+    assert report["requests"] == len(capture.path.read_text().splitlines()) > 1
