@@ -12,6 +12,7 @@ durations, so that a trace is whole also where a replica was lost, and no clocks
 from __future__ import annotations
 
 import logging
+import random
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -24,7 +25,6 @@ from cluster.words.spec import TracingSpec
 if TYPE_CHECKING:  # whoever does not trace does not load it
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
-    from opentelemetry.sdk.trace.sampling import Sampler
     from opentelemetry.trace import Span as OtelSpan
     from opentelemetry.trace import Tracer
 
@@ -39,16 +39,15 @@ class Tracing:
 
     def __init__(self, processor: SpanProcessor, *, ratio: float, deployment: str, router: str) -> None:
         """processor: to which spans go. ratio: of the requests that nobody else has decided on."""
-        from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self._processor = processor
         self._deployment = deployment
         self._router = router
-        self._sampler = ParentBasedTraceIdRatio(ratio)
+        self._ratio = ratio
         self._propagator = TraceContextTextMapPropagator()
         self._tracers: OrderedDict[str, tuple[TracerProvider, Tracer]] = OrderedDict()  # by replica
-        self._own = self._provider(_ROUTER, router, self._sampler)
+        self._own = self._provider(_ROUTER, router)
         self._tracer = self._own.get_tracer("xpyd")
 
     @classmethod
@@ -69,9 +68,11 @@ class Tracing:
         logging.getLogger(OTLPSpanExporter.__module__).addFilter(Seldom(_SAY_S))
         return cls(processor, ratio=spec.ratio, deployment=deployment, router=router)
 
-    def begin(self, name: str, headers: Mapping[str, str]) -> Trace:
+    def begin(self, name: str, headers: Mapping[str, str]) -> Trace | None:
         """A request is at the door. headers: with `traceparent` and `tracestate` in small letters, if it has them; what
-        makes no sense there counts as nothing."""
+        makes no sense there begins a trace of its own. None: nobody has decided on it, and it is not drawn."""
+        if "traceparent" not in headers and random.random() >= self._ratio:
+            return None
         from opentelemetry.context import Context
         from opentelemetry.trace import SpanKind
 
@@ -86,9 +87,7 @@ class Tracing:
         if found := self._tracers.get(replica):
             self._tracers.move_to_end(replica)
             return found[1]
-        from opentelemetry.sdk.trace.sampling import DEFAULT_ON
-
-        provider = self._provider(replica.rpartition("-")[0] or replica, replica, DEFAULT_ON)
+        provider = self._provider(replica.rpartition("-")[0] or replica, replica)
         tracer = provider.get_tracer("xpyd")
         self._tracers[replica] = provider, tracer
         if len(self._tracers) > _MAX_REPLICAS:
@@ -104,16 +103,17 @@ class Tracing:
         self.flush()
         self._processor.shutdown()
 
-    def _provider(self, role: str, instance: str, sampler: Sampler) -> TracerProvider:
+    def _provider(self, role: str, instance: str) -> TracerProvider:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.sampling import DEFAULT_ON
 
         who = {
             "service.namespace": self._deployment,
             "service.name": f"xpyd-{role}",
             "service.instance.id": instance,
         }
-        provider = TracerProvider(sampler=sampler, resource=Resource.create(who), shutdown_on_exit=False)
+        provider = TracerProvider(sampler=DEFAULT_ON, resource=Resource.create(who), shutdown_on_exit=False)
         provider.add_span_processor(self._processor)
         return provider
 
@@ -149,9 +149,7 @@ class Trace:
         return self._span.is_recording()
 
     def tell(self, attributes: Mapping[str, str | int | float], life: Life) -> None:
-        """One of its prompts is over. attributes: of all that was done for it."""
-        if not self.is_sampled:
-            return
+        """One of its prompts is over; where it is sampled. attributes: of all that was done for it."""
         from opentelemetry.context import Context
         from opentelemetry.trace import set_span_in_context
 

@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -186,9 +185,8 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         async with _statuses(context), self._counted(), self._traced(context) as trace:
             visit = self._visits[context]
             asked = await self._asked(request, context, visit)
-            completion = await self._completions.open(replace(asked, trace=trace) if trace else asked)
-            told = await visit.charge([completion])  # of its limits, before the first token
-            if told := {**told, "traceparent": trace.traceparent} if trace else told:
+            completion = await self._completions.open(asked, trace=trace)
+            if told := await visit.charge([completion]):  # of its limits, before the first token
                 await context.send_initial_metadata(tuple(told.items()))
             is_first = True
             async with completion.run() as arrivals:
@@ -239,7 +237,11 @@ class InferenceServicer(pb_grpc.InferenceServicer):
             yield None
             return
         headers = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
-        trace, status, is_our_fault = tracing.begin(f"{SERVICE}/Generate", headers), "", False
+        if (trace := tracing.begin(f"{SERVICE}/Generate", headers)) is None:
+            yield None
+            return
+        status, is_our_fault = "", False
+        context.set_trailing_metadata((("traceparent", trace.traceparent),))  # by itself the other would be a write
         try:
             yield trace
         except Exception as error:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Collection
+from collections.abc import Collection
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.tracing import Trace, Tracing
 
 
 class HttpTraces:
-    """The client hears of its request's `traceparent` in the headers of the answer."""
+    """The client hears of its request's `traceparent` in the headers of the answer: see tell_trace."""
 
     def __init__(self, app: ASGIApp, *, tracing: Tracing, paths: Collection[str]) -> None:
         """paths: of what is traced, by POST."""
@@ -23,20 +24,22 @@ class HttpTraces:
         if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in self._paths:
             return await self._app(scope, receive, send)
         trace = self._tracing.begin(f"POST {scope['path']}", Headers(scope=scope))
+        if trace is None:
+            return await self._app(scope, receive, send)
         scope.setdefault("state", {})["trace"] = trace
-        status = 0
-
-        def send_with_trace(message: Message) -> Awaitable[None]:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                MutableHeaders(scope=message)["traceparent"] = trace.traceparent
-            return send(message)
-
         try:
-            await self._app(scope, receive, send_with_trace)
+            await self._app(scope, receive, send)
         finally:
+            status = scope["state"].get("status", 0)
             trace.end(status=str(status) if status else "", is_our_fault=status >= 500)
+
+
+def tell_trace(state: dict[str, Any], headers: MutableHeaders, status: int) -> None:
+    """An answer begins, of a request that may be traced: by whoever looks at its headers anyway: to be on the way
+    of each token costs."""
+    if (trace := state.get("trace")) is not None:
+        headers["traceparent"] = trace.traceparent
+        state["status"] = status
 
 
 def trace_of(scope: Scope) -> Trace | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -65,12 +65,12 @@ class Opener:
         """One for each of its requests, with nothing charged yet. Raises RequestError and its kin."""
         opened, model = list[Completion](), self._completions.model
         with self._visits.noted(request):
-            trace = trace_of(request.scope)
-            requests = [replace(client_of(request).bound(one), trace=trace) for one in asked.requests]
+            requests = [client_of(request).bound(one) for one in asked.requests]
             visit.check(sum(self._completions.prompts.least_tokens(one) for one in requests))
         num_all = sum(num_chars(one.prompt) for one in requests)
         for one in requests:
-            opened.append(await self._completions.open(one, num_beside=num_all - num_chars(one.prompt)))
+            num_beside = num_all - num_chars(one.prompt)
+            opened.append(await self._completions.open(one, num_beside=num_beside, trace=trace_of(request.scope)))
             num_answers = sum(completion.max_answer_tokens for completion in opened)
             check_total(num_answers, model, param=one.max_tokens_field)
             num_numbers = sum(completion.n * completion.num_prompt_numbers for completion in opened)

@@ -59,7 +59,7 @@ from router.text.token_clock import TokenClock
 from router.text.tokenizer import Tokenizer
 from router.text.trail import RequestTrail
 from router.text.unread import UnreadLimit
-from router.tracing import Tracing
+from router.tracing import Trace, Tracing
 from router.traffic import TrafficRecord
 
 logger = logging.getLogger(__name__)
@@ -109,10 +109,10 @@ class Completions:
         )
         self._grammars = GrammarCheck(grammars)
 
-    async def open(self, request: CompletionRequest, *, num_beside: int = 0) -> Completion:
+    async def open(self, request: CompletionRequest, *, num_beside: int = 0, trace: Trace | None = None) -> Completion:
         """Check a request and tokenise it; it holds nothing yet. Raises RequestError and its kin.
 
-        num_beside: characters of other prompts that come along with this one.
+        num_beside: characters of other prompts that come along with this one. trace: None: it is not traced.
         """
         try:
             check(request, self.model)
@@ -149,6 +149,7 @@ class Completions:
             thinking=thinking,
             clock=clock,
             limit_s=limit_s,
+            trace=trace,
         )
 
     async def _bound(self, request: CompletionRequest, grammar: Grammar, prompt: str) -> Grammar | None:
@@ -184,6 +185,7 @@ class Completion:
         thinking: ThinkingBudget | None,
         clock: TokenClock,
         limit_s: float,
+        trace: Trace | None,
     ) -> None:
         """is_cut: the prompt has fewer tokens than the client gave."""
         self.request = request
@@ -202,6 +204,7 @@ class Completion:
         self._model = service.model.id
         self._traffic = None if request.priority >= OFFLINE else service.traffic  # nobody waits for those
         self._seen_as = range(0)
+        self._trace = trace
         self._clock = clock
         self._limit_s = limit_s
         self.max_unread_s = service.max_unread_s
@@ -251,7 +254,7 @@ class Completion:
                 self._life = life = generation.life
                 entered, life.began = life.began, self._clock.began
                 life.add(LifeState.PREPARE, "", life.began, entered)
-                life.trace_id = self.request.trace.id if self.request.trace else ""
+                life.trace_id = self._trace.id if self._trace else ""
                 events = AnswerEvents(
                     generation,
                     self._choices,
@@ -343,7 +346,7 @@ class Completion:
             user=self.request.user,
             priority=self.request.priority,
             deadline_s=self._limit_s - self._clock.elapsed_s,
-            traceparent=self.request.trace.traceparent if self.request.trace else "",
+            traceparent=self._trace.traceparent if self._trace else "",
         )
 
     @asynccontextmanager
@@ -394,8 +397,8 @@ class Completion:
         max_tokens, ttft_s = self._sampling.max_tokens, clock.ttft_s
         life = self._life
         life.ended, life.outcome, life.first_s = clock.began + clock.elapsed_s, outcome, ttft_s
-        if self.request.trace:
-            self.request.trace.tell(self._told(outcome, usage), life)
+        if self._trace and self._trace.is_sampled:
+            self._trace.tell(self._told(outcome, usage), life)
         self._trail.done(self.request, outcome, usage, max_tokens=max_tokens, s=clock.elapsed_s, ttft_s=ttft_s)
         logger.info(
             "request done request=%s outcome=%s prompt_tokens=%d cached_tokens=%d pulled_tokens=%d "

@@ -80,7 +80,7 @@ async def _ask(traced: _Traced, door: str, traceparent: str | None) -> str | Non
         call = InferenceStub(channel).Generate(asked, metadata=tuple(headers.items()))
         async for _ in call:
             pass
-        told = dict(await call.initial_metadata()).get("traceparent")
+        told = dict(await call.trailing_metadata()).get("traceparent")
     await api.close(grace_s=5)
     return str(told) if told else None
 
@@ -109,15 +109,20 @@ async def test_a_client_that_samples_nothing_is_not_traced(completions: MakeComp
     assert traced.fake.started[0].traceparent == told
 
 
-@pytest.mark.parametrize("sent", [None, "nonsense", "00-" + "0" * 32 + "-b7ad6b7169203331-01"])
-async def test_without_one_that_makes_sense_the_ratio_decides(
-    completions: MakeCompletions, door: str, sent: str | None
-) -> None:
+async def test_without_one_the_ratio_decides(completions: MakeCompletions, door: str) -> None:
     always, never = _Traced(completions, ratio=1.0), _Traced(completions, ratio=0.0)
-    told = await _ask(always, door, sent)
+    told = await _ask(always, door, None)
     assert told and _is_sampled(told) and _TRACE not in told and len(always.spans) == 2
-    told = await _ask(never, door, sent)
-    assert told and not _is_sampled(told) and not never.spans
+    assert await _ask(never, door, None) is None and not never.spans
+
+
+@pytest.mark.parametrize("sent", ["nonsense", "00-" + "0" * 32 + "-b7ad6b7169203331-01"])
+async def test_one_that_makes_no_sense_begins_a_trace_of_its_own(
+    completions: MakeCompletions, door: str, sent: str
+) -> None:
+    traced = _Traced(completions, ratio=0.0)
+    told = await _ask(traced, door, sent)
+    assert told and _TRACE not in told and traced.spans[-1].parent is None
 
 
 async def test_where_nobody_collects_there_is_nothing_of_it(completions: MakeCompletions, door: str) -> None:
@@ -145,6 +150,7 @@ def test_what_passed_on_a_replica_is_told_under_its_name(completions: MakeComple
     exporter = InMemorySpanExporter()
     tracing = Tracing(SimpleSpanProcessor(exporter), ratio=1.0, deployment="d", router="router-1")
     trace, life = tracing.begin("POST /", {}), Life()
+    assert trace
     life.add(LifeState.COMPUTE, "prefill-0", life.began + 1.0, life.began + 3.0)
     life.add(LifeState.DECODE, "decode-12", life.began + 3.0, life.began + 4.0)
     life.troubles.append("decode-3 is lost")
