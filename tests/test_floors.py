@@ -24,9 +24,10 @@ from tests.rooms import (
 _ARROWS = parse_table("""
 cluster.bench: cluster(rpc wire words)
 cluster.chaos: cluster(control host process rpc wire words)
-cluster.cli: cluster(bench chaos control host identity model process rpc wire words)
-    engine(config quantization tools) kvtransfer(bench) router(bench simulator)
+cluster.cli: cluster(bench chaos control doctor host identity model process rpc wire words)
+    engine(config quantization tools) kvtransfer(bench) router(bench monitoring simulator)
 cluster.control: cluster(identity index process rpc wire words)
+cluster.doctor: cluster(control index model process words)
 cluster.grammar: cluster(words)
 cluster.host: cluster(control index model process rpc wire words) router(app text)
 cluster.identity: cluster(words)
@@ -100,20 +101,24 @@ prefill_worker.actor: cluster(rpc words worker) engine(config) prefill_worker(se
 prefill_worker.server: cluster(rpc wire words worker) engine(prompts) kvtransfer(protocol) prefill_worker(worker)
 prefill_worker.worker: cluster(rpc words worker) engine(orders prompts step) kvtransfer(protocol)
 router.access: cluster(index process words) router(text)
+router.admin_door: cluster(index process words) router(doors metrics monitoring serving)
 router.app: cluster(control process words) router(service)
 router.batches: cluster(index process words) router(access)
-router.bench: cluster(bench index process rpc wire words) router(access doors metrics routing serving text)
-router.doors: cluster(rpc wire words) router(access batches metrics stored text)
+router.bench: cluster(bench index process rpc wire words) router(access doors metrics routing serving text
+    tracing)
+router.doors: cluster(rpc wire words) router(access batches metrics stored text tracing)
 router.generation: cluster(words)
 router.metrics: cluster(rpc words)
+router.monitoring: cluster(rpc words) router(metrics routing serving)
 router.parsers:
 router.routing: cluster(index words)
-router.service: cluster(grammar index model process rpc words) router(access batches doors metrics routing serving
-    stored text)
+router.service: cluster(grammar index model process rpc words) router(access admin_door batches doors metrics routing
+    serving stored text tracing)
 router.serving: cluster(index process rpc wire words) router(generation metrics routing)
 router.simulator: cluster(bench index words) engine(engine kv orders prompts sampling sequence step) router(routing)
 router.stored: cluster(index words)
-router.text: cluster(grammar words) router(generation metrics parsers)
+router.text: cluster(grammar words) router(generation metrics parsers tracing)
+router.tracing: cluster(words)
 """)
 
 

@@ -21,9 +21,11 @@ from cluster.cli import (
     bench,
     chaos,
     deploy,
+    doctor,
     explain,
     generate,
     keys,
+    monitoring,
     operate,
     operators,
     plan,
@@ -31,6 +33,8 @@ from cluster.cli import (
     quality,
     simulate,
     status,
+    top,
+    trace,
     update,
 )
 from cluster.cli.connection import ADDRESS
@@ -39,11 +43,11 @@ from cluster.words.errors import ClusterError, SpecError
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 for command in (
+    doctor.doctor,
     deploy.deploy,
     status.status,
     operate.scale,
@@ -56,6 +60,9 @@ for command in (
     generate.chat,
     batch.batch,
     explain.explain,
+    trace.trace,
+    top.top,
+    monitoring.monitoring,
     chaos.chaos,
     simulate.simulate,
     plan.plan,
@@ -67,6 +74,14 @@ app.add_typer(bench.bench, name="bench")
 app.add_typer(keys.keys, name="keys")
 app.add_typer(operators.operators, name="operators")
 app.add_typer(quality.evaluate, name="eval")
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        from importlib.metadata import version
+
+        print(f"cluster {version('xpyd')}")
+        raise typer.Exit
 
 
 @app.callback()
@@ -89,6 +104,9 @@ def main_options(
             help="A file of `cluster operators create`: by it status, logs, scale, switch, drain and keys, no Ray.",
         ),
     ] = None,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print it, and do nothing.")
+    ] = False,
 ) -> None:
     """Serve one model by prefill and decode replicas: deploy, watch, rescale, ask."""
     if address and certificate:

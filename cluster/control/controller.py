@@ -104,6 +104,7 @@ class Controller:
         lets them (cluster.words.role_switch): `status` says of each what it `was`. Raises DeployError, and changes
         nothing, when the nodes of today have no room, unless `wait_for_nodes`.
         """
+        await self._has_adopted.wait()
         desired = self._known
         self._check_no_update()
         wanted = {Role(role): number for role, number in replicas.items()}
@@ -148,13 +149,13 @@ class Controller:
         the pools' sizes follow. Returns the id that it will have, at once: `status` shows the rest.
 
         It drains first, as by `drain`. Where it is lost meanwhile, or is not done within timeouts.drain_s, a fresh one
-        starts under the new id. Raises SpecError, and changes nothing, where it cannot be done.
+        starts under the new id. Asked again meanwhile, it gives the same answer. Raises SpecError, and changes nothing,
+        where it cannot be done.
         """
         await self._has_adopted.wait()
         self._pool_of(replica)
         self._check_no_update()
-        self._switches.check(self._known, replica)
-        heir = self._switches.begin(self._known, replica)
+        heir = self._switches.ask(self._known, replica)
         self._desire_changed()
         return heir
 

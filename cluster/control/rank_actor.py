@@ -14,7 +14,7 @@ from typing import cast
 
 from cluster.control.certificates import open_papers
 from cluster.identity.renewal import Renewal
-from cluster.process.garbage import spare_the_old
+from cluster.process.garbage import collect_the_new, spare_the_old
 from cluster.process.log import LogPart, log_path, read_log, redirect_output
 from cluster.words.launch import Launch
 from cluster.words.process_name import ProcessName
@@ -37,6 +37,7 @@ class RankActor:
         self._rank: Rank | None = None
         self._renewal: Renewal | None = None  # of its papers
         self._becoming = threading.Lock()
+        self._has_loaded = False
         redirect_output(log_path(launch.log_dir, name.replica, name.rank), who=str(name))
 
     def bind(self) -> Binding:
@@ -68,7 +69,11 @@ class RankActor:
 
     def load(self, addresses: list[str]) -> None:
         self._bound.load(addresses)
-        spare_the_old()
+        if self._has_loaded:  # in another role: nobody waits while all that is there is looked through
+            collect_the_new()
+        else:
+            spare_the_old()
+        self._has_loaded = True
 
     def progress(self) -> Progress:
         return self._bound.progress()

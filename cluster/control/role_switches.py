@@ -24,23 +24,16 @@ class RoleSwitches:
     def __init__(self, pools: Mapping[Role, RolePools]) -> None:
         self._pools = pools
 
-    def check(self, desired: Desired, replica: str) -> None:
-        """Raises SpecError where this replica, which there is or was, cannot become one of the other pool."""
-        role, spec = role_of(replica), desired.spec
-        life = self._pools[role].get(replica)
+    def ask(self, desired: Desired, replica: str) -> str:
+        """`begin`, unless that was done; raises SpecError where this replica, which there is or was, cannot become one
+        of the other pool."""
+        life = self._pools[role_of(replica)].get(replica)
         if life is None:
             raise SpecError(f"{replica} has left already")
-        if life.view.state is not ReplicaState.READY:
-            raise SpecError(f"{replica} is {life.view.state}: only one that is ready can change its role")
-        if role is Role.DECODE and sum(view.state is ReplicaState.READY for view in self._pools[role].views) < 2:
-            raise SpecError(f"{replica} is the only decode replica that is ready: nobody could go on with its answers")
-        if not _knows_the_other(desired, role):
-            raise SpecError(
-                f"{replica} was started before an update changed the {other(role)} pool: `cluster update --restart` "
-                "replaces all, or `cluster scale` both pools"
-            )
-        if reason := hindrance(spec):
-            raise SpecError(f"{replica} cannot become a {other(role)} replica as it is: {reason}")
+        if (heir := desired.switched.get(life.gang, replica)) != replica:
+            return heir  # as where Ray asks again, for a controller that died before it had answered
+        self._check(desired, life)
+        return self.begin(desired, replica)
 
     def possible(self, desired: Desired, wanted: Mapping[Role, int]) -> list[str]:
         """The replicas that need not be replaced where the pools are to have these sizes."""
@@ -76,6 +69,20 @@ class RoleSwitches:
         for gang in ended:
             del desired.switched[gang]
         return bool(ended)
+
+    def _check(self, desired: Desired, life: ReplicaLife) -> None:
+        replica, role, spec = life.view.id, life.view.role, desired.spec
+        if life.view.state is not ReplicaState.READY:
+            raise SpecError(f"{replica} is {life.view.state}: only one that is ready can change its role")
+        if role is Role.DECODE and sum(view.state is ReplicaState.READY for view in self._pools[role].views) < 2:
+            raise SpecError(f"{replica} is the only decode replica that is ready: nobody could go on with its answers")
+        if not _knows_the_other(desired, role):
+            raise SpecError(
+                f"{replica} was started before an update changed the {other(role)} pool: `cluster update --restart` "
+                "replaces all, or `cluster scale` both pools"
+            )
+        if reason := hindrance(spec):
+            raise SpecError(f"{replica} cannot become a {other(role)} replica as it is: {reason}")
 
     def _hand_on(self, desired: Desired, life: ReplicaLife, heir: str) -> None:
         new = ReplicaLife(heir, desired, was=life.view.id)

@@ -21,7 +21,11 @@ def spare_the_old() -> None:
     came about every hundred requests or so. With 1,000 streams it is 358,000 objects and 200 ms, which came about every
     4 seconds: see docs/benchmarks/router.md.
     """
-    gc.unfreeze()  # of a rank that has changed its role, what it had before is garbage now
     gc.collect()
     gc.freeze()
     gc.set_threshold(_MANY, *gc.get_threshold()[1:])
+
+
+def collect_the_new() -> None:
+    """What has become garbage of all that came after `spare_the_old`; milliseconds, as a rule."""
+    gc.collect()

@@ -30,8 +30,8 @@ def hindrance(spec: Spec) -> str:
     if names := [name for name in ours if ours[name] != theirs[name]]:
         values = ", ".join(f"{name} (prefill {_shown(ours[name])}, decode {_shown(theirs[name])})" for name in names)
         return (
-            f"the pools differ in {values}, which is fixed when a replica loads; make it equal in the spec, `cluster "
-            "deploy` that, and `cluster drain` the replicas that were started before"
+            f"the pools differ in {values}, which is fixed when a replica loads; make it equal in the spec, and "
+            "`cluster update` to that"
         )
     return ""
 

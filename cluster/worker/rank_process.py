@@ -8,6 +8,7 @@ import socket
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from cluster.process.background import BackgroundThread
 from cluster.process.stopwatch import Stopwatch
 from cluster.wire.rank_host import RankHost
 from cluster.words.launch import Launch
@@ -93,9 +94,13 @@ class RankProcess(Generic[W]):
         self._estate = estate
 
     def hand_over(self) -> Estate:
-        """End, but for what the estate has. Raises ReplicaFailed."""
+        """End, but for what the estate has. Raises ReplicaFailed.
+
+        It refuses whatever is asked of it when this returns; its connections are closed meanwhile, for peers may take
+        their time, and nothing on them works on blocks any more.
+        """
         estate = self._body.hand_over(within_s=_HAND_OVER_S)
-        self._close()
+        BackgroundThread(self._close, name="closing").start()
         return estate
 
     def stop(self) -> None:

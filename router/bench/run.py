@@ -45,6 +45,7 @@ class RouterLoad:
     rate: float = 10_000.0  # tokens a second of all streams
     seconds: float = 10.0  # that they are looked at
     prompt: int = 100_000  # tokens; 0: none so long
+    trace_ratio: float | None = None  # of requests that are traced, to see what that costs; None: that is not measured
 
 
 def bench_router(model_dir: Path, load: RouterLoad, *, profile: Path | None = None) -> dict[str, Any]:
@@ -65,6 +66,8 @@ async def _measure(model_dir: Path, load: RouterLoad, profile: Path | None) -> d
                     sides.router.ask("profile", path="")
                     await _ask_all(door, load, num_tokens=load.tokens)
                     sides.router.ask("profile", path=str(profile))
+    if load.trace_ratio is not None:
+        found["tracing"] = [await _tracing(model_dir, load, name, load.trace_ratio) for name in DOORS]
     for number in load.streams:
         for name in DOORS:
             async with _started(model_dir, num_replicas=-(-number // MAX_RUNNING)) as sides:
@@ -83,12 +86,14 @@ class _Sides:
 
 
 @asynccontextmanager
-async def _started(model_dir: Path, *, num_replicas: int) -> AsyncIterator[_Sides]:
+async def _started(model_dir: Path, *, num_replicas: int, trace_ratio: float | None = None) -> AsyncIterator[_Sides]:
     worker = OrderedProcess("router.bench.worker_side", answer_s=_ANSWER_S)
     try:
         router = OrderedProcess("router.bench.router_side", str(model_dir), answer_s=_ANSWER_S)
         try:
-            yield _Sides(router, worker, router.ask("serve", workers=worker.ask("serve", number=num_replicas)))
+            traced = {} if trace_ratio is None else {"collector": worker.ask("collect"), "ratio": trace_ratio}
+            workers = worker.ask("serve", number=num_replicas)
+            yield _Sides(router, worker, router.ask("serve", workers=workers, **traced))
         finally:
             router.close()
     finally:
@@ -114,6 +119,39 @@ async def _costs(sides: _Sides, door: Door, load: RouterLoad) -> dict[str, Any]:
     }
 
 
+async def _tracing(model_dir: Path, load: RouterLoad, name: str, ratio: float) -> dict[str, Any]:
+    """The same load on two routers in turns, of which one traces; seconds of processor of whole requests, with what is
+    sent. Of each pair of rounds the quotient; of these the median."""
+    async with (
+        _started(model_dir, num_replicas=1) as without,
+        _started(model_dir, num_replicas=1, trace_ratio=ratio) as traced,
+        open_door(without.endpoint(name), DoorAccess()) as plain_door,
+        open_door(traced.endpoint(name), DoorAccess()) as traced_door,
+    ):
+        sides = [(without, plain_door), (traced, traced_door)]
+        for side, door in sides:
+            side.worker.ask("set_step", seconds=load.step_s)
+            await _ask_all(door, load, num_tokens=4)  # to get warm
+        rows = []
+        for number in range(load.rounds):
+            used = {}
+            for side, door in sides if number % 2 else reversed(sides):
+                before = side.router.ask("processor_s")
+                await _ask_all(door, load, num_tokens=load.tokens)
+                side.router.ask("flush")
+                used[side is traced] = (side.router.ask("processor_s") - before) / load.requests
+            rows.append((used[False], used[True]))
+    return {
+        "door": name,
+        "ratio": ratio,
+        "request_ms": {
+            "without": round(1e3 * min(row[0] for row in rows), 3),
+            "traced": round(1e3 * min(row[1] for row in rows), 3),
+        },
+        "costs": round(statistics.median(with_it / without_it - 1 for without_it, with_it in rows), 4),
+    }
+
+
 async def _long_prompt(sides: _Sides, door: Door, num_tokens: int) -> dict[str, Any]:
     """Three different ones, one after the other; the median."""
     used = []
@@ -134,7 +172,7 @@ async def _many(sides: _Sides, door: str, number: int, load: RouterLoad) -> dict
     prompts = [[*_PROMPT, 65 + i % _NUM_IDS] for i in range(number)]
     ask = {"http": open_http, "grpc": open_grpc}[door]
     streams: list[TimedStream] = []
-    for first in range(0, number, _OPENED_AT_ONCE):  # of more the door would refuse some: it bounds what waits to be read
+    for first in range(0, number, _OPENED_AT_ONCE):  # a door refuses what is too much at once
         streams += await ask(sides.ports[door], prompts[first : first + _OPENED_AT_ONCE], num_tokens=_ENDLESS)
         await asyncio.gather(*(stream.begun for stream in streams[first:]))
     spare_the_old()  # of this process, or its own looks for garbage would seem to be tokens' lateness

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic, TypeVar
 
 from fastapi import Request
 
 from router.access.visit import Visit
+from router.doors.http_traces import trace_of
 from router.doors.http_visits import HttpVisits, client_of, peer_of
 from router.doors.openai_fields import OpenAIObject, ignored_header
 from router.text.completion import Completion, Completions
@@ -64,7 +65,8 @@ class Opener:
         """One for each of its requests, with nothing charged yet. Raises RequestError and its kin."""
         opened, model = list[Completion](), self._completions.model
         with self._visits.noted(request):
-            requests = [client_of(request).bound(one) for one in asked.requests]
+            trace = trace_of(request.scope)
+            requests = [replace(client_of(request).bound(one), trace=trace) for one in asked.requests]
             visit.check(sum(self._completions.prompts.least_tokens(one) for one in requests))
         num_all = sum(num_chars(one.prompt) for one in requests)
         for one in requests:

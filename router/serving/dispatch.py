@@ -29,6 +29,7 @@ from router.routing.replica_load import ReplicaLoad
 from router.routing.revisions import Revisions
 from router.routing.tenant_share import NO_PLACES, Places
 from router.serving.fit import check_fit
+from router.serving.flows import Flows
 from router.serving.gate import AdmissionGate
 from router.serving.move import DecodeStream
 from router.serving.pair import Booking, Pair, PromptBooking
@@ -73,6 +74,7 @@ class Dispatch:
         self.replicas = replicas
         self.revisions = revisions or Revisions()
         self.decisions = Decisions()
+        self.flows = Flows()
         self._chooser = chooser
         self._model = model
         self._block_size = block_size

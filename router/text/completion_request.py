@@ -14,6 +14,7 @@ from cluster.words.request import Sampling, random_seed
 from cluster.words.token_rules import TokenRules
 from router.text.bad_words import check_bad_words
 from router.text.chat import Chat
+from router.tracing import Trace
 
 MAX_REQUEST_BYTES = 10 * 1024 * 1024  # what either door reads of one request
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")  # it goes into logs and headers
@@ -118,6 +119,7 @@ class CompletionRequest:
     salt: str = ""  # what keys its prefix hashes
     max_answer: int | None = None  # tokens of one answer; None: no limit but the context
     is_cache_told: bool = True  # whether it hears how much of its prompt was cached
+    trace: Trace | None = field(default=None, compare=False)  # the door's; None: nothing is traced
 
     @property
     def num_choices(self) -> int:

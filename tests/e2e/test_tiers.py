@@ -94,6 +94,26 @@ async def test_the_router_knows_what_lies_in_which_tier(
         await becomes(lambda: index.depths(hashes).get(replica) == Depths(6, 6, 6))
 
 
+async def test_lower_tiers_stay_with_a_replica_that_changes_its_role(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path
+) -> None:
+    model_dir = checkpoint("llama")
+    expected, tree = _expected(reference, model_dir), _tree(tmp_path, host=5, disk=60)
+    async with local_cluster(model_dir, redis_url, **tree | {"decode": tree["prefill"]}) as cluster:
+        await _ask_all(cluster, expected)
+        [prefill], [decode] = cluster.pools[Role.PREFILL], cluster.pools[Role.DECODE]
+        heir = await cluster.switch(prefill)
+        cluster.pools[Role.DECODE].remove(decode)
+        await asyncio.to_thread(decode.ranks[0].stop)
+        await becomes(lambda: cluster.replicas.get(decode.id) is None)
+        again = await cluster.generate(_PROMPTS[0], _GREEDY)
+        assert (again.ids, again.route.decode_replica) == (expected[0], heir.id)
+        await cluster.idle()
+        seen = cluster.seen(heir)
+        await cluster.until(lambda: seen.status.totals.generated_tokens == len(expected[0]))
+        assert (seen.status.totals.computed_tokens, seen.status.totals.disk_hit_tokens) == (100 - 96, 96)
+
+
 def _flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[1000] ^= 1

@@ -181,3 +181,44 @@ async def test_a_gang_that_was_taken_is_removed_by_who_has_it(monkeypatch: pytes
     heir.living.cancel()
     await asyncio.gather(heir.living, return_exceptions=True)
     assert gang.is_removed
+
+
+async def test_a_gang_that_does_not_come_through_the_change_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process was killed just then, or has not let go of all."""
+    heir, gang = WaitingHeir(monkeypatch), FakeGang()
+
+    async def become(replica: str, desired: Desired) -> None:
+        assert replica == "prefill-1"
+        raise ReplicaFailed("the process of rank 0 died: killed")
+
+    gang.become = become  # type: ignore[attr-defined]
+    await becomes(lambda: heir.life.view.stage)
+    assert heir.life.inherit(gang)  # type: ignore[arg-type]
+    with pytest.raises(ReplicaFailed, match="died: killed"):
+        await heir.living
+    assert gang.is_removed
+
+
+@pytest.mark.parametrize(("ids", "whole"), [(["prefill-3", "prefill-3"], True), (["decode-0", "prefill-3"], False)])
+async def test_half_a_change_is_no_replica(monkeypatch: pytest.MonkeyPatch, ids: list[str], whole: bool) -> None:
+    """Where the controller died while its ranks changed their role, one after the other."""
+    ranks = [FakeRank(), FakeRank()]
+    monkeypatch.setattr(gang, "get_placement_group", lambda name: None)
+    monkeypatch.setattr(gang, "placement_group_table", lambda group: {"bundles_to_node_id": {0: "a node"}})
+    monkeypatch.setattr(gang, "live_nodes", list)
+    monkeypatch.setattr(ray, "get_actor", lambda name, namespace: ranks[int(name[-1])])
+    desired = make_desired({"prefill": {"tensor_parallel": 2}, "decode": {"tensor_parallel": 2}})
+    desired.switched["decode-0"] = "prefill-3"
+    life = ReplicaLife("decode-0", desired)
+    adoption = asyncio.create_task(life.adopt())
+    for rank, id in zip(ranks, ids, strict=True):
+        await rank.answer("replica", id)
+    if not whole:
+        with pytest.raises(ReplicaFailed, match="not whole: its ranks are of decode-0 and of prefill-3"):
+            await adoption
+        return
+    for rank in ranks:
+        await rank.answer("bind", {"pid": 1, "host": "node", "address": "127.0.0.1:1", "device": "cpu"})
+    await ranks[0].answer("status", STATUS)
+    await adoption
+    assert (life.view.id, life.view.role, life.gang) == ("prefill-3", Role.PREFILL, "decode-0")

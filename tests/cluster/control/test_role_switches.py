@@ -64,6 +64,7 @@ def test_what_goes_wrong_on_the_way_is_repaired(deploy: Deploy) -> None:
     assert waiting["prefill"]["replicas"][-1]["stage"] == "waits for decode-2 to drain"
     ray.kill(deployment.controller, no_restart=False)  # it goes on with it
     deployment.until(lambda pools: ids(pools["prefill"]) == ["prefill-0", "prefill-1"])
+    assert deployment.call("switch", "decode-2") == "prefill-1", "whoever asks again is told the same"
     (deployment.log_dir / "decode-2.finished").touch()
     assert pids(deployment.until(is_whole))["prefill-1"] == before["decode-2"]
 

@@ -19,8 +19,8 @@ class CertificateFiles:
     key: str
 
 
-def write_certificate(directory: Path, *, name: str) -> CertificateFiles:
-    """In place of one that is there. name: the subject's, by which two are told apart."""
+def write_certificate(directory: Path, *, name: str, days: int = 1) -> CertificateFiles:
+    """In place of one that is there. name: the subject's, by which two are told apart. days: for which it is valid."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     now = datetime.datetime.now(datetime.UTC)
@@ -30,8 +30,8 @@ def write_certificate(directory: Path, *, name: str) -> CertificateFiles:
         .issuer_name(subject)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
+        .not_valid_before(now - datetime.timedelta(days=30))
+        .not_valid_after(now + datetime.timedelta(days=days))
         .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .sign(key, hashes.SHA256())

@@ -1,0 +1,86 @@
+"""Asking every host of a Ray, or this machine alone, to look at itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from cluster.control.node_task import run_on
+from cluster.control.placement import Node, router_nodes
+from cluster.doctor.checks import disk_paths, findings_of
+from cluster.doctor.finding import Finding, Severity
+from cluster.doctor.host_facts import HostFacts, HostQuestion, look
+from cluster.words.request import Role
+from cluster.words.spec import Spec
+
+_LOOK_S = 60.0  # also where a process of Ray's must start for it first
+_LOOPBACK = "127.0.0.1"
+
+
+def examine_here(spec: Spec, *, is_deployed: bool = False) -> tuple[list[HostFacts], list[Finding]]:
+    """This machine, as one on which all of a deployment runs. is_deployed: its doors are open."""
+    host = look(_question(spec, spec.router.host or _LOOPBACK, has_router=True, is_deployed=is_deployed))
+    return [host], findings_of(spec, [host])
+
+
+def examine_nodes(
+    spec: Spec, nodes: Sequence[Node], *, is_deployed: bool = False
+) -> tuple[list[HostFacts], list[Finding]]:
+    """All nodes of the Ray that this process is a driver of, at once. One that does not answer is a finding."""
+    import ray
+
+    with_router = {node.ip for node in router_nodes(nodes)}
+    ips = [node.ip for node in nodes]
+    asked = {}
+    for node in nodes:
+        question = _question(spec, node.ip, has_router=node.ip in with_router, is_deployed=is_deployed)
+        peers = tuple(ip for ip in ips if ip != node.ip)
+        asked[node.ip] = run_on(node.id, look, replace(question, peers=peers, peer_port=_RAY_PORT))
+    ray.wait(list(asked.values()), num_returns=len(asked), timeout=_LOOK_S)
+    hosts, silent = list[HostFacts](), list[Finding]()
+    for ip, reference in asked.items():
+        try:
+            hosts.append(ray.get(reference, timeout=0))
+        except Exception as error:  # whatever it is, it is what is wrong with that host
+            silent.append(_silent(ip, error))
+    return hosts, [*silent, *findings_of(spec, hosts)]
+
+
+_RAY_PORT = 6379  # anything listens there, or refuses: both say that the host is reached
+
+
+def _question(spec: Spec, ip: str, *, has_router: bool, is_deployed: bool) -> HostQuestion:
+    router, ports = spec.router, list[tuple[str, int]]()
+    if has_router and not is_deployed:
+        ports = [(router.host or ip, port) for port in (router.grpc_port, router.http_port)]
+        ports += [(router.admin_host, port) for port in router.admin_ports]
+    certificates = [(router.tls_cert, router.tls_key)] if has_router and router.tls_cert and router.tls_key else []
+    return HostQuestion(
+        ip=ip,
+        ports=tuple(ports),
+        directories=disk_paths(spec),
+        redis=None if spec.index == "embedded" else spec.index,
+        files=_model_files(spec),
+        certificates=tuple(certificates),
+    )
+
+
+def _model_files(spec: Spec) -> tuple[str, ...]:
+    """Of a model that is named by its place: every host that may have a replica reads it there."""
+    source = spec.model.source
+    if source.partition(":")[0] in ("pypi", "hf") or not any(spec.pool(role).replicas for role in Role):
+        return ()
+    place = Path(source).expanduser()
+    return (str(place) if place.suffix == ".gguf" else str(place / "config.json"),)
+
+
+def _silent(ip: str, error: Exception) -> Finding:
+    said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return Finding(
+        check="hosts",
+        host=ip,
+        severity=Severity.PROBLEM,
+        found=f"it does not answer, or cannot look: {said[-300:]}",
+        fix="install this version of xpyd there, in the Python that runs Ray, and see `ray status`",
+    )
