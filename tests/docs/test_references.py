@@ -102,8 +102,9 @@ def _keys(schema: dict, section: str, prefix: str = "") -> list[str]:
     found = []
     for key, field in (schema if section == "$root" else schema["$defs"][section])["properties"].items():
         found.append(prefix + key)
-        if "$ref" in field:
-            found += _keys(schema, field["$ref"].rpartition("/")[2], f"{prefix}{key}.")
+        for part in (field, *field.get("anyOf", ())):  # a section that may be left out is one of any
+            if "$ref" in part:
+                found += _keys(schema, part["$ref"].rpartition("/")[2], f"{prefix}{key}.")
     return found
 
 
