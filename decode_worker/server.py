@@ -12,7 +12,7 @@ from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
 from cluster.wire.call_errors import abort_with, refuses
 from cluster.wire.call_events import CallEvents
-from cluster.wire.messages import handoff_to_proto
+from cluster.wire.messages import handoff_to_proto, spent_to_proto
 from cluster.wire.prompt_logprobs import prompt_logprobs_to_proto
 from cluster.words.errors import ClusterError, ReplicaLost
 from cluster.words.handoff import Handoff
@@ -94,12 +94,15 @@ class _Call:
         if opening:
             self.events.put(opening)
         reserved = handoff_to_proto(handoff) if handoff else None
-        self.events.put(pb.GenerateEvent(reserved=pb.Reserved(handoff=reserved, cached_tokens=num_cached)))
+        waited_s = self._prompt.spent.waited_s if self._prompt.spent else 0.0
+        told = pb.Reserved(handoff=reserved, cached_tokens=num_cached, waited_s=waited_s)
+        self.events.put(pb.GenerateEvent(reserved=told))
 
     def started(self, num_tokens: int, *, epoch: int, num_pulled: int) -> None:
         for part in prompt_logprobs_to_proto(self._prompt.take_scores()):
             self.events.put(pb.GenerateEvent(prompt_logprobs=part))
-        started = pb.Started(num_tokens=num_tokens, epoch=epoch, pulled_tokens=num_pulled)
+        spent = None if self._prompt.is_received or not self._prompt.spent else spent_to_proto(self._prompt.spent)
+        started = pb.Started(num_tokens=num_tokens, epoch=epoch, pulled_tokens=num_pulled, spent=spent)
         self.events.put(pb.GenerateEvent(started=started))
 
     def ended(self, error: ClusterError | None) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 from cluster.rpc import worker_pb2 as pb
 from cluster.words.errors import ClusterError, HandoffExpired, TransferError
 from cluster.words.handoff import Handoff, Holder
+from cluster.words.timing import PromptSpent
 from cluster.worker.replica_engine import EngineParts, ReplicaEngine
 from decode_worker.answers import Answers, RequestListener
 from decode_worker.moves import MoveListener, Moves
@@ -141,6 +142,7 @@ class DecodeWorker:
         self._moves.add_to(self._orders)
 
     def orders(self, step: ScheduledStep) -> Orders:
+        self.replica.clock.computing(prompt for prompt, _ in step.prompts)
         return self._orders
 
     # What the world is told.
@@ -164,9 +166,11 @@ class DecodeWorker:
 
     def _admitted(self, prompt: Prompt) -> None:
         listener = self._answers.listener(prompt)
+        prompt.spent = PromptSpent(waited_s=self.replica.clock.waited_s(prompt))
         if not prompt.is_received:
             listener.reserved(None, None, prompt.num_cached)
             if prompt.fetch_end > prompt.num_cached:
+                self.replica.clock.fetching(prompt)
                 self.replica.fetches.begin(prompt)
             return
         handoff = ticket_for(

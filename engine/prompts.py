@@ -10,6 +10,7 @@ from enum import StrEnum
 
 from cluster.words.errors import CapacityError, ContextLengthExceeded
 from cluster.words.prompt_logprobs import PromptLogprobs
+from cluster.words.timing import PromptSpent
 from engine.kv.block_manager import BlockManager
 from engine.sequence import Sequence
 
@@ -48,6 +49,7 @@ class Prompt:
     num_fetched: int = 0  # tokens after these whose KV came from where it was offered
     num_loaded: int = 0  # of these, those that were here in a lower tier
     number: int = 0  # of its arrival
+    spent: PromptSpent | None = None  # where its time went so far, as whoever serves it has seen
     scores: list[PromptLogprobs | None] = field(default_factory=list)  # of its chunks; None: the logits were not finite
 
     @property

@@ -11,7 +11,7 @@ from cluster.rpc import worker_pb2 as pb
 from cluster.rpc import worker_pb2_grpc as rpc
 from cluster.wire.call_errors import abort_with
 from cluster.wire.call_events import CallEvents
-from cluster.wire.messages import tokens_to_proto
+from cluster.wire.messages import spent_to_proto, tokens_to_proto
 from cluster.wire.prompt_logprobs import prompt_logprobs_to_proto
 from cluster.words.errors import ClusterError, ReplicaLost
 from cluster.words.handoff import Handoff
@@ -70,6 +70,7 @@ class _Call:
             tokens=tokens_to_proto(tokens),
             cached_tokens=prompt.num_found,
             pulled_tokens=prompt.num_pulled,
+            spent=spent_to_proto(prompt.spent) if prompt.spent else None,
         )
         self.events.put(pb.PrefillEvent(first_tokens=first_tokens))
 

@@ -118,10 +118,12 @@ class PrefillWorker:
         for prompt in admitted:
             if fetches.is_pull(prompt):
                 self.replica.save_evicted()
+            self.replica.clock.fetching(prompt)
             fetches.begin(prompt)
 
     def orders(self, step: ScheduledStep) -> Orders:
         orders = self.replica.orders()
+        self.replica.clock.computing(prompt for prompt, _ in step.prompts)
         jobs = [(prompt, self._jobs[prompt]) for prompt, _ in step.prompts]
         orders.begins = [self._begin(prompt, job) for prompt, job in jobs if job.handoff and job.departure is None]
         orders.rows = [job.handoff.key if job.handoff else None for _, job in jobs]

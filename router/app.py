@@ -71,6 +71,7 @@ class Router:
             credentials=launch.credentials,
             identity=identity,
             host=host,
+            node=ray.util.get_node_ip_address(),
             trail=trail,
             keys=await asyncio.to_thread(ask_controller, spec.name, "keys"),
             revisions=await asyncio.to_thread(_revisions, spec.name),

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from cluster.words.life import Life
 from cluster.words.prompt_logprobs import PromptLogprobs
 from cluster.words.request import SampledToken, SequenceRequest
 
@@ -31,6 +32,7 @@ class Generation(Protocol):
     """One request under way. Leaving the `async with` block ends it everywhere and frees what it holds."""
 
     route: RequestRoute
+    life: Life  # where its time went; whoever was there before it writes in it, too
 
     async def __aenter__(self) -> Generation: ...
     async def __aexit__(self, *exc: object) -> None: ...

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -17,6 +18,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from cluster.rpc import worker_pb2
+from cluster.words.errors import outcome_codes
 from cluster.words.request import Role
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -78,6 +80,38 @@ _COUNTERS = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Declared:
+    """A metric as it is exported."""
+
+    name: str  # with its `_total`
+    kind: str  # "counter", "gauge" or "histogram"
+    meaning: str
+    is_replicas: bool  # labelled with replica and role, and exported by every router
+    is_draft: bool  # and with method and place
+
+
+def declared() -> list[Declared]:
+    """Every metric, in the order in which they are exported."""
+    metrics = Metrics()
+    metrics.watch(list)
+    of_replicas = {name for _, name, _ in (*_GAUGES, *_RATES, *_COUNTERS, *_DRAFTS)}
+    drafts = {name for _, name, _ in _DRAFTS}
+    names = [
+        (family.name + ("_total" if family.type == "counter" else ""), family) for family in metrics.registry.collect()
+    ]
+    return [
+        Declared(
+            name=name,
+            kind=family.type,
+            meaning=family.documentation,
+            is_replicas=name in of_replicas,
+            is_draft=name in drafts,
+        )
+        for name, family in names
+    ]
+
+
 class Metrics:
     """One router's metrics, in a registry of their own."""
 
@@ -89,6 +123,8 @@ class Metrics:
             ["outcome"],
             registry=registry,
         )
+        for outcome in ("completed", "cancelled", *outcome_codes()):  # so that the first one of a kind is seen to come
+            self.requests.labels(outcome)
         self.prompt_tokens = Counter("prompt_tokens_total", "Prompt tokens of requests.", registry=registry)
         self.cached_tokens = Counter(
             "cached_prompt_tokens_total", "Prompt tokens of requests that were not computed again.", registry=registry

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from cluster.grammar.compiler import GrammarCompiler
 from cluster.index.redis_client import connect_redis
@@ -27,9 +28,9 @@ from cluster.words.revisions import RevisionTable
 from cluster.words.spec import RouterSpec, Spec
 from cluster.words.traffic import ReplicaNews, TrafficNews
 from router.access.access import Access
+from router.admin_door import AdminDoor
 from router.batches.batches import Batches
 from router.batches.bounds import BatchBounds
-from router.doors.admin_api import create_admin_app, open_admin_listener
 from router.doors.certificates import Certificates
 from router.doors.connections import HTTP_DOOR
 from router.doors.grpc_api import GrpcApi, open_grpc_api
@@ -54,6 +55,7 @@ from router.text.completion_request import MAX_CHOICES, ModelCard
 from router.text.dialect import Dialect
 from router.text.tokenizer import Tokenizer
 from router.text.trail import RequestTrail
+from router.tracing import Tracing
 from router.traffic import TrafficRecord
 
 logger = logging.getLogger(__name__)
@@ -92,7 +94,7 @@ class RouterService:
         self._batches = batches
         self._grpc: GrpcApi | None = None
         self._http: HttpListener | None = None
-        self._admin: HttpListener | None = None
+        self._admin: AdminDoor | None = None
         self._drain_s = drain_s
         self._is_closing = False
         self._tasks = tasks
@@ -105,15 +107,16 @@ class RouterService:
         credentials: Credentials,
         identity: Identity,
         host: str = "127.0.0.1",
+        node: str | None = None,
         trail: Path | None = None,
         keys: KeyBook | None = None,
         revisions: RevisionTable | None = None,
     ) -> RouterService:
         """Load the model's text side, find the replicas, open both doors. Raises SpecError, DeployError.
 
-        identity: by a name that no other one of this deployment has. host: where the doors listen. trail: the file with
-        one line for each request. keys, revisions: what the controller has said of API keys and of
-        the revisions that serve; None: Redis alone says it.
+        identity: by a name that no other one of this deployment has. host: where the doors listen. node: the address of
+        this machine among the others; None: that one. trail: the file with one line for each request. keys, revisions:
+        what the controller has said of API keys and of the revisions that serve; None: Redis alone says it.
         """
         model_dir = await asyncio.to_thread(model_source.resolve, spec.model.source)
         config = model_config.load(model_dir)
@@ -184,6 +187,7 @@ class RouterService:
             trail=RequestTrail(trail),
             traffic=TrafficRecord(credentials.key(Purpose.TRAFFIC), router=identity.name.router),
             grammars=await asyncio.to_thread(GrammarCompiler, model_dir, vocab_size=config.vocab_size),
+            tracing=Tracing.of(spec.tracing, deployment=spec.name, router=identity.name.router),
         )
         stored = StoredResponses.in_redis(
             credentials.index_url,
@@ -206,7 +210,7 @@ class RouterService:
             completions, core, discovery, watch, metrics, access, stored, batches, tasks=tasks, drain_s=drain_s
         )
         await service._open_doors(spec, host=host)
-        await service._open_admin(spec, router=identity.name.router)
+        await service._open_admin(spec, credentials, router=identity.name.router, node=node or host)
         discovery.start()
         metrics.watch(service._statuses)
         service._start(core, spec.router)
@@ -251,6 +255,12 @@ class RouterService:
         """Whether requests should come here."""
         return not self._is_closing and self.health()[Role.DECODE] > 0
 
+    def show_scaling(self, decisions: Sequence[Mapping[str, Any]]) -> None:
+        """For operators: the last decisions of an autoscaler, the latest first, each with `at` (unix seconds), `text`
+        and `reason`."""
+        assert self._admin
+        self._admin.show_scaling(decisions)
+
     def tell_traffic(self, tell: Callable[[TrafficNews], Awaitable[str]]) -> None:
         """From now on, every few seconds, what has come and what is over. tell: to whoever collects it, who answers
         which life of his this is: a new one is told everything. Raises ClusterError."""
@@ -264,7 +274,7 @@ class RouterService:
         doors = [door for door in (self._grpc, self._http) if door]
         await asyncio.gather(*(door.close(grace_s=self._drain_s) for door in doors))
         if self._admin:
-            await self._admin.close(grace_s=0)
+            await self._admin.close()
         await self._access.close()
         await self._stored.close()
         if self._batches:
@@ -274,6 +284,8 @@ class RouterService:
         await self._tasks.close()
         await self._revisions.close()
         await self._replicas.close()
+        if tracing := self._completions.tracing:
+            await asyncio.to_thread(tracing.close)
         self._completions.close()
 
     async def _open_doors(self, spec: Spec, *, host: str) -> None:
@@ -308,15 +320,17 @@ class RouterService:
             max_unread_s=spec.timeouts.unread_s,
         )
 
-    async def _open_admin(self, spec: Spec, *, router: str) -> None:
-        app = create_admin_app(
-            deployment=spec.name,
+    async def _open_admin(self, spec: Spec, credentials: Credentials, *, router: str, node: str) -> None:
+        self._admin = await AdminDoor.open(
+            spec,
+            credentials,
             router=router,
+            node=node,
+            dispatch=self._dispatch,
+            metrics=self._metrics,
             health=self.health,
-            metrics=self._metrics.render,
-            explain_route=self._dispatch.decisions.explain,
+            tasks=self._tasks,
         )
-        self._admin = await open_admin_listener(app, host=spec.router.admin_host, ports=spec.router.admin_ports)
 
     def _start(self, core: RouterCore, spec: RouterSpec) -> None:
         """What runs for as long as the router does."""

@@ -27,6 +27,7 @@ from cluster.cli import (
     explain,
     generate,
     keys,
+    monitoring,
     operate,
     operators,
     plan,
@@ -34,6 +35,8 @@ from cluster.cli import (
     quality,
     simulate,
     status,
+    top,
+    trace,
     update,
 )
 from cluster.cli.connection import ADDRESS
@@ -59,6 +62,9 @@ for command in (
     generate.chat,
     batch.batch,
     explain.explain,
+    trace.trace,
+    top.top,
+    monitoring.monitoring,
     chaos.chaos,
     simulate.simulate,
     plan.plan,

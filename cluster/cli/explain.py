@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import urllib.parse
 from typing import Annotated, Any
 
 import typer
 
-from cluster.cli.connection import find_state, join_controller
 from cluster.cli.deploy import Name
-from cluster.words.errors import ClusterError
+from cluster.cli.routers import Admin, remembered
 
 _PARTS = ("queue_s", "pull_s", "compute_s", "keep_s", "transfer_s", "stall_s", "decode_s", "cost_s")
 
@@ -20,17 +18,14 @@ def explain(
         str, typer.Argument(help="As `generate --json`, the X-Request-Id header or an answer's `id` says it.")
     ],
     name: Name = None,
-    admin: Annotated[
-        str | None,
-        typer.Option(help="HOST:PORT at which a router answers operators; default: all of the deployment's."),
-    ] = None,
+    admin: Admin = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Show which pairs of replicas the router weighed, the one taken first, and what each would have cost.
 
     A router remembers its last 1,000 requests.
     """
-    requests = _ask(name, admin, request_id)
+    requests = remembered(name, admin, "/debug/routes/", request_id)
     if as_json:
         print(json.dumps(requests, indent=1))
         return
@@ -40,25 +35,6 @@ def explain(
             print(_options_table(attempt["options"]))
             print("what was known of the replicas, with the rates learnt from their steps")
             print(_replicas_table(attempt["replicas"]))
-
-
-def _ask(name: str | None, admin: str | None, request_id: str) -> dict[str, Any]:
-    from cluster.host.router_admin import ask_at, ask_routers
-
-    path = f"/debug/routes/{urllib.parse.quote(request_id, safe='')}"
-    if admin:
-        answers = ask_at(admin, path)
-    else:
-        state = find_state(name)
-        if state.local_ray is None:
-            join_controller(state)
-        answers = ask_routers(state, path)
-    if not answers:
-        raise ClusterError("no router answers; see `cluster status`")
-    found = [tree for answer in answers if answer.status == 200 and (tree := answer.json())]
-    if not found:
-        raise ClusterError(f"no router remembers request {request_id}")
-    return found[0]
 
 
 def _options_table(options: list[dict[str, Any]]) -> str:

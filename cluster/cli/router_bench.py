@@ -24,6 +24,9 @@ def router(
     step_ms: Annotated[float, typer.Option(min=0.1, help="Of the replicas, while few ask.")] = 20.0,
     prompt: Annotated[int, typer.Option(min=0, help="Tokens of a long prompt; 0: none.")] = 100_000,
     rounds: Annotated[int, typer.Option(min=1, help="The best counts.")] = 3,
+    trace_ratio: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="What it costs to trace so many of the requests; else not.")
+    ] = None,
     profile: Annotated[Path | None, typer.Option(help="A file for what cProfile sees of one round over HTTP.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
@@ -44,6 +47,7 @@ def router(
         rate=rate,
         seconds=seconds,
         prompt=prompt,
+        trace_ratio=trace_ratio,
     )
     result = bench_router(resolve(model), load, profile=profile)
     print(json.dumps(result) if as_json else "\n".join(_lines(result)))
@@ -64,6 +68,12 @@ def _lines(result: dict[str, Any]) -> Iterator[str]:
         )
     for row in result["prompts"]:
         yield f"{row['door']}: a prompt of {row['tokens']} tokens {row['processor_ms']:.0f} ms of processor"
+    for row in result.get("tracing", ()):
+        took = row["request_ms"]
+        yield (
+            f"{row['door']}: tracing {row['ratio']:.0%} of requests costs {row['costs']:.1%} of the processor: at best "
+            f"{took['without']:.2f} ms a whole request without, {took['traced']:.2f} with"
+        )
     for row in result["streams"]:
         beyond = row["beyond_pace_ms"]
         yield (

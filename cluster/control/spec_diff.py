@@ -46,6 +46,7 @@ _RULES = {
     "prefill.replicas": Needs.NOTHING,
     "decode": Needs.DECODE,
     "decode.replicas": Needs.NOTHING,
+    "autoscale": Needs.NOTHING,
     "speculation": Needs.DECODE,
     "engine": Needs.REPLICAS,
     "model.dtype": Needs.REPLICAS,

@@ -202,14 +202,26 @@ class PromptLogprobs(_message.Message):
     def __init__(self, logprobs: _Optional[bytes] = ..., ranks: _Optional[bytes] = ..., top_ids: _Optional[bytes] = ..., top_logprobs: _Optional[bytes] = ...) -> None: ...
 
 class FirstTokens(_message.Message):
-    __slots__ = ("tokens", "cached_tokens", "pulled_tokens")
+    __slots__ = ("tokens", "cached_tokens", "pulled_tokens", "spent")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PULLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SPENT_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedCompositeFieldContainer[SampledToken]
     cached_tokens: int
     pulled_tokens: int
-    def __init__(self, tokens: _Optional[_Iterable[_Union[SampledToken, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., pulled_tokens: _Optional[int] = ...) -> None: ...
+    spent: Spent
+    def __init__(self, tokens: _Optional[_Iterable[_Union[SampledToken, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., pulled_tokens: _Optional[int] = ..., spent: _Optional[_Union[Spent, _Mapping]] = ...) -> None: ...
+
+class Spent(_message.Message):
+    __slots__ = ("waited_s", "pulled_s", "computed_s")
+    WAITED_S_FIELD_NUMBER: _ClassVar[int]
+    PULLED_S_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_S_FIELD_NUMBER: _ClassVar[int]
+    waited_s: float
+    pulled_s: float
+    computed_s: float
+    def __init__(self, waited_s: _Optional[float] = ..., pulled_s: _Optional[float] = ..., computed_s: _Optional[float] = ...) -> None: ...
 
 class Shipped(_message.Message):
     __slots__ = ("blocks", "wire_bytes", "seconds")
@@ -248,22 +260,26 @@ class GenerateEvent(_message.Message):
     def __init__(self, reserved: _Optional[_Union[Reserved, _Mapping]] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class Reserved(_message.Message):
-    __slots__ = ("handoff", "cached_tokens")
+    __slots__ = ("handoff", "cached_tokens", "waited_s")
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WAITED_S_FIELD_NUMBER: _ClassVar[int]
     handoff: Handoff
     cached_tokens: int
-    def __init__(self, handoff: _Optional[_Union[Handoff, _Mapping]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    waited_s: float
+    def __init__(self, handoff: _Optional[_Union[Handoff, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., waited_s: _Optional[float] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("num_tokens", "epoch", "pulled_tokens")
+    __slots__ = ("num_tokens", "epoch", "pulled_tokens", "spent")
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PULLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SPENT_FIELD_NUMBER: _ClassVar[int]
     num_tokens: int
     epoch: int
     pulled_tokens: int
-    def __init__(self, num_tokens: _Optional[int] = ..., epoch: _Optional[int] = ..., pulled_tokens: _Optional[int] = ...) -> None: ...
+    spent: Spent
+    def __init__(self, num_tokens: _Optional[int] = ..., epoch: _Optional[int] = ..., pulled_tokens: _Optional[int] = ..., spent: _Optional[_Union[Spent, _Mapping]] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("frames",)

@@ -11,7 +11,7 @@ from cluster.words.grammar import Grammar, GrammarKind
 from cluster.words.handoff import Handoff, Holder
 from cluster.words.request import FinishReason, SampledToken, Sampling, SequenceRequest, TokenLogprob
 from cluster.words.thinking_budget import ThinkingBudget
-from cluster.words.timing import StepTiming
+from cluster.words.timing import PromptSpent, StepTiming
 from cluster.words.token_rules import TokenRules
 
 
@@ -117,6 +117,10 @@ def _logprob_from_proto(message: pb.Logprob) -> TokenLogprob:
 
 def timing_to_proto(timing: StepTiming | None) -> pb.StepTiming | None:
     return to_message(pb.StepTiming, timing) if timing else None
+
+
+def spent_to_proto(spent: PromptSpent) -> pb.Spent:
+    return to_message(pb.Spent, spent)
 
 
 def timing_from_proto(timing: pb.StepTiming) -> StepTiming:

@@ -14,6 +14,7 @@ class Purpose(StrEnum):
     """What the keys of a deployment are for: each has one of its own. Up to 16 bytes."""
 
     MEMBERS = "member"  # records of who serves are signed by it
+    ROUTERS = "routers"  # records of where routers answer operators, likewise
     LINKS = "link"  # the two ends of a link prove by it where they belong
     API_KEYS = "api keys"  # seals the book of clients' keys
     SALTS = "cache salts"  # keys the salts of prefix hashes

@@ -254,6 +254,11 @@ _OUTCOMES: tuple[tuple[type[ClusterError], Outcome], ...] = (
 )
 
 
+def outcome_codes() -> list[str]:
+    """Every code that an error may have."""
+    return list(dict.fromkeys(outcome.code for _, outcome in _OUTCOMES))
+
+
 def outcome_of(error: BaseException) -> Outcome:
     """The row of the table for `error`; anything that is not ours is an internal error."""
     for kind, outcome in _OUTCOMES:

@@ -85,6 +85,7 @@ class SequenceRequest:
     user: str = ""  # among whom the queue shares out what a tenant has; workers are not told
     priority: int = 0  # smaller first
     deadline_s: float | None = None  # remaining, when the message was sent
+    traceparent: str = field(default="", compare=False)  # of W3C; in a call's metadata, not in its message; "": none
 
     @property
     def num_generated(self) -> int:

@@ -301,6 +301,24 @@ class RouterSpec(_Section):
         return [*range(first, min(first + 2 * self.replicas, 65_536))] if first else [0]
 
 
+class TracingSpec(_Section):
+    """Spans of requests, for a collector that speaks OTLP."""
+
+    otlp_endpoint: str | None = None
+    """Where it listens, over HTTP, such as `http://127.0.0.1:4318`; `environment`: as `OTEL_EXPORTER_OTLP_ENDPOINT` and
+    the like say where the routers run. null: nothing is traced. Needs `pip install
+    opentelemetry-exporter-otlp-proto-http`."""
+    ratio: Annotated[float, Field(ge=0, le=1)] = 0.01
+    """Of the requests that come without a `traceparent`; for others their client has decided."""
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _endpoint_is_a_url(cls, value: str | None) -> str | None:
+        if value is None or value == "environment" or value.startswith(("http://", "https://")):
+            return value
+        raise ValueError("must be a URL with http:// or https://, or `environment`")
+
+
 class SecuritySpec(_Section):
     """How the processes of a deployment know each other. What clients may do: `router`."""
 
@@ -428,6 +446,7 @@ class Spec(_Section):
     """Where the prefix index is kept: `embedded`, a Valkey that is started beside Ray's head, or a
     `redis://HOST:PORT[/DB]`, `rediss://` or `unix://` URL."""
     security: SecuritySpec = SecuritySpec()
+    tracing: TracingSpec = TracingSpec()
     timeouts: TimeoutSpec = TimeoutSpec()
     autoscale: AutoscaleSpec | None = None
     """null: pools have the sizes that are written here, or that `cluster scale` has given them."""

@@ -30,6 +30,15 @@ class StepTiming:
         return self.base_s * num_steps + self.token_s * num_tokens + self.pair_s * pairs(num_tokens, after=after)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PromptSpent:
+    """Where a prompt's time went on one replica, one after the other."""
+
+    waited_s: float = 0.0  # from its call until its first step, or until its prefix was asked for
+    pulled_s: float = 0.0  # until that had come
+    computed_s: float = 0.0  # until its last token was computed
+
+
 def pairs(num_tokens: int, *, after: int) -> int:
     """How many positions `num_tokens` tokens behind `after` others attend to, all together."""
     return num_tokens * after + num_tokens * (num_tokens + 1) // 2

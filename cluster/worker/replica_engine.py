@@ -15,6 +15,7 @@ from cluster.words.probe import Milestone
 from cluster.words.tier import Tier
 from cluster.worker.fetches import Fetches
 from cluster.worker.gang_runner import GangRunner
+from cluster.worker.prompt_clock import PromptClock
 from engine.device_mark import DeviceMark
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
@@ -52,6 +53,7 @@ class ReplicaEngine:
         self.totals = pb.Totals()
         self.pace = Pace(DeviceMark if parts.gang.runner.device.type == "cuda" else HostMark)
         self.link_rate = Rate()  # bytes
+        self.clock = PromptClock()
         self.engine: Engine[Tensor] = Engine(
             parts.gang,
             sample,
@@ -83,11 +85,13 @@ class ReplicaEngine:
         except ClusterError:
             self.fetches.forget(prompt)
             raise
+        self.clock.queued(prompt)
         if not (prompt.is_received or prompt.fetch_only):
             self.totals.prompt_tokens += len(prompt.sequence.tokens)
 
     def cancel(self, prompt: Prompt) -> None:
         """Do no more for a prompt, which may be whole already."""
+        self.clock.forget(prompt)
         self.fetches.cancel(prompt)
         self.engine.cancel(prompt)
 
@@ -104,6 +108,7 @@ class ReplicaEngine:
             if not sequence.is_contradicted:
                 self._tiers.table.forget(sequence.hashes())
         for prompt in result.fetched:
+            self.clock.forget(prompt)
             self.fetches.forget(prompt)
         for prefilled in result.prefilled:
             self.note_whole(prefilled.prompt)
@@ -111,6 +116,7 @@ class ReplicaEngine:
 
     def note_whole(self, prompt: Prompt) -> None:
         """The KV of a prompt is whole."""
+        prompt.spent = self.clock.whole(prompt)
         self.fetches.forget(prompt)
         self.totals.prefix_hit_tokens += prompt.num_found
 

@@ -16,6 +16,7 @@ from cluster.wire.rank_host import RankHost
 from cluster.words.papers import Identity
 from cluster.words.process_name import ProcessName
 from cluster.words.request import Role
+from cluster.words.spec import TracingSpec
 from router.access.access import Access
 from router.bench.worker_side import NUM_BLOCKS, ROUTER
 from router.doors.connections import HTTP_DOOR
@@ -33,6 +34,7 @@ from router.text.chat_template import ChatTemplate, find_chat_template
 from router.text.completion import Completions
 from router.text.completion_request import ModelCard
 from router.text.tokenizer import Tokenizer
+from router.tracing import Tracing
 
 MAX_RUNNING = 256  # of each replica
 _CONTEXT = 131_072
@@ -50,9 +52,17 @@ class MeasuredRouter:
         self._model_dir = model_dir
         self._profile = cProfile.Profile()
 
-    def serve(self, workers: list[str]) -> dict[str, int]:
-        """workers: the addresses of decode replicas. Gives the ports of both doors."""
+    def serve(self, workers: list[str], collector: str = "", ratio: float = 0.0) -> dict[str, int]:
+        """workers: the addresses of decode replicas. collector: to which spans of that ratio of requests go. Gives the
+        ports of both doors."""
+        spec = TracingSpec(otlp_endpoint=collector or None, ratio=ratio)
+        self._tracing = Tracing.of(spec, deployment="bench", router=ROUTER)
         return self._host.call(self._serve(workers), timeout_s=60.0)
+
+    def flush(self) -> None:
+        """Send the spans that wait for that."""
+        if self._tracing:
+            self._tracing.flush()
 
     def processor_s(self) -> float:
         """Of all its threads."""
@@ -96,6 +106,7 @@ class MeasuredRouter:
             ),
             metrics=metrics,
             max_request_s=3600.0,
+            tracing=self._tracing,
         )
         access = Access.anybody()
         grpc = await open_grpc_api(completions, access=access, host="127.0.0.1", port=0)

@@ -45,6 +45,7 @@ class RouterLoad:
     rate: float = 10_000.0  # tokens a second of all streams
     seconds: float = 10.0  # that they are looked at
     prompt: int = 100_000  # tokens; 0: none so long
+    trace_ratio: float | None = None  # of requests that are traced, to see what that costs; None: that is not measured
 
 
 def bench_router(model_dir: Path, load: RouterLoad, *, profile: Path | None = None) -> dict[str, Any]:
@@ -65,6 +66,8 @@ async def _measure(model_dir: Path, load: RouterLoad, profile: Path | None) -> d
                     sides.router.ask("profile", path="")
                     await _ask_all(door, load, num_tokens=load.tokens)
                     sides.router.ask("profile", path=str(profile))
+    if load.trace_ratio is not None:
+        found["tracing"] = [await _tracing(model_dir, load, name, load.trace_ratio) for name in DOORS]
     for number in load.streams:
         for name in DOORS:
             async with _started(model_dir, num_replicas=-(-number // MAX_RUNNING)) as sides:
@@ -83,12 +86,14 @@ class _Sides:
 
 
 @asynccontextmanager
-async def _started(model_dir: Path, *, num_replicas: int) -> AsyncIterator[_Sides]:
+async def _started(model_dir: Path, *, num_replicas: int, trace_ratio: float | None = None) -> AsyncIterator[_Sides]:
     worker = OrderedProcess("router.bench.worker_side", answer_s=_ANSWER_S)
     try:
         router = OrderedProcess("router.bench.router_side", str(model_dir), answer_s=_ANSWER_S)
         try:
-            yield _Sides(router, worker, router.ask("serve", workers=worker.ask("serve", number=num_replicas)))
+            traced = {} if trace_ratio is None else {"collector": worker.ask("collect"), "ratio": trace_ratio}
+            workers = worker.ask("serve", number=num_replicas)
+            yield _Sides(router, worker, router.ask("serve", workers=workers, **traced))
         finally:
             router.close()
     finally:
@@ -111,6 +116,39 @@ async def _costs(sides: _Sides, door: Door, load: RouterLoad) -> dict[str, Any]:
         "request_ms": round(1e3 * per_request_s, 3),
         "token_ms": round(1e3 * per_token_s, 4),
         "requests_per_core_s": round(1 / per_request_s),
+    }
+
+
+async def _tracing(model_dir: Path, load: RouterLoad, name: str, ratio: float) -> dict[str, Any]:
+    """The same load on two routers in turns, of which one traces; seconds of processor of whole requests, with what is
+    sent. Of each pair of rounds the quotient; of these the median."""
+    async with (
+        _started(model_dir, num_replicas=1) as without,
+        _started(model_dir, num_replicas=1, trace_ratio=ratio) as traced,
+        open_door(without.endpoint(name), DoorAccess()) as plain_door,
+        open_door(traced.endpoint(name), DoorAccess()) as traced_door,
+    ):
+        sides = [(without, plain_door), (traced, traced_door)]
+        for side, door in sides:
+            side.worker.ask("set_step", seconds=load.step_s)
+            await _ask_all(door, load, num_tokens=4)  # to get warm
+        rows = []
+        for number in range(load.rounds):
+            used = {}
+            for side, door in sides if number % 2 else reversed(sides):
+                before = side.router.ask("processor_s")
+                await _ask_all(door, load, num_tokens=load.tokens)
+                side.router.ask("flush")
+                used[side is traced] = (side.router.ask("processor_s") - before) / load.requests
+            rows.append((used[False], used[True]))
+    return {
+        "door": name,
+        "ratio": ratio,
+        "request_ms": {
+            "without": round(1e3 * min(row[0] for row in rows), 3),
+            "traced": round(1e3 * min(row[1] for row in rows), 3),
+        },
+        "costs": round(statistics.median(with_it / without_it - 1 for without_it, with_it in rows), 4),
     }
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import AsyncIterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from grpc import aio
@@ -84,6 +86,12 @@ class Workers:
         for worker in self._workers:
             worker.step_s = seconds
 
+    def collect(self) -> str:
+        """Stand in for a collector of spans, which takes whatever comes; its endpoint."""
+        self._collector = ThreadingHTTPServer(("127.0.0.1", 0), _Collector)
+        threading.Thread(target=self._collector.serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{self._collector.server_port}"
+
     def told(self) -> dict[str, float]:
         """Tokens of all so far, and by how much a step has been late at most, since this was asked last."""
         latest_s = max(worker.latest_s for worker in self._workers)
@@ -98,6 +106,19 @@ class Workers:
         self._servers.append(server)
         rpc.add_WorkerServicer_to_server(WorkerServicer(hub), server)
         rpc.add_DecodeWorkerServicer_to_server(worker, server)
+
+
+class _Collector(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
 
 
 if __name__ == "__main__":

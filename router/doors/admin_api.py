@@ -16,6 +16,7 @@ from cluster.words.request import Role
 from router.doors.connections import ADMIN
 from router.doors.http_listener import HttpListener
 from router.doors.openai_forms import ChatForm, TextForm
+from router.doors.ui_page import UiPage
 from router.metrics import CONTENT_TYPE
 
 _ID_OF_ANSWER = re.compile(f"^(?:{ChatForm.id_prefix}|{TextForm.id_prefix})")
@@ -28,10 +29,16 @@ def create_admin_app(
     health: Callable[[], Mapping[str, int]],
     metrics: Callable[[], bytes],
     explain_route: Callable[[str], Mapping[str, Any]],
+    lives: Callable[[str], Mapping[str, Any]] = lambda request_id: {},
+    routers: Callable[[], Mapping[str, str]] = dict,
+    page: UiPage | None = None,
 ) -> FastAPI:
     """The ASGI application. health: usable replicas by role. metrics: Prometheus's text. explain_route: why the
-    requests of an id, or of an answer's, went where they went; empty when that is not known."""
+    requests of an id, or of an answer's, went where they went; empty when that is not known. lives: likewise, where
+    their time went. routers: where each of the deployment answers operators, by its name. page: None: there is none."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    if page:
+        page.add_to(app)
 
     @app.get("/health")
     async def report_health() -> Response:
@@ -43,12 +50,27 @@ def create_admin_app(
     async def report_metrics() -> Response:
         return Response(metrics(), headers={"content-type": CONTENT_TYPE})
 
+    @app.get("/targets")
+    async def report_targets() -> Response:
+        """For Prometheus's http_sd: each router is a target of its own, and any of them tells of all."""
+        groups = [{"targets": [address], "labels": {"deployment": deployment}} for address in routers().values()]
+        return JSONResponse(groups)
+
     @app.get("/debug/routes/{request_id:path}")
     async def report_route(request_id: str) -> Response:
-        found = explain_route(request_id) or explain_route(_ID_OF_ANSWER.sub("", request_id))
-        return JSONResponse(found, status_code=200 if found else 404)
+        return _found(explain_route, request_id)
+
+    @app.get("/debug/lives/{request_id:path}")
+    async def report_life(request_id: str) -> Response:
+        return _found(lives, request_id)
 
     return app
+
+
+def _found(look: Callable[[str], Mapping[str, Any]], request_id: str) -> Response:
+    """By a request's id, or that of its answer."""
+    found = look(request_id) or look(_ID_OF_ANSWER.sub("", request_id))
+    return JSONResponse(found, status_code=200 if found else 404)
 
 
 async def open_admin_listener(app: ASGIApp, *, host: str, ports: Sequence[int]) -> HttpListener:

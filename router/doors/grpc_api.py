@@ -17,7 +17,7 @@ from grpc_status import rpc_status
 from cluster.rpc import inference_pb2 as pb
 from cluster.rpc import inference_pb2_grpc as pb_grpc
 from cluster.wire.channel import PINGS_ALLOWED, keepalive
-from cluster.words.errors import ClusterError, DeployError, RateLimited, ReplicaLost
+from cluster.words.errors import ClusterError, DeployError, RateLimited, ReplicaLost, outcome_of
 from router.access.access import Access
 from router.access.client import Client
 from router.access.visit import Visit
@@ -36,6 +36,7 @@ from router.doors.grpc_messages import (
 from router.text.completion import Completion, Completions
 from router.text.completion_request import MAX_REQUEST_BYTES, CompletionRequest
 from router.text.prompt_encoder import num_chars
+from router.tracing import Trace
 
 _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
@@ -181,10 +182,10 @@ class InferenceServicer(pb_grpc.InferenceServicer):
                 del self._visits[context]
 
     async def Generate(self, request: pb.GenerateRequest, context: _Context) -> None:
-        async with _statuses(context), self._counted():
+        async with _statuses(context), self._counted(), self._traced(context) as trace:
             visit = self._visits[context]
             asked = await self._asked(request, context, visit)
-            completion = await self._completions.open(asked)
+            completion = await self._completions.open(asked, trace=trace)
             if told := await visit.charge([completion]):  # of its limits, before the first token
                 await context.send_initial_metadata(tuple(told.items()))
             is_first = True
@@ -229,6 +230,26 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         """Of its key's limits, of which it takes no tokens."""
         if told := await self._visits[context].charge([]):
             await context.send_initial_metadata(tuple(told.items()))
+
+    @asynccontextmanager
+    async def _traced(self, context: _Context) -> AsyncIterator[Trace | None]:
+        if (tracing := self._completions.tracing) is None:
+            yield None
+            return
+        headers = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+        if (trace := tracing.begin(f"{SERVICE}/Generate", headers)) is None:
+            yield None
+            return
+        status, is_our_fault = "", False
+        context.set_trailing_metadata((("traceparent", trace.traceparent),))  # by itself the other would be a write
+        try:
+            yield trace
+        except Exception as error:
+            outcome = outcome_of(error)
+            status, is_our_fault = outcome.grpc, outcome.http >= 500
+            raise
+        finally:
+            trace.end(status=status, is_our_fault=is_our_fault)
 
     @asynccontextmanager
     async def _counted(self) -> AsyncIterator[None]:

@@ -29,6 +29,7 @@ from router.doors.files_api import FilesApi
 from router.doors.health_api import HealthProbes, add_health
 from router.doors.held_streams import HeldStreams
 from router.doors.http_errors import answer_to, error_response, handle_errors
+from router.doors.http_traces import HttpTraces, tell_trace
 from router.doors.http_visits import Endpoints, HttpVisits
 from router.doors.inner_calls import InnerCalls
 from router.doors.openai_api import OpenAIApi
@@ -85,6 +86,8 @@ def create_app(
     app.add_middleware(_Gate, access=access)
     streams = HeldStreams(max_resume_s)
     app.add_middleware(_RequestIds, anthropic=frozenset(anthropic.endpoints), streams=streams)  # the last comes first
+    if completions.tracing:
+        app.add_middleware(HttpTraces, tracing=completions.tracing, paths=frozenset(answering))
     if cors_origins:  # a browser asks beforehand, without a key
         app.add_middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["GET", "POST", "DELETE"],
                            allow_headers=["*"], expose_headers=["*"])  # fmt: skip
@@ -178,6 +181,7 @@ class _RequestIds:
             if message["type"] == "http.response.start":
                 headers, told = MutableHeaders(scope=message), scope["state"]["request_id"]
                 headers["x-request-id"] = told
+                tell_trace(scope["state"], headers, message["status"])
                 if is_anthropic:
                     headers["request-id"] = told
             return send(message)

@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 from fastapi import Request
 
 from router.access.visit import Visit
+from router.doors.http_traces import trace_of
 from router.doors.http_visits import HttpVisits, client_of, peer_of
 from router.doors.openai_fields import OpenAIObject, ignored_header
 from router.text.completion import Completion, Completions
@@ -68,7 +69,8 @@ class Opener:
             visit.check(sum(self._completions.prompts.least_tokens(one) for one in requests))
         num_all = sum(num_chars(one.prompt) for one in requests)
         for one in requests:
-            opened.append(await self._completions.open(one, num_beside=num_all - num_chars(one.prompt)))
+            num_beside = num_all - num_chars(one.prompt)
+            opened.append(await self._completions.open(one, num_beside=num_beside, trace=trace_of(request.scope)))
             num_answers = sum(completion.max_answer_tokens for completion in opened)
             check_total(num_answers, model, param=one.max_tokens_field)
             num_numbers = sum(completion.n * completion.num_prompt_numbers for completion in opened)

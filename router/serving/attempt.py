@@ -18,6 +18,7 @@ from cluster.words.errors import ClusterError, ReplicaLost
 from cluster.words.handoff import Handoff, Holder
 from cluster.words.request import SequenceRequest
 from router.serving.attempt_tasks import AttemptTasks
+from router.serving.call_steps import LeaseSteps, PromptSteps
 from router.serving.choices import Choices
 from router.serving.decode_streams import DecodeStreams
 from router.serving.dispatch import Dispatch, may_retry
@@ -94,6 +95,7 @@ class Attempt:
         prefill_here = self._pair.prefill is None
         request = self._request if prefill_here else replace(self._request, num_prompt_logprobs=None)
         booking, num_frames, parts = Booking(decode, num_requests=1), 0, self._dispatch.prompt_parts(request)
+        steps = LeaseSteps(self._state.life, decode.id)
         call = decode.worker.generate(
             request,
             prefill_here=prefill_here,
@@ -104,15 +106,18 @@ class Attempt:
             async for event in call:
                 match event.WhichOneof("event"):
                     case "reserved":
+                        steps.reserved(event.reserved)
                         self._reserved(decode, event.reserved)
                     case "prompt_logprobs":
                         parts.add(event.prompt_logprobs)
                     case "started":
                         self._told(parts)
+                        steps.started(event.started, prefill_here=prefill_here)
                         self._choices.started(epoch=event.started.epoch)
                         if prefill_here:
                             self._pair.prompt_booking.end(is_computed=True)
                             self._route.pulled_tokens = event.started.pulled_tokens
+                            self._note_pull(decode)
                     case "finished":
                         num_frames = event.finished.frames
         except ClusterError as error:
@@ -120,6 +125,7 @@ class Attempt:
                 self._choices.fail(error)
             return
         finally:
+            steps.ended()
             booking.end()
             call.cancel()
         await self.streams.lease_ended(leased, num_frames=num_frames)
@@ -156,6 +162,7 @@ class Attempt:
     async def _call_prefill(self, prefill: Replica, handoff: Handoff | None) -> None:
         """Raises ClusterError if the prompt's KV did not arrive."""
         booking, parts = Booking(prefill, num_requests=1), self._dispatch.prompt_parts(self._request)
+        steps = PromptSteps(self._state.life, prefill.id)
         call = prefill.worker.prefill(
             self._request, handoff=handoff, holder=self._holder_for(prefill), timeout_s=self._state.remaining_s()
         )
@@ -165,15 +172,20 @@ class Attempt:
                     parts.add(event.prompt_logprobs)
                 elif event.WhichOneof("event") == "first_tokens":
                     self._told(parts)
+                    steps.first_tokens(event.first_tokens)
                     self._pair.prompt_booking.end(is_computed=True)
                     self._route.prefill_replica = prefill.id
                     self._route.cached_tokens = event.first_tokens.cached_tokens
                     self._route.pulled_tokens = event.first_tokens.pulled_tokens
+                    self._note_pull(prefill)
                     epoch = handoff.epoch if handoff else 0
                     self._choices.first(tokens_from_proto(event.first_tokens.tokens), epoch=epoch)
                 elif event.WhichOneof("event") == "shipped":
+                    steps.shipped(event.shipped)
                     self._route.blocks_shipped += event.shipped.blocks
                     self._route.wire_bytes += event.shipped.wire_bytes
+                    if handoff:
+                        self._dispatch.flows.add("handoff", prefill.id, handoff.replica, event.shipped.wire_bytes)
             if not self._choices.has_first:
                 raise ReplicaLost(f"{prefill.id}: the call for a prompt ended without a token")
         finally:
@@ -184,6 +196,10 @@ class Attempt:
         """Raises TransferError where not all has been."""
         if (told := parts.whole()) is not None:
             self._state.prompt_logprobs = told
+
+    def _note_pull(self, by: Replica) -> None:
+        if (holder := self._holder_for(by)) and (num_tokens := self._route.pulled_tokens):
+            self._dispatch.flows.add("pull", holder.replica, by.id, num_tokens * by.member.bytes_per_token)
 
     def _holder_for(self, replica: Replica) -> Holder | None:
         holder = self._pair.holder

@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from time import monotonic
 
 from cluster.words.errors import ClusterError, ReplicaLost
+from cluster.words.life import LifeState
 from cluster.words.request import SampledToken, SequenceRequest
 from router.serving.attempt_tasks import AttemptTasks
 from router.serving.choices import Choices
@@ -153,7 +155,7 @@ class DecodeStreams:
             request = self._state.continuation([choice], stream=target.key)
             num_blocks = self._dispatch.num_blocks(request)
             booking = Booking(target.replica, num_requests=1, num_blocks=num_blocks, num_streams=1)
-            num_tokens = None
+            num_tokens, began = None, monotonic()
             try:
                 num_tokens = await move.run(request)
             finally:
@@ -161,6 +163,8 @@ class DecodeStreams:
                     booking.end()
             if num_tokens is None:
                 return
+            self._state.life.add(LifeState.MOVE, target.replica.id, began)
+            self._dispatch.flows.add("move", source.replica.id, target.replica.id, move.wire_bytes)
             assert move.lease
             holding = self._hold(move.lease, booking, {choice: target})
             try:
@@ -191,12 +195,14 @@ class DecodeStreams:
         return holding
 
     async def _until_it_ends(self, lease: Lease, leased: Mapping[int, DecodeStream]) -> None:
-        num_frames = 0
+        num_frames, began = 0, monotonic()
         try:
             async for event in lease:
                 num_frames = event.finished.frames
         except ClusterError as error:
             return self._choices.fail(error)
+        finally:
+            self._state.life.add(LifeState.DECODE, next(iter(leased.values())).replica.id, began)
         await self.lease_ended(leased, num_frames=num_frames)
 
     def _take(self, choice: int, tokens: list[SampledToken] | ReplicaLost) -> None:

@@ -29,6 +29,7 @@ from router.routing.replica_load import ReplicaLoad
 from router.routing.revisions import Revisions
 from router.routing.tenant_share import NO_PLACES, Places
 from router.serving.fit import check_fit
+from router.serving.flows import Flows
 from router.serving.gate import AdmissionGate
 from router.serving.move import DecodeStream
 from router.serving.pair import Booking, Pair, PromptBooking
@@ -73,6 +74,7 @@ class Dispatch:
         self.replicas = replicas
         self.revisions = revisions or Revisions()
         self.decisions = Decisions()
+        self.flows = Flows()
         self._chooser = chooser
         self._model = model
         self._block_size = block_size
@@ -163,8 +165,7 @@ class Dispatch:
         return self._booked(asked, decision, decode, pair.decode_booking, pair.revision)
 
     def another_decode(self, request: SequenceRequest, source: str) -> DecodeStream | None:
-        """A decode replica for a choice that runs on `source`, which drains, with room if any has; and a stream key
-        there."""
+        """A decode replica for a choice on `source`, which drains, with room if any has; and a stream key there."""
         asked = self._asked(request)
         depths = self._depths(asked)
         decodes = self._loads(Role.DECODE, asked)
@@ -256,10 +257,9 @@ class Dispatch:
         decodes = self._loads(Role.DECODE, asked)
         some = with_room(decodes, asked.need) or self._owed(asked, decodes)
         usable = [load.replica for load in decodes]
-        for revision in self.revisions.first_to_last(asked.request, usable=usable, only=asked.only):
-            if pair := self._choose(asked, some, revision, prefill_needs_room=True):
-                return pair
-        return None
+        ways = self.revisions.first_to_last(asked.request, usable=usable, only=asked.only)
+        pairs = (self._choose(asked, some, revision, prefill_needs_room=True) for revision in ways)
+        return next((pair for pair in pairs if pair), None)
 
     def _owed(self, asked: _Asked, decodes: Sequence[ReplicaLoad]) -> Sequence[ReplicaLoad]:
         """Those that make way for it (engine.admission), where answers of others have grown into what its tenant is

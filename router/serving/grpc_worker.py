@@ -49,7 +49,7 @@ class GrpcWorker:
             holder=holder_to_proto(holder) if holder else None,
             fetch_only=fetch_only,
         )
-        call = rpc.PrefillWorkerStub(self._channel).Prefill(message, timeout=timeout_s)
+        call = rpc.PrefillWorkerStub(self._channel).Prefill(message, timeout=timeout_s, metadata=_trace_of(request))
         return GrpcCall(call, self._replica, request, timeout_s)
 
     def generate(
@@ -68,7 +68,7 @@ class GrpcWorker:
             continues=continues,
             holder=holder_to_proto(holder) if holder else None,
         )
-        call = rpc.DecodeWorkerStub(self._channel).Generate(message, timeout=timeout_s)
+        call = rpc.DecodeWorkerStub(self._channel).Generate(message, timeout=timeout_s, metadata=_trace_of(request))
         return GrpcCall(call, self._replica, request, timeout_s)
 
     async def migrate(self, stream: int, handoff: Handoff) -> pb.MigrateReply:
@@ -88,6 +88,11 @@ class GrpcWorker:
 
     async def close(self) -> None:
         await self._channel.close()
+
+
+def _trace_of(request: SequenceRequest) -> tuple[tuple[str, str], ...] | None:
+    """For whoever looks at calls on their way: a mesh, or a replica's log."""
+    return (("traceparent", request.traceparent),) if request.traceparent else None
 
 
 class GrpcCall(Generic[Event]):

@@ -37,6 +37,7 @@ class ChoiceMove:
 
     def __init__(self, source: DecodeStream, target: DecodeStream) -> None:
         self.lease: Lease | None = None  # on the target
+        self.wire_bytes = 0
         self._source = source
         self._target = target
         self._early: list[list[SampledToken] | ReplicaLost] = []  # of the target, before the source's last
@@ -69,6 +70,7 @@ class ChoiceMove:
                         reply.wire_bytes,
                         reply.pause_s * 1e3,
                     )
+                    self.wire_bytes = reply.wire_bytes
                     return reply.num_tokens
             return None
         except ClusterError as error:

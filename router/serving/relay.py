@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable
+from time import monotonic
 
 from cluster.words.errors import (
     CapacityError,
@@ -20,6 +21,7 @@ from cluster.words.errors import (
     NoTokenAllowed,
     RequestError,
 )
+from cluster.words.life import LifeState
 from cluster.words.prompt_logprobs import PromptLogprobs
 from cluster.words.request import SequenceRequest
 from router.generation import Arrived, Generation
@@ -36,6 +38,7 @@ logger = logging.getLogger(__name__)
 _MAX_FRUITLESS = 5
 _PROGRESS = 8  # tokens
 _BACKOFF_S, _MAX_BACKOFF_S = 0.01, 1.0
+_MAX_TROUBLE = 200  # characters of why an attempt failed, as it is remembered
 _NO_FAULT = (RequestError, CapacityError, DeadlineExceeded, ClientTooSlow, GrammarNotFollowed, NoTokenAllowed)
 
 
@@ -54,7 +57,7 @@ class Relay:
         its end, and the revision that served it."""
         self._answered = answered
         self._state = RequestState(request)
-        self.route = self._state.route
+        self.route, self.life = self._state.route, self._state.life
         self._dispatch = dispatch
         self._running = running
         self._attempts: dict[int, Attempt] = {}  # of each choice, the one that serves it now
@@ -62,6 +65,8 @@ class Relay:
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Generation:
+        request = self._state.request
+        self._dispatch.decisions.live(request.id, self.life, tenant=request.tenant)
         self._task = asyncio.create_task(self._run())
         return self
 
@@ -90,9 +95,10 @@ class Relay:
             self._state.unfinished.discard(choice)
 
     async def _run(self) -> None:
-        state = self._state
+        state, came = self._state, monotonic()
         try:
             async with self._dispatch.admit(state.request) as pair:
+                state.life.add(LifeState.QUEUE, "", came)
                 await self._serve(state.request.choices, pair)
         except* ClusterError as errors:
             state.outbox.end(_first(errors))
@@ -125,6 +131,7 @@ class Relay:
                 if fruitless == _MAX_FRUITLESS or not self._dispatch.may_try_again(error, failed):
                     raise
                 logger.warning("request=%s goes on elsewhere: %s", state.request.id, error)
+                state.life.troubles.append(str(error)[:_MAX_TROUBLE])
             pair = None
             choices = self._unfinished(choices)
             state.lost(choices)
@@ -145,7 +152,10 @@ class Relay:
             state.route.migrations += 1
         try:
             state.check_deadline()
-            pair = pair or await dispatch.choose(state.continuation(choices), avoid=failed, served_by=self._revision)
+            if pair is None:
+                came = monotonic()
+                pair = await dispatch.choose(state.continuation(choices), avoid=failed, served_by=self._revision)
+                state.life.add(LifeState.QUEUE, "", came)
             self._revision = pair.revision
             if choices := self._unfinished(choices):  # some may have been stopped meanwhile
                 await self._try(choices, pair, failed=failed)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cluster.words.errors import DeadlineExceeded
+from cluster.words.life import Life
 from cluster.words.prompt_logprobs import PromptLogprobs
 from cluster.words.request import SampledToken, SequenceRequest
 from router.generation import RequestRoute
@@ -25,6 +26,7 @@ class RequestState:
     def __init__(self, request: SequenceRequest) -> None:
         self.request = request
         self.route = RequestRoute()
+        self.life = Life()
         self.tokens: dict[int, list[int]] = {choice: [] for choice in request.choices}
         self.prompt_logprobs: PromptLogprobs | None = None  # before the first token, where they are asked for
         self.unfinished = set(request.choices)

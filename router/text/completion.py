@@ -26,6 +26,7 @@ from cluster.words.errors import (
     outcome_of,
 )
 from cluster.words.grammar import Grammar
+from cluster.words.life import Life, LifeState
 from cluster.words.prompt_logprobs import PromptLogprobs
 from cluster.words.request import OFFLINE, Sampling, SequenceRequest
 from cluster.words.thinking_budget import ThinkingBudget
@@ -58,6 +59,7 @@ from router.text.token_clock import TokenClock
 from router.text.tokenizer import Tokenizer
 from router.text.trail import RequestTrail
 from router.text.unread import UnreadLimit
+from router.tracing import Trace, Tracing
 from router.traffic import TrafficRecord
 
 logger = logging.getLogger(__name__)
@@ -82,11 +84,13 @@ class Completions:
         traffic: TrafficRecord | None = None,
         dialect: Dialect | None = None,
         grammars: GrammarCompiler | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         """max_request_s: how long a request may take, whatever deadline its client names. max_unread_s: how long a
         client may leave a token unread. traffic: who remembers what comes. dialect: None: as its chat template says.
-        grammars: None: no request may have one."""
+        grammars: None: no request may have one. tracing: None: none is traced."""
         self.model = model
+        self.tracing = tracing
         self.tokenizer = tokenizer
         self.metrics = metrics
         self.token_service = token_service
@@ -105,10 +109,10 @@ class Completions:
         )
         self._grammars = GrammarCheck(grammars)
 
-    async def open(self, request: CompletionRequest, *, num_beside: int = 0) -> Completion:
+    async def open(self, request: CompletionRequest, *, num_beside: int = 0, trace: Trace | None = None) -> Completion:
         """Check a request and tokenise it; it holds nothing yet. Raises RequestError and its kin.
 
-        num_beside: characters of other prompts that come along with this one.
+        num_beside: characters of other prompts that come along with this one. trace: None: it is not traced.
         """
         try:
             check(request, self.model)
@@ -145,6 +149,7 @@ class Completions:
             thinking=thinking,
             clock=clock,
             limit_s=limit_s,
+            trace=trace,
         )
 
     async def _bound(self, request: CompletionRequest, grammar: Grammar, prompt: str) -> Grammar | None:
@@ -180,6 +185,7 @@ class Completion:
         thinking: ThinkingBudget | None,
         clock: TokenClock,
         limit_s: float,
+        trace: Trace | None,
     ) -> None:
         """is_cut: the prompt has fewer tokens than the client gave."""
         self.request = request
@@ -195,8 +201,10 @@ class Completion:
         self._token_service = service.token_service
         self._metrics = service.metrics
         self._trail = service.trail
+        self._model = service.model.id
         self._traffic = None if request.priority >= OFFLINE else service.traffic  # nobody waits for those
         self._seen_as = range(0)
+        self._trace = trace
         self._clock = clock
         self._limit_s = limit_s
         self.max_unread_s = service.max_unread_s
@@ -208,6 +216,7 @@ class Completion:
             for choice in range(request.num_choices)
         ]
         self._route = RequestRoute()
+        self._life = Life()
         self._generation: Generation | None = None
 
     def _reader(self, service: Completions) -> AnswerReader | None:
@@ -242,6 +251,10 @@ class Completion:
                 self._token_service.start(self._sequence()) as generation,
             ):
                 self._route, self._generation = generation.route, generation
+                self._life = life = generation.life
+                entered, life.began = life.began, self._clock.began
+                life.add(LifeState.PREPARE, "", life.began, entered)
+                life.trace_id = self._trace.id if self._trace else ""
                 events = AnswerEvents(
                     generation,
                     self._choices,
@@ -333,6 +346,7 @@ class Completion:
             user=self.request.user,
             priority=self.request.priority,
             deadline_s=self._limit_s - self._clock.elapsed_s,
+            traceparent=self._trace.traceparent if self._trace else "",
         )
 
     @asynccontextmanager
@@ -344,6 +358,25 @@ class Completion:
             if not scope.expired():
                 raise
             raise DeadlineExceeded(f"request {self.request.id}: not finished within {self._limit_s:g} s") from None
+
+    def _told(self, outcome: str, usage: TokenUsage) -> dict[str, str | int | float]:
+        """Of a span. By the names of OpenTelemetry's conventions, where these have one."""
+        route = self._route
+        return {
+            "gen_ai.request.model": self._model,
+            "gen_ai.usage.input_tokens": usage.prompt_tokens,
+            "gen_ai.usage.output_tokens": usage.completion_tokens,
+            "xpyd.request": self.request.id,
+            "xpyd.tenant": self.request.tenant,
+            "xpyd.outcome": outcome,
+            "xpyd.cached_tokens": usage.cached_tokens,
+            "xpyd.prefill": route.prefill_replica,
+            "xpyd.decode": route.decode_replica,
+            "xpyd.wire_bytes": route.wire_bytes,
+            "xpyd.attempts": route.attempts,
+            "xpyd.ttft_s": self._clock.ttft_s,
+            "xpyd.itl_s": self._clock.itl_s,
+        }
 
     def _account(self, error: BaseException | None) -> None:
         """Count the request and log its one line, when it is over."""
@@ -362,6 +395,10 @@ class Completion:
         self._metrics.cached_tokens.inc(usage.cached_tokens)
         self._metrics.generated_tokens.inc(usage.completion_tokens)
         max_tokens, ttft_s = self._sampling.max_tokens, clock.ttft_s
+        life = self._life
+        life.ended, life.outcome, life.first_s = clock.began + clock.elapsed_s, outcome, ttft_s
+        if self._trace and self._trace.is_sampled:
+            self._trace.tell(self._told(outcome, usage), life)
         self._trail.done(self.request, outcome, usage, max_tokens=max_tokens, s=clock.elapsed_s, ttft_s=ttft_s)
         logger.info(
             "request done request=%s outcome=%s prompt_tokens=%d cached_tokens=%d pulled_tokens=%d "

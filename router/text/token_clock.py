@@ -12,7 +12,7 @@ class TokenClock:
 
     def __init__(self, metrics: Metrics, *, num_choices: int) -> None:
         self._metrics = metrics
-        self._started_s = monotonic()
+        self.began = monotonic()
         self._last_s: list[float | None] = [None] * num_choices
         self._gaps_s = 0.0  # the sum over all choices
         self._num_gaps = 0
@@ -20,7 +20,7 @@ class TokenClock:
 
     @property
     def elapsed_s(self) -> float:
-        return monotonic() - self._started_s
+        return monotonic() - self.began
 
     @property
     def itl_s(self) -> float:

@@ -8,9 +8,9 @@ import pytest
 
 from cluster.words.spec import Spec
 from docs.generate.__main__ import ROOT
-from docs.generate.metrics import table_of_metrics
 from engine.kv.eviction import EVICTIONS
 from kvtransfer.links.backends import LINKS
+from router.metrics import declared
 from router.routing.plain_policies import POLICIES
 
 _PAGE = (ROOT / "docs" / "OPERATING.md").read_text()
@@ -18,8 +18,8 @@ _WORDS = {"by", "le", "and", "up", "job", "role", "outcome", "absent", "count", 
 
 
 def test_every_alert_asks_for_a_metric_that_there_is() -> None:
-    known = {name for name, _, _ in table_of_metrics()}
-    known |= {f"{name}_bucket" for name, kind, _ in table_of_metrics() if kind == "histogram"}
+    known = {metric.name for metric in declared()}
+    known |= {f"{metric.name}_bucket" for metric in declared() if metric.kind == "histogram"}
     (alerts,) = re.findall(r"^```promql\n(.*?)^```", _PAGE, re.DOTALL | re.MULTILINE)
     bare = re.sub(r'#.*|"[^"]*"|\[\d+m\]', "", alerts)
     asked = set(re.findall(r"[a-z_]+", bare)) - _WORDS

@@ -31,6 +31,8 @@ _SHOWN = {
     ("router/text/completion_request.py", "time.time"),
     ("router/text/template_sandbox.py", "datetime.now"),
     ("router/text/trail.py", "time.time"),
+    ("router/tracing.py", "time.time_ns"),
+    ("router/monitoring/view.py", "time.time"),
     ("cluster/host/command_trail.py", "time.time"),
     ("cluster/control/operations.py", "time.time"),
     ("cluster/control/autoscaling.py", "time.time"),

@@ -59,6 +59,19 @@ def test_where_only_the_first_token_is_wanted_nothing_is_shipped(rank: RankOfOne
     _run(worker)
     assert len(listener.tokens) == 1 and listener.ends == [(None, None)]
     assert (worker.num_requests, rank.num_held, rank.sender.passages) == (0, 0, {})
+    assert len(worker.replica.clock) == 0
+
+
+def test_where_a_prompts_time_went_is_told_with_its_first_tokens(rank: RankOfOne) -> None:
+    worker, listener, prompt = _worker(rank), FakeListener(), rank.prompt(_PROMPT)
+    left = rank.prompt(_PROMPT)
+    worker.submit(prompt, None, listener)
+    worker.submit(left, None, FakeListener())
+    worker.cancel(left)
+    _run(worker)
+    spent = prompt.spent
+    assert spent and spent.waited_s > 0 and spent.computed_s > 0 and spent.pulled_s == 0
+    assert left.spent is None and len(worker.replica.clock) == 0, "nothing is kept of one that nobody waits for"
 
 
 def test_layers_are_shipped_as_they_are_computed_and_the_last_chunk_commits(rank: RankOfOne) -> None:

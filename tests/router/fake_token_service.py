@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from cluster.words.life import Life
 from cluster.words.prompt_logprobs import PromptLogprobs
 from cluster.words.request import SampledToken, SequenceRequest, TokenLogprob, finish_reason
 from router.generation import Arrived, RequestRoute
@@ -52,6 +53,7 @@ class FakeGeneration:
         self._owner: asyncio.Task[object] | None = None
         self._open = set(request.choices)
         self._stopped: set[int] = set()
+        self.life = Life()
         self.route = RequestRoute(
             prefill_replica="prefill-0", decode_replica="decode-0", cached_tokens=3, attempts=1
         )  # fmt: skip

@@ -11,6 +11,7 @@ from router.text.completion import Completions
 from router.text.completion_request import MAX_CHOICES, ModelCard
 from router.text.tokenizer import Tokenizer
 from router.text.trail import RequestTrail
+from router.tracing import Tracing
 from tests.router.fake_token_service import FakeTokenService
 
 
@@ -31,6 +32,7 @@ class MakeCompletions:
         trail: Path | None = None,
         chat_template: str | None = None,
         has_grammars: bool = False,
+        tracing: Tracing | None = None,
     ) -> Completions:
         """chat_template None: the one of the model directory. has_grammars: requests may have some."""
         tokenizer = self._tokenizer
@@ -51,4 +53,5 @@ class MakeCompletions:
             max_unread_s=max_unread_s,
             trail=RequestTrail(trail),
             grammars=GrammarCompiler(self._model_dir, vocab_size=tokenizer.vocab_size) if has_grammars else None,
+            tracing=tracing,
         )

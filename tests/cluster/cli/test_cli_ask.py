@@ -138,6 +138,10 @@ def test_asking_does_not_load_ray(tmp_path: Path) -> None:
         (["generate", "hi", "--system", "\udcff"], "--system is not UTF-8"),
         (["explain", "r", "--admin", "http://[::1"], "no router answers"),
         (["explain", "r", "--admin", "localhost:notaport"], "no router answers"),
+        (["trace", "r", "--admin", "localhost:notaport"], "no router answers"),
+        (["top", "--once", "--admin", "localhost:notaport"], "no router answers"),
+        (["monitoring", "/dev/null/x", "--admin", "localhost"], "write HOST:PORT"),
+        (["monitoring", "/dev/null/x"], "/dev/null/x: Not a directory"),
     ],
 )
 def test_a_mistake_is_one_line(

@@ -44,13 +44,17 @@ def test_each_change_has_its_need(named: dict[str, Any], path: str, needs: Needs
     assert _changed(named) == {path: needs}
 
 
+def test_rules_of_the_autoscaler_are_taken_live() -> None:
+    assert set(_changed({"autoscale": {"slo_ttft_ms": 500, "slo_itl_ms": 50}}).values()) == {Needs.NOTHING}
+
+
 def test_every_key_of_a_spec_is_thought_of() -> None:
     """A new key is refused by an update until somebody has given it a rule, or has written it down here."""
     beyond = {path for path in _paths(Spec) if SpecChange(path=path, old=0, new=1).needs is Needs.DEPLOYMENT}
     assert {path for path in beyond if not path.startswith(("router.", "security."))} == {
         "name", "index", "kv.block_size", "model.source", "model.served_name", "model.max_context", "model.tool_parser",
         "model.reasoning_parser", "model.chat_template", "timeouts.queue_s", "timeouts.request_s", "timeouts.unread_s",
-        "timeouts.resume_s",
+        "timeouts.resume_s", "tracing.otlp_endpoint", "tracing.ratio",
     }  # fmt: skip
     assert not any(path.startswith(("router.", "security.")) for path in set(_paths(Spec)) - beyond)
 

@@ -69,7 +69,10 @@ def test_all_of_a_sampling_travels_and_of_a_sequence_all_but_whose_it_is() -> No
     assert names(TokenRules) == {field.name for field in pb.TokenRules.DESCRIPTOR.fields}
     assert names(ThinkingBudget) == {field.name for field in pb.ThinkingBudget.DESCRIPTOR.fields}
     assert names(Sampling) == {field.name for field in pb.Sampling.DESCRIPTOR.fields}
-    assert names(SequenceRequest) - {field.name for field in pb.Sequence.DESCRIPTOR.fields} == {"user"}
+    assert names(SequenceRequest) - {field.name for field in pb.Sequence.DESCRIPTOR.fields} == {
+        "user",
+        "traceparent",  # in the metadata of a call
+    }
 
 
 def test_a_ticket_a_holder_and_a_timing() -> None:

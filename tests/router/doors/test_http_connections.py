@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 import tracemalloc
 from collections.abc import AsyncIterator, Iterator
@@ -16,7 +17,9 @@ from starlette.types import Message
 
 from router.access.access import Access
 from router.doors.http_app import create_app
+from router.doors.http_connection import HttpConnection
 from router.text.completion_request import MAX_REQUEST_BYTES
+from tests.event_loops import on_both_loops
 from tests.router.fake_token_service import FakeTokenService
 from tests.router.http_server import serve_http
 from tests.router.tiny_service import MakeCompletions
@@ -48,6 +51,28 @@ def http_post(body: dict[str, Any]) -> bytes:
 
 async def within(seconds: float, event: asyncio.Event) -> None:
     await asyncio.wait_for(event.wait(), seconds)
+
+
+# ---- what is written
+
+
+@on_both_loops
+async def test_it_leaves_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The header of an answer, and what follows it: whichever comes second must not wait until the first is
+    acknowledged, for which a client may take 40 ms."""
+    waits: list[int] = []
+
+    def made(connection: HttpConnection, transport: asyncio.Transport) -> None:
+        waits.append(transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        transport.abort()
+
+    monkeypatch.setattr(HttpConnection, "connection_made", made)
+    monkeypatch.setattr(HttpConnection, "connection_lost", lambda connection, error: None)
+    async with serve_http(FastAPI()) as (host, port):
+        reader, writer = await asyncio.open_connection(host, port)
+        assert await reader.read() == b""
+        writer.close()
+    assert waits == [1]
 
 
 # ---- another protocol

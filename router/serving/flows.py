@@ -1,0 +1,41 @@
+"""How much KV has passed lately from which replica to which, of the requests of one router."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import dataclass
+from time import monotonic
+
+_LATELY_S = 5.0
+_MAX_PASSAGES = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """From one replica to another."""
+
+    kind: str  # "handoff", "pull" or "move"
+    source: str
+    target: str
+    bytes_per_s: float
+
+
+class Flows:
+    """Lives on the event loop."""
+
+    def __init__(self) -> None:
+        self._passages: deque[tuple[float, str, str, str, int]] = deque(maxlen=_MAX_PASSAGES)
+
+    def add(self, kind: str, source: str, target: str, num_bytes: int) -> None:
+        self._passages.append((monotonic(), kind, source, target, num_bytes))
+
+    def lately(self) -> list[Flow]:
+        """Of the last seconds, the largest first."""
+        since = monotonic() - _LATELY_S
+        while self._passages and self._passages[0][0] < since:
+            self._passages.popleft()
+        sums: defaultdict[tuple[str, str, str], int] = defaultdict(int)
+        for _, kind, source, target, num_bytes in self._passages:
+            sums[kind, source, target] += num_bytes
+        flows = [Flow(*between, num_bytes / _LATELY_S) for between, num_bytes in sums.items()]
+        return sorted(flows, key=lambda flow: -flow.bytes_per_s)

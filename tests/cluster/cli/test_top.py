@@ -1,0 +1,41 @@
+"""`cluster top`, of what several routers see."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cluster.cli.top import plain
+
+
+def _view(router: str, *, state: str = "ready", request: str = "r-1") -> dict[str, Any]:
+    replica = {
+        "id": "decode-1", "role": "decode", "state": state, "running": 3, "waiting": 1, "max_running": 4, "blocks": 10,
+        "blocks_free": 1, "blocks_cached": 2, "computed_per_s": 0.0, "generated_per_s": 50.0, "reused": 0.25,
+        "link_bytes_per_s": 2e6,
+    }  # fmt: skip
+    point = {"tokens_per_s": 50.0, "requests_per_s": 2.0, "ttft_s": [0.1, 0.3], "itl_s": None, "waiting": 2}
+    option = {"prefill": "prefill-0", "decode": "decode-1", "cost_s": 0.2}
+    decision = {"request": request, "tenant": "acme", "age_s": 1.0, "attempts": 1, "options": [option],
+                "outcome": "completed", "seconds": 1.5, "first_token_s": 0.1}  # fmt: skip
+    flow = {"kind": "handoff", "source": "prefill-0", "target": "decode-1", "bytes_per_s": 1e6}
+    return {"deployment": "d", "router": router, "replicas": [replica], "flows": [flow], "history": [point] * 4,
+            "decisions": [decision], "events": [], "autoscaler": []}  # fmt: skip
+
+
+def test_routers_are_added_up_and_replicas_are_not() -> None:
+    lines = plain([_view("a"), _view("b")]).splitlines()
+    assert lines[0] == "d: 2 routers, 0P1D, 100 tokens/s, 4.0 requests/s, 4 waiting, TTFT 100.0 ms (P99 300), ITL -"
+    rows = [line.split() for line in lines if line.startswith("decode-1")]
+    assert rows == [["decode-1", "ready", "3", "1", "75%", "70%", "20%", "25%", "50", "2.0"]]
+    (flow,) = (line.split() for line in lines if line.startswith("handoff"))
+    assert flow == ["handoff", "prefill-0", "decode-1", "2.00"]
+
+
+def test_a_replica_that_one_router_has_lost_is_lost() -> None:
+    assert "lost" in plain([_view("a"), _view("b", state="lost")])
+    assert "lost" in plain([_view("a", state="lost"), _view("b")])
+
+
+def test_a_clients_word_gives_a_terminal_no_orders() -> None:
+    text = plain([_view("a", request="\x1b]0;owned\x07r")])
+    assert "\x1b" not in text and "\x07" not in text and "?]0;owned?r" in text

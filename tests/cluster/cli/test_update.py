@@ -1,0 +1,104 @@
+"""`cluster update`: what it says that it would do, and what becomes of what it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import cluster.cli.update
+from cluster.cli.app import run
+from cluster.host import driver, preflight
+from cluster.words.spec_file import parse_spec
+
+SPEC = parse_spec({"name": "a", "decode": {"replicas": 2}}).model_dump(mode="json")
+REPLICA = {"state": "ready", "node": "", "stage": "", "fraction": 0.0}
+POOLS = {role: {"replicas": [{"id": f"{role}-0", **REPLICA}], "failures": []} for role in ("prefill", "decode")}
+
+
+class FakeController:
+    """Says one after the other what its update has come to."""
+
+    def __init__(self, *steps: tuple[str, str]) -> None:
+        """steps: a phase, and what was said of the last update; "" as a phase: it is over."""
+        self.asked: list[str] = []
+        self._steps = list(steps)
+
+    def ask(self, controller: object, method: str, *args: Any, **kwargs: Any) -> Any:
+        self.asked.append(method)
+        if method == "status":
+            phase, last = self._steps.pop(0) if "update" in self.asked else ("", "")
+            update = {"revision": 2, "phase": phase, "reason": "it is slow", "step": "1 of 2", "share": 0.5}
+            report = {"number": 1, "update": update if phase else None, "last_update": last}
+            return {"spec": SPEC, "pools": POOLS, "revision": report}
+        return True
+
+
+@pytest.fixture
+def controlled(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeController]:
+    def make(*steps: tuple[str, str]) -> FakeController:
+        fake = FakeController(*steps)
+        monkeypatch.setattr(cluster.cli.update, "find_state", lambda name: None)
+        monkeypatch.setattr(cluster.cli.update, "join_controller", lambda state: fake)
+        monkeypatch.setattr(driver, "ask", fake.ask)
+        monkeypatch.setattr(preflight, "check_model", lambda spec, say: None)
+        return fake
+
+    return make
+
+
+def update(*arguments: str) -> int:
+    return run(["update", *arguments])
+
+
+def test_a_dry_run_says_what_changes_and_who_goes_and_asks_for_nothing(
+    controlled: Callable[..., FakeController], capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake = controlled()
+    assert update("--set", "decode.max_running=32", "--set", "timeouts.drain_s=9", "--dry-run") == 0
+    said = capsys.readouterr().out
+    assert "decode.max_running: 64 -> 32    new decode replicas" in said
+    assert "prefill: prefill-0 stay" in said and "decode: decode-0 replaced" in said
+    assert fake.asked == ["status"]
+    assert update("--set", "router.http_port=9", "--dry-run") == 0
+    assert "an update cannot do this" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--set", "router.http_port=9"], "router.http_port: cannot change while deployed"),
+        (["--set", "name=b"], "name: this spec is of b, and the deployment is a"),
+        (["--set", "decode.max_runing=9"], "did you mean max_running?"),
+        (["--set", "decode.max_running=9", "--canary", "2"], "--canary 2: a share of the requests"),
+        ([], "name a spec, or say --set PATH=VALUE"),
+    ],
+)
+def test_what_cannot_be_is_one_line(
+    controlled: Callable[..., FakeController], capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    fake = controlled()
+    assert update(*arguments) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1 and "update" not in fake.asked
+
+
+def test_it_waits_for_the_end_and_fails_where_the_update_was_taken_back(
+    controlled: Callable[..., FakeController], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.cli.update.time.sleep", lambda seconds: None)
+    controlled(("rolling", ""), ("", "revision 2 serves"))
+    assert update("--restart") == 0
+    assert "revision 2 serves, after" in capsys.readouterr().out
+    controlled(("canary", ""), ("returning", ""), ("", "revision 2 was taken back: it is slow"))
+    assert update("--restart") == 2
+    assert "cluster: revision 2 was taken back: it is slow" in capsys.readouterr().err
+
+
+def test_what_already_is_changes_nothing(
+    controlled: Callable[..., FakeController], capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake = controlled()
+    assert update("--set", "decode.replicas=2") == 0
+    assert capsys.readouterr().out == "nothing changes\n" and fake.asked == ["status"]

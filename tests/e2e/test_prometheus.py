@@ -1,0 +1,153 @@
+"""The boards, alerts and configuration that `cluster monitoring` writes, in a real Prometheus (Debian's package)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import shutil
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cluster.process.ports import free_port
+from router.monitoring.boards import panels_of
+from router.monitoring.files import RULES, monitoring_files
+from router.monitoring.rules import ALERTS
+from router.service import RouterService
+from tests.e2e.conftest import Checkpoint
+from tests.identities import router
+from tests.local_cluster import beside, local_cluster
+from tests.waiting import becomes, told
+
+_PROMETHEUS, _PROMTOOL = shutil.which("prometheus"), shutil.which("promtool")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not (_PROMETHEUS and _PROMTOOL), reason="no prometheus here: apt-get install prometheus"),
+]
+
+
+def _tree(tmp_path: Path) -> dict[str, Any]:
+    """With all that is exported: lower tiers, drafts, pulls."""
+    pool = {"kv_memory_gib": 0.0008, "kv_host_gib": 0.001, "kv_disk_gib": 0.01}
+    return {
+        "model": {"served_name": "tiny", "dtype": "float32"},
+        "kv": {"wire_dtype": "raw"},
+        "prefill": {"replicas": 2, **pool, "kv_disk_path": str(tmp_path / "p")},
+        "decode": {"replicas": 2, **pool, "kv_disk_path": str(tmp_path / "d")},
+        "speculation": {"method": "ngram"},
+        "router": {"max_local_prefill": 0},
+    }
+
+
+async def test_no_panel_and_no_alert_is_without_data(checkpoint: Checkpoint, redis_url: str, tmp_path: Path) -> None:
+    directory = checkpoint("llama", max_position_embeddings=256)
+    async with local_cluster(directory, redis_url, processes=True, **_tree(tmp_path)) as cluster:
+        services = []
+        for number in (1, 2):
+            ports = {"grpc_port": free_port(), "http_port": free_port()}
+            spec = cluster.spec.model_copy(update={"router": cluster.spec.router.model_copy(update=ports)})
+            identity = cluster.identity(router(f"router-{number}"))
+            services.append(await RouterService.open(spec, credentials=cluster.credentials, identity=identity))
+        try:
+            await becomes(lambda: all(service.health()["decode"] for service in services))
+            admin = "{}:{}".format(*services[0].admin_address)
+            async with beside(_load(services)), _prometheus(tmp_path, admin) as ask:
+                await told(lambda: _has_two(ask))
+                await _check(ask)
+        finally:
+            await asyncio.gather(*(service.close() for service in services))
+
+
+async def _has_two(ask: Any) -> bool:
+    """Both routers are scraped, through one of them, and have been for some seconds."""
+    found = await ask("min(count_over_time(up[1m])) * count(up == 1)")
+    return bool(found) and float(found[0]) >= 2 * 8
+
+
+async def _check(ask: Any) -> None:
+    asked = {}
+    for name, text in monitoring_files().items():
+        if name.endswith(".json"):
+            asked |= {f"{name}: {title}: {expr}": expr for title, expr in panels_of(json.loads(text))}
+    asked = {who: expr.replace("$__rate_interval", "15s").replace("$job", ".+") for who, expr in asked.items()}
+    asked |= {alert.name: alert.looked_at for alert in ALERTS}
+    assert len(asked) > 60
+
+    async def without() -> list[str]:
+        return [who for who, expr in asked.items() if not any(map(math.isfinite, await ask(expr)))]
+
+    async def none_is() -> bool:
+        return not await without()
+
+    try:
+        await told(none_is)
+    except AssertionError:
+        raise AssertionError("without data: " + "\n".join(await without())) from None
+
+
+async def _load(services: list[RouterService]) -> None:
+    """Prompts that share beginnings, more of them than the pools hold, by both routers."""
+    urls = ["http://{}:{}".format(*service.http_address) for service in services]
+
+    async def ask(client: httpx.AsyncClient, number: int) -> None:
+        prompt = [5 + (number % 9 + i) % 20 for i in range(96)] + [5 + number % 20, 7, 8, 9] * 3
+        body = {"prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+        await client.post(f"{urls[number % 2]}/v1/completions", json=body, timeout=60)
+
+    async with httpx.AsyncClient() as client:
+        number = 0
+        while True:
+            await asyncio.gather(*(ask(client, number + i) for i in range(6)))
+            number += 6
+
+
+@asynccontextmanager
+async def _prometheus(tmp_path: Path, admin: str) -> AsyncIterator[Any]:
+    """Asks it for the values of a query. Its files are those of the command, but for their pace."""
+    directory, port = tmp_path / "monitoring", free_port()
+    directory.mkdir()
+    for name, text in monitoring_files(admin=[admin]).items():
+        paced = text.replace("interval: 5s", "interval: 1s").replace("interval: 15s", "interval: 1s")
+        (directory / name).write_text(paced.replace("refresh_interval: 10s", "refresh_interval: 1s"))
+    assert _PROMETHEUS and _PROMTOOL
+    for check in (["check", "rules", RULES], ["check", "config", "prometheus.yml"]):
+        done = await asyncio.to_thread(
+            subprocess.run, [_PROMTOOL, *check], cwd=directory, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    command = [_PROMETHEUS, "--config.file=prometheus.yml", f"--web.listen-address=127.0.0.1:{port}",
+               f"--storage.tsdb.path={tmp_path / 'tsdb'}"]  # fmt: skip
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command, cwd=directory, stdout=log, stderr=log)
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+
+            async def ask(query: str) -> list[float]:
+                answer = await client.get("/api/v1/query", params={"query": query}, timeout=30)
+                told = answer.json()
+                assert told["status"] == "success", (query, told)
+                return [float(one["value"][1]) for one in told["data"]["result"]]
+
+            async def is_ready() -> bool:
+                try:
+                    return (await client.get("/-/ready")).status_code == 200
+                except httpx.TransportError:
+                    return False
+
+            await told(is_ready)
+            groups = (await client.get("/api/v1/rules")).json()["data"]["groups"]
+            assert len([rule for group in groups for rule in group["rules"]]) == len(ALERTS)
+            yield ask
+            groups = (await client.get("/api/v1/rules")).json()["data"]["groups"]
+            assert {rule["health"] for group in groups for rule in group["rules"]} == {"ok"}
+    finally:
+        process.terminate()
+        process.wait(30)

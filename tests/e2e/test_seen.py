@@ -1,0 +1,108 @@
+"""What operators see of requests, replicas and routers, of a whole deployment."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+
+from cluster.cli.top import plain
+from cluster.cli.trace import picture
+from cluster.process.ports import free_port
+from cluster.words.life import LifeState, critical_path, spans_of
+from router.service import RouterService
+from tests.e2e.conftest import Checkpoint, exact_tree
+from tests.identities import router
+from tests.local_cluster import local_cluster
+from tests.waiting import becomes, told
+
+
+async def test_operators_see_requests_replicas_and_routers(checkpoint: Checkpoint, redis_url: str) -> None:
+    tree: dict[str, Any] = exact_tree(1, 1)
+    tree["model"] |= {"served_name": "tiny"}
+    async with local_cluster(checkpoint("llama", max_position_embeddings=256), redis_url, **tree) as cluster:
+        services = []
+        for number in (1, 2):
+            ports = {"grpc_port": free_port(), "http_port": free_port()}
+            spec = cluster.spec.model_copy(update={"router": cluster.spec.router.model_copy(update=ports)})
+            identity = cluster.identity(router(f"router-{number}"))
+            services.append(await RouterService.open(spec, credentials=cluster.credentials, identity=identity))
+        try:
+            await becomes(lambda: all(service.health()["decode"] for service in services))
+            await _look(services)
+        finally:
+            await asyncio.gather(*(service.close() for service in services))
+        await cluster.idle()
+
+
+async def _look(services: list[RouterService]) -> None:
+    doors = [httpx.AsyncClient(base_url="http://{}:{}".format(*service.http_address)) for service in services]
+    admins = [httpx.AsyncClient(base_url="http://{}:{}".format(*service.admin_address)) for service in services]
+    body = {"prompt": [5 + i % 20 for i in range(70)], "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    answer = await doors[0].post("/v1/completions", json=body, headers={"x-request-id": "r-1"}, timeout=60)
+    assert answer.status_code == 200 and "traceparent" not in answer.headers
+
+    # A request's life, by its id or its answer's; of the router that served it.
+    (life,) = (await admins[0].get("/debug/lives/cmpl-r-1")).json().values()
+    spans = spans_of(life)
+    assert {(span.state, span.replica) for span in spans} >= {
+        (LifeState.PREPARE, ""),
+        (LifeState.QUEUE, ""),
+        (LifeState.ROUTE, "decode-1"),
+        (LifeState.ROUTE, "prefill-0"),
+        (LifeState.COMPUTE, "prefill-0"),
+        (LifeState.WIRE, "prefill-0"),
+        (LifeState.WAIT, "decode-1"),
+        (LifeState.DECODE, "decode-1"),
+    }
+    assert life["outcome"] == "completed" and 0 < life["first_token_s"] < life["seconds"]
+    assert all(0 <= span.start_s < span.end_s <= life["seconds"] for span in spans)
+    path = critical_path(spans)
+    assert path[0].state is LifeState.PREPARE and path[-1].state is LifeState.DECODE
+    assert any("compute" in line and "#" in line for line in picture("r-1", life))
+    assert (await admins[1].get("/debug/lives/r-1")).status_code == 404
+
+    # Any router tells Prometheus of all of them.
+    addresses = {"{}:{}".format(*service.admin_address) for service in services}
+
+    async def all_targets() -> bool:
+        groups = (await admins[0].get("/targets")).json()
+        return {target for group in groups for target in group["targets"]} == addresses
+
+    await told(all_targets)
+
+    # And of what it sees.
+    services[0].show_scaling([{"at": 0.0, "text": "2P1D", "reason": "first tokens come late"}])
+    view = (await admins[0].get("/debug/view")).json()
+    assert {one["id"]: one["state"] for one in view["replicas"]} == {"prefill-0": "ready", "decode-1": "ready"}
+    (flow,) = view["flows"]
+    assert (flow["kind"], flow["source"], flow["target"]) == ("handoff", "prefill-0", "decode-1")
+    assert flow["bytes_per_s"] > 0
+    (decision,) = view["decisions"]
+    assert decision["request"].startswith("r-1-") and decision["outcome"] == "completed"
+    assert decision["options"][0]["prefill"] == "prefill-0" and decision["options"][0]["cost_s"] > 0
+    assert sorted(view["routers"].values()) == sorted(addresses)
+    lines = plain([view, (await admins[1].get("/debug/view")).json()]).splitlines()
+    assert view["autoscaler"][0]["text"] == "2P1D" and any("first tokens come late" in line for line in lines)
+    assert "2 routers, 1P1D" in lines[0] and any(line.startswith("decode-1") for line in lines)
+
+    # As a page, which no other page may read through a name of its own.
+    page = await admins[0].get("/ui")
+    assert page.headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'")
+    for path_ in ("/ui", "/ui/events", "/debug/view"):
+        assert (await admins[0].get(path_, headers={"host": "evil.example:9100"})).status_code == 421
+    async with admins[0].stream("GET", "/ui/events", headers={"host": "localhost:1"}) as events:
+        names = [line async for line in _first(events, 2)]
+    assert names == ["event: all", "event: now"]
+    for client in (*doors, *admins):
+        await client.aclose()
+
+
+async def _first(events: httpx.Response, number: int) -> Any:
+    async for line in events.aiter_lines():
+        if line.startswith("event: "):
+            yield line
+            number -= 1
+            if not number:
+                return
