@@ -37,6 +37,7 @@ _SHOWN = {
     ("cluster/host/command_trail.py", "time.time"),
     ("cluster/control/operations.py", "time.time"),
     ("cluster/control/autoscaling.py", "time.time"),
+    ("cluster/cli/autoscale.py", "time.localtime"),
     ("cluster/control/person_book.py", "time.time"),
     ("router/doors/http_connection.py", "time.time"),
     ("router/batches/batches.py", "time.time"),
