@@ -22,7 +22,7 @@ from cluster.words.errors import DeployError, ReplicaFailed
 from cluster.words.launch import Launch
 from cluster.words.process_name import ProcessName
 from cluster.words.revisions import RevisionTable
-from cluster.words.traffic import TrafficNews
+from cluster.words.traffic import TrafficAnswer, TrafficNews
 from router.service import RouterService
 
 logger = logging.getLogger(__name__)
@@ -88,10 +88,10 @@ class Router:
         await self._service.close()
 
 
-async def _tell_controller(deployment: str, news: TrafficNews) -> str:
-    """Returns which life of its own it is that knows of this. Raises ClusterError."""
-    life: str = await asyncio.to_thread(ask_controller, deployment, "note_traffic", news)
-    return life
+async def _tell_controller(deployment: str, news: TrafficNews) -> TrafficAnswer:
+    """Raises ClusterError."""
+    answer: TrafficAnswer = await asyncio.to_thread(ask_controller, deployment, "note_traffic", news)
+    return answer
 
 
 def _revisions(deployment: str) -> RevisionTable | None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from cluster.grammar.compiler import GrammarCompiler
 from cluster.index.redis_client import connect_redis
@@ -26,7 +26,7 @@ from cluster.words.papers import Identity
 from cluster.words.request import Role
 from cluster.words.revisions import RevisionTable
 from cluster.words.spec import RouterSpec, Spec
-from cluster.words.traffic import ReplicaNews, TrafficNews
+from cluster.words.traffic import ReplicaNews, TrafficAnswer, TrafficNews
 from router.access.access import Access
 from router.admin_door import AdminDoor
 from router.batches.batches import Batches
@@ -255,15 +255,9 @@ class RouterService:
         """Whether requests should come here."""
         return not self._is_closing and self.health()[Role.DECODE] > 0
 
-    def show_scaling(self, decisions: Sequence[Mapping[str, Any]]) -> None:
-        """For operators: the last decisions of an autoscaler, the latest first, each with `at` (unix seconds), `text`
-        and `reason`."""
-        assert self._admin
-        self._admin.show_scaling(decisions)
-
-    def tell_traffic(self, tell: Callable[[TrafficNews], Awaitable[str]]) -> None:
-        """From now on, every few seconds, what has come and what is over. tell: to whoever collects it, who answers
-        which life of his this is: a new one is told everything. Raises ClusterError."""
+    def tell_traffic(self, tell: Callable[[TrafficNews], Awaitable[TrafficAnswer]]) -> None:
+        """From now on, every few seconds, what has come and what is over. tell: to whoever collects it, and decides by
+        it. Raises ClusterError."""
         self._tasks.start("traffic", lambda: self._tell_forever(tell))
 
     async def close(self) -> None:
@@ -343,7 +337,7 @@ class RouterService:
         if spec.backup_tokens:
             self._tasks.start("backup", lambda: core.back_up_forever(every=spec.backup_tokens))
 
-    async def _tell_forever(self, tell: Callable[[TrafficNews], Awaitable[str]]) -> None:
+    async def _tell_forever(self, tell: Callable[[TrafficNews], Awaitable[TrafficAnswer]]) -> None:
         record = self._completions.traffic
         assert record
         life, knows_all = "", False
@@ -359,7 +353,9 @@ class RouterService:
                     logger.warning("nobody collects what is told of the traffic: %s", error)
                 life, knows_all = "", False
             else:
-                life, knows_all = told, told == life or not life
+                life, knows_all = told.life, told.life == life or not life
+                if self._admin:
+                    self._admin.show_scaling([asdict(decision) for decision in told.scaling])
 
     def _statuses(self) -> Iterator[tuple[Role, worker_pb2.Status]]:
         return ((replica.member.role, replica.status) for replica in self._replicas if replica.is_alive)

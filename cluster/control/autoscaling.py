@@ -22,6 +22,7 @@ from cluster.control.traffic_book import TrafficBook
 from cluster.words.errors import ClusterError
 from cluster.words.request import Role
 from cluster.words.role_switch import hindrance
+from cluster.words.traffic import ShownDecision
 from router.autoscale.decide import AutoscaleState
 from router.autoscale.live_sight import LiveSight
 from router.autoscale.observation import ChangePrice
@@ -31,6 +32,7 @@ from router.autoscale.scaling_decision import ScalingDecision
 logger = logging.getLogger(__name__)
 
 _KEPT = 200  # decisions
+_SHOWN = 20
 _LOOK_S = 1.0  # whether the spec has an autoscaler now
 _DECIDE_S = 120.0  # a decision takes no longer
 _USUAL_START_S, _USUAL_DRAIN_S, _USUAL_SWITCH_S = 60.0, 10.0, 2.0  # until they are measured
@@ -104,6 +106,18 @@ class Autoscaling:
             "problem": self._problem,
             "decisions": [decision.as_dict() for decision in self._decisions],
         }
+
+    def shown(self) -> tuple[ShownDecision, ...]:
+        """The last decisions, for whoever shows pictures."""
+        last = list(self._decisions)[: -_SHOWN - 1 : -1]
+        return tuple(
+            ShownDecision(
+                at=one.time_s,
+                text=f"{one.before} -> {one.after}" if one.is_change else str(one.after),
+                reason=one.reason,
+            )
+            for one in last
+        )
 
     async def run_forever(self) -> None:
         """Every autoscale.interval_s, for as long as the spec has it."""

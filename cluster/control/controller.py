@@ -47,7 +47,7 @@ from cluster.words.process_name import ProcessName
 from cluster.words.request import Role
 from cluster.words.spec import MAX_REPLICAS, AutoscaleSpec, Spec
 from cluster.words.spec_file import parse_spec
-from cluster.words.traffic import TrafficNews
+from cluster.words.traffic import TrafficAnswer, TrafficNews
 
 logger = logging.getLogger(__name__)
 
@@ -240,9 +240,9 @@ class Controller:
         """Nobody operates by this person's certificate any more. Raises SpecError."""
         self._people.remove(name)
 
-    async def note_traffic(self, news: TrafficNews) -> str:
-        """What a router has seen; returns which life of ours knows of it now."""
-        return self._traffic.note(news)
+    async def note_traffic(self, news: TrafficNews) -> TrafficAnswer:
+        """What a router has seen."""
+        return TrafficAnswer(life=self._traffic.note(news), scaling=self._autoscaling.shown())
 
     async def start_capture(self, *, max_bytes: int) -> None:
         """Traffic from now on goes to a file on the head. Raises SpecError while there is one already."""

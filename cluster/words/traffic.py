@@ -63,3 +63,20 @@ class TrafficNews:
     num_lost: int  # that it had no room for until now
     num_waiting: int = 0  # requests, for a replica with room
     replicas: tuple[ReplicaNews, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownDecision:
+    """One of the autoscaler's, for people who look at a router."""
+
+    at: float  # seconds since 1970
+    text: str  # "2P2D -> 3P1D"
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrafficAnswer:
+    """Of the controller to a router's news."""
+
+    life: str  # which of its own knows of them: a new one is to be told everything
+    scaling: tuple[ShownDecision, ...] = ()  # the last ones, the latest first

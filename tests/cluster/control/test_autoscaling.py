@@ -95,6 +95,9 @@ async def test_both_pools_are_scaled_as_one_change_and_it_is_known_why(tmp_path:
     report = site.autoscaling.report()
     assert report["sizes"] == [1, 3] and report["decisions"][0]["reason"] == "so it is"
     assert "began anew" in report["history"]
+    assert [(shown.text.endswith(" -> 1P3D"), shown.reason) for shown in site.autoscaling.shown()] == [
+        (True, "so it is")
+    ]
 
 
 async def test_pools_that_are_alike_may_switch_and_others_may_not(tmp_path: Path) -> None:
