@@ -62,12 +62,14 @@ def _check(command: Any, words: list[str]) -> str:
     """What the parser says of it: unknown options, commands, and arguments that are too many or missing."""
     context = command.context_class(command, info_name="cluster")
     try:
-        _, rest, _ = command.make_parser(context).parse_args(list(words))
+        _, rest, given = command.make_parser(context).parse_args(list(words))
     except Exception as error:  # typer has a copy of click's errors
         is_a_name = "requires an argument" in str(error) and words[-1].startswith("-")  # of an option, in prose
         return "" if is_a_name else str(error) or type(error).__name__
     if commands := getattr(command, "commands", None):
         if not rest:
+            if any(option.is_eager for option in given):  # such as --version
+                return ""
             return "" if command.invoke_without_command or not words else "which command?"
         return _check(commands[rest[0]], rest[1:]) if rest[0] in commands else f"no {rest[0]}"
     places = [param for param in command.params if param.param_type_name == "argument"]
