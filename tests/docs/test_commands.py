@@ -68,7 +68,7 @@ def _check(command: Any, words: list[str]) -> str:
         return "" if is_a_name else str(error) or type(error).__name__
     if commands := getattr(command, "commands", None):
         if not rest:
-            if any(option.is_eager for option in given):  # such as --version
+            if any(option.callback for option in given):  # such as --version
                 return ""
             return "" if command.invoke_without_command or not words else "which command?"
         return _check(commands[rest[0]], rest[1:]) if rest[0] in commands else f"no {rest[0]}"
