@@ -33,7 +33,7 @@ from vllm import LLM, SamplingParams
 
 model, decodes, prefills, tries = sys.argv[1], *(json.loads(argument) for argument in sys.argv[2:])
 llm = LLM(model, dtype="bfloat16", skip_tokenizer_init=True, max_num_seqs=64, max_num_batched_tokens=2048,
-          max_model_len=2304, enable_prefix_caching=False, disable_log_stats=True)
+          max_model_len=max(2304, *(n + 16 for n in prefills)), enable_prefix_caching=False, disable_log_stats=True)
 
 def seconds(num_prompts, num_tokens, max_tokens):
     ids = [np.random.default_rng(i).integers(0, 49152, num_tokens).tolist() for i in range(num_prompts)]
