@@ -116,10 +116,6 @@ class SimulatedOutlook:
         present = _Present.of(requests, all_answers, now_s, first=len(requests) - len(recent) + first)
         return cls(fleets, trace, forecast, present)
 
-    @property
-    def num_simulated(self) -> int:
-        return len(self._predicted)
-
     def demand(self, *, reuse_share: float) -> Demand:
         fleets = self._fleets
         return demand_of(self._trace, fleets.setup, fleets.profile, slo_itl_s=fleets.slo_itl_s, reuse_share=reuse_share)
