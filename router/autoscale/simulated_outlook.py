@@ -23,7 +23,8 @@ from router.autoscale.forecast import (
 from router.autoscale.pool_sizes import PoolSizes
 from router.autoscale.scaling_decision import Prediction
 from router.simulator.clock import Clock
-from router.simulator.fleet import Fleet, FleetSetup
+from router.simulator.fleet import Fleet
+from router.simulator.fleet_setup import FleetSetup
 from router.simulator.prefix_hashes import PrefixHashes
 from router.simulator.profile import Profile
 from router.simulator.report import Report
