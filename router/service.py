@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,13 +20,12 @@ from cluster.process.supervisor import Supervisor
 from cluster.rpc import worker_pb2
 from cluster.words.api_key import KeyBook
 from cluster.words.credentials import Credentials, Purpose
-from cluster.words.errors import ClusterError
 from cluster.words.network import is_loopback
 from cluster.words.papers import Identity
 from cluster.words.request import Role
 from cluster.words.revisions import RevisionTable
 from cluster.words.spec import RouterSpec, Spec
-from cluster.words.traffic import ReplicaNews, TrafficAnswer, TrafficNews
+from cluster.words.traffic import ShownDecision, TrafficAnswer, TrafficNews
 from router.access.access import Access
 from router.admin_door import AdminDoor
 from router.batches.batches import Batches
@@ -40,7 +39,6 @@ from router.doors.http_listener import HttpListener
 from router.metrics import Metrics
 from router.routing.chooser import Chooser
 from router.routing.plain_policies import make_policy
-from router.routing.replica_load import ReplicaLoad
 from router.serving.core import RouterCore
 from router.serving.discovery import Discovery
 from router.serving.dispatch import Dispatch
@@ -57,11 +55,11 @@ from router.text.tokenizer import Tokenizer
 from router.text.trail import RequestTrail
 from router.tracing import Tracing
 from router.traffic import TrafficRecord
+from router.traffic_teller import TrafficTeller
 
 logger = logging.getLogger(__name__)
 
 _WATCH_S = 1.0
-_TELL_S = 5.0
 _MAX_LINES = 64  # of batches, that a router answers at a time; and no more than half of what one replica runs
 
 
@@ -258,7 +256,10 @@ class RouterService:
     def tell_traffic(self, tell: Callable[[TrafficNews], Awaitable[TrafficAnswer]]) -> None:
         """From now on, every few seconds, what has come and what is over. tell: to whoever collects it, and decides by
         it. Raises ClusterError."""
-        self._tasks.start("traffic", lambda: self._tell_forever(tell))
+        record = self._completions.traffic
+        assert record
+        teller = TrafficTeller(record, self._dispatch, answered=self._show_scaling)
+        self._tasks.start("traffic", lambda: teller.tell_forever(tell))
 
     async def close(self) -> None:
         """Say that no more requests should come, let those under way finish for as long as the spec says, and go."""
@@ -337,25 +338,9 @@ class RouterService:
         if spec.backup_tokens:
             self._tasks.start("backup", lambda: core.back_up_forever(every=spec.backup_tokens))
 
-    async def _tell_forever(self, tell: Callable[[TrafficNews], Awaitable[TrafficAnswer]]) -> None:
-        record = self._completions.traffic
-        assert record
-        life, knows_all = "", False
-        while True:
-            await asyncio.sleep(_TELL_S)
-            loads = [replica.load() for replica in self._replicas if replica.is_usable]
-            waiting = self._dispatch.num_waiting
-            news = record.news(tuple(map(_news_of, loads)), num_waiting=waiting, all_of_it=not knows_all)
-            try:
-                told = await tell(news)
-            except ClusterError as error:
-                if knows_all:
-                    logger.warning("nobody collects what is told of the traffic: %s", error)
-                life, knows_all = "", False
-            else:
-                life, knows_all = told.life, told.life == life or not life
-                if self._admin:
-                    self._admin.show_scaling([asdict(decision) for decision in told.scaling])
+    def _show_scaling(self, decisions: Sequence[ShownDecision]) -> None:
+        if self._admin:
+            self._admin.show_scaling([asdict(decision) for decision in decisions])
 
     def _statuses(self) -> Iterator[tuple[Role, worker_pb2.Status]]:
         return ((replica.member.role, replica.status) for replica in self._replicas if replica.is_alive)
@@ -369,23 +354,3 @@ class RouterService:
                 await self._replicas.changed(timeout_s=_WATCH_S)
             except TimeoutError:
                 pass
-
-
-def _news_of(load: ReplicaLoad) -> ReplicaNews:
-    member = load.member
-    return ReplicaNews(
-        replica=member.replica,
-        role=member.role,
-        timing=load.timing,
-        link_bytes_per_s=load.link_bytes_per_s,
-        prefill_tokens_per_s=load.prefill_tokens_per_s,
-        decode_step_s=load.decode_step_s,
-        queued_tokens=load.queued_tokens,
-        num_streams=load.num_streams,
-        max_running=member.max_running,
-        max_batch_tokens=member.max_batch_tokens,
-        num_blocks=member.num_blocks,
-        available_blocks=load.available_blocks,
-        block_size=member.block_size,
-        bytes_per_token=member.bytes_per_token,
-    )

@@ -13,12 +13,11 @@ from dataclasses import replace
 from hashlib import blake2b
 from time import monotonic
 
-from cluster.words.traffic import TOKENS_PER_HASH, ReplicaNews, SeenRequest, TrafficNews
+from cluster.words.traffic import KEPT_S, TOKENS_PER_HASH, ReplicaNews, SeenRequest, TrafficNews
 
 _MAX_REQUESTS = 50_000
 _MAX_IDS = 2_000_000  # of all requests, eight bytes each
 _ID_BYTES = 8
-_KEEP_S = 1080.0  # what whoever decides looks at, and what may be in caches since before
 
 
 class TrafficRecord:
@@ -102,7 +101,7 @@ class TrafficRecord:
         while requests:
             number, first = next(iter(requests.items()))
             is_full = len(requests) > _MAX_REQUESTS or self._num_ids > _MAX_IDS
-            if not is_full and now - first.arrival_s <= _KEEP_S:
+            if not is_full and now - first.arrival_s <= KEPT_S:
                 return
             del requests[number]
             self._num_ids -= len(first.ids or ())

@@ -114,13 +114,14 @@ router.monitoring: cluster(rpc words) router(metrics routing serving)
 router.parsers:
 router.routing: cluster(index words)
 router.service: cluster(grammar index model process rpc words) router(access admin_door batches doors metrics routing
-    serving stored text tracing traffic)
+    serving stored text tracing traffic traffic_teller)
 router.serving: cluster(index process rpc wire words) router(generation metrics routing)
 router.simulator: cluster(bench index words) engine(engine kv orders prompts sampling sequence step) router(routing)
 router.stored: cluster(index words)
 router.text: cluster(grammar words) router(generation metrics parsers tracing traffic)
 router.tracing: cluster(words)
 router.traffic: cluster(words)
+router.traffic_teller: cluster(words) router(routing serving traffic)
 """)
 
 

@@ -18,7 +18,6 @@ from cluster.process.log import LogPart
 from cluster.words.errors import SpecError
 
 _FOLLOW_S = 0.5
-_SEE_ALL_S = 60.0
 _SIZE = re.compile(r"(prefill|decode)=([0-9]+)")
 
 
@@ -136,7 +135,7 @@ def _change(
     deadline = begin + (timeout or timeouts["start_s"] + timeouts["drain_s"])
     with reporter(is_new=False) as report:
         pools = await_ready(controller, roles, deadline=deadline, reporter=report, known_failures=known_failures)
-    await_seen(state, {role: pools[role]["desired"] for role in roles}, within_s=_SEE_ALL_S)
+    await_seen(state, {role: pools[role]["desired"] for role in roles})
     return _Change(known, result, pools, time.monotonic() - begin)
 
 

@@ -44,7 +44,7 @@ def plan(
         return
     if trace is None:
         raise SpecError("name a --trace to plan for, or --memory")
-    from router.simulator.fleet import FleetSetup
+    from router.simulator.fleet_setup import FleetSetup
     from router.simulator.plan import make_plan
 
     simulator = Simulator(profile)

@@ -14,7 +14,7 @@ from cluster.bench.trace import TraceRequest, read_trace
 from cluster.words.errors import SpecError
 
 if TYPE_CHECKING:
-    from router.simulator.fleet import FleetSetup
+    from router.simulator.fleet_setup import FleetSetup
 
 TraceFile = Annotated[Path, typer.Option("--trace", help="Requests to replay.")]
 ProfileName = Annotated[str | None, typer.Option("--profile", help="A JSON file, or the name of a shipped profile.")]
@@ -60,7 +60,7 @@ def simulate(
 
     The policy, the schedulers, the block manager and the eviction are the ones that serve; only time is simulated.
     """
-    from router.simulator.fleet import FleetSetup
+    from router.simulator.fleet_setup import FleetSetup
 
     simulator = Simulator(profile)
     kv_tokens = kv_tokens_per_replica or simulator.profile.kv.pool_tokens

@@ -10,36 +10,35 @@ import asyncio
 import contextlib
 import functools
 import logging
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from cluster.control import authority_store
 from cluster.control import desired as desired_store
+from cluster.control.adoption import adopt_all
 from cluster.control.autoscaling import AutoscaleReport, Autoscaling
+from cluster.control.current_capture import CurrentCapture
 from cluster.control.desired import CONTROLLER, Desired, Parts
-from cluster.control.gang import find_replicas, remove_leftovers
 from cluster.control.key_keeper import KeyKeeper
 from cluster.control.node_logs import RouterLogs
 from cluster.control.people_door import PeopleDoor
 from cluster.control.person_book import PersonBook
 from cluster.control.rank_logs import read_rank
 from cluster.control.remains import remove_remains
-from cluster.control.replica import number_of, replica_id, role_of
-from cluster.control.replica_life import ReplicaLife
+from cluster.control.replica import replica_id, role_of
 from cluster.control.report import ControllerReport
 from cluster.control.revision_teller import RevisionTeller
-from cluster.control.role_pools import RolePools
+from cluster.control.role_pools import RolePools, pool_of
 from cluster.control.role_switches import RoleSwitches
 from cluster.control.room import check_room
 from cluster.control.traffic_book import TrafficBook
-from cluster.control.traffic_capture import CaptureReport, TrafficCapture
+from cluster.control.traffic_capture import CaptureReport
 from cluster.control.update import UpdateOptions
 from cluster.control.updater import Updater
 from cluster.process.log import LogPart, read_log, redirect_output
 from cluster.words.api_key import ApiKey, KeyBook, KeyChange
-from cluster.words.errors import DeployError, RankUnreachable, ReplicaFailed, SpecError
+from cluster.words.errors import DeployError, SpecError
 from cluster.words.launch import Launch
 from cluster.words.papers import Certificate
 from cluster.words.person import People, PersonRole
@@ -54,7 +53,6 @@ logger = logging.getLogger(__name__)
 ACTOR_NAME = CONTROLLER
 _ROUTER = "router"
 _RECONCILE_S = 1.0
-_ADOPT_S = 30.0  # `cluster status` waits for it
 
 
 class Controller:
@@ -79,7 +77,7 @@ class Controller:
         self._people = PersonBook(name)
         self._people_door = PeopleDoor(self, self._people)
         self._traffic = TrafficBook()
-        self._capture: TrafficCapture | None = None
+        self._capture = CurrentCapture(self._traffic)
         self._autoscaling = Autoscaling(
             name,
             self._pools,
@@ -87,8 +85,8 @@ class Controller:
             desired=lambda: self._desired,
             scale=functools.partial(self.scale, wait_for_nodes=True),
         )
-        self._loop = asyncio.create_task(self._reconcile_forever())
-        self._autoscale = asyncio.create_task(self._autoscaling.run_forever())
+        self._reconciling = asyncio.create_task(self._reconcile_forever())
+        self._deciding = asyncio.create_task(self._autoscaling.run_forever())
 
     async def apply(self, launch: Launch, *, parts: Parts) -> None:
         """Make its spec the desired state. What it says of pools holds for replicas that start from now on."""
@@ -116,12 +114,13 @@ class Controller:
         """Change the size of the pools named; the others are not touched. Returns (before, after) of each.
 
         Where one shrinks and the other grows, replicas change their role in place, as by `switch`, as far as the spec
-        lets them (cluster.words.role_switch): `status` says of each what it `was`. Raises DeployError, and changes
-        nothing, when the nodes of today have no room, unless `wait_for_nodes`.
+        lets them (cluster.words.role_switch): `status` says of each what it `was`. Raises SpecError while an update is
+        under way, and DeployError when the nodes of today have no room, unless `wait_for_nodes`; then nothing has
+        changed.
         """
         await self._has_adopted.wait()
         desired = self._known
-        self._check_no_update()
+        self._updates.check_none(desired)
         wanted = {Role(role): number for role, number in replicas.items()}
         if any(not 0 <= number <= MAX_REPLICAS for number in wanted.values()):
             raise SpecError(f"a pool has from 0 to {MAX_REPLICAS} replicas")  # a spec with more could not be read again
@@ -168,8 +167,8 @@ class Controller:
         where it cannot be done.
         """
         await self._has_adopted.wait()
-        self._pool_of(replica)
-        self._check_no_update()
+        pool_of(replica, self._pools)
+        self._updates.check_none(self._known)
         heir = self._switches.ask(self._known, replica)
         self._desire_changed()
         return heir
@@ -177,7 +176,7 @@ class Controller:
     async def drain(self, replica: str) -> None:
         """Let one replica finish its work, or hand it over, and leave; a fresh one under a new id takes its place."""
         await self._has_adopted.wait()
-        pool = self._pool_of(replica)
+        pool = pool_of(replica, self._pools)
         if pool.get(replica) is None:
             raise SpecError(f"{replica} has left already")
         pool.retire(replica)
@@ -194,7 +193,7 @@ class Controller:
         if replica == _ROUTER:
             return await self._router_logs.read(self._known.launch.log_dir, lines=lines, starts=starts or {})
         await self._has_adopted.wait()
-        home = self._pool_of(replica).home(replica)
+        home = pool_of(replica, self._pools).home(replica)
         if home is None:
             raise DeployError(f"{replica} has not been placed on a node yet: there is no log")
         life, log_dir = self._pools[role_of(replica)].get(replica), self._known.launch.log_dir
@@ -246,28 +245,19 @@ class Controller:
 
     async def start_capture(self, *, max_bytes: int) -> None:
         """Traffic from now on goes to a file on the head. Raises SpecError while there is one already."""
-        if self._capture:
-            raise SpecError("a capture is under way; end it by `cluster capture stop -o FILE`")
-        path = Path(self._known.launch.log_dir).with_name("trail") / "capture.jsonl"
-        self._capture = TrafficCapture(path, begin_s=time.monotonic(), max_bytes=max_bytes)
-        self._traffic.ended = self._capture.note
+        self._capture.start(self._known.launch.log_dir, max_bytes=max_bytes)
 
     async def capture(self) -> CaptureReport | None:
         """Of the capture that is under way; None: there is none."""
-        return self._capture.report(time.monotonic()) if self._capture else None
+        return self._capture.report()
 
     async def read_capture(self, begin: int, num_bytes: int) -> bytes:
         """Of the file of the capture that is under way. Raises SpecError where there is none."""
-        if self._capture is None:
-            raise SpecError("no capture is under way; begin one by `cluster capture start`")
         return self._capture.read(begin, num_bytes)
 
     async def stop_capture(self) -> None:
         """The capture is over, and its file is removed from the head."""
-        if self._capture:
-            self._traffic.ended = lambda seen: None
-            self._capture.remove()
-            self._capture = None
+        self._capture.stop()
 
     async def set_autoscale(self, rules: AutoscaleSpec | None) -> None:
         """By these rules from the next decision on; None: nobody decides of the pools' sizes any more."""
@@ -280,8 +270,8 @@ class Controller:
 
     async def stop(self) -> None:
         """Remove every replica at once, and forget the deployment."""
-        self._loop.cancel()
-        self._autoscale.cancel()
+        self._reconciling.cancel()
+        self._deciding.cancel()
         await self._people_door.close()
         await asyncio.gather(*(pool.stop() for pool in self._pools.values()))
         if self._keys:
@@ -306,33 +296,12 @@ class Controller:
                     await self._changed.wait()
 
     async def _adopt(self) -> None:
-        """Take over what an earlier life of this controller started; remove what is not whole. Raises RayError, as when
-        Ray has just come back itself; then none of it is being looked at any more."""
-        found = sorted(find_replicas(self._name), key=number_of)  # they keep the order in which they were started
-        lives = await asyncio.gather(*(self._adopt_one(replica) for replica in found), return_exceptions=True)
-        if problems := [life for life in lives if isinstance(life, BaseException)]:
-            raise problems[0]
-        for life in lives:
-            if isinstance(life, ReplicaLife):
-                self._pools[life.view.role].add(life, self._known.make_of(life.view.id, life.view.role))
+        """Take over what an earlier life of this controller started. Raises RayError."""
+        for life in await adopt_all(self._name, self._desired):
+            self._pools[life.view.role].add(life, self._known.make_of(life.view.id, life.view.role))
         if self._desired:
             self._switches.resume(self._desired)
         self._has_adopted.set()
-
-    async def _adopt_one(self, replica: str) -> ReplicaLife | None:
-        try:
-            if self._desired is None:
-                raise ReplicaFailed("nothing is desired")
-            life = ReplicaLife(replica, self._desired.as_made(replica, role_of(replica)))
-            async with asyncio.timeout(_ADOPT_S):
-                while not await _is_reached(life):
-                    await asyncio.sleep(_RECONCILE_S)
-        except (ReplicaFailed, TimeoutError) as error:
-            logger.warning("%s is removed, not adopted: %s", replica, error)
-            remove_leftovers(replica, self._name)
-            return None
-        logger.info("%s is adopted", replica)
-        return life
 
     def _reconcile(self) -> None:
         if (desired := self._desired) is None:
@@ -354,20 +323,6 @@ class Controller:
 
     def _make_updater(self, desired: Desired) -> Updater:
         return Updater(self._pools, teller=RevisionTeller(desired.launch), save=lambda: desired_store.save(self._known))
-
-    def _check_no_update(self) -> None:
-        if update := self._known.update:
-            raise SpecError(
-                f"an update to revision {update.revision} is under way: the pools' sizes are its own till then"
-            )
-
-    def _pool_of(self, replica: str) -> RolePools:
-        """The pool to which a replica belongs, or has belonged. Raises SpecError for any other name."""
-        for pool in self._pools.values():
-            if pool.get(replica) is not None or pool.home(replica) is not None:
-                return pool
-        known = ", ".join(replica for pool in self._pools.values() for replica in pool.ids)
-        raise SpecError(f"no replica is called {replica}; there are: {known or 'none'}")
 
     def _desire_changed(self) -> None:
         desired_store.save(self._known)
@@ -397,16 +352,6 @@ def _check_same_model(old: Spec, new: Spec) -> None:
     for section in ("name", "model", "kv", "index", "security"):
         if getattr(old, section) != getattr(new, section):
             raise SpecError(f"{section}: cannot change while deployed; take {old.name} down first")
-
-
-async def _is_reached(life: ReplicaLife) -> bool:
-    """Adopt it, unless the network is in the way: that may be for a moment, as where this host has just come back."""
-    try:
-        await life.adopt()
-    except (RankUnreachable, TimeoutError) as error:
-        logger.warning("%s serves, perhaps: %s", life.view.id, str(error) or "it does not answer")
-        return False
-    return True
 
 
 def _own_log(log_dir: str) -> Path:

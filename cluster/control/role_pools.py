@@ -11,6 +11,7 @@ from cluster.control.pool import ReplicaPool
 from cluster.control.replica import ReplicaState, ReplicaStatus
 from cluster.control.replica_life import ReplicaLife
 from cluster.control.report import PoolReport, ReplicaReport
+from cluster.words.errors import SpecError
 from cluster.words.request import Role
 
 
@@ -125,3 +126,12 @@ class RolePools:
             "failed_rounds": newest["failed_rounds"],
             "has_given_up": newest["has_given_up"],
         }
+
+
+def pool_of(replica: str, pools: Mapping[Role, RolePools]) -> RolePools:
+    """The pool to which a replica belongs, or has belonged. Raises SpecError for any other name."""
+    for pool in pools.values():
+        if pool.get(replica) is not None or pool.home(replica) is not None:
+            return pool
+    known = ", ".join(replica for pool in pools.values() for replica in pool.ids)
+    raise SpecError(f"no replica is called {replica}; there are: {known or 'none'}")

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from secrets import token_hex
 from time import monotonic
 
-from cluster.words.traffic import ReplicaNews, SeenRequest, TrafficNews
+from cluster.words.traffic import KEPT_S, ReplicaNews, SeenRequest, TrafficNews
 
-_KEEP_S = 1080.0
 _MAX_REQUESTS = 100_000
 _MAX_IDS = 4_000_000
 _FRESH_S = 30.0  # of what a router says of replicas
@@ -69,13 +68,13 @@ class TrafficBook:
     def _forget(self, now: float) -> None:
         is_full = len(self._requests) > _MAX_REQUESTS or self._num_ids > _MAX_IDS
         oldest = min((seen.arrival_s for seen in self._requests.values()), default=now)
-        if not is_full and now - oldest <= _KEEP_S:
+        if not is_full and now - oldest <= KEPT_S:
             return
         in_order = sorted(self._requests.items(), key=lambda item: item[1].arrival_s)
         for key, first in in_order:
             is_full = len(self._requests) > _MAX_REQUESTS or self._num_ids > _MAX_IDS
-            if not is_full and now - first.arrival_s <= _KEEP_S:
+            if not is_full and now - first.arrival_s <= KEPT_S:
                 break
             del self._requests[key]
             self._num_ids -= len(first.ids or ())
-        self._told = {router: one for router, one in self._told.items() if now - one[0] <= _KEEP_S}
+        self._told = {router: one for router, one in self._told.items() if now - one[0] <= KEPT_S}

@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from cluster.control.spec_diff import tokens_of
 from cluster.words.errors import SpecError
 from cluster.words.records import known_fields
 from cluster.words.request import Role
@@ -59,10 +58,6 @@ class Update:
 
     def returning(self, reason: str) -> Update:
         return replace(self, phase=Phase.RETURNING, reason=reason)
-
-    def is_same_tokens(self, old: Spec) -> bool:
-        """Whether both revisions give the same answers."""
-        return tokens_of(old) == tokens_of(self.spec)
 
     def to_tree(self) -> dict[str, Any]:
         return {

@@ -52,10 +52,6 @@ class RoleView:
         return self.coming.ready >= min(1, self.coming_target)
 
     @property
-    def is_leaving_there(self) -> bool:
-        return self.leaving.ready >= min(1, self.leaving_target)
-
-    @property
     def share_there(self) -> float:
         return min(1.0, self.coming.ready / self.coming_target) if self.coming_target else 1.0
 

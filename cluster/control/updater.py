@@ -78,6 +78,13 @@ class Updater:
         self._save()
         return changes
 
+    def check_none(self, desired: Desired) -> None:
+        """Raises SpecError where an update is under way: whoever else changes the pools' sizes waits for its end."""
+        if update := desired.update:
+            raise SpecError(
+                f"an update to revision {update.revision} is under way: the pools' sizes are its own till then"
+            )
+
     def abort(self, desired: Desired, reason: str) -> None:
         """Back to the old revision. Raises SpecError where there is no update."""
         if desired.update is None:

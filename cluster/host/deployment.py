@@ -43,7 +43,6 @@ if TYPE_CHECKING:  # Ray must not be imported before local_ray.join()
 logger = logging.getLogger(__name__)
 
 ENDINGS = (signal.SIGTERM, signal.SIGHUP)  # by which a command is told to end, but for Ctrl-C
-_SEE_ALL_S = 60.0  # from every replica being ready until the router has heard of all
 _STOP_S = 60.0
 _SERVE_S = 60.0
 _ROUTER_HOSTS_S = 60.0
@@ -256,7 +255,7 @@ def _start(
     pool_watch.await_ready(controller, Role, deadline=deadline, reporter=reporter)
     watch.lap("replicas after that")
     wanted = {role.value: spec.pool(role).replicas for role in Role}
-    router_admin.await_seen(state, wanted, within_s=_SEE_ALL_S)
+    router_admin.await_seen(state, wanted)
     if place.router.keys == "required":
         operator_key.make(controller, spec.name, say=reporter.say)
     watch.lap("router sees all")

@@ -26,6 +26,7 @@ from cluster.words.errors import DeployError
 _ANSWER_S = 3.0  # for all of it
 _NODE_S = 15.0  # two answers, each to connect to and to read
 _POLL_S = 0.1
+_SEE_ALL_S = 60.0  # from every replica being ready until the routers have heard of all
 _MAX_HEALTH_BYTES = 1 << 20
 _MAX_BYTES = 64 << 20  # the metrics of 4096 replicas have some megabytes
 _MAX_AT_ONCE = 32
@@ -99,7 +100,7 @@ def seen_by(routers: Sequence[AdminAnswer]) -> dict[str, int] | None:
     return {role: min(one.get(role, 0) for one in seen) for role in seen[0]} if seen else None
 
 
-def await_seen(state: State, wanted: Mapping[str, int], *, within_s: float) -> None:
+def await_seen(state: State, wanted: Mapping[str, int], *, within_s: float = _SEE_ALL_S) -> None:
     """Until every router sees at least `wanted` replicas per role, as far as routers can be asked: by a certificate
     they cannot. Raises DeployError."""
     if not state.admin:

@@ -49,7 +49,7 @@ class Life:
 
     began: float = field(default_factory=monotonic)  # its arrival
     spans: list[tuple[LifeState, str, float, float]] = field(default_factory=list)  # as Span has them, by that clock
-    first_s: float = 0.0  # until its first token; 0: none yet
+    first_s: float = 0.0  # until its first token, told when it is over; 0: it is not, or none came
     ended: float = 0.0  # 0: it is under way
     outcome: str = ""
     trace_id: str = ""  # of W3C, where it is traced

@@ -9,6 +9,7 @@ from cluster.words.request import Role
 from cluster.words.timing import StepTiming
 
 TOKENS_PER_HASH = 64  # of a prompt, behind one hash of all before them
+KEPT_S = 1080.0  # what whoever decides looks at, and what may be in caches since before
 
 
 @dataclass(kw_only=True, slots=True)

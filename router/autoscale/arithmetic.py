@@ -8,7 +8,7 @@ from statistics import fmean
 
 from cluster.bench.trace import TraceRequest
 from router.autoscale.demand import Demand
-from router.simulator.fleet import FleetSetup
+from router.simulator.fleet_setup import FleetSetup
 from router.simulator.profile import Profile
 
 

@@ -13,7 +13,7 @@ from cluster.words.traffic import TOKENS_PER_HASH, ReplicaNews
 from router.autoscale.observation import Saturation
 from router.autoscale.pool_sizes import PoolSizes
 from router.autoscale.simulated_outlook import Fleets
-from router.simulator.fleet import FleetSetup
+from router.simulator.fleet_setup import FleetSetup
 from router.simulator.profile import KV, LinkProfile, Profile, Steps
 
 _LINK_BYTES_PER_S = 1e9  # until one is measured

@@ -23,7 +23,8 @@ from router.autoscale.forecast import (
 from router.autoscale.pool_sizes import PoolSizes
 from router.autoscale.scaling_decision import Prediction
 from router.simulator.clock import Clock
-from router.simulator.fleet import Fleet, FleetSetup
+from router.simulator.fleet import Fleet
+from router.simulator.fleet_setup import FleetSetup
 from router.simulator.prefix_hashes import PrefixHashes
 from router.simulator.profile import Profile
 from router.simulator.report import Report
@@ -115,10 +116,6 @@ class SimulatedOutlook:
         trace = _again(upcoming(recent[first:], answers[first:], forecast), answers[first:])
         present = _Present.of(requests, all_answers, now_s, first=len(requests) - len(recent) + first)
         return cls(fleets, trace, forecast, present)
-
-    @property
-    def num_simulated(self) -> int:
-        return len(self._predicted)
 
     def demand(self, *, reuse_share: float) -> Demand:
         fleets = self._fleets

@@ -17,6 +17,7 @@ from router.routing.policy import CandidateReplica, Option, RoutingRequest
 from router.simulator.clock import Action, Clock
 from router.simulator.cores import Cores
 from router.simulator.decode_replica import DecodeReplica
+from router.simulator.fleet_setup import FleetSetup
 from router.simulator.flight import Flight
 from router.simulator.prefill_replica import PrefillReplica
 from router.simulator.prefix_hashes import PrefixHashes
@@ -32,24 +33,6 @@ class ReplicaUse:
     queue_s: float  # of prompts
     num_streams: int
     kv_share: float  # of its blocks, in use
-
-
-@dataclass(frozen=True, kw_only=True)
-class FleetSetup:
-    """What is simulated. With num_prefill = 0 each decode replica computes its prompts itself."""
-
-    num_prefill: int
-    num_decode: int
-    policy: str
-    block_size: int
-    kv_tokens: int  # per replica
-    host_tokens: int = 0  # per replica
-    pulls: bool = False
-    eviction: str = "reuse_value"  # as kv.eviction
-    prefill_batch_tokens: int = 8192
-    decode_batch_tokens: int = 2048
-    max_running: int = 256
-    max_local_tokens: int = 16  # as router.max_local_prefill
 
 
 class Fleet:

@@ -8,7 +8,7 @@ from typing import Any
 
 from cluster.bench.trace import TraceRequest
 from cluster.words.errors import SpecError
-from router.simulator.fleet import FleetSetup
+from router.simulator.fleet_setup import FleetSetup
 from router.simulator.profile import Profile
 from router.simulator.run import simulate
 

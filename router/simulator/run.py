@@ -9,7 +9,8 @@ from typing import Any
 
 from cluster.bench.trace import TraceRequest
 from router.simulator.clock import Clock
-from router.simulator.fleet import Fleet, FleetSetup
+from router.simulator.fleet import Fleet
+from router.simulator.fleet_setup import FleetSetup
 from router.simulator.prefix_hashes import PrefixHashes
 from router.simulator.profile import Profile
 from router.simulator.report import Report

@@ -9,7 +9,6 @@ leave    end the Generation, count the request, log one line
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
@@ -18,20 +17,14 @@ from functools import partial
 
 from cluster.grammar.compiler import GrammarCompiler
 from cluster.words.api_key import ApiKey
-from cluster.words.errors import (
-    ClientTooSlow,
-    ClusterError,
-    DeadlineExceeded,
-    RequestError,
-    outcome_of,
-)
+from cluster.words.errors import ClientTooSlow, ClusterError, DeadlineExceeded, RequestError, outcome_of
 from cluster.words.grammar import Grammar
-from cluster.words.life import Life, LifeState
 from cluster.words.prompt_logprobs import PromptLogprobs
-from cluster.words.request import OFFLINE, Sampling, SequenceRequest
+from cluster.words.request import Sampling, SequenceRequest
 from cluster.words.thinking_budget import ThinkingBudget
 from router.generation import Generation, RequestRoute, TokenService
 from router.metrics import Metrics
+from router.text.account import Account
 from router.text.answer_events import AnswerEvents
 from router.text.answer_reader import AnswerReader
 from router.text.best_of import best_of
@@ -61,8 +54,6 @@ from router.text.trail import RequestTrail
 from router.text.unread import UnreadLimit
 from router.tracing import Trace, Tracing
 from router.traffic import TrafficRecord
-
-logger = logging.getLogger(__name__)
 
 _LARGE = 8 * 1024  # characters of schemas, some ms of rewriting; more is done on another thread
 
@@ -199,12 +190,16 @@ class Completion:
         self._grammar = grammar  # what the whole of an answer keeps to
         self._thinking = thinking  # for how long it may think before that
         self._token_service = service.token_service
-        self._metrics = service.metrics
-        self._trail = service.trail
-        self._model = service.model.id
-        self._traffic = None if request.priority >= OFFLINE else service.traffic  # nobody waits for those
-        self._seen_as = range(0)
         self._trace = trace
+        self._account = Account(
+            request,
+            model=service.model.id,
+            clock=clock,
+            metrics=service.metrics,
+            trail=service.trail,
+            traffic=service.traffic,
+            trace=trace,
+        )
         self._clock = clock
         self._limit_s = limit_s
         self.max_unread_s = service.max_unread_s
@@ -216,7 +211,6 @@ class Completion:
             for choice in range(request.num_choices)
         ]
         self._route = RequestRoute()
-        self._life = Life()
         self._generation: Generation | None = None
 
     def _reader(self, service: Completions) -> AnswerReader | None:
@@ -236,13 +230,7 @@ class Completion:
         block raises ClusterError; past the deadline that is DeadlineExceeded, and ClientTooSlow where events are not
         consumed in time, whatever the block was waiting for.
         """
-        if self._traffic is not None:
-            self._seen_as = self._traffic.arrived(
-                self.prompt_ids,
-                salt=self.request.salt,
-                num_choices=self.num_choices,
-                ttft_s=lambda: self._clock.ttft_s,
-            )
+        self._account.arrived(self.prompt_ids)
         try:
             async with (
                 self._until_deadline(),
@@ -251,10 +239,7 @@ class Completion:
                 self._token_service.start(self._sequence()) as generation,
             ):
                 self._route, self._generation = generation.route, generation
-                self._life = life = generation.life
-                entered, life.began = life.began, self._clock.began
-                life.add(LifeState.PREPARE, "", life.began, entered)
-                life.trace_id = self._trace.id if self._trace else ""
+                self._account.started(generation.life)
                 events = AnswerEvents(
                     generation,
                     self._choices,
@@ -268,12 +253,12 @@ class Completion:
                     best_of(events, num_best=self.n, shows_logprobs=has_logprobs) if self.request.is_ranked else events
                 )
         except RequestError as error:
-            self._account(error)
+            self._over(error)
             raise self.request.in_its_words(error) from None
         except BaseException as error:
-            self._account(error)
+            self._over(error)
             raise
-        self._account(None)
+        self._over(None)
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs | None:
@@ -296,8 +281,7 @@ class Completion:
 
     def refuse(self, error: ClusterError) -> None:
         """It is not to be run, for its key may not ask for it at present."""
-        self._metrics.requests.labels(outcome_of(error).code).inc()
-        self._trail.refused(self.request, error)
+        self._account.refused(error)
 
     @property
     def most_tokens(self) -> int:
@@ -359,52 +343,17 @@ class Completion:
                 raise
             raise DeadlineExceeded(f"request {self.request.id}: not finished within {self._limit_s:g} s") from None
 
-    def _told(self, outcome: str, usage: TokenUsage) -> dict[str, str | int | float]:
-        """Of a span. By the names of OpenTelemetry's conventions, where these have one."""
-        route = self._route
-        return {
-            "gen_ai.request.model": self._model,
-            "gen_ai.usage.input_tokens": usage.prompt_tokens,
-            "gen_ai.usage.output_tokens": usage.completion_tokens,
-            "xpyd.request": self.request.id,
-            "xpyd.tenant": self.request.tenant,
-            "xpyd.outcome": outcome,
-            "xpyd.cached_tokens": usage.cached_tokens,
-            "xpyd.prefill": route.prefill_replica,
-            "xpyd.decode": route.decode_replica,
-            "xpyd.wire_bytes": route.wire_bytes,
-            "xpyd.attempts": route.attempts,
-            "xpyd.ttft_s": self._clock.ttft_s,
-            "xpyd.itl_s": self._clock.itl_s,
-        }
-
-    def _account(self, error: BaseException | None) -> None:
-        """Count the request and log its one line, when it is over."""
+    def _over(self, error: BaseException | None) -> None:
+        """It is accounted for."""
         outcome = "completed" if self._is_finished else "cancelled"
         if self._unread.is_passed:  # also where the block is left in another way: by the end of a generator
             outcome = outcome_of(ClientTooSlow()).code
         elif isinstance(error, Exception):
             outcome = outcome_of(error).code
-        usage, route, clock = self._usage, self._route, self._clock
-        if self._traffic is not None:
-            lengths = (choice.num_tokens for choice in self._choices)
-            self._traffic.over(self._seen_as, lengths, ttft_s=clock.ttft_s, itl_s=clock.itl_s)
-        self._metrics.requests.labels(outcome).inc()
-        self._metrics.request_time.observe(clock.elapsed_s)
-        self._metrics.prompt_tokens.inc(usage.prompt_tokens)
-        self._metrics.cached_tokens.inc(usage.cached_tokens)
-        self._metrics.generated_tokens.inc(usage.completion_tokens)
-        max_tokens, ttft_s = self._sampling.max_tokens, clock.ttft_s
-        life = self._life
-        life.ended, life.outcome, life.first_s = clock.began + clock.elapsed_s, outcome, ttft_s
-        if self._trace and self._trace.is_sampled:
-            self._trace.tell(self._told(outcome, usage), life)
-        self._trail.done(self.request, outcome, usage, max_tokens=max_tokens, s=clock.elapsed_s, ttft_s=ttft_s)
-        logger.info(
-            "request done request=%s outcome=%s prompt_tokens=%d cached_tokens=%d pulled_tokens=%d "
-            "completion_tokens=%d prefill=%s decode=%s blocks=%d bytes=%d attempts=%d ttft_ms=%.1f itl_ms=%.1f ms=%.1f",
-            self.request.id, outcome, usage.prompt_tokens, route.cached_tokens, route.pulled_tokens,
-            usage.completion_tokens,
-            route.prefill_replica, route.decode_replica, route.blocks_shipped, route.wire_bytes, route.attempts,
-            clock.ttft_s * 1e3, clock.itl_s * 1e3, clock.elapsed_s * 1e3,
-        )  # fmt: skip
+        self._account.over(
+            outcome,
+            self._usage,
+            self._route,
+            num_outputs=(choice.num_tokens for choice in self._choices),
+            max_tokens=self._sampling.max_tokens,
+        )

@@ -30,7 +30,7 @@ from router.autoscale.pool_sizes import PoolSizes, ScaleLimits
 from router.autoscale.replay import ReplayPrice, ScaledReplay
 from router.autoscale.scaling_decision import ScalingDecision
 from router.autoscale.simulated_outlook import Fleets
-from router.simulator.fleet import FleetSetup
+from router.simulator.fleet_setup import FleetSetup
 from router.simulator.profile import load_profile
 from router.simulator.run import simulate
 

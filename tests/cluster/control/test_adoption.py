@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from ray.exceptions import RpcError
 
-from cluster.control import controller, ray_internals, remains
+from cluster.control import adoption, controller, ray_internals, remains
 from cluster.control.controller import Controller
 from cluster.control.desired import Desired
 from cluster.control.replica import ReplicaState, ReplicaStatus, role_of
@@ -29,9 +29,9 @@ async def test_what_lives_is_looked_for_until_ray_says_it(monkeypatch: pytest.Mo
 
     for function in ("put", "get", "delete"):
         monkeypatch.setattr(ray_internals, function, lambda *key, namespace: None)
-    for module in (controller, remains):
+    for module in (adoption, remains):
         monkeypatch.setattr(module, "find_replicas", find_replicas)
-    monkeypatch.setattr(controller, "remove_leftovers", lambda replica, name: removed.append(replica))
+    monkeypatch.setattr(adoption, "remove_leftovers", lambda replica, name: removed.append(replica))
     starting = Controller.__new__(Controller)
     await starting.__init__("a")  # type: ignore[misc,func-returns-value]
     with pytest.raises(DeployError, match="nothing has been deployed yet"):
@@ -67,10 +67,10 @@ async def test_a_replica_that_cannot_be_reached_for_a_moment_is_adopted(monkeypa
         monkeypatch.setattr(ray_internals, function, lambda *key, namespace: None)
     monkeypatch.setattr(controller, "redirect_output", lambda path, who: None)
     monkeypatch.setattr(controller.desired_store, "load", lambda name: Desired(launch=launch))
-    monkeypatch.setattr(controller, "find_replicas", lambda name: ["decode-0"])
+    monkeypatch.setattr(adoption, "find_replicas", lambda name: ["decode-0"])
     monkeypatch.setattr(remains, "find_replicas", lambda name: [])
-    monkeypatch.setattr(controller, "remove_leftovers", lambda replica, name: removed.append(replica))
-    monkeypatch.setattr(controller, "ReplicaLife", Life)
+    monkeypatch.setattr(adoption, "remove_leftovers", lambda replica, name: removed.append(replica))
+    monkeypatch.setattr(adoption, "ReplicaLife", Life)
     starting = Controller.__new__(Controller)
     await starting.__init__("a")  # type: ignore[misc,func-returns-value]
     pools = (await starting.status())["pools"]

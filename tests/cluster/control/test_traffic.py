@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from cluster.bench.trace import read_trace
+from cluster.control.current_capture import CurrentCapture
 from cluster.control.traffic_book import TrafficBook
 from cluster.control.traffic_capture import TrafficCapture
+from cluster.words.errors import SpecError
 from cluster.words.traffic import SeenRequest, TrafficNews
 
 
@@ -87,3 +91,21 @@ def test_a_capture_ends_at_its_limit(tmp_path: Path) -> None:
     report = capture.report(111.0)
     assert report["is_full"] and capture.path.stat().st_size == report["bytes"] <= 1000
     assert report["requests"] == len(capture.path.read_text().splitlines()) > 1
+
+
+def test_there_is_one_capture_at_a_time_and_its_file_goes_with_it(tmp_path: Path) -> None:
+    book = TrafficBook()
+    current = CurrentCapture(book)
+    with pytest.raises(SpecError, match="no capture"):
+        current.read(0, 1)
+    current.start(str(tmp_path / "logs"), max_bytes=10_000)
+    with pytest.raises(SpecError, match="under way"):
+        current.start(str(tmp_path / "logs"), max_bytes=10_000)
+    book.note(_news("a", {0: _seen(0.0, num_output=7)}))
+    report = current.report()
+    assert report and report["requests"] == 1
+    [line] = current.read(0, 10_000).splitlines()
+    assert json.loads(line)["output_length"] == 7
+    current.stop()
+    assert current.report() is None and not list((tmp_path / "trail").iterdir())
+    book.note(_news("a", {1: _seen(0.0, num_output=7)}))  # nobody is told

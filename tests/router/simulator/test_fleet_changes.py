@@ -7,7 +7,8 @@ import random
 from cluster.bench.trace import TraceRequest
 from cluster.words.request import Role
 from router.simulator.clock import Clock
-from router.simulator.fleet import Fleet, FleetSetup
+from router.simulator.fleet import Fleet
+from router.simulator.fleet_setup import FleetSetup
 from router.simulator.prefix_hashes import PrefixHashes
 from router.simulator.profile import load_profile
 from router.simulator.report import Report

@@ -13,7 +13,7 @@ import pytest
 from cluster.bench.trace import TraceRequest, read_trace
 from cluster.words.errors import SpecError
 from router.routing.policy import CandidateReplica, Option, RoutingRequest
-from router.simulator.fleet import FleetSetup
+from router.simulator.fleet_setup import FleetSetup
 from router.simulator.plan import make_plan
 from router.simulator.prefix_hashes import PrefixHashes
 from router.simulator.profile import load_profile, shipped_profiles

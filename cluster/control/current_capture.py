@@ -1,0 +1,44 @@
+"""The capture of a deployment's traffic that is under way, if there is one; there is never a second."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from time import monotonic
+
+from cluster.control.traffic_book import TrafficBook
+from cluster.control.traffic_capture import CaptureReport, TrafficCapture
+from cluster.words.errors import SpecError
+
+
+class CurrentCapture:
+    """Lives on the controller's event loop, and with that one: a controller that restarts has none."""
+
+    def __init__(self, book: TrafficBook) -> None:
+        """book: by whose clock, time.monotonic, requests arrive; it tells of those that are over."""
+        self._book = book
+        self._capture: TrafficCapture | None = None
+
+    def start(self, log_dir: str, *, max_bytes: int) -> None:
+        """To a file beside the trail, on the head. Raises SpecError while there is one already."""
+        if self._capture:
+            raise SpecError("a capture is under way; end it by `cluster capture stop -o FILE`")
+        path = Path(log_dir).with_name("trail") / "capture.jsonl"
+        self._capture = TrafficCapture(path, begin_s=monotonic(), max_bytes=max_bytes)
+        self._book.ended = self._capture.note
+
+    def report(self) -> CaptureReport | None:
+        """None: there is none."""
+        return self._capture.report(monotonic()) if self._capture else None
+
+    def read(self, begin: int, num_bytes: int) -> bytes:
+        """Of its file. Raises SpecError where there is none."""
+        if self._capture is None:
+            raise SpecError("no capture is under way; begin one by `cluster capture start`")
+        return self._capture.read(begin, num_bytes)
+
+    def stop(self) -> None:
+        """It is over, and its file is removed."""
+        if self._capture:
+            self._book.ended = lambda seen: None
+            self._capture.remove()
+            self._capture = None

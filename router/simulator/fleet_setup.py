@@ -1,0 +1,23 @@
+"""What a simulation is of: how many replicas of which size, and by which rules they are used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetSetup:
+    """What is simulated. With num_prefill = 0 each decode replica computes its prompts itself."""
+
+    num_prefill: int
+    num_decode: int
+    policy: str
+    block_size: int
+    kv_tokens: int  # per replica
+    host_tokens: int = 0  # per replica
+    pulls: bool = False
+    eviction: str = "reuse_value"  # as kv.eviction
+    prefill_batch_tokens: int = 8192
+    decode_batch_tokens: int = 2048
+    max_running: int = 256
+    max_local_tokens: int = 16  # as router.max_local_prefill
