@@ -49,7 +49,9 @@ class Updater:
     def begin(self, desired: Desired, spec: Spec, options: UpdateOptions) -> list[SpecChange]:
         """Raises SpecError, and DeployError where there is no room for a new revision beside the old one; then nothing
         has changed. Returns what changes."""
-        if desired.update and (desired.update.spec, desired.update.options) == (spec, options):
+        update = desired.update
+        is_returning = update is not None and update.phase is Phase.RETURNING
+        if update and not is_returning and (update.spec, update.options) == (spec, options):
             return []  # Ray asks a controller that comes back once more what it was asked when it died
         if desired.update:
             raise SpecError(

@@ -14,9 +14,11 @@ from cluster.control.desired import Desired
 from cluster.control.role_pools import RolePools
 from cluster.control.scaling_history import ScalingHistory
 from cluster.control.traffic_book import TrafficBook
+from cluster.control.update import Update
 from cluster.words.credentials import Credentials
 from cluster.words.launch import Launch
 from cluster.words.request import Role
+from cluster.words.spec import AutoscaleSpec
 from cluster.words.spec_file import parse_spec
 from router.autoscale.decide import AutoscaleState
 from router.autoscale.live_sight import LiveSight
@@ -158,6 +160,24 @@ async def test_what_was_decided_of_other_sizes_than_an_operator_has_made_is_drop
     site.before_done = lambda: site.desired.scale(Role.DECODE, 5)
     assert await site.autoscaling.decide_once() is None
     assert site.scaled == [] and site.autoscaling.report()["sizes"] == [2, 5]
+
+
+async def test_a_decision_by_rules_that_hold_no_more_is_dropped(tmp_path: Path) -> None:
+    """A decision may take minutes, in which an operator has turned the autoscaler off, or made it a dry run."""
+    for rules in (None, AutoscaleSpec(max_devices=4, dry_run=True)):
+        site = _Site(tmp_path)
+        site.before_done = lambda site=site, rules=rules: site.desired.set_autoscale(rules)  # type: ignore[misc]
+        assert await site.autoscaling.decide_once() is None
+        assert site.scaled == [] and not site.autoscaling.report()["decisions"]
+
+
+async def test_during_an_update_nothing_is_decided_nor_noted_as_done(tmp_path: Path) -> None:
+    site = _Site(tmp_path)
+    update = Update(revision=2, spec=site.desired.spec, roles=frozenset(Role))
+    site.before_done = lambda: setattr(site.desired, "update", update)
+    assert await site.autoscaling.decide_once() is None and len(site.asked) == 1  # it began meanwhile
+    assert await site.autoscaling.decide_once() is None and len(site.asked) == 1
+    assert site.scaled == [] and site.history.kept is None
 
 
 async def test_a_decision_is_kept_before_it_is_carried_out(tmp_path: Path) -> None:
