@@ -316,7 +316,7 @@ def _tally(pool: ReplicaPool) -> ReplicaCount:
     now, counts = time.monotonic(), dict.fromkeys(("ready", "starting", "pending", "draining"), 0)
     for life in pool.lives:
         state, since = life.view.state, life.serving_since
-        is_seen = since is not None and now - since >= _SEEN_S
+        is_seen = life.is_adopted or (since is not None and now - since >= _SEEN_S)
         if state is ReplicaState.DRAINING:
             counts["draining"] += 1
         elif state is ReplicaState.PENDING and life.view.stage:  # else it has hardly been asked for
