@@ -68,6 +68,7 @@ class Controller:
         self._desired = desired_store.load(name)
         if self._desired:
             redirect_output(_own_log(self._desired.launch.log_dir), who=ACTOR_NAME)
+            _capture_path(self._desired.launch.log_dir).unlink(missing_ok=True)  # an earlier life's: it cannot go on
         self._keys = KeyKeeper(self._desired.launch) if self._desired else None
         self._changed = asyncio.Event()
         makes = self._desired.makes if self._desired else dict.fromkeys(Role, 1)
@@ -248,7 +249,7 @@ class Controller:
         """Traffic from now on goes to a file on the head. Raises SpecError while there is one already."""
         if self._capture:
             raise SpecError("a capture is under way; end it by `cluster capture stop -o FILE`")
-        path = Path(self._known.launch.log_dir).with_name("trail") / "capture.jsonl"
+        path = _capture_path(self._known.launch.log_dir)
         self._capture = TrafficCapture(path, begin_s=time.monotonic(), max_bytes=max_bytes)
         self._traffic.ended = self._capture.note
 
@@ -282,6 +283,7 @@ class Controller:
         """Remove every replica at once, and forget the deployment."""
         self._loop.cancel()
         self._autoscale.cancel()
+        await self.stop_capture()
         await self._people_door.close()
         await asyncio.gather(*(pool.stop() for pool in self._pools.values()))
         if self._keys:
@@ -411,3 +413,7 @@ async def _is_reached(life: ReplicaLife) -> bool:
 
 def _own_log(log_dir: str) -> Path:
     return Path(log_dir) / f"{ACTOR_NAME}.log"
+
+
+def _capture_path(log_dir: str) -> Path:
+    return Path(log_dir).parent / "trail" / "capture.jsonl"
