@@ -141,11 +141,12 @@ class Controller:
         self._desire_changed()
         return {role.value: (before[role], number) for role, number in wanted.items()}
 
-    async def update(self, spec: dict[str, Any], options: UpdateOptions) -> bool:
-        """Begin to turn the deployment into one of `spec`; False where nothing of it has to be replaced. Raises
-        SpecError, or DeployError where there is no room; then nothing has changed."""
+    async def update(self, spec: dict[str, Any], options: UpdateOptions, *, seen: dict[str, Any] | None = None) -> bool:
+        """Begin to turn the deployment into one of `spec`; False where nothing of it has to be replaced. seen: the spec
+        by which the operator went: what was scaled since then is not undone unseen. Raises SpecError, or DeployError
+        where there is no room; then nothing has changed."""
         await self._has_adopted.wait()
-        self._updates.begin(self._known, parse_spec(spec), options)
+        self._updates.begin(self._known, parse_spec(spec), options, seen=parse_spec(seen) if seen else None)
         self._changed.set()
         return self._known.update is not None
 

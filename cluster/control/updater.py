@@ -46,9 +46,11 @@ class Updater:
         self._waits_for = ""
         self._told: tuple[Revision, ...] | None = None
 
-    def begin(self, desired: Desired, spec: Spec, options: UpdateOptions) -> list[SpecChange]:
-        """Raises SpecError, and DeployError where there is no room for a new revision beside the old one; then nothing
-        has changed. Returns what changes."""
+    def begin(
+        self, desired: Desired, spec: Spec, options: UpdateOptions, *, seen: Spec | None = None
+    ) -> list[SpecChange]:
+        """seen: from which `spec` was made; None: no matter which. Raises SpecError, and DeployError where there is no
+        room for a new revision beside the old one; then nothing has changed. Returns what changes."""
         update = desired.update
         is_returning = update is not None and update.phase is Phase.RETURNING
         if update and not is_returning and (update.spec, update.options) == (spec, options):
@@ -59,6 +61,10 @@ class Updater:
                 "or take it back with `cluster update --abort`"
             )
         changes = changes_of(desired.spec, spec)
+        meanwhile = changes_of(seen, desired.spec) if seen else []
+        if changes and meanwhile:  # without changes it may be asked again, as above, with nothing to be replaced
+            said = ", ".join(map(str, meanwhile))
+            raise SpecError(f"the deployment was changed meanwhile ({said}): `cluster update` again, from there")
         check_possible(changes)
         roles = roles_of(changes, restarts_all=options.restarts_all)
         if not roles:
