@@ -131,8 +131,10 @@ class Autoscaling:
                 await self.decide_once()
                 self._problem = ""
             except (ClusterError, RayError, TimeoutError, ValueError) as error:
-                self._problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
-                logger.warning("nothing is decided of the pools' sizes: %s", self._problem)
+                self._note_problem(error)
+            except Exception as error:  # an edge: without this loop nothing is ever decided again, and nobody told
+                logger.exception("unexpected")
+                self._note_problem(error)
 
     async def decide_once(self) -> ScalingDecision | None:
         """Look, decide, and carry it out; None where somebody else has changed the sizes or the rules, or decided,
@@ -161,6 +163,10 @@ class Autoscaling:
         if decision.is_change and not decision.is_dry_run:
             await self._scale({Role.PREFILL.value: decision.after.prefill, Role.DECODE.value: decision.after.decode})
         return decision
+
+    def _note_problem(self, error: Exception) -> None:
+        self._problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        logger.warning("nothing is decided of the pools' sizes: %s", self._problem)
 
     def _sight(self, desired: Desired) -> LiveSight:
         pools = self._pools

@@ -18,7 +18,6 @@ from cluster.words.request import Role
 from cluster.words.spec import Spec
 from cluster.words.spec_file import parse_spec
 
-
 _Keys: TypeAlias = tuple[str, ...]  # a path; no text, for a label's own name may have dots: `ray.io/market-type`
 
 

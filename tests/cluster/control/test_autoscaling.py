@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from cluster.control import scaling_history
 from cluster.control.autoscaling import Autoscaling
 from cluster.control.desired import Desired
 from cluster.control.role_pools import RolePools
@@ -23,7 +27,8 @@ from cluster.words.spec_file import parse_spec
 from router.autoscale.decide import AutoscaleState
 from router.autoscale.live_sight import LiveSight
 from router.autoscale.pool_sizes import PoolSizes
-from router.autoscale.scaling_decision import ScalingDecision
+from router.autoscale.scaling_decision import Prediction, ScalingDecision
+from tests.waiting import becomes
 
 
 class FakeHistory:
@@ -191,3 +196,39 @@ async def test_a_decision_is_kept_before_it_is_carried_out(tmp_path: Path) -> No
     site.before_scaled = fails
     with pytest.raises(RuntimeError):
         await site.autoscaling.decide_once()
+
+
+async def test_an_error_that_nobody_thought_of_is_told_and_the_next_decision_is_made(tmp_path: Path) -> None:
+    site = _Site(tmp_path, interval_s=1)
+
+    def fails() -> None:
+        raise KeyError("of a newer version")
+
+    site.before_done = fails
+    running = asyncio.create_task(site.autoscaling.run_forever())
+    await becomes(lambda: site.autoscaling.report()["problem"] == "KeyError: 'of a newer version'")
+    site.before_done = lambda: None
+    await becomes(lambda: site.scaled)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_what_another_version_has_kept_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    kept: list[str] = []
+    store = SimpleNamespace(put=kept.append, get=lambda: kept[-1])
+    monkeypatch.setattr(scaling_history, "StoreEntry", lambda *names, **more: store)
+    seen = Prediction(
+        sizes=PoolSizes(1, 3), load=1.0, good_share=1.0, ttft_share=1.0, itl_share=1.0,
+        ttft_p50_s=0.1, ttft_p90_s=0.2, itl_s=0.01, reuse_share=0.5,
+    )  # fmt: skip
+    site = _Site(tmp_path)
+    decision = await site.autoscaling.decide_once()
+    assert decision
+    state, decisions = AutoscaleState(number=1, expected=seen), [replace(decision, tried=(seen,))]
+    scaling_history.save("test", state, decisions)
+    tree = json.loads(kept[-1])
+    first, then = tree["state"], tree["decisions"][0]
+    for part in (tree, first, first["trust"], first["expected"], then, then["moves"], then["tried"][0]):
+        part["of a newer version"] = 1
+    kept.append(json.dumps(tree))
+    assert scaling_history.load("test") == ScalingHistory(state, decisions)
