@@ -47,6 +47,7 @@ READINESS = "readiness"  # a name of the health service's own, for probes
 
 _LAST_WORDS_S = 1.0  # for what has ended to be heard
 _UNREAD_BYTES = 16 << 10  # of each stream
+_MAX_PENDING = 8192  # calls that no handler has seen yet
 _LARGE = 16 << 10  # bytes of a message, of which another thread makes a request
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
@@ -77,12 +78,11 @@ async def open_grpc_api(
     what is more waits or is refused (UNAVAILABLE). Raises DeployError.
     """
     inference = InferenceServicer(completions, access)
-    max_waiting = 2 * limits.streams
     gate = KeyInterceptor(
         access,
         free=[health.SERVICE_NAME],
         within_s=limits.message_s,
-        max_waiting=max_waiting,
+        max_waiting=2 * limits.streams,
         entered={f"/{SERVICE}/{method}": inference.entered for method in ("Generate", "Tokenize", "Detokenize")},
     )
     server = grpc.aio.server(
@@ -97,8 +97,8 @@ async def open_grpc_api(
             ("grpc.max_connection_age_grace_ms", _ms(completions.max_request_s)),  # in which what runs may end
             ("grpc.max_concurrent_streams", limits.streams),
             # Calls that came while this event loop was busy; beyond 1,000 gRPC would cut off one or the other, unsaid.
-            ("grpc.server.max_pending_requests", max_waiting),
-            ("grpc.server.max_pending_requests_hard_limit", max_waiting),
+            ("grpc.server.max_pending_requests", _MAX_PENDING),
+            ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING),
             ("grpc.so_reuseport", int(is_port_shared)),
         ),
     )

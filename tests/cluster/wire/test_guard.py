@@ -50,6 +50,7 @@ _MAY = {
     "Logs": [_VIEWER, _OPERATOR],
     "Scale": [_OPERATOR],
     "Drain": [_OPERATOR],
+    "Switch": [_OPERATOR],
     "ListKeys": [_OPERATOR],
     "CreateKey": [_OPERATOR],
     "RevokeKey": [_OPERATOR],
