@@ -41,6 +41,8 @@ class Tracing:
         """processor: to which spans go. ratio: of the requests that nobody else has decided on."""
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+        # It would repeat a client's words, line by line, where its `tracestate` makes no sense.
+        logging.getLogger("opentelemetry.trace").setLevel(logging.ERROR)
         self._processor = processor
         self._deployment = deployment
         self._router = router

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import stat
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 import typer
 
@@ -46,11 +47,25 @@ def stop(
     time.sleep(_TOLD_S)
     report: dict[str, Any] = ask(controller, "capture")
     try:
-        with os.fdopen(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            while piece := ask(controller, "read_capture", file.tell(), _PIECE):
-                file.write(piece)
+        with _own_file(output) as file:
+            num_bytes = 0  # a pipe cannot tell
+            while piece := ask(controller, "read_capture", num_bytes, _PIECE):
+                num_bytes += file.write(piece)
     except OSError as error:
         raise SpecError(f"{output}: {error.strerror}; the recording goes on") from None
     ask(controller, "stop_capture")
     full = "; it was full, and what came later is missing" if report["is_full"] else ""
     print(f"{output}: {report['requests']:,} requests in {report['seconds']:,.0f} s{full}")
+
+
+def _own_file(path: Path) -> BinaryIO:
+    """Empty, and for nobody else to read, also where there was one. Raises OSError, as where it is somebody else's."""
+    file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb")
+    try:
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # no pipe, as /dev/stdout may be
+            os.fchmod(file.fileno(), 0o600)
+            file.truncate(0)
+    except OSError:
+        file.close()
+        raise
+    return file

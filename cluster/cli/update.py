@@ -95,7 +95,7 @@ def update(
     check_possible(changes)
     with reporter(is_new=False) as report:
         check_model(new, report.say)
-        if ask(controller, "update", new.model_dump(mode="json"), options):
+        if ask(controller, "update", new.model_dump(mode="json"), options, seen=now["spec"]):
             said = _await_end(controller, report, deadline=deadline)
         else:
             said = _await_live(controller, state, report, deadline=deadline or begin + new.timeouts.start_s)

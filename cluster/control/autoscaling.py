@@ -131,25 +131,30 @@ class Autoscaling:
                 await self.decide_once()
                 self._problem = ""
             except (ClusterError, RayError, TimeoutError, ValueError) as error:
-                self._problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
-                logger.warning("nothing is decided of the pools' sizes: %s", self._problem)
+                self._note_problem(error)
+            except Exception as error:  # an edge: without this loop nothing is ever decided again, and nobody told
+                logger.exception("unexpected")
+                self._note_problem(error)
 
     async def decide_once(self) -> ScalingDecision | None:
-        """Look, decide, and carry it out; None where somebody else has changed the sizes, or decided, meanwhile.
+        """Look, decide, and carry it out; None where somebody else has changed the sizes or the rules, or decided,
+        meanwhile, and during an update, to which the sizes belong.
 
         Raises ClusterError, RayError, TimeoutError.
         """
         desired = self._desired()
-        if desired is None or desired.spec.autoscale is None:
+        if desired is None or desired.spec.autoscale is None or desired.update:
             return None
+        rules = desired.spec.autoscale
         state = self._known_state()
         new_state, decision = await self._decide(state, self._sight(desired))
         stored = self._store.load(self._name)
         if stored and stored.state.number > state.number:
             self._take_over(stored)
             return None
-        if self._sizes() != decision.before:
-            return None  # an operator has scaled: what was decided is of other sizes
+        now = self._desired()
+        if now is None or now.update or now.spec.autoscale != rules or self._sizes() != decision.before:
+            return None  # an operator was there meanwhile: what was decided is of other sizes, or by other rules
         self._state = new_state
         self._decisions.append(decision)
         # Before it is done: whoever comes after us knows of it.
@@ -158,6 +163,10 @@ class Autoscaling:
         if decision.is_change and not decision.is_dry_run:
             await self._scale({Role.PREFILL.value: decision.after.prefill, Role.DECODE.value: decision.after.decode})
         return decision
+
+    def _note_problem(self, error: Exception) -> None:
+        self._problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        logger.warning("nothing is decided of the pools' sizes: %s", self._problem)
 
     def _sight(self, desired: Desired) -> LiveSight:
         pools = self._pools

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cluster.control import authority_store
+from cluster.control import authority_store, current_capture
 from cluster.control import desired as desired_store
 from cluster.control.adoption import adopt_all
 from cluster.control.autoscaling import AutoscaleReport, Autoscaling
@@ -66,6 +66,7 @@ class Controller:
         self._desired = desired_store.load(name)
         if self._desired:
             redirect_output(_own_log(self._desired.launch.log_dir), who=ACTOR_NAME)
+            current_capture.remove_an_earlier_ones(self._desired.launch.log_dir)
         self._keys = KeyKeeper(self._desired.launch) if self._desired else None
         self._changed = asyncio.Event()
         makes = self._desired.makes if self._desired else dict.fromkeys(Role, 1)
@@ -139,11 +140,12 @@ class Controller:
         self._desire_changed()
         return {role.value: (before[role], number) for role, number in wanted.items()}
 
-    async def update(self, spec: dict[str, Any], options: UpdateOptions) -> bool:
-        """Begin to turn the deployment into one of `spec`; False where nothing of it has to be replaced. Raises
-        SpecError, or DeployError where there is no room; then nothing has changed."""
+    async def update(self, spec: dict[str, Any], options: UpdateOptions, *, seen: dict[str, Any] | None = None) -> bool:
+        """Begin to turn the deployment into one of `spec`; False where nothing of it has to be replaced. seen: the spec
+        by which the operator went: what was scaled since then is not undone unseen. Raises SpecError, or DeployError
+        where there is no room; then nothing has changed."""
         await self._has_adopted.wait()
-        self._updates.begin(self._known, parse_spec(spec), options)
+        self._updates.begin(self._known, parse_spec(spec), options, seen=parse_spec(seen) if seen else None)
         self._changed.set()
         return self._known.update is not None
 
@@ -272,6 +274,7 @@ class Controller:
         """Remove every replica at once, and forget the deployment."""
         self._reconciling.cancel()
         self._deciding.cancel()
+        self._capture.stop()
         await self._people_door.close()
         await asyncio.gather(*(pool.stop() for pool in self._pools.values()))
         if self._keys:

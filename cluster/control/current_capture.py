@@ -22,8 +22,7 @@ class CurrentCapture:
         """To a file beside the trail, on the head. Raises SpecError while there is one already."""
         if self._capture:
             raise SpecError("a capture is under way; end it by `cluster capture stop -o FILE`")
-        path = Path(log_dir).with_name("trail") / "capture.jsonl"
-        self._capture = TrafficCapture(path, begin_s=monotonic(), max_bytes=max_bytes)
+        self._capture = TrafficCapture(_path(log_dir), begin_s=monotonic(), max_bytes=max_bytes)
         self._book.ended = self._capture.note
 
     def report(self) -> CaptureReport | None:
@@ -42,3 +41,12 @@ class CurrentCapture:
             self._book.ended = lambda seen: None
             self._capture.remove()
             self._capture = None
+
+
+def remove_an_earlier_ones(log_dir: str) -> None:
+    """The file of an earlier life of the controller, whose capture cannot go on."""
+    _path(log_dir).unlink(missing_ok=True)
+
+
+def _path(log_dir: str) -> Path:
+    return Path(log_dir).with_name("trail") / "capture.jsonl"

@@ -70,7 +70,11 @@ class Desired:
         self.launch = replace(self.launch, spec=self.spec.model_copy(update={role.value: pool}))
 
     def set_autoscale(self, rules: AutoscaleSpec | None) -> None:
-        self.launch = replace(self.launch, spec=self.spec.model_copy(update={"autoscale": rules}))
+        """Also where an update leads to, which would else bring the rules back that it was begun with."""
+        change = {"autoscale": rules}
+        self.launch = replace(self.launch, spec=self.spec.model_copy(update=change))
+        if self.update:
+            self.update = replace(self.update, spec=self.update.spec.model_copy(update=change))
 
     def take_number(self, role: Role) -> int:
         number = self.next_number[role]

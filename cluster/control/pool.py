@@ -28,7 +28,6 @@ _KEPT_TIMES = 10
 class _Member:
     life: ReplicaLife
     started_at: float
-    is_adopted: bool
     left_at: float | None = None  # asked to drain
     task: asyncio.Task[None] | None = None
 
@@ -40,7 +39,7 @@ class _Member:
     def start_s(self) -> float | None:
         """None: it does not serve yet, or an earlier life of the controller has started it."""
         since = self.life.serving_since
-        return since - self.started_at if since is not None and not self.is_adopted else None
+        return since - self.started_at if since is not None and not self.life.is_adopted else None
 
     def is_stable(self, now: float) -> bool:
         since = self.life.serving_since
@@ -77,7 +76,7 @@ class ReplicaPool:
 
     def add(self, life: ReplicaLife) -> None:
         """Let this one live: new, or adopted."""
-        member = _Member(life, time.monotonic(), is_adopted=life.serving_since is not None)
+        member = _Member(life, time.monotonic())
         self._members[life.view.id] = member
         member.task = asyncio.create_task(self._live(member))
 

@@ -38,6 +38,7 @@ class ReplicaLife:
         this one is."""
         self.view = ReplicaStatus(id=replica, role=role_of(replica), was=was)
         self.serving_since: float | None = None  # time.monotonic()
+        self.is_adopted = False  # served before this life of the controller: routers know of it
         self._heard_at = 0.0
         self._desired = desired
         self._timeouts = desired.spec.timeouts
@@ -114,6 +115,7 @@ class ReplicaLife:
         if state == "loading":
             raise ReplicaFailed("was still loading")
         self._enter(ReplicaState.READY)
+        self.is_adopted = True
         self.serving_since = time.monotonic()  # whoever lets it go has to let it drain
         if state != "ready":
             self.leave()

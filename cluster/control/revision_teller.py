@@ -75,4 +75,4 @@ class RevisionTeller:
             self._forgets = False
         await self._channel.publish(table)
         if table.revisions:
-            self.counts = await self._channel.counts()
+            self.counts = await self._channel.counts({one.number for one in table.revisions})

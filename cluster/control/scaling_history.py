@@ -10,6 +10,7 @@ from typing import Any
 from cluster.control.desired import namespace
 from cluster.control.ray_store import StoreEntry
 from cluster.words.errors import DeployError
+from cluster.words.records import known_fields
 from router.autoscale.decide import AutoscaleState
 from router.autoscale.pool_sizes import PoolSizes
 from router.autoscale.scaling_decision import Prediction, ScalingDecision
@@ -55,8 +56,8 @@ def _entry(name: str) -> StoreEntry:
 def _read_state(tree: dict[str, Any]) -> AutoscaleState:
     expected, calm = tree["expected"], tree["calm_sizes"]
     read = {
-        "expected": Prediction(**{**expected, "sizes": PoolSizes(*expected["sizes"])}) if expected else None,
+        "expected": Prediction.of(expected) if expected else None,
         "calm_sizes": PoolSizes(*calm) if calm else None,
-        "trust": Trust(**tree["trust"]),
+        "trust": Trust(**known_fields(Trust, tree["trust"])),
     }
-    return AutoscaleState(**{**tree, **read})
+    return AutoscaleState(**{**known_fields(AutoscaleState, tree), **read})

@@ -11,12 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeAlias
 
 from cluster.words.errors import SpecError
 from cluster.words.request import Role
 from cluster.words.spec import Spec
 from cluster.words.spec_file import parse_spec
+
+_Keys: TypeAlias = tuple[str, ...]  # a path; no text, for a label's own name may have dots: `ray.io/market-type`
 
 
 class Needs(StrEnum):
@@ -93,14 +95,11 @@ def updated(old: Spec, named: Mapping[str, Any], *, is_whole: bool) -> Spec:
     cannot change stays as it is unless it is named: so a spec file need not repeat a port that an option of `cluster
     deploy` had set. Raises SpecError.
     """
-    before = dict(_leaves(old.model_dump(mode="json")))
-    wanted = dict(_leaves(parse_spec(dict(named)).model_dump(mode="json"))) if is_whole else {}
-    changes = [SpecChange(path=path, old=before.get(path), new=value) for path, value in wanted.items()]
-    kept = dict(before)
-    for path in before.keys() - wanted.keys() if is_whole else ():  # of a mapping, as labels are
-        if SpecChange(path=path, old=None, new=None).needs is not Needs.DEPLOYMENT:
-            del kept[path]
-    kept |= {change.path: change.new for change in changes if change.needs is not Needs.DEPLOYMENT}
+    kept = dict(_leaves(old.model_dump(mode="json")))
+    if is_whole:
+        wanted = dict(_leaves(parse_spec(dict(named)).model_dump(mode="json")))
+        beyond = {keys: value for keys, value in kept.items() if _needs(keys) is Needs.DEPLOYMENT}
+        kept = beyond | {keys: value for keys, value in wanted.items() if _needs(keys) is not Needs.DEPLOYMENT}
     tree = _tree(kept)
     _lay_over(tree, named)
     return parse_spec(tree, origin="the updated spec")
@@ -109,9 +108,8 @@ def updated(old: Spec, named: Mapping[str, Any], *, is_whole: bool) -> Spec:
 def changes_of(old: Spec, new: Spec) -> list[SpecChange]:
     """In the order of the spec."""
     before, after = dict(_leaves(old.model_dump(mode="json"))), dict(_leaves(new.model_dump(mode="json")))
-    paths = list(dict.fromkeys([*before, *after]))
-    both = ((path, before.get(path), after.get(path)) for path in paths)
-    return [SpecChange(path=path, old=was, new=becomes) for path, was, becomes in both if was != becomes]
+    both = ((keys, before.get(keys), after.get(keys)) for keys in dict.fromkeys([*before, *after]))
+    return [SpecChange(path=".".join(keys), old=was, new=becomes) for keys, was, becomes in both if was != becomes]
 
 
 def check_possible(changes: Sequence[SpecChange]) -> None:
@@ -136,7 +134,8 @@ def kind_of(spec: Spec) -> str:
 
 def _digest(spec: Spec, paths: Sequence[str]) -> str:
     leaves = _leaves(spec.model_dump(mode="json"))
-    facts = [(path, value) for path, value in leaves if not {*_beginnings(path)}.isdisjoint(paths)]
+    said = ((".".join(keys), value) for keys, value in leaves)
+    facts = [(path, value) for path, value in said if not {*_beginnings(path)}.isdisjoint(paths)]
     return blake2b(repr(facts).encode(), digest_size=8).hexdigest()
 
 
@@ -146,20 +145,22 @@ def _beginnings(path: str) -> Iterator[str]:
     return (".".join(keys[:end]) for end in range(len(keys), 0, -1))
 
 
-def _leaves(tree: Mapping[str, Any], under: str = "") -> Iterator[tuple[str, Any]]:
-    """Each key that has no keys below it, by its path."""
+def _leaves(tree: Mapping[str, Any], under: _Keys = ()) -> Iterator[tuple[_Keys, Any]]:
+    """Each key that has no keys below it, behind those above it."""
     for key, value in tree.items():
-        path = f"{under}{key}"
         if isinstance(value, Mapping):
-            yield from _leaves(value, f"{path}.")
+            yield from _leaves(value, (*under, key))
         else:
-            yield path, value
+            yield (*under, key), value
 
 
-def _tree(leaves: Mapping[str, Any]) -> dict[str, Any]:
+def _needs(keys: _Keys) -> Needs:
+    return SpecChange(path=".".join(keys), old=None, new=None).needs
+
+
+def _tree(leaves: Mapping[_Keys, Any]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
-    for path, value in leaves.items():
-        *above, key = path.split(".")
+    for (*above, key), value in leaves.items():
         node = tree
         for name in above:
             node = node.setdefault(name, {})

@@ -6,7 +6,9 @@ compared, and nobody, the deployment included, can try whether a prompt is among
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import secrets
 from hashlib import blake2b
@@ -14,6 +16,8 @@ from pathlib import Path
 from typing import TypedDict
 
 from cluster.words.traffic import SeenRequest
+
+logger = logging.getLogger(__name__)
 
 MAX_BYTES = 256 * 2**20
 _ID_BYTES = 6  # whole numbers that every reader of JSON has
@@ -23,7 +27,7 @@ class CaptureReport(TypedDict):
     seconds: float  # since it began
     requests: int
     bytes: int
-    is_full: bool  # it has ended at its limit
+    is_full: bool  # it has ended at its limit, or at the disk's
 
 
 class TrafficCapture:
@@ -39,17 +43,18 @@ class TrafficCapture:
         self._num_bytes = 0
         self._is_full = False
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w")
+        path.unlink(missing_ok=True)  # of an earlier life of the controller; or a link, or open to others
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        self._file = os.fdopen(descriptor, "wb", buffering=0)
 
     def note(self, seen: SeenRequest) -> None:
         """A request is over."""
         if self._is_full or seen.arrival_s < self._begin_s:
             return
-        line = json.dumps(self._row(seen)) + "\n"
-        if self._num_bytes + len(line) > self._max_bytes:
+        line = json.dumps(self._row(seen)).encode() + b"\n"
+        if self._num_bytes + len(line) > self._max_bytes or not self._is_written(line):
             self._is_full = True
             return
-        self._file.write(line)
         self._num_bytes += len(line)
         self._num_requests += 1
 
@@ -63,7 +68,6 @@ class TrafficCapture:
 
     def read(self, begin: int, num_bytes: int) -> bytes:
         """Of what was written so far."""
-        self._file.flush()
         with self.path.open("rb") as file:
             file.seek(begin)
             return file.read(num_bytes)
@@ -74,6 +78,19 @@ class TrafficCapture:
     def remove(self) -> None:
         self.close()
         self.path.unlink(missing_ok=True)
+
+    def _is_written(self, line: bytes) -> bool:
+        """A disk that is full ends the capture, not what tells of traffic."""
+        why = "no room for a whole line"
+        try:
+            if self._file.write(line) == len(line):
+                return True
+        except OSError as error:
+            why = str(error)
+        logger.error("the capture of traffic ends at %d bytes: %s: %s", self._num_bytes, self.path, why)
+        with contextlib.suppress(OSError):
+            self._file.truncate(self._num_bytes)
+        return False
 
     def _row(self, seen: SeenRequest) -> dict[str, object]:
         return {

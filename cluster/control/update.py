@@ -43,6 +43,10 @@ class UpdateOptions:
         """Raises SpecError."""
         if self.canary is not None and not 0 < self.canary < 1:
             raise SpecError(f"--canary {self.canary:g}: a share of the requests, between 0 and 1")
+        limits = {"--canary-s": self.canary_s, "--slo-ttft-ms": self.slo.ttft_ms, "--slo-itl-ms": self.slo.itl_ms}
+        for option, limit in limits.items():
+            if limit is not None and not limit >= 0:  # not a number, too: that would never be over, or never be kept
+                raise SpecError(f"{option} {limit:g}: a time, from 0 on")
 
 
 @dataclass(frozen=True, kw_only=True)

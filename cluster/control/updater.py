@@ -46,10 +46,14 @@ class Updater:
         self._waits_for = ""
         self._told: tuple[Revision, ...] | None = None
 
-    def begin(self, desired: Desired, spec: Spec, options: UpdateOptions) -> list[SpecChange]:
-        """Raises SpecError, and DeployError where there is no room for a new revision beside the old one; then nothing
-        has changed. Returns what changes."""
-        if desired.update and (desired.update.spec, desired.update.options) == (spec, options):
+    def begin(
+        self, desired: Desired, spec: Spec, options: UpdateOptions, *, seen: Spec | None = None
+    ) -> list[SpecChange]:
+        """seen: from which `spec` was made; None: no matter which. Raises SpecError, and DeployError where there is no
+        room for a new revision beside the old one; then nothing has changed. Returns what changes."""
+        update = desired.update
+        is_returning = update is not None and update.phase is Phase.RETURNING
+        if update and not is_returning and (update.spec, update.options) == (spec, options):
             return []  # Ray asks a controller that comes back once more what it was asked when it died
         if desired.update:
             raise SpecError(
@@ -57,6 +61,10 @@ class Updater:
                 "or take it back with `cluster update --abort`"
             )
         changes = changes_of(desired.spec, spec)
+        meanwhile = changes_of(seen, desired.spec) if seen else []
+        if changes and meanwhile:  # without changes it may be asked again, as above, with nothing to be replaced
+            said = ", ".join(map(str, meanwhile))
+            raise SpecError(f"the deployment was changed meanwhile ({said}): `cluster update` again, from there")
         check_possible(changes)
         roles = roles_of(changes, restarts_all=options.restarts_all)
         if not roles:
@@ -321,7 +329,7 @@ def _tally(pool: ReplicaPool) -> ReplicaCount:
     now, counts = time.monotonic(), dict.fromkeys(("ready", "starting", "pending", "draining"), 0)
     for life in pool.lives:
         state, since = life.view.state, life.serving_since
-        is_seen = since is not None and now - since >= _SEEN_S
+        is_seen = life.is_adopted or (since is not None and now - since >= _SEEN_S)
         if state is ReplicaState.DRAINING:
             counts["draining"] += 1
         elif state is ReplicaState.PENDING and life.view.stage:  # else it has hardly been asked for

@@ -9,7 +9,7 @@ Raises redis.RedisError when Redis is away. What it loses is told again; who els
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from redis.asyncio import Redis
@@ -55,16 +55,20 @@ class RevisionChannel:
     async def tell(self, router: str, counts: Mapping[int, RevisionCounts]) -> None:
         """All that this router has counted so far."""
         text = counts_to_json(counts).encode()
-        await self._redis.hset(self._counts, router, sealed(text, self._key, b"counts", router.encode()))
+        await self._redis.hset(self._counts, router, sealed(text, self._key, *_of_router(router.encode())))
 
-    async def counts(self) -> dict[int, RevisionCounts]:
-        """Of all routers together."""
+    async def counts(self, update: Set[int] | None = None) -> dict[int, RevisionCounts]:
+        """Of all routers together. update: the revisions of this one; what was counted in another, by a router that has
+        not heard yet or in a record that somebody has put back, says nothing of it. None: of any."""
         found: Any = await self._redis.hgetall(self._counts)
         total: dict[int, RevisionCounts] = {}
         for router, record in found.items():
-            if (text := opened(record, self._key, b"counts", router)) is None:
+            if (text := opened(record, self._key, *_of_router(router))) is None:
                 continue
-            for number, counts in counts_from_json(text).items():
+            counted = counts_from_json(text)
+            if update is not None and counted.keys() != update:
+                continue
+            for number, counts in counted.items():
                 total[number] = total.get(number, RevisionCounts()).plus(counts)
         return total
 
@@ -74,3 +78,8 @@ class RevisionChannel:
 
     async def close(self) -> None:
         await self._redis.aclose()
+
+
+def _of_router(name: bytes) -> tuple[bytes, bytes, bytes]:
+    """Words of a seal, with the name's length: else a name and what follows it could be parted elsewhere."""
+    return b"counts", len(name).to_bytes(4), name

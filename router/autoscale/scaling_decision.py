@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from cluster.words.records import known_fields
 from router.autoscale.pool_sizes import PoolSizes, ScaleMoves
 
 Mode = Literal["simulator", "saturation", "limits", "idle", "waiting"]
@@ -24,6 +25,11 @@ class Prediction:
     ttft_p90_s: float
     itl_s: float  # mean
     reuse_share: float  # of prompt tokens
+
+    @classmethod
+    def of(cls, tree: Mapping[str, Any]) -> Prediction:
+        """Of what asdict has made, by any version."""
+        return cls(**{**known_fields(cls, tree), "sizes": PoolSizes(*tree["sizes"])})
 
     def __str__(self) -> str:
         more = f" at {self.load:.0%} of the load" if self.load != 1 else ""
@@ -59,6 +65,9 @@ class ScalingDecision:
 
     @classmethod
     def of(cls, tree: Mapping[str, Any]) -> ScalingDecision:
-        tried = tuple(Prediction(**{**one, "sizes": PoolSizes(*one["sizes"])}) for one in tree["tried"])
+        """What another version says beyond this is passed over."""
+        tried = tuple(Prediction.of(one) for one in tree["tried"])
         read = {"before": PoolSizes(*tree["before"]), "after": PoolSizes(*tree["after"]), "tried": tried}
-        return cls(**{**tree, **read, "moves": ScaleMoves(**tree["moves"])})
+        return cls(
+            **{**known_fields(cls, tree), **read, "moves": ScaleMoves(**known_fields(ScaleMoves, tree["moves"]))}
+        )

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
@@ -57,12 +57,12 @@ def create_admin_app(
         return JSONResponse(groups)
 
     @app.get("/debug/routes/{request_id:path}")
-    async def report_route(request_id: str) -> Response:
-        return _found(explain_route, request_id)
+    async def report_route(request: Request, request_id: str) -> Response:
+        return (page and page.refused(request)) or _found(explain_route, request_id)
 
     @app.get("/debug/lives/{request_id:path}")
-    async def report_life(request_id: str) -> Response:
-        return _found(lives, request_id)
+    async def report_life(request: Request, request_id: str) -> Response:
+        return (page and page.refused(request)) or _found(lives, request_id)
 
     return app
 

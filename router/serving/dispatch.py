@@ -120,7 +120,8 @@ class Dispatch:
         else:
             enter = self._enter(asked, places, within_s=limit_s)
         async with enter as pair:
-            self._metrics.queue_time.observe(self._now() - began_at)
+            if only is None:  # else nobody waits for it
+                self._metrics.queue_time.observe(self._now() - began_at)
             yield pair
 
     async def choose(self, request: SequenceRequest, *, avoid: Set[str], served_by: int | None = None) -> Pair:
@@ -294,7 +295,8 @@ class Dispatch:
         )
         if decision is None:
             return None
-        self.decisions.add(asked.request.id, decision.options, decision.candidates)
+        if asked.only is None:  # else it is no request of a client's, and would push one out
+            self.decisions.add(asked.request.id, decision.options, decision.candidates)
         logger.debug("route request=%s %s", asked.request.id, decision.options[0])
         decode = self._replica(decision.decode)
         if (decision.decode and not decode) or (decision.prefill and not self._replica(decision.prefill)):

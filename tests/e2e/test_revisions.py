@@ -161,5 +161,7 @@ async def test_answers_that_are_asked_again_show_a_revision_that_gives_others(
         while not await is_seen():
             assert counts[2].replayed < 50
         assert counts[2].other_tokens >= 3 and not counts[1].other_tokens
+        shown = cluster.core.dispatch.decisions.last(100)
+        assert shown and not any("replay" in one["request"] for one in shown), "what no client has asked"
         await cluster.core.close()
         await becomes(lambda: not cluster.core.num_running)

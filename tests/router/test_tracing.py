@@ -125,6 +125,16 @@ async def test_one_that_makes_no_sense_begins_a_trace_of_its_own(
     assert told and _TRACE not in told and traced.spans[-1].parent is None
 
 
+@pytest.mark.parametrize("state", ["\x1b[2Jsecret", ",".join(["secret"] * 31), "a=1,a=secret", "secret=1," * 1200])
+def test_no_word_of_a_tracestate_comes_into_the_log(caplog: pytest.LogCaptureFixture, state: str) -> None:
+    """The library has a line for each that makes no sense: of a client's bytes, as many as it likes."""
+    tracing = Tracing(SimpleSpanProcessor(InMemorySpanExporter()), ratio=0.0, deployment="d", router="router-1")
+    for sent in (_SAMPLED, "9" * 60_000):
+        trace = tracing.begin("POST /", {"traceparent": sent, "tracestate": state})
+        assert trace and len(trace.traceparent) == 55
+    assert not caplog.records
+
+
 async def test_where_nobody_collects_there_is_nothing_of_it(completions: MakeCompletions, door: str) -> None:
     traced = _Traced(completions, ratio=1.0)
     traced.completions.tracing = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 from ray.exceptions import RpcError
@@ -76,3 +77,30 @@ async def test_a_replica_that_cannot_be_reached_for_a_moment_is_adopted(monkeypa
     pools = (await starting.status())["pools"]
     assert [replica["state"] for replica in pools["decode"]["replicas"]] == ["ready"] and not removed
     await starting.stop()
+
+
+async def test_what_was_captured_of_traffic_goes_with_whoever_could_fetch_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With the controller that restarts, for it has the salt alone; and with the deployment."""
+    launch = Launch(
+        spec=parse_spec({"prefill": {"replicas": 0}, "decode": {"replicas": 0}}),
+        log_dir=str(tmp_path / "logs"),
+        credentials=Credentials.new(index_url="redis://127.0.0.1:1"),
+    )
+    for function in ("put", "get", "delete"):
+        monkeypatch.setattr(ray_internals, function, lambda *key, namespace: None)
+    monkeypatch.setattr(controller, "redirect_output", lambda path, who: None)
+    monkeypatch.setattr(controller.desired_store, "load", lambda name: Desired(launch=launch))
+    for module in (controller, remains):
+        monkeypatch.setattr(module, "find_replicas", lambda name: [])
+    file = tmp_path / "trail" / "capture.jsonl"
+    file.parent.mkdir()
+    file.write_text("of the life before")
+    starting = Controller.__new__(Controller)
+    await starting.__init__("a")  # type: ignore[misc,func-returns-value]
+    assert not file.exists()
+    await starting.start_capture(max_bytes=1000)
+    assert file.exists()
+    await starting.stop()
+    assert not file.exists()

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from cluster.control import scaling_history
 from cluster.control.autoscaling import Autoscaling
 from cluster.control.desired import Desired
 from cluster.control.role_pools import RolePools
 from cluster.control.scaling_history import ScalingHistory
 from cluster.control.traffic_book import TrafficBook
+from cluster.control.update import Update
 from cluster.words.credentials import Credentials
 from cluster.words.launch import Launch
 from cluster.words.request import Role
+from cluster.words.spec import AutoscaleSpec
 from cluster.words.spec_file import parse_spec
 from router.autoscale.decide import AutoscaleState
 from router.autoscale.live_sight import LiveSight
 from router.autoscale.pool_sizes import PoolSizes
-from router.autoscale.scaling_decision import ScalingDecision
+from router.autoscale.scaling_decision import Prediction, ScalingDecision
+from tests.waiting import becomes
 
 
 class FakeHistory:
@@ -160,6 +167,24 @@ async def test_what_was_decided_of_other_sizes_than_an_operator_has_made_is_drop
     assert site.scaled == [] and site.autoscaling.report()["sizes"] == [2, 5]
 
 
+async def test_a_decision_by_rules_that_hold_no_more_is_dropped(tmp_path: Path) -> None:
+    """A decision may take minutes, in which an operator has turned the autoscaler off, or made it a dry run."""
+    for rules in (None, AutoscaleSpec(max_devices=4, dry_run=True)):
+        site = _Site(tmp_path)
+        site.before_done = lambda site=site, rules=rules: site.desired.set_autoscale(rules)  # type: ignore[misc]
+        assert await site.autoscaling.decide_once() is None
+        assert site.scaled == [] and not site.autoscaling.report()["decisions"]
+
+
+async def test_during_an_update_nothing_is_decided_nor_noted_as_done(tmp_path: Path) -> None:
+    site = _Site(tmp_path)
+    update = Update(revision=2, spec=site.desired.spec, roles=frozenset(Role))
+    site.before_done = lambda: setattr(site.desired, "update", update)
+    assert await site.autoscaling.decide_once() is None and len(site.asked) == 1  # it began meanwhile
+    assert await site.autoscaling.decide_once() is None and len(site.asked) == 1
+    assert site.scaled == [] and site.history.kept is None
+
+
 async def test_a_decision_is_kept_before_it_is_carried_out(tmp_path: Path) -> None:
     """Else a controller that dies in between would decide it a second time, under the same number."""
     site = _Site(tmp_path)
@@ -171,3 +196,39 @@ async def test_a_decision_is_kept_before_it_is_carried_out(tmp_path: Path) -> No
     site.before_scaled = fails
     with pytest.raises(RuntimeError):
         await site.autoscaling.decide_once()
+
+
+async def test_an_error_that_nobody_thought_of_is_told_and_the_next_decision_is_made(tmp_path: Path) -> None:
+    site = _Site(tmp_path, interval_s=1)
+
+    def fails() -> None:
+        raise KeyError("of a newer version")
+
+    site.before_done = fails
+    running = asyncio.create_task(site.autoscaling.run_forever())
+    await becomes(lambda: site.autoscaling.report()["problem"] == "KeyError: 'of a newer version'")
+    site.before_done = lambda: None
+    await becomes(lambda: site.scaled)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_what_another_version_has_kept_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    kept: list[str] = []
+    store = SimpleNamespace(put=kept.append, get=lambda: kept[-1])
+    monkeypatch.setattr(scaling_history, "StoreEntry", lambda *names, **more: store)
+    seen = Prediction(
+        sizes=PoolSizes(1, 3), load=1.0, good_share=1.0, ttft_share=1.0, itl_share=1.0,
+        ttft_p50_s=0.1, ttft_p90_s=0.2, itl_s=0.01, reuse_share=0.5,
+    )  # fmt: skip
+    site = _Site(tmp_path)
+    decision = await site.autoscaling.decide_once()
+    assert decision
+    state, decisions = AutoscaleState(number=1, expected=seen), [replace(decision, tried=(seen,))]
+    scaling_history.save("test", state, decisions)
+    tree = json.loads(kept[-1])
+    first, then = tree["state"], tree["decisions"][0]
+    for part in (tree, first, first["trust"], first["expected"], then, then["moves"], then["tried"][0]):
+        part["of a newer version"] = 1
+    kept.append(json.dumps(tree))
+    assert scaling_history.load("test") == ScalingHistory(state, decisions)

@@ -16,6 +16,9 @@ from cluster.control.desired import Desired
 from cluster.control.gang import Gang
 from cluster.control.pool import ReplicaPool
 from cluster.control.replica_life import ReplicaLife
+from cluster.control.role_pools import RolePools
+from cluster.control.update import Update, UpdateOptions
+from cluster.control.updater import Updater
 from cluster.words.credentials import Credentials
 from cluster.words.errors import ReplicaFailed
 from cluster.words.launch import Launch
@@ -99,10 +102,10 @@ async def test_a_start_that_takes_too_long_is_explained(monkeypatch: pytest.Monk
 class Adopted:
     """A replica of one such rank, which an earlier life of the controller started."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, pool: ReplicaPool | None = None) -> None:
         self.rank = FakeRank()
         self.removed: list[bool] = []  # whether it was serving
-        self.pool = ReplicaPool(Role.DECODE, changed=lambda: None)
+        self.pool = pool or ReplicaPool(Role.DECODE, changed=lambda: None)
 
         async def remove(gang: Gang, *, is_serving: bool) -> None:
             self.removed.append(is_serving)
@@ -141,6 +144,24 @@ async def test_an_adopted_replica_that_is_one_too_many_drains(monkeypatch: pytes
         await adopted.rank.answer("status", STATUS | {"state": "drained"})
         await becomes(lambda: not adopted.pool.ids)
     assert adopted.removed == [True]
+
+
+async def test_an_update_goes_on_at_once_with_what_served_before_the_controller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else, at the end of an update, a controller that comes back has the old revision started once more, and all
+    requests sent there, until it takes its own replicas for seen."""
+    pools = {role: RolePools(role, changed=lambda: None) for role in Role}
+    adopted = Adopted(monkeypatch, pools[Role.DECODE].of(2))
+    await adopted.join()
+    desired = make_desired({"decode": {"replicas": 1}})
+    options = UpdateOptions(waits_for_nodes=True)
+    desired.update = Update(revision=2, spec=desired.spec, roles=frozenset({Role.DECODE}), options=options)
+    teller: Any = SimpleNamespace(counts={})
+    goals = Updater(pools, teller=teller, save=lambda: None).goals(desired)
+    assert {make: goal.count for make, goal in goals[Role.DECODE].items()} == {2: 1}
+    assert desired.last_update == "revision 2 serves"
+    await adopted.pool.stop()
 
 
 class WaitingHeir:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from cluster.control.spec_diff import Needs, SpecChange, changes_of, check_possible, kind_of, tokens_of, updated
@@ -75,6 +77,36 @@ def test_a_label_that_a_spec_no_longer_has_is_gone() -> None:
     labelled = parse_spec({"decode": {"labels": {"pool": "decode"}}})
     assert updated(labelled, {"decode": {"replicas": 1}}, is_whole=True).decode.labels == {}
     assert updated(labelled, {"decode": {"replicas": 1}}, is_whole=False).decode.labels == {"pool": "decode"}
+
+
+_NAMES = st.sampled_from(["pool", "ray.io/market-type", "topology.kubernetes.io/zone", "ray", "ray.io"])
+_LABELS = st.dictionaries(_NAMES, st.sampled_from(["a", "b"]), max_size=3)
+_SPECS = st.fixed_dictionaries(
+    {},
+    optional={
+        "prefill": st.fixed_dictionaries({"labels": _LABELS, "replicas": st.integers(0, 3)}),
+        "decode": st.fixed_dictionaries({}, optional={"labels": _LABELS, "max_running": st.integers(1, 9)}),
+        "autoscale": st.none() | st.fixed_dictionaries({"max_devices": st.integers(2, 9)}),
+        "router": st.fixed_dictionaries({"http_port": st.integers(1, 9)}),
+    },
+)
+
+
+@given(old=_SPECS, named=_SPECS, is_whole=st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_whatever_the_keys_are_called_what_is_named_is_what_comes(
+    old: dict[str, Any], named: dict[str, Any], is_whole: bool
+) -> None:
+    """Labels have dots in their own names: those that Ray and Kubernetes give do."""
+    before = parse_spec(old)
+    after = updated(before, named, is_whole=is_whole)
+    for section, keys in named.items():
+        found = getattr(after, section)
+        for key, value in (keys or {}).items():
+            has = getattr(found, key)
+            assert has == value if is_whole or key != "labels" else has.items() >= value.items()
+    assert bool(changes_of(before, after)) == (before != after)
+    assert updated(after, named, is_whole=is_whole) == after
 
 
 def test_what_an_update_cannot_do_is_one_line_with_the_keys() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,15 @@ def test_what_is_told_twice_counts_once_and_another_life_has_another_name() -> N
     book.note(_news("a", {0: _seen(5.0, num_output=7)}))
     assert len(book.recent()) == len(ended) == 1
     assert TrafficBook().life != book.life
+
+
+@pytest.fixture
+def files_end() -> Iterator[None]:
+    """No file grows beyond 2000 bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def _capture(path: Path, rows: list[SeenRequest], **more: int) -> TrafficCapture:
@@ -109,3 +120,31 @@ def test_there_is_one_capture_at_a_time_and_its_file_goes_with_it(tmp_path: Path
     current.stop()
     assert current.report() is None and not list((tmp_path / "trail").iterdir())
     book.note(_news("a", {1: _seen(0.0, num_output=7)}))  # nobody is told
+
+
+def test_a_disk_without_room_ends_a_capture_and_no_more(tmp_path: Path, files_end: None) -> None:
+    """What routers tell still counts, and what was captured by then can be fetched: in whole lines."""
+    capture, book = TrafficCapture(tmp_path / "capture", begin_s=0.0), TrafficBook(now=_Clock())
+    book.ended = capture.note
+    book.note(_news("a", {number: _seen(1.0, num_output=4) for number in range(100)}))
+    assert len(book.recent()) == 100
+    report, text = capture.report(0.0), capture.read(0, 1 << 20)
+    assert report["is_full"] and 1 < report["requests"] == len(text.splitlines()) < 100
+    assert report["bytes"] == len(text) and all(map(json.loads, text.splitlines()))
+    capture.remove()
+    assert not capture.path.exists()
+
+
+def test_a_capture_has_a_file_of_its_own_whatever_was_there(tmp_path: Path) -> None:
+    elsewhere, path = tmp_path / "elsewhere", tmp_path / "capture"
+    elsewhere.write_text("of somebody")
+    for kind in ("link", "open to others"):
+        if kind == "link":
+            path.symlink_to(elsewhere)
+        else:
+            path.write_text("old")
+            path.chmod(0o644)
+        capture = _capture(path, [_seen(101.0, num_output=4)])
+        assert elsewhere.read_text() == "of somebody"
+        assert not path.is_symlink() and path.stat().st_mode & 0o077 == 0
+        capture.remove()

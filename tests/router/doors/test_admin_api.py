@@ -13,16 +13,18 @@ from cluster.host.router_admin import ask_at, ask_here, seen_by
 from cluster.process.ports import free_ports
 from cluster.words.errors import DeployError
 from router.doors.admin_api import create_admin_app, open_admin_listener
+from router.doors.ui_page import UiPage
 from tests.router.http_server import serve_http
 
 
-def app(*, deployment: str = "d", router: str = "router-1", decode: int = 1) -> Any:
+def app(*, deployment: str = "d", router: str = "router-1", decode: int = 1, page: UiPage | None = None) -> Any:
     return create_admin_app(
         deployment=deployment,
         router=router,
         health=lambda: {"prefill": 2, "decode": decode},
         metrics=lambda: b"requests_total 1\n",
         explain_route=lambda request_id: {request_id: []} if request_id == "r/1" else {},
+        page=page,
     )
 
 
@@ -38,6 +40,23 @@ async def test_it_says_what_clients_are_not_told() -> None:
             assert (await http.get(f"/debug/routes/{known}")).status_code == 200
         assert (await http.get("/v1/models")).status_code == 404
     await listener.close(grace_s=5)
+
+
+@pytest.mark.parametrize(
+    "path", ["/ui", "/ui/page.js", "/ui/events", "/debug/view", "/debug/routes/r", "/debug/lives/r"]
+)
+async def test_a_web_page_whose_name_was_made_to_resolve_here_is_told_of_no_request(path: str) -> None:
+    page = UiPage(lambda has_history: {}, host="127.0.0.1")
+    async with serve_http(app(page=page)) as (host, port), httpx.AsyncClient() as http:
+        for name in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", f"localhost.evil:{port}", ""):
+            answer = await http.get(f"http://{host}:{port}{path}", headers={"host": name})
+            assert answer.status_code == 421, name
+        scraped = await http.get(f"http://{host}:{port}/metrics", headers={"host": "prometheus.example"})
+        assert scraped.status_code == 200, "by whatever name a scraper has for it"
+        if path != "/ui/events":
+            for name in (f"127.0.0.1:{port}", f"[::1]:{port}", "LOCALHOST"):
+                answer = await http.get(f"http://{host}:{port}{path}", headers={"host": name})
+                assert answer.status_code in (200, 404)
 
 
 async def test_routers_of_one_machine_take_ports_in_turn() -> None:

@@ -11,6 +11,7 @@ import redis
 from cluster.index.redis_client import connect_redis
 from cluster.index.revision_channel import RevisionChannel
 from cluster.words.revisions import Revision, RevisionCounts, RevisionTable
+from cluster.words.seal import SEAL_BYTES
 from router.routing.revisions import Revisions
 from router.serving.revision_watch import RevisionWatch
 from tests.waiting import becomes, told
@@ -84,4 +85,19 @@ async def test_what_somebody_else_writes_is_not_believed(redis_url: str) -> None
         raw = redis.Redis.from_url(redis_url)
         raw.hset("a:revisions:counts", "router-1", raw.hget("a:revisions:counts", "router-0"))  # said twice
         assert await controller.counts() == {2: RevisionCounts(failed=1)}
+        sealed = bytes(raw.hget("a:revisions:counts", "router-0") or b"")
+        seal, text = sealed[:SEAL_BYTES], sealed[SEAL_BYTES:]
+        raw.hset("a:revisions:counts", b"router-0" + text[:1], seal + text[1:])  # the same bytes, parted elsewhere
+        assert await controller.counts() == {2: RevisionCounts(failed=1)}
         await stranger.close()
+
+
+async def test_what_was_counted_in_another_update_says_nothing_of_this_one(redis_url: str) -> None:
+    """Both have the old revision in common."""
+    async with watched(redis_url) as (controller, _):
+        await controller.tell("router-0", {1: RevisionCounts(failed=9), 2: RevisionCounts(failed=9)})
+        before = redis.Redis.from_url(redis_url).hgetall("a:revisions:counts")
+        await controller.forget_counts()
+        redis.Redis.from_url(redis_url).hset("a:revisions:counts", mapping=before)  # type: ignore[arg-type]
+        await controller.tell("router-1", {1: RevisionCounts(attempts=1), 3: RevisionCounts(attempts=2)})
+        assert await controller.counts({1, 3}) == {1: RevisionCounts(attempts=1), 3: RevisionCounts(attempts=2)}

@@ -1,0 +1,56 @@
+"""`cluster capture stop`: the file that it writes where the operator is."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cluster.cli.capture
+from cluster.cli.app import run
+from cluster.host import driver
+
+TRACE = b'{"timestamp": 0.0}\n'
+
+
+@pytest.fixture(autouse=True)
+def controlled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A controller that has captured TRACE."""
+
+    def ask(controller: object, method: str, *args: Any) -> Any:
+        if method == "read_capture":
+            begin, _ = args
+            return TRACE[begin:]
+        return {"seconds": 1.0, "requests": 1, "bytes": len(TRACE), "is_full": False}
+
+    monkeypatch.setattr(cluster.cli.capture, "find_state", lambda name: None)
+    monkeypatch.setattr(cluster.cli.capture, "join_controller", lambda state: None)
+    monkeypatch.setattr(driver, "ask", ask)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+
+
+@pytest.mark.parametrize("was", [None, "open to others, and longer than what comes"])
+def test_nobody_else_can_read_it(tmp_path: Path, was: str | None) -> None:
+    path = tmp_path / "traffic.jsonl"
+    if was:
+        path.write_text(was)
+        path.chmod(0o644)
+    assert run(["capture", "stop", "-o", str(path)]) == 0
+    assert path.read_bytes() == TRACE and path.stat().st_mode & 0o777 == 0o600
+
+
+def test_it_may_be_a_pipe(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    assert run(["capture", "stop", "-o", str(path)]) == 0
+    assert os.read(reader, 1000) == TRACE
+    os.close(reader)
+
+
+def test_where_nothing_can_be_written_the_recording_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["capture", "stop", "-o", str(tmp_path)]) != 0
+    assert capsys.readouterr().err.endswith(": Is a directory; the recording goes on\n")
