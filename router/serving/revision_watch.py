@@ -42,7 +42,9 @@ class RevisionWatch:
         self._reach = RedisReach("requests go to the revisions that are known")
 
     async def follow_forever(self) -> None:
-        while True:
+        """Until cancelled."""
+        me = asyncio.current_task()
+        while not (me and me.cancelling()):  # redis-py may swallow a cancellation
             try:
                 await self._look()
                 self._reach.found()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import redis
 
@@ -101,3 +102,30 @@ async def test_what_was_counted_in_another_update_says_nothing_of_this_one(redis
         redis.Redis.from_url(redis_url).hset("a:revisions:counts", mapping=before)  # type: ignore[arg-type]
         await controller.tell("router-1", {1: RevisionCounts(attempts=1), 3: RevisionCounts(attempts=2)})
         assert await controller.counts({1, 3}) == {1: RevisionCounts(attempts=1), 3: RevisionCounts(attempts=2)}
+
+
+class FakeSwallowingRedis:
+    """Takes a cancellation for a connection that is too slow, as redis-py may."""
+
+    def __init__(self) -> None:
+        self.is_asked = asyncio.Event()
+        self.num_asked = 0
+
+    async def get(self, name: str) -> bytes:
+        self.num_asked += 1
+        self.is_asked.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise redis.TimeoutError("too slow") from None
+        raise AssertionError
+
+
+async def test_a_router_that_closes_does_not_wait_for_a_redis_that_is_away() -> None:
+    away: Any = FakeSwallowingRedis()
+    watch = RevisionWatch(away, Revisions(), name="a", key=KEY, router="router-0")
+    following = asyncio.create_task(watch.follow_forever())
+    await away.is_asked.wait()
+    following.cancel()
+    await asyncio.wait({following}, timeout=5.0)
+    assert following.done() and away.num_asked == 1
