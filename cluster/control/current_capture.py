@@ -49,4 +49,4 @@ def remove_an_earlier_ones(log_dir: str) -> None:
 
 
 def _path(log_dir: str) -> Path:
-    return Path(log_dir).with_name("trail") / "capture.jsonl"
+    return Path(log_dir).parent / "trail" / "capture.jsonl"

@@ -107,4 +107,5 @@ class ScaleLimits:
             num_decode = min(room, most.decode)
             if num_decode >= least.decode:
                 splits.append(PoolSizes(num_prefill, num_decode))
-        return min(splits, key=lambda s: max(prefill / max(s.prefill, 1e-9), decode / max(s.decode, 1e-9)))
+        # Of those that are alike in that, the one whose other pool is less busy.
+        return min(splits, key=lambda s: sorted((prefill / max(s.prefill, 1e-9), decode / max(s.decode, 1e-9)))[::-1])

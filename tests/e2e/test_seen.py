@@ -11,6 +11,7 @@ from cluster.cli.top import plain
 from cluster.cli.trace import picture
 from cluster.process.ports import free_port
 from cluster.words.life import LifeState, critical_path, spans_of
+from cluster.words.traffic import ShownDecision, TrafficAnswer, TrafficNews
 from router.service import RouterService
 from tests.e2e.conftest import Checkpoint, exact_tree
 from tests.identities import router
@@ -73,7 +74,6 @@ async def _look(services: list[RouterService]) -> None:
     await told(all_targets)
 
     # And of what it sees.
-    services[0].show_scaling([{"at": 0.0, "text": "2P1D", "reason": "first tokens come late"}])
     view = (await admins[0].get("/debug/view")).json()
     assert {one["id"]: one["state"] for one in view["replicas"]} == {"prefill-0": "ready", "decode-1": "ready"}
     (flow,) = view["flows"]
@@ -83,6 +83,19 @@ async def _look(services: list[RouterService]) -> None:
     assert decision["request"].startswith("r-1-") and decision["outcome"] == "completed"
     assert decision["options"][0]["prefill"] == "prefill-0" and decision["options"][0]["cost_s"] > 0
     assert sorted(view["routers"].values()) == sorted(addresses)
+
+    # And of what the controller decides, as it hears when it tells what has come.
+    decision_shown = ShownDecision(at=0.0, text="2P1D", reason="first tokens come late")
+
+    async def answer(news: TrafficNews) -> TrafficAnswer:
+        return TrafficAnswer(life="a", scaling=(decision_shown,))
+
+    async def is_shown() -> bool:
+        return bool((await admins[0].get("/debug/view")).json()["autoscaler"])
+
+    services[0].tell_traffic(answer)
+    await told(is_shown)
+    view = (await admins[0].get("/debug/view")).json()
     lines = plain([view, (await admins[1].get("/debug/view")).json()]).splitlines()
     assert view["autoscaler"][0]["text"] == "2P1D" and any("first tokens come late" in line for line in lines)
     assert "2 routers, 1P1D" in lines[0] and any(line.startswith("decode-1") for line in lines)

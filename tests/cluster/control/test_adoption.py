@@ -92,7 +92,7 @@ async def test_what_was_captured_of_traffic_goes_with_whoever_could_fetch_it(
         monkeypatch.setattr(ray_internals, function, lambda *key, namespace: None)
     monkeypatch.setattr(controller, "redirect_output", lambda path, who: None)
     monkeypatch.setattr(controller.desired_store, "load", lambda name: Desired(launch=launch))
-    for module in (controller, remains):
+    for module in (adoption, remains):
         monkeypatch.setattr(module, "find_replicas", lambda name: [])
     file = tmp_path / "trail" / "capture.jsonl"
     file.parent.mkdir()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from router.autoscale.pool_sizes import PoolSizes, ScaleLimits, ScaleMoves
@@ -25,6 +25,7 @@ def test_moves_lead_from_one_to_the_other_and_switch_where_they_may(
         assert moves.num_switches == 0
 
 
+@example(3.5, 21.0, 3, 4, 1, 59)  # twelve decode replicas are as busy beside two prefill replicas as beside three
 @given(st.floats(0, 40), st.floats(0, 40), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(8, 60))
 def test_the_nearest_sizes_are_allowed_and_no_smaller_than_wanted_where_that_is_allowed(
     prefill: float, decode: float, prefill_devices: int, decode_devices: int, least: int, max_devices: int
